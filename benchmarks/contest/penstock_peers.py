@@ -13,7 +13,7 @@ from penstock import schedules
 from penstock.core.schedule import Schedule
 from penstock.core.versions import Flush, Policy
 from penstock.model.spine import spine_fingerprint, spine_of
-from penstock.plans import Plan, StagePlan
+from penstock.planning.plans import Plan, StagePlan
 from penstock.run.drive.joining import TransportName
 
 NUM_RANKS = 2

@@ -58,7 +58,7 @@ from penstock.base.errors import PenstockError
 from penstock.cli.show import print_table
 from penstock.demo.gpt import GPT, loss
 from penstock.drawing.chart import line_chart
-from penstock.plans.spilling import traffic
+from penstock.planning.plans.spilling import traffic
 
 WAYS = ("memory", "spilled", "huge", "waiting", "clipped", "hydra", "capped", "capped-memory")
 CONFINED = ("confined", "confined-memory")

@@ -194,7 +194,7 @@ def train(options: argparse.Namespace, folder: Path) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     import penstock as pk
-    from penstock.plans import Plan
+    from penstock.planning.plans import Plan
 
     rank = int(os.environ["RANK"])
     if rank >= options.hosts:
@@ -261,7 +261,7 @@ def train_with_servers(options: argparse.Namespace, folder: Path) -> None:
     from torch.nn.functional import mse_loss
 
     import penstock as pk
-    from penstock.plans import Plan
+    from penstock.planning.plans import Plan
 
     rank = int(os.environ["RANK"])
     if rank > options.hosts:

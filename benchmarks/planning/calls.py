@@ -25,8 +25,8 @@ from penstock.core.schedule.check import check
 from penstock.core.timing.simulator import simulate
 from penstock.drawing import draw_plan
 from penstock.interop.pipedream_profiles import read_pipedream_graph
-from penstock.plans.explanation import explain
-from penstock.plans.picture import picture_of
+from penstock.planning.plans.explanation import explain
+from penstock.planning.plans.picture import picture_of
 
 VGG_16 = DATA / "vgg16" / "graph.txt"
 COUNTED: dict[str, Callable[..., Any]] = {

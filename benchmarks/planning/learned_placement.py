@@ -25,8 +25,13 @@ from penstock import schedules, simulate
 from penstock.base.errors import PlanError
 from penstock.core.cluster import Link
 from penstock.core.graph import Layer, LayerGraph
-from penstock.partition import balance
-from penstock.partition.placement import Stages, greedy_placement, learned_placement, stage_costs
+from penstock.planning.partition import balance
+from penstock.planning.partition.placement import (
+    Stages,
+    greedy_placement,
+    learned_placement,
+    stage_costs,
+)
 
 PLACERS = {"random": random_placement, "greedy": greedy_placement, "learned": learned_placement}
 MICROBATCHES = 8

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 from penstock.base.errors import PlanError
 from penstock.core.graph import LayerGraph
-from penstock.partition.placement import Placed, Placer, Score, make_space
-from penstock.partition.placement.climbing import labels_of, random_order
-from penstock.partition.placement.ledger import Ledger
-from penstock.partition.placement.space import Space
+from penstock.planning.partition.placement import Placed, Placer, Score, make_space
+from penstock.planning.partition.placement.climbing import labels_of, random_order
+from penstock.planning.partition.placement.ledger import Ledger
+from penstock.planning.partition.placement.space import Space
 
 
 def brute_force_placement(

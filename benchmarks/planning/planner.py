@@ -18,7 +18,7 @@ from benchmarks.common.alone import publish
 from penstock.core.cluster import Cluster, Device, Link
 from penstock.core.graph import Layer, LayerGraph
 from penstock.interop.pipedream_profiles import read_pipedream_graph
-from penstock.partition import COST_MODELS, Partition, best_partition, cost_model
+from penstock.planning.partition import COST_MODELS, Partition, best_partition, cost_model
 
 DATA = Path(__file__).parents[2] / "tests" / "data" / "pipedream"
 

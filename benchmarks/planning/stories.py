@@ -19,7 +19,7 @@ from benchmarks.planning.planner import DATA, short
 from penstock.core.cluster import Cluster, Link
 from penstock.core.graph import LayerGraph
 from penstock.interop.pipedream_profiles import read_pipedream_graph
-from penstock.partition import (
+from penstock.planning.partition import (
     CostModel,
     Partition,
     PartitionedStage,
@@ -27,8 +27,8 @@ from penstock.partition import (
     cost_model,
     evaluate,
 )
-from penstock.planner import plan
-from penstock.plans import Plan
+from penstock.planning.planner import plan
+from penstock.planning.plans import Plan
 
 PUBLISHED = {
     "resnet50": "data parallel, 1×",

@@ -35,7 +35,7 @@ from benchmarks.common.alone import publish
 from penstock import Costs, schedules
 from penstock.core.schedule import Kind
 from penstock.drawing.chart import line_chart
-from penstock.partition import balance
+from penstock.planning.partition import balance
 from penstock.rehearsal import Rehearsal, rehearse
 
 FRAME_SECONDS = 0.08

@@ -46,12 +46,12 @@ if TYPE_CHECKING:
     from penstock.model.microbatches import Microbatches
     from penstock.model.spine import run_spine
     from penstock.pipeline import Pipeline
-    from penstock.planner import plan, replan
-    from penstock.plans import Plan
+    from penstock.planning.planner import plan, replan
+    from penstock.planning.plans import Plan
+    from penstock.planning.turns import stop
     from penstock.profiler import profile
     from penstock.rehearsal import rehearse
     from penstock.tracing import Captured, capture
-    from penstock.turns import stop
 
 __version__ = "0.1.0"
 __all__ = [
@@ -115,7 +115,7 @@ _MODULES = {
     "errors": "penstock.base.errors",
     "optimizers": "penstock.optimizers",
     "schedules": "penstock.core.schedule.families",
-    "stop": "penstock.turns.stop",
+    "stop": "penstock.planning.turns.stop",
     "versions": "penstock.core.versions",
 }
 """Modules that are public as they are: ``pk.versions``, ``from penstock.core.versions import Stash``."""
@@ -154,8 +154,8 @@ if not TYPE_CHECKING:  # which would take every name for one that is there
             "penstock.model.microbatches": ("Microbatches",),
             "penstock.model.spine": ("run_spine",),
             "penstock.pipeline": ("Pipeline",),
-            "penstock.planner": ("plan", "replan"),
-            "penstock.plans": ("Plan",),
+            "penstock.planning.planner": ("plan", "replan"),
+            "penstock.planning.plans": ("Plan",),
             "penstock.profiler": ("profile",),
             "penstock.rehearsal": ("rehearse",),
             "penstock.core.schedule": ("Kind", "Op", "Schedule"),

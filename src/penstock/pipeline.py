@@ -29,7 +29,7 @@ from penstock.model.microbatches import Microbatches, Weight, Weighting
 from penstock.model.optimizer_factory import OptimizerFactory, SchedulerFactory
 from penstock.model.randomness import Audit
 from penstock.model.spine import evaluation_mode
-from penstock.plans import Plan
+from penstock.planning.plans import Plan
 from penstock.run.assembly import Results, Running
 from penstock.run.building import build
 from penstock.run.copied_states import by_key, copied_states

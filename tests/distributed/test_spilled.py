@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.plans.spilling import Spill
+from penstock.planning.plans.spilling import Spill
 from tests.distributed.jobs.spilled import offloaded, train
 from tests.kit.examples import TIMES, more
 from tests.kit.launch import ENVIRONMENT, forked

@@ -26,7 +26,7 @@ from examples.models import (
     vgg,
 )
 from penstock.model import microbatches, tree
-from penstock.plans import Plan, StagePlan
+from penstock.planning.plans import Plan, StagePlan
 from penstock.tracing import capture
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit.one_device import assert_same

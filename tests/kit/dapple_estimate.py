@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from penstock.core.cluster import Cluster
-from penstock.partition.dapple.bound import Reached, busiest
-from penstock.partition.dapple.rules import RULES, Rule, devices_of, servers, take
+from penstock.planning.partition.dapple.bound import Reached, busiest
+from penstock.planning.partition.dapple.rules import RULES, Rule, devices_of, servers, take
 
 Seconds = Sequence[float]
 

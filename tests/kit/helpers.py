@@ -15,7 +15,7 @@ from penstock.core.schedule import Schedule, families
 from penstock.core.schedule.op import COMPUTE
 from penstock.model import tree
 from penstock.model.spine import run_spine, spine_fingerprint, spine_of
-from penstock.plans import Plan, StagePlan
+from penstock.planning.plans import Plan, StagePlan
 
 MLP_LAYERS = 6
 

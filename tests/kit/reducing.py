@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from msgspec.structs import replace
 
-from penstock.plans import Plan
+from penstock.planning.plans import Plan
 from tests.kit.helpers import make_plan
 from tests.kit.launch import ENVIRONMENT
 

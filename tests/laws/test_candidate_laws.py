@@ -16,13 +16,13 @@ from penstock.base.errors import InputError, PlanError
 from penstock.core.cluster import Group
 from penstock.core.graph import Contention
 from penstock.core.versions import USUAL, Flush
-from penstock.planner.candidate import Candidate
-from penstock.planner.cuts import candidates
-from penstock.planner.limits import least_excess
-from penstock.planner.offers import Offer
-from penstock.planner.offers import offers as every_offer
-from penstock.planner.task import Task
-from penstock.planner.wish import Wish
+from penstock.planning.planner.candidate import Candidate
+from penstock.planning.planner.cuts import candidates
+from penstock.planning.planner.limits import least_excess
+from penstock.planning.planner.offers import Offer
+from penstock.planning.planner.offers import offers as every_offer
+from penstock.planning.planner.task import Task
+from penstock.planning.planner.wish import Wish
 from tests.kit.planning import all_cuts, chain, clusters, devices, graphs, held_bytes
 
 FAMILIES = [name for name in schedules.names() if name not in {"zb-auto", "optimal", "chimera"}]

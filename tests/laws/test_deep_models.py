@@ -13,8 +13,8 @@ from msgspec.structs import replace
 
 from penstock import LayerGraph, plan
 from penstock.base.errors import InputError, PlanError
-from penstock.planner import task as tasks
-from penstock.planner.task import Task
+from penstock.planning.planner import task as tasks
+from penstock.planning.planner.task import Task
 from tests.kit.planning import chain, clusters, devices, graphs, layers
 
 FEW = 6

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from penstock.base.errors import PlanError
 from penstock.core.cluster import Cluster, Device, Link
 from penstock.core.graph import Layer, LayerGraph
-from penstock.partition import (
+from penstock.planning.partition import (
     COST_MODELS,
     Partition,
     PartitionedStage,
@@ -18,7 +18,7 @@ from penstock.partition import (
     cost_model,
     evaluate,
 )
-from penstock.partition.steady import nested_partition
+from penstock.planning.partition.steady import nested_partition
 
 MODELS = st.builds(
     cost_model, st.sampled_from(COST_MODELS), overlap=st.sampled_from([0.0, 0.4, 1.0])

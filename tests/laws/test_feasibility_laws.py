@@ -14,9 +14,9 @@ from msgspec.structs import replace
 
 from penstock import plan
 from penstock.base.errors import InputError, PlanError
-from penstock.planner.candidate import Candidate
-from penstock.planner.offers import Offer
-from penstock.planner.task import Task
+from penstock.planning.planner.candidate import Candidate
+from penstock.planning.planner.offers import Offer
+from penstock.planning.planner.task import Task
 from tests.kit.planning import all_cuts, clusters, devices, graphs, held_bytes
 
 SINGLE = ("gpipe", "1f1b", "eager-1f1b", "zb-h1", "zb-h2")

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import penstock as pk
 from penstock.base.errors import InputError
-from penstock.turns import POLICIES, Task, Visit, simulate_fleet
-from penstock.turns.simulator import bound_of
+from penstock.planning.turns import POLICIES, Task, Visit, simulate_fleet
+from penstock.planning.turns.simulator import bound_of
 from tests.kit.examples import examples
 
 seconds = st.sampled_from((1.0, 2.0, 3.0, 5.0, 8.0))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.base.errors import PlanError
-from penstock.partition import balance
+from penstock.planning.partition import balance
 
 costs = st.lists(st.floats(0, 100), min_size=1, max_size=10)
 whole = st.lists(st.integers(0, 5), min_size=1, max_size=10)

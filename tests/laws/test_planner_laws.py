@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import Cluster, Device, plan, schedules
-from penstock.plans import Plan
+from penstock.planning.plans import Plan
 from tests.kit.examples import examples
 from tests.kit.helpers import runnable_families
 from tests.kit.planning import attempt, clusters, graphs

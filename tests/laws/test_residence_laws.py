@@ -18,7 +18,7 @@ from penstock.core.schedule.residence import (
     check_room,
     resident_bytes,
 )
-from penstock.plans.spilling import Spill, with_residence
+from penstock.planning.plans.spilling import Spill, with_residence
 from tests.kit.examples import examples
 
 WHOLE = ("spilled", "gpipe", "1f1b", "interleaved-1f1b", "breadth-first", "hanayo")

@@ -20,8 +20,8 @@ from penstock.core.schedule import families
 from penstock.core.schedule.lower import add_update
 from penstock.core.schedule.memory import peak_activations
 from penstock.model.spine import spine_fingerprint, spine_of
-from penstock.plans import Plan, StagePlan
-from penstock.plans.orders import with_microbatches
+from penstock.planning.plans import Plan, StagePlan
+from penstock.planning.plans.orders import with_microbatches
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit.helpers import make_batch, make_mlp
 from tests.kit.one_device import assert_same

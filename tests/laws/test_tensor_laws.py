@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.core.cluster import Link
 from penstock.core.graph import Layer, LayerGraph
-from penstock.partition.tensor import layout_search, split_layers
+from penstock.planning.partition.tensor import layout_search, split_layers
 from tests.kit.helpers import amounts
 
 KINDS = ("Linear", "ReLU", "LayerNorm", "BatchNorm2d", "Embedding", "Conv2d", "Add")

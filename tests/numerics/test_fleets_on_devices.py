@@ -13,7 +13,7 @@ from torch import nn
 import penstock as pk
 from penstock.base.errors import InputError
 from penstock.device.queue import AcceleratorQueue
-from penstock.plans.spilling import Spill, Tier
+from penstock.planning.plans.spilling import Spill, Tier
 from penstock.weights import slabs
 from tests.kit.spilling import make_net
 from tests.numerics.test_fleets import alone, job, mixed_jobs

@@ -15,8 +15,8 @@ import penstock as pk
 from penstock.base.errors import DeadlineError, InputError, StageError
 from penstock.core.schedule.memory import Sizes
 from penstock.core.schedule.memory import peaks as schedule_peaks
-from penstock.plans.offloading import Offload, moved_activations
-from penstock.plans.spilling import Spill, Tier
+from penstock.planning.plans.offloading import Offload, moved_activations
+from penstock.planning.plans.spilling import Spill, Tier
 from penstock.weights.tiers import HostStore
 from tests.kit.examples import in_turns
 from tests.kit.helpers import make_batch, make_plan

@@ -16,8 +16,8 @@ from torch import nn
 
 import penstock as pk
 from penstock.base.errors import DeadlineError, FileError, InputError, ModelError, StageError
-from penstock.plans import StagePlan
-from penstock.plans.spilling import Spill, Tier, traffic
+from penstock.planning.plans import StagePlan
+from penstock.planning.plans.spilling import Spill, Tier, traffic
 from penstock.trial.reference.single_device import SingleDevice
 from penstock.weights.tiers import HostStore
 from penstock.weights.ways import HostWay

@@ -14,7 +14,7 @@ from torch import nn
 import penstock as pk
 from penstock.base.errors import FileError, StageError
 from penstock.device.side_streams import SideStreams
-from penstock.plans.spilling import Spill, Tier
+from penstock.planning.plans.spilling import Spill, Tier
 from penstock.weights import slabs, transfers
 from tests.kit.examples import in_turns
 from tests.kit.helpers import make_batch

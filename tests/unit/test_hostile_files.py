@@ -13,7 +13,7 @@ import pytest
 import penstock as pk
 from penstock.base.errors import FileError, InputError, PenstockError
 from penstock.base.values import MOST_FILE_BYTES, MOST_TOML_BYTES, read_text
-from penstock.turns.written import FleetFile
+from penstock.planning.turns.written import FleetFile
 from tests.unit.test_wrong_files import FILES, answered, folder, planned  # noqa: F401 - a fixture
 
 READERS = (pk.LayerGraph.load, pk.Cluster.load, pk.Plan.load, FleetFile.load)

@@ -21,9 +21,9 @@ HEAVY = (
     "penstock.drawing.plan.svg",
     "penstock.drawing.report.page",
     "penstock.drawing.timeline.svg",
-    "penstock.partition.steady.search",
-    "penstock.planner.search",
-    "penstock.plans.plan",
+    "penstock.planning.partition.steady.search",
+    "penstock.planning.planner.search",
+    "penstock.planning.plans.plan",
     "penstock.rehearsal.conduct",
     "penstock.core.schedule.families",
     "penstock.trial",
@@ -36,8 +36,12 @@ HEAVY = (
 
 TABLE = {"rich.table"}
 SCHEDULE = {"penstock.core.schedule.families"}
-PLAN = SCHEDULE | {"penstock.plans.plan"}
-PLANNED = PLAN | {"numpy", "penstock.partition.steady.search", "penstock.planner.search"}
+PLAN = SCHEDULE | {"penstock.planning.plans.plan"}
+PLANNED = PLAN | {
+    "numpy",
+    "penstock.planning.partition.steady.search",
+    "penstock.planning.planner.search",
+}
 PAGE = {"penstock.drawing.report.page", "penstock.drawing.timeline.svg"}
 
 MAY_LOAD = {
@@ -122,7 +126,9 @@ def test_every_verb_is_held_to_it_or_needs_torch():
 def test_a_pipeline_loads_no_planner_and_no_picture(tmp_path):
     modules = loaded("import penstock.pipeline", tmp_path)
     pictures = {name for name in modules if name.startswith("penstock.drawing.timeline")}
-    assert not pictures | (modules & {"penstock.planner", "penstock.partition", "rich", "click"})
+    assert not pictures | (
+        modules & {"penstock.planning.planner", "penstock.planning.partition", "rich", "click"}
+    )
     # torch's compiler comes with the first optimizer or layer, not with us.
     assert "torch" in modules and "torch._dynamo" not in modules
 

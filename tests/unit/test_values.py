@@ -7,7 +7,7 @@ import pytest
 from penstock import Cluster, Device, Layer, LayerGraph, Link, plan
 from penstock.base.errors import FileError
 from penstock.base.values import write_atomically
-from penstock.plans import Plan
+from penstock.planning.plans import Plan
 
 GRAPH = LayerGraph(
     layers=tuple(

@@ -21,7 +21,7 @@ from penstock.base.errors import FileError
 from penstock.base.values import expect, read_text
 from penstock.checkpoint.header import Identity
 from penstock.checkpoint.piece import Piece, flush, piece_name
-from penstock.plans import Plan
+from penstock.planning.plans import Plan
 
 PLAN = "plan.json"
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 from penstock.base.errors import InputError
 from penstock.checkpoint.keeper import Keeper
 from penstock.checkpoint.wanted import Checkpoints
-from penstock.plans import Plan
+from penstock.planning.plans import Plan
 from penstock.run.minibatch import Minibatch, StreamPosition
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ from functools import partial
 
 from penstock.checkpoint.division import Division
 from penstock.checkpoint.taking import TrainedStage
-from penstock.plans.serving import servers_of
+from penstock.planning.plans.serving import servers_of
 from penstock.run.assembly import Assembly
 from penstock.run.rank.mail import Letter
 from penstock.run.rank.worker import Worker

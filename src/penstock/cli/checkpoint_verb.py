@@ -18,7 +18,7 @@ from penstock.cli.output import OutputFile, OutputPlace, written
 if TYPE_CHECKING:
     from penstock.checkpoint.folder import Checkpoint
     from penstock.drawing.readings import Reader
-    from penstock.plans import Plan
+    from penstock.planning.plans import Plan
 
 
 @click.group()

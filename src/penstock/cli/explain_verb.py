@@ -15,9 +15,9 @@ from penstock.cli import options, show, sources
 from penstock.drawing.layer_names import counted
 
 if TYPE_CHECKING:
-    from penstock.plans import Plan
-    from penstock.plans.explanation import ExplainedStage, Explanation
-    from penstock.plans.stability import Stability
+    from penstock.planning.plans import Plan
+    from penstock.planning.plans.explanation import ExplainedStage, Explanation
+    from penstock.planning.plans.stability import Stability
 
 _WIDTH = 100
 _EPILOG = (
@@ -69,8 +69,8 @@ def explain_plan(
     """Say what a plan does to the weights of each stage, and how fast it may learn."""
     if curvature is not None and workload is not None:
         raise click.UsageError("give --curvature or --workload, not both")
-    from penstock.plans.explanation import explain
-    from penstock.plans.stability import check_stability
+    from penstock.planning.plans.explanation import explain
+    from penstock.planning.plans.stability import check_stability
 
     loaded = sources.load_plan(plan)
     explanation = explain(loaded)

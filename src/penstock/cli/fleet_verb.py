@@ -14,16 +14,16 @@ from penstock.base.units import format_seconds
 from penstock.cli import options, show, sources
 from penstock.cli.given import refuse_useless
 from penstock.cli.output import STANDARD_OUTPUT, written
-from penstock.turns.policies import POLICIES, PolicyName
+from penstock.planning.turns.policies import POLICIES, PolicyName
 
 if TYPE_CHECKING:
     from penstock.core.timing.fleet_timeline import FleetTimeline
     from penstock.fleet import FleetResults, Job
-    from penstock.plans import Plan
-    from penstock.turns.bounds import Bound
-    from penstock.turns.simulator import Task
-    from penstock.turns.stop import Stop
-    from penstock.turns.written import FleetFile, JobTable
+    from penstock.planning.plans import Plan
+    from penstock.planning.turns.bounds import Bound
+    from penstock.planning.turns.simulator import Task
+    from penstock.planning.turns.stop import Stop
+    from penstock.planning.turns.written import FleetFile, JobTable
 
 
 @click.command()
@@ -58,8 +58,8 @@ def fleet(
     workload that makes model and data. With --simulate, what that takes, beside other policies and
     what no order could undercut; it needs no workloads.
     """
-    from penstock.turns.visits import check_fleet_plan
-    from penstock.turns.written import FleetFile
+    from penstock.planning.turns.visits import check_fleet_plan
+    from penstock.planning.turns.written import FleetFile
 
     if simulates:
         why = "with --simulate nothing is trained, so nothing is saved"
@@ -94,10 +94,10 @@ def _planned(table: JobTable) -> Plan:
     if table.plan is not None:
         plan = sources.load_plan(table.plan)
     else:
-        from penstock import planner
         from penstock.core.cluster import Cluster, Tier
         from penstock.core.cluster.tier_speed import measured
         from penstock.core.graph import LayerGraph
+        from penstock.planning import planner
 
         tiers = []
         if table.tier is not None:
@@ -120,7 +120,7 @@ def _simulate(
     output: str | None,
     as_json: bool,
 ) -> None:
-    from penstock.turns.simulator import bound_of, simulate_fleet
+    from penstock.planning.turns.simulator import bound_of, simulate_fleet
 
     stop = file.stop()
     tasks = [_task(name, plan, file.jobs[name], stop, len(plans)) for name, plan in plans.items()]
@@ -159,8 +159,8 @@ def _simulate(
 
 
 def _task(name: str, plan: Plan, table: JobTable, stop: Stop, num_jobs: int) -> Task:
-    from penstock.turns.simulator import Task
-    from penstock.turns.visits import visits_of
+    from penstock.planning.turns.simulator import Task
+    from penstock.planning.turns.visits import visits_of
 
     targets = stop.targets(num_jobs, table.steps)
     if not targets:

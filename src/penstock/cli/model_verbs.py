@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from penstock import drawing, planner
+from penstock import drawing
 from penstock.base.values import write_atomically
 from penstock.cli import options, show
 from penstock.cli.names import ScheduleName
@@ -16,10 +16,11 @@ from penstock.cli.output import OutputFile, written
 from penstock.cli.profile_verb import WORKLOAD_HELP, print_graph, profiled
 from penstock.cli.workloads import DEFAULT_WORKLOAD, load_workload, load_workload_of
 from penstock.core.cluster import Cluster
+from penstock.planning import planner
 
 if TYPE_CHECKING:
     from penstock.core.versions import Policy
-    from penstock.plans import Plan
+    from penstock.planning.plans import Plan
     from penstock.trial import Trial, Workload
 
 

@@ -9,7 +9,6 @@ from typing import Any, Literal, get_args
 import click
 from msgspec.structs import replace
 
-from penstock import planner
 from penstock.base.errors import InputError
 from penstock.base.values import shown
 from penstock.cli import options, show
@@ -20,9 +19,10 @@ from penstock.core.cluster import Cluster, Tier
 from penstock.core.cluster.subset import only
 from penstock.core.cluster.tier_speed import measured
 from penstock.core.graph import LayerGraph
-from penstock.partition.cost_models import COST_MODELS
-from penstock.planner.wish import RecomputeRule, SpillRule
-from penstock.plans.summing import REDUCERS
+from penstock.planning import planner
+from penstock.planning.partition.cost_models import COST_MODELS
+from penstock.planning.planner.wish import RecomputeRule, SpillRule
+from penstock.planning.plans.summing import REDUCERS
 
 
 def _num_ranks(replicas: str) -> int:
@@ -170,7 +170,7 @@ def plan(
         on_host = any(device.kind == "cpu" for device in there.devices)
         timed = [measured(_tier(name), computes_on_host=on_host) for name in tiers]
         there = replace(there, tiers=(*there.tiers, *timed))
-    from penstock.planner.live import is_live
+    from penstock.planning.planner.live import is_live
 
     live = is_live(request["schedule"], request["versions"], request["rate"])
     if microbatches is None and minibatch is None and not live:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from penstock import planner
 from penstock.cli import options, show
 from penstock.cli.output import STANDARD_OUTPUT, written
 from penstock.cli.workloads import DEFAULT_WORKLOAD, load_workload
 from penstock.core.cluster import Cluster
+from penstock.planning import planner
 
 if TYPE_CHECKING:
     from penstock.core.graph import Layer, LayerGraph

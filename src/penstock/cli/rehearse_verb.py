@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, get_args
 
 import click
 
-from penstock import drawing, plans, rehearsal
+from penstock import drawing, rehearsal
 from penstock.base.errors import InputError
 from penstock.base.units import picture_seconds
 from penstock.cli import options, show, sources
@@ -17,11 +17,12 @@ from penstock.core.schedule import Kind, Schedule, families
 from penstock.core.timing.costs import Costs
 from penstock.core.timing.simulator import simulate
 from penstock.core.versions import USUAL
+from penstock.planning import plans
 from penstock.rehearsal.job import RehearsalTransport, UpdateMode
 
 if TYPE_CHECKING:
     from penstock.drawing import Fact
-    from penstock.plans import Plan
+    from penstock.planning.plans import Plan
     from penstock.rehearsal import Comparison, Rehearsal
 
 _SOURCE_HELP = (

@@ -20,7 +20,7 @@ from penstock.core.timing.costs import Costs
 
 if TYPE_CHECKING:
     from penstock.drawing.axes import Titled
-    from penstock.plans import Plan
+    from penstock.planning.plans import Plan
 
 _SOURCE_HELP = (
     "SOURCE is a schedule's name, a .csv of ops, or a .json schedule, plan, timeline or run. "
@@ -113,7 +113,7 @@ def draw(
         if loaded.plan is None:
             picture: str = drawing.draw(loaded.shown, path, versions=versions, width=width)
         else:
-            from penstock.plans.picture import picture_of
+            from penstock.planning.plans.picture import picture_of
 
             pictured = picture_of(loaded.plan)
             picture = drawing.draw_plan(
@@ -196,7 +196,7 @@ def compare(
 
 
 def _draw_memory(plan: Plan, titled: Sequence[Titled], path: str) -> None:
-    from penstock.plans.memory_curves import memory_limits, memory_over_time
+    from penstock.planning.plans.memory_curves import memory_limits, memory_over_time
 
     curves = {
         f"{title}, {timeline.source}": memory_over_time(plan, timeline)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
 
-from penstock import drawing, plans
+from penstock import drawing
 from penstock.base.errors import FileError, InputError
 from penstock.base.values import decoded, read_text, refused_as
 from penstock.core.schedule import Schedule, families
@@ -24,10 +24,11 @@ from penstock.core.timing.spans import BUSY, NO_VERSION
 from penstock.core.timing.timeline import Timeline
 from penstock.core.versions import POLICIES, USUAL, Flush, Policy, rounds_of, versions_read
 from penstock.drawing.timeline.excerpt import steady_part
+from penstock.planning import plans
 
 if TYPE_CHECKING:
     from penstock.core.schedule.memory import Sizes
-    from penstock.plans import Plan
+    from penstock.planning.plans import Plan
 
 _TORCH = re.compile("UNSHARD|RESHARD|REDUCE_GRAD|OVERLAP_F_B")
 
@@ -185,7 +186,7 @@ def load_drawn(name: str, ranks: int, microbatches: int, costs: Costs) -> tuple[
         source = _planned(content)
         if content.prediction.flushes:
             return source, False
-        from penstock.plans.drawn import steady
+        from penstock.planning.plans.drawn import steady
 
         return source._replace(timeline=steady(content), num_ticks=0), True
     if not USUAL.get(name.partition(":")[0], Flush()).asynchronous:

@@ -16,7 +16,7 @@ from penstock.base.telling import Telling
 from penstock.cli.given import is_given
 
 if TYPE_CHECKING:
-    from penstock.plans import Plan
+    from penstock.planning.plans import Plan
     from penstock.trial import Workload
     from penstock.trial.workload import Batch
 

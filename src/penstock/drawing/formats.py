@@ -127,7 +127,7 @@ def draw_plan(
     plan itself is not drawn narrower than 700 pixels. A ``.json`` holds the timeline alone.
 
     Args:
-        picture: of the plan, from ``penstock.plans.picture.picture_of``.
+        picture: of the plan, from ``penstock.planning.plans.picture.picture_of``.
     """
     if versions:
         timeline.check_versions()
@@ -196,7 +196,7 @@ def draw_memory(
     ``draw``.
 
     Args:
-        curves: by name, one per rank, as ``penstock.plans.memory_over_time`` gives them.
+        curves: by name, one per rank, as ``penstock.planning.plans.memory_over_time`` gives them.
         limits: bytes that each rank may hold; ``None`` where there is no limit.
     """
     from penstock.drawing.memory import memory_chart

@@ -11,8 +11,8 @@ from typing import Literal
 
 from penstock.base.errors import DeadlineError, RunError
 from penstock.core.timing.fleet_timeline import Turn
-from penstock.turns.policies import PolicyName, Standing, choose, guess
-from penstock.turns.visits import Visit
+from penstock.planning.turns.policies import PolicyName, Standing, choose, guess
+from penstock.planning.turns.visits import Visit
 
 State = Literal["away", "waiting", "visiting", "kept"]
 

@@ -24,12 +24,12 @@ from penstock.fleet.seats import FleetDevices, homes_of, seats_of
 from penstock.fleet.table import Shown
 from penstock.fleet.trainee import Saving, Trainee
 from penstock.pipeline import Pipeline
+from penstock.planning.turns.bounds import Bound, bound
+from penstock.planning.turns.policies import POLICIES, PolicyName
+from penstock.planning.turns.simulator import Task, bound_of, simulate_fleet
+from penstock.planning.turns.stop import Stop, settled
+from penstock.planning.turns.visits import check_name
 from penstock.run.drive.driver import told
-from penstock.turns.bounds import Bound, bound
-from penstock.turns.policies import POLICIES, PolicyName
-from penstock.turns.simulator import Task, bound_of, simulate_fleet
-from penstock.turns.stop import Stop, settled
-from penstock.turns.visits import check_name
 from penstock.weights.slabs import Spare
 
 _LOOK_SECONDS = 0.05

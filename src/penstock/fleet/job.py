@@ -16,10 +16,10 @@ from penstock.base.values import expect, whole
 from penstock.model.optimizer_factory import OptimizerFactory
 from penstock.model.randomness import RandomStream, stream_seed
 from penstock.pipeline import Pipeline
-from penstock.plans import Plan
+from penstock.planning.plans import Plan
+from penstock.planning.turns.stop import Stop
+from penstock.planning.turns.visits import Visit, check_fleet_plan, visits_of
 from penstock.run.recipe import Loss
-from penstock.turns.stop import Stop
-from penstock.turns.visits import Visit, check_fleet_plan, visits_of
 
 Data = Iterable[tuple[Any, Any]] | Callable[[int], Iterable[tuple[Any, Any]]]
 

@@ -10,8 +10,8 @@ from penstock.core.schedule import Op
 from penstock.core.schedule.op import FETCHES
 from penstock.device.queue import DeviceQueue
 from penstock.fleet.dispatcher import Dispatcher, Place
+from penstock.planning.turns.visits import beginnings, visited
 from penstock.run.rank.interpreter import RankStep
-from penstock.turns.visits import beginnings, visited
 from penstock.weights.residence import Residence
 
 _LOOK_AGAIN_SECONDS = 0.005

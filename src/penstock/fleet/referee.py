@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from penstock.base.errors import RunError
-from penstock.turns.stop import Stop
+from penstock.planning.turns.stop import Stop
 
 
 class Decision(NamedTuple):

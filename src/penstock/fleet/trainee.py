@@ -18,8 +18,8 @@ from penstock.fleet.pace import VisitPace
 from penstock.fleet.referee import Referee
 from penstock.fleet.results import JobResult, Status
 from penstock.pipeline import Pipeline
+from penstock.planning.turns.stop import Stop
 from penstock.run.rank.work import is_not_finite
-from penstock.turns.stop import Stop
 
 _KEPT_CHECKPOINTS = 2
 

@@ -23,7 +23,7 @@ from penstock.interop.loss_pipeline import LossPipeline, OutputsAreGone, let_sta
 from penstock.interop.spread import Spread
 from penstock.model.microbatches import Weight
 from penstock.pipeline import Pipeline
-from penstock.plans import Plan
+from penstock.planning.plans import Plan
 
 need(("lightning",), "lightning", "penstock.interop.lightning")
 

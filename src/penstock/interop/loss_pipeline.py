@@ -23,7 +23,7 @@ from penstock.interop.spread import Spread, check_one_process
 from penstock.model import microbatches, tree
 from penstock.model.microbatches import Microbatches, Weight
 from penstock.pipeline import Pipeline
-from penstock.plans import Plan
+from penstock.planning.plans import Plan
 from penstock.run.recipe import Loss
 
 

@@ -13,7 +13,7 @@ from penstock.base.errors import InputError
 from penstock.base.values import expect, whole
 from penstock.core.cluster import Cluster
 from penstock.device.placement import Devices
-from penstock.plans import Plan
+from penstock.planning.plans import Plan
 from penstock.run.recipe import Loss
 from penstock.tracing import capture
 from penstock.tracing.graphs import Dynamic
@@ -93,7 +93,7 @@ class Spread:
         """
         if self.plan is not None:
             return self.plan
-        from penstock.planner import plan as find
+        from penstock.planning.planner import plan as find
         from penstock.profiler import profile
 
         judged = {} if targets is None else {"loss": loss, "targets": targets}

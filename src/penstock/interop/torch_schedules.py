@@ -17,7 +17,7 @@ from penstock.core.schedule.channels import RECEIVED_BY, RECEIVES, hoist_receive
 from penstock.core.schedule.check import check
 from penstock.core.schedule.lower import add_communication
 from penstock.core.schedule.op import COMMUNICATION, COMPUTE
-from penstock.plans import Plan
+from penstock.planning.plans import Plan
 
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 _SHARDS = re.compile(r"(0|[1-9]\d*)(UNSHARD|RESHARD)")

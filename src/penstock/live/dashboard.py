@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Self
 
 from penstock.live.report import StreamReport
-from penstock.plans import Plan
+from penstock.planning.plans import Plan
 
 if TYPE_CHECKING:
     from rich.live import Live

@@ -15,7 +15,7 @@ from penstock.core.versions import Rates, Sideways
 from penstock.device.placement import Devices
 from penstock.live.streams import Stream
 from penstock.model.optimizer_factory import OptimizerFactory, SchedulerFactory
-from penstock.plans import Plan
+from penstock.planning.plans import Plan
 from penstock.run.assembly import Running
 from penstock.run.building import build
 from penstock.run.drive.driver import Deadlines

@@ -26,7 +26,7 @@ from penstock.live.results import Results
 from penstock.live.thread_loop import ThreadLoop
 from penstock.model import tree
 from penstock.model.autocast import autocast_here
-from penstock.plans import Plan
+from penstock.planning.plans import Plan
 from penstock.run.building import Built
 from penstock.run.copied_states import by_key
 from penstock.run.drive.driver import told

@@ -18,7 +18,7 @@ from penstock.core.summation.division import Owner
 from penstock.core.summation.exchange import Exchange
 from penstock.core.summation.frames import Member, is_loopback, key_of, parse_address
 from penstock.core.summation.server import SummationServer
-from penstock.plans.summing import Summing
+from penstock.planning.plans.summing import Summing
 from penstock.reduce.flat import FlatBuffers, FlatLayout, Placed
 from penstock.reduce.handing import FlatReducer
 from penstock.reduce.reducer import Purpose, Served, SharedWeights

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from penstock.base.units import count_of
 from penstock.core.summation.portions import MOST_PORTIONS
-from penstock.plans.summing import Summing
+from penstock.planning.plans.summing import Summing
 from penstock.reduce.collective import AllReducer
 from penstock.reduce.owners import OwnerReducer
 from penstock.reduce.reducer import MakeReducer, Reducer, SharedWeights

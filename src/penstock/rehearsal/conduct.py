@@ -16,7 +16,7 @@ from penstock.core.schedule.op import COMPUTE
 from penstock.core.timing.costs import Costs
 from penstock.core.timing.simulator import simulate
 from penstock.core.versions import Flush
-from penstock.plans import Plan
+from penstock.planning.plans import Plan
 from penstock.rehearsal.job import Job, RehearsalTransport, UpdateMode, WaitsName, flattened
 from penstock.rehearsal.performance import perform
 from penstock.rehearsal.result import Rehearsal, rehearsal_of

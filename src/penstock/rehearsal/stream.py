@@ -18,7 +18,7 @@ from penstock.core.schedule.rounds import Rounds
 from penstock.core.timing.costs import Costs
 from penstock.core.timing.timeline import Timeline
 from penstock.core.versions import USUAL, Policy, rounds_of
-from penstock.plans import Plan
+from penstock.planning.plans import Plan
 
 _MICROBATCHES_PER_RANK = 8
 _FEWEST_MINIBATCHES = 4

@@ -18,8 +18,8 @@ from penstock.device.placement import HOST, Devices, devices_of_ranks
 from penstock.device.queue import DeviceQueue
 from penstock.model.randomness import LayerStreams
 from penstock.model.spine import NamedLayer, spine_fingerprint
-from penstock.plans import Plan
-from penstock.plans.serving import server_ranks
+from penstock.planning.plans import Plan
+from penstock.planning.plans.serving import server_ranks
 from penstock.reduce import ways
 from penstock.reduce.owners import OwnerReducer
 from penstock.run.connecting import Connections, device_here, offload, wholes_of, worker_of

@@ -9,8 +9,8 @@ from torch import nn
 
 from penstock.device.allocator import keep_freed_pages, return_freed_pages
 from penstock.model.spine import spine_fingerprint, spine_of
-from penstock.plans import Plan
-from penstock.plans.serving import num_processes
+from penstock.planning.plans import Plan
+from penstock.planning.plans.serving import num_processes
 from penstock.run.assembly import Assembly, Running, assemble
 from penstock.run.drive.driver import Deadlines
 from penstock.run.drive.joining import TransportName, joined

@@ -10,8 +10,8 @@ import torch
 
 from penstock.device.placement import HOST, Devices, devices_of_ranks
 from penstock.device.queue import AcceleratorQueue, DeviceQueue
-from penstock.plans import Plan
-from penstock.plans.serving import server_ranks
+from penstock.planning.plans import Plan
+from penstock.planning.plans.serving import server_ranks
 from penstock.reduce.owners import OwnerReducer
 from penstock.reduce.reducer import MakeReducer
 from penstock.run.layout import Layout

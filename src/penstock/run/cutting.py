@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from penstock.device.queue import DeviceQueue
-from penstock.plans import Plan
+from penstock.planning.plans import Plan
 from penstock.run.cutter import Cutter
 from penstock.run.giving import DeviceGiver, Giver
 from penstock.run.layout import Layout

@@ -17,7 +17,7 @@ from penstock.base.errors import InputError, RunError
 from penstock.core.schedule import Schedule
 from penstock.core.schedule.segment import Segment, Windows
 from penstock.core.versions import PipeMare, least_minibatch
-from penstock.plans import Plan
+from penstock.planning.plans import Plan
 from penstock.run.drive.driver import Driver
 from penstock.run.layout import Layout
 from penstock.run.logbook import Logbook

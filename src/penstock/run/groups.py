@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from penstock.base.errors import InputError
 from penstock.base.units import count_of
-from penstock.plans import Plan
-from penstock.plans.serving import all_group_sizes, num_processes, server_ranks
+from penstock.planning.plans import Plan
+from penstock.planning.plans.serving import all_group_sizes, num_processes, server_ranks
 from penstock.run.recipe import Recipe
 from penstock.run.seating import Seat
 

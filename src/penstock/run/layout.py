@@ -17,8 +17,13 @@ from torch import Tensor, nn
 from penstock.base.errors import ModelError
 from penstock.model.randomness import LayerStreams
 from penstock.model.spine import NamedLayer
-from penstock.plans import Plan
-from penstock.plans.serving import all_group_sizes, ranks_holding, server_ranks, stages_held
+from penstock.planning.plans import Plan
+from penstock.planning.plans.serving import (
+    all_group_sizes,
+    ranks_holding,
+    server_ranks,
+    stages_held,
+)
 from penstock.reduce.reducer import SharedWeights
 from penstock.run.held_weights import HeldWeights, Weight
 from penstock.run.holders import Holders

@@ -14,8 +14,8 @@ from penstock.core.schedule.lower import (
 )
 from penstock.core.schedule.residence import add_residence
 from penstock.core.schedule.rounds import Rounds
-from penstock.plans import Plan
-from penstock.plans.spilling import with_residence
+from penstock.planning.plans import Plan
+from penstock.planning.plans.spilling import with_residence
 from penstock.run.layout import Layout
 from penstock.run.recipe import Recipe
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from penstock.base.errors import ModelError
 from penstock.device.crossing import moved
 from penstock.model.spine import NamedLayer
-from penstock.plans import Plan
+from penstock.planning.plans import Plan
 from penstock.run.rank.program import SkipRoute
 from penstock.run.twins import Twins
 from penstock.run.wholes import Wholes

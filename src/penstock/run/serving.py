@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.base.errors import InputError
-from penstock.plans import Plan
+from penstock.planning.plans import Plan
 from penstock.run.layout import Layout
 from penstock.run.recipe import Recipe
 

@@ -16,8 +16,8 @@ from penstock.base.errors import InputError
 from penstock.device.accelerators import accelerator_kind, is_on_host
 from penstock.device.queue import DeviceQueue, moments_of_caller, taken_up
 from penstock.model.spine import NamedLayer
-from penstock.plans import Plan
-from penstock.plans.serving import stages_held
+from penstock.planning.plans import Plan
+from penstock.planning.plans.serving import stages_held
 from penstock.run.layout import Layout
 from penstock.run.materialising import Values
 from penstock.run.placing import place_buffers, place_parameters

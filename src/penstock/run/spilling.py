@@ -19,8 +19,8 @@ from penstock.base.errors import InputError, ModelError
 from penstock.base.units import format_bytes
 from penstock.core.schedule.residence import StageBytes, resident_bytes
 from penstock.model.optimizer_factory import Parameters, make_optimizer
-from penstock.plans import Plan
-from penstock.plans.spilling import most_held, with_residence
+from penstock.planning.plans import Plan
+from penstock.planning.plans.spilling import most_held, with_residence
 from penstock.run.layout import Layout
 from penstock.run.materialising import Values
 from penstock.run.rank.updater import Holding

@@ -106,7 +106,7 @@ def load() -> None:
     import torch
 
     import penstock.pipeline
-    import penstock.planner
+    import penstock.planning.planner
     import penstock.profiler
     import penstock.tracing  # noqa: F401
 

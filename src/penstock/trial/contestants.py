@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from penstock.core.timing.timeline import Timeline
 from penstock.pipeline import Pipeline
-from penstock.plans import Plan
+from penstock.planning.plans import Plan
 from penstock.trial.reference.single_device import SingleDevice
 from penstock.trial.workload import Batch, Workload
 

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from penstock.base.errors import InputError, ModelError
 from penstock.device.accelerators import generators_kept
 from penstock.model.spine import NamedLayer, spine_fingerprint, spine_of
-from penstock.plans import Plan
+from penstock.planning.plans import Plan
 from penstock.profiler.alone import Progress
 from penstock.trial.workload import Batch, Workload
 

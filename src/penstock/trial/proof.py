@@ -29,8 +29,8 @@ from penstock.model import microbatches, tree
 from penstock.model.optimizer_factory import Parameters
 from penstock.model.spine import spine_fingerprint, spine_of
 from penstock.pipeline import Pipeline
-from penstock.plans import Plan
-from penstock.plans.explanation import steady_minibatch
+from penstock.planning.plans import Plan
+from penstock.planning.plans.explanation import steady_minibatch
 from penstock.profiler.alone import Progress
 from penstock.run.drive.joining import several_processes
 from penstock.run.placing import place_buffers, place_parameters

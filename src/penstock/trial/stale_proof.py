@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from penstock.core.schedule import Kind, Op, Schedule
 from penstock.core.summation.staleness import StaleStream
-from penstock.plans import Plan
+from penstock.planning.plans import Plan
 from penstock.trial.reference.stale_replay import CopyOf, StaleReplay
 from penstock.trial.workload import Batch, Workload
 

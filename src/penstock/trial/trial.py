@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 
 from penstock.base.errors import InputError
-from penstock.plans import Plan
+from penstock.planning.plans import Plan
 from penstock.trial.contestants import Contestant, on_one_device, pipelined
 from penstock.trial.result import Trial
 from penstock.trial.workload import Batch, Workload

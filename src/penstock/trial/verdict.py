@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from math import isclose
 from textwrap import fill
 
-from penstock.plans import Plan
+from penstock.planning.plans import Plan
 
 _WIDTH = 100
 

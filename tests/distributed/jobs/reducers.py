@@ -33,7 +33,7 @@ from penstock.base.errors import PenstockError
 from penstock.core.cluster import SpareMachine
 from penstock.core.schedule import Kind
 from penstock.core.summation import portions
-from penstock.plans import Plan
+from penstock.planning.plans import Plan
 from penstock.transport import ProcessGroupTransport
 from penstock.trial.reference.stale_replay import StaleReplay
 from penstock.trial.stale_proof import copies_of

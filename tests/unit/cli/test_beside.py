@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from penstock import schedules, simulate
-from penstock.plans import Plan, StagePlan
+from penstock.planning.plans import Plan, StagePlan
 from tests.kit.command_line import refused, run, succeed
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from penstock import schedules, simulate
 from penstock.cli import main
-from penstock.plans import Plan, StagePlan
+from penstock.planning.plans import Plan, StagePlan
 from tests.kit.command_line import refused, run
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import penstock as pk
 from penstock.base.errors import InputError
-from penstock.plans import Plan, StagePlan
+from penstock.planning.plans import Plan, StagePlan
 from tests.kit.command_line import run
 
 

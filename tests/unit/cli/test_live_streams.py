@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from penstock.plans import Plan, StagePlan
+from penstock.planning.plans import Plan, StagePlan
 from tests.kit.command_line import refused, run
 
 PARTIME = """\

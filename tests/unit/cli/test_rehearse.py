@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from penstock.plans import Plan, StagePlan
+from penstock.planning.plans import Plan, StagePlan
 from tests.kit.command_line import refused, run, succeed
 
 QUICKLY = ("-p", "2", "-m", "3", "--op-ms", "2", "--steps", "2", "--transport", "threads")

@@ -11,7 +11,7 @@ from penstock.base.errors import InputError
 from penstock.core.timing.fleet_timeline import FleetTimeline, Turn
 from penstock.drawing import Fact, Report, Series, TimelineRecord
 from penstock.interop.pipedream_profiles import read_pipedream_graph
-from penstock.planner import what_if
+from penstock.planning.planner import what_if
 from tests.kit.paths import ROOT
 
 SCHEDULE = pk.schedules.build("1f1b", num_ranks=3, num_microbatches=5)

@@ -12,7 +12,7 @@ from penstock.base.errors import FileError, InputError
 from penstock.core.timing.fleet_timeline import FleetTimeline, Turn
 from penstock.drawing import draw_fleets
 from penstock.drawing.fleets import fleet_svg
-from penstock.turns import Task, Visit, simulate_fleet
+from penstock.planning.turns import Task, Visit, simulate_fleet
 
 OWN = [Visit(0), Visit(1, backward=True, seconds=3.0, fetch_seconds=1.0), Visit(0, backward=True)]
 

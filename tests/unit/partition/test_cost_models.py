@@ -4,7 +4,7 @@ import pytest
 
 from penstock.base.errors import InputError
 from penstock.core.cluster import Link
-from penstock.partition import COST_MODELS, cost_model
+from penstock.planning.partition import COST_MODELS, cost_model
 
 LINK = Link(latency_seconds=0.001, bytes_per_second=1000.0)
 FREE = Link()

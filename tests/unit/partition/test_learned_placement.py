@@ -20,14 +20,14 @@ from penstock import schedules, simulate
 from penstock.base.errors import InputError, PlanError
 from penstock.core.cluster import Link
 from penstock.core.graph import Layer, LayerGraph
-from penstock.partition import balance
-from penstock.partition.placement import (
+from penstock.planning.partition import balance
+from penstock.planning.partition.placement import (
     greedy_placement,
     learned_placement,
     make_space,
     stage_costs,
 )
-from penstock.partition.placement.learned import _DevicePolicy
+from penstock.planning.partition.placement.learned import _DevicePolicy
 from tests.kit.paths import DOCS
 
 PLACERS = [random_placement, greedy_placement, learned_placement]

@@ -9,9 +9,14 @@ from penstock.base.errors import InputError
 from penstock.core.cluster import Cluster, Device, Group, Link, Wire
 from penstock.core.graph import Layer, LayerGraph
 from penstock.interop.pipedream_profiles import read_pipedream_graph
-from penstock.partition import best_partition, cost_model, evaluate
-from penstock.partition.steady import levels_of, nested_partition
-from penstock.partition.steady.level_programme import MOST_STEPS, Component, steps, worth_cutting
+from penstock.planning.partition import best_partition, cost_model, evaluate
+from penstock.planning.partition.steady import levels_of, nested_partition
+from penstock.planning.partition.steady.level_programme import (
+    MOST_STEPS,
+    Component,
+    steps,
+    worth_cutting,
+)
 from tests.kit.paths import PIPEDREAM
 
 ROWS = json.loads((PIPEDREAM / "reference.json").read_text())

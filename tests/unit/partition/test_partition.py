@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from penstock.base.errors import InputError, PlanError
-from penstock.partition import balance
+from penstock.planning.partition import balance
 
 
 @pytest.mark.parametrize(

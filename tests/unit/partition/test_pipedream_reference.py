@@ -8,7 +8,7 @@ import pytest
 from penstock.core.cluster import Cluster, Link
 from penstock.core.graph import LayerGraph
 from penstock.interop.pipedream_profiles import read_pipedream_graph
-from penstock.partition import Partition, best_partition, cost_model, evaluate
+from penstock.planning.partition import Partition, best_partition, cost_model, evaluate
 from tests.kit.examples import in_turns
 from tests.kit.paths import PIPEDREAM
 

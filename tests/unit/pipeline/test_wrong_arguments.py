@@ -13,8 +13,8 @@ import pytest
 import penstock as pk
 from penstock.base.errors import InputError, PenstockError
 from penstock.base.values import shown
-from penstock.planner import what_if
-from penstock.plans.stage_plan import StagePlan
+from penstock.planning.planner import what_if
+from penstock.planning.plans.stage_plan import StagePlan
 
 ODD = (
     None, "1", b"x", [], {}, (1, 2), object(), True, 1.5,

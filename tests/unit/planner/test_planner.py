@@ -7,12 +7,12 @@ from benchmarks.planning.calls import counting
 from penstock import Cluster, Device, LayerGraph, Link, plan
 from penstock.base.errors import FileError, InputError, ModelError, PlanError
 from penstock.core.cluster import Group
-from penstock.planner.offers import offers
-from penstock.planner.race import Race
-from penstock.planner.search import plan as search
-from penstock.planner.task import Task
-from penstock.planner.wish import Wish
-from penstock.plans import Plan, StagePlan
+from penstock.planning.planner.offers import offers
+from penstock.planning.planner.race import Race
+from penstock.planning.planner.search import plan as search
+from penstock.planning.planner.task import Task
+from penstock.planning.planner.wish import Wish
+from penstock.planning.plans import Plan, StagePlan
 from tests.kit.planning import KIB, chain, devices
 
 

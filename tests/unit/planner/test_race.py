@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.planner.race import SAME, Race
+from penstock.planning.planner.race import SAME, Race
 
 
 @dataclass(frozen=True)

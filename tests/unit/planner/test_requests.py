@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from penstock import Cluster, Tier, plan, schedules
 from penstock.base.errors import InputError, PlanError
-from penstock.planner.request import microbatch_sizes
+from penstock.planning.planner.request import microbatch_sizes
 from tests.kit.planning import chain, devices
 
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from penstock import Cluster, Device, Layer, LayerGraph, Plan, Tier, plan, replan
 from penstock.base.errors import FileError, InputError, PlanError
 from penstock.core.schedule.op import FETCHES, LEAVES
-from penstock.planner.spilling import _counts, _even_cuts
-from penstock.planner.task import Task
-from penstock.plans.spilling import bytes_of_spilled_ranks, traffic, with_residence
+from penstock.planning.planner.spilling import _counts, _even_cuts
+from penstock.planning.planner.task import Task
+from penstock.planning.plans.spilling import bytes_of_spilled_ranks, traffic, with_residence
 from tests.kit.command_line import run
 from tests.kit.examples import examples
 

@@ -9,7 +9,7 @@ import penstock as pk
 from penstock.base.errors import InputError
 from penstock.core.cluster import Link, SpareMachine
 from penstock.core.summation.split import best_split
-from penstock.plans.explanation import explain
+from penstock.planning.plans.explanation import explain
 from tests.kit.planning import chain, devices
 
 RATE = 12.5e6

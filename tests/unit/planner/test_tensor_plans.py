@@ -6,7 +6,7 @@ from msgspec.structs import replace
 from penstock import Cluster, Device, Layer, LayerGraph, Link, plan
 from penstock.base.errors import InputError, PlanError
 from penstock.core.cluster import Group
-from penstock.plans import Plan
+from penstock.planning.plans import Plan
 from tests.kit.planning import KIB, chain, devices
 
 FAST = Link(bytes_per_second=1e9)

@@ -10,7 +10,7 @@ from penstock.base.errors import InputError, PlanError
 from penstock.core.cluster import Group, Wire
 from penstock.core.cluster.subset import only
 from penstock.core.graph import Contention
-from penstock.planner import what_if
+from penstock.planning.planner import what_if
 from tests.kit.planning import KIB, chain, clusters, devices, graphs
 
 SLOW = replace(devices(4), link=Link(latency_seconds=0.001, bytes_per_second=100.0 * KIB))

@@ -7,8 +7,8 @@ import pytest
 from msgspec.structs import replace
 
 from penstock import Link, plan
-from penstock.planner.why import _comparison
-from penstock.plans import Plan
+from penstock.planning.planner.why import _comparison
+from penstock.planning.plans import Plan
 from tests.kit.planning import KIB, attempt, chain, devices
 
 HEAVY = chain(parameter_bytes=100 * KIB)

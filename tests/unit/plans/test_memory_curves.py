@@ -10,9 +10,9 @@ from msgspec.structs import replace
 from penstock.base.errors import InputError
 from penstock.core.cluster.parts import Device, Tier
 from penstock.drawing import draw_memory
-from penstock.plans import Plan, StagePlan
-from penstock.plans.memory_curves import memory_limits, memory_over_time
-from penstock.plans.spilling import Spill
+from penstock.planning.plans import Plan, StagePlan
+from penstock.planning.plans.memory_curves import memory_limits, memory_over_time
+from penstock.planning.plans.spilling import Spill
 
 MEBI = 1 << 20
 

@@ -14,7 +14,7 @@ import pytest
 from penstock import errors
 from penstock.core.cluster import Device
 from penstock.core.schedule import families
-from penstock.plans import Alternative, Plan, StagePlan
+from penstock.planning.plans import Alternative, Plan, StagePlan
 from tests.kit.command_line import refused, succeed
 from tests.kit.paths import ROOT
 

@@ -17,8 +17,8 @@ from penstock.drawing import draw_plan
 from penstock.drawing.plan.sheet import shortened_layers, wrapped
 from penstock.drawing.plan.svg import plan_svg
 from penstock.drawing.plan.text import plan_text
-from penstock.plans import Alternative, Plan, StagePlan
-from penstock.plans.picture import picture_of
+from penstock.planning.plans import Alternative, Plan, StagePlan
+from penstock.planning.plans.picture import picture_of
 from tests.kit.command_line import run
 from tests.kit.paths import DOCS, GOLDEN
 

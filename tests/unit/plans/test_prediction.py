@@ -12,9 +12,9 @@ from msgspec.structs import replace
 from benchmarks.planning.calls import counting, picture
 from penstock import Costs, schedules
 from penstock.core.versions import Latest, Stash
-from penstock.plans import Plan, StagePlan
-from penstock.plans.explanation import explain
-from penstock.plans.steady import num_simulated, steady_seconds
+from penstock.planning.plans import Plan, StagePlan
+from penstock.planning.plans.explanation import explain
+from penstock.planning.plans.steady import num_simulated, steady_seconds
 
 
 def plan_of(schedule="1f1b", **more) -> Plan:

@@ -7,8 +7,8 @@ import pytest
 import penstock as pk
 from penstock.base.errors import FileError, InputError
 from penstock.core.cluster import SpareMachine
-from penstock.plans import Plan
-from penstock.plans.summing import REDUCERS, Summing
+from penstock.planning.plans import Plan
+from penstock.planning.plans.summing import REDUCERS, Summing
 from tests.kit.helpers import make_mlp
 from tests.kit.reducing import replicated
 

@@ -28,7 +28,7 @@ from penstock.core.schedule.lower import (
 from penstock.core.schedule.op import COMMUNICATION
 from penstock.core.schedule.rounds import Rounds
 from penstock.core.timing.spans import BUSY
-from penstock.plans import StagePlan
+from penstock.planning.plans import StagePlan
 from penstock.rehearsal import rehearse
 from penstock.rehearsal.conduct import default_costs, performable
 from penstock.rehearsal.job import Job, flattened

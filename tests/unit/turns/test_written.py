@@ -6,7 +6,7 @@ import pytest
 
 import penstock as pk
 from penstock.base.errors import FileError
-from penstock.turns import FleetFile
+from penstock.planning.turns import FleetFile
 
 FILE = """
 devices = 3

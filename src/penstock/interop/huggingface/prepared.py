@@ -15,7 +15,7 @@ from penstock.interop.huggingface.items import items_of
 from penstock.interop.loss_pipeline import LossPipeline, OutputsAreGone, in_microbatches
 from penstock.interop.spread import Spread
 from penstock.pipeline import Pipeline
-from penstock.plans import Plan
+from penstock.planning.plans import Plan
 
 BatchLoss = Callable[[Any, dict[str, Any]], Tensor]
 

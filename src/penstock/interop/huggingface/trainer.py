@@ -16,7 +16,7 @@ from penstock.interop.loss_pipeline import LossPipeline, in_microbatches, let_st
 from penstock.interop.spread import Spread, check_one_process
 from penstock.model.spine import evaluation_mode
 from penstock.pipeline import Pipeline
-from penstock.plans import Plan
+from penstock.planning.plans import Plan
 
 _UPDATES_IN_BACKWARD = ("lomo", "adalomo")
 

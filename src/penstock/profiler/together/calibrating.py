@@ -14,7 +14,7 @@ from penstock.base.errors import PenstockError
 from penstock.core.cluster.local import usable_cores
 from penstock.core.graph import Contention, LayerGraph, Mode
 from penstock.model.spine import spine_of
-from penstock.plans import Plan
+from penstock.planning.plans import Plan
 from penstock.profiler.alone import Alone, Sample, device_of
 from penstock.profiler.together.disturbance import Reference, Usage, share_of_others
 from penstock.profiler.together.fit import Factors, Lap, factors_of, paced, plan_of

@@ -14,12 +14,12 @@ from msgspec.structs import replace
 
 from penstock.core.cluster import Cluster
 from penstock.core.graph import Contention, LayerGraph, Mode
-from penstock.planner import plan
-from penstock.planner.candidate import Candidate
-from penstock.planner.cuts import with_cuts
-from penstock.planner.offers import Offer
-from penstock.planner.task import Task
-from penstock.plans import Plan
+from penstock.planning.planner import plan
+from penstock.planning.planner.candidate import Candidate
+from penstock.planning.planner.cuts import with_cuts
+from penstock.planning.planner.offers import Offer
+from penstock.planning.planner.task import Task
+from penstock.planning.plans import Plan
 from penstock.profiler.alone import Alone
 from penstock.profiler.together.runs import FAMILIES, Ran
 

@@ -21,7 +21,7 @@ from penstock.model import tree
 from penstock.model.microbatches import Microbatches
 from penstock.model.optimizer_factory import OptimizerFactory
 from penstock.pipeline import Pipeline
-from penstock.plans import Plan
+from penstock.planning.plans import Plan
 from penstock.profiler.alone import Alone, Sample, measure_uncut
 
 FAMILIES: dict[Mode, str] = {"whole": "1f1b", "split": "zb-h1", "stream": "pipedream"}

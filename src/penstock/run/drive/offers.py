@@ -7,7 +7,7 @@ from typing import NamedTuple
 import msgspec
 
 from penstock.base.errors import InputError, ModelError
-from penstock.plans import Plan
+from penstock.planning.plans import Plan
 from penstock.transport.rendezvous import Rendezvous
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from penstock.core.timing.timeline import Timeline
-from penstock.plans import Plan
+from penstock.planning.plans import Plan
 from penstock.rehearsal import rehearse
 
 _STEPS = 4

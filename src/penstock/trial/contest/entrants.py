@@ -12,7 +12,7 @@ from penstock.base.errors import PenstockError
 from penstock.core.timing.timeline import Timeline
 from penstock.drawing.contest.record import LossPoint
 from penstock.pipeline import Pipeline
-from penstock.plans import Plan
+from penstock.planning.plans import Plan
 from penstock.trial.contest.methods import Method
 from penstock.trial.contest.setting import Setting
 from penstock.trial.contestants import Contestant, intra_op_threads, on_one_device, pipelined

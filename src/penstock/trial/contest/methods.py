@@ -8,13 +8,13 @@ from typing import Literal
 
 from msgspec.structs import replace as replaced
 
-from penstock import planner
 from penstock.base.errors import InputError, PlanError
 from penstock.core.cluster import Cluster, SpareMachine
 from penstock.core.versions import DoubleBuffer, PipeMare, Policy, Predict, Stash
 from penstock.drawing.contest.record import ONE_DEVICE, WHOLE_BATCH
-from penstock.plans import Plan
-from penstock.plans.summing import ReducerName
+from penstock.planning import planner
+from penstock.planning.plans import Plan
+from penstock.planning.plans.summing import ReducerName
 from penstock.trial.contest.setting import Setting
 
 WHOLE, ALL_CORES = WHOLE_BATCH, "all-cores"

@@ -31,7 +31,7 @@ from penstock.core.summation.server import SummationServer
 from penstock.core.timing.timeline import Timeline
 from penstock.device.collectives import HOST_BACKEND
 from penstock.pipeline import Pipeline
-from penstock.plans import Plan
+from penstock.planning.plans import Plan
 from penstock.trial.workload import Batch, Workload
 
 _JOB = "contest"

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from penstock import planner
 from penstock.core.cluster import Cluster, Tier
 from penstock.core.graph import LayerGraph
+from penstock.planning import planner
 from penstock.trial.workload import Workload
 
 Stage = Literal["cores", "emulated"]

@@ -6,9 +6,9 @@ from itertools import pairwise
 
 from penstock.core.cluster import Link
 from penstock.core.graph import LayerGraph
-from penstock.partition.tensor.split import split_layers
-from penstock.plans import Plan
-from penstock.plans.spilling import traffic
+from penstock.planning.partition.tensor.split import split_layers
+from penstock.planning.plans import Plan
+from penstock.planning.plans.spilling import traffic
 
 
 def moved_bytes(

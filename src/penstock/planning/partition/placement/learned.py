@@ -1,0 +1,137 @@
+"""A placer that learns, for graphs with branches: REINFORCE over groups of layers.
+
+The idea of device placement by reinforcement learning (Mirhoseini et al., "Device Placement
+Optimization with Reinforcement Learning", ICML 2017, arXiv 1706.04972, and ColocRL after it): tiny
+operations are put together first, a policy draws a device for every group, and the reward is
+−√(step time), which keeps bad placements from drowning the differences between good ones.
+Placements that are no pipeline are punished instead of scored.
+
+The policy is a table, not a network: one softmax over devices per group. It is learned for one
+graph and thrown away. On a chain ``balance`` is optimal and takes milliseconds; see
+docs/learned-placement.md for when this one helps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from typing import Any
+
+from penstock.planning.partition.arrays import Floats, Ints, np
+from penstock.planning.partition.placement.ledger import Ledger, Placer
+from penstock.planning.partition.placement.space import Space
+
+_BATCH = 10
+_RATE = 0.1
+_ENTROPY = 0.002
+_KEEP = 0.9
+_SHARPNESS = 6.0
+_FLATTER = 0.9
+
+
+def _learn(space: Space, ledger: Ledger, seed: int) -> None:
+    policy = _DevicePolicy.of(space, seed)
+    list(_rewards(space, ledger, policy.favourite))  # even cuts of the execution order: a pipeline
+    while not ledger.is_spent:
+        drawn, before = policy.draw(), ledger.num_stale
+        rewards = list(_rewards(space, ledger, drawn))
+        policy.learn(drawn[: len(rewards)], rewards)
+        if ledger.num_stale - before > _BATCH / 2:
+            policy.loosen()
+
+
+learned_placement = Placer(_learn)
+"""The best placement that a policy saw while it learned.
+
+The policy begins with a preference for devices in the order of execution, since of devices drawn
+evenly almost none would be a pipeline. Batches of ten are drawn; the baseline is a moving average
+of their rewards. An entropy bonus keeps the policy drawing, and a batch of mostly known placements
+flattens it, so that the budget is spent on more than one idea.
+"""
+
+
+def _rewards(space: Space, ledger: Ledger, drawn: Ints) -> Iterator[float]:
+    """−√(seconds / the first seconds seen) of each; ends early where the budget does."""
+    worst = 1.0
+    for devices in drawn.tolist():
+        order = space.order_of(devices)
+        if order is None:
+            ledger.refuse()
+            yield -sqrt(worst) * (1 + space.backward_share(devices))
+            continue
+        seconds = ledger.ask(space.stages_of(devices, order))
+        if seconds is None:
+            return
+        unit = next(iter(ledger.known.values())) or 1.0
+        worst = max(worst, seconds / unit)
+        yield -sqrt(seconds / unit)
+
+
+@dataclass
+class _DevicePolicy:
+    """A softmax over devices for each group, and what learning it needs."""
+
+    logits: Floats
+    generator: Any
+    first_moment: Floats
+    second_moment: Floats
+    baseline: float | None = None
+    num_updates: int = 0
+
+    @classmethod
+    def of(cls, space: Space, seed: int) -> _DevicePolicy:
+        seconds = np.asarray(space.seconds)
+        middle = (np.cumsum(seconds) - seconds / 2) / (seconds.sum() or 1.0)
+        device = np.arange(space.num_devices) + 0.5
+        away = np.abs(middle[:, None] * space.num_devices - device)
+        zeros = np.zeros_like(away)
+        return cls(-_SHARPNESS * away, np.random.default_rng(seed), zeros, zeros.copy())
+
+    @property
+    def chances(self) -> Floats:
+        """The chance of each device, for each group."""
+        raised = np.exp(self.logits - self.logits.max(axis=1, keepdims=True))
+        chances: Floats = raised / raised.sum(axis=1, keepdims=True)
+        return chances
+
+    def draw(self) -> Ints:
+        """A batch of placements: a device for each group."""
+        borders = np.cumsum(self.chances, axis=1)[None, :, :-1]
+        dice = self.generator.random((_BATCH, len(self.logits), 1))
+        drawn: Ints = (dice > borders).sum(axis=2)
+        return drawn
+
+    @property
+    def favourite(self) -> Ints:
+        """The likeliest placement, as a batch of one."""
+        likeliest: Ints = self.logits.argmax(axis=1)[None]
+        return likeliest
+
+    def learn(self, drawn: Ints, rewards: Sequence[float]) -> None:
+        """One step of Adam (arXiv 1412.6980) along an estimated gradient of the reward."""
+        if not rewards:
+            return
+        mean = sum(rewards) / len(rewards)
+        self.baseline = mean if self.baseline is None else self.baseline
+        gains = np.asarray(rewards) - self.baseline
+        self.baseline = _KEEP * self.baseline + (1 - _KEEP) * mean
+        chances = self.chances
+        chosen = np.eye(chances.shape[1])[drawn]
+        gradient = (gains[:, None, None] * (chosen - chances)).mean(axis=0)
+        information = np.log(chances + 1e-12)
+        surprise = (chances * information).sum(axis=1, keepdims=True)
+        gradient -= _ENTROPY * chances * (information - surprise)
+        self._climb(gradient)
+
+    def loosen(self) -> None:
+        """Make up its mind a little less."""
+        self.logits = _FLATTER * self.logits
+
+    def _climb(self, gradient: Floats) -> None:
+        self.num_updates += 1
+        self.first_moment = 0.9 * self.first_moment + 0.1 * gradient
+        self.second_moment = 0.99 * self.second_moment + 0.01 * gradient**2
+        first = self.first_moment / (1 - 0.9**self.num_updates)
+        second = self.second_moment / (1 - 0.99**self.num_updates)
+        self.logits = self.logits + _RATE * first / (np.sqrt(second) + 1e-8)

@@ -1,0 +1,171 @@
+"""Share every layer of a model among the devices of a tensor-parallel group.
+
+Dividing the rows of a layer (data parallelism) costs a sum of its gradients once per minibatch;
+dividing its parameters costs collectives on its activations once per microbatch. Which is less
+depends on the layer (Krizhevsky, "One weird trick for parallelizing convolutional neural networks",
+arXiv 1404.5997), and on its neighbours: a layer that divides its inputs can read what a layer that
+divides its outputs gives, for nothing (Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3).
+So all layers are decided together (``layout_search``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from math import ceil
+
+from msgspec.structs import replace
+
+from penstock.base.errors import InputError
+from penstock.base.values import is_whole
+from penstock.core.cluster import Link
+from penstock.core.graph import Layer, LayerGraph
+from penstock.planning.partition.tensor.layout_search import LayoutProblem, Solution, Step
+from penstock.planning.partition.tensor.layouts import LayerSplit, Ring, Sharing, TensorLayout, ways
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSplit:
+    """How a group shares a model.
+
+    Attributes:
+        splits: how each layer is split, by its name, as the plan says it; empty for one rank.
+            ``"data"``: each device has its part of the rows; ``"column"``: of the outputs;
+            ``"row"``: of the inputs; ``"heads"``: of a transformer block's heads; ``"any"``: it
+            works in the layout of its values (see ``layouts``), on all of them where that is
+            ``"whole"``.
+        layouts: how each layer's output lies, by the layer's name: ``"rows"``, ``"whole"`` or
+            ``"features"``; empty for one rank.
+        graph: the same layers as the group sees them. Times are those of the busiest device, with
+            communication in ``forward_seconds``, ``backward_input_seconds`` and, for the sum of
+            gradients, ``update_seconds``; bytes are those of one device. Microbatches have as many
+            rows as before; profiles of other sizes are left out.
+        seconds: predicted for a minibatch, one microbatch after another, updates included.
+        moved_bytes: sent by all devices together, per minibatch.
+        data_seconds, data_moved_bytes: the same if all layers divided their rows.
+        tensor_seconds, tensor_moved_bytes: the same if every layer divided its parameters, as well
+            as it can, and none its rows.
+        exact: whether no other choice is faster by these costs. Not promised where too many values
+            that are read again much later are alive at once.
+    """
+
+    splits: dict[str, LayerSplit]
+    layouts: dict[str, TensorLayout]
+    graph: LayerGraph
+    seconds: float
+    moved_bytes: int
+    data_seconds: float
+    data_moved_bytes: int
+    tensor_seconds: float
+    tensor_moved_bytes: int
+    exact: bool = True
+
+
+def split_layers(
+    graph: LayerGraph, num_tensor_ranks: int, link: Link, *, num_microbatches: int
+) -> TensorSplit:
+    """Choose how ``num_tensor_ranks`` devices share each layer, so that a minibatch takes least.
+
+    A choice's seconds are ``num_microbatches`` times forward and backward of every layer, with the
+    collectives that its neighbours' layouts make necessary, plus updates and the ring all-reduces
+    of the gradients of layers that divide their rows. Nothing overlaps. The model's input is there
+    in any layout; its output is brought to where the loss can be computed (``rows`` or ``whole``).
+
+    Args:
+        graph: the profile. Its ``microbatch_size`` is what can be divided into rows; where nobody
+            knows it (files of PipeDream's), 1 row cannot, and the real number has to be put there.
+        num_tensor_ranks: devices of the group, equally fast, at least 1.
+        link: between any two of them.
+        num_microbatches: per minibatch, at least 1.
+
+    Returns:
+        The best choice. For one rank, the graph as it is.
+
+    Raises:
+        InputError: a count is not a whole number or below 1.
+    """
+    counts = {"num_tensor_ranks": num_tensor_ranks, "num_microbatches": num_microbatches}
+    for what, count in counts.items():
+        if not is_whole(count) or count < 1:
+            raise InputError(f"{what} is {count!r}, but must be a whole number ≥ 1")
+    problem = LayoutProblem(
+        graph, Ring(num_tensor_ranks, link, graph.microbatch_size), num_microbatches
+    )
+    data = problem.solve(_by_rows)
+    tensor = problem.solve(partial(_by_parameters, num_ranks=num_tensor_ranks))
+    searched = problem.solve(partial(ways, num_ranks=num_tensor_ranks))
+    # A search that had to leave something out may have left these out.
+    best = min(searched, data, tensor, key=lambda solution: solution.seconds)
+    alone = num_tensor_ranks == 1
+    return TensorSplit(
+        splits={} if alone else {name: sharing.split for name, sharing in _named(problem, best)},
+        layouts={} if alone else {name: sharing.gives for name, sharing in _named(problem, best)},
+        graph=graph if alone else _as_seen(problem, best),
+        seconds=best.seconds,
+        moved_bytes=problem.moved_bytes(best.sharings),
+        data_seconds=data.seconds,
+        data_moved_bytes=problem.moved_bytes(data.sharings),
+        tensor_seconds=tensor.seconds,
+        tensor_moved_bytes=problem.moved_bytes(tensor.sharings),
+        exact=searched.exact,
+    )
+
+
+def _named(problem: LayoutProblem, solution: Solution) -> list[tuple[str, Sharing]]:
+    names = (layer.name for layer in problem.graph.layers)
+    return list(zip(names, solution.sharings, strict=True))
+
+
+def _by_rows(layer: Layer) -> list[Sharing]:
+    there = [sharing for sharing in ways(layer) if sharing.divides == "rows"]
+    return there or [sharing for sharing in ways(layer) if sharing.divides == "whole"]
+
+
+def _by_parameters(layer: Layer, num_ranks: int) -> list[Sharing]:
+    there = [sharing for sharing in ways(layer, num_ranks) if sharing.divides != "rows"]
+    divided = [sharing for sharing in there if sharing.split in ("column", "row", "heads")]
+    return divided or there
+
+
+def _as_seen(problem: LayoutProblem, solution: Solution) -> LayerGraph:
+    """The graph as one device of the group sees it, its communication included."""
+    share = problem.ring.share(solution.sharings[0].reads)
+    return replace(
+        problem.graph,
+        layers=tuple(_layer_as_seen(problem, *step) for step in problem.walk(solution.sharings)),
+        input_bytes=_part(problem.graph.input_bytes, share),
+        other_sizes=(),
+    )
+
+
+def _layer_as_seen(problem: LayoutProblem, layer: Layer, sharing: Sharing, step: Step) -> Layer:
+    ring = problem.ring
+    work, parameters = ring.share(sharing.divides), ring.parameter_share(sharing)
+    reads, gives = ring.share(sharing.reads), ring.share(sharing.gives)
+    # The gradient of parameters needs the input, and nobody else has what a collective brought.
+    copied = step.copied_bytes if layer.parameter_bytes else 0.0
+    summed = problem.reduction(layer, sharing).seconds
+    again = layer.recompute_seconds
+    return replace(
+        layer,
+        forward_seconds=layer.forward_seconds * work + step.forward.seconds,
+        backward_input_seconds=layer.backward_input_seconds * work + step.backward.seconds,
+        backward_weight_seconds=layer.backward_weight_seconds * work,
+        split_forward_seconds=layer.split_forward_seconds * work,
+        split_seconds=layer.split_seconds * work,
+        recompute_seconds=None if again is None else again * work + step.forward.seconds,
+        update_seconds=layer.update_seconds * parameters + summed,
+        activation_bytes=max(_part(layer.activation_bytes, reads), ceil(copied)),
+        held_input_bytes=_part(layer.held_input_bytes, reads),
+        weight_kept_bytes=_part(layer.weight_kept_bytes, max(reads, gives)),
+        workspace_bytes=_part(layer.workspace_bytes, max(reads, gives)),
+        output_bytes=_part(layer.output_bytes, gives),
+        parameter_bytes=_part(layer.parameter_bytes, parameters),
+        buffer_bytes=_part(layer.buffer_bytes, parameters),
+        optimizer_bytes=_part(layer.optimizer_bytes, parameters),
+        skip_bytes={name: _part(size, gives) for name, size in layer.skip_bytes.items()},
+    )
+
+
+def _part(num_bytes: int, share: float) -> int:
+    return ceil(num_bytes * share)

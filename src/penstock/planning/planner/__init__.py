@@ -1,0 +1,62 @@
+"""From a profile and a cluster to a plan.
+
+``request`` reads arguments; ``task`` is what is planned and ``wish`` how, ``offers`` the schedules
+and devices worth building, ``setting`` one that is built, ``cuts`` where its stages begin,
+``candidate`` both together:
+``pricing`` says what its stages cost, ``moments`` and ``limits`` what it needs and may use,
+``bounds`` what it takes at least. ``race`` finds the best, ``why`` says what decided, ``shortfall``
+why there is none; ``live`` finds the fewest devices that keep up with a source. ``spilling`` plans
+for stages that come from a tier and leave again, where nothing fits otherwise; ``offloading`` holds
+activations that wait in a tier against forwards that run twice.
+
+Decisions:
+
+The planner has one judge, the simulator, and everything before it only saves its time. An exact
+partition of the steady state, DAPPLE's bound and width × depth propose which stages get replicas;
+cuts are exact for each setting; lower bounds, never estimates, decide what need not be simulated,
+and a test holds each bound against the simulation. Replicas of the winner are then moved from stage
+to stage as long as that helps, because no proposal knows the start and the end of a step.
+
+What no memory holds is refused before anything is searched (``limits.least_excess``); a test holds
+that bound, too, against what candidates need.
+
+Memory is part of the cut, not a filter behind it: for every stage, first and last layer, a table
+tells how much the order of the ops keeps (``schedule.memory.loads``, exact for ranks with one
+stage), whether that fits, and whether it fits if forwards run twice; the dynamic programme
+minimises over that table.
+
+Bytes over a cut are counted per value, up to its last reader. A profile says what a layer hands to
+the next one (``output_bytes``), past it (``skip_bytes``), and what it only has to come after
+(``after``).
+
+An asynchronous plan is never proposed unasked; the table shows what it would give.
+
+What shares layers (tensor parallelism) is planned as another task: groups of devices become one
+device of another model, whose layers cost what the group takes. Cuts, schedules and replicas then
+need no second search.
+
+Plans within 1 % of each other count as equally fast; the one that needs less memory wins. No
+prediction is exact enough to tell them apart.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.base.lazily import loaded_when_used
+
+if TYPE_CHECKING:
+    from penstock.planning.planner.changes import WhatIf, what_if
+    from penstock.planning.planner.replanning import replan
+    from penstock.planning.planner.search import plan
+else:
+    __getattr__ = loaded_when_used(
+        __name__,
+        {
+            "penstock.planning.planner.changes": ("WhatIf", "what_if"),
+            "penstock.planning.planner.replanning": ("replan",),
+            "penstock.planning.planner.search": ("plan",),
+        },
+    )
+
+__all__ = ["WhatIf", "plan", "replan", "what_if"]

@@ -1,0 +1,240 @@
+"""``Candidate``: a setting with its cuts, which could be the plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from math import ceil
+
+from penstock.base.units import count_of
+from penstock.core.graph import Contention
+from penstock.core.schedule import Schedule
+from penstock.core.schedule.families import SEARCHED
+from penstock.core.schedule.lower import add_recompute
+from penstock.planning.planner.bounds import least_steady_seconds, least_step_seconds
+from penstock.planning.planner.limits import (
+    NO_EXCESS,
+    Excess,
+    has_limits,
+    limited_like,
+    worst_excess,
+)
+from penstock.planning.planner.moments import StageSizes
+from penstock.planning.planner.pricing import CutSetting
+from penstock.planning.planner.setting import Rooms
+from penstock.planning.planner.summing import written as written_summing
+from penstock.planning.plans.alternative import Alternative
+from penstock.planning.plans.orders import search_order, written
+from penstock.planning.plans.plan import Plan
+from penstock.planning.plans.prediction import Prediction
+from penstock.planning.plans.stage_plan import bytes_of_ranks
+from penstock.planning.plans.steady import num_simulated
+from penstock.planning.plans.summing import Summing
+from penstock.planning.plans.title import family_title
+
+
+@dataclass(frozen=True)
+class Candidate(CutSetting):
+    """A setting with its cuts, judged by a simulation. Its text is for reasons and errors."""
+
+    def __str__(self) -> str:
+        setting = self.setting
+        name = family_title(setting.schedule.name, setting.replicas, setting.versions)
+        again = " and recompute" if set(self.recomputes) != {"none"} else ""
+        if self.way.reducer != "owners":
+            again += f", gradients summed by {self.way.reducer}"
+        if self.task.num_tensor_ranks > 1:
+            alike = self.task.groups is None or self.task.groups.are_alike
+            which = "layers" if alike else "the last one's layers"
+            again = f", {which} over {self.task.num_tensor_ranks} devices{again}"
+        if len(setting.replicas) == 1:
+            return f"data parallelism on {count_of(setting.num_ranks, 'device')}{again}"
+        return f"{count_of(len(self.recomputes), 'stage')} with {name}{again}"
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The setting's schedule with the recomputes that the stages want."""
+        again = [stage for stage, how in enumerate(self.recomputes) if how == "stage"]
+        return add_recompute(self.setting.schedule, again) if again else self.setting.schedule
+
+    @cached_property
+    def rank_bytes(self) -> tuple[int, ...]:
+        """Predicted bytes of memory of each rank."""
+        again = {how == "stage" for how in self.recomputes}
+        if self.setting.is_exact:
+            return self._bytes_by_stage()
+        if self.setting.schedule.num_slices == 1 and len(again) == 1:
+            return self._bytes_by_moment(again=again.pop())
+        return bytes_of_ranks(self.stages, self.schedule)
+
+    def _bytes_by_stage(self) -> tuple[int, ...]:
+        """As ``bytes_of_ranks`` where every rank has one stage, without a walk through all ops."""
+        rooms = Rooms(self.task, self.setting)
+        held = [0] * self.setting.num_ranks
+        for index, bounds in enumerate(pairwise(self.cuts)):
+            needed = rooms.held_bytes(index, self.recomputes[index], *bounds)
+            for rank in self.setting.ranks_of[index]:
+                held[rank] = needed
+        return tuple(held)
+
+    def _bytes_by_moment(self, *, again: bool) -> tuple[int, ...]:
+        """As ``bytes_of_ranks`` where all stages run forward once, or ``again`` all do twice; with
+        one walk through all ops for all cuts."""
+        task, rooms = self.task, Rooms(self.task, self.setting)
+
+        def sizes(stage: int) -> StageSizes:
+            start, stop = self.cuts[stage : stage + 2]
+            numbers, layers = task.numbers(start, stop), self.recomputes[stage] == "layers"
+            whole = numbers["again_input_bytes" if layers else "activation_bytes"]
+            return task.input_bytes[start], whole, numbers["weight_kept_bytes"]
+
+        state = [
+            rooms.state_bytes(stage, self.recomputes[stage], *bounds)
+            for stage, bounds in enumerate(pairwise(self.cuts))
+        ]
+        return tuple(
+            sum(state[stage] for stage in rank.stages) + ceil(rank.most_bytes(sizes))
+            for rank in (self.setting.moments_again if again else self.setting.moments)
+        )
+
+    @property
+    def peak(self) -> float:
+        """Microbatches in flight on the rank that holds most."""
+        return max(self.setting.peaks)
+
+    @cached_property
+    def least_seconds(self) -> float:
+        """A minibatch is predicted to take at least as long."""
+        asynchronous = self.setting.versions.asynchronous
+        bound = least_steady_seconds if asynchronous else least_step_seconds
+        return bound(self.stages, self.setting, self.task.num_microbatches)
+
+    @cached_property
+    def num_ops(self) -> int:
+        """How many ops a simulation goes through."""
+        setting = self.setting
+        if not setting.versions.asynchronous:
+            return self.schedule.num_ops
+        count = num_simulated(setting.versions, self.task.num_microbatches, setting.all_replicas)
+        return count * 2 * setting.num_stages
+
+    @cached_property
+    def prediction(self) -> Prediction:
+        """What the stages do in the order of the schedule's ops."""
+        setting = self.setting
+        return Prediction(
+            self.stages,
+            self.task.num_microbatches,
+            setting.versions,
+            setting.all_replicas,
+            self.schedule,
+            setting.build,
+        )
+
+    @property
+    def seconds(self) -> float:
+        """The predicted minibatch, weight update included; without a flush, in the steady state."""
+        return self.prediction.step_seconds
+
+    @property
+    def frames_per_second(self) -> float:
+        """Microbatches that go through per second."""
+        return self.prediction.frames_per_second
+
+    @cached_property
+    def moved_bytes(self) -> int:
+        """Bytes over all links for one minibatch: outputs, their gradients, and gradients of
+        weights."""
+        total = 0.0
+        for index, stage in enumerate(self.stages):
+            others = self.setting.replicas_of(index) - 1
+            if others and self.way.reducer == "parameter-server":
+                others += 1  # each copy sends all, and gets all
+            updates = 1
+            if self.setting.versions.updates == "microbatch":
+                updates = self.task.num_microbatches // self.setting.replicas_of(index)
+            total += 2 * self.task.num_microbatches * stage.transfer_bytes
+            total += 2 * others * stage.parameter_bytes * updates
+        if self.task.groups is not None:
+            used = self.setting.num_ranks / len(self.task.cluster.devices)
+            total += self.task.groups.tensor_split.moved_bytes * max(used, 1 / len(self.stages))
+        return round(total)
+
+    @cached_property
+    def excess(self) -> Excess:
+        """By how many bytes the candidate misses the limit that it misses most, and where."""
+        if not has_limits(self.task):
+            return NO_EXCESS
+        return worst_excess(self.task, self.setting, self.rank_bytes)
+
+    def limited_like(self, other: Candidate) -> Candidate:
+        """This candidate's cuts under the memory limits of another candidate's cluster."""
+        return replace(self, task=limited_like(self.task, other.task))
+
+    @property
+    def fits(self) -> bool:
+        """Whether the candidate keeps all memory limits."""
+        return self.excess.num_bytes <= 0
+
+    def with_final_order(self) -> Candidate:
+        """This candidate with the order that its family finds for its stages in the memory of their
+        devices, or with the one that holds its place, where the simulator says that this is
+        better.
+
+        Raises:
+            InputError: the family finds none.
+        """
+        setting = self.setting
+        searched = search_order(
+            setting.schedule.name,
+            self.stages,
+            self.task.num_microbatches,
+            dict(setting.options),
+            [self.task.limits[device] for device in setting.devices],
+        )
+        ordered, held = (
+            replace(self, setting=replace(setting, schedule=schedule, is_final=True))
+            for schedule in (searched, setting.schedule)
+        )
+        # Links that are busy, updates and memory that a host shares are the simulator's to judge.
+        return ordered if ordered.fits and ordered.seconds <= self.seconds else held
+
+    def _summing(self) -> Summing:
+        setting = self.setting
+        groups: dict[int, list[int]] = {}
+        for ranks in setting.ranks_of:
+            for rank in ranks:
+                groups.setdefault(rank, []).extend(setting.devices[other] for other in ranks)
+        devices = [[setting.devices[rank], *groups[rank]] for rank in sorted(groups)]
+        return written_summing(self.task, self.way.reducer, devices)
+
+    def to_plan(
+        self,
+        reason: str = "",
+        alternatives: tuple[Alternative, ...] = (),
+        warnings: tuple[str, ...] = (),
+    ) -> Plan:
+        """The plan that people read and the runtime runs."""
+        task, setting = self.task, self.setting
+        options = dict(setting.options)
+        if setting.replicas:
+            options["replicas"] = list(setting.replicas)
+        return Plan(
+            model=task.graph.fingerprint,
+            schedule=setting.schedule.name,
+            num_microbatches=task.num_microbatches,
+            options=options,
+            order=written(setting.schedule) if setting.schedule.name in SEARCHED else (),
+            stages=self.stages,
+            versions=setting.versions,
+            num_threads=task.graph.num_threads,
+            microbatch_size=task.graph.microbatch_size,
+            devices=tuple(part for device in setting.devices for part in task.devices_at(device)),
+            summing=self._summing(),
+            cost_model=task.communication.name,
+            reason=reason,
+            alternatives=alternatives,
+            contention=task.graph.contention if task.topology.shared_memories else Contention(),
+            warnings=warnings,
+        )

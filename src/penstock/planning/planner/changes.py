@@ -1,0 +1,269 @@
+"""``what_if``: plan again for other hardware, and show what that changes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
+
+from penstock.base.errors import InputError, PlanError
+from penstock.base.lazily import method_loaded_when_used
+from penstock.base.units import (
+    count_of,
+    format_bytes,
+    format_seconds,
+    to_bytes,
+    to_bytes_per_second,
+    to_seconds,
+)
+from penstock.base.values import MOST_AMOUNT, expect, whole
+from penstock.core.cluster import Cluster, Device, Link
+from penstock.core.cluster.checks import MOST_DEVICES
+from penstock.core.cluster.subset import only
+from penstock.core.graph import LayerGraph
+from penstock.planning.planner.search import plan
+from penstock.planning.plans.plan import Plan
+from penstock.planning.plans.table import as_text, new_table
+from penstock.planning.plans.title import family_title
+
+_CHANGE = re.compile(r"\s*(?P<quantity>[a-z]+)\s*(?P<how>[*/=])\s*(?P<value>[^\s,]+)\s*")
+
+
+class _Asked(NamedTuple):
+    """What ``plan`` is asked."""
+
+    cluster: Cluster
+    request: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change, as in ``bandwidth*2``.
+
+    Attributes:
+        quantity: what is changed.
+        how: ``*``, ``/`` or ``=``.
+        value: by how much, or to what.
+    """
+
+    quantity: str
+    how: str
+    value: str
+
+    @classmethod
+    def parse(cls, text: str) -> Change:
+        """Read one change.
+
+        Raises:
+            InputError: it is none, or is about something that cannot be changed.
+        """
+        match = _CHANGE.fullmatch(text)
+        if match is None or match["quantity"] not in _QUANTITIES:
+            raise InputError(
+                f"{text.strip()!r} is no change; write for example bandwidth*2 or memory=16GiB, of "
+                f"{', '.join(_QUANTITIES)}"
+            )
+        return cls(match["quantity"], match["how"], match["value"])
+
+    def of(self, number: float, read: Callable[[object], float] | None = None) -> float:
+        """The number that this change makes of ``number``.
+
+        Raises:
+            InputError: the value is no finite number > 0.
+        """
+        try:
+            value = read(self.value) if read and self.how == "=" else float(self.value)
+        except ValueError:
+            raise InputError(f"{self.quantity}: {self.value!r} is not a number") from None
+        if not 0 < value < inf:
+            raise InputError(f"{self.quantity}: {self.value} must be > 0 and finite")
+        changed = {"*": number * value, "/": number / value, "=": value}[self.how]
+        if changed > MOST_AMOUNT:
+            raise InputError(
+                f"{self.quantity}{self.how}{self.value} makes it too large; ask for less"
+            )
+        return changed
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """A plan, and what would be planned instead.
+
+    Attributes:
+        changes: in words.
+        before, after: the plans.
+    """
+
+    changes: str
+    before: Plan
+    after: Plan
+
+    def __str__(self) -> str:
+        table = new_table()
+        for name in ("", "now", f"with {self.changes}", ""):
+            table.add_column(name)
+        for name, before, after, change in self.rows():
+            table.add_row(name, before, after, change)
+        return as_text(table)
+
+    _repr_html_ = method_loaded_when_used("penstock.planning.plans.cells", "what_if_cell")
+
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        """(what, before, after, difference) of everything that people compare."""
+        before, after = self.before, self.after
+        seconds = before.step_seconds, after.step_seconds
+        most = max(before.rank_bytes), max(after.rank_bytes)
+        return [
+            ("plan", _summary(before), _summary(after), ""),
+            ("layers", _layers(before), _layers(after), ""),
+            (
+                "step",
+                format_seconds(seconds[0]),
+                format_seconds(seconds[1]),
+                f"{seconds[0] / seconds[1]:.2f}× as fast" if seconds[1] else "",
+            ),
+            (
+                "memory of a rank",
+                format_bytes(most[0]),
+                format_bytes(most[1]),
+                f"{most[1] / most[0]:.0%}" if most[0] else "",
+            ),
+            ("recompute", _recomputing(before), _recomputing(after), ""),
+        ]
+
+
+def what_if(
+    changes: str, graph: LayerGraph, cluster: Cluster | None = None, **request: Any
+) -> WhatIf:
+    """Plan now and with changes.
+
+    Args:
+        changes: as in ``"bandwidth*2, memory/2"``; of bandwidth, latency, memory (limits of devices
+            and of ``memory_bytes``), speed, devices (the first of the cluster, or more like them)
+            and microbatches; ``*``, ``/`` or ``=``, with units behind ``=``.
+        graph: the profiled model.
+        cluster: devices; by default this machine's cores.
+        request: what else ``plan`` is asked.
+
+    Raises:
+        InputError: no such change, or it would change nothing.
+        PlanError: there is no plan before or after.
+    """
+    expect(changes, str, "the changes", "write them as text, as in 'bandwidth*2, memory/2'")
+    asked = _Asked(cluster or Cluster.local(), request)
+    changed = asked
+    for part in filter(str.strip, changes.split(",")):
+        change = Change.parse(part)
+        changed = _QUANTITIES[change.quantity](changed, change)
+    if changed == asked:
+        raise InputError(
+            f"{changes!r} changes nothing: what it changes has no limit here; give it one, as in "
+            "bandwidth=10Gbit/s or memory=16GiB"
+        )
+    before = plan(graph, asked.cluster, **asked.request)
+    try:
+        return WhatIf(changes, before, plan(graph, changed.cluster, **changed.request))
+    except PlanError as error:
+        raise PlanError(f"with {changes}: {error}") from None
+
+
+def _summary(plan: Plan) -> str:
+    replicas = plan.replicas if max(plan.replicas) > 1 else ()
+    stages, ranks = count_of(len(plan.stages), "stage"), count_of(plan.num_ranks, "rank")
+    return f"{family_title(plan.schedule, replicas, plan.versions)}, {stages} on {ranks}"
+
+
+def _layers(plan: Plan) -> str:
+    return "-".join(str(len(stage.layers)) for stage in plan.stages)
+
+
+def _recomputing(plan: Plan) -> str:
+    stages = [str(index) for index, stage in enumerate(plan.stages) if stage.recompute != "none"]
+    return f"stages {', '.join(stages)}" if stages else "none"
+
+
+def _with_links(asked: _Asked, change: Callable[[Link], Link]) -> _Asked:
+    cluster = asked.cluster
+    groups = tuple(replace(group, link=change(group.link)) for group in cluster.groups)
+    wires = tuple(replace(wire, link=change(wire.link)) for wire in cluster.wires)
+    changed = replace(cluster, link=change(cluster.link), groups=groups, wires=wires)
+    return asked._replace(cluster=changed)
+
+
+def _bandwidth(asked: _Asked, change: Change) -> _Asked:
+    def faster(link: Link) -> Link:
+        bandwidth = change.of(link.bytes_per_second, to_bytes_per_second)
+        return replace(link, bytes_per_second=bandwidth)
+
+    return _with_links(asked, faster)
+
+
+def _latency(asked: _Asked, change: Change) -> _Asked:
+    def later(link: Link) -> Link:
+        return replace(link, latency_seconds=change.of(link.latency_seconds, to_seconds))
+
+    return _with_links(asked, later)
+
+
+def _memory(asked: _Asked, change: Change) -> _Asked:
+    def limit(num_bytes: int) -> int:
+        changed = change.of(num_bytes, to_bytes)
+        # No bytes at all would mean that there is no limit.
+        return max(1, round(changed)) if changed else 0
+
+    cluster, request = asked.cluster, dict(asked.request)
+    devices = tuple(
+        replace(device, memory_bytes=limit(device.memory_bytes)) for device in cluster.devices
+    )
+    groups = tuple(
+        replace(group, memory_bytes=limit(group.memory_bytes)) if group.memory_bytes else group
+        for group in cluster.groups
+    )
+    shared = limit(cluster.memory_bytes) if cluster.memory_bytes else 0
+    if request.get("memory_bytes"):
+        request["memory_bytes"] = limit(request["memory_bytes"])
+    changed = replace(cluster, devices=devices, groups=groups, memory_bytes=shared)
+    return _Asked(changed, request)
+
+
+def _speed(asked: _Asked, change: Change) -> _Asked:
+    devices = tuple(
+        replace(device, speed=change.of(device.speed)) for device in asked.cluster.devices
+    )
+    return asked._replace(cluster=replace(asked.cluster, devices=devices))
+
+
+def _devices(asked: _Asked, change: Change) -> _Asked:
+    devices = asked.cluster.devices
+    wanted = change.of(len(devices))
+    if round(wanted) < 1:
+        raise InputError(f"devices{change.how}{change.value} leaves none of {len(devices)}")
+    count = whole("devices", round(wanted), 1, MOST_DEVICES)
+    if count <= len(devices):
+        return asked._replace(cluster=only(asked.cluster, range(count)))
+    more: tuple[Device, ...] = tuple(
+        replace(devices[index % len(devices)], name=f"more{index}")
+        for index in range(len(devices), count)
+    )
+    return asked._replace(cluster=replace(asked.cluster, devices=(*devices, *more)))
+
+
+def _microbatches(asked: _Asked, change: Change) -> _Asked:
+    count = asked.request.get("microbatches")
+    if count is None:
+        raise InputError("microbatches can be changed only where their number is given")
+    return asked._replace(request={**asked.request, "microbatches": round(change.of(count))})
+
+
+_QUANTITIES: dict[str, Callable[[_Asked, Change], _Asked]] = {
+    "bandwidth": _bandwidth,
+    "latency": _latency,
+    "memory": _memory,
+    "speed": _speed,
+    "devices": _devices,
+    "microbatches": _microbatches,
+}

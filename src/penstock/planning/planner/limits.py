@@ -1,0 +1,119 @@
+"""Limits of memory: by how much a candidate misses them, and whose they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from math import inf
+from typing import NamedTuple
+
+from msgspec.structs import replace as with_fields
+
+from penstock.base.units import format_bytes
+from penstock.planning.planner.setting import Setting
+from penstock.planning.planner.task import Task
+
+
+class Excess(NamedTuple):
+    """By how many bytes a limit is missed (≤ 0: it is not), and where."""
+
+    num_bytes: float
+    held: float
+    limit: float
+    place: str
+
+    def __str__(self) -> str:
+        over = f"{format_bytes(self.num_bytes)} over the {format_bytes(self.limit)} allowed"
+        return f"{format_bytes(self.held)} {self.place}, {over}"
+
+
+NO_EXCESS = Excess(-inf, 0, inf, "")
+"""Where nothing is limited."""
+
+
+def worst_excess(task: Task, setting: Setting, rank_bytes: Sequence[int]) -> Excess:
+    """The limit of a task that is missed most if each rank of a setting needs ``rank_bytes``."""
+    names = [task.cluster.devices[device].name for device in setting.devices]
+    limits = [task.limits[device] for device in setting.devices]
+    excesses = [
+        _excess(held, limit, f"on rank {rank} ({names[rank]})")
+        for rank, (held, limit) in enumerate(zip(rank_bytes, limits, strict=True))
+    ]
+    for host, limit in task.topology.shared_memories:
+        # Who shares layers with a rank shares its host's memory, too.
+        on_host = [
+            held * task.num_devices_at(device)
+            for held, device in zip(rank_bytes, setting.devices, strict=True)
+            if device in host
+        ]
+        place = "on all ranks together, which share memory"
+        if len(on_host) < setting.num_ranks:
+            place = f"on the {len(on_host)} ranks that share a host's memory"
+        excesses.append(_excess(sum(on_host), limit, place))
+    return max(excesses)
+
+
+def _excess(held: float, limit: float, place: str) -> Excess:
+    return Excess(held - limit if limit < inf else -inf, held, limit, place)
+
+
+def has_limits(task: Task) -> bool:
+    """Whether any memory is limited."""
+    return min(task.limits) < inf or bool(task.topology.shared_memories)
+
+
+def least_excess(task: Task) -> float:
+    """Bytes by which any candidate misses a limit, at least; ≤ 0 where one may fit.
+
+    Whoever has a layer has its weights, a gradient of them, its optimizer state and buffers, and at
+    some moment all that a microbatch keeps there, room to work included. All layers are somewhere.
+    """
+    if not has_limits(task):
+        return -inf
+    state = [
+        2 * layer.parameter_bytes + layer.optimizer_bytes + layer.buffer_bytes
+        for layer in task.graph.layers
+    ]
+    largest = max(
+        held + layer.activation_bytes + layer.workspace_bytes
+        for held, layer in zip(state, task.graph.layers, strict=True)
+    )
+    roomiest = sorted(task.limits, reverse=True)
+    # On the k devices with most memory, one has at least its share of what is missing.
+    spread = min(
+        (sum(state) - room) / count for count, room in enumerate(accumulate(roomiest), start=1)
+    )
+    everywhere = [
+        task.num_tensor_ranks * sum(state) - limit
+        for host, limit in task.topology.shared_memories
+        if len(host) == len(task.limits)
+    ]
+    return max(largest - roomiest[0], spread, *everywhere)
+
+
+def limited_like(task: Task, like: Task) -> Task:
+    """A task under the memory limits of another task's cluster, which has the same devices."""
+    ranks = range(len(like.cluster.devices))
+    limits = {
+        device.name: device.memory_bytes for rank in ranks for device in like.devices_at(rank)
+    }
+    shared = {group.name: group.memory_bytes for group in like.cluster.groups}
+
+    def limit(index: int) -> int:
+        allowed = (limits.get(device.name, 0) for device in task.devices_at(index))
+        return min(filter(None, allowed), default=0)
+
+    cluster = with_fields(
+        task.cluster,
+        devices=tuple(
+            with_fields(device, memory_bytes=limit(index))
+            for index, device in enumerate(task.cluster.devices)
+        ),
+        memory_bytes=like.cluster.memory_bytes,
+        groups=tuple(
+            with_fields(group, memory_bytes=shared.get(group.name, 0))
+            for group in task.cluster.groups
+        ),
+    )
+    return replace(task, cluster=cluster, memory_bytes=like.memory_bytes)

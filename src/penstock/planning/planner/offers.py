@@ -1,0 +1,328 @@
+"""``Offer``: a schedule on some devices that may be worth building; and all that a wish allows."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import chain, permutations, product
+from math import ceil
+from typing import Any
+
+from penstock.base.errors import InputError, PlanError
+from penstock.core.graph import Mode
+from penstock.core.schedule import Schedule, families
+from penstock.core.schedule.rounds import filling
+from penstock.core.versions import USUAL, DoubleBuffer, Flush, Policy, Stash, check_policy
+from penstock.planning.partition import best_partition
+from penstock.planning.planner.setting import Setting, Terms
+from penstock.planning.planner.task import Task
+from penstock.planning.planner.wish import RecomputeRule, Wish
+
+PLAIN = "1f1b"
+"""The family whose order replicas and single stages take."""
+
+REPLICATED = (PLAIN, "gpipe", "pipedream", "pipedream-2bw")
+"""The families whose stages may have replicas."""
+
+_STAGES_PER_RANK = (2, 3, 4)
+_UNASKED_NEVER = frozenset({*families.SEARCHED, *USUAL, "chimera", "seq1f1b", "spilled"})
+"""Searched orders take time; Chimera needs two copies of each stage; not every model is capable of
+slices; what never flushes changes what is learned; what brings weights in and out again is planned
+where they do not fit (``spilling``)."""
+
+
+Options = tuple[tuple[str, Any], ...]
+"""(name, value) pairs that a family is given."""
+
+_ALL_NUMBERS = 16
+_BUILT_SLOWLY = frozenset({"zb-v", "v-half", "v-min", "hanayo"})
+_QUICKLY_BUILT = 2_000
+"""Ranks times microbatches beyond which some orders take seconds to build."""
+_DAPPLE_LIMIT = 5_000
+"""Layers times devices beyond which DAPPLE's search takes seconds."""
+
+
+@dataclass(frozen=True)
+class Offer(Terms):
+    """A schedule on some devices, not built yet."""
+
+    def least_seconds(self, task: Task) -> float:
+        """Seconds that a minibatch takes at least: with all devices busy all the time."""
+        # Whether the family splits backwards, only its schedule tells.
+        modes: tuple[Mode, ...] = ("stream",) if self.versions.asynchronous else ("whole", "split")
+        speed = max(
+            sum(1 / task.least_pace(device, self.devices, mode) for device in self.devices)
+            for mode in modes
+        )
+        return task.num_microbatches * sum(task.compute_seconds) / speed
+
+    def setting(self, task: Task) -> Setting:
+        """Build the offer's schedule for a task.
+
+        Raises:
+            InputError: the family refuses, or the policy does not go with it.
+            PlanError: it wants more stages than there are layers, copies of stages, or more
+                replicas than a minibatch has microbatches.
+        """
+        widest = max(self.replicas, default=1)
+        if not self.versions.asynchronous and widest > task.num_microbatches:
+            raise PlanError(
+                f"a stage has {widest} replicas, but a minibatch only {task.num_microbatches} "
+                "microbatches; each replica needs at least one"
+            )
+        # Of a stream, as many as fill the pipeline.
+        flushes = not self.versions.asynchronous
+        counts = self.replicas or (1,) * self.num_ranks
+        fills = 1 if flushes else filling(counts, self.versions.ahead)
+        schedule = self._schedule(task, max(task.num_microbatches, fills))
+        is_final = self.family not in families.SEARCHED
+        setting = Setting(**vars(self), schedule=schedule, is_final=is_final)
+        counts = self.replicas or (1,) * setting.num_stages
+        check_policy(self.versions, self.family, counts, task.num_microbatches)
+        if setting.num_stages > task.num_layers:
+            raise PlanError(
+                f"{self.family} on {self.num_ranks} rank(s) needs {setting.num_stages} stages, but "
+                f"there are only {task.num_layers} layers"
+            )
+        return setting
+
+    def _schedule(self, task: Task, num_microbatches: int) -> Schedule:
+        if self.family not in families.SEARCHED:
+            return self.build(num_microbatches)
+        # Found slowly, and the same on all devices.
+        key = self.family, self.num_ranks, num_microbatches, self.options
+        if key not in task.known.orders:
+            task.known.orders[key] = self.build(num_microbatches)
+        return task.known.orders[key]
+
+
+def check_plannable(family: str) -> None:
+    """Raise ``PlanError`` for a family that no plan can have, on however many devices."""
+    copies = 1
+    with suppress(InputError):  # a family that refuses so few ranks says so when it is searched
+        copies = Terms(family, (0, 1)).build(4).weight_copies
+    if copies > 1:
+        raise PlanError(
+            f"{family} keeps {copies} copies of each stage; a plan gives every stage one rank, so "
+            "ask for another schedule"
+        )
+
+
+def offers(task: Task, wish: Wish) -> list[Offer]:
+    """All offers that a wish allows for a task."""
+    if wish.replicas:
+        allowed = [_replicated(task, wish)]
+    else:
+        allowed = list(_straight(task, wish))
+        if wish.any_replicas and wish.schedule in (None, *REPLICATED):
+            allowed += _with_any_replicas(task, wish)
+    return list(dict.fromkeys(allowed))
+
+
+def _policy(wish: Wish, family: str) -> Policy:
+    return wish.versions or USUAL.get(family, Flush())
+
+
+def _rule(wish: Wish, policy: Policy) -> RecomputeRule:
+    return "never" if policy.asynchronous else wish.recompute
+
+
+def _policies(wish: Wish) -> tuple[tuple[str, Policy], ...]:
+    """(family, policy) of what a wish without a schedule allows besides schedules that flush."""
+    if wish.versions is not None and wish.versions.asynchronous:
+        return ((wish.versions.family, wish.versions),)
+    if wish.asynchronous == "no":
+        return ()
+    return tuple((policy.family, policy) for policy in (Stash(), DoubleBuffer()))
+
+
+def _names(wish: Wish, num_ranks: int) -> list[tuple[str, Policy]]:
+    """The (family, policy) pairs that may run on so many ranks."""
+    if wish.schedule is not None:
+        return [(wish.schedule, _policy(wish, wish.schedule))]
+    never_flushes = _policies(wish) if num_ranks > 1 else ()
+    if wish.versions is not None and wish.versions.asynchronous:
+        return list(_policies(wish))
+    if wish.asynchronous == "only":
+        return list(never_flushes)
+    # On one rank, all schedules do the same.
+    names = families.names() if num_ranks > 1 else (PLAIN,)
+    flushes = [(name, Flush()) for name in names if name not in _UNASKED_NEVER]
+    return [*flushes, *never_flushes]
+
+
+def _straight(task: Task, wish: Wish) -> Iterator[Offer]:
+    """One rank for every stage."""
+    most = min(len(task.cluster.devices), task.num_layers)
+    for num_ranks in _numbers(most) if wish.stages is None else range(1, most + 1):
+        large = num_ranks * task.num_microbatches > _QUICKLY_BUILT and wish.schedule is None
+        names = [one for one in _names(wish, num_ranks) if not (large and one[0] in _BUILT_SLOWLY)]
+        for devices in _orders(task, num_ranks):
+            for family, policy in names:
+                for options in _variants(family, num_ranks, task.num_layers, wish.options):
+                    yield Offer(family, devices, policy, (), options, _rule(wish, policy))
+
+
+def _numbers(most: int) -> list[int]:
+    """How many ranks to try: all of a few; of many, fractions and powers of two."""
+    if most <= _ALL_NUMBERS:
+        return list(range(1, most + 1))
+    fractions = {most // part for part in range(1, 9)}
+    return sorted(fractions | {1 << power for power in range(most.bit_length())})
+
+
+def _variants(family: str, num_ranks: int, num_layers: int, given: Options) -> Iterator[Options]:
+    """The options worth trying beside those that are given: the family's own, and other numbers of
+    stages per rank; of a family that searches, limits on what is in flight."""
+    usual = _searches if family in families.SEARCHED else _stage_counts
+    for options in usual(family, num_ranks, num_layers):
+        yield tuple({**dict(options), **dict(given)}.items())
+
+
+def _stage_counts(family: str, num_ranks: int, num_layers: int) -> Iterator[Options]:
+    yield ()
+    if "stages_per_rank" in inspect.signature(families.family(family)).parameters:
+        for count in _STAGES_PER_RANK[1:]:
+            if num_ranks > 1 and count * num_ranks <= num_layers:
+                yield (("stages_per_rank", count),)
+
+
+def _searches(family: str, num_ranks: int, num_layers: int) -> Iterator[Options]:
+    """As much in flight as 1F1B, as fills all bubbles where costs are alike, half as much, and one
+    microbatch; the searching family also on a V."""
+    limits = dict.fromkeys((num_ranks, 2 * num_ranks - 1, ceil(num_ranks / 2), 1))
+    for limit in limits:
+        yield (("activation_limit", limit),)
+        if family == "zb-auto" and 1 < num_ranks <= num_layers // 2 and limit <= num_ranks:
+            yield (("activation_limit", limit), ("placement", "v"))
+
+
+def _orders(task: Task, num_ranks: int) -> list[tuple[int, ...]]:
+    """Devices for so many ranks: as they are listed; the fastest, in three orders; those with most
+    memory first, because the first stages hold most."""
+    listed = range(len(task.cluster.devices))
+    devices = task.cluster.devices
+    fastest = sorted(listed, key=lambda index: -devices[index].speed)[:num_ranks]
+    roomiest = sorted(listed, key=lambda index: -task.limits[index])[:num_ranks]
+    choices = (
+        tuple(listed[:num_ranks]),
+        tuple(sorted(fastest)),
+        tuple(fastest),
+        tuple(reversed(fastest)),
+        tuple(roomiest),
+    )
+    return list(dict.fromkeys(choices))
+
+
+def _replicated(task: Task, wish: Wish) -> Offer:
+    """What given replicas allow.
+
+    Raises:
+        InputError: another number of stages is asked for.
+        PlanError: too few devices or layers.
+    """
+    counts, num_devices = wish.replicas, len(task.cluster.devices)
+    if sum(counts) > num_devices:
+        raise PlanError(
+            f"replicas {'-'.join(map(str, counts))} need {sum(counts)} devices, but there are "
+            f"{num_devices}"
+        )
+    if len(counts) > task.num_layers:
+        raise PlanError(f"{task.num_layers} layers cannot make {len(counts)} stages")
+    family = wish.schedule or PLAIN
+    policy = _policy(wish, family)
+    check_policy(policy, family, counts, task.num_microbatches)
+    return Offer(family, tuple(range(sum(counts))), policy, counts, (), _rule(wish, policy))
+
+
+def _with_any_replicas(task: Task, wish: Wish) -> Iterator[Offer]:
+    """Stages with replicas that some planner would choose: data parallelism; width × depth of
+    PipeDream-2BW, and PipeDream's own, exact for the steady state."""
+    pairs: Sequence[tuple[str, Policy]]
+    if wish.schedule is not None:
+        pairs = [(wish.schedule, _policy(wish, wish.schedule))]
+    else:
+        never = wish.asynchronous == "only" or (wish.versions and wish.versions.asynchronous)
+        pairs = [*([] if never else [(PLAIN, Flush())]), *_policies(wish)]
+    shapes = _shapes(task)
+    for family, policy in pairs:
+        for counts, devices in shapes:
+            yield Offer(family, devices, policy, counts, (), _rule(wish, policy))
+
+
+def _shapes(task: Task) -> list[ReplicaShape]:
+    if not task.known.shapes:
+        shapes = (*_width_by_depth(task), *_all_but_some(task), *_partitions(task))
+        task.known.shapes.extend(dict.fromkeys(shapes))
+    return task.known.shapes
+
+
+def neighbours(setting: Setting) -> Iterator[Offer]:
+    """Offers that differ from a setting by one replica moved from a stage to another; devices keep
+    their order."""
+    for source, target in permutations(range(len(setting.replicas)), 2):
+        counts = list(setting.replicas)
+        counts[source] -= 1
+        counts[target] += 1
+        if counts[source]:
+            yield Offer(
+                setting.family,
+                setting.devices,
+                setting.versions,
+                tuple(counts),
+                setting.options,
+                setting.recompute,
+            )
+
+
+def _all_but_some(task: Task) -> Iterator[ReplicaShape]:
+    """Two stages, one of which has few devices: large layers at an end of the model want that."""
+    num_devices = min(len(task.cluster.devices), task.num_microbatches + 1)
+    for few in (1, 2) if num_devices > 2 and task.num_layers > 1 else ():
+        for counts in {(num_devices - few, few), (few, num_devices - few)}:
+            if max(counts) <= task.num_microbatches and min(counts) > 0:
+                yield counts, tuple(range(sum(counts)))
+
+
+ReplicaShape = tuple[tuple[int, ...], tuple[int, ...]]
+"""(replicas of each stage, devices of each rank)."""
+
+
+def _width_by_depth(task: Task) -> Iterator[ReplicaShape]:
+    """As many pipelines side by side as there are devices for; of depth 1, data parallelism."""
+    devices = task.cluster.devices
+    # Replicas take turns, so slow devices may do better without any work.
+    for least in sorted({device.speed for device in devices}):
+        pool = [index for index, device in enumerate(devices) if device.speed >= least]
+        for depth in _numbers(min(len(pool) // 2, task.num_layers)):
+            width = min(len(pool) // depth, task.num_microbatches)
+            if width > 1:
+                yield (width,) * depth, tuple(pool[: width * depth])
+                # The replicas of a stage on different servers, a pipeline within one.
+                turns = product(range(depth), range(width))
+                yield (width,) * depth, tuple(pool[place + depth * turn] for place, turn in turns)
+
+
+def _partitions(task: Task) -> Iterator[ReplicaShape]:
+    """PipeDream's, with an update per minibatch and with one per microbatch, whether exchanges of
+    gradients hide behind compute or not; and DAPPLE's."""
+    models = (task.communication, replace(task.communication, overlap=1.0))
+    for updates, model in product((1 / task.num_microbatches, 1.0), models):
+        partition = best_partition(task.graph, task.cluster, model, updates=updates)
+        yield from _shape(task, [stage.devices for stage in partition.stages])
+    if task.num_layers * len(task.cluster.devices) <= _DAPPLE_LIMIT:
+        from penstock.planning.partition.dapple import dapple_candidates
+
+        for candidate in dapple_candidates(
+            task.graph, task.cluster, task.num_microbatches, model=task.communication
+        ):
+            yield from _shape(task, candidate.devices)
+
+
+def _shape(task: Task, stages: Sequence[Sequence[int]]) -> Iterator[ReplicaShape]:
+    """The shape of stages on these devices, if any has replicas and each replica a microbatch."""
+    counts = tuple(map(len, stages))
+    if 1 < max(counts) <= task.num_microbatches:
+        yield counts, tuple(chain.from_iterable(stages))

@@ -1,0 +1,409 @@
+"""``plan``: the search, judged by the simulator.
+
+For every number of devices, schedule, set of replicas and microbatch size, the chain is cut exactly
+(``partition``) under the memory of each rank; ``simulate`` then says how long a step takes, and the
+shortest step wins. The simulator, not a formula, is the judge: what is predicted here is what
+``draw`` shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace as replaced
+from typing import Literal, get_args
+
+from msgspec.structs import replace
+
+from penstock.base.errors import InputError, PlanError
+from penstock.base.telling import tells
+from penstock.base.units import count_of
+from penstock.base.values import expect, flag, is_whole, one_of, shown, whole
+from penstock.core.cluster import Cluster
+from penstock.core.graph import LayerGraph
+from penstock.core.schedule import families
+from penstock.core.versions import Policy
+from penstock.planning.partition import cost_model as find_cost_model
+from penstock.planning.planner.candidate import Candidate
+from penstock.planning.planner.doubts import doubts_about
+from penstock.planning.planner.live import PROPOSED, Kept, is_live, keeping, live_schedule, missing
+from penstock.planning.planner.mixed_groups import mixed
+from penstock.planning.planner.offers import PLAIN
+from penstock.planning.planner.offloading import weighed
+from penstock.planning.planner.race import Race, closest, fastest
+from penstock.planning.planner.reordering import in_other_orders, learned
+from penstock.planning.planner.request import (
+    check_counts,
+    microbatch_sizes,
+    read_counts,
+    read_cuts,
+    read_schedule,
+)
+from penstock.planning.planner.shortfall import shortfall
+from penstock.planning.planner.spilling import offered, spilled_plan
+from penstock.planning.planner.task import Task
+from penstock.planning.planner.tensor_groups import in_groups, widths
+from penstock.planning.planner.why import (
+    alternatives_of,
+    coarsely,
+    possible,
+    reason_for,
+    rivals,
+    why_summed_so,
+    why_sums_hide,
+)
+from penstock.planning.planner.wish import RecomputeRule, SpillRule, Wish
+from penstock.planning.plans.plan import Plan
+from penstock.planning.plans.summing import MOST_STALE, REDUCERS, ReducerName
+
+
+@tells("planning")
+def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
+    graph: LayerGraph,
+    cluster: Cluster | None = None,
+    *,
+    microbatches: int | None = None,
+    minibatch: int | None = None,
+    schedule: str | None = None,
+    stages: int | None = None,
+    cuts: Sequence[int | str] = (),
+    memory_bytes: int | None = None,
+    versions: Policy | None = None,
+    replicas: Sequence[int] | str | None = None,
+    asynchronous: bool = False,
+    recompute: RecomputeRule = "where-needed",
+    cost_model: str = "ring",
+    overlap: float = 0.0,
+    tensor_ranks: int | Literal["any"] = 1,
+    reducer: ReducerName | Literal["any"] = "owners",
+    stale: int = 0,
+    order: Literal["execution", "any"] = "execution",
+    placement: Literal["exact", "reinforce"] = "exact",
+    rate: float | None = None,
+    spill: SpillRule = "where-needed",
+) -> Plan:
+    """Find the plan with the shortest predicted step that fits in memory.
+
+    Of plans that take equally long within 1 %, the one that needs fewer bytes is chosen, then the
+    one on fewer ranks. For each schedule, cuts make the slowest stage as fast as possible, exactly
+    (Narayanan et al., SOSP 2019, section 3.1); those of the winner are then moved as long as the
+    simulator finds a shorter step. Which stages get replicas comes from PipeDream's exact optimum,
+    from all widths and depths of PipeDream-2BW (arXiv 2006.09503, section 4), from DAPPLE's search
+    (arXiv 2007.01045) and from data parallelism.
+
+    Args:
+        graph: the profiled model.
+        cluster: devices to use, all or some of them; by default this machine's cores.
+        microbatches: per minibatch, each as large as the one that was profiled; 1 by default for a
+            live stream (``partime``, or with a ``rate``), else to be given.
+        minibatch: rows of a minibatch, instead; every microbatch size that was profiled and divides
+            it is tried, if that does not make too many of them. With both, microbatches have
+            ``minibatch / microbatches`` rows.
+        schedule: the family to use, its options behind a colon, as in
+            ``"interleaved-1f1b:stages_per_rank=4"``; by default the best of all.
+        stages: how many; by default the best number.
+        cuts: the layers with which all stages but the first begin, by name or number from 0; by
+            default the best cuts.
+        memory_bytes: what one rank may use, on top of the cluster's own limits.
+        versions: which weights passes read (``penstock.versions``); a policy that never flushes
+            brings its schedule with it. By default what belongs to the schedule.
+        replicas: of each stage, as in ``(2, 1)`` or ``"2-1"``, or ``"any"``; more than one with the
+            schedules ``1f1b``, ``gpipe``, ``pipedream`` and ``pipedream-2bw``. By default any,
+            unless a schedule or a number of stages is asked for: then none.
+        asynchronous: whether to propose schedules that never flush, and so train with weights of
+            several ages (``docs/asynchronous.md``).
+        recompute: which stages may run forward twice to save memory: ``"where-needed"``,
+            ``"never"``, or all by ``"stage"`` or by ``"layers"``.
+        cost_model: how exchanges of gradients are counted: ``"ring"``, ``"pipedream-paper"`` or
+            ``"pipedream-released"`` (``penstock.planning.partition.cost_models``).
+        overlap: the share of an exchange that hides behind the backward before it, 0 to 1. By
+            default the simulator says how much does: parts leave while the last backward runs.
+        tensor_ranks: devices that share every layer, each by rows, columns or neither as costs
+            least (``docs/tensor-parallelism.md``); ``"any"`` tries all powers of two, and for
+            chains replicas of the first layers with one group for the others.
+        reducer: how copies of a stage sum gradients (``docs/data-parallelism.md``): ``"owners"``,
+            ``"sharded"``, ``"all-reduce"``, or ``"servers"`` and ``"parameter-server"``, which use
+            the cluster's spare machines; ``"any"`` takes what is fastest of those that give the
+            bits of owners.
+        stale: by how many updates the gradients of a copy may be late, with ``"parameter-server"``;
+            the cluster's first spare machine is then the server.
+        order: ``"any"`` also cuts branching models where no prefix of their execution order ends;
+            the plan then lists layers in another order (``Captured.ordered`` puts a model's into
+            it).
+        placement: ``"reinforce"`` lets a policy learn which device takes which layers of a
+            branching model (``docs/learned-placement.md``); ``"exact"`` cuts chains best.
+        rate: frames per second of a live source, each frame a microbatch. The plan then has the
+            fewest devices that keep up with it; if no schedule is asked for, ``pipedream`` with
+            weight stashing, which learned best (``docs/streams.md``), or ``partime`` where that
+            needs fewer devices or is all that fits. By default, as many as make it fastest.
+        spill: whether stages may come from one of the cluster's tiers and leave again
+            (``docs/larger-than-memory.md``): ``"where-needed"``, if nothing fits otherwise;
+            ``"never"`` or ``"always"``. Unless it is ``"never"``, activations may wait in a tier
+            where otherwise forwards would run twice, if that is faster.
+
+    Returns:
+        The plan; ``print`` shows it, ``save`` keeps it, ``reason`` and ``alternatives`` tell why it
+        was chosen.
+
+    Raises:
+        PlanError: nothing satisfies the request: more stages than layers or than the devices can
+            run, too little memory (says what is over by how much, and what would fit), or too slow
+            for the rate (says which stage is, what is reached, and how many devices would do).
+        InputError: a count below 1, an unknown schedule, or more microbatches than can be simulated
+            (ranks × microbatches above 500,000).
+    """
+    expect(graph, LayerGraph, "the graph", "measure the model with penstock.profile")
+    expect(
+        cluster, Cluster | None, "the cluster", "give a penstock.Cluster, or Cluster.load a file"
+    )
+    expect(versions, Policy | None, "versions", "take one of penstock.versions, as in Stash()")
+    one_of("recompute", recompute, get_args(RecomputeRule))
+    one_of("order", order, ("execution", "any"))
+    one_of("placement", placement, ("exact", "reinforce"))
+    one_of("spill", spill, get_args(SpillRule))
+    flag("asynchronous", asynchronous)
+    expect(cuts, list | tuple, "cuts", "give a list of layers, as in cuts=[3]")
+    check_counts(graph, microbatches, minibatch, stages, memory_bytes)
+    schedule, options = read_schedule(schedule)
+    proposes = schedule is None and versions is None
+    if rate is not None:
+        schedule = live_schedule(schedule, versions, rate, placement)
+    if microbatches is None and minibatch is None and is_live(schedule, versions, rate):
+        microbatches = 1
+    given = read_cuts(graph, cuts) if cuts else ()
+    if given and stages not in (None, len(given) - 1):
+        raise InputError(f"the cuts make {len(given) - 1} stages, but stages is {stages}")
+    stages = len(given) - 1 if given else stages
+    there = cluster or Cluster.local()
+    most_ranks = min(len(there.devices), len(graph.layers))
+    single = [
+        Task(
+            graph.at(size),
+            there,
+            count,
+            memory_bytes,
+            find_cost_model(cost_model, overlap),
+            marks=given,
+        )
+        for size, count in microbatch_sizes(graph, microbatches, minibatch, most_ranks)
+    ]
+    tasks = list(_with_tensor_ranks(list(_with_reducers(single, reducer, stale)), tensor_ranks))
+    if order == "any" and not given:
+        tasks += [other for task in tasks for other in in_other_orders(task)]
+    if versions is not None and versions.asynchronous and schedule is None:
+        schedule = versions.family
+    counts, stages = read_counts(replicas, stages, schedule)
+    pinned = schedule is not None or stages is not None
+    wish = Wish(
+        schedule,
+        stages,
+        versions,
+        replicas=counts,
+        any_replicas=replicas == "any" or (replicas is None and not pinned),
+        asynchronous="also" if asynchronous else "no",
+        cuts=given,
+        recompute=recompute,
+        spill=spill,
+        options=options,
+    )
+    if spill == "always":
+        return _spilled(single, wish)
+    if placement == "reinforce":
+        _check_learnable(wish)
+        return _learned(tasks, wish)
+    never = versions is not None and versions.asynchronous
+    if never and recompute in ("stage", "layers"):
+        raise InputError("stages do not run forward twice where the pipeline never flushes")
+    return _solve(tasks, wish) if rate is None else _for_rate(tasks, wish, float(rate), proposes)
+
+
+def _for_rate(tasks: Sequence[Task], wish: Wish, rate: float, proposes: bool) -> Plan:
+    """``proposes``: nobody has said which schedule."""
+    return (_proposed_for_rate if proposes else _solve_for_rate)(tasks, wish, rate)
+
+
+def _proposed_for_rate(tasks: Sequence[Task], wish: Wish, rate: float) -> Plan:
+    """Where no schedule is asked for: the one that learns best of those on the fewest devices."""
+    plans: list[Plan] = []
+    failure: PlanError | None = None
+    for family in PROPOSED:
+        try:
+            plans.append(_solve_for_rate(tasks, replaced(wish, schedule=family), rate))
+        except PlanError as error:
+            failure = error
+    if not plans:
+        assert failure is not None
+        raise failure
+    plan = min(plans, key=lambda plan: plan.num_ranks)
+    return replace(plan, reason=f"{plan.reason}; {PROPOSED[plan.schedule]}")
+
+
+def _solve_for_rate(tasks: Sequence[Task], wish: Wish, rate: float) -> Plan:
+    wish = replaced(wish, any_replicas=False)
+    kept = None if wish.replicas else keeping(tasks, wish, rate)
+    if kept is None:
+        best = fastest(tasks, wish)
+        if best is None:
+            return _solve(tasks, wish)  # which says why there is none
+        if best.frames_per_second < rate:
+            raise missing(tasks, wish, rate, best)
+        kept = Kept(best, ())
+    labelled = rivals(tasks, wish)
+    for candidate in kept.fewer:
+        labelled[count_of(candidate.setting.num_ranks, "device")] = candidate
+    plan = kept.chosen.to_plan(
+        kept.reason(rate),
+        alternatives_of(kept.chosen, labelled, wish),
+        tuple(doubts_about(kept.chosen, [])),
+    )
+    return replace(plan, rate=rate)
+
+
+def _spilled(tasks: Sequence[Task], wish: Wish) -> Plan:
+    """The plan whose stages come and go, since somebody asks for it."""
+    tiers = tasks[0].cluster.tiers
+    if not tiers:
+        raise PlanError(
+            'spill="always" needs a tier to which stages go; give the cluster one, as in '
+            "Cluster.local(tiers=[Tier(folder=…)]), or --tier FOLDER"
+        )
+    if not wish.may_spill:
+        raise InputError(
+            "stages that come and go are planned as a whole; leave out schedule, stages, cuts, "
+            'replicas and versions, or take spill="never"'
+        )
+    return weighed(spilled_plan(tasks, wish, tiers), tasks[0], wish)
+
+
+def _check_learnable(wish: Wish) -> None:
+    """Raise ``InputError`` if something is asked for that a learned placement decides itself."""
+    pinned = {
+        "schedule": wish.schedule not in (None, PLAIN),
+        "stages": wish.stages is not None,
+        "cuts": bool(wish.cuts),
+        "replicas": bool(wish.replicas),
+        "versions": wish.versions is not None and wish.versions.asynchronous,
+    }
+    asked = [name for name, is_asked in pinned.items() if is_asked]
+    if asked:
+        raise InputError(
+            f"placement='reinforce' decides about stages itself, for {PLAIN}; leave out "
+            f"{' and '.join(asked)}"
+        )
+
+
+def _learned(tasks: Sequence[Task], wish: Wish) -> Plan:
+    """The plan with the placement that a policy learned."""
+    placed = [one for one in (learned(task, wish) for task in tasks) if one is not None]
+    if not placed:
+        raise PlanError(
+            "the learned placement does not fit in memory; placement='exact' looks for one that "
+            "does"
+        )
+    return _explained(min(placed, key=lambda candidate: candidate.seconds), (), tasks, wish)
+
+
+def _explained(
+    chosen: Candidate,
+    contenders: Sequence[Candidate],
+    tasks: Sequence[Task],
+    wish: Wish,
+    num_skipped: int = 0,
+) -> Plan:
+    labelled = rivals([task for task in tasks if task.reducer == chosen.task.reducer], wish)
+    reason = reason_for(chosen, contenders, labelled, wish)
+    if chosen.way.reducer != "owners":
+        reason += f" ({why_summed_so(chosen)})"
+    if hides := why_sums_hide(chosen):
+        reason += f" ({hides})"
+    if chosen.task.is_coarse and not wish.cuts:
+        reason += f" ({coarsely(chosen.task)})"
+    if num_skipped:
+        reason += f" ({num_skipped} candidates that promised less were not simulated)"
+    doubts = doubts_about(chosen, possible([*contenders, *labelled.values()], chosen, wish))
+    return chosen.to_plan(reason, alternatives_of(chosen, labelled, wish), tuple(doubts))
+
+
+def _with_reducers(
+    tasks: Sequence[Task], reducer: ReducerName | Literal["any"], stale: int
+) -> Iterator[Task]:
+    """Each task for the ways to sum that are asked for."""
+    one_of("reducer", reducer, (*REDUCERS, "any"))
+    whole("stale", stale, 0, MOST_STALE)
+    if stale and reducer != "parameter-server":
+        raise InputError(
+            f"stale={stale} is for reducer='parameter-server', and the reducer is {reducer!r}; "
+            "name that one, or leave stale out"
+        )
+    for task in tasks:
+        has_servers = bool(task.cluster.spares)
+        if reducer in {"servers", "parameter-server"} and not has_servers:
+            raise InputError(
+                f"reducer={reducer!r} needs machines that sum, and the cluster has none; give it "
+                "[[spares]] (docs/clusters.md)"
+            )
+        if reducer == "any":
+            yield replaced(task, reducer="owners")
+            yield replaced(task, reducer="sharded")
+            if has_servers:
+                yield replaced(task, reducer="servers")
+                yield replaced(task, reducer="parameter-server")
+        else:
+            yield replaced(task, reducer=reducer, stale=stale)
+
+
+def _with_tensor_ranks(tasks: Sequence[Task], tensor_ranks: int | Literal["any"]) -> Iterator[Task]:
+    """Each task for the sizes of tensor groups that are asked for."""
+    is_count = is_whole(tensor_ranks) and 1 <= int(tensor_ranks) <= families.LARGEST
+    if tensor_ranks != "any" and not is_count:
+        raise InputError(f"tensor_ranks is {shown(tensor_ranks)}; give a whole number ≥ 1 or 'any'")
+    for task in tasks:
+        if tensor_ranks in ("any", 1):
+            yield task
+        for width in widths(task) if tensor_ranks == "any" else (tensor_ranks,):
+            if width > 1:
+                yield in_groups(task, width)
+
+
+def _solve(tasks: Sequence[Task], wish: Wish) -> Plan:
+    race = Race()
+    race.run(tasks, wish)
+    race.enter(mixed(tasks, wish))
+    chosen = race.winner
+    if chosen is None:
+        _check_built(race, tasks[0], wish)
+        if race.failure is not None:
+            raise race.failure
+        nearest = closest(tasks, wish)
+        if nearest is None or not nearest.fits:
+            return _fits_nowhere(nearest, tasks, wish)
+        chosen = nearest if nearest.setting.is_final else nearest.with_final_order()
+    plan = _explained(chosen, race.contenders, tasks, wish, race.num_skipped)
+    return weighed(plan, chosen.task, wish)
+
+
+def _fits_nowhere(nearest: Candidate | None, tasks: Sequence[Task], wish: Wish) -> Plan:
+    """A plan whose stages come and go, if it may be one; else what would have to change."""
+    if wish.spill == "never" or not wish.may_spill:
+        raise PlanError(shortfall(nearest, tasks, wish))
+    if tasks[0].cluster.tiers:
+        plan = spilled_plan(tasks, wish, tasks[0].cluster.tiers)
+        return weighed(plan, tasks[0], wish)
+    raise PlanError(shortfall(nearest, tasks, wish) + offered(tasks, wish))
+
+
+def _check_built(race: Race, task: Task, wish: Wish) -> None:
+    """Raise ``PlanError`` or the family's own error if nothing could be built."""
+    if not race.num_stages:
+        *_, last = race.refusals.values()
+        if wish.replicas:
+            raise last
+        raise PlanError(f"no schedule can be built for this request: {last}")
+    if wish.stages is not None and wish.stages not in race.num_stages:
+        if wish.versions is not None and wish.stages in race.refusals:
+            raise race.refusals[wish.stages]
+        counts = ", ".join(map(str, sorted(race.num_stages)))
+        raise PlanError(
+            f"no schedule here cuts the model into {wish.stages} stages on "
+            f"{len(task.cluster.devices)} device(s); ask for {counts} or give a cluster with more "
+            "devices"
+        )

@@ -1,0 +1,332 @@
+"""``Setting``: a schedule on some devices, before anything is said about layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import inf
+from typing import Any
+
+from penstock.core.graph import Mode
+from penstock.core.schedule import Schedule, families
+from penstock.core.schedule.lower import add_recompute
+from penstock.core.schedule.memory import Load, loads, peak_activations
+from penstock.core.versions import Flush, Policy, place_of, weight_copies
+from penstock.planning.partition.arrays import np
+from penstock.planning.partition.chain import Table
+from penstock.planning.planner.moments import Moments, moments_of
+from penstock.planning.planner.task import Task
+from penstock.planning.planner.wish import RecomputeRule
+from penstock.planning.plans.orders import stand_in
+from penstock.planning.plans.stage_plan import RecomputeWay
+from penstock.planning.plans.summing import COPIES_OF_GRADIENTS, ReducerName
+
+_RECOMPUTES: tuple[RecomputeWay, ...] = ("none", "layers", "stage")
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Which schedule on which devices, whether it is built or not.
+
+    Attributes:
+        family: the schedule's.
+        devices: the device of each rank, by its index in the cluster.
+        versions: which weights passes read.
+        replicas: how many each stage has; empty for one of each.
+        options: (name, value) pairs that the family is given.
+        recompute: what may run twice.
+    """
+
+    family: str
+    devices: tuple[int, ...]
+    versions: Policy = field(default_factory=Flush)
+    replicas: tuple[int, ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
+    recompute: RecomputeRule = "where-needed"
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks the schedule uses."""
+        return len(self.devices)
+
+    def build(self, num_microbatches: int) -> Schedule:
+        """The schedule for some microbatches. A family that searches has to know the stages' costs,
+        so its place is held by another order until these are known.
+
+        Raises:
+            InputError: the family refuses.
+        """
+        options = dict(self.options)
+        if self.family in families.SEARCHED:
+            return stand_in(self.family, self.num_ranks, num_microbatches, options)
+        if self.replicas:
+            options["replicas"] = self.replicas
+        return families.build(
+            self.family, num_ranks=self.num_ranks, num_microbatches=num_microbatches, **options
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting(Terms):
+    """A schedule on some devices, built.
+
+    Attributes:
+        schedule: of one minibatch; of a stream, as long as shows how much is in flight.
+        is_final: whether the schedule is the one that runs, and none that holds the place of an
+            order still to be searched.
+    """
+
+    schedule: Schedule
+    is_final: bool = True
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages the schedule cuts the model into."""
+        return self.schedule.num_stages
+
+    @cached_property
+    def ranks_of(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each stage."""
+        return tuple(self.schedule.ranks_of(stage) for stage in range(self.num_stages))
+
+    @cached_property
+    def devices_of(self) -> tuple[tuple[int, ...], ...]:
+        """The devices of each stage."""
+        return tuple(tuple(self.devices[rank] for rank in ranks) for ranks in self.ranks_of)
+
+    @cached_property
+    def is_single(self) -> bool:
+        """Whether every rank has one stage."""
+        return all(len(stages) == 1 for stages in self.schedule.stages_of)
+
+    @property
+    def mode(self) -> Mode:
+        """How the ranks work, as ``Contention`` asks for it."""
+        if self.versions.asynchronous:
+            return "stream"
+        return "split" if self.schedule.splits_backward else "whole"
+
+    @cached_property
+    def all_replicas(self) -> tuple[int, ...]:
+        """How many ranks hold each stage."""
+        return self.replicas or (1,) * self.num_stages
+
+    def replicas_of(self, stage: int) -> int:
+        """How many ranks hold a stage."""
+        return self.all_replicas[stage]
+
+    def reducer_of(self, task: Task) -> ReducerName:
+        """How copies of stages sum gradients: as the task says, where there are copies, and where
+        the way goes with a pipeline that never flushes."""
+        has_copies = any(len(ranks) > 1 for ranks in self.ranks_of)
+        drains = not self.versions.asynchronous
+        steps = task.reducer in {"sharded", "parameter-server"}
+        return task.reducer if has_copies and (drains or not steps) else "owners"
+
+    def weight_versions(self, stage: int, num_microbatches: int) -> int:
+        """Copies of a stage's weights."""
+        place = place_of(self.versions, self.all_replicas, stage, num_microbatches)
+        return weight_copies(self.versions, place)
+
+    @cached_property
+    def peaks(self) -> tuple[float, ...]:
+        """Per rank, microbatches in flight at the worst moment."""
+        schedule = self.schedule
+        return peak_activations(schedule.rank_ops, schedule.num_slices, self.versions.activations)
+
+    @cached_property
+    def loads(self) -> tuple[tuple[Load, ...], ...]:
+        """What the ranks of each stage hold at their worst moments; exact where every rank has one
+        stage, else an even share."""
+        return self._loads(self.schedule, lambda held: Load(whole=held))
+
+    @cached_property
+    def loads_again(self) -> tuple[tuple[Load, ...], ...]:
+        """The ``loads`` if every stage runs forward a second time."""
+        return self._loads(self._recomputing, lambda held: Load(inputs=held, whole=1))
+
+    def _loads(
+        self, schedule: Schedule, share: Callable[[float], Load]
+    ) -> tuple[tuple[Load, ...], ...]:
+        if self.is_exact:
+            # Later replicas have no more microbatches than the first.
+            return tuple(
+                loads(schedule.rank_ops[ranks[0]], self.versions.activations)
+                for ranks in self.ranks_of
+            )
+        return tuple((share(max(self.peaks[rank] for rank in ranks)),) for ranks in self.ranks_of)
+
+    @cached_property
+    def moments(self) -> tuple[Moments, ...]:
+        """What each rank holds, moment by moment, where no stage runs forward a second time."""
+        return moments_of(self.schedule)
+
+    @cached_property
+    def moments_again(self) -> tuple[Moments, ...]:
+        """The ``moments`` if every stage runs forward a second time."""
+        return moments_of(self._recomputing)
+
+    @cached_property
+    def is_exact(self) -> bool:
+        """Whether ``loads`` are exact: every rank has one stage, and microbatches are whole."""
+        return self.is_single and self.schedule.num_slices == 1
+
+    @cached_property
+    def _recomputing(self) -> Schedule:
+        return add_recompute(self.schedule, range(self.num_stages))
+
+
+class Rooms:
+    """Which layers the stages of a setting have memory for, and with how much recomputing.
+
+    Args:
+        slack: bytes by which limits may be exceeded.
+        shared: of a rank with several stages, whether each gets an even share of its limit;
+            otherwise these have no limit.
+    """
+
+    def __init__(
+        self, task: Task, setting: Setting, slack: float = 0.0, shared: bool = True
+    ) -> None:
+        self._task = task
+        self._setting = setting
+        self._reducer = setting.reducer_of(task)
+        stages = range(setting.num_stages)
+        self._copies = [setting.weight_versions(stage, task.num_microbatches) for stage in stages]
+        self._limits = [self._limit(stage, slack, shared) for stage in stages]
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nothing is limited and nothing must run twice."""
+        rule = self._setting.recompute
+        return rule in {"where-needed", "never"} and min(self._limits) == inf
+
+    def _limit(self, stage: int, slack: float, shared: bool) -> float:
+        setting = self._setting
+        if not setting.is_single and not shared:
+            return inf
+        per_rank = (
+            (self._task.limits[setting.devices[rank]] + slack)
+            / len(setting.schedule.stages_of[rank])
+            for rank in setting.ranks_of[stage]
+        )
+        return min(per_rank)
+
+    def again_seconds(self, stage: int) -> Table:
+        """Seconds that a stage takes longer because it must run forward twice, as a table of all
+        starts and stops; infinite where it does not fit even so."""
+        rule, limit = self._setting.recompute, self._limits[stage]
+        again = self._task.tables["recompute_seconds"]
+        if rule in {"stage", "layers"}:
+            return np.where(self.num_bytes(stage, rule) <= limit, again, inf)
+        fits = self.num_bytes(stage, "none") <= limit
+        if rule == "never":
+            return np.where(fits, 0.0, inf)
+        least = np.minimum(self.num_bytes(stage, "layers"), self.num_bytes(stage, "stage"))
+        return np.where(fits, 0.0, np.where(least <= limit, again, inf))
+
+    def recompute(self, stage: int, start: int, stop: int) -> RecomputeWay:
+        """What a stage with layers ``[start, stop)``, which fits, must run twice."""
+        rule, limit = self._setting.recompute, self._limits[stage]
+        if rule in {"stage", "layers"}:
+            return rule
+        if rule == "never" or limit == inf:
+            return "none"
+        sizes = {how: self.held_bytes(stage, how, start, stop) for how in _RECOMPUTES}
+        if sizes["none"] <= limit:
+            return "none"
+        return min(("layers", "stage"), key=sizes.__getitem__)
+
+    def held_bytes(self, stage: int, how: RecomputeWay, start: int, stop: int) -> int:
+        """Bytes that a rank needs for a stage with layers ``[start, stop)``, also where these begin
+        or end between the places of the tables."""
+        numbers, inputs = self._task.numbers(start, stop), self._task.input_bytes[start]
+        copies, replicas, loads, *_ = self._key(stage, how)
+        return int(_needed(numbers, inputs, copies, (replicas, self._reducer), loads, how))
+
+    def state_bytes(self, stage: int, how: RecomputeWay, start: int, stop: int) -> int:
+        """Bytes that a rank needs for a stage with layers ``[start, stop)`` while nothing is in
+        flight."""
+        numbers = self._task.numbers(start, stop)
+        copies, replicas, *_ = self._key(stage, how)
+        return int(_needed(numbers, 0, copies, (replicas, self._reducer), (Load(),), how))
+
+    def lightest(self, stage: int) -> tuple[Table, ...]:
+        """``num_bytes`` of every way that is allowed, in the order of ``ways``."""
+        return tuple(self.num_bytes(stage, how) for how in self.ways)
+
+    @property
+    def ways(self) -> tuple[RecomputeWay, ...]:
+        """The ways to recompute that the setting allows."""
+        rule = self._setting.recompute
+        if rule == "where-needed":
+            return _RECOMPUTES
+        return ("none",) if rule == "never" else (rule,)
+
+    def num_bytes(self, stage: int, how: RecomputeWay) -> Table:
+        """Bytes that a rank of a stage needs, as a table of all starts and stops."""
+        key = self._key(stage, how)
+        if key not in self._task.known.tables:
+            self._task.known.tables[key] = self._num_bytes(*key[:-1])
+        return self._task.known.tables[key]
+
+    def _key(
+        self, stage: int, how: RecomputeWay
+    ) -> tuple[int, int, tuple[Load, ...], RecomputeWay, ReducerName]:
+        """All of a stage that decides, with its layers, what it needs."""
+        replicas = len(self._setting.ranks_of[stage])
+        return self._copies[stage], replicas, self._loads(stage, how), how, self._reducer
+
+    def _loads(self, stage: int, how: RecomputeWay) -> tuple[Load, ...]:
+        return (self._setting.loads_again if how == "stage" else self._setting.loads)[stage]
+
+    def _num_bytes(
+        self, copies: int, replicas: int, loads: tuple[Load, ...], how: RecomputeWay
+    ) -> Table:
+        inputs = np.array(self._task.input_bytes, dtype=float)[list(self._task.places)][:, None]
+        table: Table = _needed(
+            self._task.tables, inputs, copies, (replicas, self._reducer), loads, how
+        )
+        return table
+
+
+def _needed(
+    numbers: Mapping[str, Any],
+    inputs: Any,
+    copies: int,
+    summing: tuple[int, ReducerName],
+    loads: tuple[Load, ...],
+    how: RecomputeWay,
+) -> Any:
+    """What a rank needs for one stage, as numbers, or for many at once, as tables.
+
+    Args:
+        numbers: sums over the stage's layers, by their names (``Task.numbers``, ``Task.tables``).
+        inputs: bytes of the stage's input.
+        copies: of the weights.
+        summing: how many ranks have a copy of the stage, and how they sum gradients; without copies
+            those of tied weights only.
+        loads: the worst moments of the rank.
+        how: what runs again.
+    """
+    again = how == "layers"
+    whole = numbers["again_input_bytes" if again else "activation_bytes"]
+    halves = numbers["weight_kept_bytes"]
+    in_flight = [
+        load.inputs * inputs + load.whole * whole + load.for_weight * halves for load in loads
+    ]
+    workspace = "again_workspace_bytes" if again else "workspace_bytes"
+    replicas, reducer = summing
+    optimizer_bytes = numbers["optimizer_bytes"]
+    if replicas > 1 and reducer == "parameter-server":
+        optimizer_bytes = 0 * optimizer_bytes
+    elif reducer == "sharded":
+        optimizer_bytes = optimizer_bytes / replicas
+    summed = numbers["tied_bytes"]
+    if replicas > 1:
+        summed = COPIES_OF_GRADIENTS[reducer] * numbers["parameter_bytes"]
+    state = np.ceil(optimizer_bytes) + summed
+    state = state + numbers["buffer_bytes"] + numbers[workspace]
+    weights = (copies + 1) * numbers["parameter_bytes"]
+    return np.ceil(np.maximum.reduce(in_flight)) + weights + state

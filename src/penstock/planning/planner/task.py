@@ -1,0 +1,357 @@
+"""``Task``: a model, a cluster and a minibatch, and the numbers of any stage of any answer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, pairwise, product
+from math import inf
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from penstock.core.cluster import Cluster, Device, Link, Topology
+from penstock.core.graph import Layer, LayerGraph, Mode
+from penstock.core.schedule import Schedule
+from penstock.planning.partition.arrays import Floats, np
+from penstock.planning.partition.chain import Table
+from penstock.planning.partition.cost_models import CostModel, cost_model
+from penstock.planning.planner.places import places_near, spread_places
+from penstock.planning.plans.summing import ReducerName
+
+if TYPE_CHECKING:
+    from penstock.planning.planner.tensor_groups import TensorGroups
+
+_MANY_PAIRS = 256
+_MOST_PLACES = 256
+
+
+class Pace(NamedTuple):
+    """Factors on the profile's seconds: of forwards and backwards, and of updates."""
+
+    passes: float
+    updates: float
+
+
+class Tie(NamedTuple):
+    """A parameter that several layers hold.
+
+    Attributes:
+        num_bytes: size of the parameter.
+        first, last: the outermost layers that hold it.
+    """
+
+    name: str
+    num_bytes: int
+    first: int
+    last: int
+
+    def is_parted(self, starts: Any, stops: Any) -> Any:
+        """Whether a stage with layers ``[start, stop)`` shares the parameter with another stage;
+        for arrays of starts and stops, elementwise."""
+        has_first = (starts <= self.first) & (self.first < stops)
+        has_last = (starts <= self.last) & (self.last < stops)
+        return has_first ^ has_last
+
+
+@dataclass(frozen=True)
+class Known:
+    """What was worked out for a task so far, by what it depends on.
+
+    Attributes:
+        cuts: the best ones of settings without limits.
+        offers: what was made of offers: candidates, or why there are none.
+        orders: those that were searched without costs.
+        shapes: replicas of each stage and devices of each rank that are worth trying.
+        tables: the bytes that stages need.
+        numbers: ``Task.numbers``, by a stage's first layer and the one behind its last.
+        hops: their seconds, by the devices at their ends.
+    """
+
+    cuts: dict[object, list[tuple[int, ...]]] = field(default_factory=dict)
+    offers: dict[object, Any] = field(default_factory=dict)
+    orders: dict[object, Schedule] = field(default_factory=dict)
+    shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+    tables: dict[object, Table] = field(default_factory=dict)
+    numbers: dict[tuple[int, int], dict[str, float]] = field(default_factory=dict)
+    hops: dict[object, Floats] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model, a cluster and a minibatch, for which a plan is to be made.
+
+    Attributes:
+        graph: the profile, with microbatches of one size.
+        cluster: the devices.
+        num_microbatches: how many a minibatch has.
+        memory_bytes: what a device may use, on top of the cluster's own limits.
+        communication: how gradients and outputs are counted.
+        marks: numbers of layers with which stages must be able to begin.
+        near: cuts; where not every layer can be a place to cut, those around these are.
+        groups: where each device stands for several that share layers: which, and how.
+        reducer: how copies of a stage sum gradients.
+        stale: by how many updates the gradients of a copy may be late.
+    """
+
+    graph: LayerGraph
+    cluster: Cluster
+    num_microbatches: int
+    memory_bytes: int | None = None
+    communication: CostModel = field(default_factory=lambda: cost_model("ring", overlap=0.0))
+    marks: tuple[int, ...] = ()
+    near: tuple[int, ...] = ()
+    groups: TensorGroups | None = None
+    reducer: ReducerName = "owners"
+    stale: int = 0
+
+    @property
+    def num_tensor_ranks(self) -> int:
+        """The most devices that share layers."""
+        return 1 if self.groups is None else self.groups.num_ranks
+
+    def num_devices_at(self, index: int) -> int:
+        """How many devices one device of the cluster stands for; the same groups again where the
+        cluster has been made several times as large."""
+        if self.groups is None:
+            return 1
+        return len(self.groups.devices[index % len(self.groups.devices)])
+
+    def devices_at(self, index: int) -> tuple[Device, ...]:
+        """The devices that one device of the cluster stands for."""
+        return (self.cluster.devices[index],) if self.groups is None else self.groups.devices[index]
+
+    @cached_property
+    def topology(self) -> Topology:
+        """How the devices are joined."""
+        return Topology(self.cluster)
+
+    @cached_property
+    def known(self) -> Known:
+        """What was worked out for this task so far."""
+        return Known()
+
+    @cached_property
+    def num_layers(self) -> int:
+        """How many layers the model has."""
+        return len(self.graph.layers)
+
+    @cached_property
+    def limits(self) -> tuple[float, ...]:
+        """Bytes that each device may use."""
+        everywhere = self.memory_bytes or inf
+        return tuple(min(device.memory_bytes or inf, everywhere) for device in self.cluster.devices)
+
+    @cached_property
+    def crossing_bytes(self) -> tuple[int, ...]:
+        """Bytes that cross the cut in front of each layer; 0 in front of the first."""
+        return (0, *self.graph.crossing_bytes)
+
+    @cached_property
+    def sums(self) -> dict[str, list[float]]:
+        """Running sums of each number of a layer, by its name: entry k is that of the first k
+        layers."""
+        names = (
+            "forward_seconds", "backward_input_seconds", "backward_weight_seconds",
+            "split_forward_seconds", "split_seconds", "update_seconds", "parameter_bytes",
+            "optimizer_bytes", "buffer_bytes", "activation_bytes", "weight_kept_bytes",
+        )  # fmt: skip
+        layers = self.graph.layers
+        columns: dict[str, Iterable[float]] = {
+            name: [getattr(layer, name) for layer in layers] for name in names
+        }
+        columns["recompute_seconds"] = map(_again_seconds, layers)
+        columns["again_input_bytes"] = [
+            held if begins else 0.0
+            for held, begins in zip(self.input_bytes, self.begins_unit, strict=False)
+        ]
+        return {name: list(accumulate(column, initial=0)) for name, column in columns.items()}
+
+    def sum(self, name: str, start: int, stop: int) -> float:
+        """The sum of one number of a layer over layers ``[start, stop)``."""
+        column = self.sums[name]
+        return column[stop] - column[start]
+
+    @cached_property
+    def input_bytes(self) -> tuple[int, ...]:
+        """Bytes of the input of a stage that begins with each layer; 0 behind the last one."""
+        return (self.graph.input_bytes, *self.crossing_bytes[1:], 0)
+
+    @cached_property
+    def begins_unit(self) -> tuple[bool, ...]:
+        """For each layer, whether it runs again apart from the layer before it, where layers
+        recompute."""
+        units = [layer.unit for layer in self.graph.layers]
+        return (True, *(not unit or unit != before for before, unit in pairwise(units)))
+
+    def again_input_bytes(self, start: int, stop: int) -> int:
+        """Bytes that a microbatch keeps at a stage with layers ``[start, stop)`` that run again."""
+        first = 0 if self.begins_unit[start] else self.input_bytes[start]
+        return int(self.sum("again_input_bytes", start, stop)) + first
+
+    @cached_property
+    def compute_seconds(self) -> tuple[float, ...]:
+        """Forward and backward of a microbatch, of each layer."""
+        return tuple(layer.compute_seconds for layer in self.graph.layers)
+
+    def activation_bytes(self, start: int, stop: int) -> int:
+        """Bytes that a microbatch keeps at a stage with layers ``[start, stop)``."""
+        # A stage hands back the gradient of its input, so it holds that whatever its layers keep.
+        held = self.graph.layers[start].held_input_bytes
+        return int(self.sum("activation_bytes", start, stop)) + held
+
+    @cached_property
+    def places(self) -> tuple[int, ...]:
+        """Where the exact search may cut, the two ends of the model included: everywhere in a model
+        of up to ``_MOST_PLACES`` layers; in a longer one around ``near``, or else in as many places
+        between which compute and memory are alike. Any other cut can be asked for and moved to."""
+        count, most = self.num_layers, self._most_places
+        if count <= most:
+            return tuple(range(count + 1))
+        chosen = (
+            places_near(self.near, count, most) if self.near else spread_places(self.graph, most)
+        )
+        return tuple(sorted({0, count, *self.marks} | chosen))
+
+    @property
+    def is_coarse(self) -> bool:
+        """Whether there are layers between which the exact search does not cut."""
+        return self.num_layers > self._most_places
+
+    @property
+    def _most_places(self) -> int:
+        # As many stages as devices must be possible, with some choice.
+        return max(_MOST_PLACES, 2 * len(self.cluster.devices))
+
+    def numbers(self, start: int, stop: int) -> dict[str, float]:
+        """The sums that ``tables`` has, by their names, for one stage with layers ``[start,
+        stop)``, wherever these begin and end."""
+        bounds = start, stop
+        if bounds not in self.known.numbers:
+            self.known.numbers[bounds] = {
+                **{name: self.sum(name, start, stop) for name in self.sums},
+                "activation_bytes": self.activation_bytes(start, stop),
+                "again_input_bytes": self.again_input_bytes(start, stop),
+                "workspace_bytes": self.workspace_bytes(start, stop, again=False),
+                "again_workspace_bytes": self.workspace_bytes(start, stop, again=True),
+                "tied_bytes": sum(tie.num_bytes for tie in self.ties if tie.is_parted(start, stop)),
+            }
+        return self.known.numbers[bounds]
+
+    @cached_property
+    def tables(self) -> dict[str, Table]:
+        """What ``sum`` gives for all stages between two places, by the name of the number: a table
+        with a row for each start and a column for each stop."""
+        tables, places = {}, list(self.places)
+        for name, column in self.sums.items():
+            sums = np.array(column, dtype=float)[places]
+            tables[name] = sums - sums[:, None]
+        held = np.array([*(layer.held_input_bytes for layer in self.graph.layers), 0.0])[places]
+        tables["activation_bytes"] = tables["activation_bytes"] + held[:, None]
+        inside = [
+            0.0 if begins else held
+            for held, begins in zip(self.input_bytes, (*self.begins_unit, True), strict=True)
+        ]
+        tables["again_input_bytes"] = (
+            tables["again_input_bytes"] + np.array(inside)[places][:, None]
+        )
+        for again in (False, True):
+            name = "again_workspace_bytes" if again else "workspace_bytes"
+            tables[name] = np.zeros_like(tables["activation_bytes"])
+            for row, start in enumerate(places[:-1]):
+                most = np.array(
+                    [0.0] * (start + 1) + self._workspaces(start, self.num_layers, again)
+                )
+                tables[name][row, row + 1 :] = most[places[row + 1 :]]
+        tables["tied_bytes"] = self._tied_bytes()
+        return tables
+
+    def _tied_bytes(self) -> Table:
+        starts, stops = np.array(self.places)[:, None], np.array(self.places)
+        table = np.zeros((len(self.places), len(self.places)))
+        for tie in self.ties:
+            table += tie.num_bytes * tie.is_parted(starts, stops)
+        return table
+
+    def _workspaces(self, start: int, stop: int, again: bool) -> list[float]:
+        """Room to work, in bytes, of the stages that begin with layer ``start``, for each layer
+        before ``stop`` that may be their last."""
+        needed, most, room, held = [], 0.0, 0.0, 0.0
+        for index in range(start, stop):
+            layer = self.graph.layers[index]
+            if index == start or self.begins_unit[index]:
+                room, held = 0.0, 0.0
+            room = max(room, layer.workspace_bytes)
+            held += layer.activation_bytes if again else 0
+            most = max(most, room + held)
+            needed.append(most)
+        return needed
+
+    def workspace_bytes(self, start: int, stop: int, *, again: bool) -> int:
+        """Room to work, in bytes, of the layer in ``[start, stop)`` that needs most.
+
+        Args:
+            again: whether the layers run forward again, unit by unit, so that the activations of
+                one unit are there besides.
+        """
+        return int(self._workspaces(start, stop, again)[-1])
+
+    @cached_property
+    def ties(self) -> tuple[Tie, ...]:
+        """Parameters that several layers hold."""
+        holders: dict[str, list[int]] = {}
+        sizes: dict[str, int] = {}
+        for index, layer in enumerate(self.graph.layers):
+            for name, num_bytes in layer.shared_parameters.items():
+                holders.setdefault(name, []).append(index)
+                sizes[name] = num_bytes
+        return tuple(Tie(name, sizes[name], own[0], own[-1]) for name, own in holders.items())
+
+    def pace(self, devices: Collection[int], used: Collection[int], mode: Mode) -> Pace:
+        """The factors on the profile's seconds on the slowest of a stage's devices.
+
+        Args:
+            used: by the whole plan.
+        """
+        slowest = min(self.cluster.devices[device].speed for device in devices)
+        if not self._is_crowded(devices, used):
+            return Pace(1 / slowest, 1 / slowest)
+        contention = self.graph.contention
+        return Pace(contention.of_passes(mode) / slowest, contention.of_updates(mode) / slowest)
+
+    def least_pace(self, device: int, used: Collection[int], mode: Mode) -> float:
+        """The least factor on the seconds of passes at any stage that has this device."""
+        alone = self.pace((device,), used, mode).passes
+        # Who works beside one that shares its host counts as if it did, too.
+        crowded = self.graph.contention.of_passes(mode) / self.cluster.devices[device].speed
+        return min(alone, crowded)
+
+    def _is_crowded(self, devices: Collection[int], used: Collection[int]) -> bool:
+        """Whether one of them shares its host's memory with another one that works."""
+        return any(
+            sum(map(self.num_devices_at, set(host) & set(used))) > 1 and set(host) & set(devices)
+            for host, _ in self.topology.shared_memories
+        )
+
+    def link_between(self, sources: Sequence[int], targets: Sequence[int], num_bytes: int) -> Link:
+        """The slowest link over which a message may travel from one stage's devices to
+        another's."""
+        if len(sources) * len(targets) > _MANY_PAIRS:
+            return self.topology.slowest_link({*sources, *targets}, num_bytes)
+        links = (
+            self.topology.link(*pair) for pair in product(sources, targets) if len({*pair}) > 1
+        )
+        return max(links, key=lambda link: link.seconds(num_bytes), default=Link())
+
+    def hop(self, stop: int, sources: Sequence[int], targets: Sequence[int]) -> tuple[float, float]:
+        """(seconds until the output of the layers before ``stop`` can be used by others, how long
+        that keeps the link busy)."""
+        num_bytes = self.crossing_bytes[stop]
+        link = self.link_between(sources, targets, num_bytes)
+        seconds, busy = link.seconds(num_bytes), link.seconds(num_bytes) - link.latency_seconds
+        # A link with a latency was measured as a whole; one without does not know what handing a
+        # message to another worker costs, but the profile does.
+        return (seconds if link.latency_seconds else seconds + self.graph.hop_seconds), busy
+
+
+def _again_seconds(layer: Layer) -> float:
+    return layer.forward_seconds if layer.recompute_seconds is None else layer.recompute_seconds

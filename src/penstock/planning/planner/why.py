@@ -1,0 +1,246 @@
+"""Why a plan was chosen: what else there was, and what decided."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace as replaced
+
+from msgspec.structs import replace
+
+from penstock.base.units import count_of, format_bytes, format_seconds, format_speed_up
+from penstock.core.schedule.op import Kind
+from penstock.planning.planner.candidate import Candidate
+from penstock.planning.planner.offers import PLAIN
+from penstock.planning.planner.race import SAME, fastest
+from penstock.planning.planner.task import Task
+from penstock.planning.planner.wish import Wish
+from penstock.planning.plans.alternative import Alternative
+
+_MATTERS = 0.1
+"""A share of the step that is worth a word."""
+
+_PLENTY = 1 << 62
+_BUDGET = 100_000
+"""Ops to simulate for each row of the table."""
+
+
+def rivals(tasks: Sequence[Task], wish: Wish) -> dict[str, Candidate]:
+    """The best candidate of every kind of plan, by the kind's label: the fastest that fits, else
+    the fastest if memory did not matter."""
+    split = [task for task in tasks if task.groups is not None]
+    singles = (task if task.groups is None else task.groups.single for task in tasks)
+    whole = list({id(task): task for task in singles}.values())
+    plain = Wish(schedule=PLAIN, any_replicas=False, recompute=wish.recompute)
+    everything = Wish(recompute=wish.recompute)
+    widths = [min(len(task.cluster.devices), task.num_microbatches) for task in whole]
+    kinds = {
+        "single device": replaced(plain, stages=1),
+        "data parallel": replaced(plain, replicas=(max(widths),)),
+        "straight pipeline": replaced(plain, least_stages=2),
+        "best synchronous": everything,
+        "best asynchronous": replaced(everything, asynchronous="only", least_stages=2),
+    }
+    if max(widths) == 1:
+        del kinds["data parallel"]
+    best = {label: _best(whole, kind) for label, kind in kinds.items()}
+    if split:
+        best["split layers"] = _best(split, everything)
+    return {label: one for label, one in best.items() if one is not None}
+
+
+def _best(tasks: Sequence[Task], wish: Wish) -> Candidate | None:
+    roomy = [_roomy(task) for task in tasks]
+    return fastest(tasks, wish, _BUDGET) or fastest(roomy, wish, _BUDGET)
+
+
+def _roomy(task: Task) -> Task:
+    """The same with so much memory that it does not count."""
+    cluster = task.cluster
+    boundless = replace(
+        cluster,
+        devices=tuple(replace(device, memory_bytes=0) for device in cluster.devices),
+        memory_bytes=cluster.memory_bytes and _PLENTY,
+        groups=tuple(
+            replace(group, memory_bytes=group.memory_bytes and _PLENTY) for group in cluster.groups
+        ),
+    )
+    return replaced(task, cluster=boundless, memory_bytes=None)
+
+
+def alternatives_of(
+    chosen: Candidate, labelled: dict[str, Candidate], wish: Wish
+) -> tuple[Alternative, ...]:
+    """The rivals as rows of a table."""
+    rows = dict(labelled)
+    if not any(_is_same(rival, chosen) for rival in rows.values()):
+        rows = {"this plan": chosen, **rows}
+    return tuple(
+        Alternative(
+            label=label,
+            description=str(rival),
+            step_seconds=rival.seconds,
+            bubble=rival.prediction.bubble,
+            memory_bytes=max(rival.rank_bytes),
+            moved_bytes=rival.moved_bytes,
+            delay=rival.prediction.delay + rival.way.most_stale,
+            remark=_remark(rival, chosen, wish),
+        )
+        for label, rival in rows.items()
+    )
+
+
+def _remark(rival: Candidate, chosen: Candidate, wish: Wish) -> str:
+    if _is_same(rival, chosen):
+        return "chosen"
+    over = rival.limited_like(chosen).excess
+    if over.num_bytes > 0:
+        return f"does not fit: {format_bytes(over.num_bytes)} over {over.place}"
+    if rival.setting.versions.asynchronous and wish.asynchronous == "no":
+        return "old weights: not asked for"
+    return ""
+
+
+def _is_same(first: Candidate, second: Candidate) -> bool:
+    return _essence(first) == _essence(second)
+
+
+def _essence(candidate: Candidate) -> tuple[object, ...]:
+    task = candidate.task
+    return (
+        task.num_tensor_ranks,
+        task.graph,
+        candidate.setting,
+        candidate.cuts,
+        candidate.recomputes,
+    )
+
+
+def possible(contenders: Sequence[Candidate], chosen: Candidate, wish: Wish) -> list[Candidate]:
+    """The contenders of another kind than ``chosen`` that a wish allows and that fit where
+    ``chosen`` does.
+
+    Rivals for the table may have been made for another request, so they are looked at again.
+    """
+    return [
+        one
+        for one in contenders
+        if str(one) != str(chosen) and _is_wanted(one, wish) and one.limited_like(chosen).fits
+    ]
+
+
+def _is_wanted(candidate: Candidate, wish: Wish) -> bool:
+    setting = candidate.setting
+    return (
+        _is_allowed(candidate, wish)
+        and wish.allows(setting.num_stages)
+        and wish.schedule in (None, setting.schedule.name)
+        and set(wish.options) <= set(setting.options)
+        and (wish.any_replicas or wish.replicas == setting.replicas)
+        and (not wish.cuts or wish.cuts == candidate.cuts)
+    )
+
+
+def reason_for(
+    chosen: Candidate, contenders: Sequence[Candidate], labelled: dict[str, Candidate], wish: Wish
+) -> str:
+    """One sentence on why ``chosen`` won, with the plan that decided it."""
+    speed_up = format_speed_up(labelled["single device"].seconds, chosen.seconds)
+    verdict = f"{chosen}: {format_seconds(chosen.seconds)} a step, {speed_up} one device"
+    others = [
+        candidate
+        for candidate in (*contenders, *labelled.values())
+        if str(candidate) != str(chosen) and _is_allowed(candidate, wish)
+    ]
+    fitting = [candidate for candidate in others if candidate.limited_like(chosen).fits]
+    faster = min(others, key=lambda candidate: candidate.seconds, default=chosen)
+    if faster.seconds < chosen.seconds * (1 - SAME):
+        why = "is not what was asked for"
+        if faster not in fitting:
+            why = f"needs {faster.limited_like(chosen).excess}"
+        return f"{verdict}; {faster} would take {format_seconds(faster.seconds)}, but {why}"
+    if not fitting:
+        return f"{verdict}; nothing else is possible or fits"
+    fastest = min(fitting, key=lambda candidate: candidate.seconds)
+    return f"{verdict}; {_comparison(chosen, fastest)}"
+
+
+def why_summed_so(chosen: Candidate) -> str:
+    """What summing by owners would take, beside another way that was chosen."""
+    usual = replaced(chosen, task=replaced(chosen.task, reducer="owners"))
+    told = f"with gradients summed by owners it would take {format_seconds(usual.seconds)}"
+    more = max(usual.rank_bytes) - max(chosen.rank_bytes)
+    if more > 0:
+        told += f" and {format_bytes(more)} more"
+    return told
+
+
+def why_sums_hide(chosen: Candidate) -> str:
+    """How much of the longest sum of gradients passes while backwards run; empty where that is
+    nothing that matters."""
+    stage = max(range(len(chosen.stages)), key=lambda index: chosen.stages[index].reduce_seconds)
+    whole, prediction = chosen.stages[stage].reduce_seconds, chosen.prediction
+    if chosen.stages[stage].exchange is None or chosen.setting.versions.asynchronous:
+        return ""
+    spans = [span for span in prediction.timeline.spans if span.op.stage == stage]
+    handed_in = max((s.end for s in spans if s.op.kind is Kind.REDUCE), default=0.0)
+    updated = max((s.start for s in spans if s.op.kind is Kind.UPDATE), default=handed_in)
+    hidden = whole - (updated - handed_in)
+    if hidden < _MATTERS * chosen.seconds:
+        return ""
+    return (
+        f"{format_seconds(hidden)} of the {format_seconds(whole)} that gradients take to be summed "
+        "pass while backwards run"
+    )
+
+
+def coarsely(task: Task) -> str:
+    """How a model of very many layers was cut."""
+    places, layers = len(task.places) - 2, task.num_layers - 1
+    return f"cut at {places} of {layers} places, then at all near the best"
+
+
+def _is_allowed(candidate: Candidate, wish: Wish) -> bool:
+    return wish.asynchronous != "no" or not candidate.setting.versions.asynchronous
+
+
+def _comparison(chosen: Candidate, rival: Candidate) -> str:
+    if rival.seconds > chosen.seconds * (1 + SAME):
+        return f"{rival} would take {format_seconds(rival.seconds)}{_what_slows(rival, chosen)}"
+    as_long = f"{rival} would take as long and "
+    if rival.peak > chosen.peak:
+        return as_long + f"hold {rival.peak:g} instead of {chosen.peak:g} microbatches"
+    if sum(rival.rank_bytes) > sum(chosen.rank_bytes):
+        return as_long + f"need {format_bytes(sum(rival.rank_bytes))} in all"
+    if rival.setting.num_ranks > chosen.setting.num_ranks:
+        return as_long + f"need {count_of(rival.setting.num_ranks, 'device')}"
+    return as_long + "is less simple"
+
+
+def _what_slows(rival: Candidate, chosen: Candidate) -> str:
+    """The largest cost that the chosen plan does not have."""
+    exchange, recomputed = (
+        (_exchange_seconds(rival) - _exchange_seconds(chosen)) / rival.seconds,
+        (_again_seconds(rival) - _again_seconds(chosen)) / rival.seconds,
+    )
+    idle = rival.prediction.bubble - chosen.prediction.bubble
+    if exchange >= max(_MATTERS, recomputed):
+        return f", {format_seconds(_exchange_seconds(rival))} of it to exchange gradients"
+    if recomputed >= _MATTERS:
+        return f", {format_seconds(_again_seconds(rival))} of it to run forward twice"
+    if idle >= _MATTERS:
+        return f", with its devices idle {rival.prediction.bubble:.0%} of the time"
+    return ""
+
+
+def _exchange_seconds(candidate: Candidate) -> float:
+    return max(stage.reduce_seconds for stage in candidate.stages)
+
+
+def _again_seconds(candidate: Candidate) -> float:
+    """Seconds that recomputation adds to a minibatch, at the stage that recomputes most."""
+    again = (
+        stage.again_seconds / candidate.setting.replicas_of(index)
+        for index, stage in enumerate(candidate.stages)
+        if stage.recompute != "none"
+    )
+    return candidate.task.num_microbatches * max(again, default=0.0)

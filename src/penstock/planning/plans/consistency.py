@@ -1,0 +1,212 @@
+"""What the parts of a plan must agree on, whoever wrote them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from msgspec.structs import replace
+
+from penstock.base.errors import InputError, ModelError
+from penstock.base.units import count_of
+from penstock.base.values import MOST_BYTES, whole
+from penstock.core.cluster import Device
+from penstock.core.schedule import Schedule
+from penstock.core.versions import Policy
+from penstock.planning.plans.stage_plan import StagePlan
+
+MOST_THREADS = 4096
+"""Of a rank: no host has so many cores."""
+
+MOST_MICROBATCHES = 100_000
+"""Of a minibatch: a training has thousands, and who simulates or draws it looks at every one."""
+
+
+def check_counts(least: int, **counts: int) -> None:
+    """Raise ``InputError`` for a count of a plan that is below ``least``, or beyond all reason."""
+    for name, count in counts.items():
+        whole(name, count, least, MOST_BYTES)
+
+
+def check_options(options: Collection[str]) -> None:
+    """Raise ``InputError`` for an option of the schedule that the plan says elsewhere."""
+    given = [name for name in ("name", "num_ranks", "num_microbatches") if name in options]
+    if given:
+        raise InputError(
+            f"options: {given[0]} is none, it follows from the rest of the plan; leave it out"
+        )
+
+
+def check_layers(stages: Sequence[StagePlan], *, any_rank: bool) -> None:
+    """Raise ``InputError`` unless every stage has layers and a rank, and no layer stands twice.
+
+    Args:
+        any_rank: whether there may be more ranks than stages, because stages have replicas.
+    """
+    if not stages:
+        raise InputError("the plan has no stages; give it at least one")
+    for index, stage in enumerate(stages):
+        if not stage.layers:
+            raise InputError(f"stage {index} has no layers; give it one or drop the stage")
+        if not any_rank and stage.rank >= len(stages):
+            count = len(stages)
+            raise InputError(
+                f"stage {index} is on rank {stage.rank}, but {count_of(count, 'stage')} "
+                f"without replicas are on at most {count_of(count, 'rank')}"
+            )
+        unknown = [
+            key for key in stage.splits if not any(means(key, name) for name in stage.layers)
+        ]
+        if unknown:
+            raise InputError(
+                f"stage {index}: splits has {unknown[0]!r}, which is no layer of this stage"
+            )
+    counts = Counter(name for stage in stages for name in stage.layers)
+    repeated = sorted(name for name, count in counts.items() if count > 1)
+    if repeated:
+        raise InputError(f"layers {', '.join(repeated)} stand in more than one place")
+
+
+def means(key: str, layer: str) -> bool:
+    """Whether a key of ``splits`` means a layer, or modules inside it.
+
+    >>> means("blocks.*.mlp.0", "blocks.3"), means("blocks.*", "blocks.3"), means("*", "a.b")
+    (True, True, False)
+    """
+    if key == layer:
+        return True
+    wanted, given = key.split("."), layer.split(".")
+    return len(wanted) >= len(given) and all(map(fnmatchcase, given, wanted))
+
+
+def with_splits(
+    stages: Sequence[StagePlan], tensor_ranks: int, splits: Mapping[str, str]
+) -> tuple[StagePlan, ...]:
+    """Stages with as many tensor ranks, each with the splits that mean its layers.
+
+    Raises:
+        InputError: one means no layer of any.
+    """
+    layers = [name for stage in stages for name in stage.layers]
+    unused = [key for key in splits if not any(means(key, name) for name in layers)]
+    if unused:
+        raise InputError(
+            f"splits has {unused[0]!r}, which means no layer, and nothing in one; the layers are "
+            f"{', '.join(map(repr, layers[:8]))}{' …' * (len(layers) > 8)}"
+        )
+    return tuple(
+        replace(
+            stage,
+            tensor_ranks=tensor_ranks,
+            splits={
+                key: how
+                for key, how in splits.items()
+                if any(means(key, name) for name in stage.layers)
+            },
+        )
+        for stage in stages
+    )
+
+
+def check_groups(stages_of: Sequence[Sequence[int]], stages: Sequence[StagePlan]) -> None:
+    """Raise ``InputError`` unless the stages of a rank have as many tensor ranks, and layers are
+    split only where there are devices to split them over.
+
+    Args:
+        stages_of: the stages of every rank.
+    """
+    for rank, own in enumerate(stages_of):
+        sizes = sorted({stages[stage].tensor_ranks for stage in own})
+        if len(sizes) > 1:
+            raise InputError(
+                f"rank {rank} has stages of {' and '.join(map(str, sizes))} tensor ranks; all "
+                "stages of a rank are on the same devices, so give them the same number"
+            )
+    split = next((stage for stage in stages if stage.splits and stage.tensor_ranks == 1), None)
+    if split is not None:
+        raise InputError(
+            f"layer {next(iter(split.splits))!r} is split, but tensor_ranks of its stage is 1; "
+            "take the splits out, or give the stage several devices"
+        )
+
+
+def check_placement(schedule: Schedule, stages: Sequence[StagePlan], *, has_replicas: bool) -> None:
+    """Raise ``InputError`` unless a schedule has as many stages as its plan, each on the rank where
+    the plan has it.
+
+    Args:
+        has_replicas: whether a stage names the first of several ranks.
+    """
+    if schedule.num_stages != len(stages):
+        raise InputError(
+            f"{schedule.name} on {schedule.num_ranks} ranks has {schedule.num_stages} stages, but "
+            f"the plan has {len(stages)}"
+        )
+    for index, stage in enumerate(stages):
+        ranks = schedule.ranks_of(index)
+        if has_replicas:
+            ranks = ranks[:1]
+        if stage.rank not in ranks:
+            raise InputError(
+                f"stage {index} is on rank {stage.rank}, but {schedule.name} runs it on rank "
+                f"{', '.join(map(str, ranks))}"
+            )
+
+
+def check_recompute(stages: Sequence[StagePlan], schedule: str, policy: Policy) -> None:
+    """Raise ``InputError`` if a stage is to run forward twice where a backward goes through what
+    the newest forward has just left: there is nothing older to make again."""
+    again = [index for index, stage in enumerate(stages) if stage.recompute == "stage"]
+    if again and policy.activations == "newest":
+        raise InputError(
+            f"stage {again[0]} is to run forward twice, but {schedule} goes back right behind a "
+            'forward, through what it has left; leave recompute out, or take "layers"'
+        )
+
+
+def check_replicas(replicas: Sequence[int], num_microbatches: int) -> None:
+    """Raise ``InputError`` unless every replica has a microbatch of each minibatch."""
+    if num_microbatches < max(replicas):
+        raise InputError(
+            f"a stage has {max(replicas)} replicas, but a minibatch has only "
+            f"{count_of(num_microbatches, 'microbatch', 'es')}; each replica needs one"
+        )
+
+
+def check_devices(devices: Sequence[Device], needed: int) -> None:
+    """Raise ``InputError`` unless every rank and tensor rank has a device of its own, or nobody
+    says which."""
+    if devices and len(devices) != needed:
+        raise InputError(
+            f"{needed} devices are needed, but {len(devices)} are named; name one for each rank "
+            "and tensor rank, or none"
+        )
+    names = Counter(device.name for device in devices)
+    twice = [name for name, count in names.items() if count > 1]
+    if twice:
+        raise InputError(f"device {twice[0]!r} is given to more than one rank; name another one")
+
+
+def check_model(
+    planned: Sequence[str], planned_fingerprint: str, names: Sequence[str], fingerprint: str
+) -> None:
+    """Raise ``ModelError`` unless a model has the layers and the fingerprint that a plan was
+    made for."""
+    if list(planned) != list(names):
+        missing = [name for name in names if name not in planned]
+        unknown = [name for name in planned if name not in names]
+        detail = (
+            f"not in the plan: {', '.join(missing) or 'none'}; "
+            f"not in the model: {', '.join(unknown) or 'none'}"
+            if missing or unknown
+            else "the order of the layers differs; .ordered(names) changes a captured model's"
+        )
+        raise ModelError(
+            f"the plan was made for another model ({detail}); profile and plan this one"
+        )
+    if fingerprint != planned_fingerprint:
+        raise ModelError(
+            "the plan was made for another model: the layers have the same names but other "
+            "parameter shapes or dtypes; profile and plan this one"
+        )

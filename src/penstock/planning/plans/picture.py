@@ -1,0 +1,221 @@
+"""From a plan to the values that its picture is drawn from."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+from penstock.base.units import format_bytes, format_rate, format_seconds, format_speed_up
+from penstock.core.schedule import Kind, Schedule
+from penstock.drawing.plan import picture as pictured
+from penstock.planning.plans.alternative import Alternative
+from penstock.planning.plans.plan import Plan
+from penstock.planning.plans.stage_plan import StagePlan
+from penstock.planning.plans.title import full_title
+
+_COLUMNS = ("", "plan", "step", "bubble", "memory", "moved", "delay", "remark")
+_PALEST = 3
+_SPLITS = {
+    "data": "by rows",
+    "sequence": "by positions",
+    "column": "by outputs",
+    "row": "by inputs",
+    "any": "either way",
+    "whole": "repeated",
+    "features": "by features",
+    "heads": "by heads",
+}
+
+
+def picture_of(plan: Plan) -> pictured.PlanPicture:
+    """What the picture of a plan shows: its devices and what each of them does, what goes between
+    them, and what else there was to choose."""
+    groups = _groups(plan)
+    return pictured.PlanPicture(
+        title=full_title(plan),
+        facts=tuple(_facts(plan)),
+        reason=plan.reason,
+        groups=tuple(_group(plan, ranks) for ranks in groups),
+        flows=tuple(_flows(plan, groups)),
+        choices=_choices(plan) if plan.alternatives else None,
+    )
+
+
+def _groups(plan: Plan) -> tuple[range, ...]:
+    """Ranks that stand together: the replicas of a stage."""
+    # Without replicas, a rank may have several stages, and a stage copies on several ranks.
+    counts = plan.replicas if max(plan.replicas) > 1 else (1,) * plan.num_ranks
+    return tuple(
+        range(stop - count, stop) for count, stop in zip(counts, accumulate(counts), strict=True)
+    )
+
+
+def _facts(plan: Plan) -> Iterator[str]:
+    step, rank_bytes = plan.step_seconds, plan.rank_bytes
+    if step and plan.prediction.is_live:
+        light, saturated = map(format_seconds, plan.latency)
+        yield f"up to {format_rate(plan.frames_per_second)}"
+        yield f"an output {light} late at light load, {saturated} saturated"
+    elif step and plan.versions.asynchronous:
+        yield f"{format_seconds(step)} a minibatch in the steady state"
+    elif step:
+        yield f"{format_seconds(step)} a step"
+        yield f"bubble {plan.prediction.bubble:.1%}"
+    if step:
+        yield f"{format_speed_up(plan.one_device_seconds, step)} one device"
+    if max(rank_bytes):
+        yield f"{format_bytes(max(rank_bytes))} on the fullest device"
+    rows = (row for rank in range(plan.num_ranks) for row in _devices(plan, rank))
+    over = [f"{row.name} ({format_bytes(row.over_bytes)} over)" for row in rows if row.over_bytes]
+    if over:
+        more = f" and {len(over) - 1} more" if len(over) > 1 else ""
+        yield f"does not fit: {over[0]}{more}"
+    yield f"cost model {plan.cost_model}"
+
+
+def _group(plan: Plan, ranks: Sequence[int]) -> pictured.RankGroup:
+    stages = plan.placement.stages_of[ranks[0]]
+    return pictured.RankGroup(
+        tuple(_heading(plan, stage, ranks) for stage in stages),
+        tuple(_rank(plan, rank) for rank in ranks),
+    )
+
+
+def _heading(plan: Plan, index: int, ranks: Sequence[int]) -> pictured.Heading:
+    stage = plan.stages[index]
+    times = _parts(stage, plan.placement.splits_backward)
+    remarks = [f"{kind.value} {format_seconds(length)}" for kind, length in times if length]
+    if len(ranks) > 1:
+        remarks.append(f"{len(ranks)} replicas in turns")
+    elsewhere = [rank for rank in plan.placement.ranks_of(index) if rank not in ranks]
+    if elsewhere:
+        remarks.append(f"also on rank {', '.join(map(str, elsewhere))}")
+    return pictured.Heading(index, stage.layers, (*remarks, *_marks(plan, stage)))
+
+
+def _marks(plan: Plan, stage: StagePlan) -> Iterator[str]:
+    """What is special about a stage."""
+    if stage.reduce_seconds:
+        yield f"gradients summed in {format_seconds(stage.reduce_seconds)}"
+    if stage.splits:
+        counts = Counter(how.partition("/")[0] for how in stage.splits.values()).most_common()
+        ways = ", ".join(f"{count} {_SPLITS[how]}" for how, count in counts)
+        yield f"layers over {stage.tensor_ranks} devices: {ways}"
+    if stage.weight_versions > 1:
+        yield f"{stage.weight_versions} weight versions"
+    if stage.recompute != "none":
+        yield "runs forward twice" if stage.recompute == "stage" else "layers run forward twice"
+
+
+def _parts(stage: StagePlan, splits: bool) -> list[tuple[Kind, float]]:
+    """What a microbatch takes, in order."""
+    parts = [(Kind.FORWARD, stage.forward_seconds)]
+    if stage.recompute != "none":
+        parts.append((Kind.RECOMPUTE, stage.again_seconds))
+    first, second = stage.backward_input_seconds, stage.backward_weight_seconds
+    if not splits:
+        return [*parts, (Kind.BACKWARD, first + second)]
+    parts.append((Kind.BACKWARD_INPUT, first))
+    return [*parts, (Kind.BACKWARD_WEIGHT, second + stage.split_seconds)]
+
+
+def _rank(plan: Plan, rank: int) -> pictured.RankRow:
+    stages = plan.placement.stages_of[rank]
+    last = max(len(stages) - 1, 1)
+    shades = (round(place * _PALEST / last) for place in range(len(stages)))
+    return pictured.RankRow(
+        tuple(_block(plan, stage, shade) for stage, shade in zip(stages, shades, strict=True)),
+        tuple(_devices(plan, rank)),
+    )
+
+
+def _block(plan: Plan, index: int, shade: int) -> pictured.StageBlock:
+    stage, copies = plan.stages[index], plan.placement.copies[index]
+    times = _parts(stage, plan.placement.splits_backward)
+    parts = [(kind, length / copies) for kind, length in times]
+    updates = plan.updates_per_minibatch[index] / plan.num_microbatches
+    parts.append((Kind.UPDATE, stage.update_seconds * updates))
+    return pictured.StageBlock(index, tuple(part for part in parts if part[1]), shade)
+
+
+def _memory(stages: Sequence[StagePlan], num_bytes: int) -> tuple[int, ...]:
+    """As ``MEMORY_PARTS`` has it."""
+    state = sum(stage.state_bytes for stage in stages)
+    return (
+        sum(stage.weight_versions * stage.parameter_bytes for stage in stages),
+        sum(stage.parameter_bytes for stage in stages),
+        sum(stage.optimizer_bytes for stage in stages),
+        max(num_bytes - state, 0),
+        sum(stage.buffer_bytes + stage.workspace_bytes + stage.sum_bytes for stage in stages),
+    )
+
+
+def _devices(plan: Plan, rank: int) -> Iterator[pictured.DeviceRow]:
+    stages = plan.placement.stages_of[rank]
+    memory = _memory([plan.stages[stage] for stage in stages], plan.rank_bytes[rank])
+    sizes = plan.group_sizes
+    count, first = sizes[rank], sum(sizes[:rank])
+    if not plan.devices:
+        for part in range(count):
+            name = f"rank {rank}.{part}" if count > 1 else f"rank {rank}"
+            yield pictured.DeviceRow(name, memory)
+    for device in plan.devices[first : first + count]:
+        speed = "" if device.speed == 1 else f" ({device.speed:g}×)"
+        yield pictured.DeviceRow(f"{device.name}{speed}", memory, device.memory_bytes)
+
+
+def _flows(plan: Plan, groups: Sequence[range]) -> Iterator[pictured.Flow]:
+    """What stages hand on to stages of other ranks; alike flows between two groups are one."""
+    group_of = {rank: index for index, ranks in enumerate(groups) for rank in ranks}
+    stages_of: dict[tuple[int, int, int, float], list[int]] = {}
+    between = {
+        (index, group_of[source], group_of[target])
+        for index, source, target in _hand_overs(plan.placement)
+        if group_of[source] != group_of[target]
+    }
+    for index, source, target in sorted(between):
+        stage = plan.stages[index]
+        alike = (source, target, stage.transfer_bytes, stage.hop_seconds)
+        stages_of.setdefault(alike, []).append(index)
+    for (source, target, num_bytes, length), stages in sorted(stages_of.items()):
+        yield pictured.Flow(source, target, tuple(stages), num_bytes, length)
+
+
+def _hand_overs(schedule: Schedule) -> set[tuple[int, int, int]]:
+    """(stage, its rank, the next stage's rank) of every microbatch's forward."""
+    forwards = (item for item in schedule.where.items() if item[0].kind is Kind.FORWARD)
+    home = {(op.stage, op.microbatch): rank for op, rank in forwards}
+    return {
+        (stage, rank, home[stage + 1, microbatch])
+        for (stage, microbatch), rank in home.items()
+        if (stage + 1, microbatch) in home
+    }
+
+
+def _choices(plan: Plan) -> pictured.Choices:
+    """The alternatives; this plan before them, unless it is one of them."""
+    rows = [_choice(alternative) for alternative in plan.alternatives]
+    chosen = [row for row, other in enumerate(plan.alternatives) if other.remark == "chosen"]
+    if chosen:
+        return pictured.Choices(_COLUMNS, tuple(rows), chosen[0])
+    numbers = (
+        format_seconds(plan.step_seconds),
+        f"{plan.prediction.bubble if plan.prediction.flushes else 0.0:.1%}",
+        format_bytes(max(plan.rank_bytes)),
+    )
+    this_plan = ("this plan", full_title(plan), *numbers, "", "", "")
+    return pictured.Choices(_COLUMNS, (this_plan, *rows), 0)
+
+
+def _choice(alternative: Alternative) -> tuple[str, ...]:
+    return (
+        alternative.label,
+        alternative.description,
+        format_seconds(alternative.step_seconds),
+        f"{alternative.bubble:.1%}",
+        format_bytes(alternative.memory_bytes),
+        format_bytes(alternative.moved_bytes),
+        f"{alternative.delay:g}",
+        alternative.remark,
+    )

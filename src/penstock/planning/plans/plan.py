@@ -1,0 +1,510 @@
+"""``Plan``: how a model is spread, and what that is predicted to give. A file people edit."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property, partial
+from itertools import accumulate, chain
+from math import inf
+from typing import Any, get_args
+
+from msgspec import field
+from msgspec.structs import force_setattr, replace
+
+from penstock.base.errors import InputError, printable
+from penstock.base.lazily import method_loaded_when_used
+from penstock.base.values import Value, amount, expect, one_of, whole
+from penstock.core.cluster import Device, SpareMachine
+from penstock.core.graph import Contention
+from penstock.core.schedule import Schedule, families
+from penstock.core.schedule.check import check
+from penstock.core.schedule.families.replicated import read_replicas
+from penstock.core.schedule.lower import add_recompute, first_microbatches
+from penstock.core.schedule.memory import Sizes
+from penstock.core.schedule.rounds import filling
+from penstock.core.schedule.schedule import MANY_OPS
+from penstock.core.timing.costs import Costs
+from penstock.core.timing.timeline import Timeline
+from penstock.core.versions import (
+    USUAL,
+    Flush,
+    Place,
+    Policy,
+    check_policy,
+    place_of,
+    weight_copies,
+)
+from penstock.planning.plans.alternative import Alternative, argued
+from penstock.planning.plans.consistency import (
+    MOST_MICROBATCHES,
+    MOST_THREADS,
+    check_counts,
+    check_devices,
+    check_groups,
+    check_layers,
+    check_model,
+    check_options,
+    check_placement,
+    check_recompute,
+    check_replicas,
+    with_splits,
+)
+from penstock.planning.plans.offloading import Offload, check_offload_fits, with_offload
+from penstock.planning.plans.orders import (
+    check_order_options,
+    read_order,
+    search_order,
+    with_microbatches,
+    written,
+)
+from penstock.planning.plans.prediction import Latency, Prediction
+from penstock.planning.plans.serving import served_by
+from penstock.planning.plans.spilling import Spill, check_spill
+from penstock.planning.plans.stage_plan import RecomputeWay, Split, StagePlan, sizes_of
+from penstock.planning.plans.summing import ReducerName, Summing
+from penstock.planning.plans.table import render
+from penstock.planning.plans.title import title
+
+_ENOUGH_PER_RANK = 2
+"""So many microbatches for each rank fill the pipeline of every family."""
+
+
+# With ``dict``, what follows from the fields is kept beside them: no file, no comparison and no
+# copy of a plan sees it.
+class Plan(Value, frozen=True, kw_only=True, dict=True):
+    """How to spread one model.
+
+    Attributes:
+        model: fingerprint of the model it was made for (``LayerGraph.fingerprint``).
+        schedule: name of a schedule family.
+        options: the family's options.
+        order: a line of ops per rank for a family that searches (``zb-auto``, ``optimal``), in the
+            order that is best under the costs of the stages. Where it is left out, it is searched
+            now, in the memory of ``devices``. Empty for all other families.
+        versions: which weights passes read (``penstock.versions``). A schedule that never flushes
+            has a policy of its own, which stands for ``Flush()`` there.
+        num_microbatches: per minibatch, at least 1.
+        stages: in execution order, at least one.
+        num_threads: intra-op threads of each worker, as in the profile.
+        microbatch_size: rows of a microbatch, as in the profile; 0 where nobody says.
+        devices: the device of each rank, in order; with several tensor ranks, the devices of a
+            rank follow one another. Empty where nobody says.
+        summing: how ranks that hold the same weights sum their gradients.
+        cost_model: the name of the one by which communication was counted.
+        reason: one sentence on why this plan was chosen.
+        alternatives: what else could have been done, and what it would have cost.
+        contention: what ranks that share a machine were taken to cost each other.
+        warnings: what makes the choice doubtful, in words.
+        rate: frames per second of the live source that the plan is to keep up with; ``None`` where
+            nobody says.
+        spill: where the stages of a rank are while they are not in memory, if they come and go;
+            ``None`` where all of them stay.
+        offload: whose activations leave between forward and backward, and where to; ``None`` where
+            all of them stay.
+        version: the number of this file format.
+
+    Raises:
+        InputError: the parts contradict each other: no stage, a stage without layers, a layer
+            twice, or a placement that the schedule does not have.
+    """
+
+    model: str
+    schedule: str
+    num_microbatches: int
+    stages: tuple[StagePlan, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+    order: tuple[str, ...] = ()
+    versions: Policy = field(default_factory=Flush)
+    num_threads: int = 1
+    microbatch_size: int = 0
+    devices: tuple[Device, ...] = ()
+    summing: Summing = Summing()
+    cost_model: str = "ring"
+    reason: str = ""
+    alternatives: tuple[Alternative, ...] = ()
+    contention: Contention = Contention()
+    warnings: tuple[str, ...] = ()
+    rate: float | None = None
+    spill: Spill | None = None
+    offload: Offload | None = None
+    version: int = 2
+
+    def __post_init__(self) -> None:
+        self.check_fields()
+        if self.version != 2:
+            raise InputError(
+                f"the plan has version {self.version}; this Penstock reads version 2, so plan again"
+            )
+        whole("num_microbatches", self.num_microbatches, 1, MOST_MICROBATCHES)
+        whole("num_threads", self.num_threads, 1, MOST_THREADS)
+        if self.rate is not None and not amount("rate", self.rate):
+            raise InputError("rate is 0; give frames per second, or leave it out")
+        check_counts(0, microbatch_size=self.microbatch_size)
+        check_options(self.options)
+        check_layers(self.stages, any_rank=bool(self._given_replicas))
+        self._settle_order()
+        if self.schedule in USUAL and not self.versions.asynchronous:
+            force_setattr(self, "versions", USUAL[self.schedule])
+        if self.offload is not None:
+            check_offload_fits(self.offload, self.stages, self.versions)
+        check_placement(self._sample, self.stages, has_replicas=bool(self._given_replicas))
+        if not self.versions.asynchronous:  # without a flush, a minibatch may end between replicas
+            check_replicas(self.replicas, self.num_microbatches)
+        check_groups(self._sample.stages_of, self.stages)
+        check_devices(self.devices, self.num_seats)
+        self._check_summing()
+        check_policy(self.versions, self.schedule, self.replicas, self.num_microbatches)
+        check_recompute(self.stages, self.schedule, self.versions)
+        if self.spill is not None:
+            check_spill(self.placement, self.versions)
+            if self.num_tensor_ranks > 1:
+                raise InputError(
+                    f"stages of {self.num_tensor_ranks} tensor ranks cannot come and go; leave "
+                    "spill out, or plan with tensor_ranks=1"
+                )
+        # Follows from the policy, whoever wrote the file.
+        stages = (
+            replace(stage, weight_versions=weight_copies(self.versions, self.place(index)))
+            for index, stage in enumerate(self.stages)
+        )
+        force_setattr(self, "stages", tuple(stages))
+
+    def _check_summing(self) -> None:
+        rates = self.summing.bytes_per_second
+        if rates and len(rates) != self.num_ranks:
+            raise InputError(
+                f"summing: bytes_per_second has {len(rates)} numbers for {self.num_ranks} ranks; "
+                "give one for each, or none"
+            )
+        if self.num_tensor_ranks > 1 and self.summing.stale:
+            raise InputError(
+                f"stale updates: the {self.num_tensor_ranks} tensor ranks of a stage compute with "
+                "weights of the same update, and servers that wait for nobody would give each of "
+                "them another; take stale=0, or tensor_ranks=1"
+            )
+        steps = self.summing.reducer in {"sharded", "parameter-server"}
+        if steps and self.versions.asynchronous:
+            raise InputError(
+                f"the reducer {self.summing.reducer!r} needs a flush before each update, and this "
+                "schedule has none; take 'owners', or a synchronous schedule"
+            )
+        if self.summing.reducer == "parameter-server" and self.spill is not None:
+            raise InputError(
+                "parameter servers send weights to stages that are in memory, and with spill they "
+                "come and go; leave spill out, or take the reducer 'owners'"
+            )
+
+    def _settle_order(self) -> None:
+        """Search the order where it is needed and not there."""
+        if self.schedule in families.SEARCHED:
+            check_order_options(self.schedule, self.options)
+            if not self.order:
+                schedule = search_order(
+                    self.schedule, self.stages, self.num_microbatches, self.options, self._limits
+                )
+                force_setattr(self, "order", written(schedule))
+        elif self.order:
+            searched = " or ".join(sorted(families.SEARCHED))
+            raise InputError(
+                f"order: {self.schedule} makes its own; leave order out, or take {searched}"
+            )
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of all layers, in the order in which stages have them."""
+        return tuple(chain.from_iterable(stage.layers for stage in self.stages))
+
+    @property
+    def _limits(self) -> list[float]:
+        """Bytes that each rank may use; no limits where nobody says, or too many do."""
+        limits = [device.memory_bytes or inf for device in self.leaders]
+        return limits if len(limits) == self.num_ranks else [inf] * self.num_ranks
+
+    @cached_property
+    def group_sizes(self) -> tuple[int, ...]:
+        """How many devices each rank has, which share every layer of its stages."""
+        if self.num_tensor_ranks == 1:
+            return (1,) * self.num_ranks
+        return tuple(
+            self.stages[own[0]].tensor_ranks if own else 1 for own in self._sample.stages_of
+        )
+
+    @property
+    def num_seats(self) -> int:
+        """How many devices the plan takes: one for each tensor rank of each rank."""
+        return sum(self.group_sizes)
+
+    @property
+    def num_tensor_ranks(self) -> int:
+        """The most devices that share every layer of a stage."""
+        return max(stage.tensor_ranks for stage in self.stages)
+
+    @property
+    def leaders(self) -> tuple[Device, ...]:
+        """The first device of every rank; none where nobody says."""
+        firsts = accumulate(self.group_sizes[:-1], initial=0)
+        return tuple(self.devices[first] for first in firsts) if self.devices else ()
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks the plan runs on."""
+        if self._given_replicas:
+            return sum(self._given_replicas)
+        return 1 + max(stage.rank for stage in self.stages)
+
+    @property
+    def _given_replicas(self) -> tuple[int, ...]:
+        return read_replicas(self.options.get("replicas", ()))
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """How many ranks hold each stage, each with microbatches of its own."""
+        return self._given_replicas or (1,) * len(self.stages)
+
+    @cached_property
+    def placement(self) -> Schedule:
+        """A schedule of this plan in which every rank has something to do, checked: of one
+        minibatch where the pipeline drains, of a stream as long as fills it where it never does."""
+        return self._build(self._placed_microbatches)
+
+    @property
+    def _sample(self) -> Schedule:
+        """As ``placement``, but of no more microbatches than tell which rank has which stage: a
+        plan is read at once, however many microbatches its minibatches have."""
+        few = _ENOUGH_PER_RANK * self.num_ranks
+        whole = self._placed_microbatches
+        # What is small is built once and kept; it will be asked for again.
+        if self.order or whole <= few or whole * self.num_ranks < MANY_OPS:
+            return self.placement
+        families.check_size(self.schedule, self.num_ranks, whole, self.options)
+        return self._build(few)
+
+    @property
+    def _placed_microbatches(self) -> int:
+        fills = filling(self.replicas, self.versions.ahead) if self.versions.asynchronous else 1
+        return max(self.num_microbatches, fills, *self.replicas)
+
+    @cached_property
+    def prediction(self) -> Prediction:
+        """What this plan is predicted to do; each part is worked out once."""
+        return Prediction(
+            self.stages,
+            self.num_microbatches,
+            self.versions,
+            self.replicas,
+            self.placement,
+            self.build_schedule,
+            self.spill,
+            self.offload,
+            served_by(self),
+        )
+
+    def place(self, stage: int) -> Place:
+        """The place of a stage in the pipeline, as weight-version policies ask for it."""
+        return place_of(self.versions, self.replicas, stage, self.num_microbatches)
+
+    @property
+    def rank_bytes(self) -> tuple[int, ...]:
+        """Predicted bytes of memory of each rank."""
+        return self.prediction.rank_bytes
+
+    @property
+    def updates_per_minibatch(self) -> tuple[float, ...]:
+        """How often each stage updates its weights in a minibatch."""
+        return self.prediction.updates_per_minibatch
+
+    @property
+    def one_device_seconds(self) -> float:
+        """Seconds of a step without a pipeline, as the planner predicted them; where it did not, of
+        every op of every stage and microbatch, one after another."""
+        for alternative in self.alternatives:
+            if alternative.label == "single device":
+                return alternative.step_seconds
+        return self.work_seconds
+
+    @property
+    def work_seconds(self) -> float:
+        """Seconds that all ranks together work for a minibatch, updates included."""
+        return self.prediction.work_seconds
+
+    @property
+    def step_seconds(self) -> float:
+        """The predicted time of a minibatch, weight update included; without a flush, in the steady
+        state."""
+        return self.prediction.step_seconds
+
+    @property
+    def costs(self) -> Costs:
+        """The predicted costs, stage by stage."""
+        return self.prediction.costs
+
+    @property
+    def sizes(self) -> Sizes:
+        """Bytes of activations that one microbatch keeps at each stage, for
+        ``Timeline.peak_bytes``."""
+        return sizes_of(self.stages)
+
+    @property
+    def frames_per_second(self) -> float:
+        """Microbatches that go through per second, as predicted."""
+        return self.prediction.frames_per_second
+
+    @property
+    def latency(self) -> Latency:
+        """Seconds from a frame's entry to its output, at light load and saturated, as predicted."""
+        return self.prediction.latency
+
+    def build_schedule(self, num_microbatches: int | None = None) -> Schedule:
+        """The checked schedule, for this or another number of microbatches."""
+        count = self.num_microbatches if num_microbatches is None else num_microbatches
+        return self.placement if count == self._placed_microbatches else self._build(count)
+
+    def _build(self, count: int) -> Schedule:
+        schedule = self._compute_only(count)
+        again = [index for index, stage in enumerate(self.stages) if stage.recompute == "stage"]
+        if again:
+            schedule = add_recompute(schedule, again)
+        if self.offload is not None:
+            schedule = with_offload(schedule, self.offload)
+        check(schedule)
+        return schedule
+
+    def _compute_only(self, count: int) -> Schedule:
+        if self.order:
+            searched = read_order(self.order, self.schedule, self.num_ranks, self.num_microbatches)
+            return with_microbatches(searched, count)
+        build = partial(families.build, self.schedule, num_ranks=self.num_ranks, **self.options)
+        try:
+            return build(num_microbatches=count)
+        except InputError:
+            if count >= self.num_microbatches or self.versions.asynchronous:
+                raise
+            # The family wants more; what is left of a longer schedule is one, too.
+            return first_microbatches(build(num_microbatches=self.num_microbatches), count)
+
+    def recomputing(self, how: RecomputeWay, stages: Collection[int] | None = None) -> Plan:
+        """This plan with some stages keeping less and running forward twice.
+
+        Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
+
+        Args:
+            how: ``"stage"`` keeps only the stage's input, ``"layers"`` the input of every layer,
+                ``"none"`` everything.
+            stages: their numbers; all by default.
+
+        Raises:
+            InputError: no such way, or no such stage.
+        """
+        one_of("how", how, get_args(RecomputeWay))
+        expect(stages, Collection | None, "stages", "give a list of their numbers")
+        chosen = range(len(self.stages)) if stages is None else stages
+        absent = sorted(set(chosen) - set(range(len(self.stages))))
+        if absent:
+            raise InputError(f"there is no stage {absent[0]}: the plan has {len(self.stages)}")
+        changed = (
+            replace(stage, recompute=how) if index in chosen else stage
+            for index, stage in enumerate(self.stages)
+        )
+        return replace(self, stages=tuple(changed))
+
+    def offloading(self, offload: Offload | None) -> Plan:
+        """This plan with activations that leave memory between forward and backward, or with all of
+        them staying. Stages whose activations leave run forward once.
+
+        Wan et al., "PipeOffload", arXiv 2503.01328.
+
+        Raises:
+            InputError: the plan never flushes, has no such stage, or shares layers between devices.
+        """
+        expect(
+            offload, Offload | None, "offload", "give a penstock.planning.plans.offloading.Offload"
+        )
+        stages = self.stages
+        if offload is not None:
+            chosen = offload.chosen(len(stages))
+            stages = tuple(
+                replace(stage, recompute="none") if index in chosen else stage
+                for index, stage in enumerate(stages)
+            )
+        return replace(self, stages=stages, offload=offload)
+
+    def sharing(self, tensor_ranks: int, splits: Mapping[str, Split]) -> Plan:
+        """This plan with several tensor ranks for every stage, of a model that was profiled on one
+        device; predictions stay those of one.
+
+        Args:
+            tensor_ranks: devices that share every layer, at least 1.
+            splits: how they do, by names of layers, or by patterns of modules inside them (see
+                ``StagePlan``); what is not named is repeated on all of them.
+
+        Raises:
+            InputError: no such count or split, or a name that means no layer.
+        """
+        whole("tensor_ranks", tensor_ranks, 1)
+        stages = with_splits(self.stages, tensor_ranks, splits)
+        return replace(self, stages=stages, devices=())
+
+    def reading(self, versions: Policy) -> Plan:
+        """This plan with another weight-version policy of its kind of schedule.
+
+        Raises:
+            InputError: the policy does not go with the schedule.
+        """
+        expect(versions, Policy, "versions", "take one of penstock.versions, as in Stash()")
+        return replace(self, versions=versions)
+
+    def summed_by(
+        self, reducer: ReducerName, servers: Sequence[SpareMachine] = (), *, stale: int = 0
+    ) -> Plan:
+        """This plan with another way to sum gradients of weights with several holders; times are
+        those of the plan as it was.
+
+        Args:
+            reducer: see ``Summing``.
+            servers: where ``penstock serve`` runs, for ``"servers"``; on which machines the last
+                ranks run, for ``"parameter-server"``, by default one.
+            stale: by how many updates a gradient may be late, for ``"parameter-server"``.
+
+        Raises:
+            InputError: no such reducer, or it does not go with the schedule or with servers.
+        """
+        expect(servers, Sequence, "servers", "give a list of penstock.core.cluster.SpareMachine")
+        summing = replace(self.summing, reducer=reducer, servers=tuple(servers), stale=stale)
+        return replace(self, summing=summing)
+
+    def simulate(self, num_minibatches: int | None = None) -> Timeline:
+        """The predicted timeline of one step, weight update included. Of a schedule that never
+        flushes, a stream of minibatches from its beginning to its end, with the versions that
+        passes read.
+
+        Args:
+            num_minibatches: of the stream; by default enough to show the steady state.
+
+        Raises:
+            InputError: ``num_minibatches`` is no whole number ≥ 1, or more than memory holds.
+        """
+        if num_minibatches is not None:
+            whole("num_minibatches", num_minibatches, 1)
+        if num_minibatches is None or self.prediction.flushes:
+            return self.prediction.timeline
+        return self.prediction.stream(num_minibatches)
+
+    def __str__(self) -> str:
+        sheet = render(title(self), self.prediction, self.one_device_seconds, self.rate)
+        words = argued(sheet, self.alternatives, self.reason, self.contention, self.warnings)
+        return printable(words)
+
+    _repr_html_ = method_loaded_when_used("penstock.planning.plans.cells", "plan_cell")
+    _drawn_ = method_loaded_when_used("penstock.planning.plans.drawn", "drawn")
+
+    @cached_property
+    def on_accelerator(self) -> tuple[bool, ...]:
+        """For each rank, or each tensor rank of each, whether it was planned for an accelerator;
+        not where nobody says."""
+        if not self.devices:
+            return (False,) * self.num_seats
+        return tuple(device.kind == "gpu" for device in self.devices)
+
+    def check_model(self, names: Sequence[str], model_fingerprint: str) -> None:
+        """Raise ``ModelError`` unless this plan was made for a model with these layers."""
+        check_model(self.layers, self.model, names, model_fingerprint)

@@ -1,0 +1,190 @@
+"""``Prediction``: what the stages of a plan, or of a candidate for one, are predicted to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import ceil, inf
+from typing import NamedTuple
+
+from penstock.core.schedule import Schedule
+from penstock.core.schedule.lower import add_update
+from penstock.core.timing.costs import Costs
+from penstock.core.timing.served import Served
+from penstock.core.timing.simulator import simulate
+from penstock.core.timing.timeline import Timeline
+from penstock.core.versions import Policy, place_of, versions_read
+from penstock.planning.plans.offloading import Offload, offloading_costs
+from penstock.planning.plans.spilling import (
+    Spill,
+    bytes_of_spilled_ranks,
+    spilled_costs,
+    with_residence,
+)
+from penstock.planning.plans.stage_plan import StagePlan, bytes_of_ranks, costs_of
+from penstock.planning.plans.steady import steady_seconds, stream_of
+
+SHOWN_TICKS = 8
+"""Of a live stream's steady state, in pictures."""
+
+
+class Latency(NamedTuple):
+    """How long a frame takes from the first stage to its output.
+
+    Attributes:
+        light: where frames come seldom: all forwards and hops, one after another.
+        saturated: where frames come as fast as they are taken, or faster: as many ticks as there
+            are stages, if as many frames are let in. Frames that wait in front of the first stage
+            are not in it.
+    """
+
+    light: float
+    saturated: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Everything that follows from stages and the order of their ops. Each part is worked out when
+    it is first asked for, once.
+
+    Attributes:
+        stages: in execution order.
+        num_microbatches: per minibatch.
+        versions: which weights passes read.
+        replicas: how many ranks hold each stage.
+        placement: a schedule in which every rank has something to do: of one minibatch where the
+            pipeline drains, of a stream as long as fills it where it never does.
+        build: makes the schedule of another number of microbatches.
+        spill: where stages are while they are not in memory, if they leave it.
+        offload: where activations are meanwhile, if any leave; the placement says which.
+        served: which stages hand their gradients to servers.
+    """
+
+    stages: tuple[StagePlan, ...]
+    num_microbatches: int
+    versions: Policy
+    replicas: tuple[int, ...]
+    placement: Schedule
+    build: Callable[[int], Schedule]
+    spill: Spill | None = None
+    offload: Offload | None = None
+    served: Served = field(default_factory=Served)
+
+    @property
+    def flushes(self) -> bool:
+        """Whether the pipeline drains at the end of each minibatch."""
+        return not self.versions.asynchronous
+
+    @cached_property
+    def costs(self) -> Costs:
+        """The duration of each op, stage by stage."""
+        costs = costs_of(self.stages)
+        if self.offload is not None:
+            costs = offloading_costs(costs, self.stages, self.offload)
+        return costs if self.spill is None else spilled_costs(costs, self.stages, self.spill)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """One step with its update; where the pipeline never drains, the beginning and end of a
+        stream that is long enough to show the steady state."""
+        if self.spill is not None:
+            return simulate(with_residence(self.placement, self.spill), self.costs)
+        if self.flushes:
+            return self.served.shown_in(simulate(add_update(self.placement), self.costs))
+        if self.is_live:
+            frames = SHOWN_TICKS + 4 * len(self.stages)
+            return self.stream(ceil(frames / self.num_microbatches))
+        return self.stream(ceil(3 * self.placement.num_ranks / self.num_microbatches) + 1)
+
+    def stream(self, num_minibatches: int) -> Timeline:
+        """A stream of minibatches without a flush, from its beginning to its end, with the versions
+        that passes read; of a live stream, with frames that come as fast as they are taken. It is
+        not kept, since it may be long."""
+        stream, rounds = stream_of(
+            self.build, self.versions, num_minibatches, self.num_microbatches, self.replicas
+        )
+        read = versions_read(stream, self.versions, rounds)
+        paced = self.is_live and self.step_seconds
+        arrivals = self.frames_per_second if paced else None
+        timeline = simulate(stream, self.costs, arrivals=arrivals).with_versions(read)
+        return self.served.shown_in(timeline)
+
+    @property
+    def num_shown(self) -> int:
+        """How many ticks of a live stream are to be seen; 0 of all else, which is seen whole."""
+        return SHOWN_TICKS if self.is_live else 0
+
+    @property
+    def shown(self) -> Timeline:
+        """What is to be seen of ``timeline``: of a live stream a few ticks in the middle, since its
+        beginning and its end are not what it looks like while it goes on."""
+        return self.timeline.steady(self.num_shown) if self.is_live else self.timeline
+
+    @cached_property
+    def step_seconds(self) -> float:
+        """Seconds of a minibatch with its update; without a flush, in the steady state."""
+        if self.flushes:
+            return self.timeline.makespan
+        return steady_seconds(
+            self.build, self.versions, self.costs, self.num_microbatches, self.replicas
+        )
+
+    @property
+    def frames_per_second(self) -> float:
+        """Microbatches that go through per second; infinite where nothing takes any time."""
+        return self.num_microbatches / self.step_seconds if self.step_seconds else inf
+
+    @property
+    def latency(self) -> Latency:
+        """How long a frame of a stream takes from the first stage to its output."""
+        hops = sum(stage.hop_seconds for stage in self.stages[:-1])
+        way = sum(stage.forward_seconds for stage in self.stages) + hops
+        ticks = len(self.stages) / self.frames_per_second
+        return Latency(way, max(way, ticks))
+
+    @property
+    def is_live(self) -> bool:
+        """Whether every frame of a stream trains the model as it comes."""
+        return self.versions.activations == "newest"
+
+    @property
+    def bubble(self) -> float:
+        """Idle rank-time over all rank-time of a minibatch, from 0 to 1."""
+        if self.flushes:
+            return self.timeline.bubble
+        if not self.step_seconds:
+            return 0.0
+        return max(0.0, 1 - self.work_seconds / (self.step_seconds * self.placement.num_ranks))
+
+    @cached_property
+    def work_seconds(self) -> float:
+        """Seconds that all ranks together work for a minibatch, updates included."""
+        compute = sum(stage.busy_seconds for stage in self.stages)
+        parts = zip(self.stages, self.updates_per_minibatch, self.replicas, strict=True)
+        updates = sum(stage.update_seconds * count * ranks for stage, count, ranks in parts)
+        return self.num_microbatches * compute + updates
+
+    @property
+    def updates_per_minibatch(self) -> tuple[float, ...]:
+        """How often each rank of each stage updates its weights."""
+        if self.versions.updates == "minibatch":
+            return (1.0,) * len(self.stages)
+        return tuple(self.num_microbatches / count for count in self.replicas)
+
+    @cached_property
+    def rank_bytes(self) -> tuple[int, ...]:
+        """Bytes of memory that each rank needs at its worst moment."""
+        if self.spill is not None:
+            return bytes_of_spilled_ranks(self.stages, self.placement, self.spill)
+        return bytes_of_ranks(self.stages, self.placement)
+
+    @property
+    def delay(self) -> float:
+        """Updates between the weights that a gradient is computed with and those that it is applied
+        to, at the stage where these are most."""
+        places = (
+            place_of(self.versions, self.replicas, stage, self.num_microbatches)
+            for stage in range(len(self.stages))
+        )
+        return max(map(self.versions.delay, places))

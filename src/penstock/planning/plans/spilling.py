@@ -1,0 +1,177 @@
+"""Plans whose ranks have more than fits into memory: what comes and goes, and what that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from math import ceil
+
+from penstock.base.errors import InputError
+from penstock.base.values import Value, whole
+from penstock.core.cluster.parts import Tier
+from penstock.core.schedule import Op, Schedule
+from penstock.core.schedule.lower import add_late_agreement, add_late_update, add_update
+from penstock.core.schedule.memory import Sizes, changes
+from penstock.core.schedule.residence import StageBytes, add_residence, resident_bytes
+from penstock.core.schedule.schedule import Activations
+from penstock.core.timing.costs import Costs
+from penstock.core.versions import Policy
+from penstock.planning.plans.stage_plan import StagePlan, sizes_of
+
+
+class Spill(Value, frozen=True, kw_only=True):
+    """That the stages of each rank come from a tier and leave again.
+
+    Attributes:
+        tier: where they are meanwhile.
+        memory_bytes: what a rank may hold of weights, gradients, optimizer state and activations; 0
+            where there is no limit.
+        ahead: how many visits before its own a stage begins to come.
+    """
+
+    tier: Tier = Tier()
+    memory_bytes: int = 0
+    ahead: int = 1
+
+    def __post_init__(self) -> None:
+        self.check_fields("spill")
+        whole("spill: ahead", self.ahead, 0, 1000)
+
+
+def check_spill(schedule: Schedule, versions: Policy) -> None:
+    """Raise ``InputError`` if stages cannot come and go in a schedule."""
+    name, remedy = schedule.name, 'take schedule="spilled", or leave spill out'
+    if versions.asynchronous:
+        raise InputError(
+            f"{name} never flushes, so that weights have several versions, of which a stage that "
+            f"leaves memory can keep none; {remedy}"
+        )
+    if schedule.splits_backward:
+        raise InputError(
+            f"{name} splits backwards, and each half would have to bring its weights in; {remedy}"
+        )
+    if schedule.weight_copies > 1:
+        raise InputError(
+            f"{name} has stages on several ranks, whose gradients are summed; stages that come and "
+            f"go have one rank each: {remedy}"
+        )
+
+
+def with_residence(
+    schedule: Schedule, spill: Spill, *, agrees: bool = False, updates: bool = True
+) -> Schedule:
+    """A schedule with its updates, and with all fetches and leaves.
+
+    Args:
+        schedule: compute, and what runs again.
+        agrees: whether updates depend on all gradients (clipping): then they come with the next
+            minibatch, and gradients leave before.
+        updates: whether the minibatch ends with an update.
+    """
+    if agrees:
+        schedule = add_late_update(schedule)
+    elif updates:
+        schedule = add_update(schedule)
+    schedule = add_residence(schedule, ahead=spill.ahead)
+    return add_late_agreement(schedule) if agrees and updates else schedule
+
+
+def stage_bytes(stages: Sequence[StagePlan]) -> StageBytes:
+    """What comes and goes of each stage."""
+    weights = [stage.parameter_bytes for stage in stages]
+    return StageBytes(weights, weights, [stage.optimizer_bytes for stage in stages])
+
+
+def bytes_of_spilled_ranks(
+    stages: Sequence[StagePlan], schedule: Schedule, spill: Spill, *, agrees: bool = False
+) -> tuple[int, ...]:
+    """Predicted memory of each rank at its worst moment: the stages that are there, what the order
+    of its ops keeps of activations, buffers of all its stages and room to work.
+
+    Args:
+        schedule: with the recomputes that the stages want.
+        agrees: whether updates depend on all gradients, and so come late.
+    """
+    return tuple(
+        most_held(stages, schedule, spill, stage_bytes(stages), rank, agrees=agrees)
+        for rank in range(schedule.num_ranks)
+    )
+
+
+def most_held(
+    stages: Sequence[StagePlan],
+    schedule: Schedule,
+    spill: Spill,
+    own_bytes: StageBytes,
+    rank: int,
+    *,
+    agrees: bool,
+) -> int:
+    """As ``bytes_of_spilled_ranks``, for one rank, of whose stages somebody knows the bytes."""
+    ops = with_residence(schedule, spill, agrees=agrees).ranks[rank]
+    held = held_by_op(ops, sizes_of(stages), own_bytes, schedule.num_slices)
+    worst = max((while_it_runs for while_it_runs, _ in held), default=0)
+    own = [stages[stage] for stage in schedule.stages_of[rank]]
+    always = sum(stage.buffer_bytes + stage.sum_bytes for stage in own)
+    return ceil(worst) + always + max(stage.workspace_bytes for stage in own)
+
+
+def held_by_op(
+    ops: Sequence[Op],
+    sizes: Sizes,
+    own_bytes: StageBytes | None,
+    num_slices: int = 1,
+    activations: Activations = "own",
+) -> Iterator[tuple[float, float]]:
+    """For each op of a rank, the bytes that come and go as they are while it runs, and behind it.
+
+    Args:
+        ops: in the rank's order.
+        sizes: of what microbatches keep.
+        own_bytes: of stages that come and go; ``None`` where all of them stay.
+        num_slices, activations: as ``Schedule`` has them.
+    """
+    steps = list(changes(ops, sizes, num_slices, activations))
+    kept_behind = accumulate(change for _, change in steps)
+    resident = [0] * len(ops) if own_bytes is None else resident_bytes(ops, own_bytes)
+    for there, kept, (at_start, change) in zip(resident, kept_behind, steps, strict=True):
+        # What a backward goes through is there while gradients already take their room.
+        yield there + kept - (0 if at_start else min(change, 0)), there + kept
+
+
+def spilled_costs(costs: Costs, stages: Sequence[StagePlan], spill: Spill) -> Costs:
+    """The costs of a plan with those of its transfers."""
+    weights = [stage.parameter_bytes for stage in stages]
+    state = [stage.optimizer_bytes for stage in stages]
+    tier = spill.tier
+    return replace(
+        costs,
+        fetch=[*map(tier.read_seconds, weights)],
+        fetch_state=[*map(tier.read_seconds, state)],
+        leave=[*map(tier.write_seconds, weights)],
+        leave_state=[*map(tier.write_seconds, state)],
+    )
+
+
+def traffic(
+    stages: Sequence[StagePlan], num_microbatches: int, group: int = 0, *, agrees: bool = False
+) -> tuple[int, int]:
+    """Bytes that one rank with all of these stages reads and writes for a minibatch: with weights P
+    (P₀ of the first stage, Pₗ of the last) and optimizer state S, 2P+S−P₀−Pₗ and P+S, whatever the
+    number of microbatches is.
+
+    Args:
+        group: of the schedule ``spilled``; where the microbatches go through in several groups, all
+            weights come once more for each, and gradients leave and come back in between.
+        agrees: whether the update is late, for which gradients leave and come back as well.
+    """
+    weights, first = sum(stage.parameter_bytes for stage in stages), stages[0].parameter_bytes
+    state, last = sum(stage.optimizer_bytes for stage in stages), stages[-1].parameter_bytes
+    if len(stages) == 1:
+        first = last = weights
+    groups = ceil(num_microbatches / (group or num_microbatches))
+    once = 2 * weights - last - first if len(stages) > 1 else 0
+    read, written = groups * once + state, weights + state
+    between = (groups - 1) * weights + (weights if agrees else 0)
+    return read + between, written + between

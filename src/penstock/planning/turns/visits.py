@@ -1,0 +1,125 @@
+"""The units of a job: visits of one stage, between which its device may go to another job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from penstock.base.errors import InputError
+from penstock.base.values import expect, shown
+from penstock.core.schedule import Kind, Op
+from penstock.core.schedule.lower import add_update
+from penstock.core.schedule.op import FETCHES, LEAVES
+from penstock.core.schedule.residence import NEED_WEIGHTS, Stay, stays_of
+from penstock.core.timing.costs import Costs
+from penstock.planning.plans import Plan
+from penstock.planning.plans.spilling import with_residence
+
+
+class Visit(NamedTuple):
+    """All that a rank does to one stage before it goes on to another.
+
+    Attributes:
+        stage: its number.
+        backward: whether backwards run.
+        seconds: how long it computes.
+        fetch_seconds: to bring the stage's weights in, before it can begin.
+        state_seconds: to bring in what the update needs, before it can end.
+        leave_seconds: to write what has changed, behind its end.
+    """
+
+    stage: int
+    backward: bool = False
+    seconds: float = 1.0
+    fetch_seconds: float = 0.0
+    state_seconds: float = 0.0
+    leave_seconds: float = 0.0
+
+
+def beginnings(ops: Sequence[Op]) -> list[int]:
+    """Where the visits of a rank begin, as places among its ops.
+
+    A visit takes along the fetches in front of it, which are for itself or for later ones, and
+    whatever else stands behind its compute.
+
+    >>> ops = "0FETCH_F0 1FETCH_B0 0F0 0F1 0LEAVE_F1 0FETCH_B0 1F0 1B0 1F1 1B1 1LEAVE_B1 0B0 0B1"
+    >>> [str(Op.parse(ops.split()[place])) for place in beginnings([*map(Op.parse, ops.split())])]
+    ['0FETCH_F0', '0FETCH_B0', '0B0']
+    """
+    starts: list[int] = []
+    stage: int | None = None
+    start: int | None = 0 if ops else None  # of a visit whose stage nobody knows yet
+    for place, op in enumerate(ops):
+        if op.kind in FETCHES:
+            start = place if start is None else start
+        elif op.kind in NEED_WEIGHTS:
+            if op.stage != stage:
+                starts.append(place if start is None else start)
+            stage, start = op.stage, None
+    return starts
+
+
+def visited(ops: Sequence[Op]) -> int:
+    """The stage of a visit, given all of its ops."""
+    return next(op.stage for op in ops if op.kind in NEED_WEIGHTS)
+
+
+def check_fleet_plan(plan: Plan) -> None:
+    """Raise ``InputError`` for a plan whose visits cannot take turns with those of other jobs."""
+    if plan.num_ranks > 1 or plan.num_tensor_ranks > 1:
+        raise InputError(
+            f"the plan has {plan.num_seats} ranks, and a fleet gives a job one device at "
+            "a time; plan it for one device (with a tier, if it does not fit), or train it by "
+            "itself with Pipeline"
+        )
+    if plan.versions.asynchronous:
+        raise InputError(
+            f"{plan.schedule} never flushes, so that minibatches have no visits of their "
+            "own; plan with a synchronous schedule, such as spilled or gpipe"
+        )
+
+
+def check_name(name: Any) -> None:
+    """Raise ``InputError`` for a name that no folder can have."""
+    expect(name, str, "the name of a job", "give a text")
+    if not name or name in (".", "..") or set(name) & set("/\\\0"):
+        raise InputError(
+            f"no job can be called {shown(name)}, since its folder could not; leave out slashes"
+        )
+
+
+def visits_of(plan: Plan) -> tuple[Visit, ...]:
+    """The visits of one of many minibatches, update included, as the plan predicts them.
+
+    Raises:
+        InputError: the plan has several ranks, or never flushes.
+    """
+    check_fleet_plan(plan)
+    prediction = plan.prediction
+    if plan.spill is None:
+        lowered = add_update(prediction.placement)
+    else:
+        lowered = with_residence(prediction.placement, plan.spill)
+    (ops,) = lowered.ranks
+    costs = prediction.costs
+    stays = stays_of(ops) if plan.spill is not None else {}
+    kept = {stay.stage for stay in stays.values() if stay.keeps}
+    starts = beginnings(ops)
+    visits: list[Visit] = []
+    for start, end in zip(starts, [*starts[1:], len(ops)], strict=True):
+        visit = _visit(ops[start:end], costs, stays)
+        if not visits and visit.stage in kept:  # since the minibatch before
+            visit = visit._replace(fetch_seconds=0.0)
+        visits.append(visit)
+    return tuple(visits)
+
+
+def _visit(ops: Sequence[Op], costs: Costs, stays: dict[Op, Stay]) -> Visit:
+    stage = visited(ops)
+    backward = any(op.kind is Kind.BACKWARD for op in ops)
+    seconds = sum(costs.duration(op) for op in ops)
+    stay = next((stays[op] for op in ops if op.kind in LEAVES and op.stage == stage), None)
+    if stay is None:
+        return Visit(stage, backward, seconds)
+    state = costs.state_seconds(stage) if stay.updates else 0.0
+    return Visit(stage, backward, seconds, costs.fetching(stay), state, costs.leaving(stay))
