@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from penstock.transport.rendezvous import Rendezvous
+from penstock.engine.transport.rendezvous import Rendezvous
 
 _DEADLINE_SECONDS = 60.0
 

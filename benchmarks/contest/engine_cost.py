@@ -63,7 +63,7 @@ def pipeline_of(schedule: str, num_ranks: int = 2, options: Mapping[str, Any] | 
 
 def plan_of(model: Any, schedule: str, num_ranks: int, num_microbatches: int) -> Any:
     """A plan of one stage per rank, of as many layers each."""
-    from penstock.model.spine import spine_fingerprint, spine_of
+    from penstock.engine.model.spine import spine_fingerprint, spine_of
     from penstock.planning.plans import Plan, StagePlan
 
     layers = spine_of(model)

@@ -7,7 +7,7 @@ what they hold. Microbatches stay the same size while their number grows, so GPi
 for more of them and 1F1B does not. Every contestant runs in processes of its own, since resident
 memory never shrinks again. Columns, for ranks 0 and 1:
 
-counted       the most that autograd kept at once (``penstock.device.activation_meter``), in MiB
+counted       the most that autograd kept at once (``penstock.engine.device.activation_meter``), in MiB
 microbatches  the same, divided by what one microbatch alone leaves
 resident      the most that was in memory at once during the steps, in MiB, less what was in memory
               before them: activations, gradients, optimizer, messages and the allocator's slack
@@ -39,9 +39,9 @@ from benchmarks.contest.peers import one_process, two_ranks
 from benchmarks.contest.penstock_peers import penstock_peer
 from benchmarks.contest.runtime import print_table
 from benchmarks.contest.torch_peers import PEERS
-from penstock.device.activation_meter import ActivationMeter
-from penstock.device.allocator import keep_freed_pages
-from penstock.transport.rendezvous import Rendezvous
+from penstock.engine.device.activation_meter import ActivationMeter
+from penstock.engine.device.allocator import keep_freed_pages
+from penstock.engine.transport.rendezvous import Rendezvous
 
 CONTESTANTS = {
     "Penstock GPipe": penstock_peer("gpipe", "process-group"),

@@ -12,9 +12,9 @@ from benchmarks.contest.peers import Peer
 from penstock import schedules
 from penstock.core.schedule import Schedule
 from penstock.core.versions import Flush, Policy
-from penstock.model.spine import spine_fingerprint, spine_of
+from penstock.engine.model.spine import spine_fingerprint, spine_of
+from penstock.engine.run.drive.joining import TransportName
 from penstock.planning.plans import Plan, StagePlan
-from penstock.run.drive.joining import TransportName
 
 NUM_RANKS = 2
 

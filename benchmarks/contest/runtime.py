@@ -43,7 +43,7 @@ from benchmarks.contest.peers import Peer, Watch, one_process, prove_same, refer
 from benchmarks.contest.penstock_peers import penstock_peer, schedule_for
 from benchmarks.contest.torch_peers import data_parallel, torch_pipeline
 from penstock import simulate
-from penstock.run.drive.joining import TransportName
+from penstock.engine.run.drive.joining import TransportName
 
 ALONE = "one process"
 BOTH = "one process on each rank, both at once"

@@ -28,11 +28,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.common.alone import publish
 from penstock.demo.gpt import Block
-from penstock.device.allocator import keep_freed_pages
-from penstock.model import tree
-from penstock.model.randomness import LayerStreams
-from penstock.model.spine import spine_of
-from penstock.stage.stage import Keep, Stage
+from penstock.engine.device.allocator import keep_freed_pages
+from penstock.engine.model import tree
+from penstock.engine.model.randomness import LayerStreams
+from penstock.engine.model.spine import spine_of
+from penstock.engine.stage.stage import Keep, Stage
 
 
 class Work(NamedTuple):

@@ -17,7 +17,7 @@ import penstock as pk
 from penstock import optimizers
 from penstock.core.versions import DoubleBuffer, Flush, Latest, PipeMare, Policy, Predict, Stash
 from penstock.core.versions import VerticalSync as Vertical
-from penstock.model.spine import spine_of
+from penstock.engine.model.spine import spine_of
 
 WEIGHT_DECAY = 0.01
 DECAY_OF_DRIFT = 0.135

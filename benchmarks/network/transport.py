@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common.alone import publish
-from penstock.transport import Edge, ThreadExchange, Transport, connect
-from penstock.transport.rendezvous import Rendezvous
+from penstock.engine.transport import Edge, ThreadExchange, Transport, connect
+from penstock.engine.transport.rendezvous import Rendezvous
 
 SIZES = {"4 KB": 4 * 2**10, "256 KB": 256 * 2**10, "4 MB": 4 * 2**20}
 NUM_TURNS = 10

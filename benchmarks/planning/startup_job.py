@@ -29,7 +29,7 @@ class Phase(NamedTuple):
 def _graph(model: nn.Sequential) -> LayerGraph:
     """A profile of a model whose layers all take as long."""
     from penstock import Layer, LayerGraph
-    from penstock.model.spine import spine_of
+    from penstock.engine.model.spine import spine_of
 
     seconds = {"forward_seconds": 1, "backward_input_seconds": 1, "backward_weight_seconds": 1}
     spine = spine_of(model)

@@ -37,9 +37,9 @@ import penstock as pk
 from benchmarks.common.alone import publish
 from penstock.demo import GPT
 from penstock.demo import loss as next_token
-from penstock.model.randomness import LayerStreams
-from penstock.model.spine import spine_of
-from penstock.stage.stage import Keep, Stage
+from penstock.engine.model.randomness import LayerStreams
+from penstock.engine.model.spine import spine_of
+from penstock.engine.stage.stage import Keep, Stage
 
 MICROBATCHES = 8
 

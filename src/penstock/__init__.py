@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from penstock.base.lazily import ModulesByPublicName, loaded_when_used, provide
 
 if TYPE_CHECKING:
-    from penstock import optimizers
     from penstock.base import errors
     from penstock.base.errors import (
         DeadlineError,
@@ -38,20 +37,21 @@ if TYPE_CHECKING:
     from penstock.core.timing.spans import Span
     from penstock.core.timing.timeline import Timeline
     from penstock.drawing import Comparison, compare, draw
+    from penstock.engine import optimizers
+    from penstock.engine.model.batches import model_loss
+    from penstock.engine.model.microbatches import Microbatches
+    from penstock.engine.model.spine import run_spine
+    from penstock.engine.tracing import Captured, capture
     from penstock.fitting.callbacks import Callback, EarlyStopping
     from penstock.fitting.loop import fit
     from penstock.fleet import Fleet, Job
     from penstock.live.opening import stream
-    from penstock.model.batches import model_loss
-    from penstock.model.microbatches import Microbatches
-    from penstock.model.spine import run_spine
     from penstock.pipeline import Pipeline
     from penstock.planning.planner import plan, replan
     from penstock.planning.plans import Plan
     from penstock.planning.turns import stop
     from penstock.profiler import profile
     from penstock.rehearsal import rehearse
-    from penstock.tracing import Captured, capture
 
 __version__ = "0.1.0"
 __all__ = [
@@ -113,7 +113,7 @@ __all__ = [
 
 _MODULES = {
     "errors": "penstock.base.errors",
-    "optimizers": "penstock.optimizers",
+    "optimizers": "penstock.engine.optimizers",
     "schedules": "penstock.core.schedule.families",
     "stop": "penstock.planning.turns.stop",
     "versions": "penstock.core.versions",
@@ -123,7 +123,7 @@ _MODULES = {
 _CELLS = "penstock.drawing.cells"
 provide(
     {
-        "device_memories": "penstock.device.listing",
+        "device_memories": "penstock.engine.device.listing",
         "fleet_cell": _CELLS,
         "graph_cell": _CELLS,
         "schedule_cell": _CELLS,
@@ -150,9 +150,9 @@ if not TYPE_CHECKING:  # which would take every name for one that is there
             "penstock.fleet": ("Fleet", "Job"),
             "penstock.core.graph": ("Layer", "LayerGraph"),
             "penstock.live.opening": ("stream",),
-            "penstock.model.batches": ("model_loss",),
-            "penstock.model.microbatches": ("Microbatches",),
-            "penstock.model.spine": ("run_spine",),
+            "penstock.engine.model.batches": ("model_loss",),
+            "penstock.engine.model.microbatches": ("Microbatches",),
+            "penstock.engine.model.spine": ("run_spine",),
             "penstock.pipeline": ("Pipeline",),
             "penstock.planning.planner": ("plan", "replan"),
             "penstock.planning.plans": ("Plan",),
@@ -165,7 +165,7 @@ if not TYPE_CHECKING:  # which would take every name for one that is there
             "penstock.core.timing.simulator": ("simulate",),
             "penstock.core.timing.spans": ("Span",),
             "penstock.core.timing.timeline": ("Timeline",),
-            "penstock.tracing": ("Captured", "capture"),
+            "penstock.engine.tracing": ("Captured", "capture"),
         },
         _MODULES,
     )  # fmt: skip

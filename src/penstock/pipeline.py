@@ -21,30 +21,30 @@ from penstock.checkpoint.keeper import Keeper
 from penstock.checkpoint.wanted import Checkpoints
 from penstock.core.summation.staleness import StaleStream
 from penstock.core.timing.timeline import Timeline
-from penstock.device.placement import Devices
+from penstock.engine.device.placement import Devices
+from penstock.engine.model import microbatches
+from penstock.engine.model.batches import LABELS, Parting, is_batch
+from penstock.engine.model.microbatches import Microbatches, Weight, Weighting
+from penstock.engine.model.optimizer_factory import OptimizerFactory, SchedulerFactory
+from penstock.engine.model.randomness import Audit
+from penstock.engine.model.spine import evaluation_mode
+from penstock.engine.run.assembly import Results, Running
+from penstock.engine.run.building import build
+from penstock.engine.run.copied_states import by_key, copied_states
+from penstock.engine.run.counting import Peak
+from penstock.engine.run.drive.driver import Deadlines, told
+from penstock.engine.run.drive.joining import TransportName
+from penstock.engine.run.elsewhere import Elsewhere
+from penstock.engine.run.handles import StageOptimizers, StageSchedulers
+from penstock.engine.run.history import History
+from penstock.engine.run.materialising import Init
+from penstock.engine.run.minibatch import Minibatch, StreamPosition
+from penstock.engine.run.outcome import MinibatchOutcome
+from penstock.engine.run.recipe import BatchNormStatistics, Loss, LossScale, Metric, Recipe
+from penstock.engine.run.step_loss import StepLoss
+from penstock.engine.weights.store import Held
 from penstock.habits import nothing_like
-from penstock.model import microbatches
-from penstock.model.batches import LABELS, Parting, is_batch
-from penstock.model.microbatches import Microbatches, Weight, Weighting
-from penstock.model.optimizer_factory import OptimizerFactory, SchedulerFactory
-from penstock.model.randomness import Audit
-from penstock.model.spine import evaluation_mode
 from penstock.planning.plans import Plan
-from penstock.run.assembly import Results, Running
-from penstock.run.building import build
-from penstock.run.copied_states import by_key, copied_states
-from penstock.run.counting import Peak
-from penstock.run.drive.driver import Deadlines, told
-from penstock.run.drive.joining import TransportName
-from penstock.run.elsewhere import Elsewhere
-from penstock.run.handles import StageOptimizers, StageSchedulers
-from penstock.run.history import History
-from penstock.run.materialising import Init
-from penstock.run.minibatch import Minibatch, StreamPosition
-from penstock.run.outcome import MinibatchOutcome
-from penstock.run.recipe import BatchNormStatistics, Loss, LossScale, Metric, Recipe
-from penstock.run.step_loss import StepLoss
-from penstock.weights.store import Held
 
 if TYPE_CHECKING:
     from penstock.checkpoint.on_mesh import MeshEdge
@@ -59,7 +59,7 @@ class Pipeline:
     plan and the seed of rank 0 count, so every process may profile and plan for itself.
 
     Args:
-        model: an ``nn.Sequential``, or a module with a ``spine`` (see ``penstock.model.spine``).
+        model: an ``nn.Sequential``, or a module with a ``spine`` (see ``penstock.engine.model.spine``).
         plan: made for this model; its layers are checked against it.
         loss: from (output, targets) of one microbatch to a scalar tensor. Needed by ``step``.
         optimizer: makes an optimizer of the parameters it is given, once per stage; they are a list

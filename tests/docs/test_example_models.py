@@ -25,9 +25,9 @@ from examples.models import (
     speech,
     vgg,
 )
-from penstock.model import microbatches, tree
+from penstock.engine.model import microbatches, tree
+from penstock.engine.tracing import capture
 from penstock.planning.plans import Plan, StagePlan
-from penstock.tracing import capture
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit.one_device import assert_same
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.device.accelerators import accelerators
+from penstock.engine.device.accelerators import accelerators
 from tests.kit.on_devices import Places, hardware
 
 EXACT = {"cuda": [(torch.backends.cudnn, "allow_tf32"), (torch.backends.cuda.matmul, "allow_tf32")]}

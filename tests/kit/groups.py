@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from penstock.tensor.channel_group import ChannelGroup
-from penstock.transport import ThreadExchange
+from penstock.engine.tensor.channel_group import ChannelGroup
+from penstock.engine.transport import ThreadExchange
 from tests.kit.training import DEADLINE_SECONDS
 
 

@@ -13,8 +13,8 @@ from penstock import versions
 from penstock.base.errors import InputError
 from penstock.core.schedule import Schedule, families
 from penstock.core.schedule.op import COMPUTE
-from penstock.model import tree
-from penstock.model.spine import run_spine, spine_fingerprint, spine_of
+from penstock.engine.model import tree
+from penstock.engine.model.spine import run_spine, spine_fingerprint, spine_of
 from penstock.planning.plans import Plan, StagePlan
 
 MLP_LAYERS = 6

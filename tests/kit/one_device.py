@@ -7,7 +7,7 @@ import contextlib
 import torch
 import torch.nn.functional as F
 
-from penstock.model import microbatches
+from penstock.engine.model import microbatches
 
 
 class OneDevice:

@@ -10,7 +10,7 @@ from torch import nn
 
 import penstock as pk
 from penstock.core.cluster.parts import Tier
-from penstock.model.spine import spine_fingerprint, spine_of
+from penstock.engine.model.spine import spine_fingerprint, spine_of
 from penstock.planning.plans import Plan, StagePlan
 from penstock.planning.plans.spilling import Spill
 from tests.kit.training import DEADLINE_SECONDS, adamw

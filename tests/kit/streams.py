@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import penstock as pk
-from penstock.model.spine import spine_of
+from penstock.engine.model.spine import spine_of
 
 NUM_LAYERS = 5
 WIDTH = 6

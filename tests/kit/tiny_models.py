@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from penstock.demo import gpt
-from penstock.model.spine import run_spine
+from penstock.engine.model.spine import run_spine
 
 
 def make_gpt(dtype=torch.float32):

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import penstock as pk
 from penstock.base.errors import DeadlineError, InputError, RunError, StageError
-from penstock.run.drive import threads
+from penstock.engine.run.drive import threads
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit.examples import TIMES
 from tests.kit.helpers import (

@@ -19,7 +19,7 @@ from penstock.core.cluster import Device
 from penstock.core.schedule import families
 from penstock.core.schedule.lower import add_update
 from penstock.core.schedule.memory import peak_activations
-from penstock.model.spine import spine_fingerprint, spine_of
+from penstock.engine.model.spine import spine_fingerprint, spine_of
 from penstock.planning.plans import Plan, StagePlan
 from penstock.planning.plans.orders import with_microbatches
 from penstock.trial.reference.single_device import SingleDevice

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import penstock as pk
 from penstock.base.errors import ModelError
-from penstock.model import tree
-from penstock.tracing import capture
+from penstock.engine.model import tree
+from penstock.engine.tracing import capture
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit.helpers import make_plan
 from tests.kit.one_device import OneDevice, assert_same

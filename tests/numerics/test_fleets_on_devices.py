@@ -12,9 +12,9 @@ from torch import nn
 
 import penstock as pk
 from penstock.base.errors import InputError
-from penstock.device.queue import AcceleratorQueue
+from penstock.engine.device.queue import AcceleratorQueue
+from penstock.engine.weights import slabs
 from penstock.planning.plans.spilling import Spill, Tier
-from penstock.weights import slabs
 from tests.kit.spilling import make_net
 from tests.numerics.test_fleets import alone, job, mixed_jobs
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from penstock.base.errors import DeadlineError
 from penstock.core.versions import Sideways, Stash
+from penstock.engine.run.drive.driver import Deadlines
 from penstock.live import reader
-from penstock.run.drive.driver import Deadlines
 from tests.kit.live import (
     LEARN,
     differences,

@@ -16,7 +16,7 @@ from torch import nn
 import penstock as pk
 from penstock.base.errors import InputError, RunError, StageError
 from penstock.core.versions import DoubleBuffer, Sideways, Stash
-from penstock.stage.microbatch_graph import MicrobatchGraph
+from penstock.engine.stage.microbatch_graph import MicrobatchGraph
 from penstock.trial.reference.delayed_replay import DelayedReplay
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit.examples import examples, more

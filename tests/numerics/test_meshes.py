@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 import penstock as pk
 from penstock.core.schedule import families
-from penstock.model.spine import run_spine
+from penstock.engine.model.spine import run_spine
 from penstock.trial.reference.delayed_replay import DelayedReplay
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit.groups import SPLITS, make_net, net_batch, net_loss

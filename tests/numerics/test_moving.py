@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.base.errors import StageError
-from penstock.device import queue
-from penstock.run import twins
+from penstock.engine.device import queue
+from penstock.engine.run import twins
 from tests.kit.examples import in_turns
 from tests.kit.helpers import Lambda
 from tests.kit.on_devices import EMULATED, assert_right

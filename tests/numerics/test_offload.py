@@ -15,9 +15,9 @@ import penstock as pk
 from penstock.base.errors import DeadlineError, InputError, StageError
 from penstock.core.schedule.memory import Sizes
 from penstock.core.schedule.memory import peaks as schedule_peaks
+from penstock.engine.weights.tiers import HostStore
 from penstock.planning.plans.offloading import Offload, moved_activations
 from penstock.planning.plans.spilling import Spill, Tier
-from penstock.weights.tiers import HostStore
 from tests.kit.examples import in_turns
 from tests.kit.helpers import make_batch, make_plan
 from tests.kit.one_device import assert_same_values
@@ -209,7 +209,7 @@ class Stalled(HostStore):
 def test_a_tier_that_does_not_answer_or_loses_a_bit_is_told(monkeypatch, tmp_path):
     model = net()
     plan = planned(model, "1f1b").offloading(Offload(tier=HOST))
-    monkeypatch.setattr("penstock.weights.ways.opened", lambda tier: Stalled())
+    monkeypatch.setattr("penstock.engine.weights.ways.opened", lambda tier: Stalled())
     options = {"loss": F.cross_entropy, "optimizer": adamw, "deadline_seconds": 0.5}
     with (
         pk.Pipeline(model, plan, **options) as pipeline,
@@ -222,7 +222,7 @@ def test_a_tier_that_does_not_answer_or_loses_a_bit_is_told(monkeypatch, tmp_pat
             super()._get(extent, start, memory)
             memory[100] ^= 4
 
-    monkeypatch.setattr("penstock.weights.ways.opened", lambda tier: Forgetful())
+    monkeypatch.setattr("penstock.engine.weights.ways.opened", lambda tier: Forgetful())
     with (
         pk.Pipeline(net(), plan, loss=F.cross_entropy, optimizer=adamw) as pipeline,
         pytest.raises(StageError, match=r"B\d: FileError: activations .* not what was written"),

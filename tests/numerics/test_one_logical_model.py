@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock.base.errors import InputError
-from penstock.run.rank.updater import Updater
+from penstock.engine.run.rank.updater import Updater
 from tests.kit.examples import crossed
 from tests.kit.helpers import make_batch, make_mlp, same_order_families
 from tests.kit.one_device import OneDevice, assert_same, assert_same_gradients, same

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from penstock.demo import gpt
-from penstock.model.spine import run_spine
+from penstock.engine.model.spine import run_spine
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit.examples import in_turns
 from tests.kit.helpers import make_batch, make_mlp

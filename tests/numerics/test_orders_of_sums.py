@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import penstock as pk
-from penstock.model.spine import run_spine
+from penstock.engine.model.spine import run_spine
 from tests.kit.helpers import make_plan
 from tests.kit.one_device import OneDevice, assert_same
 from tests.kit.training import sgd

@@ -20,8 +20,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import penstock as pk
 from penstock.base.errors import InputError
-from penstock.model.batches import plain
-from penstock.model.microbatches import split
+from penstock.engine.model.batches import plain
+from penstock.engine.model.microbatches import split
 from tests.kit.helpers import make_batch, make_mlp, make_plan
 from tests.kit.one_device import OneDevice, assert_same, assert_same_values
 from tests.kit.spilling import make_net, spilled_pipeline

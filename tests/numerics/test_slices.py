@@ -20,7 +20,7 @@ from penstock.core.schedule import Kind, Op, Schedule, families
 from penstock.core.schedule.families.seq1f1b import seq1f1b
 from penstock.core.schedule.lower import split_backward
 from penstock.demo import GPT, loss
-from penstock.model.spine import run_spine
+from penstock.engine.model.spine import run_spine
 from tests.kit.helpers import make_plan
 from tests.kit.one_device import OneDevice, assert_same, assert_same_gradients
 from tests.kit.training import adamw, momentum

@@ -16,11 +16,11 @@ from torch import nn
 
 import penstock as pk
 from penstock.base.errors import DeadlineError, FileError, InputError, ModelError, StageError
+from penstock.engine.weights.tiers import HostStore
+from penstock.engine.weights.ways import HostWay
 from penstock.planning.plans import StagePlan
 from penstock.planning.plans.spilling import Spill, Tier, traffic
 from penstock.trial.reference.single_device import SingleDevice
-from penstock.weights.tiers import HostStore
-from penstock.weights.ways import HostWay
 from tests.kit.examples import in_turns
 from tests.kit.helpers import make_batch
 from tests.kit.one_device import OneDevice, assert_same_values
@@ -571,7 +571,7 @@ class Stalled(HostStore):
 
 
 def test_a_tier_that_does_not_answer_ends_at_the_deadline(monkeypatch):
-    monkeypatch.setattr("penstock.weights.ways.opened", lambda tier: Stalled())
+    monkeypatch.setattr("penstock.engine.weights.ways.opened", lambda tier: Stalled())
     with spilled_pipeline(make_net(), options={"deadline_seconds": 0.5}) as pipeline:
         pipeline.step(*BATCHES[0])
         Stalled.stalls = True
@@ -593,7 +593,7 @@ class Broken(HostStore):
 
 def test_a_write_that_fails_behind_compute_is_told_by_the_next_op_that_needs_it(monkeypatch):
     store = Broken()
-    monkeypatch.setattr("penstock.weights.ways.opened", lambda tier: store)
+    monkeypatch.setattr("penstock.engine.weights.ways.opened", lambda tier: store)
     with spilled_pipeline(make_net()) as pipeline:
         pipeline.step(*BATCHES[0])
         residence_of(pipeline).transfers.finish()

@@ -13,9 +13,9 @@ from torch import nn
 
 import penstock as pk
 from penstock.base.errors import FileError, StageError
-from penstock.device.side_streams import SideStreams
+from penstock.engine.device.side_streams import SideStreams
+from penstock.engine.weights import slabs, transfers
 from penstock.planning.plans.spilling import Spill, Tier
-from penstock.weights import slabs, transfers
 from tests.kit.examples import in_turns
 from tests.kit.helpers import make_batch
 from tests.kit.one_device import assert_same_values

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import penstock as pk
-from penstock.model.spine import spine_of
-from penstock.run.members import Sharings
-from penstock.tensor.recorded import for_member, whole_of
-from penstock.tracing import capture
+from penstock.engine.model.spine import spine_of
+from penstock.engine.run.members import Sharings
+from penstock.engine.tensor.recorded import for_member, whole_of
+from penstock.engine.tracing import capture
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit.examples import more
 from tests.kit.groups import WORDS, net_loss

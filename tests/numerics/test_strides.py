@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import penstock as pk
-from penstock.model.randomness import LayerStreams
-from penstock.model.spine import run_spine, spine_of
-from penstock.stage.stage import Keep, Stage
+from penstock.engine.model.randomness import LayerStreams
+from penstock.engine.model.spine import run_spine, spine_of
+from penstock.engine.stage.stage import Keep, Stage
 from tests.kit.helpers import Lambda, make_plan, wanting
 from tests.kit.one_device import OneDevice, assert_same
 from tests.kit.training import sgd

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import penstock as pk
 from penstock.core.schedule import families
-from penstock.model.spine import spine_fingerprint, spine_of
+from penstock.engine.model.spine import spine_fingerprint, spine_of
 from penstock.planning.plans import StagePlan
 from tests.kit.helpers import make_plan
 from tests.oracles import nets, plain_replay

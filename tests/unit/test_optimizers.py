@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LinearLR
 
 from penstock.base.errors import InputError
 from penstock.core.versions import rate_factor
-from penstock.optimizers import delay_corrected, nadamw
+from penstock.engine.optimizers import delay_corrected, nadamw
 from tests.kit.optimizing import Delayed, assert_same, train, weights
 
 # nadamw

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from penstock.base.errors import InputError
-from penstock.optimizers import RotatedAdam, delay_corrected
+from penstock.engine.optimizers import RotatedAdam, delay_corrected
 from tests.kit.optimizing import Delayed, assert_same, noise, train, weights
 
 

@@ -18,8 +18,8 @@ from penstock.checkpoint.folder import (
 )
 from penstock.checkpoint.giving import check_fits, check_model, check_settings
 from penstock.checkpoint.pieces_here import PiecesHere
-from penstock.run.assembly import Assembly
-from penstock.run.drive.driver import told
+from penstock.engine.run.assembly import Assembly
+from penstock.engine.run.drive.driver import told
 
 _PURPOSE = "loading a checkpoint"
 

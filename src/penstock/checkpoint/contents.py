@@ -15,8 +15,8 @@ from penstock.checkpoint.folder import Checkpoint
 from penstock.checkpoint.header import Extent, Optimizing
 from penstock.checkpoint.piece import Piece, assembled
 from penstock.checkpoint.plain import of_json
-from penstock.run.rank.mail import Letter
-from penstock.transport import Edge
+from penstock.engine.run.rank.mail import Letter
+from penstock.engine.transport import Edge
 
 
 class Contents:

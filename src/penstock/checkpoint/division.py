@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from penstock.checkpoint.header import Extent, extent_of
-from penstock.tensor.cuts import Cut
+from penstock.engine.tensor.cuts import Cut
 
 OPTIMIZER, DRIFT, UNDER_WAY = "optimizer/", "drift/", "under-way/"
 """How the names of tensors begin that are not the model's own."""

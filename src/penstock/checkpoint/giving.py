@@ -20,7 +20,7 @@ from penstock.checkpoint.division import DRIFT, OPTIMIZER
 from penstock.checkpoint.header import extent_of
 from penstock.checkpoint.plain import of_json, to_json
 from penstock.checkpoint.taking import TrainedStage
-from penstock.weights.store import WeightStore
+from penstock.engine.weights.store import WeightStore
 
 _RATES = ("lr", "initial_lr")
 

@@ -9,8 +9,8 @@ from typing import TypeVar
 from penstock.base.errors import InputError
 from penstock.checkpoint.keeper import Keeper
 from penstock.checkpoint.wanted import Checkpoints
+from penstock.engine.run.minibatch import Minibatch, StreamPosition
 from penstock.planning.plans import Plan
-from penstock.run.minibatch import Minibatch, StreamPosition
 
 T = TypeVar("T")
 

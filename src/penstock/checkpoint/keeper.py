@@ -45,9 +45,9 @@ from penstock.checkpoint.plain import to_json
 from penstock.checkpoint.saver import Saver
 from penstock.checkpoint.taking import StageState, TrainedStage, state_of
 from penstock.checkpoint.wanted import Checkpoints
-from penstock.run.assembly import Assembly
-from penstock.run.minibatch import Mark
-from penstock.run.recipe import LossScale
+from penstock.engine.run.assembly import Assembly
+from penstock.engine.run.minibatch import Mark
+from penstock.engine.run.recipe import LossScale
 
 
 class Loaded(NamedTuple):

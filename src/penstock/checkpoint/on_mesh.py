@@ -1,6 +1,6 @@
 """A pipeline's weights at its edge: tensors of ``torch.distributed.tensor`` on a mesh of processes.
 
-Inside, members of groups have their parts as plain tensors (``penstock.tensor`` says why). Other
+Inside, members of groups have their parts as plain tensors (``penstock.engine.tensor`` says why). Other
 programs, ``torch.distributed.checkpoint`` among them, know ``DTensor``: which process of a mesh of
 pipe × data × tensor has which part of which tensor. Its parts are those of ``torch.chunk``: the
 first ⌈n/t⌉ of n, and so on. Where a member's part is another one (it lies in several blocks, as
@@ -21,16 +21,16 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from penstock.base.errors import InputError
 from penstock.base.values import expect, shown
-from penstock.run.assembly import Assembly
-from penstock.run.rank.worker import Worker
-from penstock.run.seating import MeshTransport
-from penstock.run.settling import building
-from penstock.stage.stage import Stage
-from penstock.tensor.channel_group import ChannelGroup
-from penstock.tensor.cuts import Cut
-from penstock.tensor.group import Group
-from penstock.tensor.parts import Bounds
-from penstock.transport.rendezvous import translated, within
+from penstock.engine.run.assembly import Assembly
+from penstock.engine.run.rank.worker import Worker
+from penstock.engine.run.seating import MeshTransport
+from penstock.engine.run.settling import building
+from penstock.engine.stage.stage import Stage
+from penstock.engine.tensor.channel_group import ChannelGroup
+from penstock.engine.tensor.cuts import Cut
+from penstock.engine.tensor.group import Group
+from penstock.engine.tensor.parts import Bounds
+from penstock.engine.transport.rendezvous import translated, within
 
 
 class _Own(NamedTuple):

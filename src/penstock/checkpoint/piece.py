@@ -28,7 +28,7 @@ from penstock.base.errors import FileError
 from penstock.checkpoint.header import Header
 from penstock.checkpoint.plain import dtype_named
 from penstock.checkpoint.streamed import save_streamed
-from penstock.weights.shelf import Shelved
+from penstock.engine.weights.shelf import Shelved
 
 _KEY = "penstock"
 _NAME = re.compile(r"stage-(\d+)(?:\.part-(\d+))?\.safetensors")

@@ -7,12 +7,12 @@ from functools import partial
 
 from penstock.checkpoint.division import Division
 from penstock.checkpoint.taking import TrainedStage
+from penstock.engine.run.assembly import Assembly
+from penstock.engine.run.rank.mail import Letter
+from penstock.engine.run.rank.worker import Worker
+from penstock.engine.run.seating import Seat
+from penstock.engine.stage.stage import Stage
 from penstock.planning.plans.serving import servers_of
-from penstock.run.assembly import Assembly
-from penstock.run.rank.mail import Letter
-from penstock.run.rank.worker import Worker
-from penstock.run.seating import Seat
-from penstock.stage.stage import Stage
 
 
 class PiecesHere:

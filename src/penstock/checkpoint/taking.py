@@ -14,11 +14,11 @@ from penstock.base.values import shown
 from penstock.checkpoint.division import DRIFT, OPTIMIZER, UNDER_WAY, Division
 from penstock.checkpoint.header import Extent, Optimizing, UnderWay, extent_of
 from penstock.checkpoint.plain import to_json
-from penstock.reduce.sharding import Shard
-from penstock.run.rank.mail import Letter
-from penstock.stage.stage import Stage
-from penstock.weights.shelf import Shelved
-from penstock.weights.store import WeightStore
+from penstock.engine.reduce.sharding import Shard
+from penstock.engine.run.rank.mail import Letter
+from penstock.engine.stage.stage import Stage
+from penstock.engine.weights.shelf import Shelved
+from penstock.engine.weights.store import WeightStore
 
 
 class TrainedStage(NamedTuple):

@@ -20,7 +20,7 @@ from penstock.core.cluster import Cluster, Link
 from penstock.core.cluster.parts import DeviceKind
 
 if TYPE_CHECKING:
-    from penstock.transport.link_meter import Measurement
+    from penstock.engine.transport.link_meter import Measurement
 
 _HOW = (
     "start it under torchrun, for example `torchrun --nproc-per-node 4 --no-python penstock "
@@ -101,7 +101,7 @@ def measure_cluster(
     if ranks not in (None, int(os.environ["WORLD_SIZE"])):
         raise InputError("under torchrun, --nproc-per-node says how many ranks; leave --ranks out")
     with _process_group(backend, deadline) as rank:
-        from penstock.transport.link_meter import measure_cluster as measure
+        from penstock.engine.transport.link_meter import measure_cluster as measure
 
         counting = show.counting("measuring links") if rank == 0 else nullcontext(None)
         with counting as progress:
@@ -121,8 +121,8 @@ def _process_group(backend: str | None, deadline_seconds: float) -> Iterator[int
     import torch
     import torch.distributed as dist
 
-    from penstock.device.accelerators import accelerators
-    from penstock.device.collectives import (
+    from penstock.engine.device.accelerators import accelerators
+    from penstock.engine.device.collectives import (
         HOST_BACKEND,
         backend_of_accelerators,
         is_of_accelerators,

@@ -51,7 +51,7 @@ def load_workload_of(plan: Plan, path: str, name: str) -> Workload:
     """
     workload = load_workload(name)
     if not is_given("workload"):
-        from penstock.model.spine import spine_of
+        from penstock.engine.model.spine import spine_of
 
         layers = tuple(layer.name for layer in spine_of(workload.build_model()))
         if layers != plan.layers:
@@ -115,7 +115,7 @@ def _blamed(what: str) -> Iterator[None]:
     except PenstockError:
         raise
     except Exception as error:
-        from penstock.tracing.lines import because, lines_of
+        from penstock.engine.tracing.lines import because, lines_of
 
         said = f"{what} raised {type(error).__name__}: {error}{because(lines_of(error))}"
         raise ModelError(said) from error

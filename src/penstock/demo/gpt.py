@@ -4,7 +4,7 @@ It is an ordinary ``nn.Module``. The one thing it does for pipelining is ``spine
 the order in which they run, each fed with nothing but the output of the one before. ``forward``
 runs exactly that list, so cutting it anywhere cannot change what is computed.
 
-Its layers also work on slices of the sequence (see ``penstock.stage.slices``).
+Its layers also work on slices of the sequence (see ``penstock.engine.stage.slices``).
 """
 
 from __future__ import annotations

@@ -13,10 +13,10 @@ from penstock.base.errors import InputError
 from penstock.base.telling import is_quiet
 from penstock.base.values import expect, flag, whole
 from penstock.checkpoint.wanted import Checkpoints
+from penstock.engine.model.batches import is_batch
+from penstock.engine.run.drive.driver import told
 from penstock.fitting.callbacks import Callback, EarlyStopping, ProgressLines
-from penstock.model.batches import is_batch
 from penstock.pipeline import Pipeline
-from penstock.run.drive.driver import told
 
 
 class Fitted(NamedTuple):

@@ -16,6 +16,8 @@ import torch
 from penstock.base.errors import InputError, PenstockError
 from penstock.base.values import expect, number, one_of, whole
 from penstock.core.timing.fleet_timeline import FleetTimeline
+from penstock.engine.run.drive.driver import told
+from penstock.engine.weights.slabs import Spare
 from penstock.fleet.dispatcher import Dispatcher, overdue
 from penstock.fleet.job import Job
 from penstock.fleet.referee import Referee
@@ -29,8 +31,6 @@ from penstock.planning.turns.policies import POLICIES, PolicyName
 from penstock.planning.turns.simulator import Task, bound_of, simulate_fleet
 from penstock.planning.turns.stop import Stop, settled
 from penstock.planning.turns.visits import check_name
-from penstock.run.drive.driver import told
-from penstock.weights.slabs import Spare
 
 _LOOK_SECONDS = 0.05
 _GRACE_SECONDS = 5.0

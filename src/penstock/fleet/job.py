@@ -13,13 +13,13 @@ from torch import nn
 
 from penstock.base.errors import InputError
 from penstock.base.values import expect, whole
-from penstock.model.optimizer_factory import OptimizerFactory
-from penstock.model.randomness import RandomStream, stream_seed
+from penstock.engine.model.optimizer_factory import OptimizerFactory
+from penstock.engine.model.randomness import RandomStream, stream_seed
+from penstock.engine.run.recipe import Loss
 from penstock.pipeline import Pipeline
 from penstock.planning.plans import Plan
 from penstock.planning.turns.stop import Stop
 from penstock.planning.turns.visits import Visit, check_fleet_plan, visits_of
-from penstock.run.recipe import Loss
 
 Data = Iterable[tuple[Any, Any]] | Callable[[int], Iterable[tuple[Any, Any]]]
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from penstock.core.schedule import Op
 from penstock.core.schedule.op import FETCHES
-from penstock.device.queue import DeviceQueue
+from penstock.engine.device.queue import DeviceQueue
+from penstock.engine.run.rank.interpreter import RankStep
+from penstock.engine.weights.residence import Residence
 from penstock.fleet.dispatcher import Dispatcher, Place
 from penstock.planning.turns.visits import beginnings, visited
-from penstock.run.rank.interpreter import RankStep
-from penstock.weights.residence import Residence
 
 _LOOK_AGAIN_SECONDS = 0.005
 

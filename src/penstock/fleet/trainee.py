@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.base.errors import FileError, RunError
+from penstock.engine.run.rank.work import is_not_finite
 from penstock.fleet.dispatcher import Dispatcher
 from penstock.fleet.job import Job
 from penstock.fleet.pace import VisitPace
@@ -19,7 +20,6 @@ from penstock.fleet.referee import Referee
 from penstock.fleet.results import JobResult, Status
 from penstock.pipeline import Pipeline
 from penstock.planning.turns.stop import Stop
-from penstock.run.rank.work import is_not_finite
 
 _KEPT_CHECKPOINTS = 2
 

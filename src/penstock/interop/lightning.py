@@ -18,10 +18,10 @@ from torch import Tensor
 
 from penstock.base.errors import InputError, ModelError
 from penstock.base.values import expect
+from penstock.engine.model.microbatches import Weight
 from penstock.interop.extras import need
 from penstock.interop.loss_pipeline import LossPipeline, OutputsAreGone, let_state_follow
 from penstock.interop.spread import Spread
-from penstock.model.microbatches import Weight
 from penstock.pipeline import Pipeline
 from penstock.planning.plans import Plan
 

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from penstock.base.errors import InputError
+from penstock.engine.model import microbatches, tree
+from penstock.engine.model.microbatches import Microbatches, Weight
+from penstock.engine.run.recipe import Loss
 from penstock.interop.spread import Spread, check_one_process
-from penstock.model import microbatches, tree
-from penstock.model.microbatches import Microbatches, Weight
 from penstock.pipeline import Pipeline
 from penstock.planning.plans import Plan
-from penstock.run.recipe import Loss
 
 
 class LossPipeline:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.engine.model import tree
 from penstock.live.frames import Result
 from penstock.live.report import StreamReport
-from penstock.model import tree
 
 _MOST_LATENCIES = 10_000
 _LOOK_EVERY = 16

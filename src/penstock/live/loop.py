@@ -17,15 +17,15 @@ from torch import Tensor
 from penstock.base.errors import DeadlineError
 from penstock.checkpoint.keeper import Keeper
 from penstock.checkpoint.wanted import Checkpoints
-from penstock.device.queue import taken_up
+from penstock.engine.device.queue import taken_up
+from penstock.engine.model import tree
+from penstock.engine.run.assembly import Assembly
+from penstock.engine.run.drive.driver import Deadlines, StageStates
+from penstock.engine.run.history import History
+from penstock.engine.run.minibatch import Minibatch
+from penstock.engine.run.outcome import MinibatchOutcome
 from penstock.live.frames import Frame, News, Result, WhenLate
 from penstock.live.intake import Intake
-from penstock.model import tree
-from penstock.run.assembly import Assembly
-from penstock.run.drive.driver import Deadlines, StageStates
-from penstock.run.history import History
-from penstock.run.minibatch import Minibatch
-from penstock.run.outcome import MinibatchOutcome
 
 
 class Saving(NamedTuple):

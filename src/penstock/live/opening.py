@@ -12,15 +12,15 @@ from torch import nn
 from penstock.base.errors import InputError
 from penstock.base.values import expect, one_of
 from penstock.core.versions import Rates, Sideways
-from penstock.device.placement import Devices
+from penstock.engine.device.placement import Devices
+from penstock.engine.model.optimizer_factory import OptimizerFactory, SchedulerFactory
+from penstock.engine.run.assembly import Running
+from penstock.engine.run.building import build
+from penstock.engine.run.drive.driver import Deadlines
+from penstock.engine.run.drive.joining import TransportName
+from penstock.engine.run.recipe import Loss, Recipe
 from penstock.live.streams import Stream
-from penstock.model.optimizer_factory import OptimizerFactory, SchedulerFactory
 from penstock.planning.plans import Plan
-from penstock.run.assembly import Running
-from penstock.run.building import build
-from penstock.run.drive.driver import Deadlines
-from penstock.run.drive.joining import TransportName
-from penstock.run.recipe import Loss, Recipe
 
 
 def stream(  # noqa: PLR0913 - everything that a user may want to say

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
+from penstock.engine.run.copied_states import copied_states
+from penstock.engine.run.drive.driver import StageStates
+from penstock.engine.run.drive.processes import ProcessDriver
+from penstock.engine.run.minibatch import Minibatch
+from penstock.engine.run.outcome import MinibatchOutcome
 from penstock.live.frames import Frame, News
 from penstock.live.loop import Admitted, Engine, Loop, Saving, late
-from penstock.run.copied_states import copied_states
-from penstock.run.drive.driver import StageStates
-from penstock.run.drive.processes import ProcessDriver
-from penstock.run.minibatch import Minibatch
-from penstock.run.outcome import MinibatchOutcome
 
 _JOIN_SECONDS = 1.0
 _LOOK_AGAIN_SECONDS = 0.0005

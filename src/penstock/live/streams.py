@@ -15,6 +15,12 @@ from penstock.base.errors import FileError, InputError
 from penstock.base.values import expect, flag, number, one_of
 from penstock.checkpoint.keeper import Keeper
 from penstock.core.timing.timeline import Timeline
+from penstock.engine.model import tree
+from penstock.engine.model.autocast import autocast_here
+from penstock.engine.run.building import Built
+from penstock.engine.run.copied_states import by_key
+from penstock.engine.run.drive.driver import told
+from penstock.engine.run.history import History
 from penstock.live.dashboard import Dashboard
 from penstock.live.frames import Frame, News, Result, WhenLate
 from penstock.live.ledger import Ledger
@@ -24,13 +30,7 @@ from penstock.live.reader import Reader
 from penstock.live.report import StreamReport
 from penstock.live.results import Results
 from penstock.live.thread_loop import ThreadLoop
-from penstock.model import tree
-from penstock.model.autocast import autocast_here
 from penstock.planning.plans import Plan
-from penstock.run.building import Built
-from penstock.run.copied_states import by_key
-from penstock.run.drive.driver import told
-from penstock.run.history import History
 
 
 class Stream:

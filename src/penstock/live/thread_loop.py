@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.engine.run.copied_states import copied
+from penstock.engine.run.drive.driver import StageStates
+from penstock.engine.run.drive.threads import ThreadDriver
+from penstock.engine.run.minibatch import Minibatch
 from penstock.live.frames import Frame, News
 from penstock.live.loop import Engine, Loop, Saving, late
-from penstock.run.copied_states import copied
-from penstock.run.drive.driver import StageStates
-from penstock.run.drive.threads import ThreadDriver
-from penstock.run.minibatch import Minibatch
 
 
 class ThreadLoop(Loop):

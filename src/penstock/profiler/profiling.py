@@ -12,14 +12,14 @@ from torch import nn
 from penstock.base.telling import Telling
 from penstock.base.values import expect, number, whole
 from penstock.core.graph import LayerGraph
-from penstock.device.allocator import keep_freed_pages
-from penstock.model.batches import parted_if_inside, plain
-from penstock.model.optimizer_factory import OptimizerFactory
-from penstock.model.spine import spine_of
+from penstock.engine.device.allocator import keep_freed_pages
+from penstock.engine.model.batches import parted_if_inside, plain
+from penstock.engine.model.optimizer_factory import OptimizerFactory
+from penstock.engine.model.spine import spine_of
+from penstock.engine.run.recipe import Loss
 from penstock.profiler.alone import WARM_UP, Progress, Sample, measure_alone
 from penstock.profiler.together.calibrating import Calibrated, calibrate, num_ranks, uncalibrated
 from penstock.profiler.together.runs import Runner
-from penstock.run.recipe import Loss
 
 _SHARES = 40
 """Steps of a progress bar while pipelines run: how many rounds there will be, nobody knows."""
@@ -50,7 +50,7 @@ def profile(  # noqa: PLR0913 - each has a default that most callers keep
     divides; how much it is in all, passes without cuts say. What measuring takes is measured, too,
     and taken off.
 
-    A backward is split as a stage splits it (``penstock.stage.deferral``).
+    A backward is split as a stage splits it (``penstock.engine.stage.deferral``).
     ``backward_input_seconds`` (I) is what its first half takes: input gradients, and those weight
     gradients that nothing puts off. ``backward_weight_seconds`` (W) is the rest of a whole backward
     B, so that I + W = B. What both halves really take beyond B is ``split_seconds``, and what the
@@ -66,8 +66,8 @@ def profile(  # noqa: PLR0913 - each has a default that most callers keep
     also of the copy), they do many times.
 
     Args:
-        model: an ``nn.Sequential``, or a module with a ``spine`` (see ``penstock.model.spine``);
-            any other is captured (``penstock.tracing``). It is measured in the mode it is in
+        model: an ``nn.Sequential``, or a module with a ``spine`` (see ``penstock.engine.model.spine``);
+            any other is captured (``penstock.engine.tracing``). It is measured in the mode it is in
             (training, unless ``eval()`` was called).
         inputs: one microbatch, rows first: a tensor or nested tensors, on the model's device.
         loss, targets: if both are given, the last layer's times and bytes include the loss. Of a
@@ -217,6 +217,6 @@ def _in_layers(model: nn.Module, inputs: Any) -> nn.Module:
     if chained or hasattr(model, "spine") or not isinstance(model, nn.Module):
         return model
     # Tracing takes seconds to import, and few models need it.
-    from penstock.tracing import capture
+    from penstock.engine.tracing import capture
 
     return capture(model, inputs)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.core.schedule import Kind, Op
+from penstock.engine.stage.microbatch_graph import Gradients, InputGradients
+from penstock.engine.stage.protocol import NO_SKIPS, Criterion, Keep, Produced
 from penstock.rehearsal.waits import Waits
-from penstock.stage.microbatch_graph import Gradients, InputGradients
-from penstock.stage.protocol import NO_SKIPS, Criterion, Keep, Produced
 
 
 class EmulatedStage:

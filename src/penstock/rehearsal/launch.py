@@ -24,12 +24,12 @@ import msgspec
 import torch
 
 from penstock.base.errors import RunError
+from penstock.engine.transport import SharedMemoryExchange
 from penstock.rehearsal.conductor import Conductor
 from penstock.rehearsal.job import Job
 from penstock.rehearsal.rank import play
 from penstock.rehearsal.reports import Failed, Line, StepDone
 from penstock.rehearsal.waits import Alarm
-from penstock.transport import SharedMemoryExchange
 
 
 class Rank(NamedTuple):

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from penstock.engine.transport import Edge, Transport
+from penstock.engine.transport.base import OnTop
 from penstock.rehearsal.waits import Alarm
-from penstock.transport import Edge, Transport
-from penstock.transport.base import OnTop
 
 
 class PlannedLinks(OnTop):

@@ -84,10 +84,10 @@ def _in_threads(job: Job) -> Generator[StepTimes]:
     # Here, so that who rehearses in processes starts without torch.
     from multiprocessing import Pipe
 
+    from penstock.engine.transport import ThreadExchange
     from penstock.rehearsal.conductor import Conductor
     from penstock.rehearsal.rank import play
     from penstock.rehearsal.waits import Alarm
-    from penstock.transport import ThreadExchange
 
     num_ranks = job.schedule().num_ranks
     exchange = ThreadExchange(num_ranks, job.deadline_seconds)

@@ -16,19 +16,19 @@ from penstock.core.schedule import Kind, Op, Schedule
 from penstock.core.schedule.channels import other_end
 from penstock.core.schedule.segment import Segment
 from penstock.core.timing.simulator import simulate
-from penstock.model.microbatches import Weighting
-from penstock.model.optimizer_factory import Parameters
-from penstock.reduce.reducer import Purpose, SharedWeights
+from penstock.engine.model.microbatches import Weighting
+from penstock.engine.model.optimizer_factory import Parameters
+from penstock.engine.reduce.reducer import Purpose, SharedWeights
+from penstock.engine.run.minibatch import Minibatch, StreamPosition
+from penstock.engine.run.rank.program import RankProgram
+from penstock.engine.run.rank.updater import Holding, Updater
+from penstock.engine.run.rank.worker import Worker
+from penstock.engine.run.recipe import Recipe
+from penstock.engine.transport import Transport
 from penstock.rehearsal.emulated_stage import EmulatedOptimizer, EmulatedStage
 from penstock.rehearsal.job import Job
 from penstock.rehearsal.links import PlannedLinks
 from penstock.rehearsal.waits import Alarm, LogicalWaits, RelativeWaits, Waits
-from penstock.run.minibatch import Minibatch, StreamPosition
-from penstock.run.rank.program import RankProgram
-from penstock.run.rank.updater import Holding, Updater
-from penstock.run.rank.worker import Worker
-from penstock.run.recipe import Recipe
-from penstock.transport import Transport
 
 
 class Failure(NamedTuple):

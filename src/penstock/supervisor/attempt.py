@@ -12,12 +12,12 @@ import time
 from functools import partial
 from typing import NamedTuple
 
-from penstock.run.logbook import PAGE_BYTES, Logbook, Notes
+from penstock.engine.run.logbook import PAGE_BYTES, Logbook, Notes
+from penstock.engine.transport.private_store import empty_store
 from penstock.supervisor.causes import Cause, Ended, first_cause
 from penstock.supervisor.forking import Forked, door, keep_store
 from penstock.supervisor.job import Job
 from penstock.supervisor.signals import Signals, held_back
-from penstock.transport.private_store import empty_store
 
 _CAUSE_SECONDS = 1.0
 """How long to wait for the rank that failed first, when another has told of it and ended."""

@@ -7,9 +7,9 @@ import uuid
 from dataclasses import dataclass, field, replace
 
 from penstock.base.values import number, whole
-from penstock.run.logbook import VARIABLE
+from penstock.engine.run.logbook import VARIABLE
+from penstock.engine.transport import private_store
 from penstock.supervisor.script import Script
-from penstock.transport import private_store
 
 
 def _new_name() -> str:

@@ -21,8 +21,8 @@ from types import ModuleType, TracebackType
 import torch
 
 from penstock.base.errors import FileError, PeerError
-from penstock.run.drive.driver import failure_notice
-from penstock.run.logbook import Failure, Logbook
+from penstock.engine.run.drive.driver import failure_notice
+from penstock.engine.run.logbook import Failure, Logbook
 
 _INTERRUPTED = 130
 

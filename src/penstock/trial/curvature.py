@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from penstock.base.errors import InputError, ModelError
-from penstock.device.accelerators import generators_kept
-from penstock.model.spine import NamedLayer, spine_fingerprint, spine_of
+from penstock.engine.device.accelerators import generators_kept
+from penstock.engine.model.spine import NamedLayer, spine_fingerprint, spine_of
 from penstock.planning.plans import Plan
 from penstock.profiler.alone import Progress
 from penstock.trial.workload import Batch, Workload

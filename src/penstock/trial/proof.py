@@ -24,16 +24,16 @@ from penstock.base.errors import InputError
 from penstock.base.units import count_of
 from penstock.core.timing.timeline import Timeline
 from penstock.core.versions import PipeMare, Predict, Sideways
-from penstock.device.placement import devices_of_ranks
-from penstock.model import microbatches, tree
-from penstock.model.optimizer_factory import Parameters
-from penstock.model.spine import spine_fingerprint, spine_of
+from penstock.engine.device.placement import devices_of_ranks
+from penstock.engine.model import microbatches, tree
+from penstock.engine.model.optimizer_factory import Parameters
+from penstock.engine.model.spine import spine_fingerprint, spine_of
+from penstock.engine.run.drive.joining import several_processes
+from penstock.engine.run.placing import place_buffers, place_parameters
 from penstock.pipeline import Pipeline
 from penstock.planning.plans import Plan
 from penstock.planning.plans.explanation import steady_minibatch
 from penstock.profiler.alone import Progress
-from penstock.run.drive.joining import several_processes
-from penstock.run.placing import place_buffers, place_parameters
 from penstock.trial.contestants import bring_back, intra_op_threads
 from penstock.trial.curvature import layers_of_stages
 from penstock.trial.reference.delayed_replay import DelayedReplay

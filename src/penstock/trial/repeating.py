@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from penstock.base.errors import InputError
-from penstock.model import tree
+from penstock.engine.model import tree
 from penstock.trial.workload import Workload
 
 

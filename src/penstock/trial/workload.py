@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from penstock.base.errors import InputError
 from penstock.core.graph import LayerGraph
-from penstock.model import microbatches, tree
+from penstock.engine.model import microbatches, tree
 from penstock.profiler import profile
 from penstock.profiler.alone import Progress
 

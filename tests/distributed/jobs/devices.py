@@ -21,7 +21,7 @@ from torch import nn
 
 import penstock as pk
 from penstock import versions
-from penstock.model import tree
+from penstock.engine.model import tree
 from tests.kit import streams
 from tests.kit.accelerator import collectives
 from tests.kit.accelerator.devices import register

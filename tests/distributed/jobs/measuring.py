@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.base.errors import PenstockError
-from penstock.transport.link_meter import measure_cluster
+from penstock.engine.transport.link_meter import measure_cluster
 from tests.kit.launch import stall
 
 DEADLINE_SECONDS = 6.0

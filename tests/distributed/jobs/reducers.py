@@ -33,8 +33,8 @@ from penstock.base.errors import PenstockError
 from penstock.core.cluster import SpareMachine
 from penstock.core.schedule import Kind
 from penstock.core.summation import portions
+from penstock.engine.transport import ProcessGroupTransport
 from penstock.planning.plans import Plan
-from penstock.transport import ProcessGroupTransport
 from penstock.trial.reference.stale_replay import StaleReplay
 from penstock.trial.stale_proof import copies_of
 from tests.kit.accelerator import collectives

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 from penstock.base.errors import RunError
-from penstock.transport import Edge, SharedMemoryExchange
-from penstock.transport.base import Patience
+from penstock.engine.transport import Edge, SharedMemoryExchange
+from penstock.engine.transport.base import Patience
 from tests.kit import launch
 
 NUM_RANKS = 3

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from penstock.base.errors import PeerError, RunError
-from penstock.transport import Edge, connect
-from penstock.transport.rendezvous import Rendezvous
+from penstock.engine.transport import Edge, connect
+from penstock.engine.transport.rendezvous import Rendezvous
 
 DEADLINE_SECONDS = 60.0
 NUM_ROUNDS = 6

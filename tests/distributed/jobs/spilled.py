@@ -59,7 +59,7 @@ def train(folder, spill, num_ranks=1, num_steps=NUM_STEPS, **options):
 def interrupted(folder):
     """Trains, and saves behind the third step; the save behind the fourth, in the background, reads
     some of the tier, says so, and is never done, while training goes on."""
-    from penstock.weights.ways import HostWay
+    from penstock.engine.weights.ways import HostWay
 
     peek = HostWay.peek
 

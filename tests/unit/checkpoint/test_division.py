@@ -9,8 +9,8 @@ from torch import nn
 
 from penstock.checkpoint.division import Division
 from penstock.checkpoint.header import Extent
-from penstock.reduce.slices import row_slices_of
-from penstock.tensor.cuts import Cut
+from penstock.engine.reduce.slices import row_slices_of
+from penstock.engine.tensor.cuts import Cut
 
 
 def rows_of(name, parameter, copy, num_copies):

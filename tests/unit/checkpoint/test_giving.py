@@ -16,10 +16,10 @@ from penstock.checkpoint.giving import check_fits, give
 from penstock.checkpoint.header import FORMAT, Header, Identity, extent_of
 from penstock.checkpoint.piece import write_piece
 from penstock.checkpoint.taking import TrainedStage, state_of
-from penstock.model.randomness import LayerStreams
-from penstock.model.spine import spine_of
-from penstock.reduce.sharding import Shard
-from penstock.stage.stage import Stage
+from penstock.engine.model.randomness import LayerStreams
+from penstock.engine.model.spine import spine_of
+from penstock.engine.reduce.sharding import Shard
+from penstock.engine.stage.stage import Stage
 from tests.kit.helpers import make_plan
 
 STEP = 3

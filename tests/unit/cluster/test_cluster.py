@@ -8,8 +8,8 @@ from penstock import Cluster, Device, Link
 from penstock.base.errors import InputError
 from penstock.core.cluster import Group, SpareMachine, Topology, Wire, local
 from penstock.core.cluster.driver import gpus
-from penstock.device.accelerators import accelerators
-from penstock.device.memory import total_bytes
+from penstock.engine.device.accelerators import accelerators
+from penstock.engine.device.memory import total_bytes
 
 SLOW, MIDDLE, FAST = (
     Link(latency_seconds=50e-6, bytes_per_second=1e9),

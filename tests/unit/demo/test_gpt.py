@@ -7,7 +7,7 @@ import torch
 
 from penstock.base.errors import InputError
 from penstock.demo import GPT, loss
-from penstock.model.spine import spine_of
+from penstock.engine.model.spine import spine_of
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from penstock.demo.gpt import Block
-from penstock.device.activation_meter import ActivationMeter
+from penstock.engine.device.activation_meter import ActivationMeter
 from tests.kit.alive import Alive
 from tests.kit.examples import in_turns
 from tests.kit.helpers import Lambda

@@ -6,8 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from penstock.device import collectives
-from penstock.device.collectives import backend_of_accelerators, device_of, is_of_accelerators
+from penstock.engine.device import collectives
+from penstock.engine.device.collectives import (
+    backend_of_accelerators,
+    device_of,
+    is_of_accelerators,
+)
 
 
 @pytest.fixture

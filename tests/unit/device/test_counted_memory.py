@@ -18,12 +18,12 @@ from penstock.core.schedule.check import executable_order
 from penstock.core.schedule.memory import Sizes, units
 from penstock.core.timing.simulator import simulate
 from penstock.demo.gpt import GPT, loss
-from penstock.device.activation_meter import ActivationMeter
-from penstock.model import tree
-from penstock.model.randomness import LayerStreams
-from penstock.model.spine import spine_of
+from penstock.engine.device.activation_meter import ActivationMeter
+from penstock.engine.model import tree
+from penstock.engine.model.randomness import LayerStreams
+from penstock.engine.model.spine import spine_of
+from penstock.engine.stage.stage import Keep, Stage
 from penstock.profiler import profile
-from penstock.stage.stage import Keep, Stage
 from tests.kit.alive import Alive
 from tests.kit.helpers import make_batch, make_mlp
 

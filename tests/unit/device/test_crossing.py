@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from penstock.base.errors import RunError
-from penstock.device.crossing import give_memory
+from penstock.engine.device.crossing import give_memory
 
 
 class Marked(nn.Parameter):

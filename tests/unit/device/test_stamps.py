@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
-from penstock.device.queue import DeviceQueue
-from penstock.device.stamps import DeviceClock, Stamps
+from penstock.engine.device.queue import DeviceQueue
+from penstock.engine.device.stamps import DeviceClock, Stamps
 
 pytestmark = pytest.mark.usefixtures("accelerator")
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from penstock.base.errors import StageError
-from penstock.model.ignored_labels import IgnoredLabels
-from penstock.model.microbatches import Microbatches
+from penstock.engine.model.ignored_labels import IgnoredLabels
+from penstock.engine.model.microbatches import Microbatches
 from tests.kit.training import pipeline_of, sgd
 
 

@@ -8,8 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.base.errors import InputError
-from penstock.model import microbatches, tree
-from penstock.model.microbatches import Weighting, join_slices, sequence_length, split_sequence
+from penstock.engine.model import microbatches, tree
+from penstock.engine.model.microbatches import (
+    Weighting,
+    join_slices,
+    sequence_length,
+    split_sequence,
+)
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool]
 

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import penstock as pk
 from penstock.base.errors import StageError
 from penstock.demo import GPT
-from penstock.model import randomness
-from penstock.model.randomness import LayerStreams, RandomStream, stream_seed
+from penstock.engine.model import randomness
+from penstock.engine.model.randomness import LayerStreams, RandomStream, stream_seed
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit.helpers import make_batch, make_plan
 

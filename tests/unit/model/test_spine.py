@@ -11,7 +11,7 @@ from torch import nn
 
 import penstock as pk
 from penstock.base.errors import ModelError
-from penstock.model.spine import evaluation_mode, spine_of
+from penstock.engine.model.spine import evaluation_mode, spine_of
 from tests.kit.helpers import make_plan
 
 

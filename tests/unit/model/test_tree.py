@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.model import tree
+from penstock.engine.model import tree
 
 
 class Pair(NamedTuple):

@@ -22,7 +22,7 @@ from penstock.base.errors import (
     RunError,
     StageError,
 )
-from penstock.run.drive import threads
+from penstock.engine.run.drive import threads
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit import training
 from tests.kit.helpers import make_batch, make_mlp, make_plan

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from torch import nn
 
 import penstock as pk
-from penstock.run.drive.driver import failure_notice
-from penstock.transport.base import Patience, overdue
+from penstock.engine.run.drive.driver import failure_notice
+from penstock.engine.transport.base import Patience, overdue
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit.helpers import make_batch, make_mlp, make_plan
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import penstock as pk
-from penstock.model.spine import spine_of
+from penstock.engine.model.spine import spine_of
 from penstock.profiler.alone.chain import runs_of
 from penstock.profiler.alone.workspace import measure_workspaces
 from tests.kit.helpers import Net

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import penstock as pk
-from penstock.model.spine import spine_of
+from penstock.engine.model.spine import spine_of
+from penstock.engine.stage.deferral import undeferred_parameters
 from penstock.profiler.alone.chain import runs_of
 from penstock.profiler.alone.clock import AcceleratorClock, WallClock, clock_of
 from penstock.profiler.alone.flags import flags_of
@@ -22,7 +23,6 @@ from penstock.profiler.alone.rounds import (
     measure_overheads,
     times_of,
 )
-from penstock.stage.deferral import undeferred_parameters
 
 CPU = torch.device("cpu")
 NONE = Overheads(*[Overhead(0.0)] * 4)

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from penstock.reduce import agreement
-from penstock.reduce.agreement import Share, Verdict, unscale
-from penstock.run.recipe import LossScale
+from penstock.engine.reduce import agreement
+from penstock.engine.reduce.agreement import Share, Verdict, unscale
+from penstock.engine.run.recipe import LossScale
 
 
 def parameters(gradients):

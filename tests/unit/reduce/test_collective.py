@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from penstock.base.errors import DeadlineError, PeerError
-from penstock.reduce import collective
-from penstock.reduce.collective import AllReducer
-from penstock.reduce.reducer import SharedWeights
-from penstock.reduce.sums import Sums
+from penstock.engine.reduce import collective
+from penstock.engine.reduce.collective import AllReducer
+from penstock.engine.reduce.reducer import SharedWeights
+from penstock.engine.reduce.sums import Sums
 from tests.unit.reduce.test_sums import (
     DEADLINE_SECONDS,
     between_threads,

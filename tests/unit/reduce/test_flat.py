@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from penstock.base.errors import RunError
-from penstock.reduce.flat import FlatBuffers, FlatLayout, Placed
+from penstock.engine.reduce.flat import FlatBuffers, FlatLayout, Placed
 
 SHAPES = [
     ((2, 3), torch.float32),

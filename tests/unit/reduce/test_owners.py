@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from penstock.core.summation import portions as portions_module
-from penstock.model import tree
-from penstock.reduce.owners import OwnerReducer
-from penstock.reduce.reducer import Purpose, SharedWeights
-from penstock.reduce.sharding import ShardedReducer
-from penstock.reduce.slices import portions_of, row_portions_of
-from penstock.reduce.sums import Sums
-from penstock.transport.base import OnTop
+from penstock.engine.model import tree
+from penstock.engine.reduce.owners import OwnerReducer
+from penstock.engine.reduce.reducer import Purpose, SharedWeights
+from penstock.engine.reduce.sharding import ShardedReducer
+from penstock.engine.reduce.slices import portions_of, row_portions_of
+from penstock.engine.reduce.sums import Sums
+from penstock.engine.transport.base import OnTop
 from tests.unit.reduce.test_sums import folded, in_shared_memory, on_all_ranks
 
 NUM_RANKS = 3

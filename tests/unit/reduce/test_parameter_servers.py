@@ -7,10 +7,10 @@ from collections import Counter
 import pytest
 import torch
 
-from penstock.model import tree
-from penstock.reduce.reducer import SharedWeights
-from penstock.reduce.sharding import ShardedReducer, Shards
-from penstock.transport.base import OnTop
+from penstock.engine.model import tree
+from penstock.engine.reduce.reducer import SharedWeights
+from penstock.engine.reduce.sharding import ShardedReducer, Shards
+from penstock.engine.transport.base import OnTop
 from tests.unit.reduce.test_sums import between_threads, fill, folded, holders, on_all_ranks
 
 

@@ -13,9 +13,9 @@ from penstock.base.errors import InputError, RunError
 from penstock.core.cluster import SpareMachine
 from penstock.core.summation.frames import key_of
 from penstock.core.summation.server import SummationServer
+from penstock.engine.reduce.reducer import SharedWeights
+from penstock.engine.reduce.serving import ServerReducer
 from penstock.planning.plans.summing import Summing
-from penstock.reduce.reducer import SharedWeights
-from penstock.reduce.serving import ServerReducer
 from tests.unit.reduce.test_sums import (
     SHAPES,
     between_threads,

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from penstock.base.errors import InputError
-from penstock.model import tree
-from penstock.reduce.reducer import SharedWeights
-from penstock.reduce.sharding import Shard, ShardedReducer, Shards
-from penstock.reduce.slices import row_slices_of
-from penstock.transport.base import OnTop
+from penstock.engine.model import tree
+from penstock.engine.reduce.reducer import SharedWeights
+from penstock.engine.reduce.sharding import Shard, ShardedReducer, Shards
+from penstock.engine.reduce.slices import row_slices_of
+from penstock.engine.transport.base import OnTop
 from tests.unit.reduce.test_sums import between_threads, fill, folded, holders, on_all_ranks
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=6)

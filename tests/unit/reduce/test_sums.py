@@ -13,14 +13,14 @@ from torch import nn
 
 import penstock as pk
 from penstock.base.errors import PeerError, RunError
-from penstock.model import tree
-from penstock.reduce.reducer import SharedWeights
-from penstock.reduce.slices import slices_of
-from penstock.reduce.sums import Sums
-from penstock.transport import ThreadExchange
-from penstock.transport.base import Patience
-from penstock.transport.tags import SHARED_TAGS
-from penstock.transport.threads import ThreadTransport
+from penstock.engine.model import tree
+from penstock.engine.reduce.reducer import SharedWeights
+from penstock.engine.reduce.slices import slices_of
+from penstock.engine.reduce.sums import Sums
+from penstock.engine.transport import ThreadExchange
+from penstock.engine.transport.base import Patience
+from penstock.engine.transport.tags import SHARED_TAGS
+from penstock.engine.transport.threads import ThreadTransport
 from tests.kit.alive import Alive
 from tests.unit.transport.test_shared_memory import connected
 

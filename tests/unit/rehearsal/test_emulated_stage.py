@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from penstock.core.schedule import Op
+from penstock.engine.stage.protocol import RunnableStage
+from penstock.engine.stage.stage import Stage
 from penstock.rehearsal.emulated_stage import EmulatedStage
 from penstock.rehearsal.waits import Waits
-from penstock.stage.protocol import RunnableStage
-from penstock.stage.stage import Stage
 
 
 class Noting(Waits):

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from penstock.reduce.agreement import Share
-from penstock.run.rank.group_gradients import GroupGradients
+from penstock.engine.reduce.agreement import Share
+from penstock.engine.run.rank.group_gradients import GroupGradients
 from tests.kit.groups import together
 
 

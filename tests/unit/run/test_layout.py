@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from penstock.base.errors import ModelError
-from penstock.model.randomness import LayerStreams
-from penstock.model.spine import spine_of
-from penstock.run.layout import Layout
-from penstock.run.rank.program import SkipRoute
+from penstock.engine.model.randomness import LayerStreams
+from penstock.engine.model.spine import spine_of
+from penstock.engine.run.layout import Layout
+from penstock.engine.run.rank.program import SkipRoute
 from tests.kit.helpers import make_mlp, make_plan
 from tests.numerics.test_one_logical_model_shared import TiedGPT, UNet
 

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from penstock.run.logbook import PAGE_BYTES, VARIABLE, Failure, Logbook, Notes
+from penstock.engine.run.logbook import PAGE_BYTES, VARIABLE, Failure, Logbook, Notes
 
 NOTHING = Notes(None, None, None, None)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from penstock.model.microbatches import Weighting
-from penstock.run.cutter import Cutter
-from penstock.run.minibatch import Minibatch, StreamPosition, seal_of
-from penstock.run.seals import Call, Next, Seal
+from penstock.engine.model.microbatches import Weighting
+from penstock.engine.run.cutter import Cutter
+from penstock.engine.run.minibatch import Minibatch, StreamPosition, seal_of
+from penstock.engine.run.seals import Call, Next, Seal
 
 
 def cutter():

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from penstock import Op, Timeline
-from penstock.run import outcome
-from penstock.run.outcome import RankRecord
+from penstock.engine.run import outcome
+from penstock.engine.run.outcome import RankRecord
 
 
 def record(*spans, **fields):

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from penstock.base.errors import InputError
-from penstock.model.optimizer_factory import Parameters
-from penstock.run.recipe import LossScale, Recipe
+from penstock.engine.model.optimizer_factory import Parameters
+from penstock.engine.run.recipe import LossScale, Recipe
 from tests.kit.training import sgd
 
 

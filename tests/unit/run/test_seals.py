@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from penstock.base.errors import RunError
-from penstock.run.seals import (
+from penstock.engine.run.seals import (
     Call,
     Modes,
     Next,
@@ -17,7 +17,7 @@ from penstock.run.seals import (
     digest,
     modes_of,
 )
-from penstock.transport.base import NOTE_BYTES
+from penstock.engine.transport.base import NOTE_BYTES
 
 STEP = Seal(Call.STEP, inputs=5, targets=7)
 LOOP = STEP._replace(call=Call.LOOP)

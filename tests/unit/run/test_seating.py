@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from penstock.base.errors import DeadlineError
-from penstock.run.seating import MeshTransport, Seat
-from penstock.transport import Edge
-from penstock.transport.base import Patience, overdue
+from penstock.engine.run.seating import MeshTransport, Seat
+from penstock.engine.transport import Edge
+from penstock.engine.transport.base import Patience, overdue
 
 
 class Silent:

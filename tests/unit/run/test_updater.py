@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from penstock.base.errors import InputError
-from penstock.run.rank.updater import Holding, Updater
-from penstock.run.rank.worker import NUMBERS_PER_RUN
-from penstock.run.recipe import LossScale, Recipe
-from penstock.transport import ThreadExchange
-from penstock.transport.tags import FIRST_EXCHANGE
+from penstock.engine.run.rank.updater import Holding, Updater
+from penstock.engine.run.rank.worker import NUMBERS_PER_RUN
+from penstock.engine.run.recipe import LossScale, Recipe
+from penstock.engine.transport import ThreadExchange
+from penstock.engine.transport.tags import FIRST_EXCHANGE
 
 
 def updater_of(stages, **options):

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from penstock.base.errors import ModelError
-from penstock.model.randomness import LayerStreams
-from penstock.model.spine import spine_of
-from penstock.run.layout import Layout
-from penstock.run.materialising import Initialiser
-from penstock.run.wholes import Wholes, check_there
+from penstock.engine.model.randomness import LayerStreams
+from penstock.engine.model.spine import spine_of
+from penstock.engine.run.layout import Layout
+from penstock.engine.run.materialising import Initialiser
+from penstock.engine.run.wholes import Wholes, check_there
 from tests.kit.groups import together
 from tests.kit.helpers import make_plan
 

@@ -13,17 +13,17 @@ from penstock.base.errors import DeadlineError, ModelError, StageError
 from penstock.core.schedule import Schedule
 from penstock.core.schedule.op import Kind
 from penstock.core.schedule.segment import Segment
-from penstock.model.randomness import LayerStreams
-from penstock.model.spine import spine_of
-from penstock.run.minibatch import Minibatch, StreamPosition
-from penstock.run.rank.compiler import KINDS
-from penstock.run.rank.updater import Holding, Updater
-from penstock.run.rank.worker import Worker
-from penstock.run.recipe import Recipe
-from penstock.run.shared_state import SharedState, SharedTensor
-from penstock.stage.stage import Stage
-from penstock.transport import Edge, Transport
-from penstock.transport.tags import FIRST_EXCHANGE
+from penstock.engine.model.randomness import LayerStreams
+from penstock.engine.model.spine import spine_of
+from penstock.engine.run.minibatch import Minibatch, StreamPosition
+from penstock.engine.run.rank.compiler import KINDS
+from penstock.engine.run.rank.updater import Holding, Updater
+from penstock.engine.run.rank.worker import Worker
+from penstock.engine.run.recipe import Recipe
+from penstock.engine.run.shared_state import SharedState, SharedTensor
+from penstock.engine.stage.stage import Stage
+from penstock.engine.transport import Edge, Transport
+from penstock.engine.transport.tags import FIRST_EXCHANGE
 from tests.kit.helpers import make_mlp
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.base.errors import InputError
-from penstock.stage.batch_norm import MinibatchStatistics
+from penstock.engine.stage.batch_norm import MinibatchStatistics
 
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}

@@ -15,9 +15,9 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from penstock.base.errors import InputError
-from penstock.model.randomness import LayerStreams
-from penstock.model.spine import spine_of
-from penstock.stage.stage import Keep, Stage
+from penstock.engine.model.randomness import LayerStreams
+from penstock.engine.model.spine import spine_of
+from penstock.engine.stage.stage import Keep, Stage
 from tests.kit.examples import in_turns
 from tests.kit.helpers import Lambda, wanting
 from tests.kit.kernels import kernels_for_an_lstm

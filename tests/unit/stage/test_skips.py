@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from penstock.base.errors import InputError, ModelError
-from penstock.model.randomness import LayerStreams
-from penstock.model.spine import run_spine, spine_of
+from penstock.engine.model.randomness import LayerStreams
+from penstock.engine.model.spine import run_spine, spine_of
+from penstock.engine.stage.stage import Keep, Stage
 from penstock.profiler import profile
-from penstock.stage.stage import Keep, Stage
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit.helpers import Net
 

@@ -16,12 +16,12 @@ from penstock.core.schedule import Schedule, families
 from penstock.core.schedule.lower import add_recompute
 from penstock.core.schedule.segment import Segment
 from penstock.demo import GPT
-from penstock.model.microbatches import split_sequence
-from penstock.model.randomness import LayerStreams
-from penstock.model.spine import spine_of
-from penstock.run.rank.program import RankProgram
-from penstock.stage.slices import Relay, call_of, check_sliceable
-from penstock.stage.stage import Keep, Stage
+from penstock.engine.model.microbatches import split_sequence
+from penstock.engine.model.randomness import LayerStreams
+from penstock.engine.model.spine import spine_of
+from penstock.engine.run.rank.program import RankProgram
+from penstock.engine.stage.slices import Relay, call_of, check_sliceable
+from penstock.engine.stage.stage import Keep, Stage
 from tests.kit.helpers import wanting
 
 

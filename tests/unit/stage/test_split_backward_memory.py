@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from penstock.stage.stage import Keep
+from penstock.engine.stage.stage import Keep
 from tests.kit.helpers import wanting
 from tests.unit.stage.test_split_backward import Lambda, stage_of
 

@@ -13,9 +13,9 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.base.errors import InputError
-from penstock.model.randomness import LayerStreams
-from penstock.model.spine import spine_of
-from penstock.stage.stage import Keep, Stage
+from penstock.engine.model.randomness import LayerStreams
+from penstock.engine.model.spine import spine_of
+from penstock.engine.stage.stage import Keep, Stage
 from tests.kit.helpers import Lambda, wanting
 
 

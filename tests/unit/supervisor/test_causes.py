@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.run.logbook import Failure, Notes
+from penstock.engine.run.logbook import Failure, Notes
 from penstock.supervisor.causes import Ended, cause_of, first_cause
 from penstock.supervisor.job import Job
 from penstock.supervisor.script import Script

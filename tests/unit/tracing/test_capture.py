@@ -19,10 +19,10 @@ from torch import nn
 
 import penstock as pk
 from penstock.base.errors import InputError, ModelError
-from penstock.model.spine import run_spine, spine_fingerprint, spine_of
-from penstock.tracing import capture
-from penstock.transport import Codec, Edge
-from penstock.transport.packing import Packer
+from penstock.engine.model.spine import run_spine, spine_fingerprint, spine_of
+from penstock.engine.tracing import capture
+from penstock.engine.transport import Codec, Edge
+from penstock.engine.transport.packing import Packer
 from tests.kit.copied import made_once
 from tests.kit.helpers import make_plan
 from tests.kit.paths import ROOT
@@ -442,7 +442,7 @@ import sys
 import torch
 from torch import nn
 from penstock.base.errors import ModelError
-from penstock.tracing import capture
+from penstock.engine.tracing import capture
 
 {inspect.getsource(Branching)}
 

@@ -11,8 +11,8 @@ import torch
 import torch.export._trace
 from torch import nn
 
-from penstock.tracing import capture
-from penstock.tracing.hush import without_dumps
+from penstock.engine.tracing import capture
+from penstock.engine.tracing.hush import without_dumps
 
 SHARED = torch.export._trace
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from penstock.tracing.lines import lines_of
+from penstock.engine.tracing.lines import lines_of
 
 
 def shortened(value):

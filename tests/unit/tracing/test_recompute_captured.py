@@ -13,11 +13,11 @@ from torch import nn
 
 import penstock as pk
 from examples.models import resnet
-from penstock.model import tree
-from penstock.model.randomness import LayerStreams
-from penstock.model.spine import spine_of
-from penstock.run.counting import Counter
-from penstock.stage.stage import Keep, Stage
+from penstock.engine.model import tree
+from penstock.engine.model.randomness import LayerStreams
+from penstock.engine.model.spine import spine_of
+from penstock.engine.run.counting import Counter
+from penstock.engine.stage.stage import Keep, Stage
 from tests.kit.alive import Alive
 from tests.kit.copied import made_once
 from tests.kit.helpers import Lambda, make_plan

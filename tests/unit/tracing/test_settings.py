@@ -9,7 +9,7 @@ from torch import nn
 
 import penstock as pk
 from penstock.base.errors import ModelError
-from penstock.tracing import capture
+from penstock.engine.tracing import capture
 from tests.kit.helpers import make_plan
 
 pytestmark = pytest.mark.xdist_group("capture")  # loading torch.export takes longest

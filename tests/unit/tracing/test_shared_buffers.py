@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import penstock as pk
-from penstock.model.randomness import LayerStreams
-from penstock.model.spine import spine_of
-from penstock.stage.stage import Keep, Stage
+from penstock.engine.model.randomness import LayerStreams
+from penstock.engine.model.spine import spine_of
+from penstock.engine.stage.stage import Keep, Stage
 from tests.kit.copied import made_once
 from tests.kit.helpers import make_plan
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.base.errors import ModelError
-from penstock.tracing import capture
-from penstock.tracing.unseen import check_backward
+from penstock.engine.tracing import capture
+from penstock.engine.tracing.unseen import check_backward
 
 pytestmark = pytest.mark.xdist_group("capture")  # loading torch.export takes longest
 

@@ -11,10 +11,10 @@ from torch import nn
 
 import penstock as pk
 from penstock.base.errors import ModelError, StageError
-from penstock.model.randomness import LayerStreams
-from penstock.model.spine import spine_of
-from penstock.stage.stage import Stage
-from penstock.tracing import capture
+from penstock.engine.model.randomness import LayerStreams
+from penstock.engine.model.spine import spine_of
+from penstock.engine.stage.stage import Stage
+from penstock.engine.tracing import capture
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit.copied import made_once
 from tests.kit.helpers import Lambda, make_plan

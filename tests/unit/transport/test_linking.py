@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.transport import linking, processes
+from penstock.engine.transport import linking, processes
 
 
 def place(number=0, *, kind="emu", host="here", identity=None, library="quick", problem=""):

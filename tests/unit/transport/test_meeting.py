@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from penstock.base.errors import DeadlineError, RunError
-from penstock.transport import SharedMemoryExchange
-from penstock.transport.meeting import Doorway, this_host
+from penstock.engine.transport import SharedMemoryExchange
+from penstock.engine.transport.meeting import Doorway, this_host
 
 
 def knock(address, words):

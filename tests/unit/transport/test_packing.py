@@ -18,9 +18,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from penstock.base.errors import InputError, RunError
-from penstock.model import tree
-from penstock.transport import Codec, Edge, Noted, packing, wire
-from penstock.transport.packing import BlockKind, Packer
+from penstock.engine.model import tree
+from penstock.engine.transport import Codec, Edge, Noted, packing, wire
+from penstock.engine.transport.packing import BlockKind, Packer
 
 EDGE = Edge(0, 1, 0)
 

@@ -8,7 +8,12 @@ import stat
 import pytest
 
 from penstock.base.errors import RunError
-from penstock.transport.private_store import VARIABLE, empty_store, private_store, told_to_rank
+from penstock.engine.transport.private_store import (
+    VARIABLE,
+    empty_store,
+    private_store,
+    told_to_rank,
+)
 
 
 @pytest.fixture

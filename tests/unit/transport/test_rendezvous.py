@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from penstock.base.errors import DeadlineError, PeerError, RunError
-from penstock.transport.rendezvous import Process, Rendezvous, within
+from penstock.engine.transport.rendezvous import Process, Rendezvous, within
 
 LONG_SECONDS = 60.0
 KEEPER = """
@@ -158,7 +158,7 @@ def keeper():
 
 
 def test_a_store_whose_keeper_is_stopped_or_gone_hangs_nobody(monkeypatch):
-    monkeypatch.setattr("penstock.transport.rendezvous._ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr("penstock.engine.transport.rendezvous._ANSWER_SECONDS", 1.0)
     with keeper() as (process, store):
         stopped, killed = (meet(store, 0, 2, seconds=0.5) for _ in range(2))
         killed._store = dist.TCPStore("127.0.0.1", store.port, is_master=False)

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from penstock.base.errors import DeadlineError, PeerError, RunError
-from penstock.model import tree
-from penstock.transport import (
+from penstock.engine.model import tree
+from penstock.engine.transport import (
     Codec,
     Edge,
     Noted,
@@ -31,7 +31,7 @@ from penstock.transport import (
     shared_memory,
     slots,
 )
-from penstock.transport.base import NOTE_BYTES
+from penstock.engine.transport.base import NOTE_BYTES
 from tests.unit.transport.test_packing import Pair, bytes_of, tensors, values
 
 FORWARD, OTHER, BACKWARD = Edge(0, 1, 0), Edge(0, 1, 2), Edge(1, 0, 1)

@@ -10,12 +10,12 @@ import pytest
 from penstock import schedules
 from penstock.core.schedule.lower import lower
 from penstock.core.schedule.segment import Segment
-from penstock.reduce.reducer import Purpose, SharedWeights
-from penstock.run.rank.program import RankProgram, SkipRoute
-from penstock.run.rank.worker import NUMBERS_PER_RUN
-from penstock.tensor.channel_group import ChannelGroup
-from penstock.transport import tags
-from penstock.transport.base import LARGEST_NUMBER
+from penstock.engine.reduce.reducer import Purpose, SharedWeights
+from penstock.engine.run.rank.program import RankProgram, SkipRoute
+from penstock.engine.run.rank.worker import NUMBERS_PER_RUN
+from penstock.engine.tensor.channel_group import ChannelGroup
+from penstock.engine.transport import tags
+from penstock.engine.transport.base import LARGEST_NUMBER
 
 MANY = 2000
 """Groups of shared weights, skips: more than any model has."""

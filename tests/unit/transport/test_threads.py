@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock.base.errors import DeadlineError, PeerError, RunError
-from penstock.transport import Edge, ThreadExchange
+from penstock.engine.transport import Edge, ThreadExchange
 
 FORWARD, BACKWARD = Edge(0, 1, 0), Edge(0, 1, 1)
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from penstock.core.cluster.parts import Tier
-from penstock.weights import tiers
-from penstock.weights.group import Group
-from penstock.weights.lane import Lane, Moved, at_once
-from penstock.weights.slabs import Slabs
-from penstock.weights.tiers import PAGE
-from penstock.weights.transfers import Transfers
-from penstock.weights.ways import Way
+from penstock.engine.weights import tiers
+from penstock.engine.weights.group import Group
+from penstock.engine.weights.lane import Lane, Moved, at_once
+from penstock.engine.weights.slabs import Slabs
+from penstock.engine.weights.tiers import PAGE
+from penstock.engine.weights.transfers import Transfers
+from penstock.engine.weights.ways import Way
 
 SECONDS = 30
 

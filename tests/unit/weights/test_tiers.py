@@ -14,9 +14,9 @@ import pytest
 
 from penstock.base.errors import FileError, InputError, RunError
 from penstock.core.cluster.parts import Tier
-from penstock.weights import tiers
-from penstock.weights.slabs import Slab, Slabs
-from penstock.weights.tiers import PAGE, DiskStore, opened, whole_pages
+from penstock.engine.weights import tiers
+from penstock.engine.weights.slabs import Slab, Slabs
+from penstock.engine.weights.tiers import PAGE, DiskStore, opened, whole_pages
 
 
 def filled(num_bytes, seed):
@@ -135,8 +135,8 @@ def test_main_memory_has_no_folder():
 
 _JOB = """
 import os, sys
-from penstock.weights.tiers import DiskStore, PAGE
-from penstock.weights.slabs import Slab
+from penstock.engine.weights.tiers import DiskStore, PAGE
+from penstock.engine.weights.slabs import Slab
 store = DiskStore(sys.argv[1])
 store.write(store.reserve("weights", PAGE), Slab(PAGE).view)
 print("written", flush=True)

@@ -11,10 +11,10 @@ from transformers import Trainer, TrainingArguments
 
 from penstock.base.errors import InputError
 from penstock.base.values import expect
+from penstock.engine.model.spine import evaluation_mode
 from penstock.interop.huggingface.items import items_of
 from penstock.interop.loss_pipeline import LossPipeline, in_microbatches, let_state_follow
 from penstock.interop.spread import Spread, check_one_process
-from penstock.model.spine import evaluation_mode
 from penstock.pipeline import Pipeline
 from penstock.planning.plans import Plan
 

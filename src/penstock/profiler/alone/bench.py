@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from penstock.device.memory import gauge_of
-from penstock.model.spine import NamedLayer
+from penstock.engine.device.memory import gauge_of
+from penstock.engine.model.spine import NamedLayer
+from penstock.engine.stage.deferral import undeferred_parameters
 from penstock.profiler.alone.chain import HandedOn, RunLayer, handed_on, runs_of
 from penstock.profiler.alone.clock import clock_of
 from penstock.profiler.alone.draws import watching_draws
@@ -24,7 +25,6 @@ from penstock.profiler.alone.rounds import (
 )
 from penstock.profiler.alone.sample import Sample
 from penstock.profiler.alone.workspace import measure_workspaces
-from penstock.stage.deferral import undeferred_parameters
 
 Progress = Callable[[int, int], None]
 """Called with (done, total)."""

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from penstock.base.errors import ModelError
-from penstock.model import tree
-from penstock.model.spine import NamedLayer, Skip, run_layer
-from penstock.run.recipe import Loss
+from penstock.engine.model import tree
+from penstock.engine.model.spine import NamedLayer, Skip, run_layer
+from penstock.engine.run.recipe import Loss
 
 RunLayer = Callable[[Any], Any]
 """Takes what the layer before gave, and gives what this one gives."""

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from penstock.base.errors import InputError
-from penstock.device.accelerators import accelerator_name, generators_kept, is_on_host
-from penstock.model import tree
-from penstock.model.replay import put_back, saved_buffers
+from penstock.engine.device.accelerators import accelerator_name, generators_kept, is_on_host
+from penstock.engine.model import tree
+from penstock.engine.model.replay import put_back, saved_buffers
 
 
 def device_of(model: nn.Module, inputs: Any) -> torch.device:

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from penstock.model.randomness import RandomStream
-from penstock.tensor.dropout import DROPOUTS
+from penstock.engine.model.randomness import RandomStream
+from penstock.engine.tensor.dropout import DROPOUTS
 
 _SEED = 0
 

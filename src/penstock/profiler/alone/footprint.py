@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.model import tree
+from penstock.engine.model import tree
+from penstock.engine.stage.deferral import Deferral, undeferred_parameters
+from penstock.engine.stage.microbatch_graph import cut, edges
 from penstock.profiler.alone.chain import RunLayer
-from penstock.stage.deferral import Deferral, undeferred_parameters
-from penstock.stage.microbatch_graph import cut, edges
 
 _NOBODY = -1
 

@@ -9,8 +9,11 @@ from msgspec.structs import replace
 from torch import nn
 
 from penstock.core.graph import Layer, LayerGraph
-from penstock.model.optimizer_factory import OptimizerFactory
-from penstock.model.spine import NamedLayer, spine_of
+from penstock.engine.model.optimizer_factory import OptimizerFactory
+from penstock.engine.model.spine import NamedLayer, spine_of
+from penstock.engine.tensor.ways import trait_of
+from penstock.engine.tracing.layers import CapturedLayer
+from penstock.engine.tracing.units import units_of
 from penstock.profiler.alone.bench import Bench, Measured, Progress
 from penstock.profiler.alone.chain import num_bytes
 from penstock.profiler.alone.conditions import device_of, name_of, software, undisturbed
@@ -22,9 +25,6 @@ from penstock.profiler.alone.overheads import (
     measure_updates,
 )
 from penstock.profiler.alone.sample import Sample
-from penstock.tensor.ways import trait_of
-from penstock.tracing.layers import CapturedLayer
-from penstock.tracing.units import units_of
 
 
 def measure_alone(

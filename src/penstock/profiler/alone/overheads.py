@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from penstock.base.errors import InputError
-from penstock.model.optimizer_factory import OptimizerFactory, Parameters, make_optimizer
-from penstock.model.spine import NamedLayer
+from penstock.engine.model.optimizer_factory import OptimizerFactory, Parameters, make_optimizer
+from penstock.engine.model.spine import NamedLayer
+from penstock.engine.stage.microbatch_graph import MicrobatchGraph, cut, edges, sent
 from penstock.profiler.alone.chain import num_bytes
 from penstock.profiler.alone.clock import Clock
-from penstock.stage.microbatch_graph import MicrobatchGraph, cut, edges, sent
 
 # Adam keeps two numbers per parameter; assumed where no optimizer is given to measure.
 _ASSUMED_STATE_PER_PARAMETER = 2

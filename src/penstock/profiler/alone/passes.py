@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.model import tree
+from penstock.engine.model import tree
+from penstock.engine.stage.deferral import Deferral
+from penstock.engine.stage.microbatch_graph import MicrobatchGraph, cut, edges
 from penstock.profiler.alone.chain import RunLayer
 from penstock.profiler.alone.clock import Clock
-from penstock.stage.deferral import Deferral
-from penstock.stage.microbatch_graph import MicrobatchGraph, cut, edges
 
 LayerSeconds = list[float]
 """The seconds of every layer."""

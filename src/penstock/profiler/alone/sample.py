@@ -10,8 +10,8 @@ from torch import Tensor
 
 from penstock.base.errors import InputError
 from penstock.base.values import is_whole
-from penstock.model import microbatches, tree
-from penstock.run.recipe import Loss
+from penstock.engine.model import microbatches, tree
+from penstock.engine.run.recipe import Loss
 
 
 @dataclass(frozen=True)

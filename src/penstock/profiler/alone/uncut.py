@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from penstock.model.spine import spine_of
+from penstock.engine.model.spine import spine_of
 from penstock.profiler.alone.chain import in_one, runs_of
 from penstock.profiler.alone.clock import clock_of
 from penstock.profiler.alone.conditions import device_of, undisturbed

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.device.memory import Gauge
-from penstock.model import tree
+from penstock.engine.device.memory import Gauge
+from penstock.engine.model import tree
+from penstock.engine.stage.microbatch_graph import MicrobatchGraph, cut, edges
 from penstock.profiler.alone.chain import RunLayer
-from penstock.stage.microbatch_graph import MicrobatchGraph, cut, edges
 
 
 def measure_workspaces(runs: Sequence[RunLayer], inputs: Any, gauge: Gauge) -> list[int]:

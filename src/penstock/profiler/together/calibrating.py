@@ -13,14 +13,14 @@ from torch import nn
 from penstock.base.errors import PenstockError
 from penstock.core.cluster.local import usable_cores
 from penstock.core.graph import Contention, LayerGraph, Mode
-from penstock.model.spine import spine_of
+from penstock.engine.model.spine import spine_of
+from penstock.engine.run.drive.joining import several_processes
 from penstock.planning.plans import Plan
 from penstock.profiler.alone import Alone, Sample, device_of
 from penstock.profiler.together.disturbance import Reference, Usage, share_of_others
 from penstock.profiler.together.fit import Factors, Lap, factors_of, paced, plan_of
 from penstock.profiler.together.judgement import Judgement, Round
 from penstock.profiler.together.runs import FAMILIES, Runner
-from penstock.run.drive.joining import several_processes
 
 _MOST_RANKS = 8
 _LEAST_ROUNDS, _MOST_ROUNDS = 2, 40

@@ -17,9 +17,9 @@ from penstock.core.cluster.local import host_memory_bytes
 from penstock.core.graph import Mode
 from penstock.core.schedule import Kind
 from penstock.core.timing.timeline import Timeline
-from penstock.model import tree
-from penstock.model.microbatches import Microbatches
-from penstock.model.optimizer_factory import OptimizerFactory
+from penstock.engine.model import tree
+from penstock.engine.model.microbatches import Microbatches
+from penstock.engine.model.optimizer_factory import OptimizerFactory
 from penstock.pipeline import Pipeline
 from penstock.planning.plans import Plan
 from penstock.profiler.alone import Alone, Sample, measure_uncut

@@ -16,8 +16,8 @@ from torch.func import functional_call
 
 from penstock.base.errors import InputError, ModelError
 from penstock.core.versions import PipeMare, Place, Policy, Predict
-from penstock.model.optimizer_factory import OptimizerFactory, Parameters, SchedulerFactory
-from penstock.model.spine import NamedLayer, Skip, run_layer
+from penstock.engine.model.optimizer_factory import OptimizerFactory, Parameters, SchedulerFactory
+from penstock.engine.model.spine import NamedLayer, Skip, run_layer
 
 Tensors = dict[str, Tensor]
 

@@ -32,10 +32,10 @@ from torch import Tensor, nn
 from penstock.base.errors import InputError
 from penstock.base.values import one_of
 from penstock.core.versions import Rates
-from penstock.model import tree
-from penstock.model.optimizer_factory import OptimizerFactory
-from penstock.model.randomness import LayerStreams
-from penstock.model.spine import evaluation_mode, spine_of
+from penstock.engine.model import tree
+from penstock.engine.model.optimizer_factory import OptimizerFactory
+from penstock.engine.model.randomness import LayerStreams
+from penstock.engine.model.spine import evaluation_mode, spine_of
 from penstock.trial.reference.sideways_stage import Gradients, SidewaysStage, handed_on
 
 

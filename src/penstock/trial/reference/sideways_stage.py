@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.base.errors import InputError, ModelError
-from penstock.model import tree
-from penstock.model.optimizer_factory import OptimizerFactory, Parameters
-from penstock.model.spine import NamedLayer, Skip, run_layer
+from penstock.engine.model import tree
+from penstock.engine.model.optimizer_factory import OptimizerFactory, Parameters
+from penstock.engine.model.spine import NamedLayer, Skip, run_layer
 
 Gradients = list[Tensor | None]
 """Those of the tensors of a value, in their order."""

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.device.allocator import keep_freed_pages
-from penstock.model import microbatches
-from penstock.model.microbatches import Weight, Weighting
-from penstock.model.randomness import LayerStreams
-from penstock.model.spine import Skip, evaluation_mode, run_layer, spine_of
+from penstock.engine.device.allocator import keep_freed_pages
+from penstock.engine.model import microbatches
+from penstock.engine.model.microbatches import Weight, Weighting
+from penstock.engine.model.randomness import LayerStreams
+from penstock.engine.model.spine import Skip, evaluation_mode, run_layer, spine_of
 
 
 class SingleDevice:

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from penstock.base.errors import InputError
 from penstock.core.summation.staleness import Contribution, StaleStream
 from penstock.core.versions import Flush, Place
-from penstock.model import microbatches
-from penstock.model.microbatches import Weight, Weighting
-from penstock.model.optimizer_factory import OptimizerFactory, SchedulerFactory
-from penstock.model.randomness import LayerStreams
-from penstock.model.spine import Skip, spine_of
+from penstock.engine.model import microbatches
+from penstock.engine.model.microbatches import Weight, Weighting
+from penstock.engine.model.optimizer_factory import OptimizerFactory, SchedulerFactory
+from penstock.engine.model.randomness import LayerStreams
+from penstock.engine.model.spine import Skip, spine_of
 from penstock.trial.reference.replayed_stage import ReplayedStage
 
 CopyOf = Callable[[int, int, int], int]

@@ -1,0 +1,1 @@
+"""What runs a plan: stages on devices, their weights, messages and sums. From here on, torch."""

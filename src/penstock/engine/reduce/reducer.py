@@ -1,0 +1,163 @@
+"""Weights with several holders, and what any way of summing their gradients must keep to."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from enum import IntEnum
+from typing import NamedTuple
+
+from torch import nn
+
+from penstock.engine.tensor.stand_ins import StandIns
+from penstock.engine.transport import Edge, Transport
+from penstock.engine.transport.tags import RENEWED_TAGS, SHARED_TAGS
+
+_MOST_LANES = 16
+
+
+class Purpose(IntEnum):
+    """What a message between holders of the same weights is for; each has channels of its own."""
+
+    PART = 0
+    """One holder's gradients, for another to sum."""
+    SUM = 1
+    """A sum that is done; before the first step, the weights to begin with."""
+    WEIGHTS = 2
+    """Weights that their owner has updated."""
+
+
+class SharedWeights(NamedTuple):
+    """Weights of which several ranks hold a copy: tied ones, or those of a stage with copies.
+
+    Attributes:
+        tag: tells their messages from those of other shared weights.
+        ranks: those that hold a copy, ascending.
+        stages: those of this rank that use them.
+        parameters: this rank's copies, in an order that is the same on all holders.
+        divisible: whether each holder may update a part of them for all: where they are copies of
+            one stage, and their gradients are whole when they are summed.
+        stand_ins: whose ``parameters`` these are, if this rank's own are parts and holders have
+            different ones.
+    """
+
+    tag: int
+    ranks: tuple[int, ...]
+    stages: frozenset[int]
+    parameters: tuple[nn.Parameter, ...]
+    divisible: bool = True
+    stand_ins: StandIns | None = None
+
+    def edge(self, source: int, target: int, purpose: Purpose, lane: int = 0) -> Edge:
+        """The channel on which one holder tells another something.
+
+        Args:
+            lane: 0 … 15; messages of different lanes do not wait for each other.
+        """
+        if purpose is Purpose.WEIGHTS:
+            return Edge(source, target, RENEWED_TAGS + _MOST_LANES * self.tag + lane)
+        channel = len(Purpose) * self.tag + purpose
+        return Edge(source, target, SHARED_TAGS + _MOST_LANES * channel + lane)
+
+    def others(self, rank: int) -> tuple[int, ...]:
+        """The other holders, beginning with the one behind ``rank``: where all send in this order,
+        none gets everybody's message at once."""
+        place = self.ranks.index(rank)
+        return self.ranks[place + 1 :] + self.ranks[:place]
+
+
+class Passed(NamedTuple):
+    """A part of gradients on its way to the sum and back, as one rank saw it.
+
+    Attributes:
+        part: its number.
+        start, end: from when it left until its sum was here, in seconds of ``time.perf_counter``.
+    """
+
+    part: int
+    start: float
+    end: float
+
+
+class Served(NamedTuple):
+    """One rank's gradients at one server.
+
+    Attributes:
+        server: its number, from 0.
+        start, end: from when they began to leave until all that the server makes of them was here,
+            in seconds of ``time.perf_counter``.
+    """
+
+    server: int
+    start: float
+    end: float
+
+
+class Reducer(ABC):
+    """One rank's part in summing the gradients of one group of shared weights, round after round.
+
+    In each round ``hand_in``, ``advance`` and ``finish`` are called, in this order. A rank calls
+    ``advance`` for every group whose gradients it has handed in before it calls ``finish`` for any,
+    and all ranks call it for groups in the same order. So ranks cannot wait for each other in a
+    circle, whatever the order of their stages, as long as the three keep to what they say.
+    """
+
+    leaves_early = False
+    """Whether gradients may leave before all of them are there."""
+
+    def closing(self, number: int) -> AbstractContextManager[None]:
+        """Within, the last gradients of this rank are made: those that are may leave.
+
+        Args:
+            number: that of the round, as ``hand_in`` will have it.
+        """
+        return nullcontext()
+
+    @abstractmethod
+    def hand_in(self, number: int, num_gathered: int) -> None:
+        """This rank's gradients are complete. Waits for no other rank.
+
+        Args:
+            number: tells this round's messages from others.
+            num_gathered: microbatches whose gradients these are.
+        """
+
+    @abstractmethod
+    def advance(self, *, averages: bool) -> None:
+        """Do what others need to finish. May wait until they have handed in, or advance, too.
+
+        Args:
+            averages: whether sums are divided by the number of microbatches of all holders.
+        """
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Make every ``.grad`` the sum over all holders that have one: with the same bits on all of
+        them, those of adding in the order of the ranks. May wait until others advance."""
+
+    def take_passed(self) -> list[Passed]:
+        """What has been exchanged since this was asked last, as far as anybody notes it."""
+        return []
+
+    def take_served(self) -> list[Served]:
+        """What servers have had since this was asked last."""
+        return []
+
+    def open(self) -> None:  # noqa: B027 - most need nothing but the transport
+        """Meet the other holders, before the first round. All call it for groups in one order."""
+
+    def close(self, *, failed: bool) -> None:  # noqa: B027 - most keep nothing open
+        """No round follows. Does not raise; may be called twice.
+
+        Args:
+            failed: whether this rank has failed, so that others need nothing of it any more.
+        """
+
+    @abstractmethod
+    def outgoing(self) -> set[Edge]:
+        """The channels on which others may wait for this rank."""
+
+
+MakeReducer = Callable[[int, SharedWeights, Transport], Reducer]
+"""From (rank, weights, the rank's end of its channels) to that rank's reducer."""

@@ -1,0 +1,272 @@
+"""``ShardedReducer``: who owns rows keeps their sum, and updates them for all holders.
+
+Owners are the holders themselves, or parameter servers: ranks that do nothing else.
+
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", arXiv
+1910.02054, section 5.1: with r holders, each has 1/r of the optimizer's state. The bytes are those
+of a sum that all get, since weights travel in place of sums:
+
+1. Holders hand in, and owners sum, as ``owners`` describes. What a holder owns is whole rows of
+   parameters, so that the optimizer's state is in rows, too, which a checkpoint can put together.
+2. The optimizer of a holder has, in the place of each parameter, the rows of it that the holder
+   owns: a parameter that shares its memory (``Shards``). Its gradient is the sum of these rows.
+3. When a stage has stepped, its rank sends its rows to the other holders, those that the next
+   forward needs first before the others. It takes theirs when it is about to read the stage's
+   weights: at the latest when a step, or a loop of steps, is over.
+
+Where gradients must be known as a whole, to clip them, 1 hands the sums to all first, which is half
+as much again to send.
+
+Parameter servers (Li et al., "Scaling Distributed Machine Learning with the Parameter Server",
+OSDI'14) own all rows, and the others none: these send M bytes, and take M, and have no optimizer
+state. Who runs no stage has time and memory for a step, and nobody waits for its backward.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from penstock.base.errors import InputError
+from penstock.engine.reduce.owners import OwnerReducer
+from penstock.engine.reduce.pieces import Pieces
+from penstock.engine.reduce.reducer import Purpose, Served, SharedWeights
+from penstock.engine.reduce.slices import OwnedPiece, Portion, row_portions_of
+from penstock.engine.transport import Edge, Transport
+
+_ELEMENTWISE = {
+    "ASGD", "Adadelta", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+}  # fmt: skip
+
+
+class Shard(NamedTuple):
+    """The rows of a parameter that one holder owns.
+
+    Attributes:
+        start: the first row.
+        part: the rows, in the memory of the whole parameter; ``None`` if there are none.
+    """
+
+    start: int
+    part: nn.Parameter | None
+
+    @property
+    def stop(self) -> int:
+        """The row behind the last one."""
+        if self.part is None:
+            return self.start
+        return self.start + (self.part.shape[0] if self.part.dim() else 1)
+
+
+class Shards:
+    """What one rank owns of the parameters that it shares.
+
+    Args:
+        shards: by the whole parameter.
+
+    Attributes:
+        of: as given.
+    """
+
+    def __init__(self, shards: Mapping[nn.Parameter, Shard]) -> None:
+        self.of = dict(shards)
+        self._groups: dict[torch.optim.Optimizer, list[list[nn.Parameter]]] = {}
+
+    def put_into(self, optimizer: torch.optim.Optimizer, whose: str) -> None:
+        """Let an optimizer have the rows that the rank owns, in the place of whole parameters.
+
+        Raises:
+            InputError: its step needs more of a parameter than the numbers that it changes.
+        """
+        if not any(one in self.of for group in optimizer.param_groups for one in group["params"]):
+            return
+        kind = type(optimizer)
+        alone = getattr(kind, "elementwise", None)
+        known = kind.__module__.startswith("torch.optim") and kind.__name__ in _ELEMENTWISE
+        if not (known if alone is None else alone) or optimizer.state:
+            raise InputError(
+                f"{kind.__name__}, the optimizer of {whose}, may need whole parameters to step, "
+                "and with this reducer a rank has rows of them; take reducer='owners', one of "
+                f"{', '.join(sorted(_ELEMENTWISE))}, or say elementwise = True in its class"
+            )
+        self._groups[optimizer] = self.groups_of(optimizer)
+        for group in optimizer.param_groups:
+            own = (self.of.get(one, Shard(0, one)).part for one in group["params"])
+            group["params"] = [part for part in own if part is not None]
+
+    def groups_of(self, optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:
+        """The whole parameters of each of an optimizer's groups, those included of which only
+        others have rows: its options are theirs all the same."""
+        now = [list(group["params"]) for group in optimizer.param_groups]
+        return self._groups.get(optimizer, now)
+
+    def lend(self) -> None:
+        """Give rows the gradients of their whole parameters, where these have some."""
+        for whole, (start, part) in self.of.items():
+            if part is not None and whole.grad is not None:
+                part.grad = _rows(whole.grad.detach(), start, part)
+
+    def clear(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Forget the gradients of those of some parameters that are shared in rows."""
+        for whole in parameters:
+            if whole in self.of:
+                whole.grad = None
+                if (part := self.of[whole].part) is not None:
+                    part.grad = None
+
+
+def _rows(whole: torch.Tensor, start: int, part: torch.Tensor) -> torch.Tensor:
+    return whole[start : start + part.shape[0]] if part.dim() else whole
+
+
+def _row_size(whole: torch.Tensor) -> int:
+    """How many numbers a row has; of one number without dimensions, that."""
+    return max(whole[0].numel(), 1) if whole.dim() else 1
+
+
+def owned_rows(whole: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """The rows, in the memory of the whole, that some of its numbers make."""
+    size = _row_size(whole)
+    return whole[start // size : stop // size] if whole.dim() else whole
+
+
+class ShardedReducer(OwnerReducer):
+    """Sums by owners who also update, for one group of shared weights.
+
+    Args:
+        rank: the holder.
+        transport: the holder's end of its channels.
+        most_portions, servers: see ``OwnerReducer``.
+
+    Attributes:
+        shards: what this rank owns, by the whole parameter.
+        hands_sums_to_all: whether every holder gets all sums.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        shared: SharedWeights,
+        transport: Transport,
+        most_portions: int = 1,
+        servers: Collection[int] = (),
+    ) -> None:
+        super().__init__(rank, shared, transport, most_portions, servers)
+        self.hands_sums_to_all = False
+        self._handed_in = 0.0
+        self._served: list[Served] = []
+        self._of_rows = row_portions_of(shared.parameters, self._owners, most_portions)
+        self.shards = {parameter: Shard(0, None) for parameter in shared.parameters}
+        for place, start, stop in self._pieces(rank):
+            whole = shared.parameters[place]
+            rows = owned_rows(whole.detach(), start, stop)
+            part = nn.Parameter(rows, requires_grad=whole.requires_grad)
+            self.shards[whole] = Shard(start // _row_size(whole), part)
+
+    def _pieces(self, rank: int) -> tuple[OwnedPiece, ...]:
+        return tuple(
+            piece
+            for portion in self._of_rows
+            for owner, pieces in portion.slices
+            if owner == rank
+            for piece in pieces
+        )
+
+    def hand_in(self, number: int, num_gathered: int) -> None:
+        self._handed_in = time.perf_counter()
+        super().hand_in(number, num_gathered)
+
+    def _portions_without(self, frozen: tuple[int, ...]) -> tuple[Portion, ...]:
+        return self._of_rows  # who owns what never changes, since the optimizer's state is there
+
+    def _hand_out(self, index: int, more: int) -> None:
+        if self.hands_sums_to_all:
+            super()._hand_out(index, more)
+
+    def finish(self) -> None:
+        if self.hands_sums_to_all:
+            super().finish()
+            return
+        for index in self._now.sums:
+            self._note(index)
+        sums = (value for _, values in sorted(self._now.sums.items()) for value in values)
+        for (place, *_), value in zip(self._pieces(self._rank), sums, strict=True):
+            part = self.shards[self._shared.parameters[place]].part
+            assert part is not None
+            if value is not None:
+                self._divide(value)
+            part.grad = None if value is None else value.view_as(part)
+        for parameter in self._shared.parameters:
+            parameter.grad = None
+        self._round = None
+
+    @property
+    def stages(self) -> frozenset[int]:
+        """Those of this rank whose weights these are."""
+        return self._shared.stages
+
+    def _in_turn(self, owner: int) -> Iterator[tuple[int, tuple[OwnedPiece, ...]]]:
+        """(portion, rows of it that a holder owns), those of the first layers first: backwards make
+        the last ones first, and forwards need them last."""
+        for index in reversed(range(len(self._of_rows))):
+            slices = self._of_rows[index].slices
+            pieces = next((pieces for holder, pieces in slices if holder == owner), ())
+            if pieces:
+                yield index, pieces
+
+    def hand_back(self, number: int) -> None:
+        """Send the rows that have been updated to all other holders; waits for nobody."""
+        for index, pieces in self._in_turn(self._rank):
+            values: Pieces = [
+                self._shared.parameters[place].detach().reshape(-1)[start:stop]
+                for place, start, stop in pieces
+            ]
+            for other in self._shared.others(self._rank):
+                if other not in self._givers:
+                    continue  # other servers compute nothing with them
+                edge = self._shared.edge(self._rank, other, Purpose.WEIGHTS, index)
+                self._transport.send(edge, number, values)
+
+    @torch.no_grad()
+    def take_back(self, number: int) -> None:
+        """Wait for the rows that others have updated."""
+        if self._rank not in self._givers:
+            return
+        rows_of = {other: self._in_turn(other) for other in self._shared.others(self._rank)}
+        # All others send in the same order: none of them is waited for while another's lie here.
+        for turns in zip_longest(*rows_of.values()):
+            for other, turn in zip(rows_of, turns, strict=True):
+                if turn is not None:
+                    self._take(other, number, *turn)
+
+    def _take(self, other: int, number: int, index: int, pieces: Sequence[OwnedPiece]) -> None:
+        edge = self._shared.edge(other, self._rank, Purpose.WEIGHTS, index)
+        waiting = f"rank {self._rank}, waiting for the weights that rank {other} has updated"
+        values = self._transport.recv(edge, number, waiting)
+        for (place, start, stop), value in zip(pieces, values, strict=True):
+            rows = owned_rows(self._shared.parameters[place], start, stop)
+            rows.copy_(value.view(rows.shape))
+        self._note_served(other)
+
+    def _note_served(self, owner: int) -> None:
+        """Weights have come from their owner."""
+        if owner not in self._givers:
+            server = self._owners.index(owner)
+            self._served.append(Served(server, self._handed_in, time.perf_counter()))
+
+    def take_served(self) -> list[Served]:
+        served, self._served = self._served, []
+        return served
+
+    def outgoing(self) -> set[Edge]:
+        others = self._shared.others(self._rank)
+        return super().outgoing() | {
+            self._shared.edge(self._rank, other, Purpose.WEIGHTS, index)
+            for other in others
+            for index in range(len(self._of_rows))
+        }

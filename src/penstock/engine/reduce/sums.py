@@ -1,0 +1,219 @@
+"""The sums that a rank takes part in: which are due, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TypeVar
+
+from penstock.engine.reduce.equal_start import begin_equal
+from penstock.engine.reduce.owners import OwnerReducer
+from penstock.engine.reduce.reducer import MakeReducer, Passed, Reducer, Served, SharedWeights
+from penstock.engine.reduce.sharding import ShardedReducer, Shards
+from penstock.engine.reduce.stale import StaleReducer
+from penstock.engine.transport import Edge, Transport
+
+T = TypeVar("T")
+
+
+class Sums:
+    """Completes the gradients of weights that one rank shares with others.
+
+    A round begins with ``begin`` and sums every group of shared weights once.
+
+    Args:
+        shared: the weights of which this rank holds one of several copies.
+        everywhere: whether all holders keep the sum; otherwise the first of them does, and the
+            others have no gradient.
+        make: makes the reducer of each group of weights.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        shared: Sequence[SharedWeights],
+        transport: Transport,
+        *,
+        everywhere: bool,
+        make: MakeReducer = OwnerReducer,
+    ) -> None:
+        self._rank = rank
+        self._shared = shared
+        self._transport = transport
+        self._everywhere = everywhere
+        self._reducers: list[Reducer] = [make(rank, weights, transport) for weights in shared]
+        self._sharded = [one for one in self._reducers if isinstance(one, ShardedReducer)]
+        for reducer in self.stale[1:]:
+            reducer.heard = self.stale[0].heard
+        self._number = 0
+        self._averages = False
+        self._num_gathered = 0
+        self._to_hand_in: list[set[int]] = []
+        self._to_advance: list[int] = []
+        self._to_finish: set[int] = set()
+        self._to_take_back: list[tuple[ShardedReducer, int]] = []
+
+    @property
+    def number(self) -> int:
+        """What tells the messages of the round at hand from others."""
+        return self._number
+
+    @property
+    def stale(self) -> list[StaleReducer]:
+        """Those of weights whose updates need not wait for all workers."""
+        return [one for one in self._reducers if isinstance(one, StaleReducer)]
+
+    def take_last(self) -> None:
+        """Take the weights with which a stream has ended that nobody knew to end."""
+        for reducer in self.stale:
+            reducer.take_back(self._number)
+
+    def begin(self, number: int, *, averages: bool) -> None:
+        """Begin a round.
+
+        Args:
+            number: tells its messages from those of other rounds.
+            averages: whether sums are divided by the number of microbatches of all holders.
+        """
+        self._number = number
+        self._averages = averages
+        self._num_gathered = 0
+        self._to_hand_in = [set(weights.stages) for weights in self._shared]
+        self._to_advance = []
+        self._to_finish = set(range(len(self._shared)))
+
+    def begin_equal(self) -> None:
+        """Give shared weights the values that their first holder has, and let reducers meet. For
+        processes."""
+        for weights in self._shared:
+            if weights.stand_ins is not None:
+                weights.stand_ins.gather_values()
+            begin_equal(self._rank, weights, self._transport)
+            if weights.stand_ins is not None:
+                weights.stand_ins.hand_back_values()
+        try:
+            for reducer in self._reducers:
+                reducer.open()
+        except BaseException:
+            self.close(failed=True)
+            raise
+
+    def shards(self, *, hands_sums_to_all: bool) -> Shards:
+        """What this rank owns of the weights of which each holder updates a part.
+
+        Args:
+            hands_sums_to_all: whether every holder is given all sums.
+        """
+        for reducer in self._sharded:
+            reducer.hands_sums_to_all = hands_sums_to_all
+        parts = [item for reducer in self._sharded for item in reducer.shards.items()]
+        return Shards(dict(parts))
+
+    @property
+    def has_shards(self) -> bool:
+        """Whether others update weights for this rank."""
+        return bool(self._sharded)
+
+    def hand_back(self, stage: int) -> None:
+        """A stage has stepped: give others what this rank has updated for them. What they have is
+        to be taken before anybody reads the stage's weights."""
+        for reducer in self._sharded:
+            if stage in reducer.stages:
+                reducer.hand_back(self._number)
+                self._to_take_back.append((reducer, self._number))
+
+    def take_back(self, stage: int | None = None) -> None:
+        """Wait for what others have updated.
+
+        Args:
+            stage: the one whose weights are wanted; by default all stages.
+        """
+        wanted = [item for item in self._to_take_back if stage is None or stage in item[0].stages]
+        for reducer, number in wanted:
+            self._to_take_back.remove((reducer, number))
+            reducer.take_back(number)
+
+    def close(self, *, failed: bool) -> None:
+        """No round follows; ``failed`` says whether it is because this rank has failed."""
+        for reducer in self._reducers:
+            reducer.close(failed=failed)
+
+    def gathered(self) -> None:
+        """The gradients of one more microbatch are there."""
+        self._num_gathered += 1
+
+    def leaves_early(self, stage: int) -> bool:
+        """Whether gradients of a stage may leave while its last backward runs."""
+        return any(
+            reducer.leaves_early and stage in weights.stages
+            for reducer, weights in zip(self._reducers, self._shared, strict=True)
+        )
+
+    @contextmanager
+    def closing(self, stage: int) -> Iterator[None]:
+        """Within, the last gradients of a stage are made."""
+        with ExitStack() as stack:
+            for reducer, left in zip(self._reducers, self._to_hand_in, strict=True):
+                if left == {stage}:
+                    stack.enter_context(reducer.closing(self._number))
+            yield
+
+    def hand_in(self, stage: int) -> None:
+        """The gradients of a stage are complete here: let others sum those that they wait for."""
+        for index, left in enumerate(self._to_hand_in):
+            if stage in left:
+                left.remove(stage)
+                if not left:
+                    stand_ins = self._shared[index].stand_ins
+                    if stand_ins is not None:
+                        stand_ins.gather()
+                    self._reducers[index].hand_in(self._number, self._num_gathered)
+                    self._to_advance.append(index)
+
+    def complete(self, stage: int | None = None) -> None:
+        """Make the gradients of shared weights the sums over their holders.
+
+        Args:
+            stage: the one that uses the weights; by default all stages.
+        """
+        due = [
+            index
+            for index in sorted(self._to_finish)
+            if stage is None or stage in self._shared[index].stages
+        ]
+        if not due:
+            return
+        for index in sorted(self._to_advance):
+            self._reducers[index].advance(averages=self._averages)
+        self._to_advance.clear()
+        for index in due:
+            self._to_finish.remove(index)
+            self._reducers[index].finish()
+            stand_ins = self._shared[index].stand_ins
+            if stand_ins is not None:
+                stand_ins.hand_back()
+            if not self._everywhere and self._rank != self._shared[index].ranks[0]:
+                for parameter in self._shared[index].parameters:
+                    parameter.grad = None
+
+    def take_passed(self) -> list[tuple[int, Passed]]:
+        """What copies of a stage have exchanged since this was asked last, with the stage."""
+        return self._by_stage(lambda reducer: reducer.take_passed())
+
+    def take_served(self) -> list[tuple[int, Served]]:
+        """What servers have had of a stage since this was asked last, with the stage."""
+        return self._by_stage(lambda reducer: reducer.take_served())
+
+    def _by_stage(self, taken: Callable[[Reducer], Iterable[T]]) -> list[tuple[int, T]]:
+        """What reducers tell, with the stage whose weights they sum; of weights that several stages
+        share nothing, which would be no stage's."""
+        return [
+            (min(weights.stages), told)
+            for reducer, weights in zip(self._reducers, self._shared, strict=True)
+            for told in taken(reducer)
+            if len(weights.stages) == 1
+        ]
+
+    def outgoing(self) -> set[Edge]:
+        """The channels on which others may wait for this rank's gradients or sums."""
+        return {edge for reducer in self._reducers for edge in reducer.outgoing()}

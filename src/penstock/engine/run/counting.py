@@ -1,0 +1,72 @@
+"""Counting what a rank keeps: bytes of activations, and microbatches in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from penstock.engine.device.activation_meter import ActivationMeter, Kept, Saved
+from penstock.engine.stage.protocol import RunnableStage
+
+
+class Peak(NamedTuple):
+    """The most that a rank held at once during one minibatch.
+
+    Attributes:
+        activation_bytes: what stages kept for backwards, by unique storages.
+        microbatches: how many had anything kept by a stage; one that two stages of the rank keep
+            counts as two, and a slice as its share.
+    """
+
+    activation_bytes: int
+    microbatches: float
+
+
+class Counter:
+    """Counts one rank's stages while they work."""
+
+    def __init__(self, stages: Mapping[int, RunnableStage]) -> None:
+        self._stages = stages
+        modules = [module for stage in stages.values() for module in stage.layer_modules]
+        self._meter = ActivationMeter(
+            tensor for module in modules for tensor in (*module.parameters(), *module.buffers())
+        )
+        self._kept: dict[tuple[int, int], Kept] = {}
+
+    def begin(self) -> None:
+        """A new minibatch."""
+        self._meter.reset_peak()
+
+    def watching(
+        self,
+        stage: int,
+        unit: int,
+        instead: Callable[[Tensor], Any] | None = None,
+        around: Callable[[Saved], Any] | None = None,
+    ) -> AbstractContextManager[None]:
+        """What autograd saves meanwhile belongs to a stage's microbatch, or slice of it; except
+        what ``instead`` takes the place of, and as long as what it is wrapped in holds it."""
+        return self._meter.watching((stage, unit), instead, around)
+
+    def keep(self, key: tuple[int, int], tensors: Iterable[Tensor]) -> Kept:
+        """Count memory for a stage and a unit as long as what this gives is held."""
+        return self._meter.keep(key, tensors)
+
+    def after(self, stage: int, unit: int) -> None:
+        """Count anew what a stage holds of a microbatch, or slice, outside of autograd."""
+        key = (stage, unit)
+        held = self._stages[stage].held(unit)
+        self._kept.pop(key, None)
+        if held:
+            self._kept[key] = self._meter.keep(key, held)
+
+    def forget(self) -> None:
+        """The minibatch has ended, well or not."""
+        self._kept.clear()
+
+    def peak(self, num_slices: int) -> Peak:
+        """Since the minibatch began; ``num_slices``: of a microbatch."""
+        return Peak(self._meter.peak_bytes, self._meter.peak_keys / num_slices)

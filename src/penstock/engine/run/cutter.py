@@ -1,0 +1,301 @@
+"""From what a caller gives to a minibatch cut into microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.base.errors import InputError
+from penstock.engine.model import microbatches, tree
+from penstock.engine.model.autocast import autocast_here
+from penstock.engine.model.batches import plain
+from penstock.engine.model.ignored_labels import IgnoredLabels
+from penstock.engine.model.microbatches import Microbatches, Weighting
+from penstock.engine.run.giving import Giver
+from penstock.engine.run.minibatch import FrameListener, Minibatch, StreamPosition
+from penstock.engine.run.seals import Modes, digest, modes_of
+
+
+@dataclass(frozen=True)
+class Cutter:
+    """Cuts minibatches, in the thread of the caller: whose autocast holds for them is read here.
+
+    Attributes:
+        num_microbatches: as the plan says; with fewer rows there are fewer.
+        num_slices: how many slices a microbatch has.
+        weighting: how much each microbatch counts.
+        fills_up: whether there must be as many all the same, because every copy of a stage must
+            have something to do, or it would not be updated.
+        compares: whether other ranks, in other processes, must be given the same data.
+        modules: those that must be in the same modes in other processes.
+        gives_inputs: copies inputs for the ranks of this process that compute with them; ``None``
+            if there are none.
+        gives_targets: likewise.
+        ignored_labels: looks whether microbatches that count by rows have labels that count for
+            nothing.
+    """
+
+    num_microbatches: int
+    num_slices: int
+    weighting: Weighting
+    fills_up: bool
+    compares: bool = False
+    modules: Sequence[nn.Module] = ()
+    gives_inputs: Giver | None = field(default_factory=Giver)
+    gives_targets: Giver | None = field(default_factory=Giver)
+    ignored_labels: IgnoredLabels = field(default_factory=IgnoredLabels)
+
+    def to_train(
+        self, inputs: Any, targets: Any, *, step: int, share: float = 1.0, updates: bool = True
+    ) -> Minibatch:
+        """A minibatch to train on.
+
+        Raises:
+            InputError: inputs and targets do not fit together.
+        """
+        inputs, targets = plain(inputs, "inputs"), plain(targets, "targets")
+        parts, wanted = self._parts_of(inputs, targets)
+        weights = self._weights(targets, wanted)
+        if self.fills_up:
+            first = range(self.num_slices)
+            for _ in range(len(parts) // self.num_slices, self.num_microbatches):
+                parts += [parts[index] for index in first]
+                wanted += [wanted[index] for index in first]
+                weights += [0.0 for _ in first]  # they count for nothing
+        parts, inputs_moments = _given(parts, self.gives_inputs)
+        wanted, targets_moments = _given(wanted, self.gives_targets)
+        self._settle()
+        return Minibatch(
+            step,
+            parts,
+            wanted,
+            weights,
+            share,
+            num_slices=self.num_slices,
+            updates=updates,
+            digests=(self._digest(inputs), self._digest(targets)),
+            modes=modes_of(self.modules),
+            autocast=autocast_here(),
+            inputs_moments=inputs_moments,
+            targets_moments=targets_moments,
+        )
+
+    def _parts_of(self, inputs: Any, targets: Any) -> tuple[list[Any], list[Any]]:
+        """Microbatches, or slices of them, of inputs and targets that fit together."""
+        if isinstance(inputs, Microbatches) != isinstance(targets, Microbatches):
+            raise InputError("give both inputs and targets as penstock.Microbatches, or neither")
+        if not isinstance(inputs, Microbatches):
+            rows, others = (
+                microbatches.num_rows(value, what)
+                for value, what in ((inputs, "inputs"), (targets, "targets"))
+            )
+            if rows != others:
+                raise InputError(f"inputs have {rows} rows, but targets have {others}")
+        count = self._count(inputs)
+        parts, wanted = _cut(inputs, "inputs", count), _cut(targets, "targets", count)
+        if self.num_slices > 1:
+            _check_lengths(parts, wanted)
+            parts, wanted = self._slices(parts, "inputs"), self._slices(wanted, "targets")
+        return parts, wanted
+
+    def frame(
+        self,
+        frame: Any,
+        target: Any,
+        *,
+        number: int,
+        learns: bool,
+        listener: FrameListener,
+        autocast: Mapping[str, torch.dtype],
+    ) -> Minibatch:
+        """One frame of a live stream, which is a minibatch of one microbatch; which one in the
+        stream is known when it enters.
+
+        Args:
+            frame: what the first stage takes; ``None`` where that is in another process.
+            target: what the frame should give, ``None`` if nobody says.
+            number: what the caller knows it by.
+            learns: whether anything may be learned from it.
+            listener: wants to know what the model gives.
+            autocast: as for the minibatch.
+
+        Raises:
+            InputError: the frame or the target holds no tensor.
+        """
+        parts, wanted = [frame], [target]
+        inputs_moments: list[torch.Event] = []
+        targets_moments: list[torch.Event] = []
+        if frame is not None:
+            parts = _cut(Microbatches(parts), "inputs", 1)
+            parts, inputs_moments = _given(parts, self.gives_inputs)
+        if target is not None:
+            wanted = _cut(Microbatches(wanted), "targets", 1)
+            wanted, targets_moments = _given(wanted, self.gives_targets)
+        self._settle()
+        return Minibatch(
+            -1,
+            parts,
+            wanted,
+            [1.0],
+            modes=Modes.NOT_COMPARED,
+            autocast=autocast,
+            inputs_moments=inputs_moments,
+            targets_moments=targets_moments,
+            learns=learns,
+            listener=listener,
+            frame=number,
+        )
+
+    def minibatches(
+        self, pairs: Iterable[tuple[Any, Any]], first_step: int
+    ) -> Iterator[tuple[Minibatch, StreamPosition]]:
+        """Minibatches to train on, with whether more follow, or what ended the loader behind them
+        if it was an error.
+
+        Args:
+            pairs: (inputs, targets). They are cut at once: a loader may use the same memory for the
+                next.
+            first_step: the step number of the first.
+        """
+        return with_more(
+            self.to_train(inputs, targets, step=first_step + number)
+            for number, (inputs, targets) in enumerate(pairs)
+        )
+
+    def judged(
+        self, pairs: Iterable[tuple[Any, Any]], *, step: int
+    ) -> Iterator[tuple[Minibatch, float]]:
+        """Minibatches of which only the loss is wanted, and how many terms that has; each knows
+        whether more follow, which other processes compare.
+
+        Raises:
+            InputError: inputs and targets do not fit together.
+        """
+        held: list[tuple[Minibatch, float]] = []
+        for inputs, targets in pairs:
+            # Cut at once: a loader may use the same memory for the next.
+            following = self._to_judge(inputs, targets, step)
+            for minibatch, num_terms in held:
+                yield replace(minibatch, more_to_judge=True), num_terms
+            held = [following]
+        yield from held
+
+    def _to_judge(self, inputs: Any, targets: Any, step: int) -> tuple[Minibatch, float]:
+        inputs, targets = plain(inputs, "inputs"), plain(targets, "targets")
+        parts, wanted = self._parts_of(inputs, targets)
+        weights = self._weights(targets, wanted)
+        num_terms = sum(self.weighting.terms(wanted, self.num_slices > 1))
+        parts, inputs_moments = _given(parts, self.gives_inputs)
+        wanted, targets_moments = _given(wanted, self.gives_targets)
+        self._settle()
+        minibatch = Minibatch(
+            step,
+            parts,
+            wanted,
+            weights,
+            num_slices=self.num_slices,
+            trains=False,
+            digests=(self._digest(inputs), self._digest(targets)),
+            autocast=autocast_here(),
+            inputs_moments=inputs_moments,
+            targets_moments=targets_moments,
+        )
+        return minibatch, num_terms
+
+    def _weights(self, targets: Any, parts: list[Any]) -> list[float]:
+        """How much each microbatch of some targets counts, or each slice."""
+        if self.weighting.counts_rows:
+            self.ignored_labels.look(targets, parts)
+        return self.weighting.of(parts, self.num_slices > 1)
+
+    def to_evaluate(self, inputs: Any, *, step: int) -> Minibatch:
+        """A minibatch of which only outputs are wanted."""
+        inputs = plain(inputs, "inputs")
+        whole = _cut(inputs, "inputs", self._count(inputs))
+        parts, moments = _given(self._slices(whole, "inputs"), self.gives_inputs)
+        self._settle()
+        return Minibatch(
+            step,
+            parts,
+            num_slices=self.num_slices,
+            trains=False,
+            digests=(self._digest(inputs), 0),
+            autocast=autocast_here(),
+            inputs_moments=moments,
+        )
+
+    def _settle(self) -> None:
+        for giver in (self.gives_inputs, self.gives_targets):
+            if giver is not None:
+                giver.settle()
+
+    def _digest(self, value: Any) -> int:
+        return digest(value) if self.compares else 0
+
+    def _slices(self, parts: list[Any], what: str) -> list[Any]:
+        return [
+            piece
+            for part in parts
+            for piece in microbatches.split_sequence(part, self.num_slices, what, copied=False)
+        ]
+
+    def _count(self, inputs: Any) -> int:
+        """How many microbatches these inputs make."""
+        if isinstance(inputs, Microbatches):
+            if not inputs:
+                raise InputError("inputs hold no microbatch")
+            return len(inputs)
+        return min(self.num_microbatches, microbatches.num_rows(inputs, "inputs"))
+
+
+def _check_lengths(inputs: list[Any], targets: list[Any]) -> None:
+    for pair in zip(inputs, targets, strict=True):
+        length, other = map(microbatches.sequence_length, pair, ("inputs", "targets"))
+        if length != other:
+            raise InputError(f"inputs have {length} positions, but targets have {other}")
+
+
+def _cut(value: Any, what: str, count: int) -> list[Any]:
+    """Microbatches, which are views of what the caller has given."""
+    if not isinstance(value, Microbatches):
+        return microbatches.split(value, count, copied=False)
+    if len(value) != count:
+        raise InputError(f"there are {count} microbatches of inputs, but {len(value)} of {what}")
+    for index, part in enumerate(value):
+        tensors = tree.tensors(part)
+        if not tensors:
+            raise InputError(f"microbatch {index} of the {what} holds no tensor")
+        microbatches.check_dense(tensors, what)
+    return list(value)
+
+
+def _given(parts: list[Any], giver: Giver | None) -> tuple[list[Any], list[torch.Event]]:
+    """Microbatches or slices as ranks get them, and when each of them is there, if that is later
+    than now."""
+    if giver is None:
+        return parts, []
+    pairs = [giver.given(part) for part in parts]
+    moments = [moment for _, moment in pairs if moment is not None]
+    return [value for value, _ in pairs], moments
+
+
+def with_more(minibatches: Iterable[Minibatch]) -> Iterator[tuple[Minibatch, StreamPosition]]:
+    """Each minibatch, with whether more follow; with the last one, what ended them if it was an
+    error. Nothing is yielded if that comes first."""
+    held: list[Minibatch] = []
+    failure: Exception | None = None
+    try:
+        for minibatch in minibatches:
+            if held:
+                yield held.pop(), StreamPosition(in_loop=True, more_follow=True)
+            held.append(minibatch)
+    except Exception as error:
+        if not held:
+            raise
+        failure = error
+    if held:
+        yield held.pop(), StreamPosition(in_loop=True, failure=failure)

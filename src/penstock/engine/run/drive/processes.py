@@ -1,0 +1,434 @@
+"""Drive one worker per process, under torchrun: this process performs the ops of its own rank."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, NamedTuple, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.base.errors import DeadlineError, PeerError, RunError
+from penstock.core.schedule.segment import Segment
+from penstock.core.timing.spans import TransferKind
+from penstock.engine.device.stamps import happened
+from penstock.engine.run.counting import Peak
+from penstock.engine.run.drive.board import Board
+from penstock.engine.run.drive.driver import (
+    Deadlines,
+    Driver,
+    StageStates,
+    failure_notice,
+    named,
+    naming,
+)
+from penstock.engine.run.minibatch import Harvest, Minibatch, StreamPosition, seal_of
+from penstock.engine.run.outcome import MinibatchOutcome, RankRecord
+from penstock.engine.run.rank.worker import NUMBERS_PER_RUN, Worker, moments_of
+from penstock.engine.run.seals import Call, Seal, SealedTransport, check_alike
+from penstock.engine.transport import Edge, Noted
+from penstock.engine.transport.base import LARGEST_NUMBER
+from penstock.engine.transport.rendezvous import Rendezvous
+from penstock.engine.transport.tags import (
+    AGREEMENT_TAG,
+    FIRST_EXCHANGE,
+    ORDER_TAG,
+    REPORT_TAG,
+    STATE_TAG,
+)
+from penstock.engine.weights.store import Held
+
+_KINDS: tuple[TransferKind, ...] = get_args(TransferKind)
+_MOST_SEGMENTS = 64
+"""For which a rank remembers who tells of them."""
+
+
+class RankReport(NamedTuple):
+    """What a rank tells all others at the end of a step.
+
+    It travels as plain data. Where records are exchanged, ``times`` holds the starts and the ends
+    of the ops of its program, which all ranks know, ``versions`` the weight version that each
+    read, and ``moved`` a row for each thing that it moved: numbers travel ten times
+    as fast as ops.
+    """
+
+    times: Tensor | None
+    versions: Tensor | None
+    moved: Tensor | None
+    losses: dict[int, Tensor]
+    outputs: dict[int, Any]
+    metrics: dict[str, dict[int, Tensor]]
+    peak: Peak | None
+    held: Held | None
+
+    def packed(self) -> tuple[Any, ...]:
+        """The report as it travels."""
+        peak = None if self.peak is None else tuple(self.peak)
+        held = None if self.held is None else tuple(self.held)
+        each = [*self.losses.values()]
+        # One tensor travels faster than many.
+        losses = torch.stack(each) if len({loss.dtype for loss in each}) == 1 else each
+        told = [*self.losses], losses, self.outputs, self.metrics
+        return self.times, self.versions, self.moved, *told, peak, held
+
+    @classmethod
+    def unpacked(cls, packed: tuple[Any, ...]) -> RankReport:
+        """Undo ``packed``."""
+        times, versions, moved, microbatches, losses, outputs, metrics, peak, held = packed
+        peak, held = peak and Peak(*peak), held and Held(*held)
+        own = dict(zip(microbatches, losses, strict=True))
+        return cls(times, versions, moved, own, outputs, metrics, peak, held)
+
+
+class ProcessTicket(NamedTuple):
+    """A minibatch of which this rank's ops are done.
+
+    Attributes:
+        report: what this rank tells the others, if there is anything that they wait for.
+        seal: what other ranks must have been given, too.
+    """
+
+    segment: Segment
+    minibatch: Minibatch
+    position: StreamPosition
+    harvest: Harvest
+    report: RankReport
+    seal: bytes
+
+
+class ProcessDriver(Driver[ProcessTicket]):
+    """Runs this process's worker and exchanges results with the other processes.
+
+    Args:
+        worker: this process's rank.
+        transport: carries the worker's messages, and this driver's, as main memory holds them; the
+            worker's own may add to it what an accelerator needs.
+        meeting: where all ranks have built the pipeline.
+        deadlines: how long ranks wait for each other.
+        num_told: how many ranks run stages, and so have results.
+        num_threads: torch's intra-op threads, until it is closed.
+        clock_offsets: by how many seconds each rank's clock is ahead of rank 0's; records are
+            exchanged too, so that every rank can draw the whole timeline. ``None``: they are not.
+        share_results: tell losses, metrics and outputs to every rank; otherwise only the ranks
+            that computed them have them.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        transport: SealedTransport,
+        meeting: Rendezvous,
+        deadlines: Deadlines,
+        *,
+        num_told: int,
+        num_threads: int,
+        clock_offsets: Sequence[float] | None,
+        share_results: bool,
+    ) -> None:
+        super().__init__([transport], deadlines)
+        self._num_threads_before = torch.get_num_threads()
+        torch.set_num_threads(num_threads)
+        self._worker = worker
+        self._seat = worker.seat
+        self._firsts = (worker.seat.firsts or tuple(range(num_told)))[:num_told]
+        self._transport = transport
+        # Else the gradients that ranks sum are not all of one minibatch.
+        self._seals_sums = not worker.updater.sums.stale
+        self._num_ranks = meeting.num_ranks
+        self._others = [rank for rank in range(meeting.num_ranks) if rank != meeting.rank]
+        self._records = clock_offsets is not None
+        self._clock_offsets = clock_offsets or [0.0] * meeting.num_ranks
+        self._share_results = share_results
+        self._failure: str | None = None
+        self._board = Board(meeting)
+        self._telling = lru_cache(_MOST_SEGMENTS)(self._find_telling)
+
+    def submit(
+        self, segment: Segment, minibatch: Minibatch, position: StreamPosition
+    ) -> ProcessTicket:
+        """Perform this rank's ops and tell their results; the other ranks do likewise."""
+        self._check_usable()
+        self._be_patient(minibatch)
+        with self._telling_failures(segment, minibatch.step):
+            seal = self._transport.seal = seal_of(minibatch, position)
+            self._transport.synchronous = position.synchronous and self._seals_sums
+            callers = moments_of(minibatch, [self._worker])
+            harvest = self._worker.run(segment, minibatch, position, callers)
+            self._worker.transport.hand_over()
+            harvest.take_up()
+            report = self._report(harvest)
+            if self._seat.number in self._telling(segment):
+                own = Noted(report.packed(), seal)
+                for edge in self._edges_to_all(REPORT_TAG):
+                    self._transport.send(edge, FIRST_EXCHANGE + harvest.number, own)
+        return ProcessTicket(segment, minibatch, position, harvest, report, seal)
+
+    def _check_usable(self) -> None:
+        if self._failure:
+            raise RunError(f"this pipeline has failed ({self._failure}); start the job again")
+
+    def collect(self, ticket: ProcessTicket) -> MinibatchOutcome:
+        segment, minibatch, harvest = ticket.segment, ticket.minibatch, ticket.harvest
+        with self._telling_failures(segment, minibatch.step):
+            told = self._reports(ticket)
+            # All members of a rank have the same results; the first one tells them.
+            firsts = [report for seat, report in told.items() if seat in self._firsts]
+            reports = firsts or [*told.values()]
+            if not ticket.position.more_follow:
+                self._worker.transport.flush()
+        all_told = len(told) == self._num_ranks
+        self._went_through(minibatch, num_proofs=2 if all_told else 1)
+        return MinibatchOutcome.of(
+            reports,
+            minibatch.weights,
+            self._records_of(ticket, reports) if self._records and any(segment.ranks) else None,
+            harvest.norm,
+            begins=segment.begins,
+        )
+
+    def is_done(self, ticket: ProcessTicket) -> bool:
+        return all(self._has_told(other, ticket) for other in self._telling(ticket.segment))
+
+    def _has_told(self, other: int, ticket: ProcessTicket) -> bool | None:
+        rank, number = self._worker.rank, FIRST_EXCHANGE + ticket.harvest.number
+        return other == rank or self._transport.has_come(Edge(other, rank, REPORT_TAG), number)
+
+    @property
+    def can_look(self) -> bool:
+        """Whether ``is_done`` can tell of what other ranks have done."""
+        edges = (Edge(other, self._worker.rank, REPORT_TAG) for other in self._others)
+        return all(self._transport.has_come(edge, FIRST_EXCHANGE) is not None for edge in edges)
+
+    def announce(self, number: int, orders: Mapping[int, Any], expected: Segment) -> None:
+        """Tell other ranks what to do next, where one of them leads.
+
+        Args:
+            number: how many orders came before.
+            orders: by rank.
+            expected: as for ``gather``.
+
+        Raises:
+            PeerError, DeadlineError: one of them is gone.
+        """
+        with self._telling_failures(expected, self._worker.num_runs):
+            for rank, order in orders.items():
+                edge = Edge(self._worker.rank, rank, ORDER_TAG)
+                self._transport.send(edge, FIRST_EXCHANGE + number, order)
+            self._worker.transport.hand_over()
+
+    def announced(self, number: int, expected: Segment) -> Any:
+        """Wait for what rank 0 tells this one to do next; arguments as for ``announce``.
+
+        Raises:
+            PeerError, DeadlineError: rank 0 is gone, or says nothing.
+        """
+        rank = self._worker.rank
+        waiting = f"rank {rank}, waiting for rank 0 to begin with the next frame"
+        with self._telling_failures(expected, self._worker.num_runs):
+            return self._transport.recv(Edge(0, rank, ORDER_TAG), FIRST_EXCHANGE + number, waiting)
+
+    @contextmanager
+    def _telling_failures(self, segment: Segment, step: int) -> Iterator[None]:
+        rank = self._seat.number
+        try:
+            with naming(rank, step):
+                yield
+        except BaseException as error:
+            self._failure = named(error)
+            self._worker.updater.sums.close(failed=True)
+            if not getattr(error, "__notes__", ()):
+                error.add_note(self._worker.dump())
+            edges = [
+                *self._worker.outgoing(segment),
+                *self._edges_to_all(AGREEMENT_TAG),
+                *self._edges_to_all(REPORT_TAG),
+                *self._edges_to_all(STATE_TAG),
+                *self._edges_to_all(ORDER_TAG),
+            ]
+            # Others may have given up this attempt already: the notice must not seem a part of it.
+            self._worker.channels.discard(LARGEST_NUMBER)
+            notice = failure_notice(rank, error)
+            self._worker.channels.fail(notice, edges)
+            self._board.write(notice)
+            if isinstance(error, PeerError | DeadlineError):
+                explained = self._board.explained(error)
+                explained.__notes__ = error.__notes__
+                raise explained from error.__cause__
+            raise
+
+    def _report(self, harvest: Harvest) -> RankReport:
+        times = versions = moved = None
+        if self._records:
+            # Of an accelerator it is known when all has happened: this waits for the device.
+            columns = happened(harvest.starts, harvest.ends, harvest.stamps)
+            times = torch.from_numpy(np.array(columns, np.float64))
+            versions = torch.tensor(harvest.versions, dtype=torch.int64)
+            if harvest.moved:
+                rows = [(_KINDS.index(kind), *numbers) for kind, *numbers in harvest.moved]
+                moved = torch.tensor(rows, dtype=torch.float64)
+        if self._share_results:
+            results = harvest.losses, harvest.outputs, harvest.metrics
+        else:
+            results = {}, {}, {}
+        return RankReport(times, versions, moved, *results, harvest.peak, harvest.held)
+
+    def _reports(self, ticket: ProcessTicket) -> dict[int, RankReport]:
+        """By seat, in their order, every report that holds anything; of the others nothing is
+        sent."""
+        rank, harvest = self._seat.number, ticket.harvest
+        own = ticket.report._replace(
+            losses=harvest.losses, outputs=harvest.outputs, metrics=harvest.metrics
+        )
+        return {
+            other: own if other == rank else self._report_of(other, ticket)
+            for other in sorted({rank} | self._telling(ticket.segment))
+        }
+
+    def _report_of(self, other: int, ticket: ProcessTicket) -> RankReport:
+        """What another rank tells.
+
+        Raises:
+            RunError: it was given something else than this rank.
+        """
+        rank, step = self._seat.number, ticket.minibatch.step
+        waiting = f"rank {rank}, waiting at the end of step {step} for rank {other}'s results"
+        return RankReport.unpacked(
+            self._told_by(other, ticket.harvest.number, ticket.seal, waiting)
+        )
+
+    def _told_by(self, other: int, number: int, seal: bytes, waiting: str) -> Any:
+        """What another rank tells all others of what they do together.
+
+        Raises:
+            RunError: it does something else.
+        """
+        rank = self._seat.number
+        told = self._transport.recv(Edge(other, rank, REPORT_TAG), FIRST_EXCHANGE + number, waiting)
+        if type(told) is Noted:
+            told, its_seal = told
+            check_alike(seal, its_seal, (rank, other), waiting)
+        return told
+
+    def _find_telling(self, segment: Segment) -> frozenset[int]:
+        """The ranks that have something to tell: records, peaks, or results of the last stage."""
+        if not any(segment.ranks):
+            return frozenset()  # others may be in the middle of something
+        if self._records or self._worker.counts_memory:
+            return frozenset(self._firsts)
+        last = segment.schedule.num_stages - 1
+        have_results = frozenset(self._firsts[rank] for rank in segment.schedule.ranks_of(last))
+        return have_results if self._share_results else frozenset()
+
+    def _records_of(self, ticket: ProcessTicket, reports: list[RankReport]) -> list[RankRecord]:
+        self._check_alike(ticket, reports)
+        return [
+            RankRecord(
+                ops,
+                array("d", report.times[0].tolist()),
+                array("d", report.times[1].tolist()),
+                report.versions.tolist(),
+                ticket.position.base,
+                offset,
+                moved=_moved_of(report),
+            )
+            for ops, report, offset in zip(
+                ticket.segment.ranks,
+                reports,
+                [self._clock_offsets[seat] for seat in self._firsts],
+                strict=True,
+            )
+            if report.times is not None and report.versions is not None
+        ]
+
+    def _check_alike(self, ticket: ProcessTicket, reports: list[RankReport]) -> None:
+        """Ranks go through the same stream. Seals tell if not, except behind the last minibatch: a
+        rank that has left its loop drains, with nothing to compare."""
+        for rank, (ops, report) in enumerate(zip(ticket.segment.ranks, reports, strict=True)):
+            if report.times is not None and report.times.shape[1] != len(ops):
+                raise RunError(
+                    f"at step {ticket.minibatch.step}, ranks {self._seat.rank} and {rank} are at "
+                    "different ends of their loops; give every rank as many minibatches, of as "
+                    "many rows, and let all leave the loop at the same one"
+                )
+
+    def _edges_to_all(self, tag: int) -> list[Edge]:
+        return [Edge(self._seat.number, other, tag) for other in self._others]
+
+    def gather(
+        self, states: StageStates, expected: Segment, destination: int | None
+    ) -> StageStates:
+        self._check_usable()
+        with self._telling_failures(expected, self._worker.num_runs):
+            number = self._worker.next_number()
+            self._announce_gathering(number, expected, destination)
+            self._await_gathering(number, destination)
+            # One rank after the other tells its own, so that nobody waits for room in a channel
+            # whose other end is sending, too.
+            told = [
+                self._told_weights(source, number, states, destination)
+                for source in range(self._num_ranks)
+            ]
+            self._transport.flush()
+        if destination not in (None, self._seat.number):
+            return {}
+        return {stage: state for own in told for stage, state in own.items()}
+
+    def _told_weights(
+        self, source: int, number: int, states: StageStates, destination: int | None
+    ) -> StageStates:
+        """What one rank has, where this process is to know it."""
+        rank, number = self._seat.number, FIRST_EXCHANGE + number
+        if source == rank:
+            for other in self._others if destination is None else {destination} - {rank}:
+                self._transport.send(Edge(rank, other, STATE_TAG), number, states)
+            return states
+        if destination not in (None, rank):
+            return {}
+        waiting = f"rank {rank}, waiting for rank {source}'s weights"
+        told: StageStates = self._transport.recv(Edge(source, rank, STATE_TAG), number, waiting)
+        return told
+
+    def _announce_gathering(self, number: int, expected: Segment, destination: int | None) -> None:
+        """Tell the others, also those that do something else: they find it in the place of the
+        first message that they wait for."""
+        announcement = Noted(destination, Seal(Call.GATHER).packed())
+        for edge, unit in self._worker.first_units(expected).items():
+            self._transport.send(edge, number + unit, announcement)
+        # Nobody waits for these if all is well.
+        self._transport.discard(number + NUMBERS_PER_RUN)
+        for edge in self._edges_to_all(REPORT_TAG):
+            self._transport.send(edge, FIRST_EXCHANGE + number, announcement)
+
+    def _await_gathering(self, number: int, destination: int | None) -> None:
+        for other in self._others:
+            waiting = (
+                f"rank {self._seat.number}, waiting in gather_state_dict(), which every rank must "
+                f"call, for rank {other}"
+            )
+            theirs = self._told_by(other, number, Seal(Call.GATHER).packed(), waiting)
+            if theirs != destination:
+                raise RunError(
+                    f"rank {self._seat.number} calls gather_state_dict(rank={destination}), but "
+                    f"rank {other} gather_state_dict(rank={theirs}); give every rank the same"
+                )
+
+    def close(self, why: str = "") -> None:
+        torch.set_num_threads(self._num_threads_before)
+        told_why = why or "and all ranks must leave a loop at the same one"
+        reason = f"after {self._worker.num_runs} steps, {told_why}"
+        self._worker.updater.sums.close(failed=bool(self._failure or why))
+        if not self._failure:
+            self._board.write(f"rank {self._seat.number} closed its pipeline ({reason})")
+        self._worker.transport.close(reason)
+
+
+def _moved_of(report: RankReport) -> list[tuple[TransferKind, int, int, float, float]]:
+    rows = [] if report.moved is None else report.moved.tolist()
+    return [
+        (_KINDS[int(kind)], int(stage), int(number), start, end)
+        for kind, stage, number, start, end in rows
+    ]

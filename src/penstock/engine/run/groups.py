@@ -1,0 +1,74 @@
+"""What groups can share, and with whom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.base.errors import InputError
+from penstock.base.units import count_of
+from penstock.engine.run.recipe import Recipe
+from penstock.engine.run.seating import Seat
+from penstock.planning.plans import Plan
+from penstock.planning.plans.serving import all_group_sizes, num_processes, server_ranks
+
+
+def check_shareable(plan: Plan, recipe: Recipe) -> None:
+    """Raise ``InputError`` for what groups cannot do."""
+    refusals = {
+        # A forward that fails on weights which may not stand goes on without its values, and others
+        # in its group would wait for them.
+        "post_validate": (recipe.post_validate, "leave it out"),
+        "a loss without an optimizer": (
+            recipe.loss is not None and recipe.optimizer is None,
+            "gradients would be parts of the model's; give optimizer=…",
+        ),
+    }
+    for what, (wanted, remedy) in refusals.items():
+        if wanted:
+            raise InputError(
+                f"{what}: not with {plan.num_tensor_ranks} tensor ranks; {remedy}, or plan with "
+                "tensor_ranks=1"
+            )
+
+
+def seats_of(plan: Plan) -> list[Seat]:
+    """Where all members of all ranks of a plan sit, and behind them its parameter servers."""
+    return Seat.all_of(all_group_sizes(plan))
+
+
+def check_processes(plan: Plan, count: int) -> None:
+    """Raise ``InputError`` unless a job has a process for each seat of a plan, and for each of its
+    parameter servers."""
+    needed = num_processes(plan)
+    if needed == count:
+        return
+    groups, sizes = "", all_group_sizes(plan)
+    if plan.num_tensor_ranks > 1:
+        groups = f" of {', '.join(map(str, plan.group_sizes))} tensor ranks"
+    if servers := server_ranks(plan):
+        groups += f" and {count_of(len(servers), 'parameter server')}"
+        members = [sizes[rank] for rank in servers]
+        if max(members) > 1:
+            groups += f" of {', '.join(map(str, members))}"
+    raise InputError(
+        f"the plan has {plan.num_ranks} ranks{groups}, but the job has {count} processes; "
+        f"start it with torchrun --nproc-per-node={needed}, or plan for "
+        f"{count} ranks (stages = ranks × stages per rank of the schedule)"
+    )
+
+
+def check_kinds(seats: Sequence[Seat], kinds: Sequence[str]) -> None:
+    """Raise ``InputError`` unless the members of each group compute on one kind of device: others
+    draw other random numbers, so that members would drop out different values.
+
+    Args:
+        seats: of the whole plan, in their order.
+        kinds: of the device of each.
+    """
+    for seat, kind in zip(seats, kinds, strict=True):
+        first = kinds[seat.first(seat.rank)]
+        if kind != first:
+            raise InputError(
+                f"the tensor ranks of rank {seat.rank} compute on {first} and {kind}, which draw "
+                "different random numbers; give devices=… of one kind to each group"
+            )

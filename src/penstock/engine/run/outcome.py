@@ -1,0 +1,264 @@
+"""What a driver gives back after a step, put together from what the ranks harvested."""
+
+from __future__ import annotations
+
+import operator
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.core.schedule import Op
+from penstock.core.schedule.schedule import Activations
+from penstock.core.timing.spans import Row, Transfer, TransferKind
+from penstock.core.timing.timeline import Timeline
+from penstock.engine.device.stamps import Stamps, happened
+from penstock.engine.model import tree
+from penstock.engine.run.counting import Peak
+from penstock.engine.weights.store import Held
+
+
+class Part(Protocol):
+    """What one rank has of a minibatch: a worker's harvest, or what another process reported."""
+
+    @property
+    def losses(self) -> Mapping[int, Tensor]:
+        """Unweighted losses, by microbatch."""
+
+    @property
+    def outputs(self) -> Mapping[int, Any]:
+        """Outputs by microbatch, where there are no targets."""
+
+    @property
+    def metrics(self) -> Mapping[str, Mapping[int, Tensor]]:
+        """Unweighted metrics, by name and microbatch."""
+
+    @property
+    def peak(self) -> Peak | None:
+        """The most that the rank held at once, where memory is counted."""
+
+    @property
+    def held(self) -> Held | None:
+        """What the rank keeps of its weights, where these have versions."""
+
+
+class RankRecord(NamedTuple):
+    """When a rank performed its ops in one minibatch, as it was written down; most are never read.
+
+    Attributes:
+        ops: the rank's, in their order; in a stream, their microbatches count from ``base``.
+        starts, ends: of each op, in seconds of the rank's clock.
+        versions: which version of the weights each op read, if there are several.
+        base: how many microbatches of the stream come before.
+        clock_offset: by how many seconds the rank's clock is ahead of rank 0's.
+        stamps: when each op happened, where that was on an accelerator: ``starts`` and ``ends`` are
+            when the host asked for it.
+        moved: what the rank moved, as ``Transfer`` has it: (kind, stage, number, start, end).
+    """
+
+    ops: Sequence[Op]
+    starts: array[float]
+    ends: array[float]
+    versions: Sequence[int] = ()
+    base: int = 0
+    clock_offset: float = 0.0
+    stamps: Stamps | None = None
+    moved: Sequence[tuple[TransferKind, int, int, float, float]] = ()
+
+    def row(self) -> Row:
+        """The same as a timeline has it: numbered in the stream, in seconds of rank 0's clock."""
+        ops, offset = self.ops, self.clock_offset
+        if self.base:
+            ops = [op._replace(microbatch=op.microbatch + self.base) for op in ops]
+        starts, ends = happened(self.starts, self.ends, self.stamps)
+        return Row(
+            tuple(ops),
+            array("d", [start - offset for start in starts]),
+            array("d", [end - offset for end in ends]),
+            tuple(self.versions) or None,
+        )
+
+
+class MinibatchOutcome(NamedTuple):
+    """The result of one minibatch.
+
+    Attributes:
+        loss: weighted as on one device; ``None`` without targets.
+        outputs: those of every microbatch in order; empty with targets.
+        metrics: weighted like the loss.
+        records: what each rank did; ``None`` where recording is off.
+        norm: that of all gradients before clipping, where ranks agree on it.
+        peaks: the most that every rank held, where memory is counted and told.
+        held: the versions of its weights that every rank held, where there are several.
+        begins: whether nothing was in flight before it.
+    """
+
+    loss: Tensor | None
+    outputs: Sequence[Any]
+    metrics: dict[str, Tensor]
+    records: Sequence[RankRecord] | None
+    norm: Tensor | None
+    peaks: tuple[Peak, ...]
+    held: tuple[Held, ...]
+    begins: bool
+
+    @classmethod
+    def of_records(
+        cls, records: Sequence[RankRecord], held: tuple[Held, ...], *, begins: bool
+    ) -> MinibatchOutcome:
+        """What ranks did, without what came out of it."""
+        return cls(None, (), {}, records, None, (), held, begins)
+
+    @classmethod
+    def of(
+        cls,
+        parts: Sequence[Part],
+        weights: Sequence[float],
+        records: Sequence[RankRecord] | None,
+        norm: Tensor | None,
+        *,
+        begins: bool = True,
+    ) -> MinibatchOutcome:
+        """Put together what the ranks have.
+
+        Args:
+            parts: what each rank has, in any order; no two have the same microbatch.
+            weights: the factor on each microbatch's loss.
+            records: what each rank did, if it was written down.
+            norm: that of all gradients, if ranks agree on it.
+            begins: whether nothing was in flight before.
+        """
+        losses = {k: loss for part in parts for k, loss in part.losses.items()}
+        outputs = {k: value for part in parts for k, value in part.outputs.items()}
+        together = _on_one_device([outputs[k] for k in sorted(outputs)])
+        metrics: dict[str, dict[int, Tensor]] = defaultdict(dict)
+        for part in parts:
+            for name, values in part.metrics.items():
+                metrics[name] |= values
+        sums = {name: weighted_sum(values, weights) for name, values in metrics.items()}
+        return cls(
+            weighted_sum(losses, weights),
+            together,
+            {name: value for name, value in sums.items() if value is not None},
+            records,
+            norm,
+            tuple(part.peak for part in parts if part.peak is not None),
+            tuple(part.held for part in parts if part.held is not None),
+            begins,
+        )
+
+
+def _on_one_device(values: list[Any]) -> list[Any]:
+    """The values, on the device of the first tensor: copies of the last stage are on several."""
+    if len(values) < 2:
+        return values
+    devices = {tensor.device: None for tensor in tree.tensors(values)}
+    if len(devices) < 2:
+        return values
+    first = next(iter(devices))
+    return [tree.replace(Tensor, lambda tensor: tensor.to(first), value) for value in values]
+
+
+def weighted_sum(losses: Mapping[int, Tensor], weights: Sequence[float]) -> Tensor | None:
+    """The minibatch's loss, summed in the order of the microbatches."""
+    # The mean of no terms is NaN, and NaN · 0 as well.
+    counted = [microbatch for microbatch in sorted(losses) if weights[microbatch]]
+    if not counted:
+        return None
+    if all(_is_plain(losses[microbatch]) for microbatch in counted):
+        # The same numbers, one after the other, in a few calls instead of two per microbatch.
+        terms = np.array([losses[microbatch].item() for microbatch in counted], np.float32)
+        terms *= np.array([weights[microbatch] for microbatch in counted], np.float32)
+        total = float(np.add.accumulate(terms)[-1])
+        return torch.full((), total, dtype=torch.float32, device="cpu")
+    weighted = _on_one_device([losses[index] * weights[index] for index in counted])
+    summed: Tensor = reduce(operator.add, weighted)
+    return summed
+
+
+def _is_plain(loss: Tensor) -> bool:
+    return loss.dtype is torch.float32 and not loss.ndim and loss.device.type == "cpu"
+
+
+def timeline(
+    steps: Sequence[Sequence[RankRecord]], name: str, activations: Activations = "own"
+) -> Timeline:
+    """The measured timeline of one minibatch, or of several that belong together.
+
+    Args:
+        steps: what every rank did, for each minibatch.
+        activations: which ones backwards went through.
+    """
+    columns = [
+        _joined([record.row() for record in records]) for records in zip(*steps, strict=True)
+    ]
+    zero = min((row.starts[0] for row in columns if row.ops), default=0.0)
+    moved = (
+        row._replace(
+            starts=array("d", [start - zero for start in row.starts]),
+            ends=array("d", [end - zero for end in row.ends]),
+        )
+        for row in columns
+    )
+    transfers = [
+        one._replace(start=max(one.start - zero, 0.0), end=one.end - zero)
+        for records in steps
+        for one in (*_sums(records), *_stored(records))
+        if one.end > zero
+    ]
+    return Timeline(tuple(moved), name, "measured", activations, transfers=tuple(sorted(transfers)))
+
+
+def _sums(records: Sequence[RankRecord]) -> list[Transfer]:
+    """The parts of gradients that ranks have exchanged: each from when the first of them sent it
+    until the last one had the sum."""
+    told: dict[tuple[int, int, int], list[tuple[int, float, float]]] = defaultdict(list)
+    for rank, record in enumerate(records):
+        rounds: Counter[tuple[int, int]] = Counter()
+        for kind, stage, part, start, end in record.moved:
+            if kind != "sum":
+                continue
+            # In a stream, a stage may update several times.
+            span = rank, start - record.clock_offset, end - record.clock_offset
+            told[stage, part, rounds[stage, part]].append(span)
+            rounds[stage, part] += 1
+    return [
+        Transfer(
+            tuple(rank for rank, _, _ in spans),
+            "sum",
+            stage,
+            part,
+            min(start for _, start, _ in spans),
+            max(end for _, _, end in spans),
+        )
+        for (stage, part, _), spans in told.items()
+        if len(spans) > 1
+    ]
+
+
+def _stored(records: Sequence[RankRecord]) -> list[Transfer]:
+    """What came from tiers and went there."""
+    return [
+        Transfer((rank,), kind, stage, number, start - offset, end - offset)
+        for rank, record in enumerate(records)
+        for offset in [record.clock_offset]
+        for kind, stage, number, start, end in record.moved
+        if kind != "sum"
+    ]
+
+
+def _joined(rows: Sequence[Row]) -> Row:
+    if len(rows) == 1:
+        return rows[0]
+    known = all(row.versions is not None or not row.ops for row in rows)
+    return Row(
+        tuple(op for row in rows for op in row.ops),
+        array("d", [start for row in rows for start in row.starts]),
+        array("d", [end for row in rows for end in row.ends]),
+        tuple(version for row in rows for version in row.versions or ()) if known else None,
+    )

@@ -1,0 +1,284 @@
+"""From a rank's ops to steps: each is bound once per segment to what performs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+
+from penstock.core.schedule import Kind, Op
+from penstock.core.schedule.op import COMPUTE, RELEASING
+from penstock.core.schedule.segment import Segment
+from penstock.engine.run.rank.forward import Forward
+from penstock.engine.run.rank.interpreter import RankStep
+from penstock.engine.run.rank.observers import Observers
+from penstock.engine.run.rank.program import RankProgram, SkipRoute
+from penstock.engine.run.rank.residing import (
+    Fetch,
+    FetchStash,
+    LateUpdate,
+    Leave,
+    LeaveStash,
+    Resident,
+    ResidentUpdate,
+    Returned,
+    Stashing,
+)
+from penstock.engine.run.rank.steps import (
+    Agree,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Checked,
+    Closing,
+    Counted,
+    Freed,
+    NewVersion,
+    ReceiveGradients,
+    ReceiveValue,
+    Recompute,
+    Reduce,
+    Renewed,
+    SendGradients,
+    SendValue,
+    Settle,
+    UpdatesSoFar,
+    UpdateWeights,
+    Versioned,
+    Watched,
+)
+from penstock.engine.run.rank.updater import Updater
+from penstock.engine.run.rank.work import Work
+from penstock.engine.run.shared_state import SharedState
+from penstock.engine.stage.protocol import RunnableStage
+from penstock.engine.weights.offload import Offloading
+from penstock.engine.weights.residence import Residence
+from penstock.engine.weights.store import WeightStore
+
+_MOST_PROGRAMS = 64
+_READING_WEIGHTS = COMPUTE | {Kind.RECOMPUTE}
+_CHANGING_WEIGHTS = frozenset({Kind.REDUCE, Kind.AGREE, Kind.UPDATE, Kind.LATE_UPDATE})
+_VERSIONED = _READING_WEIGHTS | {Kind.UPDATE}
+
+
+class Compiler:
+    """Makes a rank's programs and steps.
+
+    Args:
+        rank: the rank that performs them.
+        skips: values that travel beside the chain.
+        stages: of this rank, by number.
+        updater: makes weights of gradients.
+        stores: the versions of the stages' weights, where there are several.
+        shared: what forwards must not write; looked at before weights change, too.
+        observers: look on while stages compute.
+        post_validate: whether updates are made on trust.
+        updates: counts updates where weights have one version and passes of several ages read it.
+
+    Attributes:
+        residence: which stages are in memory, if they come and go; to be set before anything is
+            compiled.
+        offloading: lets activations leave, if any do; likewise.
+    """
+
+    def __init__(  # noqa: PLR0913 - all that steps are bound to
+        self,
+        rank: int,
+        skips: Sequence[SkipRoute],
+        stages: Mapping[int, RunnableStage],
+        updater: Updater,
+        stores: Mapping[int, WeightStore],
+        shared: SharedState,
+        observers: Observers,
+        *,
+        post_validate: bool,
+        updates: UpdatesSoFar | None = None,
+    ) -> None:
+        self._rank = rank
+        self._skips = tuple(skips)
+        self._stages = stages
+        self._updater = updater
+        self._stores = stores
+        self._shared = shared
+        self._observers = observers
+        self._updates = updates
+        self.residence: Residence | None = None
+        self.offloading: Offloading | None = None
+        self._agree = Settle if post_validate else Agree
+        self.program = lru_cache(_MOST_PROGRAMS)(self._program)
+        self.steps = lru_cache(_MOST_PROGRAMS)(self._steps)
+
+    def _program(self, segment: Segment) -> RankProgram:
+        """This rank's part of a segment."""
+        return RankProgram(segment, self._rank, self._skips)
+
+    def _steps(self, segment: Segment, trains: bool) -> tuple[RankStep[Work], ...]:
+        """The steps of a segment; one that only evaluates reads the newest weights."""
+        program = self.program(segment)
+        stores = self._stores if trains else {}
+        closing, renewed = self._closing(program), self._renewed(program)
+        steps = []
+        for op in program.ops:
+            step = self._bound(op, program, stores.get(op.stage))
+            if op in closing:
+                step = Closing(op, step, self._updater)
+            steps.append(Renewed(op, step, self._updater) if op in renewed else step)
+        return tuple(steps)
+
+    def _renewed(self, program: RankProgram) -> set[Op]:
+        """The first op that reads each stage's weights, where others update a part of them."""
+        first: dict[int, Op] = {}
+        for op in program.ops if self._updater.sums.has_shards else ():
+            if op.kind in _READING_WEIGHTS:
+                first.setdefault(op.stage, op)
+        return {*first.values()}
+
+    def _closing(self, program: RankProgram) -> set[Op]:
+        """The ops that make the last gradients before they are handed in, of stages whose gradients
+        may leave earlier."""
+        closing, last = set(), {}
+        for op in program.ops:
+            if op.kind in RELEASING:
+                last[op.stage] = op
+            elif op.kind is Kind.REDUCE and self._updater.sums.leaves_early(op.stage):
+                closing |= {last[op.stage]} if op.stage in last else set()
+        return closing
+
+    def _bound(self, op: Op, program: RankProgram, store: WeightStore | None) -> RankStep[Work]:
+        step = self._checked(op, program, store)
+        if self._leaves(op, program) and op.kind is not Kind.FORWARD:
+            assert self.offloading is not None
+            return Returned(op, program.unit(op), step, self.offloading)
+        if self._updates is not None and op.kind in _VERSIONED:
+            return Counted(op, step, self._updates)
+        return step
+
+    def _checked(self, op: Op, program: RankProgram, store: WeightStore | None) -> RankStep[Work]:
+        step = _BINDINGS[op.kind](self, op, program, store)
+        stashes = op.kind is Kind.FORWARD and self._leaves(op, program)
+        offloading = self.offloading if stashes else None
+        if self.residence is not None and op.kind in _READING_WEIGHTS:
+            unit, observers = program.unit(op), self._observers
+            return Resident(op, unit, step, observers, self.residence, offloading)
+        if offloading is not None:
+            return Stashing(op, program.unit(op), step, self._observers, offloading)
+        if op.kind in _READING_WEIGHTS:
+            if store is not None:
+                return Versioned(op, program.unit(op), step, self._observers, store)
+            if self._observers.look_on(op.kind):
+                return Watched(op, program.unit(op), step, self._observers)
+        return Checked(op, step, self._shared) if op.kind in _CHANGING_WEIGHTS else step
+
+    def _leaves(self, op: Op, program: RankProgram) -> bool:
+        """Whether an op is of a microbatch whose activations leave."""
+        return op.kind in COMPUTE and (op.stage, program.unit(op)) in program.offloaded
+
+    def _forward(self, op: Op, program: RankProgram, store: WeightStore | None) -> RankStep[Work]:
+        unit = program.unit(op)
+        return Forward(
+            op,
+            unit,
+            self._stages[op.stage],
+            program.keeps[op.stage, unit],
+            op.stage == program.last_stage,
+            program.arriving(op),
+            program.leaving(op),
+            self._updater,
+            self._shared if self._shared.watches(op.stage) else None,
+            store,
+        )
+
+    def _backward(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
+        kind = Backward if op.kind is Kind.BACKWARD else BackwardInput
+        return kind(
+            op,
+            program.unit(op),
+            self._stages[op.stage],
+            op.stage == program.last_stage,
+            program.arriving(op),
+            program.leaving(op),
+            self._updater,
+        )
+
+    def _backward_weight(
+        self, op: Op, program: RankProgram, _: WeightStore | None
+    ) -> RankStep[Work]:
+        return BackwardWeight(op, program.unit(op), self._stages[op.stage], self._updater)
+
+    def _recompute(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
+        unit = program.unit(op)
+        return Recompute(op, unit, self._stages[op.stage], program.keeps_again[op.stage, unit])
+
+    def _send(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
+        kind = SendValue if op.kind is Kind.SEND_FORWARD else SendGradients
+        return kind(op, program.unit(op), program.edges[op])
+
+    def _receive(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
+        kind = ReceiveValue if op.kind is Kind.RECV_FORWARD else ReceiveGradients
+        return kind(op, program.unit(op), program.edges[op], program.waiting[op])
+
+    def _freed(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
+        return Freed(op)
+
+    def _reduce(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
+        return Reduce(op, self._updater)
+
+    def _agreement(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
+        return self._agree(op, self._updater)
+
+    def _update(self, op: Op, program: RankProgram, store: WeightStore | None) -> RankStep[Work]:
+        if store is not None:
+            return NewVersion(op, self._updater, store)
+        if self.residence is not None:
+            return ResidentUpdate(op, self._updater, self.residence)
+        return UpdateWeights(op, self._updater)
+
+    def _late_update(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
+        assert self.residence is not None
+        return LateUpdate(op, self._updater, self.residence)
+
+    def _fetch(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
+        assert self.residence is not None
+        return Fetch(op, program.stays[op], self.residence)
+
+    def _leave(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
+        assert self.residence is not None
+        notes = op in program.last_leaves
+        return Leave(op, program.stays[op], self.residence, self._updater, notes)
+
+    def _leave_stash(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
+        assert self.offloading is not None
+        unit, stage = program.unit(op), self._stages[op.stage]
+        return LeaveStash(op, unit, stage, self.offloading, self._observers)
+
+    def _fetch_stash(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
+        assert self.offloading is not None
+        return FetchStash(op, program.unit(op), self.offloading)
+
+
+_Binding = Callable[[Compiler, Op, RankProgram, WeightStore | None], RankStep[Work]]
+
+_BINDINGS: Mapping[Kind, _Binding] = {
+    Kind.FORWARD: Compiler._forward,
+    Kind.RECOMPUTE: Compiler._recompute,
+    Kind.BACKWARD: Compiler._backward,
+    Kind.BACKWARD_INPUT: Compiler._backward,
+    Kind.BACKWARD_WEIGHT: Compiler._backward_weight,
+    Kind.SEND_FORWARD: Compiler._send,
+    Kind.RECV_FORWARD: Compiler._receive,
+    Kind.SEND_BACKWARD: Compiler._send,
+    Kind.RECV_BACKWARD: Compiler._receive,
+    Kind.FREE_INPUT_PART: Compiler._freed,
+    Kind.FREE: Compiler._freed,
+    Kind.REDUCE: Compiler._reduce,
+    Kind.AGREE: Compiler._agreement,
+    Kind.UPDATE: Compiler._update,
+    Kind.LATE_UPDATE: Compiler._late_update,
+    Kind.FETCH_FORWARD: Compiler._fetch,
+    Kind.FETCH_BACKWARD: Compiler._fetch,
+    Kind.LEAVE_FORWARD: Compiler._leave,
+    Kind.LEAVE_BACKWARD: Compiler._leave,
+    Kind.LEAVE_STASH: Compiler._leave_stash,
+    Kind.FETCH_STASH: Compiler._fetch_stash,
+}
+KINDS = frozenset(_BINDINGS)
+"""The kinds of op that a rank can perform."""

@@ -1,0 +1,186 @@
+"""The steps of a rank whose stages or activations come and go: to fetch, to leave, and what waits
+for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from penstock.core.schedule import Op
+from penstock.core.schedule.op import BACKWARD, FORWARDS, RELEASING
+from penstock.core.schedule.residence import Stay
+from penstock.engine.run.rank.interpreter import RankStep
+from penstock.engine.run.rank.observers import Observers
+from penstock.engine.run.rank.updater import Updater
+from penstock.engine.run.rank.work import Work
+from penstock.engine.stage.protocol import RunnableStage
+from penstock.engine.weights.offload import Offloading
+from penstock.engine.weights.residence import Residence
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """FETCH_F, FETCH_B: begin to bring a stage in."""
+
+    op: Op
+    stay: Stay
+    residence: Residence
+
+    def perform(self, work: Work) -> None:
+        self.residence.fetch(self.op.stage, self.stay)
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """LEAVE_F, LEAVE_B: let a stage go.
+
+    Attributes:
+        notes: whether its gradients are complete, and all ranks will agree on them.
+    """
+
+    op: Op
+    stay: Stay
+    residence: Residence
+    updater: Updater
+    notes: bool
+
+    def perform(self, work: Work) -> None:
+        stage = self.op.stage
+        if self.notes:
+            self.updater.note(stage, self.residence.parameters(stage))
+        self.residence.leave(stage, self.stay)
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """A compute step of a stage that comes and goes: it waits for the weights, and autograd saves
+    none of them."""
+
+    op: Op
+    unit: int
+    step: RankStep[Work]
+    observers: Observers
+    residence: Residence
+    offloading: Offloading | None
+
+    def perform(self, work: Work) -> None:
+        stage, unit = self.op.stage, work.unit(self.unit)
+        waited = self.residence.arrive(stage)
+        instead = None
+        if self.op.kind in FORWARDS:
+            instead = self.residence.instead(stage)
+        else:
+            waited = self.residence.begin_adding(stage) or waited
+        if waited:
+            work.waited()
+        around = None if self.offloading is None else self.offloading.around((stage, unit))
+        self.observers.watch(self.step, work, unit, instead, around)
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentUpdate:
+    """UPDATE of a stage whose optimizer state comes and goes."""
+
+    op: Op
+    updater: Updater
+    residence: Residence
+
+    def perform(self, work: Work) -> None:
+        stage = self.op.stage
+        if self.residence.arrive_with_state(stage):
+            work.waited()
+        self.updater.update(stage)
+        self.residence.updated(stage)
+
+
+@dataclass(frozen=True, slots=True)
+class LateUpdate:
+    """LATE_UPDATE: the update of the minibatch before, if it is owed."""
+
+    op: Op
+    updater: Updater
+    residence: Residence
+
+    def perform(self, work: Work) -> None:
+        pay(self.op.stage, self.updater, self.residence, work.waited)
+
+
+def pay(
+    stage: int, updater: Updater, residence: Residence, waited: Callable[[], None] | None = None
+) -> None:
+    """Make the update that a stage owes, if it does, while its weights are in memory.
+
+    Args:
+        waited: told when all that the update needs has come.
+    """
+    if stage in updater.owed:
+        residence.arrive_with_state(stage)
+        residence.bring_gradients(stage)
+        if waited is not None:
+            waited()
+        updater.update_late(stage)
+        residence.updated(stage, late=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Stashing:
+    """A forward whose activations will leave: autograd saves what can."""
+
+    op: Op
+    unit: int
+    step: RankStep[Work]
+    observers: Observers
+    offloading: Offloading
+
+    def perform(self, work: Work) -> None:
+        unit = work.unit(self.unit)
+        around = self.offloading.around((self.op.stage, unit))
+        self.observers.watch(self.step, work, unit, around=around)
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveStash:
+    """LEAVE_S: let go what a microbatch keeps at a stage."""
+
+    op: Op
+    unit: int
+    stage: RunnableStage
+    offloading: Offloading
+    observers: Observers
+
+    def perform(self, work: Work) -> None:
+        unit = work.unit(self.unit)
+        modules = self.stage.layer_modules
+        own = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
+        self.offloading.leave((self.op.stage, unit), self.stage.held(unit), own)
+        self.observers.count(self.op.stage, unit)
+
+
+@dataclass(frozen=True, slots=True)
+class FetchStash:
+    """FETCH_S: begin to bring it back."""
+
+    op: Op
+    unit: int
+    offloading: Offloading
+
+    def perform(self, work: Work) -> None:
+        self.offloading.fetch((self.op.stage, work.unit(self.unit)))
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """A backward whose activations have left: it waits until they are back."""
+
+    op: Op
+    unit: int
+    step: RankStep[Work]
+    offloading: Offloading
+
+    def perform(self, work: Work) -> None:
+        key = self.op.stage, work.unit(self.unit)
+        if self.op.kind in BACKWARD and self.offloading.arrive(key):
+            work.waited()
+        self.step.perform(work)
+        if self.op.kind in RELEASING:
+            self.offloading.release(key)

@@ -1,0 +1,336 @@
+"""The steps of a rank: one class per kind of op, each bound to its stage, its channels, its unit.
+
+A step is made once per segment and performed for every minibatch that has this segment; what
+changes from one to the next is the ``Work`` that it is performed on. ``forward`` has the step that
+reads the data and may compute on trust.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.core.schedule import Kind, Op
+from penstock.core.schedule.op import FORWARDS
+from penstock.engine.run.rank.interpreter import RankStep, Restart
+from penstock.engine.run.rank.observers import Observers
+from penstock.engine.run.rank.program import SkipChannel
+from penstock.engine.run.rank.updater import Updater
+from penstock.engine.run.rank.work import Work
+from penstock.engine.run.shared_state import SharedState
+from penstock.engine.stage.microbatch_graph import Gradients, InputGradients
+from penstock.engine.stage.protocol import Keep, RunnableStage
+from penstock.engine.transport import Edge
+from penstock.engine.weights.store import WeightStore
+
+
+class UpdatesSoFar:
+    """How many updates each stage of a rank has come to since its stream began, where there is one
+    version of its weights, which every pass reads."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, int] = {}
+
+    def begin(self) -> None:
+        """A stream begins."""
+        self._of.clear()
+
+    def note(self, op: Op) -> int:
+        """The version that an op reads; of an update, how many came before it."""
+        version = self._of.get(op.stage, 0)
+        if op.kind is Kind.UPDATE:
+            self._of[op.stage] = version + 1
+        return version
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """R: run a forward again that had kept its input only."""
+
+    op: Op
+    unit: int
+    stage: RunnableStage
+    keep: Keep
+
+    def perform(self, work: Work) -> None:
+        self.stage.recompute(work.unit(self.unit), self.keep)
+
+
+@dataclass(frozen=True, slots=True)
+class _Back:
+    """What both steps do that make the gradient of a stage's input.
+
+    Attributes:
+        stashed: where the gradients of the skips come from that the stage stashed.
+        recalled: where those of the skips go that it recalled.
+    """
+
+    op: Op
+    unit: int
+    stage: RunnableStage
+    is_last: bool
+    stashed: tuple[SkipChannel, ...]
+    recalled: tuple[SkipChannel, ...]
+    updater: Updater
+
+    def incoming(self, work: Work, unit: int) -> tuple[Gradients, dict[str, Gradients]]:
+        """The gradients of the stage's output and of the skips that it stashed."""
+        if not self.is_last:
+            gradients = work.mail.gradients.pop((self.op.stage, unit))
+            return gradients, work.mail.skips(self.stashed, unit)
+        # d(sum of weighted losses) / d(this loss) is its weight.
+        scale = None if self.updater.loss_scale is None else self.updater.loss_scale.scale
+        return [work.seed(unit, scale)], {}
+
+    def pass_on(self, work: Work, unit: int, made: InputGradients) -> None:
+        """Hand gradients to the stages before."""
+        if self.op.stage > 0:
+            work.mail.gradients[self.op.stage - 1, unit] = made.inputs
+        work.mail.hand_skips(self.recalled, unit, made.skips)
+
+
+@dataclass(frozen=True, slots=True)
+class Backward(_Back):
+    """B: full backward."""
+
+    def perform(self, work: Work) -> None:
+        unit = work.unit(self.unit)
+        made = self.stage.backward(unit, *self.incoming(work, unit))
+        self.updater.sums.gathered()
+        self.pass_on(work, unit, made)
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardInput(_Back):
+    """I: the gradient of the input."""
+
+    def perform(self, work: Work) -> None:
+        unit = work.unit(self.unit)
+        self.pass_on(work, unit, self.stage.backward_input(unit, *self.incoming(work, unit)))
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardWeight:
+    """W: the gradients of the weights, which I has put off."""
+
+    op: Op
+    unit: int
+    stage: RunnableStage
+    updater: Updater
+
+    def perform(self, work: Work) -> None:
+        self.stage.backward_weight(work.unit(self.unit))
+        self.updater.sums.gathered()
+
+
+@dataclass(frozen=True, slots=True)
+class SendValue:
+    """SEND_F: hand a stage's output to the rank of the next stage."""
+
+    op: Op
+    unit: int
+    edge: Edge
+
+    def perform(self, work: Work) -> None:
+        unit = work.unit(self.unit)
+        work.mail.send(self.edge, unit, work.mail.values.pop((self.op.stage + 1, unit)))
+
+
+@dataclass(frozen=True, slots=True)
+class SendGradients:
+    """SEND_B: hand the gradients of a stage's input to the rank of the stage before."""
+
+    op: Op
+    unit: int
+    edge: Edge
+
+    def perform(self, work: Work) -> None:
+        unit = work.unit(self.unit)
+        work.mail.send(self.edge, unit, work.mail.gradients.pop((self.op.stage - 1, unit)))
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveValue:
+    """RECV_F: wait for a stage's input."""
+
+    op: Op
+    unit: int
+    edge: Edge
+    waiting: str
+
+    def perform(self, work: Work) -> None:
+        unit = work.unit(self.unit)
+        work.mail.values[self.op.stage, unit] = work.mail.receive(self.edge, unit, self.waiting)
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveGradients:
+    """RECV_B: wait for the gradients of a stage's output."""
+
+    op: Op
+    unit: int
+    edge: Edge
+    waiting: str
+
+    def perform(self, work: Work) -> None:
+        unit = work.unit(self.unit)
+        work.mail.gradients[self.op.stage, unit] = work.mail.receive(self.edge, unit, self.waiting)
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """FREE: the stage has freed it with the op that this one follows."""
+
+    op: Op
+
+    def perform(self, work: Work) -> None:
+        """Nothing is left to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """REDUCE: let others sum what they wait for."""
+
+    op: Op
+    updater: Updater
+
+    def perform(self, work: Work) -> None:
+        self.updater.sums.hand_in(self.op.stage)
+
+
+@dataclass(frozen=True, slots=True)
+class Agree:
+    """AGREE before updates: wait for all ranks' norms, and clip or skip."""
+
+    op: Op
+    updater: Updater
+
+    def perform(self, work: Work) -> None:
+        self.updater.agree()
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """AGREE after updates that were made on trust, in the next minibatch: whether they stand."""
+
+    op: Op
+    updater: Updater
+
+    def perform(self, work: Work) -> None:
+        # Marks like [5] are the steps of post-validation, which ``updater`` describes.
+        if not self.updater.settle():  # [5]
+            raise Restart
+        if work.failed_on_trust is not None:  # [6]
+            raise work.failed_on_trust
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateWeights:
+    """UPDATE: step the stage's optimizer."""
+
+    op: Op
+    updater: Updater
+
+    def perform(self, work: Work) -> None:
+        self.updater.update(self.op.stage)
+
+
+@dataclass(frozen=True, slots=True)
+class NewVersion:
+    """UPDATE where weights have several versions: makes one; how many came before is noted."""
+
+    op: Op
+    updater: Updater
+    store: WeightStore
+
+    def perform(self, work: Work) -> None:
+        with self.store.updating(work.numbered(self.op)) as version:
+            self.updater.update(self.op.stage)
+        work.versions[self.op] = version
+        work.updated(self.op.stage, version + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """A step that reads or makes the one version of its stage's weights; which that is is noted."""
+
+    op: Op
+    step: RankStep[Work]
+    updates: UpdatesSoFar
+
+    def perform(self, work: Work) -> None:
+        work.versions[self.op] = self.updates.note(self.op)
+        self.step.perform(work)
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A step on the way to new weights, before which nothing shared may have been written."""
+
+    op: Op
+    step: RankStep[Work]
+    shared: SharedState
+
+    def perform(self, work: Work) -> None:
+        self.shared.check()
+        self.step.perform(work)
+
+
+@dataclass(frozen=True, slots=True)
+class Closing:
+    """The step that makes the last gradients of a stage; what it has made may leave meanwhile."""
+
+    op: Op
+    step: RankStep[Work]
+    updater: Updater
+
+    def perform(self, work: Work) -> None:
+        with self.updater.sums.closing(self.op.stage):
+            self.step.perform(work)
+
+
+@dataclass(frozen=True, slots=True)
+class Renewed:
+    """The first step that reads the weights of a stage, of which other ranks update a part: what
+    they have updated with the minibatch before is waited for here."""
+
+    op: Op
+    step: RankStep[Work]
+    updater: Updater
+
+    def perform(self, work: Work) -> None:
+        self.updater.sums.take_back(self.op.stage)
+        self.step.perform(work)
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """A compute step at which others look on."""
+
+    op: Op
+    unit: int
+    step: RankStep[Work]
+    observers: Observers
+
+    def perform(self, work: Work) -> None:
+        self.observers.watch(self.step, work, work.unit(self.unit))
+
+
+@dataclass(frozen=True, slots=True)
+class Versioned:
+    """A compute step with the weights that the policy says; which they were is noted."""
+
+    op: Op
+    unit: int
+    step: RankStep[Work]
+    observers: Observers
+    store: WeightStore
+
+    def perform(self, work: Work) -> None:
+        numbered = work.numbered(self.op)
+        with self.store.reading(numbered) as version:
+            instead = None
+            if self.op.kind in FORWARDS:
+                counts = self.observers.counts_memory
+                instead = self.store.instead(numbered.microbatch, counts=counts)
+            self.observers.watch(self.step, work, work.unit(self.unit), instead)
+        work.versions[self.op] = version

@@ -1,0 +1,235 @@
+"""A minibatch while a rank works on it: what the steps take from it and leave behind."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.base.errors import InputError, StageError
+from penstock.base.values import shown
+from penstock.core.schedule import Op
+from penstock.engine.device.accelerators import is_on_host
+from penstock.engine.device.queue import DeviceQueue
+from penstock.engine.model import tree
+from penstock.engine.model.copying import copy_of
+from penstock.engine.model.ignored_labels import IGNORED, REMEDY, all_ignored
+from penstock.engine.run.minibatch import FrameListener, Harvest, Mark, Minibatch, StreamPosition
+from penstock.engine.run.rank.mail import Mail
+from penstock.engine.run.recipe import Recipe
+from penstock.engine.stage import finite
+from penstock.engine.stage.protocol import Criterion
+
+Seeds = dict[tuple[Any, ...], Tensor]
+"""Gradients of losses, by weight, scale, dtype and device."""
+_THE_LOSS_IS = "the loss is "
+_MOST_SEEDS = 64
+
+
+class AwaitedMark(NamedTuple):
+    """A mark, and by stage how many updates of the stream are the last of its minibatch."""
+
+    mark: Mark
+    num_updates: Mapping[int, int]
+
+
+def _nobody() -> None:
+    """Asks when ops begin."""
+
+
+class Work:
+    """One minibatch at work on one rank; its units are numbered from the beginning of the stream.
+
+    Args:
+        position: where it stands in its stream.
+        mail: what passes between stages, for as long as the stream lasts.
+        marks: of minibatches up to this one, behind whose last update the state is wanted.
+        queue: the rank's work on its device; ``None`` where all is done in main memory.
+        seeds: gradients of losses that earlier minibatches have made.
+        waited: to be told when what an op has waited for is there.
+
+    Attributes:
+        minibatch, position, mail, waited: as given.
+        harvest: what comes out of it.
+        versions: which version of the weights each op read, where there are several.
+        failed_on_trust: the first error that was computed with weights on trust; it counts only if
+            the verdict lets these stand.
+    """
+
+    def __init__(
+        self,
+        minibatch: Minibatch,
+        position: StreamPosition,
+        recipe: Recipe,
+        mail: Mail,
+        queue: DeviceQueue | None = None,
+        marks: Sequence[AwaitedMark] = (),
+        seeds: Seeds | None = None,
+        waited: Callable[[], None] = _nobody,
+    ) -> None:
+        self.minibatch = minibatch
+        self.waited = waited
+        self.position = position
+        self.mail = mail
+        self.harvest = Harvest(number=mail.number + position.index)
+        self.versions: dict[Op, int] = {}
+        self.failed_on_trust: StageError | None = None
+        self._recipe = recipe
+        self._queue = queue
+        self._marks = marks
+        self._seeds = {} if seeds is None else seeds
+        self._first_unit = position.first * minibatch.num_slices
+        self._base_unit = position.base * minibatch.num_slices
+
+    def unit(self, unit: int) -> int:
+        """The number in the stream of a unit that is numbered from the beginning of its window."""
+        return self._base_unit + unit
+
+    def numbered(self, op: Op) -> Op:
+        """An op with the number of its microbatch in the stream."""
+        return Op(op.stage, op.kind, op.microbatch + self.position.base, op.slice)
+
+    def updated(self, stage: int, num_updates: int) -> None:
+        """A stage has made so many updates since its stream began."""
+        for mark, counts in self._marks:
+            if counts[stage] == num_updates:
+                mark.updated(stage)
+
+    def input(self, unit: int, *, copied: bool) -> Any:
+        """What the first stage works on; a copy if the minibatch may have to begin anew, since the
+        first layer may overwrite it."""
+        number = unit - self._first_unit
+        value = self._here(self.minibatch.inputs, self.minibatch.inputs_moments, number)
+        return tree.replace(Tensor, copy_of, value) if copied else value
+
+    def _here(self, values: Sequence[Any], moments: Sequence[torch.Event], number: int) -> Any:
+        """What the caller has given, on the rank's device."""
+        if self._queue is None:
+            return values[number]
+        here = self._queue.given
+        if moments:
+            here = partial(self._queue.fetched, moment=moments[number])
+        return tree.replace(Tensor, here, values[number])
+
+    def criterion(self, unit: int) -> Criterion | None:
+        """From the output of the last stage to the loss; ``None`` where outputs are wanted."""
+        loss, metrics = self._recipe.loss, self._recipe.metrics
+        if not self._wants_losses or loss is None:
+            return None
+        number = unit - self._first_unit
+        targets = self._here(self.minibatch.targets, self.minibatch.targets_moments, number)
+        if self.minibatch.listener is not None and targets is None:
+            return None  # nobody has said what this frame should give
+
+        def criterion(outputs: Any) -> Tensor:
+            if self.minibatch.listener is not None:
+                self.harvest.outputs[number] = _own(outputs)
+            if metrics:
+                with torch.no_grad():
+                    for name, metric in metrics.items():
+                        measured = _number(name, metric(outputs, targets))
+                        self.harvest.metrics.setdefault(name, {})[number] = measured
+            return loss(outputs, targets)
+
+        return criterion
+
+    def keep(self, unit: int, produced: Any) -> None:
+        """The loss of the last stage, or its output.
+
+        Raises:
+            ArithmeticError: the loss is not finite, and is to stop the run.
+        """
+        number = unit - self._first_unit
+        if self.minibatch.listener is not None:
+            self._keep_frame(number, produced, self.minibatch.listener)
+        elif not self._wants_losses:
+            self.harvest.outputs[number] = produced
+        else:
+            self._keep_loss(number, produced)
+
+    @property
+    def _wants_losses(self) -> bool:
+        return self.minibatch.trains or bool(self.minibatch.targets)
+
+    def _keep_frame(self, number: int, produced: Any, listener: FrameListener) -> None:
+        has_loss = number in self.harvest.outputs  # the criterion has put it there
+        if has_loss:
+            self._keep_loss(number, produced)
+        else:
+            self.harvest.outputs[number] = _own(produced)
+        moment = None if self._queue is None else self._queue.moment()
+        listener(self.harvest.outputs[number], produced if has_loss else None, moment)
+
+    def _keep_loss(self, number: int, produced: Tensor) -> None:
+        # The mean of no terms is NaN, and counts for nothing.
+        looks = self._recipe.stop_at_nan and self.minibatch.trains and self.minibatch.learns
+        looks = looks and bool(self.minibatch.weights[number])
+        # On an accelerator the host would have to wait for it.
+        if looks and is_on_host(produced.device):
+            value = produced.item()
+            if not math.isfinite(value):
+                remedy = finite.REMEDY
+                if all_ignored(self.minibatch.targets[number]):
+                    remedy = (
+                        f"All labels of this microbatch are {IGNORED}: give Pipeline(…, {REMEDY})"
+                    )
+                raise ArithmeticError(
+                    f"{_THE_LOSS_IS}{value}; no weight has been updated with it. {remedy}"
+                )
+        self.harvest.losses[number] = produced
+
+    def seed(self, unit: int, scale: float | None) -> Tensor | None:
+        """The gradient of the minibatch's loss with respect to that of a unit, or ``None`` if it
+        counts for nothing.
+
+        Args:
+            unit: a microbatch or a slice.
+            scale: what small gradients are multiplied by so that they survive.
+        """
+        number = unit - self._first_unit
+        weight = self.minibatch.weights[number]
+        if weight and not self.position.synchronous and self._recipe.updates == "microbatch":
+            weight = 1.0  # it is a minibatch of its own
+        weight *= self.minibatch.share
+        if not weight or number not in self.harvest.losses or not self.minibatch.learns:
+            return None
+        loss = self.harvest.losses[number]
+        kind = weight, scale, loss.dtype, loss.device
+        seed = self._seeds.get(kind)
+        if seed is None or seed._version:  # a backward of the user's may have overwritten it
+            if len(self._seeds) >= _MOST_SEEDS:  # minibatches of many sizes weigh differently
+                self._seeds.clear()
+            seed = torch.full_like(loss, weight)
+            self._seeds[kind] = seed = seed if scale is None else seed * scale
+        return seed
+
+
+def is_not_finite(error: BaseException) -> bool:
+    """Whether a step failed because a loss is infinite or not a number, and not because a layer
+    says so."""
+    cause = error.__cause__
+    return isinstance(cause, ArithmeticError) and str(cause).startswith(_THE_LOSS_IS)
+
+
+def _own(outputs: Any) -> Any:
+    """What the caller gets before the backward: a copy, since the graph needs the values as they
+    are, and nothing would notice if they were drawn over through numpy."""
+    return tree.replace(Tensor, lambda tensor: copy_of(tensor.detach()), outputs)
+
+
+def _number(name: str, measured: Any) -> Tensor:
+    """What a metric gave, as a tensor of its own."""
+    remedy = "it must return one number, as a float or a tensor with one element"
+    try:
+        number = torch.as_tensor(measured).detach()
+    except Exception as error:  # there are many things that are no number
+        raise InputError(f"the metric {name!r} gave {shown(measured)}; {remedy}") from error
+    if number.numel() != 1:
+        raise InputError(
+            f"the metric {name!r} gave a tensor of shape {tuple(number.shape)}; {remedy}"
+        )
+    return number.clone()

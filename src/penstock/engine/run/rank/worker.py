@@ -1,0 +1,397 @@
+"""A worker: one rank's stages, and what they need to go through minibatches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
+from types import MappingProxyType
+
+import torch
+
+from penstock.core.schedule.segment import Segment
+from penstock.engine.device.queue import NOTHING_ASKED, Moments, moments_of_caller
+from penstock.engine.model import tree
+from penstock.engine.model.replay import SavedBuffer, put_back, saved_buffers
+from penstock.engine.model.spine import evaluation_mode
+from penstock.engine.run.minibatch import Harvest, Mark, Minibatch, StreamPosition, modes
+from penstock.engine.run.rank.compiler import Compiler
+from penstock.engine.run.rank.interpreter import Pace, Restart, perform_all
+from penstock.engine.run.rank.journal import Journal
+from penstock.engine.run.rank.mail import Letter, Mail
+from penstock.engine.run.rank.observers import Observers
+from penstock.engine.run.rank.program import SkipRoute
+from penstock.engine.run.rank.residing import pay
+from penstock.engine.run.rank.steps import UpdatesSoFar
+from penstock.engine.run.rank.updater import Updater
+from penstock.engine.run.rank.work import AwaitedMark, Seeds, Work
+from penstock.engine.run.recipe import Recipe
+from penstock.engine.run.seating import MeshTransport, seated
+from penstock.engine.run.shared_state import SharedState
+from penstock.engine.stage.protocol import RunnableStage
+from penstock.engine.transport import Edge, Transport
+from penstock.engine.weights.offload import Offloading
+from penstock.engine.weights.residence import Residence
+from penstock.engine.weights.store import Held, WeightStore
+from penstock.engine.weights.ways import Way
+
+NUMBERS_PER_RUN = 1 << 32
+_MOST_FRAMES = 1 << 12
+"""How many microbatches back errors name frames: more than are ever under way."""
+
+
+class Worker:
+    """Performs segments of a schedule on minibatches, for one rank.
+
+    Args:
+        stages: the stages it holds, by number.
+        transport: its end of the channels to other ranks.
+        updater: applies the gradients of these stages.
+        skips: values that travel beside the chain.
+        stores: the versions of the weights of its stages, where there are several.
+        shared: what others hold as well, so that no forward of this rank may write it.
+
+    Attributes:
+        rank, stages, transport, updater, stores: as given.
+        seat: which member of the rank it is.
+        channels: its end of all channels, numbered by seats.
+        residence: which of its stages are in memory, if they come and go (``settle_in``).
+        offloading: lets activations leave, if any do (``offload``).
+        pace: gives the steps of minibatches to train on, for whoever lets several workers take
+            turns; ``None``: all at once.
+        queue: its work on its device; ``None`` where all is done in main memory.
+        num_runs: minibatches completed.
+        num_attempts: streams begun, whether completed or not; a synchronous minibatch is one of its
+            own. Equal on all ranks between steps, since it numbers their messages.
+    """
+
+    runs_stages = True
+    """Whether it performs the ops of a rank of the schedule."""
+
+    def __init__(
+        self,
+        rank: int,
+        stages: Mapping[int, RunnableStage],
+        transport: Transport,
+        recipe: Recipe,
+        updater: Updater,
+        skips: Sequence[SkipRoute] = (),
+        stores: Mapping[int, WeightStore] = MappingProxyType({}),
+        shared: SharedState | None = None,
+    ) -> None:
+        self.rank = rank
+        self.seat, self.channels = seated(rank, transport)
+        self.stages = stages
+        self.transport = transport
+        self.updater = updater
+        self.queue = transport.queue
+        self.num_runs = self.num_attempts = 0
+        self._recipe = recipe
+        self.stores = stores
+        self.residence: Residence | None = None
+        self.offloading: Offloading | None = None
+        self.pace: Pace | None = None
+        self._shared = shared or SharedState({})
+        self._observers = Observers(stages, recipe)
+        self._newest = recipe.versions.activations == "newest"
+        self._updates = UpdatesSoFar()
+        self._compiler = Compiler(
+            rank,
+            skips,
+            stages,
+            updater,
+            stores,
+            self._shared,
+            self._observers,
+            post_validate=recipe.post_validate,
+            updates=self._updates if self._newest else None,
+        )
+        self._journal = Journal()
+        self._mail = Mail(transport, 0)
+        self._marks: list[AwaitedMark] = []
+        self._layer_modules = [
+            module for stage in stages.values() for module in stage.layer_modules
+        ]
+        self._resent: Sequence[Letter] = ()
+        self._seeds: Seeds = {}
+        self._frames: dict[int, int] = {}
+
+    def settle_in(self, residence: Residence) -> None:
+        """Let the rank's stages come and go, from the first step on."""
+        self.residence = self._compiler.residence = residence
+        self.updater.late = self._recipe.needs_agreement
+        residence.follow(self.updater.optimizers, self.updater.owed)
+
+    def offload(self, way: Way, device: torch.device) -> None:
+        """Let activations leave, from the first step on.
+
+        Args:
+            way: to where they wait.
+            device: where the rank computes.
+        """
+        offloading = Offloading(way, device, self._observers.keep)
+        self.offloading = self._compiler.offloading = offloading
+
+    @property
+    def counts_memory(self) -> bool:
+        """Whether the rank's harvest tells how much memory the rank held."""
+        return self._observers.counts_memory
+
+    def run(
+        self,
+        segment: Segment,
+        minibatch: Minibatch,
+        position: StreamPosition | None = None,
+        callers: Moments = NOTHING_ASKED,
+    ) -> Harvest:
+        """Perform this rank's ops of a segment on one minibatch.
+
+        If the minibatch trains, gradients are computed and accumulate in ``.grad``.
+
+        Args:
+            segment: a part of a lowered schedule.
+            position: where the minibatch stands in its stream; by default it is all of one.
+            callers: what the caller has asked of devices, behind which all of this comes.
+
+        Raises:
+            RunError: an op failed; telling the peers is the driver's part.
+        """
+        position = position or StreamPosition()
+        if self.queue is None:
+            return self._run(segment, minibatch, position)
+        with self.queue.entered():
+            self.queue.begin(callers)
+            harvest = self._run(segment, minibatch, position)
+            harvest.moment = self.queue.moment()
+        return harvest
+
+    def _run(self, segment: Segment, minibatch: Minibatch, position: StreamPosition) -> Harvest:
+        # [4] of post-validation, which ``updater`` describes.
+        buffers = saved_buffers(self._observers.modules) if self.updater.pending else []
+        ends = True
+        try:
+            self._observers.attend(minibatch)
+            with self._modes_for(minibatch):
+                while True:
+                    try:
+                        harvest = self._attempt(segment, minibatch, position)
+                    except Restart:
+                        self._start_again(buffers)
+                    else:
+                        ends = segment.ends
+                        return harvest
+        except BaseException as error:
+            error.add_note(self.dump())
+            if minibatch.trains:
+                # What was accumulated must not leak into the next minibatch's gradients.
+                self.updater.drop_gradients()
+            if self.residence is not None:
+                self.forget()  # what failed still sees the weights that leave
+                self.residence.forget()
+            raise
+        finally:
+            if ends:
+                self.forget()
+            self._observers.leave()
+
+    def _attempt(self, segment: Segment, minibatch: Minibatch, position: StreamPosition) -> Harvest:
+        if segment.begins:
+            self._begin(minibatch, position)
+        if minibatch.frame is not None:
+            self._frames[position.first] = minibatch.frame
+            self._frames.pop(position.first - _MOST_FRAMES, None)
+        if minibatch.mark is not None:
+            self._await(minibatch.mark, minibatch, position)
+        for store in self.stores.values():
+            store.synchronous = position.synchronous
+            if minibatch.inputs:
+                store.extend(position.first + minibatch.num_microbatches)
+        program = self._compiler.program(segment)
+        stamps = None if self.queue is None else self.queue.stamps()
+        self._journal = Journal(program.ops, program.waiting, stamps)
+        work = Work(
+            minibatch,
+            position,
+            self._recipe,
+            self._mail,
+            self.queue,
+            self._marks,
+            self._seeds,
+            self._journal.waited,
+        )
+        self._shared.begin()
+        steps = self._compiler.steps(segment, minibatch.trains)
+        paced = steps if self.pace is None or not minibatch.trains else self.pace(steps)
+        perform_all(paced, work, self._journal, position.base, self._frames)
+        self._shared.check()
+        if minibatch.mark is not None:
+            for stage in self.stages:
+                minibatch.mark.forwards_done(stage)
+                if self._newest:  # no update of this frame or of an earlier one is to come
+                    minibatch.mark.updated(stage)
+        return self._harvested(segment, work)
+
+    def _modes_for(self, minibatch: Minibatch) -> AbstractContextManager[object]:
+        if minibatch.learns:
+            return modes(minibatch.trains, shares=self.seat.size > 1)
+        return self._predicting(minibatch)
+
+    @contextmanager
+    def _predicting(self, minibatch: Minibatch) -> Iterator[None]:
+        """A frame of which only the output is wanted, among others from which stages learn."""
+        # Backwards of earlier frames, which come meanwhile, need the graphs of their own forwards.
+        with modes(minibatch.trains and not self._newest), evaluation_mode(*self._layer_modules):
+            yield
+
+    @property
+    def letters(self) -> list[Letter]:
+        """Gradients that are on their way from this rank to others, where they are remembered."""
+        return self._mail.letters
+
+    def resend(self, letters: Sequence[Letter]) -> None:
+        """When the next stream begins, send what was on its way when this one was saved."""
+        self._resent = letters
+
+    def _await(self, mark: Mark, minibatch: Minibatch, position: StreamPosition) -> None:
+        end = position.first + minibatch.num_microbatches
+        counts = {
+            stage: 1 if position.synchronous else store.updates_until(position.index, end)
+            for stage, store in self.stores.items()
+        }
+        self._marks.append(AwaitedMark(mark, counts))
+        for stage, count in counts.items():
+            if self.stores[stage].num_updates == count:  # nothing of it is under way
+                mark.updated(stage)
+
+    def _begin(self, minibatch: Minibatch, position: StreamPosition) -> None:
+        number = self.next_number()
+        self.updater.begin(number, asynchronous=not position.synchronous)
+        self._mail = Mail(self.transport, number, remembers=self._newest)
+        for letter in self._resent:
+            self._mail.send(*letter)
+        self._resent = ()
+        if minibatch.trains:
+            self._updates.begin()
+            for store in self.stores.values():
+                store.begin()
+        self._observers.begin()
+
+    def _harvested(self, segment: Segment, work: Work) -> Harvest:
+        harvest = work.harvest
+        harvest.starts, harvest.ends = self._journal.starts, self._journal.ends
+        harvest.stamps = self._journal.stamps
+        for stored in (self.residence, self.offloading):
+            if stored is not None:
+                harvest.moved += stored.transfers.take_moved()
+        if (self.stores or self._newest) and work.minibatch.trains:
+            harvest.versions = [work.versions.get(op, -1) for op in segment.ranks[self.rank]]
+            harvest.held = max(
+                (store.most for store in self.stores.values()), default=self._one_version
+            )
+        self._observers.commit()
+        if not work.position.more_follow:
+            self.updater.settle()
+            self.updater.sums.take_back()
+        if not work.minibatch.inputs:
+            self.updater.sums.take_last()
+        sums = self.updater.sums
+        harvest.moved += [("sum", stage, *one) for stage, one in sums.take_passed()]
+        harvest.moved += [("served", stage, *one) for stage, one in sums.take_served()]
+        harvest.norm = self.updater.norm
+        harvest.peak = self._observers.peak(segment.schedule.num_slices)
+        self.num_runs += 1
+        return harvest
+
+    @cached_property
+    def _one_version(self) -> Held:
+        """What is held of weights that have no further versions."""
+        parameters = (p for module in self._layer_modules for p in module.parameters())
+        return Held(1, sum({id(p): p.nbytes for p in parameters}.values()), 0)
+
+    def next_number(self) -> int:
+        """What tells the messages of this attempt from all others, on every rank alike; those of
+        the next one are ``NUMBERS_PER_RUN`` higher."""
+        self.num_attempts += 1
+        return self.num_attempts * NUMBERS_PER_RUN
+
+    def _start_again(self, buffers: list[SavedBuffer]) -> None:
+        """The weights that this minibatch has used so far were not to be: forget the attempt."""
+        self.forget()  # [7]
+        self.transport.discard((self.num_attempts + 1) * NUMBERS_PER_RUN)
+        put_back(buffers)
+
+    def forget(self) -> None:
+        """Drop everything of the current stream, finished or not."""
+        self._observers.forget()
+        self._marks.clear()
+        self._frames.clear()
+        for stage in self.stages.values():
+            stage.forget()
+        self._mail = Mail(self.transport, 0)
+        self._journal.end()
+        if self.offloading is not None:
+            self.offloading.forget()
+
+    @contextmanager
+    def visiting(self, stage: int, *, changes: bool = False) -> Iterator[None]:
+        """Have a stage in memory between steps, wherever it is, for whoever reads its weights and
+        what its optimizer keeps.
+
+        Args:
+            changes: whether these become others.
+        """
+        if self.residence is None:
+            yield
+            return
+        with self.residence.visiting(stage, changes=changes):
+            yield
+
+    def settle(self) -> None:
+        """Make the updates that are late, between steps."""
+        if self.residence is not None:
+            for stage in [*self.updater.owed]:
+                with self.residence.visiting(stage):
+                    pay(stage, self.updater, self.residence)
+
+    def drop(self) -> None:
+        """Forget what late updates still wait for: other weights come."""
+        if self.residence is not None:
+            self.updater.owed.clear()
+            self.residence.forget()
+
+    def close(self) -> None:
+        """Give back what is kept outside of memory."""
+        if self.residence is not None:
+            self.residence.close()
+        if self.offloading is not None:
+            self.offloading.close()
+
+    def dump(self) -> str:
+        """This rank's last ops and what it does now; may be asked from any thread."""
+        return self._journal.text(self.rank)
+
+    def first_units(self, segment: Segment) -> dict[Edge, int]:
+        """The number of the first message on every edge of the chain on which this rank sends; the
+        edges are those between seats."""
+        units = self._compiler.program(segment).first_units()
+        return {one: unit for edge, unit in units.items() for one in self._between_seats(edge)}
+
+    def outgoing(self, segment: Segment) -> set[Edge]:
+        """The edges between seats on which others wait for this rank."""
+        between_ranks = self._compiler.program(segment).outgoing() | self.updater.sums.outgoing()
+        between_seats = {one for edge in between_ranks for one in self._between_seats(edge)}
+        return between_seats | self.updater.of_members()
+
+    def _between_seats(self, edge: Edge) -> list[Edge]:
+        return self.transport.edges(edge) if isinstance(self.transport, MeshTransport) else [edge]
+
+
+def moments_of(minibatch: Minibatch, workers: Iterable[Worker]) -> Moments:
+    """What the caller, whose thread this is, has asked of the devices of some ranks up to now, and
+    of those on which the minibatch is."""
+    queues = [worker.queue for worker in workers if worker.queue is not None]
+    if not queues:
+        return NOTHING_ASKED
+    given = tree.tensors([*minibatch.inputs, *minibatch.targets])
+    devices = {queue.device for queue in queues} | {tensor.device for tensor in given}
+    return moments_of_caller(devices)

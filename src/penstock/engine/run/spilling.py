@@ -1,0 +1,205 @@
+"""Building ranks whose stages come and go: what is refused, and how much memory they get.
+
+Sizes are known before the first step: weights are weighed as they leave, and the optimizer's state
+is weighed where tensors have shapes and no values (``meta``); what cannot step there steps once
+with nothing, a stage at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+
+from penstock.base.errors import InputError, ModelError
+from penstock.base.units import format_bytes
+from penstock.core.schedule.residence import StageBytes, resident_bytes
+from penstock.engine.model.optimizer_factory import Parameters, make_optimizer
+from penstock.engine.run.layout import Layout
+from penstock.engine.run.materialising import Values
+from penstock.engine.run.rank.updater import Holding
+from penstock.engine.run.recipe import Recipe
+from penstock.engine.stage.stage import Stage
+from penstock.engine.weights.group import Group
+from penstock.engine.weights.optimizer_state import state_tensors
+from penstock.engine.weights.residence import Residence
+from penstock.engine.weights.slabs import Slabs
+from penstock.engine.weights.ways import Way
+from penstock.planning.plans import Plan
+from penstock.planning.plans.spilling import most_held, with_residence
+
+_ROUNDED = 1.01
+
+
+def check_spillable(plan: Plan, recipe: Recipe, layout: Layout) -> None:
+    """Raise ``InputError`` or ``ModelError`` if the stages of a plan cannot come and go."""
+    remedy = 'leave spill out (spill="never" when planning)'
+    if recipe.loss is not None and recipe.optimizer is None:
+        raise InputError(
+            "gradients of stages that leave memory could not be read in .grad; give optimizer=…, "
+            f"or {remedy}"
+        )
+    if recipe.post_validate:
+        raise InputError(
+            "post_validate keeps a copy of weights and optimizer state, which stages that leave "
+            f"memory have no room for; leave it out, or {remedy}"
+        )
+    for module in layout.modules:
+        if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            raise ModelError(
+                f"{type(module).__name__} has sparse=True, and gradients whose size nobody knows "
+                f"before cannot leave memory; take sparse=False, or {remedy}"
+            )
+    weights = layout.weights
+    if weights.tied and plan.schedule != "spilled":
+        raise ModelError(
+            f"{weights.tied[0]!r} is tied between stages that come and go, which may update in any "
+            f'order in {plan.schedule}; take schedule="spilled", or {remedy}'
+        )
+    if weights.shared_stages:
+        raise ModelError(
+            f"stages {', '.join(map(str, sorted(weights.shared_stages)))} share weights with other "
+            f"ranks, so their sums would need them in memory; put them on one rank, or {remedy}"
+        )
+
+
+@dataclass(frozen=True)
+class Settling:
+    """What ranks settle in with.
+
+    Attributes:
+        values: where layers have their initial values from, right before these leave.
+        devices: of the ranks of this process, by their numbers.
+        seconds: how long a transfer may take.
+    """
+
+    plan: Plan
+    layout: Layout
+    recipe: Recipe
+    values: Values
+    devices: Mapping[int, torch.device]
+    seconds: float
+
+
+def settled_in(settling: Settling, rank: int, stages: Mapping[int, Stage]) -> Residence:
+    """Move a rank's stages to its tier, one at a time, and make room for what will be kept there.
+
+    Args:
+        stages: the rank's.
+
+    Raises:
+        FileError: the tier has no room for weights or optimizer state.
+        ModelError: a layer has no way to its values.
+    """
+    plan, recipe = settling.plan, settling.recipe
+    assert plan.spill is not None
+    holdings = settling.layout.holdings(rank, dict(stages))
+    pinned = settling.layout.weights.tied_ids
+    weights = {
+        index: [one for one in stage.parameters() if id(one) not in pinned]
+        for index, stage in stages.items()
+    }
+    first = [0, *accumulate(len(stage.layers) for stage in plan.stages)]
+    device = settling.devices[rank]
+    way = Way.between(plan.spill.tier, device, settling.seconds)
+    residence = Residence(way, Slabs(float("inf"), device), weights)
+    try:
+        for index in stages:
+            for layer in range(first[index], first[index + 1]):
+                settling.values.draw(layer)
+            residence.take_in(index)
+        state = {
+            index: state_bytes(recipe, holdings[index], weights[index], index) for index in stages
+        }
+        for index, num_bytes in state.items():
+            residence.reserve_state(index, num_bytes)
+        if recipe.needs_agreement:
+            for index in stages:
+                residence.reserve_gradients(index)
+    except BaseException:
+        residence.close()
+        raise
+    num_stages = len(plan.stages)
+    sizes = StageBytes(
+        _by_stage(num_stages, {index: residence.weight_bytes(index) for index in stages}),
+        _by_stage(num_stages, {index: residence.gradient_bytes(index) for index in stages}),
+        _by_stage(num_stages, state),
+    )
+    try:
+        check_budget(plan, recipe, rank, sizes)
+    except BaseException:
+        residence.close()
+        raise
+    schedule = with_residence(plan.placement, plan.spill, agrees=recipe.needs_agreement)
+    residence.slabs.budget_bytes = max(resident_bytes(schedule.ranks[rank], sizes), default=0)
+    return residence
+
+
+def _by_stage(num_stages: int, known: Mapping[int, int]) -> list[int]:
+    return [known.get(stage, 0) for stage in range(num_stages)]
+
+
+def check_budget(plan: Plan, recipe: Recipe, rank: int, sizes: StageBytes) -> None:
+    """Raise ``InputError`` if a rank would hold more than its plan allows.
+
+    Args:
+        sizes: of all stages, as they were weighed.
+    """
+    assert plan.spill is not None
+    agrees, limit = recipe.needs_agreement, plan.spill.memory_bytes
+    held = most_held(plan.stages, plan.placement, plan.spill, sizes, rank, agrees=agrees)
+    # Pages are whole; what the profile said of activations is not counted again here.
+    if limit and held > limit * _ROUNDED:
+        late = " with clipping, whose updates are late," if agrees else ""
+        raise InputError(
+            f"rank {rank} would hold {format_bytes(held)}{late} and the plan allows "
+            f"{format_bytes(limit)}; plan again with this model and optimizer profiled, or with "
+            "more memory_bytes"
+        )
+
+
+def state_bytes(
+    recipe: Recipe, holding: Holding, parameters: Sequence[nn.Parameter], stage: int
+) -> int:
+    """Bytes on the tier of what the optimizer will keep of a stage's parameters."""
+    if recipe.optimizer is None or not holding.named:
+        return 0
+    for device in ("meta", "cpu"):
+        # What cannot be weighed so is weighed behind the first update.
+        with suppress(Exception):
+            return _stepped_once(recipe, holding, parameters, stage, device)
+    return 0
+
+
+def _stepped_once(
+    recipe: Recipe,
+    holding: Holding,
+    parameters: Sequence[nn.Parameter],
+    stage: int,
+    device: str,
+) -> int:
+    assert recipe.optimizer is not None
+    own = {id(parameter) for parameter in parameters}
+    named = [
+        (name, nn.Parameter(torch.zeros_like(one, device=device), one.requires_grad))
+        for name, one in holding.named.items()
+    ]
+    travels = [
+        copy for (_, copy), one in zip(named, holding.named.values(), strict=True) if id(one) in own
+    ]
+    place = holding.place
+    optimizer = make_optimizer(
+        recipe.optimizer,
+        Parameters(named, place.stage, place.num_stages, holding.delay),
+        f"stage {stage}",
+    )
+    for _, copy in named:
+        copy.grad = torch.zeros_like(copy) if copy.requires_grad else None
+    with torch.no_grad():
+        optimizer.step()
+    tensors: list[Tensor] = state_tensors(optimizer, travels)
+    return Group("", tensors, stage).num_bytes

@@ -1,0 +1,237 @@
+"""The autograd graph of one microbatch on one stage, cut off at the stage's borders.
+
+Inputs come in detached and leave their gradients in leaves of their own; of the outputs only the
+graph edge is kept, which is all that a backward needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+
+from penstock.base.errors import InputError
+from penstock.engine.model import tree
+from penstock.engine.model.randomness import NoDraws
+from penstock.engine.stage.deferral import Deferral
+
+Gradients = Sequence[Tensor | None]
+"""One per leaf of a value, ``None`` where nothing flows back."""
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)
+"""What may pass between stages beside tensors: it can hold none."""
+
+
+class InputGradients(NamedTuple):
+    """What a backward gives; ``None`` where there is no gradient.
+
+    Attributes:
+        inputs: one per leaf of the input.
+        skips: one per leaf, by key, of every skip that came from another stage.
+    """
+
+    inputs: list[Tensor | None]
+    skips: dict[str, list[Tensor | None]]
+
+
+@dataclass(slots=True)
+class MicrobatchGraph:
+    """What one microbatch leaves behind until its backward.
+
+    Attributes:
+        inputs: leaves of the input, where gradients will be.
+        recalled: likewise, of the skips that came from earlier stages.
+        outputs: edges of the output's leaves.
+        stashed: likewise, of the skips that went to later stages.
+        drew: whether a layer drew random numbers.
+        deferral: where weight gradients wait, if the backward is split.
+        parameters: whose gradients the backward may accumulate.
+    """
+
+    inputs: list[Any]
+    recalled: Mapping[str, list[Any]]
+    outputs: list[GradientEdge | None]
+    stashed: Mapping[str, list[GradientEdge | None]]
+    drew: bool
+    deferral: Deferral | None
+    parameters: Sequence[Tensor] = ()
+
+    def backward(
+        self, gradients: Gradients, skip_gradients: Mapping[str, Gradients]
+    ) -> InputGradients:
+        """Go back once; what is not deferred accumulates in ``.grad`` of the parameters.
+
+        Args:
+            gradients: of the output's leaves.
+            skip_gradients: of the leaves of skips, by key; those of the last reader first.
+
+        Raises:
+            InputError: a gradient belongs to a skip that the stage did not stash.
+        """
+        ends, given = self.outputs, gradients
+        if skip_gradients:
+            ends, given = self._with_skips(gradients, skip_gradients)
+        starts: list[GradientEdge] = []
+        seeds: list[Tensor] = []
+        for edge, gradient in zip(ends, given, strict=True):
+            if edge is not None and gradient is not None:
+                starts.append(edge)
+                seeds.append(gradient)
+        first = [parameter for parameter in self.parameters if parameter.grad is None]
+        if starts:
+            self._go_back(starts, seeds)
+        result = InputGradients(
+            _gradients(self.inputs),
+            {key: _gradients(leaves) for key, leaves in self.recalled.items()}
+            if self.recalled
+            else {},
+        )
+        if first:
+            handed = [gradients, *skip_gradients.values(), result.inputs, *result.skips.values()]
+            _keep_apart(first, [tensor for those in handed for tensor in those])
+        return result
+
+    def _with_skips(
+        self, gradients: Gradients, skip_gradients: Mapping[str, Gradients]
+    ) -> tuple[list[GradientEdge | None], list[Tensor | None]]:
+        """All edges to go back from and their gradients, those of skips first.
+
+        One value may have left as several skips and as the output. autograd sums in this order, and
+        without a cut it would sum from the last reader to the first, which is the next layer.
+        """
+        unknown = sorted(skip_gradients.keys() - self.stashed.keys())
+        if unknown:
+            raise InputError(
+                f"there are gradients of the skips {unknown}, but the forward gave "
+                f"{sorted(self.stashed)}"
+            )
+        ends: list[GradientEdge | None] = []
+        given: list[Tensor | None] = []
+        for key, those in skip_gradients.items():
+            for edge, gradient in zip(self.stashed[key], those, strict=True):
+                ends.append(edge)
+                given.append(gradient)
+        return [*ends, *self.outputs], [*given, *gradients]
+
+    def _go_back(self, starts: Sequence[GradientEdge], seeds: Sequence[Tensor]) -> None:
+        if self.deferral is None and not self.drew:
+            _run_backward(starts, seeds)
+            return
+        with NoDraws() if self.drew else nullcontext(), self.deferral or nullcontext():
+            _run_backward(starts, seeds)
+        if self.deferral is not None:
+            self.deferral.settle()
+
+
+def _run_backward(starts: Sequence[GradientEdge], seeds: Sequence[Tensor]) -> None:
+    """As ``torch.autograd.backward``, which calls the same after checks in Python that take as long
+    as the backward of a small layer; the engine makes them again."""
+    _engine_run_backward(
+        tuple(starts),
+        tuple(seeds),
+        False,  # the graph is not kept
+        False,  # and no graph of the gradients is made
+        (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+def cut(value: Any, wants_gradient: bool) -> tuple[list[Any], Any]:
+    """(the leaves where gradients will be, the value to compute with)."""
+    leaves, structure = tree.flatten(value)
+    pairs = [tree.cut(leaf, wants_gradient) for leaf in leaves]
+    return [pair[0] for pair in pairs], tree.unflatten([pair[1] for pair in pairs], structure)
+
+
+def edges(value: Any) -> list[GradientEdge | None]:
+    """Where the graph of each leaf ends; ``None`` for what has no gradient, which is everything
+    while gradients are off: views of parameters still say then that they require some."""
+    if type(value) is Tensor and value.requires_grad and torch.is_grad_enabled():
+        return [get_gradient_edge(value)]
+    leaves = tree.flatten(value)[0]
+    if not torch.is_grad_enabled():
+        return [None] * len(leaves)
+    return [
+        get_gradient_edge(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None
+        for leaf in leaves
+    ]
+
+
+def sent(value: Any, stage: int) -> Any:
+    """What leaves a stage: the value without its graph, of which the same leaves want a gradient;
+    none while gradients are off: views of parameters still say then that they require some.
+
+    Raises:
+        InputError: a leaf is an object that may hold tensors.
+    """
+    leaves, structure = tree.flatten(value)
+    return tree.unflatten([_sent_leaf(leaf, stage) for leaf in leaves], structure)
+
+
+def _sent_leaf(output: Any, stage: int) -> Any:
+    if isinstance(output, Tensor):
+        return tree.apart(output) if torch.is_grad_enabled() else output.detach()
+    if isinstance(output, _PLAIN):
+        return output
+    raise InputError(
+        f"stage {stage} returned a {type(output).__name__}, whose tensors (if any) cannot be seen; "
+        "return tensors nested in tuples, lists and dicts, or register the class with "
+        "torch.utils._pytree"
+    )
+
+
+def scalar(loss: Any, training: bool) -> Tensor:
+    """A loss as a tensor without dimensions.
+
+    Raises:
+        InputError: it is no number, or is to be trained on and has no gradient.
+    """
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise InputError(f"the loss must be one number, but it has {what}; reduce it to a scalar")
+    if training and not loss.requires_grad:
+        raise InputError(
+            "the loss has no gradient: it was detached or depends on no trained parameter; compute "
+            "it from the output with differentiable operations"
+        )
+    return loss.reshape(()) if loss.dim() else loss
+
+
+def trained(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """The trained parameters that modules (each alone, not those inside) hold now: the model's, or
+    what stands in their place."""
+    return [
+        parameter
+        for module in modules
+        for parameter in module._parameters.values()
+        if parameter is not None and parameter.requires_grad
+    ]
+
+
+def _gradients(leaves: list[Any]) -> list[Tensor | None]:
+    return [leaf.grad if isinstance(leaf, Tensor) else None for leaf in leaves]
+
+
+def _keep_apart(parameters: Iterable[Tensor], handed: Iterable[Tensor | None]) -> None:
+    """Give first gradients of parameters memory of their own.
+
+    autograd adopts a first gradient, even a view of what it also hands on as another one
+    (``v + self.p.view(-1)``), and adds those of later microbatches in place. A stage that still
+    needs what was handed on would read a sum.
+    """
+    addresses = {_address(tensor) for tensor in handed if tensor is not None} - {None}
+    for parameter in parameters:
+        if parameter.grad is not None and _address(parameter.grad) in addresses:
+            parameter.grad = parameter.grad.clone()
+
+
+def _address(tensor: Tensor) -> int | None:
+    """The address of its memory, if it has some that others may share."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else None

@@ -1,0 +1,471 @@
+"""A stage: some consecutive layers, and what they keep between forward and backward.
+
+A stage knows nothing of schedules, ranks or threads. Its interface is one function per kind of
+compute op: F, B, I, W and R.
+
+Autograd graphs never cross a stage's border: inputs come in detached, outputs go out detached, and
+gradients are handed over by hand. Of the outputs only the graph edge is kept, not the values, so a
+sent output does not occupy memory until its backward.
+
+What may happen to a microbatch::
+
+    forward(EVERYTHING) ──────────────────────────────▶ backward
+    forward(SPLIT) ───────────────────────────────────▶ backward_input ──▶ backward_weight
+    forward(INPUT) ──▶ recompute(EVERYTHING or SPLIT) ──▶ as above
+
+Where microbatches are sliced, this happens to each slice; forwards in order, backwards in reverse.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from penstock.base.errors import InputError
+from penstock.engine.model import tree
+from penstock.engine.model.copying import copy_of
+from penstock.engine.model.randomness import LayerStreams
+from penstock.engine.model.replay import Past, first_run_only, repeating
+from penstock.engine.model.spine import NamedLayer, Skip
+from penstock.engine.stage.deferral import Deferral, undeferred_parameters
+from penstock.engine.stage.finite import check_finite
+from penstock.engine.stage.layer_runs import LayerRuns, apart_from_buffers, explain_overwritten
+from penstock.engine.stage.microbatch_graph import (
+    Gradients,
+    InputGradients,
+    MicrobatchGraph,
+    cut,
+    edges,
+    scalar,
+    sent,
+    trained,
+)
+from penstock.engine.stage.newest_graph import NewestGraph
+from penstock.engine.stage.protocol import NO_SKIPS, Criterion, Keep, Produced
+from penstock.engine.stage.slices import Relay, slice_name
+
+__all__ = ["Criterion", "Gradients", "InputGradients", "Keep", "Produced", "Stage"]
+
+K = TypeVar("K")
+_copied = partial(tree.apart, made=copy_of)
+_NOTHING = contextlib.nullcontext()
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What a forward was called with; ``where``: (step, microbatch, slice), for random streams."""
+
+    microbatch: int
+    inputs: Any
+    where: tuple[int, int, int]
+    criterion: Criterion | None
+    skips: Mapping[str, Any]
+
+
+class Stage:
+    """Consecutive layers of a model.
+
+    Args:
+        index: the stage's number.
+        first_layer: index of the stage's first layer in the whole model.
+        streams: where layers draw random numbers.
+        recompute_layers: keep only each layer's input, and run the layer again when its backward
+            comes; layers of a captured model block by block. Only the first run changes buffers;
+            forward hooks of users may fire in both.
+        num_slices: how many slices a microbatch has. With more than one, the number of a microbatch
+            stands for that of a slice in all functions: microbatch × ``num_slices`` + slice.
+        age: how many microbatches older gradients are than the forward through which they go back:
+            the newest, of which alone anything is kept. ``None``: each goes through its own.
+
+    Attributes:
+        index: the stage's number.
+        layers: of the model, in order.
+        layer_modules: their modules.
+        recalls: keys of the skips that it takes from earlier stages.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        layers: Sequence[NamedLayer],
+        first_layer: int,
+        streams: LayerStreams,
+        recompute_layers: bool = False,
+        num_slices: int = 1,
+        age: int | None = None,
+    ) -> None:
+        if not layers:
+            raise InputError(f"stage {index} has no layers")
+        self.index = index
+        self._newest = None if age is None else NewestGraph(index, age)
+        self._stays_finite = False
+        self.layers = tuple(layers)
+        self._first_layer = first_layer
+        self._criterion_index = first_layer + len(self.layers)
+        self._streams = streams
+        self._num_slices = num_slices
+        self._layer_runs = LayerRuns(
+            self.layers, first_layer, streams, recompute_layers, num_slices
+        )
+        carries = self._layer_runs.carries
+        self._carried = Relay(index, carries, num_slices, backward=False)
+        self._carried_back = Relay(index, carries, num_slices, backward=True)
+        self.layer_modules = tuple(layer.module for layer in self.layers)
+        every = (module for layer in self.layer_modules for module in layer.modules())
+        self._modules = tuple({id(module): module for module in every}.values())
+        self._undeferred = undeferred_parameters(self._modules)
+        stashed = {key for layer in self.layers for key in layer.stashes}
+        self.recalls = tuple(
+            key for layer in self.layers for key in layer.recalls if key not in stashed
+        )
+        self._graphs: dict[int, MicrobatchGraph] = {}
+        self._past: dict[int, tuple[_Given, Past]] = {}
+        self._deferred: dict[int, Deferral] = {}
+
+    def stay_finite(self) -> None:
+        """From now on, raise ``NotFinite`` where weights would learn through a microbatch that is
+        not finite: in the forward if gradients of others would come through it, else in the
+        backward, before anything that it has made is used."""
+        self._stays_finite = True
+        if self._newest is not None:
+            self._newest.stays_finite = True
+
+    @property
+    def in_flight(self) -> int:
+        """Microbatches of which anything is still kept."""
+        kept = {*self._graphs, *self._past, *self._deferred}
+        return len(kept) + (self._newest is not None and self._newest.there)
+
+    @property
+    def num_dropped(self) -> int:
+        """Backwards that had gradients and nothing to go through, so that the gradients ended
+        here; always 0 where each goes through its own forward."""
+        return 0 if self._newest is None else self._newest.num_dropped
+
+    def forward(
+        self,
+        microbatch: int,
+        inputs: Any,
+        step: int = 0,
+        criterion: Criterion | None = None,
+        keep: Keep = Keep.EVERYTHING,
+        skips: Mapping[str, Any] = NO_SKIPS,
+        first: int = 0,
+    ) -> Produced:
+        """F: run the layers on one microbatch; keep what is asked if gradients are enabled.
+
+        Args:
+            microbatch: its number, by which the other functions find what was kept.
+            inputs: a tensor or nested tensors; detached here.
+            step: the minibatch's number, for random streams.
+            criterion: turns the output into the loss; given to the last stage.
+            keep: what for.
+            skips: what layers of earlier stages stashed for layers of this one, by key.
+            first: the number of the minibatch's first microbatch, from which random streams count.
+
+        Raises:
+            InputError: ``skips`` are not those that the layers recall, a value hides its tensors,
+                or the loss is no number with a gradient.
+            NotFinite: what is made is not, and gradients of others would come through it.
+        """
+        if not skips and self._is_plain(inputs, criterion, keep):
+            return self._forward_plainly(microbatch, inputs, criterion, keep)
+        if set(skips) != set(self.recalls):
+            raise InputError(
+                f"stage {self.index} recalls {sorted(self.recalls)} from earlier stages, but "
+                f"was given {sorted(skips)}"
+            )
+        taken = self._carried.take(microbatch)
+        where = (step, *divmod(microbatch - first, self._num_slices))
+        given = _Given(microbatch, inputs, where, criterion, {**skips, **taken})
+        if torch.is_grad_enabled() and keep is Keep.INPUT:
+            produced = self._forward_keeping_input(given)
+        else:
+            produced, graph = self._run(given, keep)
+            self._keep(microbatch, graph if torch.is_grad_enabled() else None, produced)
+        return produced._replace(skips=self._carried.leave(microbatch, produced.skips))
+
+    def recompute(self, microbatch: int, keep: Keep = Keep.EVERYTHING) -> None:
+        """R: run the forward again, which had kept the input only.
+
+        Random numbers, buffers and autocast are those of the first run; buffers change no second
+        time. Forward hooks of users fire again.
+
+        Args:
+            microbatch: one that ``forward`` has run with ``Keep.INPUT``.
+            keep: what for: ``EVERYTHING`` or ``SPLIT``.
+
+        Raises:
+            InputError: there is nothing to recompute.
+        """
+        if keep is Keep.INPUT:
+            raise InputError("recompute must keep EVERYTHING or SPLIT; the input is kept already")
+        given, past = self._take(self._past, microbatch, "recompute", "a forward that keeps INPUT")
+        with torch.enable_grad(), repeating(past, self._layer_runs.formers):
+            _, self._graphs[microbatch] = self._run(given, keep)
+
+    def backward(
+        self,
+        microbatch: int,
+        gradients: Gradients,
+        skip_gradients: Mapping[str, Gradients] = NO_SKIPS,
+    ) -> InputGradients:
+        """B: full backward of one microbatch; accumulates into ``.grad`` of the parameters.
+
+        Args:
+            microbatch: one that ``forward`` or ``recompute`` has run.
+            gradients: those of the output's leaves.
+            skip_gradients: those of the skips that the forward made, by key; none where missing.
+                If several are of one value, they are summed in this order: the last reader's first.
+
+        Raises:
+            InputError: there is nothing to go back through, or the gradients have other shapes than
+                what the newest forward has made.
+            NotFinite: a gradient that it has made is not; see ``stay_finite``.
+        """
+        if self._newest is not None:
+            graph = self._newest.take(microbatch, gradients, skip_gradients)
+            if graph is None:
+                return InputGradients([None], {key: [None] for key in self.recalls})
+        else:
+            graph = self._take(self._graphs, microbatch, "backward", "a forward")
+        result = self._go_back(microbatch, graph, gradients, skip_gradients)
+        if graph.deferral is not None:
+            graph.deferral.run()
+        if self._stays_finite:
+            through = microbatch if self._newest is None else self._newest.microbatch
+            made = [*result.inputs, *chain.from_iterable(result.skips.values())]
+            weights = (parameter.grad for parameter in graph.parameters)
+            name = f"a gradient that has come back through stage {self.index}"
+            check_finite(through, name, chain(weights, made))
+        return result
+
+    def backward_input(
+        self,
+        microbatch: int,
+        gradients: Gradients,
+        skip_gradients: Mapping[str, Gradients] = NO_SKIPS,
+    ) -> InputGradients:
+        """I: the gradients of the input; ``backward_weight`` must follow.
+
+        The weight gradients of linear layers, convolutions and embeddings are deferred; those of
+        other parameters are accumulated here. Arguments as in ``backward``.
+
+        Raises:
+            InputError: the microbatch was not kept with ``Keep.SPLIT``, or its I was done.
+        """
+        wanted = "a forward or recompute that keeps SPLIT"
+        graph = self._graphs.get(microbatch)
+        if graph is None or graph.deferral is None:
+            raise self._missing(microbatch, "backward_input", wanted)
+        del self._graphs[microbatch]
+        result = self._go_back(microbatch, graph, gradients, skip_gradients)
+        self._deferred[microbatch] = graph.deferral
+        return result
+
+    def backward_weight(self, *microbatches: int) -> None:
+        """W: accumulate what ``backward_input`` deferred, one microbatch after the other.
+
+        Raises:
+            InputError: a microbatch's I was not done, or its W was.
+        """
+        for microbatch in microbatches:
+            self._take(self._deferred, microbatch, "backward_weight", "its backward_input").run()
+
+    def held(self, microbatch: int) -> list[Tensor]:
+        """What is kept of a microbatch outside of autograd's graph, for those who count memory."""
+        held: list[Any] = []
+        if microbatch in self._past:
+            given, _ = self._past[microbatch]
+            held += [given.inputs, dict(given.skips)]
+        graph = self._graphs.get(microbatch)
+        if self._newest is not None:
+            graph = self._newest.of(microbatch)
+        if graph is not None:
+            held += [graph.inputs, graph.recalled]
+        if microbatch in self._deferred:
+            held += self._deferred[microbatch].held()
+        return tree.tensors(held)
+
+    def forget(self) -> None:
+        """Drop what unfinished microbatches have left, after a failed step."""
+        for kept in (self._graphs, self._past, self._deferred):
+            kept.clear()
+        if self._newest is not None:
+            self._newest.forget()
+        self._carried.forget()
+        self._carried_back.forget()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Every parameter once."""
+        every = (p for layer in self.layers for p in layer.module.parameters())
+        yield from {id(parameter): parameter for parameter in every}.values()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Parameters and buffers, and what modules keep besides, under the keys that the unsplit
+        model gives them."""
+        return {
+            layer.key(key): value
+            for layer in self.layers
+            for key, value in layer.module.state_dict().items()
+        }
+
+    def _is_plain(self, inputs: Any, criterion: Criterion | None, keep: Keep) -> bool:
+        """Whether a forward needs nothing of what makes ``_run`` long: as nearly all do, every time
+        but the first. Looking for the rest costs more than small layers themselves."""
+        return (
+            type(inputs) is Tensor
+            and keep is not Keep.INPUT
+            and self._layer_runs.are_plain()
+            and (criterion is None or self._streams.is_quiet(self._criterion_index, True))
+        )
+
+    def _forward_plainly(
+        self, microbatch: int, inputs: Tensor, criterion: Criterion | None, keep: Keep
+    ) -> Produced:
+        """As ``forward``, where no layer draws, recalls, stashes, carries or will run again."""
+        wants = torch.is_grad_enabled()
+        leaf, value = tree.cut(inputs, wants and self._first_layer > 0)
+        deferral = Deferral(self._undeferred) if wants and keep is Keep.SPLIT else None
+        with deferral or _NOTHING:
+            for module in self.layer_modules:
+                value = module(value)
+            if criterion is not None:
+                value = scalar(criterion(value), wants).clone()
+        if deferral is not None:
+            deferral.check_forward()
+        produced, graph = Produced(self._leaving(value, criterion), {}), None
+        if wants:
+            graph = MicrobatchGraph(
+                inputs=[leaf],
+                recalled=NO_SKIPS,
+                outputs=edges(value),
+                stashed=NO_SKIPS,
+                drew=False,
+                deferral=deferral,
+                parameters=trained(self._modules),
+            )
+        self._keep(microbatch, graph, produced)
+        return produced
+
+    def _keep(self, microbatch: int, graph: MicrobatchGraph | None, produced: Produced) -> None:
+        """Keep what a forward leaves for a backward; ``None``: there will be none."""
+        if self._newest is not None:
+            self._newest.replace(microbatch, graph, produced)
+        elif graph is not None:
+            self._graphs[microbatch] = graph
+
+    def _take(self, kept: dict[int, K], microbatch: int, what: str, wanted: str) -> K:
+        if microbatch not in kept:
+            raise self._missing(microbatch, what, wanted)
+        return kept.pop(microbatch)
+
+    def _missing(self, microbatch: int, what: str, wanted: str) -> InputError:
+        state = "nothing of it is kept"
+        if microbatch in self._past:
+            state = "only its input is kept; recompute it first"
+        elif microbatch in self._graphs:
+            split = self._graphs[microbatch].deferral is not None
+            state = f"its forward kept {'SPLIT' if split else 'EVERYTHING'}"
+        elif microbatch in self._deferred:
+            state = "its backward_input is done and its backward_weight is due"
+        return InputError(
+            f"{what} of {slice_name(microbatch, self._num_slices)} on stage {self.index} needs "
+            f"{wanted} before it, but {state}"
+        )
+
+    def _go_back(
+        self,
+        microbatch: int,
+        graph: MicrobatchGraph,
+        gradients: Gradients,
+        skip_gradients: Mapping[str, Gradients],
+    ) -> InputGradients:
+        carries = self._layer_runs.carries
+        if carries:
+            skip_gradients = {**skip_gradients, **self._carried_back.take(microbatch)}
+        try:
+            result = graph.backward(gradients, skip_gradients)
+        except RuntimeError as error:
+            explain_overwritten(self.layers, error)
+            raise
+        if carries:
+            return result._replace(skips=self._carried_back.leave(microbatch, result.skips))
+        return result
+
+    def _forward_keeping_input(self, given: _Given) -> Produced:
+        inputs, skips = tree.replace(Tensor, tree.apart, (given.inputs, dict(given.skips)))
+        # The first layer may overwrite its input.
+        own_inputs, own_skips = tree.replace(Tensor, _copied, (inputs, skips))
+        with first_run_only(self._modules, self._layer_runs.formers) as past:
+            own = replace(given, inputs=own_inputs, skips=own_skips)
+            produced, _ = self._run(own, Keep.EVERYTHING, again=True)
+        self._past[given.microbatch] = (replace(given, inputs=inputs, skips=skips), past)
+        return produced
+
+    def _run(
+        self, given: _Given, keep: Keep, again: bool = False
+    ) -> tuple[Produced, MicrobatchGraph]:
+        """Run the layers on what was given, cut off from all graphs outside of the stage.
+
+        ``again``: the whole stage will run again, so no layer needs to prepare for that.
+        """
+        wants = torch.is_grad_enabled()
+        leaves, value = cut(given.inputs, wants and self._first_layer > 0)
+        recalled = {key: cut(skip, wants) for key, skip in given.skips.items()}
+        skips = {key: Skip.of(skip) for key, (_, skip) in recalled.items()}
+        splits = keep is Keep.SPLIT and torch.is_grad_enabled()
+        deferral = Deferral(self._undeferred) if splits else None
+        with deferral or _NOTHING:
+            value, drew = self._run_layers(value, skips, given, again)
+        if deferral is not None:
+            deferral.check_forward()
+        left = {key: skip.taken(key) for key, skip in skips.items()}
+        graph = MicrobatchGraph(
+            inputs=leaves,
+            recalled={key: skip_leaves for key, (skip_leaves, _) in recalled.items()},
+            outputs=edges(value),
+            stashed={key: edges(skip) for key, skip in left.items()},
+            drew=drew,
+            deferral=deferral,
+            parameters=trained(self._modules) if wants else (),
+        )
+        stashed = {key: self._leaving(skip) for key, skip in left.items()}
+        return Produced(self._leaving(value, given.criterion), stashed), graph
+
+    def _leaving(self, value: Any, criterion: Criterion | None = None) -> Any:
+        """What goes to other stages, in memory that the next forward does not overwrite; or a loss,
+        which goes to the caller."""
+        if criterion is not None:
+            return value.detach()
+        if type(value) is Tensor and value.requires_grad and torch.is_grad_enabled():
+            return tree.apart(value)  # as nearly all do
+        own = value
+        if not all(tensor.requires_grad for tensor in tree.tensors(value)):
+            own = apart_from_buffers(value, self._modules)
+        return sent(own, self.index)
+
+    def _run_layers(
+        self, value: Any, skips: dict[str, Skip], given: _Given, again: bool
+    ) -> tuple[Any, bool]:
+        """The output of the layers, and of the criterion; and whether any drew.
+
+        Recalled skips leave ``skips``, stashed ones join it.
+        """
+        value, drew = self._layer_runs.run(value, skips, given.where, again)
+        if given.criterion is None:
+            return value, drew
+        index = self._criterion_index
+        with self._streams.stream(index, True, *given.where) as stream:
+            value = given.criterion(value)
+        self._streams.learn(index, True, stream)
+        # A scalar out of a fused loss can be a view that keeps a full-size tensor alive.
+        loss = scalar(value, torch.is_grad_enabled()).clone()
+        return loss, drew or (stream is not None and stream.drew)

@@ -1,0 +1,189 @@
+"""torch's attention, of which each member computes some of the heads."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock.base.errors import ModelError
+from penstock.engine.tensor.layouts import WHOLE, as_copies, converted, summed
+from penstock.engine.tensor.membership import Member
+from penstock.engine.tensor.parts import bounds
+from penstock.engine.tensor.redistributions import gather
+
+
+class HeadAttention(Member, nn.MultiheadAttention):
+    """Each member projects to its own heads, attends with them, and hands them to ``out_proj``,
+    which sums what all heads give.
+
+    torch's own forward takes the width of a head from the width of its input, so this is written
+    anew: the same operations in the same order, with masks and dropout of the own heads.
+    """
+
+    @property
+    def _qkv_same_embed_dim(self) -> bool:
+        # Fused kernels, here and in nn.TransformerEncoderLayer, would take the parts for the whole.
+        return False
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As ``nn.MultiheadAttention``: the output, and the weights if they are wanted.
+
+        Masks may come as the value does, with a part on every member, or whole.
+
+        Raises:
+            ModelError: nested tensors, a value without rows that is divided, or ``is_causal``
+                without a mask.
+        """
+        here = self.membership
+        here.region.enter()
+        self._check(query, attn_mask, is_causal)
+        batched = query.dim() == 3
+        copies = {id(one): as_copies(one, here.around, here.group) for one in (query, key, value)}
+        given = [self._rows_first(copies[id(one)], batched) for one in (query, key, value)]
+        (rows, length), positions = given[0].shape[:2], given[1].shape[1]
+        if key_padding_mask is not None:
+            if not batched:
+                key_padding_mask = key_padding_mask.unsqueeze(0)
+            key_padding_mask = self._whole(key_padding_mask, (rows, positions))
+        if attn_mask is not None:
+            own = (length,) if attn_mask.dim() == 2 else (rows * self.num_heads, length)
+            attn_mask = self._whole(attn_mask, (*own, positions))
+        causal = is_causal and key_padding_mask is None and not need_weights
+        queries, keys, values = self._projected(*given)
+        mask = self._mask(
+            key_padding_mask, None if causal else attn_mask, rows, query.dtype,
+            keys.shape[2] - positions,
+        )  # fmt: skip
+        weights = None
+        if need_weights or (self.training and self.dropout):
+            if causal:
+                seen = torch.ones(length, keys.shape[2], dtype=torch.bool, device=keys.device)
+                mask = _added(~seen.tril(), query.dtype)
+            weights = self._weights(queries, keys, mask)
+            attended = weights @ values
+        else:
+            attended = F.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=mask, is_causal=causal
+            )
+        joined = attended.transpose(1, 2).flatten(2)
+        if not self.batch_first or not batched:
+            joined = joined.transpose(0, 1)
+        output = self.out_proj(joined if batched else joined.squeeze(1))
+        if self.batch_first and batched:  # it lies in memory as torch's does, for dropout behind it
+            turned = output.transpose(0, 1).clone(memory_format=torch.contiguous_format)
+            output = turned.transpose(0, 1)
+        if weights is None or not need_weights:
+            return output, None
+        told = self._told(weights, average_attn_weights)
+        return output, told if batched else told.squeeze(0)
+
+    def _check(self, query: Tensor, attn_mask: Tensor | None, is_causal: bool) -> None:
+        here = self.membership
+        if query.is_nested:
+            raise ModelError(
+                f"{here.name!r} is given nested tensors, which cannot be split by heads; give "
+                "nn.TransformerEncoder enable_nested_tensor=False"
+            )
+        if query.dim() != 3 and here.around is not WHOLE:
+            raise ModelError(
+                f"{here.name!r} is given a tensor without rows, which cannot be divided; let all "
+                'tensor ranks repeat its layer (split "whole")'
+            )
+        if is_causal and attn_mask is None:
+            raise ModelError(f"{here.name!r}: is_causal=True needs an attn_mask, as in torch")
+
+    def _rows_first(self, value: Tensor, batched: bool) -> Tensor:
+        if not batched:
+            return value.unsqueeze(0)
+        return value if self.batch_first else value.transpose(0, 1)
+
+    def _whole(self, mask: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """A mask for everything, of which members may have been given a part each."""
+        group, dim = self.membership.group, self.membership.around
+        if dim is None:
+            return mask
+        lengths = group.tell(mask.shape[dim])
+        # Where all have all of it, this is as many times the length as there are members.
+        return gather(mask, group, dim) if sum(lengths) == shape[dim] else mask
+
+    def _projected(self, *given: Tensor) -> list[Tensor]:
+        """Queries, keys and values of the own heads: ``[rows, own heads, positions, width]``."""
+        weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        if self.in_proj_weight is not None:
+            weights = self.in_proj_weight.chunk(3)  # type: ignore[assignment]
+        biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        made = [F.linear(*each) for each in zip(given, weights, biases, strict=True)]
+        rows = made[0].shape[0]
+        for place, bias in ((1, self.bias_k), (2, self.bias_v)):
+            if bias is not None:
+                made[place] = torch.cat([made[place], bias.expand(rows, -1, -1)], 1)
+            if self.add_zero_attn:
+                made[place] = F.pad(made[place], (0, 0, 0, 1))
+        return [torch.unflatten(one, -1, (-1, self.head_dim)).transpose(1, 2) for one in made]
+
+    def _mask(
+        self,
+        padding: Tensor | None,
+        attn_mask: Tensor | None,
+        rows: int,
+        dtype: torch.dtype,
+        more: int,
+    ) -> Tensor | None:
+        """What is added to the scores of the own heads.
+
+        Args:
+            more: positions behind those of the keys that were given, which all may look at.
+        """
+        total = None
+        if attn_mask is not None:
+            total = _added(attn_mask, dtype)
+            if total.dim() == 3:
+                here = self.membership
+                own = bounds(self.num_heads, here.group.size, here.group.index)
+                by_head = torch.unflatten(total, 0, (rows, self.num_heads))
+                total = by_head.narrow(1, own.start, own.length)
+        if padding is not None:
+            hidden = _added(padding, dtype)[:, None, None, :]
+            total = hidden if total is None else total + hidden
+        return total if total is None or not more else F.pad(total, (0, more))
+
+    def _weights(self, queries: Tensor, keys: Tensor, mask: Tensor | None) -> Tensor:
+        """``[rows, own heads, queries, keys]``, dropped out as on one device."""
+        scores = (queries * self.head_dim**-0.5) @ keys.transpose(-2, -1)
+        weights = torch.softmax(scores if mask is None else scores + mask, -1)
+        if not self.training or not self.dropout:
+            return weights
+        here = self.membership
+        own = bounds(self.num_heads, here.group.size, here.group.index)
+        shape = (weights.shape[0], self.num_heads, *weights.shape[2:])
+        here.region.check()
+        mask = F.dropout(weights.new_ones(shape), self.dropout)
+        here.region.drawn()
+        return weights * mask.narrow(1, own.start, own.length)
+
+    def _told(self, weights: Tensor, average: bool) -> Tensor:
+        """The weights of all heads, in the layout of the layer."""
+        here = self.membership
+        if average:
+            return summed(weights.sum(1) / self.num_heads, here.around, here.group)
+        every = gather(weights, here.group, 1)
+        told: Tensor = converted(every, WHOLE, here.around, here.group, here.name)
+        return told
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as what is added to scores: ``True`` hides."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))

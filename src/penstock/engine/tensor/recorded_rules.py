@@ -1,0 +1,281 @@
+"""What recorded operations do to a dimension of which members have parts.
+
+A rule gets the operation, and how what it is given is divided. It says how the output is divided
+and, where the operation has sizes as constants, with which arguments a member calls it; ``None`` if
+the operation must be given whole values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from penstock.engine.tensor.extents import Divided, reshaped
+
+
+class Rule(NamedTuple):
+    """What a member does.
+
+    Attributes:
+        divided: how the output is.
+        arguments: to be given instead; ``None`` for the same.
+    """
+
+    divided: Divided | None
+    arguments: tuple[Any, ...] | None = None
+
+
+Known = Mapping[fx.Node, Divided]
+Find = Callable[[fx.Node, Known, int], Rule | None]
+
+
+def shape_of(node: fx.Node) -> list[int] | None:
+    """The whole shape that a value had when it was recorded; ``None`` if it is no tensor."""
+    value = node.meta.get("val")
+    return _sizes(value) if isinstance(value, Tensor) else None
+
+
+def _sizes(value: Tensor) -> list[int]:
+    sizes: list[Any] = [*value.shape]
+    return [int(getattr(size, "node", _Plain(size)).hint) for size in sizes]
+
+
+class _Plain(NamedTuple):
+    """A size that is a number, as symbolic ones show what they were."""
+
+    hint: int
+
+
+def _first(node: fx.Node, known: Known) -> tuple[Divided, list[int]] | None:
+    """How an operation's first argument is divided, and its shape; ``None`` unless it is, alone."""
+    value = node.args[0]
+    others = [one for one in node.all_input_nodes if one is not value]
+    if not isinstance(value, fx.Node) or value not in known or any(one in known for one in others):
+        return None
+    shape = shape_of(value)
+    return None if shape is None else (known[value], shape)
+
+
+def _same(node: fx.Node, known: Known, _: int) -> Rule | None:
+    given = _first(node, known)
+    return None if given is None else Rule(given[0])
+
+
+def _pointwise(node: fx.Node, known: Known, _: int) -> Rule | None:
+    """All that is divided must be so alike; what is whole must be one number there."""
+    output = shape_of(node)
+    if output is None or torch.Tag.nondeterministic_seeded in node.target.tags:  # type: ignore[union-attr]
+        return None
+    agreed: Divided | None = None
+    for value in node.all_input_nodes:
+        if value in known:
+            shape = shape_of(value)
+            if shape is None:
+                return None
+            own = known[value].at(known[value].dim + len(output) - len(shape))
+            if agreed is not None and not (own.dim == agreed.dim and own.alike(agreed)):
+                return None
+            agreed = own
+    if agreed is None:
+        return None
+    for value in node.all_input_nodes:
+        if value not in known and _size_at(value, agreed.dim - len(output)) not in (None, 1):
+            return None
+    return Rule(agreed)
+
+
+def _size_at(value: fx.Node, place: int) -> int | None:
+    """A tensor's size in a dimension counted from its last; ``None`` without such a dimension."""
+    shape = shape_of(value)
+    return None if shape is None or len(shape) < -place else shape[place]
+
+
+def _with_size(
+    node: fx.Node, argument: int, place: int, divided: Divided, whole: int, member: int
+) -> tuple[Any, ...] | None:
+    """Arguments with a member's size in the place of the whole one; ``None`` if it is computed."""
+    sizes = list(node.args[argument])  # type: ignore[arg-type]
+    if not isinstance(sizes[place], int):
+        return None
+    if sizes[place] != -1:
+        sizes[place] = divided.local(whole, member)
+    return (*node.args[:argument], sizes, *node.args[argument + 1 :])
+
+
+def _viewed(node: fx.Node, known: Known, member: int) -> Rule | None:
+    given, output = _first(node, known), shape_of(node)
+    if given is None or output is None:
+        return None
+    divided = reshaped(*given, output)
+    if divided is None:
+        return None
+    if _bare(node) == "flatten":
+        return Rule(divided)
+    argument, skipped = 1, 0
+    if _bare(node) == "unflatten":
+        argument, skipped = 2, int(node.args[1]) % len(given[1])  # type: ignore[arg-type]
+    if not 0 <= divided.dim - skipped < len(node.args[argument]):  # type: ignore[arg-type]
+        return Rule(divided)
+    whole = output[divided.dim]
+    arguments = _with_size(node, argument, divided.dim - skipped, divided, whole, member)
+    return None if arguments is None else Rule(divided, arguments)
+
+
+def _expanded(node: fx.Node, known: Known, member: int) -> Rule | None:
+    given, output = _first(node, known), shape_of(node)
+    if given is None or output is None:
+        return None
+    divided, shape = given
+    divided = divided.at(divided.dim + len(output) - len(shape))
+    arguments = _with_size(node, 1, divided.dim, divided, output[divided.dim], member)
+    return None if arguments is None else Rule(divided, arguments)
+
+
+def _permuted(node: fx.Node, known: Known, _: int) -> Rule | None:
+    given = _first(node, known)
+    if given is None:
+        return None
+    divided, shape = given
+    order = [int(dim) % len(shape) for dim in node.args[1]]  # type: ignore[union-attr, arg-type]
+    return Rule(divided.at(order.index(divided.dim)))
+
+
+def _transposed(node: fx.Node, known: Known, _: int) -> Rule | None:
+    given = _first(node, known)
+    if given is None:
+        return None
+    divided, shape = given
+    dims = node.args[1:3] if len(node.args) > 1 else (0, 1)
+    first, second = (int(dim) % len(shape) for dim in dims)  # type: ignore[arg-type]
+    swapped = {first: second, second: first}
+    return Rule(divided.at(swapped.get(divided.dim, divided.dim)))
+
+
+def _unsqueezed(node: fx.Node, known: Known, _: int) -> Rule | None:
+    given = _first(node, known)
+    if given is None:
+        return None
+    divided, shape = given
+    place = int(node.args[1]) % (len(shape) + 1)  # type: ignore[arg-type]
+    return Rule(divided.at(divided.dim + (place <= divided.dim)))
+
+
+def _one_of(node: fx.Node, known: Known, _: int) -> Rule | None:
+    """``squeeze`` and ``select`` of another dimension than the one that is divided."""
+    given = _first(node, known)
+    if given is None or not isinstance(node.args[1], int):
+        return None
+    divided, shape = given
+    place = node.args[1] % len(shape)
+    if place == divided.dim:
+        return None
+    gone = _bare(node) == "select" or shape[place] == 1
+    return Rule(divided.at(divided.dim - (gone and place < divided.dim)))
+
+
+def _elsewhere(node: fx.Node, known: Known, _: int) -> Rule | None:
+    """What works along one dimension, which is the second argument, and must not be divided."""
+    given = _first(node, known)
+    if given is None:
+        return None
+    divided, shape = given
+    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    if not isinstance(dim, int) or dim % len(shape) == divided.dim:
+        return None
+    return Rule(divided)
+
+
+def _split(node: fx.Node, known: Known, member: int) -> Rule | None:
+    """Into the pieces of which members have a part each, or along another dimension."""
+    given = _first(node, known)
+    if given is None:
+        return None
+    divided, shape = given
+    dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
+    if not isinstance(dim, int):
+        return None
+    size, piece = shape[divided.dim], divided.length * divided.inner
+    own, count = divided.local(piece, member), divided.outer(size)
+    if dim % len(shape) != divided.dim or (_bare(node) == "chunk" and node.args[1] == count):
+        return Rule(divided)
+    ours = {"split": own, "split_with_sizes": [own] * count}.get(_bare(node))
+    if ours is None or node.args[1] not in (piece, [piece] * count):
+        return None
+    return Rule(divided, (node.args[0], ours, *node.args[2:]))
+
+
+def _item(node: fx.Node, known: Known, _: int) -> Rule | None:
+    value = node.args[0]
+    return Rule(known[value]) if isinstance(value, fx.Node) and value in known else None
+
+
+def _concatenated(node: fx.Node, known: Known, _: int) -> Rule | None:
+    values: Sequence[Any] = node.args[0]  # type: ignore[assignment]
+    output = shape_of(node)
+    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    if output is None or not isinstance(dim, int) or any(one not in known for one in values):
+        return None
+    first = known[values[0]]
+    fit = all(known[one].dim == first.dim and known[one].alike(first) for one in values)
+    return Rule(first) if fit and dim % len(output) != first.dim else None
+
+
+def _multiplied(node: fx.Node, known: Known, _: int) -> Rule | None:
+    """Products of matrices, of which members have some; attention, of which they have heads."""
+    attends = _bare(node) == "scaled_dot_product_attention"
+    matrices, output = node.args[: 3 if attends else 2], shape_of(node)
+    if attends and (node.kwargs.get("dropout_p") or any(node.args[4:5])):
+        return None  # the mask would be that of other heads
+    if output is None or not all(isinstance(one, fx.Node) and one in known for one in matrices):
+        return None
+    divided = [known[one] for one in matrices]  # type: ignore[index]
+    shapes = [shape_of(one) for one in matrices]  # type: ignore[arg-type]
+    first, place = divided[0], divided[0].dim - len(output)
+    # Keys may have fewer heads than queries; then each of theirs is for several in a row.
+    grouped = bool(node.kwargs.get("enable_gqa"))
+    fit = place < -2 and all(one.dim == first.dim for one in divided)
+    fit = fit and all(one is not None and len(one) == len(output) for one in shapes)
+    if not fit or not (grouped or all(one.alike(first) for one in divided)):
+        return None
+    if grouped and not _in_proportion(divided, [one[first.dim] for one in shapes if one]):
+        return None
+    others = [one for one in node.all_input_nodes if one not in matrices]
+    for other in others:
+        if other in known or _size_at(other, place) not in (None, 1):
+            return None
+    return Rule(first)
+
+
+def _in_proportion(divided: Sequence[Divided], sizes: Sequence[int]) -> bool:
+    """Whether each member has the same share of all."""
+    first, size = divided[0], sizes[0]
+    return all(
+        one.local(own, member) * size == first.local(size, member) * own
+        for one, own in zip(divided, sizes, strict=True)
+        for member in range(len(first.parts))
+    )
+
+
+def _bare(node: fx.Node) -> str:
+    return str(node.target._schema.name).removeprefix("aten::")  # type: ignore[union-attr]
+
+
+RULES: dict[str, Find] = {
+    "pointwise": _pointwise,
+    **dict.fromkeys(("contiguous", "clone", "to", "_to_copy", "detach", "alias"), _same),
+    **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten", "unflatten"), _viewed),
+    **dict.fromkeys(("softmax", "_softmax", "log_softmax", "slice"), _elsewhere),
+    **dict.fromkeys(("select", "squeeze"), _one_of),
+    **dict.fromkeys(("split", "split_with_sizes", "chunk"), _split),
+    **dict.fromkeys(("matmul", "bmm", "scaled_dot_product_attention"), _multiplied),
+    "expand": _expanded,
+    "permute": _permuted,
+    "transpose": _transposed,
+    "unsqueeze": _unsqueezed,
+    "getitem": _item,
+    "cat": _concatenated,
+}
+"""By the names of operations, without ``aten::``."""

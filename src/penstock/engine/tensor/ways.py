@@ -1,0 +1,220 @@
+"""What a module can be divided into: which of its parameters, and by which class."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+
+from penstock.base.errors import ModelError
+from penstock.engine.tensor.convolution import ColumnConv, RowConv
+from penstock.engine.tensor.cuts import Cut
+from penstock.engine.tensor.dropout import (
+    DROPOUTS,
+    FEATURE_DROPOUTS,
+    PartChannelDropout,
+    PartDropout,
+)
+from penstock.engine.tensor.embedding import ColumnEmbedding, RowEmbedding
+from penstock.engine.tensor.heads import COLUMN, ROW, Ways, by_heads, is_block
+from penstock.engine.tensor.layouts import CHANNELS, FEATURES
+from penstock.engine.tensor.membership import Member
+from penstock.engine.tensor.module_way import Way
+from penstock.engine.tensor.norms import ChannelNorm, PartGroupNorm, PartInstanceNorm
+from penstock.engine.tensor.transposed import ColumnTransposed, RowTransposed, is_transposed
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_STATISTICS = ("weight", "bias", "running_mean", "running_var")
+
+BY_ELEMENT: tuple[type[nn.Module], ...] = (
+    nn.Identity, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU,
+    nn.Mish, nn.Tanh, nn.Sigmoid, nn.Softplus, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid,
+    nn.LogSigmoid, nn.Softsign,
+)  # fmt: skip
+"""What treats every number by itself, and so works on any part."""
+
+BY_CHANNEL: tuple[type[nn.Module], ...] = (
+    nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d,
+    nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool1d,
+    nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d, nn.Upsample, nn.ZeroPad2d, nn.PixelShuffle,
+)  # fmt: skip
+"""What treats every row and channel by itself, where both are dimensions of their own."""
+
+
+def ways_of(module: nn.Module, split: str, name: str) -> Ways:
+    """How members share a module that is split so, and modules in it; arguments as of ``way``."""
+    known = by_heads(module, name) if split == "heads" else {}
+    return known or {"": way(module, split, name)}
+
+
+def way(module: nn.Module, split: str, name: str) -> Way:
+    """How members share a module that is split so.
+
+    Args:
+        split: ``"column"`` (``"column/3"`` where its outputs are three pieces, as queries, keys and
+            values are), ``"row"``, ``"features"`` or ``"heads"``.
+        name: of the module, for errors.
+
+    Raises:
+        ModelError: it cannot be.
+    """
+    bare, _, blocks = split.partition("/")
+    if bare in ("features", "heads"):
+        return _inside(module, bare, name)
+    if is_transposed(module):
+        return _transposed(int(blocks or 1), divides_outputs=bare == "column")
+    if not _is_plain(module):
+        raise _refused(module, split, name, _CAN_SPLIT)
+    _check_plain(module, split, name)
+    if bare == "column":
+        made = _column(module, int(blocks or 1))
+        size = _outputs(module)
+        if size % int(blocks or 1):
+            raise _refused(module, split, name, f"its {size} outputs are not {blocks} pieces")
+        return made
+    return _row(module)
+
+
+_CAN_SPLIT = (
+    'linear layers, embeddings and convolutions can be "column" or "row"; let all tensor ranks '
+    'repeat it ("whole") or take their rows ("data")'
+)
+
+
+def _refused(module: nn.Module, split: str, name: str, why: str) -> ModelError:
+    return ModelError(f"{name!r} ({type(module).__name__}) cannot be split as {split!r}: {why}")
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a module is of a class whose forward we know."""
+    known = (nn.Linear, nn.Embedding, *_CONVOLUTIONS)
+    return any(isinstance(module, kind) and type(module).forward is kind.forward for kind in known)
+
+
+def _check_plain(module: nn.Module, split: str, name: str) -> None:
+    if isinstance(module, _CONVOLUTIONS) and module.groups != 1:
+        raise _refused(module, split, name, "it is grouped; repeat it, or divide its rows")
+    if isinstance(module, nn.Embedding):
+        for argument in ("max_norm", "sparse", "scale_grad_by_freq"):
+            if getattr(module, argument):
+                raise _refused(module, split, name, f"it has {argument}; repeat it")
+    computed = [key for key, _ in module.named_parameters() if key not in ("weight", "bias")]
+    if computed or "weight" not in module._parameters:
+        raise _refused(
+            module, split, name, "its weight is computed (parametrised, or pruned); repeat it"
+        )
+
+
+def trait_of(module: nn.Module) -> str:
+    """What the kind of a module does not tell of how it can be divided; empty if that is all."""
+    if isinstance(module, nn.TransformerEncoderLayer) and is_block(module):
+        return f"heads={module.self_attn.num_heads}"
+    if not _is_plain(module):
+        return ""
+    groups = getattr(module, "groups", 1)
+    if groups != 1:
+        return f"groups={groups}"
+    try:
+        _check_plain(module, "column", "")
+    except ModelError:
+        return "undivided"
+    return ""
+
+
+def _outputs(module: nn.Module) -> int:
+    if isinstance(module, nn.Embedding):
+        return module.embedding_dim
+    return int(module._parameters["weight"].shape[0])  # type: ignore[union-attr]
+
+
+def _column(module: nn.Module, blocks: int) -> Way:
+    if isinstance(module, nn.Embedding):
+        return Way(ColumnEmbedding, {"weight": Cut(1, blocks)}, FEATURES)
+    cuts = {"weight": Cut(0, blocks), "bias": Cut(0, blocks)}
+    if isinstance(module, nn.Linear):
+        return replace(COLUMN, cuts=cuts)
+    return Way(ColumnConv, cuts, CHANNELS)
+
+
+def _row(module: nn.Module) -> Way:
+    if isinstance(module, nn.Embedding):
+        return Way(RowEmbedding, {"weight": Cut(0)}, FEATURES, adds=True)
+    if isinstance(module, nn.Linear):
+        return ROW
+    return Way(RowConv, {"weight": Cut(1)}, CHANNELS, adds=True, bias="bias")
+
+
+def _transposed(blocks: int, *, divides_outputs: bool) -> Way:
+    if divides_outputs:
+        return Way(ColumnTransposed, {"weight": Cut(1, blocks), "bias": Cut(0, blocks)}, FEATURES)
+    return Way(RowTransposed, {"weight": Cut(0)}, FEATURES, adds=True, bias="bias")
+
+
+def _inside(module: nn.Module, split: str, name: str) -> Way:
+    if isinstance(module, nn.Dropout):
+        return Way(PartDropout, features=FEATURES if split == "features" else 1)
+    if isinstance(module, FEATURE_DROPOUTS):
+        return Way(PartChannelDropout, features=CHANNELS)
+    if split == "heads":
+        return Way(Member, alike=True)
+    own = channels(module)
+    if own is not None:
+        return own
+    if next(module.parameters(), None) is None:
+        return Way(Member)
+    raise _refused(module, split, name, "nobody knows which of its parameters belong to a feature")
+
+
+def channels(module: nn.Module) -> Way | None:
+    """How members share a module with parameters or statistics for each channel; ``None`` if it has
+    nothing that would have to be divided with its channels."""
+    held = {**module._parameters, **module._buffers}
+    cuts = {key: Cut(0) for key in _STATISTICS if held.get(key) is not None}
+    if isinstance(module, _BATCH_NORMS):
+        return Way(ChannelNorm, cuts, CHANNELS)
+    if isinstance(module, _INSTANCE_NORMS):
+        return Way(PartInstanceNorm, cuts, CHANNELS)
+    if isinstance(module, nn.GroupNorm):
+        return Way(PartGroupNorm, cuts, CHANNELS, pieces=module.num_groups, even=True)
+    if isinstance(module, nn.PReLU) and module.num_parameters > 1:
+        return Way(Member, cuts, CHANNELS)
+    return None
+
+
+def works_on_channels(module: nn.Module, size: int) -> bool:
+    """Whether each of ``size`` members can give a module its part of the channels, or features, and
+    gets such a part."""
+    if isinstance(module, nn.Flatten):
+        return module.start_dim == 1
+    own = channels(module)
+    if own is not None:
+        return not own.even or own.pieces % size == 0
+    return isinstance(module, (*BY_CHANNEL, *BY_ELEMENT, *DROPOUTS, nn.PReLU))
+
+
+def works_on_features(module: nn.Module) -> bool:
+    """Whether a module treats every number by itself."""
+    return isinstance(module, (*BY_ELEMENT, nn.Dropout))
+
+
+def mixes_features(module: nn.Module, size: int) -> bool:
+    """Whether a module, or one in it, is a class of torch's that does not treat every channel or
+    feature by itself. Of others only who has written them knows."""
+    return any(
+        type(part).__module__.startswith("torch.nn.modules")
+        and not (works_on_channels(part, size) or works_on_features(part))
+        for part in module.modules()
+        if not [*part.children()]
+    )
+
+
+def has_batch_statistics(module: nn.Module) -> bool:
+    """Whether a module's output for a row, or what it remembers, depends on other rows."""
+    return any(
+        isinstance(part, nn.modules.batchnorm._BatchNorm)
+        or (isinstance(part, _INSTANCE_NORMS) and part.track_running_stats)
+        or (isinstance(part, nn.Embedding) and part.max_norm is not None)
+        for part in module.modules()
+    )

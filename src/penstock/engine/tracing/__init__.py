@@ -1,0 +1,20 @@
+"""Models that are no chain: traced, cut in execution order, run as a chain of layers.
+
+``capture`` is the entrance. A traced graph (``graphs``) is cut where modules are called
+(``segments``); ``flow`` says what passes between the layers, and ``layers`` makes modules of them
+that hold the model's own parameters. Modules without children stay whole (``leaves``). Before
+anyone uses the result, it is run beside the model (``proof``), and what a trace does not see is
+looked for (``unseen``). A model that cannot be traced is told (``failing``) by the line of its own
+code (``lines``) and what to write there instead (``stories``).
+
+Decisions:
+
+Captured layers keep the model's own modules and keys. Modules without children stay calls, so batch
+norm, dropout, hooks and split backward work as ever; parameters are the model's own objects, so
+training the captured model trains the original.
+"""
+
+from penstock.engine.tracing.captured import Captured, capture
+from penstock.engine.tracing.layers import CapturedLayer
+
+__all__ = ["Captured", "CapturedLayer", "capture"]

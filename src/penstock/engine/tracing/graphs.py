@@ -1,0 +1,344 @@
+"""Tracing a model: ``torch.export`` first, ``torch.fx`` if that fails."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx, nn
+
+from penstock.base.errors import InputError, ModelError
+from penstock.engine.device.accelerators import generators_kept
+from penstock.engine.model import tree
+from penstock.engine.tracing.buffers import write_buffers_early
+from penstock.engine.tracing.hush import without_dumps
+from penstock.engine.tracing.leaves import OpaqueError, WholeModules, leaves_of
+
+Dynamic = Literal["rows", "all"]
+
+_EXPORTING = threading.RLock()
+"""torch keeps what it exports in globals; two exports at a time fail in one of the threads."""
+
+
+class UntraceableError(Exception):
+    """No tracer could follow a model.
+
+    Attributes:
+        exported: what ``torch.export`` said.
+        symbolic: what ``torch.fx`` said.
+    """
+
+    def __init__(self, exported: Exception, symbolic: Exception) -> None:
+        super().__init__(f"{short(exported)}; {short(symbolic)}")
+        self.exported = exported
+        self.symbolic = symbolic
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A model as a graph, for one mode.
+
+    Attributes:
+        graph: one placeholder for each leaf of ``(args, kwargs)``; modules without children are
+            called; the output is a flat list.
+        constants: what the graph reads and the model does not hold.
+        output_structure: the structure of what the model returns.
+        guards: raises unless the inputs have shapes that the graph is for; ``None`` where torch
+            gives no such check.
+    """
+
+    graph: fx.Graph
+    constants: dict[str, Any]
+    output_structure: tree.Structure
+    guards: Callable[..., Any] | None
+
+
+Given = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def spread(signature: inspect.Signature, inputs: Any) -> Given:
+    """The (args, kwargs) with which ``forward`` is called for the inputs of a pipeline.
+
+    A tuple is spread over the arguments of ``forward``, a dictionary over its keywords, if they
+    fit; everything else, and what does not fit, is one argument.
+    """
+    tries: list[Given] = [((inputs,), {})]
+    if isinstance(inputs, tuple):
+        tries.insert(0, (inputs, {}))
+    elif isinstance(inputs, dict) and all(isinstance(key, str) for key in inputs):
+        tries.insert(0, ((), _as_declared(signature, inputs)))
+    for args, kwargs in tries:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError:
+            continue
+        return args, kwargs
+    raise InputError(
+        f"forward{signature} cannot be called with these inputs{_misfits(signature, inputs)}; give "
+        "a tuple with its arguments, or a dictionary with its keywords"
+    )
+
+
+def _misfits(signature: inspect.Signature, inputs: Any) -> str:
+    """Which keywords are too many or too few, if the inputs are a dictionary."""
+    if not isinstance(inputs, dict):
+        return ""
+    parameters = signature.parameters.values()
+    named = [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    extra = [repr(key) for key in inputs if key not in {one.name for one in named}]
+    missing = [
+        repr(one.name) for one in named if one.default is one.empty and one.name not in inputs
+    ]
+    wrong = [f"it takes no {' and no '.join(extra)}"] if extra else []
+    wrong += [f"it needs {' and '.join(missing)}, too"] if missing else []
+    if extra == ["'labels'"]:
+        wrong.append("with loss=pk.model_loss, a model must take its labels")
+    return f": {'; '.join(wrong)}" if wrong else ""
+
+
+def _as_declared(signature: inspect.Signature, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Put keywords in the order in which ``forward`` declares them."""
+    own = [name for name in signature.parameters if name in inputs]
+    return {name: inputs[name] for name in (*own, *sorted(inputs.keys() - {*own}))}
+
+
+def trace(model: nn.Module, given: Given, dynamic: Dynamic) -> tuple[Traced, str]:
+    """Trace a model in its current mode; gives the graph and which tracer made it.
+
+    Raises:
+        UntraceableError: no tracer can.
+    """
+    try:
+        return _exported(model, given, dynamic), "torch.export"
+    except Exception as error:
+        first = error
+    try:
+        return _symbolic(model, given), f"torch.fx, because torch.export failed: {short(first)}"
+    except Exception as second:
+        raise UntraceableError(first, second) from first
+
+
+def short(error: BaseException) -> str:
+    """An error in a line: its class and the beginning of what it says."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = lines[0] if lines else "no reason given"
+    return f"{type(error).__name__}: {said[:200]}"
+
+
+def _exported(model: nn.Module, given: Given, dynamic: Dynamic) -> Traced:
+    modules = leaves_of(model)
+    while True:
+        whole = WholeModules(modules)
+        try:
+            return _export(model, given, dynamic, whole)
+        except Exception as error:
+            hiding = _opaque(error)
+            if hiding is None:
+                raise
+            modules = {name: module for name, module in modules.items() if name != hiding}
+
+
+def _opaque(error: BaseException | None) -> str | None:
+    while error is not None:
+        if isinstance(error, OpaqueError):
+            return error.name
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _export(model: nn.Module, given: Given, dynamic: Dynamic, whole: WholeModules) -> Traced:
+    args, kwargs = given
+    shapes: Any = torch.export.ShapesCollection()  # type: ignore[no-untyped-call]
+    for tensor in tree.tensors(given):
+        if tensor.dim():
+            count = tensor.dim() if dynamic == "all" else 1
+            shapes[tensor] = dict.fromkeys(range(count), torch.export.Dim.AUTO)
+    with ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        for kind in {tensor.device.type for tensor in tree.tensors(given)}:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(whole.active())
+        stack.enter_context(without_dumps())
+        # Warnings that a model assigns attributes while it is exported; parameters are put back.
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        with _EXPORTING:
+            program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes)
+    module = program.module()
+    _check_nested(module, whole)
+    guards = _take_guards(module)
+    _restore_calls(module.graph, whole)
+    write_buffers_early(module.graph, model)
+    _drop_idle(module.graph)
+    structure = program.call_spec.out_spec
+    assert structure is not None
+    return Traced(module.graph, _constants(module, model), structure, guards)
+
+
+def _check_nested(module: Any, whole: WholeModules) -> None:
+    """See that no module is called in a graph within the graph, where it cannot be.
+
+    Raises:
+        OpaqueError: names one that is, so that it is looked into.
+    """
+    for name, inner in module.named_modules():
+        if name and isinstance(inner, fx.GraphModule):
+            for node in inner.graph.nodes:
+                if node.op == "call_function" and node.target is whole.operation:
+                    raise OpaqueError(whole.calls[node.args[2]].name)
+
+
+def _take_guards(module: Any) -> Callable[..., Any] | None:
+    """Newer versions of torch check shapes inside the graph; we do so before its first layer."""
+    guards: Callable[..., Any] | None = getattr(module, "_guards_fn", None)
+    for node in list(module.graph.nodes):
+        if node.op == "call_module" and node.target == "_guards_fn":
+            module.graph.erase_node(node)
+    return guards
+
+
+def _restore_calls(graph: fx.Graph, whole: WholeModules) -> None:
+    """Put calls of modules in the place of the operations that stood for them."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is not whole.operation:
+            continue
+        tensors, sizes, number = node.args
+        call = whole.calls[number]
+        args, kwargs = call.arguments(list(tensors), list(sizes))
+        with graph.inserting_before(node):
+            made = graph.create_node("call_module", call.name, args, kwargs)
+            # The stack names the module itself last; what encloses it is what matters here.
+            made.meta = {"nn_module_stack": node.meta.get("nn_module_stack", {})}
+            source = made
+            if not call.gives_one_tensor:
+                source = graph.create_node("call_function", leaves_of_output, (made,))
+        for user in list(node.users):
+            if call.gives_one_tensor:
+                made.meta["val"] = user.meta.get("val")
+                user.replace_all_uses_with(made)
+                graph.erase_node(user)
+            else:
+                user.args = (source, call.places[user.args[1]])
+        graph.erase_node(node)
+
+
+def leaves_of_output(value: Any) -> list[Any]:
+    """The leaves of what a module returned; graphs call it."""
+    return tree.flatten(value)[0]
+
+
+def _drop_idle(graph: fx.Graph) -> None:
+    """Remove nodes that nobody reads and that neither draw nor write nor check."""
+    for node in reversed(list(graph.nodes)):
+        if not node.users and _is_idle(node):
+            graph.erase_node(node)
+
+
+def _is_idle(node: fx.Node) -> bool:
+    if node.op == "get_attr":
+        return True
+    if node.op != "call_function":
+        return False
+    if node.target is torch.ops.aten._assert_tensor_metadata.default:
+        return True  # it would forbid autocast
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return getattr(node.target, "__module__", "") == "_operator"
+    schema, tags = node.target._schema, node.target.tags
+    draws = torch.Tag.nondeterministic_seeded in tags
+    return bool(schema.returns) and not schema.is_mutable and not draws
+
+
+def _constants(module: nn.Module, model: nn.Module) -> dict[str, Any]:
+    """The values that a graph reads and that are neither parameters nor buffers of the model."""
+    state = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    state |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    constants: dict[str, Any] = {}
+    for node in module.graph.nodes:  # type: ignore[union-attr]
+        if node.op == "get_attr" and node.target not in state:
+            value: Any = module
+            for atom in node.target.split("."):
+                value = getattr(value, atom)
+            constants[node.target] = value
+    return constants
+
+
+class _LeafTracer(fx.Tracer):
+    """Keeps the same modules whole as an export does, and takes nested inputs."""
+
+    def __init__(self, model: nn.Module, given: Given) -> None:
+        super().__init__()
+        self._whole = {id(module) for module in leaves_of(model).values()}
+        self._leaves, self._structure = tree.flatten(given)
+        self.output_structure: tree.Structure | None = None
+
+    def is_leaf_module(self, module: nn.Module, qualified_name: str) -> bool:
+        return id(module) in self._whole
+
+    def create_args_for_root(
+        self, root_fn: Any, is_module: bool, concrete_args: Any = None
+    ) -> tuple[Any, list[Any]]:
+        inputs: list[Any] = []
+        for position, leaf in enumerate(self._leaves):
+            proxy = self.create_proxy("placeholder", f"input_{position}", (), {})
+            inputs.append(proxy if isinstance(leaf, Tensor) else leaf)
+        args, kwargs = tree.unflatten(inputs, self._structure)
+
+        def run(root: nn.Module) -> list[Any]:
+            outputs, self.output_structure = tree.flatten(root.forward(*args, **kwargs))
+            return outputs
+
+        return run, [self.root]
+
+
+def _symbolic(model: nn.Module, given: Given) -> Traced:
+    tracer = _LeafTracer(model, given)
+    with torch.enable_grad(), _buffers_in_place(model), generators_kept(()):
+        before = torch.get_rng_state()
+        graph = tracer.trace(model)
+        if not torch.equal(before, torch.get_rng_state()):
+            raise ModelError("forward draws random numbers, which torch.fx would keep for ever")
+    _drop_idle(graph)
+    structure = tracer.output_structure
+    assert structure is not None
+    return Traced(graph, _constants(_owner(model, graph), model), structure, None)
+
+
+@contextmanager
+def _buffers_in_place(model: nn.Module) -> Iterator[None]:
+    """Put buffers back that a forward has assigned while it was traced.
+
+    Raises:
+        ModelError: it has; the graph knows nothing of that.
+    """
+    before = [
+        (prefix, module, name, buffer)
+        for prefix, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    assigned = []
+    try:
+        yield
+    finally:
+        for prefix, module, name, buffer in before:
+            if getattr(module, name, None) is not buffer:
+                assigned.append(f"{prefix}.{name}" if prefix else name)
+                module._buffers[name] = buffer
+    if assigned:
+        raise ModelError(
+            f"forward assigns the buffer{'s' * (len(assigned) > 1)} {', '.join(assigned)}, which "
+            "torch.fx does not see; write into the buffer with copy_ instead"
+        )
+
+
+def _owner(model: nn.Module, graph: fx.Graph) -> nn.Module:
+    # Tensors made while tracing are left as attributes of the model.
+    module = fx.GraphModule(model, graph)
+    for name in [name for name in vars(model) if name.startswith("_tensor_constant")]:
+        delattr(model, name)
+    return module

@@ -1,0 +1,417 @@
+"""The layers of a traced model as modules: code for each mode, and the model's own parameters."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor, fx, nn
+
+from penstock.base.errors import InputError
+from penstock.engine.model import tree
+from penstock.engine.tracing.flow import ValueFlow
+from penstock.engine.tracing.graphs import Traced, spread
+
+_COMPUTES_ON = "computes_on"
+"""The attribute of a layer that its code reads where the model's code named a device."""
+
+
+@dataclass(frozen=True)
+class LayerProgram:
+    """What a layer does in one mode.
+
+    Attributes:
+        run: from (layer, values) to the values behind the layer; in the last layer, the leaves of
+            what the model returns.
+        modules: names of the modules that the layer calls.
+        state: names of the parameters and buffers that it reads besides.
+        constants: what it reads that the model does not hold.
+        reads: names of the earlier layers whose tensors it reads.
+        produces: positions in its output of what it makes itself.
+        readers: for every position of its output, the name of the last layer that reads it; the
+            last layer's own name.
+        num_inputs: how many values live before it.
+        uses: positions among its inputs of what it computes with; ``None`` in the first and last
+            layer, whose values are those of the model.
+        hands_on: for every position of its output, the position of the same value among its
+            inputs, or ``None`` for what it makes.
+        graph: what ``run`` was made of, with the shapes of its values where they are known.
+    """
+
+    run: Callable[..., Sequence[Any]]
+    modules: frozenset[str]
+    state: frozenset[str]
+    constants: Mapping[str, Any]
+    reads: tuple[str, ...]
+    produces: tuple[int, ...]
+    readers: tuple[str, ...]
+    num_inputs: int
+    uses: tuple[int, ...] | None
+    hands_on: tuple[int | None, ...]
+    graph: fx.Graph
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self  # never changes, and its function belongs to no layer
+
+
+def program_of(traced: Traced, flow: ValueFlow, index: int) -> LayerProgram:
+    """Make the program of the layer at an index of a flow."""
+    last = index == len(flow.segments) - 1
+    names = [segment.name for segment in flow.segments]
+    given = flow.inputs if index == 0 else flow.live[index - 1]
+    wanted = flow.outputs if last else flow.live[index]
+    graph = _graph(flow, index, given, wanted)
+    read = set(flow.reads(index))
+    places = {value: place for place, value in enumerate(given)}
+    targets = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
+    return LayerProgram(
+        run=_compiled(graph),
+        modules=frozenset(str(node.target) for node in graph.nodes if node.op == "call_module"),
+        state=frozenset(targets - traced.constants.keys() - {_COMPUTES_ON}),
+        constants={name: traced.constants[name] for name in targets & traced.constants.keys()},
+        reads=tuple(names[source] for source in flow.sources(index)),
+        produces=tuple(
+            place
+            for place, value in enumerate(wanted)
+            if isinstance(value, fx.Node) and flow.maker.get(value, -1) == index
+        ),
+        readers=tuple(names[index if last else flow.last_reader[value]] for value in wanted),
+        num_inputs=len(given),
+        uses=None
+        if last or index == 0
+        else tuple(places[value] for value in given if value in read),
+        hands_on=tuple(
+            places.get(value) if isinstance(value, fx.Node) else None for value in wanted
+        ),
+        graph=graph,
+    )
+
+
+def _graph(
+    flow: ValueFlow, index: int, given: Sequence[fx.Node], wanted: Sequence[Any]
+) -> fx.Graph:
+    graph = fx.Graph()
+    ours: dict[fx.Node, fx.Node] = {}
+    for position, value in enumerate(given):
+        ours[value] = graph.placeholder(f"value_{position}")
+        ours[value].meta = dict(value.meta)
+
+    def own(node: fx.Node) -> fx.Node:
+        if node not in ours:  # what the model holds is read where it is needed
+            assert node.op == "get_attr", node
+            ours[node] = graph.create_node("get_attr", node.target)
+            ours[node].meta = dict(node.meta)
+        return ours[node]
+
+    def own_or_here(value: Any) -> Any:
+        """A node's own twin; for the device of the trace, that on which the layer computes."""
+        if isinstance(value, torch.device):
+            return graph.create_node("get_attr", _COMPUTES_ON)
+        return own(value) if isinstance(value, fx.Node) else value
+
+    for node in flow.segments[index].nodes:
+        args = fx.node.map_aggregate(node.args, own_or_here)
+        kwargs = fx.node.map_aggregate(node.kwargs, own_or_here)
+        ours[node] = graph.create_node(node.op, node.target, args, kwargs, node.name)
+        ours[node].meta = dict(node.meta)
+    graph.output(fx.node.map_arg(list(wanted), own))
+    return graph
+
+
+def _compiled(graph: fx.Graph) -> Callable[..., Sequence[Any]]:
+    code = graph.python_code("self")
+    space = dict(code.globals)
+    exec(compile(code.src, "<layer of a captured model>", "exec"), space)
+    run: Callable[..., Sequence[Any]] = space["forward"]
+    return run
+
+
+@dataclass(frozen=True)
+class Borders:
+    """How the model is called and what it returns, for its first and last layer.
+
+    Attributes:
+        signature: the signature of the model's ``forward``.
+        structure: the structure of ``(args, kwargs)``.
+        leaves: their leaves: a ``Shape`` for each tensor, and all other values themselves.
+        guards: what checks the shapes of inputs, by whether the model is training.
+        outputs: the structure of what the model returns, by whether it is training.
+    """
+
+    signature: inspect.Signature
+    structure: tree.Structure
+    leaves: tuple[Any, ...]
+    guards: Mapping[bool, Callable[..., Any] | None]
+    outputs: Mapping[bool, tree.Structure]
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
+
+    def flat(self, inputs: Any, training: bool) -> list[Any]:
+        """The leaves of the inputs.
+
+        Raises:
+            InputError: they are not like those that the model was captured with.
+        """
+        leaves, structure = tree.flatten(spread(self.signature, inputs))
+        if structure != self.structure:
+            raise self._other_form(inputs, structure)
+        for position, (leaf, expected) in enumerate(zip(leaves, self.leaves, strict=True)):
+            if not _fits(leaf, expected):
+                what = tuple(leaf.shape) if isinstance(leaf, Tensor) else repr(leaf)
+                raise InputError(
+                    f"input {position} is {what}, but the model was captured with "
+                    f"{_text(expected)}; capture it with dynamic='all' for other lengths, or with "
+                    "these inputs"
+                )
+        guards = self.guards[training]
+        if guards is not None:
+            _ask(guards, leaves)
+        return leaves
+
+    def _other_form(self, inputs: Any, structure: tree.Structure) -> InputError:
+        """The error for inputs not nested like those of the capture; it names what differs."""
+        args, kwargs = tree.unflatten(list(self.leaves), self.structure)
+        expected = [*self.signature.bind(*args, **kwargs).arguments]
+        given = self._names(inputs) or expected
+        extra = [name for name in given if name not in expected]
+        missing = [name for name in expected if name not in given]
+        if not extra and not missing:
+            return InputError(
+                f"the inputs are nested as {_flat(structure)}, but the model was captured with "
+                f"{_flat(self.structure)}; give them in that form, or capture the model with these"
+            )
+        advice = [f"leave out {' and '.join(extra)}"] if extra else []
+        advice += [f"give {' and '.join(missing)} too"] if missing else []
+        return InputError(
+            f"the inputs are {', '.join(given)}, but the model was captured with "
+            f"{', '.join(expected)}; {' and '.join(advice)}, or capture the model with such inputs"
+        )
+
+    def _names(self, inputs: Any) -> list[str]:
+        if isinstance(inputs, dict):
+            return [*map(str, inputs)]
+        args, kwargs = spread(self.signature, inputs)
+        return [*self.signature.bind(*args, **kwargs).arguments]
+
+
+class Shape(tuple[int | None, ...]):
+    """The shape of a tensor; ``None`` where it may differ."""
+
+
+def _fits(leaf: Any, expected: Any) -> bool:
+    if not isinstance(expected, Shape):
+        return not isinstance(leaf, Tensor) and bool(leaf == expected)
+    if not isinstance(leaf, Tensor) or leaf.dim() != len(expected):
+        return False
+    pairs = zip(leaf.shape, expected, strict=True)
+    return all(wanted is None or size == wanted for size, wanted in pairs)
+
+
+def _flat(structure: tree.Structure) -> str:
+    return " ".join(str(structure).split())
+
+
+def _text(expected: Any) -> str:
+    if not isinstance(expected, Shape):
+        return repr(expected)
+    return "(" + ", ".join("any" if size is None else str(size) for size in expected) + ")"
+
+
+def _ask(guards: Callable[..., Any], leaves: list[Any]) -> None:
+    try:
+        guards(*leaves)
+    except (AssertionError, RuntimeError) as error:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tree.tensors(leaves))
+        raise InputError(
+            f"inputs of shape {shapes} do not fit what the model was captured for: {error}; "
+            "capture it with inputs of such shapes"
+        ) from error
+
+
+class _Scope(nn.Module):
+    """Stands for a module of the model that a layer holds only parts of."""
+
+
+class CapturedLayer(nn.Module):
+    """One layer of a captured model.
+
+    Takes the tuple of values that live before it (the first: the model's inputs) and returns the
+    tuple of those that live behind it (the last: what the model returns). It holds the model's own
+    modules and parameters, under their names in the model.
+
+    Attributes:
+        spine_name: its name among the layers.
+        kind: the class of the module that it calls first; ``"function"`` if none.
+        reads: names of the earlier layers whose tensors it reads; what it reads of the model's own
+            inputs is not told here.
+        produces: positions, among the leaves of its output, of what it made itself; the others are
+            handed on.
+        readers: for each position, the name of the last layer that reads it; its own for what the
+            model returns.
+        unit: equal for layers that are recomputed together.
+        computes_on: the device on which it makes new tensors.
+    """
+
+    unit: int
+    computes_on: torch.device
+    _programs: dict[bool, LayerProgram]
+    _borders: Borders
+    _end: tuple[bool, bool]
+
+    def __init__(
+        self,
+        name: str,
+        kind: str,
+        model: nn.Module,
+        programs: Mapping[bool, LayerProgram],
+        borders: Borders,
+        end: tuple[bool, bool],
+    ) -> None:
+        super().__init__()
+        self.spine_name = name
+        self.kind = kind
+        self.unit = 0
+        self.computes_on = next((t.device for _, t in _state(model)), torch.device("cpu"))
+        self._programs = dict(programs)
+        self._borders = borders
+        self._end = end
+        both = programs.values()
+        for module in sorted({name for program in both for name in program.modules}):
+            self._scope(module).add_module(_last(module), model.get_submodule(module))
+        for state in sorted({name for program in both for name in program.state}):
+            self.adopt(model, state)
+        for key, value in {k: v for program in both for k, v in program.constants.items()}.items():
+            # Neither state of the model nor a module of it.
+            self._scope(key).__dict__[_last(key)] = value
+
+    @property
+    def calls(self) -> frozenset[str]:
+        """Names of the modules that it calls, in either mode."""
+        return frozenset().union(*(program.modules for program in self._programs.values()))
+
+    def rewrite(self, write: Callable[[fx.Graph], fx.Graph]) -> None:
+        """Do what ``write`` makes of what was recorded, in both modes."""
+        self._programs = {
+            mode: replace(program, run=_compiled(write(program.graph)))
+            for mode, program in self._programs.items()
+        }
+
+    @property
+    def message_types(self) -> set[type]:
+        """The classes that its output is made of."""
+        if not self._end[1]:
+            return set()
+        return set().union(*map(tree.classes, self._borders.outputs.values()))
+
+    def adopt(self, model: nn.Module, key: str) -> None:
+        """Hold a parameter or buffer of the model, if no module held does so already."""
+        scope = self._scope(key)
+        name = _last(key)
+        owner = model.get_submodule(key.rpartition(".")[0])
+        if not isinstance(scope, _Scope | CapturedLayer) or name in {
+            *scope._parameters,
+            *scope._buffers,
+        }:
+            return
+        if name in owner._parameters:
+            scope.register_parameter(name, owner._parameters[name])
+        else:
+            persistent = name not in owner._non_persistent_buffers_set
+            scope.register_buffer(name, owner._buffers[name], persistent=persistent)
+
+    def compute_on(self, device: torch.device) -> None:
+        """Let the layer's code make its tensors on a device, to which what the layer holds of the
+        model is moved by others; its constants are moved here."""
+        if device == self.computes_on:
+            return
+        self.computes_on = device
+        for program in self._programs.values():
+            for key in program.constants:
+                held = self._scope(key).__dict__
+                held[_last(key)] = tree.replace(
+                    Tensor, lambda constant: constant.to(device), held[_last(key)]
+                )
+
+    def _scope(self, key: str) -> nn.Module:
+        module: nn.Module = self
+        for atom in key.split(".")[:-1]:
+            if atom not in module._modules:
+                module.add_module(atom, _Scope())
+            child = module._modules[atom]
+            assert child is not None
+            module = child
+        return module
+
+    @property
+    def program(self) -> LayerProgram:
+        """What the layer does in its mode."""
+        return self._programs[self.training]
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """See the class."""
+        return self.program.reads
+
+    @property
+    def produces(self) -> tuple[int, ...]:
+        """See the class."""
+        return self.program.produces
+
+    @property
+    def readers(self) -> tuple[str, ...]:
+        """See the class."""
+        return self.program.readers
+
+    def forward(self, values: Any) -> Any:
+        """Run the layer."""
+        first, last = self._end
+        if first:
+            values = self._borders.flat(values, self.training)
+        outputs = self.program.run(self, *values)
+        if last:
+            return tree.unflatten(list(outputs), self._borders.outputs[self.training])
+        return tuple(outputs)
+
+
+def _last(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def adopt_the_rest(model: nn.Module, layers: Sequence[CapturedLayer]) -> None:
+    """Let the layer nearest by name hold state that no layer uses, so that checkpoints have it."""
+    held = {name: layer for layer in layers for name, _ in _state(layer)}
+    holders = {id(tensor): layer for layer in layers for _, tensor in _state(layer)}
+    for name, tensor in _state(model):
+        if name not in held:
+            nearest = max(held, key=lambda other: _shared_atoms(name, other), default=None)
+            layer = holders.get(id(tensor)) or (held[nearest] if nearest else layers[0])
+            layer.adopt(model, name)
+
+
+def _state(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _shared_atoms(name: str, other: str) -> int:
+    """How many leading parts two qualified names have in common."""
+    count = 0
+    for ours, theirs in zip(name.split("."), other.split("."), strict=False):
+        if ours != theirs:
+            break
+        count += 1
+    return count
+
+
+def dtypes_of(model: nn.Module) -> tuple[torch.dtype, ...]:
+    """What a trace assumes of a model's parameters and buffers."""
+    return tuple(tensor.dtype for _, tensor in _state(model))
+
+
+def devices_of(model: nn.Module) -> set[torch.device]:
+    """Where a model's parameters and buffers are."""
+    return {tensor.device for _, tensor in _state(model)}

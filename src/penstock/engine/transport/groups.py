@@ -1,0 +1,112 @@
+"""torch's process groups between the ranks of pipelines: one each, and two more per pair of linked
+accelerators, destroyed when all are done.
+
+A group keeps threads, sockets and connections until it is destroyed. That cannot be when a pipeline
+is closed: other ranks may still be waiting for what this one sent last, and a connection that ends
+takes with it what was not read. When a rank has come to build the next pipeline, however, it waits
+for nothing of those it has closed or dropped; so when all have come, their groups go. Another group
+is made for every pipeline, for the messages of an old one must never be taken for those of the
+next, and one whose wait has run out is broken.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import NamedTuple, Protocol
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from penstock.engine.transport.rendezvous import translated, within
+
+
+class User(Protocol):
+    """Whoever sends messages through a group."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether it will use the group no more."""
+
+    def release(self) -> None:
+        """Let go of a group that has been destroyed."""
+
+
+class _Lent(NamedTuple):
+    group: dist.ProcessGroup
+    user: weakref.ref[User]
+
+
+# torch lists all groups of this process and keeps them alive; this names those that are ours. It
+# goes with the default group, with which torch destroys all others.
+_LENT: WeakKeyDictionary[dist.ProcessGroup, list[_Lent]] = WeakKeyDictionary()
+
+
+def make_group(seconds: float) -> dist.ProcessGroup:
+    """A gloo group of all processes of the job; every one must call it, at about the same time.
+
+    Args:
+        seconds: how long to wait for the others, and, unless told otherwise, for a message.
+
+    Raises:
+        DeadlineError: another rank did not come, or did not answer.
+        PeerError: another rank ended meanwhile.
+    """
+    where = f"rank {dist.get_rank()}, connecting to all other ranks"
+    with translated(where, seconds, "raise startup_seconds"):
+        # Half as long again: torch gives up by itself, unless the store that it asks is silent.
+        return within(1.5 * seconds, lambda: new_group(seconds, "gloo"))
+
+
+def new_group(
+    seconds: float, backend: str, ranks: Sequence[int] | None = None
+) -> dist.ProcessGroup:
+    """A group; every process of the job must make the same ones in the same order.
+
+    Args:
+        seconds: how long to wait for the others, and, unless told otherwise, for a message.
+        backend: the library that carries its messages.
+        ranks: those that are in it; by default all. What the others get is of no use.
+    """
+    group: dist.ProcessGroup = dist.new_group(
+        ranks and [*ranks], timeout=timedelta(seconds=seconds), backend=backend
+    )
+    return group
+
+
+def make_groups(seconds: float, parts: Sequence[Sequence[int]]) -> list[dist.ProcessGroup]:
+    """A gloo group for each of some sets of ranks; every process of the job must call it.
+
+    Args:
+        seconds: how long to wait for the others, and, unless told otherwise, for a message.
+        parts: the ranks of each group, alike on all processes.
+
+    Raises:
+        DeadlineError: another rank did not come, or did not answer.
+        PeerError: another rank ended meanwhile.
+    """
+    where = f"rank {dist.get_rank()}, connecting to ranks that hold the same weights"
+    with translated(where, seconds, "raise startup_seconds"):
+        return within(1.5 * seconds, lambda: [new_group(seconds, "gloo", ranks) for ranks in parts])
+
+
+def lend(group: dist.ProcessGroup, user: User) -> None:
+    """Note who uses a group; when nobody does any more, ``destroy_unused`` ends it."""
+    assert dist.group.WORLD is not None
+    _LENT.setdefault(dist.group.WORLD, []).append(_Lent(group, weakref.ref(user)))
+
+
+def destroy_unused() -> None:
+    """End the groups that this rank has closed or dropped. Only when every rank has come to build
+    another pipeline."""
+    assert dist.group.WORLD is not None
+    lent = _LENT.pop(dist.group.WORLD, [])
+    for group, reference in lent:
+        user = reference()
+        if user is not None and not user.closed:
+            lend(group, user)
+            continue
+        dist.destroy_process_group(group)
+        if user is not None:
+            user.release()

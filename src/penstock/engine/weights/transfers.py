@@ -1,0 +1,226 @@
+"""What is on its way between a rank's tier and its slabs."""
+
+from __future__ import annotations
+
+from concurrent.futures import TimeoutError as FutureTimeoutError
+
+import torch
+
+from penstock.base.errors import DeadlineError, ModelError
+from penstock.core.timing.spans import TransferKind
+from penstock.engine.device.accelerators import is_on_host
+from penstock.engine.device.queue import taken_up
+from penstock.engine.weights.group import Group
+from penstock.engine.weights.lane import Moved
+from penstock.engine.weights.slabs import Slab, Slabs
+from penstock.engine.weights.tiers import Extent
+from penstock.engine.weights.ways import Way
+
+NOW = -1
+"""Before all places of ops: somebody is waiting for it."""
+
+
+class Transfers:
+    """Brings groups of tensors in and lets them go: one read and one write at a time, beside
+    compute. Marks like [2] are those of ``residence``.
+
+    On an accelerator the host does not wait: where this says "wait", the current stream of the
+    thread that calls does, once the host has done its part of the transfer.
+
+    Args:
+        way: how bytes get to the rank's tier and back.
+        slabs: memory for what comes.
+
+    Attributes:
+        way, slabs: as given.
+    """
+
+    def __init__(self, way: Way, slabs: Slabs) -> None:
+        self.way = way
+        self.slabs = slabs
+        slabs.reclaim = self.finish
+        self._moved: list[tuple[TransferKind, int, int, float, float]] = []
+        self._notes = is_on_host(slabs.device)
+        self._stalls = False
+        self._leaving: list[tuple[Group, Slab]] = []
+        self._held: list[Extent] = []
+        """Extents that groups have left since somebody read there; free once nobody does."""
+
+    def begin(self, group: Group, needed_at: int = NOW) -> None:
+        """Take a slab for a group and begin to fill it, unless it is here or coming.
+
+        Args:
+            needed_at: the place, among the rank's ops, of the first one that needs it: what is
+                needed first comes first.
+        """
+        if group.slab is not None or not group.places:
+            return
+        assert group.extent is not None
+        slab = group.slab = self.slabs.take(group.num_bytes, group.whose)
+        moved = self.way.read(group.extent, slab, group.writing, needed_at)
+        group.arriving = self.noted("read", group, moved)
+
+    def noted(self, kind: TransferKind, group: Group, moved: Moved) -> Moved:
+        """Note a transfer when it is done."""
+        if not self._notes:
+            return moved
+        own, stretches = (kind, group.stage, group.microbatch), moved.stretches
+        moved.add_done_callback(lambda _: self._moved.extend([(*own, *one) for one in stretches]))
+        return moved
+
+    def take_moved(self) -> list[tuple[TransferKind, int, int, float, float]]:
+        """What has come and gone since this was asked last, as ``Harvest.moved`` has it; of main
+        memory only, since an accelerator copies when it likes."""
+        moved, self._moved = self._moved, []
+        return moved
+
+    def arrive(self, group: Group) -> bool:
+        """Wait until a group that was begun is here, and point its tensors there. [3]
+
+        Returns:
+            Whether nobody had waited for that before.
+
+        Raises:
+            FileError: it could not be read, or is not what was written.
+            DeadlineError: it does not come.
+        """
+        if group.arriving is not None:
+            assert group.slab is not None
+            moment = self._await(group.arriving, group, "have not come from")
+            taken_up([group.slab.bytes], moment)
+            group.arriving = None
+            group.point()
+            return True
+        if group.is_parked:
+            group.point()
+        return False
+
+    def _await(self, moved: Moved, group: Group, what: str) -> torch.Event | None:
+        """Wait for the host's part of a transfer; gives the moment of the rest, if there is any."""
+        try:
+            # Who did not answer once is not waited for again while all is taken down.
+            return moved.result(0 if self._stalls else self.way.seconds)
+        except FutureTimeoutError:
+            self._stalls = True
+            raise DeadlineError(
+                f"the {group.whose} {what} {self.way.space} within {self.way.seconds:g} s; raise "
+                "deadline_seconds, or take a faster tier"
+            ) from None
+
+    def written(self, group: Group) -> None:
+        """Wait until the tier has what was written of a group: its slab may change now.
+
+        Raises:
+            FileError: it could not be written.
+            DeadlineError: it takes too long.
+        """
+        taken_up([], self._written(group))
+
+    def _written(self, group: Group) -> torch.Event | None:
+        if group.writing is None:
+            return None
+        return self._await(group.writing, group, "were not written to")
+
+    def write(self, group: Group, slab: Slab) -> None:
+        """Begin to write a group; to another extent, if somebody still reads what lies in its own.
+
+        Raises:
+            FileError: the tier has no room for another one.
+        """
+        assert group.extent is not None
+        if group.extent.is_held:
+            held, group.extent = group.extent, self._other_extent(group.extent)
+            self._held.append(held)
+        group.writing = self.noted("write", group, self.way.write(group.extent, slab))
+
+    def _other_extent(self, extent: Extent) -> Extent:
+        for other in self._held:
+            if not other.is_held and other.num_bytes == extent.num_bytes:
+                self._held.remove(other)
+                other.whose = extent.whose
+                return other
+        return self.way.space.reserve(extent.whose, extent.num_bytes)
+
+    def let_go(self, group: Group, *, writes: bool, keeps: bool) -> None:
+        """Take a group's values away. [6]
+
+        Args:
+            writes: whether they have changed, and are to be written first.
+            keeps: whether the slab keeps them all the same, because they are needed next: between
+                steps nobody may think that what has left could be changed.
+        """
+        slab = group.slab
+        if slab is None:
+            return
+        if group.arriving is not None:
+            self.arrive(group)
+        if writes:
+            self.write(group, slab)
+        group.blank()
+        if keeps:
+            group.is_parked = True
+            return
+        group.slab = None
+        group.is_parked = False
+        if writes:
+            self._leaving.append((group, slab))
+            return
+        self.give(slab, group, self._written(group))  # what was kept here may be on its way
+
+    def give(self, slab: Slab, group: Group, written: torch.Event | None = None) -> None:
+        """Let a slab be used again that a group has left; on an accelerator, behind what has been
+        asked for there.
+
+        Args:
+            written: when the tier has what was in it.
+
+        Raises:
+            ModelError: something still sees weights there.
+        """
+        if not slab.is_held:
+            slab.free_after += self.way.moments()
+            if written is not None:
+                slab.free_after.append(written)
+            self.slabs.give(slab)
+            return
+        self.slabs.drop(slab)  # [8]
+        if group.has_parameters:
+            raise ModelError(
+                f"something still sees the {group.whose} when they leave memory: a layer hands on "
+                "a view of a parameter, or keeps one; let it hand on a copy (parameter.clone()), "
+                "or put it into one stage with those that read it"
+            )
+
+    def finish(self) -> None:
+        """Wait until what has left is written, and take its slabs back.
+
+        Raises:
+            FileError: it could not be written.
+            DeadlineError: it takes too long.
+        """
+        leaving, self._leaving = self._leaving, []
+        for group, slab in leaving:
+            try:
+                written = self._written(group)
+            except BaseException:
+                self.slabs.drop(slab)
+                raise
+            self.give(slab, group, written)
+
+    def take_back(self) -> bool:
+        """As ``finish``, for what is written by now; gives whether anything is not."""
+        leaving, self._leaving = self._leaving, []
+        under_way = [
+            (group, slab)
+            for group, slab in leaving
+            if group.writing is not None and not group.writing.done()
+        ]
+        self._leaving = [one for one in leaving if one not in under_way]
+        self.finish()
+        self._leaving = under_way
+        return bool(under_way)
+
+    def close(self) -> None:
+        """End what transfers, behind what it was given."""
+        self.slabs.reclaim = None
+        self.way.close()
