@@ -38,7 +38,7 @@ def one_intra_op_thread():
 def little_patience():
     """Unless a test says otherwise, contention is measured in two rounds, steady or not."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("penstock.profiler.profiling._PATIENCE_SECONDS", (0.1, 0.1))
+        patched.setattr("penstock.training.profiler.profiling._PATIENCE_SECONDS", (0.1, 0.1))
         yield
 
 

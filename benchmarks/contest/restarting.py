@@ -98,7 +98,7 @@ def say(path: Path, value: object) -> None:
 
 def be_supervisor(folder: Path, num_ranks: int, num_kills: int) -> None:
     """What ``penstock run`` does, and write down when."""
-    from penstock.supervisor import Job, Rank, Script, supervise
+    from penstock.training.supervisor import Job, Rank, Script, supervise
 
     script = Script(MODULE, (str(folder), str(num_kills)), is_module=True)
     outcome = supervise(Job(script, num_ranks, num_kills), lambda text: None)

@@ -14,7 +14,7 @@ import itertools
 
 from benchmarks.common.alone import publish
 from penstock import Costs, rehearse, schedules, simulate
-from penstock.rehearsal.conduct import default_costs
+from penstock.training.rehearsal.conduct import default_costs
 
 _COLUMNS = (
     "schedule", "p", "m", "agreed ms", "post-validated ms", "gain", "predicted gain",

@@ -52,9 +52,9 @@ def main() -> None:
     with phase("import torch"):
         import torch
         from torch import nn
-    with phase("import penstock.pipeline"):
+    with phase("import penstock.training.pipeline"):
         import penstock as pk
-        from penstock.pipeline import Pipeline
+        from penstock.training.pipeline import Pipeline
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     graph = _graph(model)
     plan = pk.plan(graph, pk.Cluster.local(2), microbatches=4, schedule="1f1b", stages=2)

@@ -19,8 +19,8 @@ from typing import NamedTuple
 from benchmarks.common.alone import publish
 from penstock import schedules
 from penstock.base.errors import InputError
-from penstock.rehearsal import Rehearsal, rehearse
-from penstock.rehearsal.conduct import OP_SECONDS, default_costs
+from penstock.training.rehearsal import Rehearsal, rehearse
+from penstock.training.rehearsal.conduct import OP_SECONDS, default_costs
 
 _COLUMNS = (
     "schedule", "p", "m", "op ms", "predicted ms", "measured ms", "difference",

@@ -33,7 +33,7 @@ from benchmarks.predicting.foretold import APART, Foretold, orders
 from penstock.core.cluster import Cluster, Device, Group, Link
 from penstock.demo.gpt import GPT
 from penstock.demo.workload import CONTEXT, workload
-from penstock.rehearsal import rehearse
+from penstock.training.rehearsal import rehearse
 
 SPEEDS = {
     4: (1.0, 0.5, 1.0, 0.7),

@@ -29,7 +29,7 @@ from torch.nn.functional import mse_loss
 import penstock as pk
 from benchmarks.common.alone import publish
 from benchmarks.streaming.speed_up import NETWORKS, Network
-from penstock.live import Stream
+from penstock.training.live import Stream
 
 SIZE = 32
 RATE = 1e-3

@@ -36,7 +36,7 @@ from penstock import Costs, schedules
 from penstock.core.schedule import Kind
 from penstock.drawing.chart import line_chart
 from penstock.planning.partition import balance
-from penstock.rehearsal import Rehearsal, rehearse
+from penstock.training.rehearsal import Rehearsal, rehearse
 
 FRAME_SECONDS = 0.08
 COLOURS = 3

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
         ScheduleError,
         StageError,
     )
-    from penstock.checkpoint.wanted import Checkpoints
     from penstock.core import versions
     from penstock.core.cluster import Cluster, Device, Group, Link, SpareMachine, Tier, Wire
     from penstock.core.graph import Layer, LayerGraph
@@ -42,16 +41,17 @@ if TYPE_CHECKING:
     from penstock.engine.model.microbatches import Microbatches
     from penstock.engine.model.spine import run_spine
     from penstock.engine.tracing import Captured, capture
-    from penstock.fitting.callbacks import Callback, EarlyStopping
-    from penstock.fitting.loop import fit
-    from penstock.fleet import Fleet, Job
-    from penstock.live.opening import stream
-    from penstock.pipeline import Pipeline
     from penstock.planning.planner import plan, replan
     from penstock.planning.plans import Plan
     from penstock.planning.turns import stop
-    from penstock.profiler import profile
-    from penstock.rehearsal import rehearse
+    from penstock.training.checkpoint.wanted import Checkpoints
+    from penstock.training.fitting.callbacks import Callback, EarlyStopping
+    from penstock.training.fitting.loop import fit
+    from penstock.training.fleet import Fleet, Job
+    from penstock.training.live.opening import stream
+    from penstock.training.pipeline import Pipeline
+    from penstock.training.profiler import profile
+    from penstock.training.rehearsal import rehearse
 
 __version__ = "0.1.0"
 __all__ = [
@@ -136,7 +136,7 @@ if not TYPE_CHECKING:  # which would take every name for one that is there
     __getattr__ = loaded_when_used(
         __name__,
         {
-            "penstock.checkpoint.wanted": ("Checkpoints",),
+            "penstock.training.checkpoint.wanted": ("Checkpoints",),
             "penstock.core.cluster": (
                 "Cluster", "Device", "Group", "Link", "SpareMachine", "Tier", "Wire",
             ),
@@ -145,19 +145,19 @@ if not TYPE_CHECKING:  # which would take every name for one that is there
                 "DeadlineError", "FileError", "InputError", "ModelError", "PeerError",
                 "PenstockError", "PlanError", "RunError", "ScheduleError", "StageError",
             ),
-            "penstock.fitting.callbacks": ("Callback", "EarlyStopping"),
-            "penstock.fitting.loop": ("fit",),
-            "penstock.fleet": ("Fleet", "Job"),
+            "penstock.training.fitting.callbacks": ("Callback", "EarlyStopping"),
+            "penstock.training.fitting.loop": ("fit",),
+            "penstock.training.fleet": ("Fleet", "Job"),
             "penstock.core.graph": ("Layer", "LayerGraph"),
-            "penstock.live.opening": ("stream",),
+            "penstock.training.live.opening": ("stream",),
             "penstock.engine.model.batches": ("model_loss",),
             "penstock.engine.model.microbatches": ("Microbatches",),
             "penstock.engine.model.spine": ("run_spine",),
-            "penstock.pipeline": ("Pipeline",),
+            "penstock.training.pipeline": ("Pipeline",),
             "penstock.planning.planner": ("plan", "replan"),
             "penstock.planning.plans": ("Plan",),
-            "penstock.profiler": ("profile",),
-            "penstock.rehearsal": ("rehearse",),
+            "penstock.training.profiler": ("profile",),
+            "penstock.training.rehearsal": ("rehearse",),
             "penstock.core.schedule": ("Kind", "Op", "Schedule"),
             "penstock.core.schedule.check": ("check",),
             "penstock.core.schedule.memory": ("Sizes",),

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.checkpoint.folder import checkpoint_in, folder_name
+from penstock.training.checkpoint.folder import checkpoint_in, folder_name
 from tests.distributed.jobs.checkpoints import train
 from tests.kit.launch import forked
 

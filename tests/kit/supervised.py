@@ -134,7 +134,7 @@ def _template() -> subprocess.Popen:
 def main() -> None:
     """Serve requests, a line of JSON each, until there are no more."""
     import tests.kit.helpers  # noqa: F401 - for the ranks, which then need not load it
-    from penstock.supervisor.supervising import load
+    from penstock.training.supervisor.supervising import load
 
     load()
     while line := sys.stdin.readline():

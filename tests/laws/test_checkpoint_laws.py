@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 import penstock as pk
 from penstock.base.errors import FileError
-from penstock.checkpoint.contents import Contents
-from penstock.checkpoint.folder import checkpoint_in
-from penstock.checkpoint.header import FORMAT, Extent, Header, Identity
-from penstock.checkpoint.piece import Piece, assembled, write_piece
-from penstock.checkpoint.plain import of_json, to_json
+from penstock.training.checkpoint.contents import Contents
+from penstock.training.checkpoint.folder import checkpoint_in
+from penstock.training.checkpoint.header import FORMAT, Extent, Header, Identity
+from penstock.training.checkpoint.piece import Piece, assembled, write_piece
+from penstock.training.checkpoint.plain import of_json, to_json
 from tests.kit.examples import examples
 from tests.kit.helpers import make_plan
 from tests.kit.training import adamw

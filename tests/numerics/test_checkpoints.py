@@ -13,8 +13,8 @@ from torch.optim import lr_scheduler
 import penstock as pk
 from penstock import versions
 from penstock.base.errors import FileError, InputError
-from penstock.checkpoint.contents import Contents
-from penstock.checkpoint.folder import Checkpoint, checkpoint_in, folder_name
+from penstock.training.checkpoint.contents import Contents
+from penstock.training.checkpoint.folder import Checkpoint, checkpoint_in, folder_name
 from tests.kit.examples import more
 from tests.kit.helpers import make_plan
 from tests.kit.streams import batches as stream_batches

@@ -13,10 +13,10 @@ from torch import nn
 
 import penstock as pk
 from penstock.base.errors import DeadlineError, FileError, InputError
-from penstock.fleet.dispatcher import Place
-from penstock.fleet.table import Shown
 from penstock.planning.plans.spilling import Spill
 from penstock.planning.turns import POLICIES
+from penstock.training.fleet.dispatcher import Place
+from penstock.training.fleet.table import Shown
 from tests.kit.spilling import HOST, make_net, make_tied, spilled_plan
 from tests.kit.training import adamw
 

@@ -14,7 +14,7 @@ from torch import nn
 from penstock.base.errors import DeadlineError
 from penstock.core.versions import Sideways, Stash
 from penstock.engine.run.drive.driver import Deadlines
-from penstock.live import reader
+from penstock.training.live import reader
 from tests.kit.live import (
     LEARN,
     differences,

@@ -568,7 +568,7 @@ def test_the_timeline_shows_the_order_of_the_schedule():
 
 
 def test_pk_stream_is_public():
-    assert pk.stream.__module__.startswith("penstock.live")
+    assert pk.stream.__module__.startswith("penstock.training.live")
 
 
 @pytest.mark.parametrize("num_stages", [2, 4])

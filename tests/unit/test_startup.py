@@ -24,7 +24,7 @@ HEAVY = (
     "penstock.planning.partition.steady.search",
     "penstock.planning.planner.search",
     "penstock.planning.plans.plan",
-    "penstock.rehearsal.conduct",
+    "penstock.training.rehearsal.conduct",
     "penstock.core.schedule.families",
     "penstock.trial",
     "rich.progress",
@@ -124,7 +124,7 @@ def test_every_verb_is_held_to_it_or_needs_torch():
 
 
 def test_a_pipeline_loads_no_planner_and_no_picture(tmp_path):
-    modules = loaded("import penstock.pipeline", tmp_path)
+    modules = loaded("import penstock.training.pipeline", tmp_path)
     pictures = {name for name in modules if name.startswith("penstock.drawing.timeline")}
     assert not pictures | (
         modules & {"penstock.planning.planner", "penstock.planning.partition", "rich", "click"}

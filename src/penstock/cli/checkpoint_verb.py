@@ -16,9 +16,9 @@ from penstock.cli import options, show, sources
 from penstock.cli.output import OutputFile, OutputPlace, written
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.folder import Checkpoint
     from penstock.drawing.readings import Reader
     from penstock.planning.plans import Plan
+    from penstock.training.checkpoint.folder import Checkpoint
 
 
 @click.group()
@@ -31,7 +31,7 @@ def checkpoint() -> None:
 @options.json_option
 def show_checkpoints(folder: str, as_json: bool) -> None:
     """Show the checkpoints in FOLDER: a run's, or one of them (runs/a/step-00000100)."""
-    from penstock.checkpoint.folder import Checkpoint, is_folder_name, seen_in
+    from penstock.training.checkpoint.folder import Checkpoint, is_folder_name, seen_in
 
     path = Path(folder)
     is_one = is_folder_name(path.name)
@@ -117,9 +117,9 @@ def _as_json(path: Path, what: Checkpoint | FileError) -> dict[str, object]:
 )  # fmt: skip
 def draw(folder: str, plans: tuple[str, ...], output: str) -> None:
     """Draw which files of the latest complete checkpoint in FOLDER the stages of PLANS read."""
-    from penstock.checkpoint.piece import piece_name
     from penstock.drawing.formats import write_figure
     from penstock.drawing.readings import Block, readings
+    from penstock.training.checkpoint.piece import piece_name
 
     options.check_figure(output)
     latest = _latest(folder)
@@ -152,7 +152,7 @@ def _fitting(plan: Plan, path: str, other: Plan) -> Plan:
 
 
 def _latest(folder: str) -> Checkpoint:
-    from penstock.checkpoint.folder import checkpoint_in
+    from penstock.training.checkpoint.folder import checkpoint_in
 
     latest = checkpoint_in(Path(folder))
     if latest is None:
@@ -175,7 +175,7 @@ def export(folder: str, form: str, output: str) -> None:
     `--to dcp`, weights and optimizer state for `torch.distributed.checkpoint`, as torchtitan and
     others read it.
     """
-    from penstock.checkpoint.export import export_dcp, export_weights
+    from penstock.training.checkpoint.export import export_dcp, export_weights
 
     latest = _latest(folder)
     if Path(output).exists():

@@ -18,12 +18,12 @@ from penstock.planning.turns.policies import POLICIES, PolicyName
 
 if TYPE_CHECKING:
     from penstock.core.timing.fleet_timeline import FleetTimeline
-    from penstock.fleet import FleetResults, Job
     from penstock.planning.plans import Plan
     from penstock.planning.turns.bounds import Bound
     from penstock.planning.turns.simulator import Task
     from penstock.planning.turns.stop import Stop
     from penstock.planning.turns.written import FleetFile, JobTable
+    from penstock.training.fleet import FleetResults, Job
 
 
 @click.command()
@@ -215,7 +215,7 @@ def _train(
     output: str | None,
     as_json: bool,
 ) -> None:
-    from penstock.fleet import Fleet
+    from penstock.training.fleet import Fleet
 
     jobs = {name: _job(name, plan, file.jobs[name]) for name, plan in plans.items()}
     with Fleet(jobs, num_devices, policy=policy) as running:
@@ -239,7 +239,7 @@ def _train(
 
 def _job(name: str, plan: Plan, table: JobTable) -> Job:
     from penstock.cli.workloads import load_workload
-    from penstock.fleet import Job
+    from penstock.training.fleet import Job
 
     if table.workload is None:
         raise InputError(

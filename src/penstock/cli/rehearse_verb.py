@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, get_args
 
 import click
 
-from penstock import drawing, rehearsal
+from penstock import drawing
 from penstock.base.errors import InputError
 from penstock.base.units import picture_seconds
 from penstock.cli import options, show, sources
@@ -18,12 +18,13 @@ from penstock.core.timing.costs import Costs
 from penstock.core.timing.simulator import simulate
 from penstock.core.versions import USUAL
 from penstock.planning import plans
-from penstock.rehearsal.job import RehearsalTransport, UpdateMode
+from penstock.training import rehearsal
+from penstock.training.rehearsal.job import RehearsalTransport, UpdateMode
 
 if TYPE_CHECKING:
     from penstock.drawing import Fact
     from penstock.planning.plans import Plan
-    from penstock.rehearsal import Comparison, Rehearsal
+    from penstock.training.rehearsal import Comparison, Rehearsal
 
 _SOURCE_HELP = (
     "SOURCE is a .json plan, a schedule's name, or a .csv of ops. A plan has its own times; for "
@@ -83,7 +84,7 @@ def rehearse(
 
     Eight or sixteen ranks run on two cores. Prints what was measured beside what was predicted.
     """
-    from penstock.rehearsal.conduct import MOST_RANKS
+    from penstock.training.rehearsal.conduct import MOST_RANKS
 
     if output is not None:
         _check_suffix(output)

@@ -14,7 +14,7 @@ from penstock.cli import options, show
 from penstock.cli.output import OutputFile, written
 
 if TYPE_CHECKING:
-    from penstock.supervisor import Account
+    from penstock.training.supervisor import Account
 
 _WORDS_HELP = (
     "Options stand before SCRIPT or directly behind it; from the first word that is none of these, "
@@ -105,7 +105,7 @@ def run(
         options.check_figure(picture)
     if ranks > 1:  # before torch reads it
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from penstock.supervisor import Job, Rank, Script, supervise
+    from penstock.training.supervisor import Job, Rank, Script, supervise
 
     if module is not None:
         script = Script(module, words, is_module=True)

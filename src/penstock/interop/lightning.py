@@ -22,8 +22,8 @@ from penstock.engine.model.microbatches import Weight
 from penstock.interop.extras import need
 from penstock.interop.loss_pipeline import LossPipeline, OutputsAreGone, let_state_follow
 from penstock.interop.spread import Spread
-from penstock.pipeline import Pipeline
 from penstock.planning.plans import Plan
+from penstock.training.pipeline import Pipeline
 
 need(("lightning",), "lightning", "penstock.interop.lightning")
 

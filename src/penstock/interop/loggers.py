@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from penstock.base.errors import FileError, InputError
 from penstock.base.values import whole
-from penstock.fitting.callbacks import Callback
+from penstock.training.fitting.callbacks import Callback
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from penstock.pipeline import Pipeline
+    from penstock.training.pipeline import Pipeline
 
 
 class Logger(Callback):

@@ -23,8 +23,8 @@ from penstock.engine.model import microbatches, tree
 from penstock.engine.model.microbatches import Microbatches, Weight
 from penstock.engine.run.recipe import Loss
 from penstock.interop.spread import Spread, check_one_process
-from penstock.pipeline import Pipeline
 from penstock.planning.plans import Plan
+from penstock.training.pipeline import Pipeline
 
 
 class LossPipeline:

@@ -94,7 +94,7 @@ class Spread:
         if self.plan is not None:
             return self.plan
         from penstock.planning.planner import plan as find
-        from penstock.profiler import profile
+        from penstock.training.profiler import profile
 
         judged = {} if targets is None else {"loss": loss, "targets": targets}
         graph = profile(layers, inputs, **judged, repeats=_ROUNDS, ranks=0)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from penstock.base.errors import FileError
 from penstock.base.values import expect
-from penstock.pipeline import Pipeline
+from penstock.training.pipeline import Pipeline
 
 _METADATA = ".metadata"
 

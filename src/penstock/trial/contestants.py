@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.core.timing.timeline import Timeline
-from penstock.pipeline import Pipeline
 from penstock.planning.plans import Plan
+from penstock.training.pipeline import Pipeline
 from penstock.trial.reference.single_device import SingleDevice
 from penstock.trial.workload import Batch, Workload
 

@@ -18,7 +18,7 @@ from penstock.base.errors import InputError, ModelError
 from penstock.engine.device.accelerators import generators_kept
 from penstock.engine.model.spine import NamedLayer, spine_fingerprint, spine_of
 from penstock.planning.plans import Plan
-from penstock.profiler.alone import Progress
+from penstock.training.profiler.alone import Progress
 from penstock.trial.workload import Batch, Workload
 
 _ONCE = once_differentiable(lambda *_: None).__code__

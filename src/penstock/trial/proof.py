@@ -30,10 +30,10 @@ from penstock.engine.model.optimizer_factory import Parameters
 from penstock.engine.model.spine import spine_fingerprint, spine_of
 from penstock.engine.run.drive.joining import several_processes
 from penstock.engine.run.placing import place_buffers, place_parameters
-from penstock.pipeline import Pipeline
 from penstock.planning.plans import Plan
 from penstock.planning.plans.explanation import steady_minibatch
-from penstock.profiler.alone import Progress
+from penstock.training.pipeline import Pipeline
+from penstock.training.profiler.alone import Progress
 from penstock.trial.contestants import bring_back, intra_op_threads
 from penstock.trial.curvature import layers_of_stages
 from penstock.trial.reference.delayed_replay import DelayedReplay

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from penstock.base.errors import InputError
 from penstock.core.graph import LayerGraph
 from penstock.engine.model import microbatches, tree
-from penstock.profiler import profile
-from penstock.profiler.alone import Progress
+from penstock.training.profiler import profile
+from penstock.training.profiler.alone import Progress
 
 Batch = tuple[Any, Any]
 

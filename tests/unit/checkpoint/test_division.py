@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from penstock.checkpoint.division import Division
-from penstock.checkpoint.header import Extent
 from penstock.engine.reduce.slices import row_slices_of
 from penstock.engine.tensor.cuts import Cut
+from penstock.training.checkpoint.division import Division
+from penstock.training.checkpoint.header import Extent
 
 
 def rows_of(name, parameter, copy, num_copies):

@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 
 import penstock as pk
 from penstock.base.errors import FileError, InputError
-from penstock.checkpoint import folder as folders
-from penstock.checkpoint.contents import Contents
-from penstock.checkpoint.folder import Checkpoint, checkpoint_in, folder_name
-from penstock.checkpoint.piece import Piece, write_piece
+from penstock.training.checkpoint import folder as folders
+from penstock.training.checkpoint.contents import Contents
+from penstock.training.checkpoint.folder import Checkpoint, checkpoint_in, folder_name
+from penstock.training.checkpoint.piece import Piece, write_piece
 from tests.kit.helpers import make_batch, make_mlp
 from tests.kit.training import adamw, pipeline_of
 
@@ -247,7 +247,7 @@ def test_what_a_kill_has_left_makes_room_before_anything_is_written(run, monkeyp
         still_there.extend(path.name for path in dead if path.exists())
         return write_piece(*arguments)
 
-    monkeypatch.setattr("penstock.checkpoint.keeper.write_piece", noting)
+    monkeypatch.setattr("penstock.training.checkpoint.keeper.write_piece", noting)
     with pipeline_of(make_mlp(), optimizer=adamw) as pipeline:
         with pytest.warns(RuntimeWarning, match="skipped"):
             assert pipeline.load(run) == 3
@@ -362,7 +362,7 @@ def test_a_disk_that_is_full_is_told_and_leaves_what_was_there(background, run, 
     ):
         pipeline.load(run)
         pipeline.step(*make_batch())
-        monkeypatch.setattr("penstock.checkpoint.piece.flush", full)
+        monkeypatch.setattr("penstock.training.checkpoint.piece.flush", full)
         pipeline.save(run, background=background)
         pipeline.close()
     monkeypatch.undo()
@@ -392,7 +392,7 @@ def test_a_file_that_may_not_grow_is_told_by_the_system_itself(background, run):
 def test_a_failure_in_the_background_is_told_at_the_next_call(run, monkeypatch):
     with pipeline_of(make_mlp(), optimizer=adamw) as pipeline:
         pipeline.load(run)
-        monkeypatch.setattr("penstock.checkpoint.keeper.write_piece", lambda *_: 1 / 0)
+        monkeypatch.setattr("penstock.training.checkpoint.keeper.write_piece", lambda *_: 1 / 0)
         pipeline.save(run)
         pipeline._keeper._saver._writing[0].exception()  # it has failed by now
         with pytest.raises(ZeroDivisionError):

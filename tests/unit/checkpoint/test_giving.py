@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.checkpoint.contents import Contents
-from penstock.checkpoint.folder import Checkpoint, digest, folder_name
-from penstock.checkpoint.giving import check_fits, give
-from penstock.checkpoint.header import FORMAT, Header, Identity, extent_of
-from penstock.checkpoint.piece import write_piece
-from penstock.checkpoint.taking import TrainedStage, state_of
 from penstock.engine.model.randomness import LayerStreams
 from penstock.engine.model.spine import spine_of
 from penstock.engine.reduce.sharding import Shard
 from penstock.engine.stage.stage import Stage
+from penstock.training.checkpoint.contents import Contents
+from penstock.training.checkpoint.folder import Checkpoint, digest, folder_name
+from penstock.training.checkpoint.giving import check_fits, give
+from penstock.training.checkpoint.header import FORMAT, Header, Identity, extent_of
+from penstock.training.checkpoint.piece import write_piece
+from penstock.training.checkpoint.taking import TrainedStage, state_of
 from tests.kit.helpers import make_plan
 
 STEP = 3

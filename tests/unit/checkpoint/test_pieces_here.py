@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 import penstock as pk
-from penstock.checkpoint.contents import Contents
-from penstock.checkpoint.folder import checkpoint_in
 from penstock.core.cluster import SpareMachine
+from penstock.training.checkpoint.contents import Contents
+from penstock.training.checkpoint.folder import checkpoint_in
 from tests.kit.helpers import make_batch, make_mlp
 from tests.kit.reducing import replicated
 from tests.kit.training import DEADLINE_SECONDS, adamw

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.cli import penstock
-from penstock.supervisor import Account, Cause, Moments, Result
+from penstock.training.supervisor import Account, Cause, Moments, Result
 from tests.kit.command_line import refused, run
 
 VERB = penstock.get_command(None, "run")
@@ -80,7 +80,9 @@ def test_attempts_are_drawn(tmp_path, monkeypatch):
     cause = Cause("rank 1 was ended by SIGKILL", 61, 137, own_fault=False)
     killed = Account(cause, None, 0, Moments(10.0, 10.1, 12.0, 18.0, 18.1), 2)
     well = Account(None, None, 60, Moments(18.1, 18.2, 19.0, None, 25.0), 2)
-    monkeypatch.setattr("penstock.supervisor.supervise", lambda *_: Result((killed, well), 0))
+    monkeypatch.setattr(
+        "penstock.training.supervisor.supervise", lambda *_: Result((killed, well), 0)
+    )
     (tmp_path / "train.py").touch()
     run("run", "-n", "2", "--draw", target, tmp_path / "train.py")
     picture = target.read_text()

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from penstock import versions
 from penstock.base.errors import InputError, ModelError
 from penstock.cli import penstock
-from penstock.pipeline import Pipeline
+from penstock.training.pipeline import Pipeline
 from penstock.trial import proof
 from penstock.trial.reference.delayed_replay import DelayedReplay
 from tests.kit.helpers import make_mlp, make_plan

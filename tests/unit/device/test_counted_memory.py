@@ -23,7 +23,7 @@ from penstock.engine.model import tree
 from penstock.engine.model.randomness import LayerStreams
 from penstock.engine.model.spine import spine_of
 from penstock.engine.stage.stage import Keep, Stage
-from penstock.profiler import profile
+from penstock.training.profiler import profile
 from tests.kit.alive import Alive
 from tests.kit.helpers import make_batch, make_mlp
 

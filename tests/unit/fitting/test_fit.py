@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 import penstock as pk
 from penstock.base.errors import InputError, StageError
-from penstock.fitting.callbacks import ProgressLines
+from penstock.training.fitting.callbacks import ProgressLines
 from tests.kit.helpers import make_batch, make_mlp
 from tests.kit.one_device import OneDevice, assert_same
 from tests.kit.training import momentum, pipeline_of, sgd

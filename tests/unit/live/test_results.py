@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from penstock.base.errors import InputError, RunError
-from penstock.live.frames import Frame, News, Result
-from penstock.live.ledger import Ledger
-from penstock.live.loop import Arrival
-from penstock.live.results import Results
+from penstock.training.live.frames import Frame, News, Result
+from penstock.training.live.ledger import Ledger
+from penstock.training.live.loop import Arrival
+from penstock.training.live.results import Results
 
 FAILED = RunError("rank 2 failed")
 

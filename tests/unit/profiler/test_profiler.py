@@ -12,7 +12,7 @@ from torch import nn
 
 import penstock as pk
 from penstock.base.errors import InputError, ModelError
-from penstock.profiler.alone import measure_hand_over
+from penstock.training.profiler.alone import measure_hand_over
 from tests.kit.helpers import make_mlp
 from tests.kit.training import momentum, sgd
 

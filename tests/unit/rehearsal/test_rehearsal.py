@@ -29,12 +29,12 @@ from penstock.core.schedule.op import COMMUNICATION
 from penstock.core.schedule.rounds import Rounds
 from penstock.core.timing.spans import BUSY
 from penstock.planning.plans import StagePlan
-from penstock.rehearsal import rehearse
-from penstock.rehearsal.conduct import default_costs, performable
-from penstock.rehearsal.job import Job, flattened
-from penstock.rehearsal.performance import perform
-from penstock.rehearsal.result import rehearsal_of
-from penstock.rehearsal.stream import Steady
+from penstock.training.rehearsal import rehearse
+from penstock.training.rehearsal.conduct import default_costs, performable
+from penstock.training.rehearsal.job import Job, flattened
+from penstock.training.rehearsal.performance import perform
+from penstock.training.rehearsal.result import rehearsal_of
+from penstock.training.rehearsal.stream import Steady
 from tests.kit.examples import more
 from tests.kit.helpers import amounts
 
@@ -363,7 +363,7 @@ INTERRUPTED = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let background jobs ignore it
 from penstock import Costs, schedules
-from penstock.rehearsal import rehearse
+from penstock.training.rehearsal import rehearse
 schedule = schedules.build("1f1b", num_ranks=2, num_microbatches=2)
 rehearse(schedule, Costs(100.0, 100.0, 100.0))
 """

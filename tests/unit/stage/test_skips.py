@@ -16,7 +16,7 @@ from penstock.base.errors import InputError, ModelError
 from penstock.engine.model.randomness import LayerStreams
 from penstock.engine.model.spine import run_spine, spine_of
 from penstock.engine.stage.stage import Keep, Stage
-from penstock.profiler import profile
+from penstock.training.profiler import profile
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit.helpers import Net
 

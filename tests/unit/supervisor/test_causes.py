@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from penstock.engine.run.logbook import Failure, Notes
-from penstock.supervisor.causes import Ended, cause_of, first_cause
-from penstock.supervisor.job import Job
-from penstock.supervisor.script import Script
+from penstock.training.supervisor.causes import Ended, cause_of, first_cause
+from penstock.training.supervisor.job import Job
+from penstock.training.supervisor.script import Script
 
 
 def failed(rank, reason, *, step=5, followed=False):

@@ -14,8 +14,8 @@ from penstock.base.values import expect
 from penstock.interop.huggingface.items import items_of
 from penstock.interop.loss_pipeline import LossPipeline, OutputsAreGone, in_microbatches
 from penstock.interop.spread import Spread
-from penstock.pipeline import Pipeline
 from penstock.planning.plans import Plan
+from penstock.training.pipeline import Pipeline
 
 BatchLoss = Callable[[Any, dict[str, Any]], Tensor]
 

@@ -15,8 +15,8 @@ from penstock.engine.model.spine import evaluation_mode
 from penstock.interop.huggingface.items import items_of
 from penstock.interop.loss_pipeline import LossPipeline, in_microbatches, let_state_follow
 from penstock.interop.spread import Spread, check_one_process
-from penstock.pipeline import Pipeline
 from penstock.planning.plans import Plan
+from penstock.training.pipeline import Pipeline
 
 _UPDATES_IN_BACKWARD = ("lomo", "adalomo")
 

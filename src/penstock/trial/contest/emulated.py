@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from penstock.core.timing.timeline import Timeline
 from penstock.planning.plans import Plan
-from penstock.rehearsal import rehearse
+from penstock.training.rehearsal import rehearse
 
 _STEPS = 4
 _KIB = 1024

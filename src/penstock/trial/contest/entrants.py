@@ -11,8 +11,8 @@ from typing import Protocol
 from penstock.base.errors import PenstockError
 from penstock.core.timing.timeline import Timeline
 from penstock.drawing.contest.record import LossPoint
-from penstock.pipeline import Pipeline
 from penstock.planning.plans import Plan
+from penstock.training.pipeline import Pipeline
 from penstock.trial.contest.methods import Method
 from penstock.trial.contest.setting import Setting
 from penstock.trial.contestants import Contestant, intra_op_threads, on_one_device, pipelined

@@ -1,0 +1,245 @@
+"""One job at work: from decision to decision, in a thread of its own."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Iterator
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from penstock.base.errors import FileError, RunError
+from penstock.engine.run.rank.work import is_not_finite
+from penstock.planning.turns.stop import Stop
+from penstock.training.fleet.dispatcher import Dispatcher
+from penstock.training.fleet.job import Job
+from penstock.training.fleet.pace import VisitPace
+from penstock.training.fleet.referee import Referee
+from penstock.training.fleet.results import JobResult, Status
+from penstock.training.pipeline import Pipeline
+
+_KEPT_CHECKPOINTS = 2
+
+
+class _NoNumber(RunError):
+    """A loss of a device, at which nobody looked before it was learned from."""
+
+
+class Trainee:
+    """A job, its pipeline, and how far it has come.
+
+    Args:
+        name: of the job.
+        dispatcher: gives it devices.
+        only: the device on which alone it can compute, if there is one.
+
+    Attributes:
+        name, job: as given.
+        pipeline: what trains it.
+        place: where it stands among the others.
+        status, error: how it stands.
+        losses: of each minibatch since the beginning.
+        metrics: likewise, by name.
+        value: what was compared last.
+        residence: which of its stages are in memory, if they come and go.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        job: Job,
+        pipeline: Pipeline,
+        dispatcher: Dispatcher,
+        only: int | None = None,
+    ) -> None:
+        self.name, self.job, self.pipeline = name, job, pipeline
+        self.place = dispatcher.place(name, job.visits, only)
+        self.status: Status = "training"
+        self.error: BaseException | None = None
+        self.losses: list[float] = []
+        self.metrics: dict[str, list[float]] = {}
+        self.value: float | None = None
+        self._dispatcher = dispatcher
+        (worker,) = pipeline._parts.workers
+        worker.pace = VisitPace(dispatcher, self.place, worker.residence, worker.queue)
+        self.residence = worker.residence
+        self._is_on_accelerator = worker.queue is not None
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+
+    @property
+    def step(self) -> int:
+        """Minibatches that it was trained on."""
+        return len(self.losses)
+
+    def train(self, stop: Stop, referee: Referee, num_jobs: int, saving: Saving | None) -> None:
+        """Go from decision to decision until the end; raises nothing."""
+        try:
+            targets: list[int | None] = [*stop.targets(num_jobs, self.job.most_steps(stop))]
+            batches = self.job.batches(self.step, stop.epochs)
+            for target in targets or [None]:
+                self._train_to(target, batches, saving)
+                if target is not None and self.step < target:
+                    break  # the data has ended
+                if target is not None and not referee.goes_on(
+                    self.name, target, partial(self._mean, stop, target)
+                ):
+                    self.settle("stopped", None)
+                    return
+            self.settle("done", None)
+        except BaseException as error:
+            no_number = is_not_finite(error) or isinstance(error, _NoNumber)
+            self.settle("not a number" if no_number else "failed", error)
+        finally:
+            # First the device, then who waits for it.
+            self._dispatcher.leave(self.place)
+            referee.gone(self.name)
+            self._ended.set()
+
+    def settle(self, status: Status, error: BaseException | None) -> bool:
+        """The job has ended so, unless it has ended before; gives whether it had not."""
+        with self._lock:
+            if self.status != "training":
+                return False
+            self.status, self.error = status, error
+            return True
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the thread's end; gives whether it came."""
+        return self._ended.wait(seconds)
+
+    def begin(self) -> bool:
+        """A run begins; gives whether the job takes part: what failed knows no longer how far its
+        weights are, and goes on from a checkpoint only, in another fleet."""
+        if self.error is None:
+            self.status = "training"
+            self.place.seconds = 0.0
+            self._ended.clear()
+        return self.error is None
+
+    def result(self) -> JobResult:
+        """What has come out up to now."""
+        metrics = {name: tuple(values) for name, values in self.metrics.items()}
+        return JobResult(
+            self.name, self.status, tuple(self.losses), metrics, self.value, self.place.seconds,
+            self.error,
+        )  # fmt: skip
+
+    def _train_to(
+        self, target: int | None, batches: Iterator[tuple[Any, Any]], saving: Saving | None
+    ) -> None:
+        self._dispatcher.begin_stretch(self.place, self.step, target)
+        while target is None or self.step < target:
+            before, end = self.step, target
+            if saving is not None:
+                due = saving.next_after(before)
+                end = due if end is None else min(due, end)
+            stretch = self._loaded(batches, None if end is None else end - before)
+            for loss in self.pipeline.steps(stretch):
+                self._note(float(loss.detach()) if loss is not None else math.nan)
+            if saving is not None and self.step > before:
+                saving.save(self)
+            if end is None or self.step < end:
+                return  # the data has ended
+
+    def _loaded(
+        self, batches: Iterator[tuple[Any, Any]], count: int | None
+    ) -> Iterator[tuple[Any, Any]]:
+        remaining = islice(batches, count)
+        while True:
+            with self._dispatcher.loading(self.place):
+                try:
+                    batch = next(remaining)
+                except StopIteration:
+                    return
+            self._dispatcher.loaded(self.place)
+            yield batch
+
+    def _note(self, loss: float) -> None:
+        self.losses.append(loss)
+        for name, value in self.pipeline.metrics.items():
+            self.metrics.setdefault(name, []).append(float(value.detach()))
+        if not math.isfinite(loss) and self._looks_late:
+            raise _NoNumber(
+                f"the loss of step {self.step - 1} is {loss}, and has been learned from: on an "
+                "accelerator nobody looks before. Go on from a checkpoint; lower the learning "
+                "rate, clip gradients, or look at this minibatch"
+            )
+
+    @property
+    def _looks_late(self) -> bool:
+        """Whether losses that are no numbers end the job, and the engine does not see them."""
+        stops = self.job.options.get("stop_at_nan")
+        wanted = self.job.options.get("grad_scaler") is None if stops is None else stops
+        return bool(wanted) and self._is_on_accelerator
+
+    def _mean(self, stop: Stop, step: int) -> float:
+        """What halving compares: the mean over the minibatches before a step."""
+        values = self.losses if stop.metric == "loss" else self.metrics[stop.metric]
+        recent = values[step - stop.every : step]
+        self.value = math.fsum(recent) / len(recent)
+        return self.value
+
+    def load(self, folder: Path) -> None:
+        """Go on from the latest checkpoint, if there is one.
+
+        Raises:
+            FileError: it is of another job, or no fleet has written it.
+        """
+        position = self.pipeline.load(folder / self.name)
+        if position is None:
+            return
+        if not isinstance(position, dict) or "losses" not in position:
+            raise FileError(
+                f"{folder / self.name} holds a checkpoint that no fleet has written; load it with "
+                "Pipeline.load, or take another folder"
+            )
+        self.losses = [_number(loss) for loss in position["losses"]]
+        self.metrics = {
+            name: [_number(value) for value in values]
+            for name, values in position["metrics"].items()
+        }
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint, with the losses up to now."""
+        position = {
+            "losses": [_text(loss) for loss in self.losses],
+            "metrics": {
+                name: [_text(value) for value in values] for name, values in self.metrics.items()
+            },
+        }
+        self.pipeline.save(
+            folder / self.name, keep=_KEPT_CHECKPOINTS, position=position, background=False
+        )
+
+
+class Saving:
+    """When and where trainees save in the course of a run.
+
+    Args:
+        folder: of the fleet; each job has one in it.
+        every: minibatches between two checkpoints of a job.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], every: int) -> None:
+        self.folder, self.every = Path(folder), every
+
+    def next_after(self, step: int) -> int:
+        """The next step at which a checkpoint is due."""
+        return (step // self.every + 1) * self.every
+
+    def save(self, trainee: Trainee) -> None:
+        """Save a job."""
+        trainee.save(self.folder)
+
+
+def _text(value: float) -> float | str:
+    """JSON has no word for what is not finite."""
+    return value if math.isfinite(value) else str(value)
+
+
+def _number(value: float | str) -> float:
+    return float(value)

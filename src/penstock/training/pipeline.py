@@ -1,0 +1,814 @@
+"""``Pipeline``: the five lines that a training script changes."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from penstock.base.errors import FileError, InputError, RunError
+from penstock.base.telling import Telling, tells
+from penstock.base.values import MOST_AMOUNT, expect, flag, number, whole
+from penstock.core.summation.staleness import StaleStream
+from penstock.core.timing.timeline import Timeline
+from penstock.engine.device.placement import Devices
+from penstock.engine.model import microbatches
+from penstock.engine.model.batches import LABELS, Parting, is_batch
+from penstock.engine.model.microbatches import Microbatches, Weight, Weighting
+from penstock.engine.model.optimizer_factory import OptimizerFactory, SchedulerFactory
+from penstock.engine.model.randomness import Audit
+from penstock.engine.model.spine import evaluation_mode
+from penstock.engine.run.assembly import Results, Running
+from penstock.engine.run.building import build
+from penstock.engine.run.copied_states import by_key, copied_states
+from penstock.engine.run.counting import Peak
+from penstock.engine.run.drive.driver import Deadlines, told
+from penstock.engine.run.drive.joining import TransportName
+from penstock.engine.run.elsewhere import Elsewhere
+from penstock.engine.run.handles import StageOptimizers, StageSchedulers
+from penstock.engine.run.history import History
+from penstock.engine.run.materialising import Init
+from penstock.engine.run.minibatch import Minibatch, StreamPosition
+from penstock.engine.run.outcome import MinibatchOutcome
+from penstock.engine.run.recipe import BatchNormStatistics, Loss, LossScale, Metric, Recipe
+from penstock.engine.run.step_loss import StepLoss
+from penstock.engine.weights.store import Held
+from penstock.planning.plans import Plan
+from penstock.training.checkpoint.in_course import InCourse
+from penstock.training.checkpoint.keeper import Keeper
+from penstock.training.checkpoint.wanted import Checkpoints
+from penstock.training.habits import nothing_like
+
+if TYPE_CHECKING:
+    from penstock.training.checkpoint.on_mesh import MeshEdge
+
+
+class Pipeline:
+    """Trains a model as a plan says, with the results of one device.
+
+    Under plain ``python`` every rank runs in a thread of this process; under ``torchrun`` each
+    process runs one rank, and every process must make the same calls. The model's own parameters
+    are trained in place (under ``torchrun``, those of this rank's stages). Under ``torchrun`` the
+    plan and the seed of rank 0 count, so every process may profile and plan for itself.
+
+    Args:
+        model: an ``nn.Sequential``, or a module with a ``spine`` (see ``penstock.engine.model.spine``).
+        plan: made for this model; its layers are checked against it.
+        loss: from (output, targets) of one microbatch to a scalar tensor. Needed by ``step``.
+        optimizer: makes an optimizer of the parameters it is given, once per stage; they are a list
+            with a method ``named()``, for parameter groups. Without one, ``step`` only accumulates
+            gradients in ``.grad``.
+        lr_scheduler: makes a learning-rate scheduler of an optimizer; stepped after every update,
+            or, if it waits for a metric, as ``ReduceLROnPlateau``, by ``schedulers.step(metric)``.
+        clip_norm: the most that the norm of the whole model's gradients may be, as
+            ``torch.nn.utils.clip_grad_norm_`` on one device. Not without a flush, where gradients
+            of different stages are never those of the same update.
+        clip_stage_norm: the most that the norm of one stage's gradients may be; for pipelines that
+            never flush.
+        grad_scaler: a ``torch.amp.GradScaler``: the loss is scaled by it, updates with infinite
+            gradients are skipped on every rank, and its scale follows. Under ``torchrun``, every
+            process gives its own, in the same state.
+        post_validate: do not wait for all ranks before an update that depends on them; a wrong one
+            is undone and made again (arXiv 2401.10241, section 4), hooks on the optimizer included.
+            Costs a copy of weights and optimizer state, pays off in ``steps``, and changes no
+            result.
+        metrics: by name, from (output, targets) of one microbatch to a number, weighted like the
+            loss; see ``metrics``.
+        results: whether losses, metrics and outputs are given on every rank, or on none, which
+            saves a message per step.
+        stop_at_nan: raise a ``StageError`` before any update if the loss of a microbatch is not
+            finite; by default unless there is a ``grad_scaler``. On an accelerator it never does,
+            since every microbatch would have to be waited for.
+        devices: where ranks compute: ``"cpu"`` or another device for all, or a list with one for
+            each rank of the plan, or each tensor rank of each (as torch names it, a
+            ``torch.device``, or the number of an accelerator); ranks may share one. By default,
+            ranks that were planned for accelerators take this process's in their order, under
+            ``torchrun`` that of ``LOCAL_RANK``, and all others the CPU. Each stage of the model is
+            moved to its rank's device.
+        init: ``"given"``: the model has the values with which it was built, and only what is on
+            ``meta`` gets new ones. ``"per-layer"``: every layer draws its parameters anew by the
+            ``reset_parameters`` of its modules, from the ``seed`` and its number in the model, so
+            that the same model on ``meta`` would get the same values.
+        weights: a safetensors file, or a folder of several, with the model's initial values under
+            the keys of its ``state_dict``; the model may be on ``meta``, and no more than a layer
+            is read at a time.
+        transport: ``"threads"``; ``"shared-memory"`` or ``"process-group"`` between processes;
+            ``"auto"``: threads if the job has one process, else shared memory between ranks of one
+            host and the process group between hosts; tensors go straight from one accelerator to
+            another where torch has a library for that.
+        count_memory: count what every rank keeps for backwards, see ``peaks``. Costs a few per cent
+            of a step.
+        batch_norm: the running statistics of batch norm, with which the model is evaluated, are
+            moved by every ``"microbatch"``, as by accumulation on one device, or once by each
+            ``"minibatch"``, as by GPipe. Both normalise each microbatch by itself.
+        seed: of dropout and other random layers; by default torch's initial seed. Draws depend on
+            the seed, the step, the microbatch (or its slice) and the layer, on nothing else.
+        reduction: ``"mean"`` if the loss is a mean over its rows, ``"sum"`` if it is a sum.
+        weight: for a mean over something else than rows (say, tokens that are not padding): how
+            many terms the targets of one microbatch contribute.
+        deadline_seconds: how long an op may wait for another rank.
+        startup_seconds: how long ranks wait for each other while the pipeline is built, and in its
+            first minibatch, when they may still be importing, initialising or allocating. A process
+            that has ended is missed at once, not at a deadline. Default: twice
+            ``deadline_seconds``, and at least 60.
+        message_types: classes of what stages hand to each other and of the model's output, beside
+            tensors, numbers, texts and ``None`` in tuples, lists and dictionaries: NamedTuples,
+            dataclasses, enumerations, and classes that are registered with torch's pytree. Between
+            processes nothing else travels. Those of a captured model's output need not be named.
+        compare_data: under ``torchrun``, raise an error if ranks are given different minibatches.
+            Without, only the first stage's inputs and the last one's targets count; those of other
+            ranks must have as many rows, and with ``weight`` the same targets.
+        record: gather the timeline on every rank under ``torchrun``; threads always record.
+        labels: the key of the targets in batches that have them inside, or a list of keys, of which
+            the loss gets a dictionary. They are left out of what the model gets, unless the loss is
+            ``penstock.model_loss`` or the model was captured with them.
+
+    Attributes:
+        plan: the one that is run.
+        stages: this process's, by number; where tensor ranks share them, one member's parts.
+        transport: how messages travel between ranks, and why so, as a sentence.
+
+    Raises:
+        ModelError: the model cannot be cut, or the plan is for another one.
+        InputError: contradictory arguments, or a number of processes that the plan does not have.
+        PeerError, DeadlineError: under ``torchrun``, another process failed or did not come.
+    """
+
+    def __init__(  # noqa: PLR0913 - the one place where everything meets
+        self,
+        model: nn.Module,
+        plan: Plan,
+        *,
+        loss: Loss | None = None,
+        optimizer: OptimizerFactory | None = None,
+        lr_scheduler: SchedulerFactory | None = None,
+        clip_norm: float | None = None,
+        clip_stage_norm: float | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        post_validate: bool = False,
+        metrics: Mapping[str, Metric] | None = None,
+        results: Results = "every rank",
+        stop_at_nan: bool | None = None,
+        count_memory: bool = False,
+        batch_norm: BatchNormStatistics = "microbatch",
+        devices: Devices | None = None,
+        init: Init = "given",
+        weights: str | os.PathLike[str] | None = None,
+        transport: TransportName = "auto",
+        seed: int | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
+        weight: Weight | None = None,
+        deadline_seconds: float = 300.0,
+        startup_seconds: float | None = None,
+        message_types: Sequence[type] = (),
+        compare_data: bool = True,
+        record: bool = True,
+        labels: str | Sequence[str] = LABELS,
+    ) -> None:
+        expect(plan, Plan, "the plan", "make one with penstock.plan, or Plan.load a file")
+        deadlines = Deadlines.of(deadline_seconds, startup_seconds)
+        self._parting = Parting.by(labels, loss, model)
+
+        def described() -> tuple[Recipe, Running]:
+            loss_scale = None if grad_scaler is None else LossScale.of(grad_scaler)
+            recipe = Recipe(
+                loss=loss,
+                optimizer=optimizer,
+                lr_scheduler=lr_scheduler,
+                clip_norm=clip_norm,
+                clip_stage_norm=clip_stage_norm,
+                loss_scale=loss_scale,
+                post_validate=post_validate,
+                metrics={} if metrics is None else metrics,
+                stop_at_nan=loss_scale is None if stop_at_nan is None else stop_at_nan,
+                batch_norm=batch_norm,
+                count_memory=count_memory,
+                versions=plan.versions,
+                weighting=Weighting(reduction, weight),
+            )
+            running = Running(
+                transport=transport,
+                seed=torch.initial_seed() if seed is None else seed,
+                deadlines=deadlines,
+                record=record,
+                results=results,
+                devices=devices,
+                init=init,
+                weights=weights,
+                message_types=message_types,
+                compare_data=compare_data,
+            )
+            return recipe, running
+
+        with Telling("building a Pipeline"):
+            built = build(model, plan, transport, deadlines, described)
+        self._parts, self._recipe, self._outside = built
+        self.plan = self._parts.plan
+        self.stages = self._parts.stages
+        self.transport = self._parts.transport
+        self._model = model
+        self._grad_scaler = grad_scaler
+        self._results = results
+        self._step = 0
+        self._accumulates = False
+        self._history = History(self.plan.schedule, self.plan.versions.activations)
+        self._closed = False
+        self._joins_outputs: bool | None = None  # not known yet
+        self._running = threading.Lock()
+        self._keeper = Keeper(self._parts, grad_scaler)
+        self._elsewhere = Elsewhere.watching(
+            model, self.stages, len(self.plan.stages), in_parts=self._parts.in_parts
+        )
+
+    if not TYPE_CHECKING:  # which would take every name for one that is there
+
+        def __getattr__(self, name: str) -> object:
+            raise nothing_like(name)
+
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        """A pipeline is no module.
+
+        Raises:
+            InputError: always; it says what to call instead.
+        """
+        raise nothing_like("__call__")
+
+    def step(
+        self, inputs: Any, targets: Any = None, *, update: bool = True, share: float = 1.0
+    ) -> Tensor | None:
+        """Train on one minibatch.
+
+        Args:
+            inputs: a tensor, or tensors nested in tuples, lists, mappings or dataclasses; rows
+                first. Mappings and dataclasses come to the model as dictionaries, and what is no
+                tensor comes with every microbatch. Any number of rows works; with fewer rows than
+                microbatches there are fewer microbatches. Or ``penstock.Microbatches``, cut
+                already, whose shapes may differ. With slices, the second dimension of every tensor
+                is the sequence.
+            targets: as ``inputs``, with as many rows. Without them, ``inputs`` is a whole batch as
+                a loader gives it: a pair, or a mapping or dataclass with the targets inside, under
+                the key that ``labels`` of this class names.
+            update: whether weights are updated; otherwise gradients accumulate until they are.
+            share: the factor on this minibatch's gradients, and not on the loss that is returned;
+                1/n where n calls make one update.
+
+        Returns:
+            The loss of the minibatch, a scalar on every rank, as one device would give it; ``None``
+            if the pipeline tells no results. Gradients have been made already: its ``backward``
+            raises an ``InputError``.
+
+        Raises:
+            InputError: inputs and targets that do not fit together, or a batch without targets.
+            StageError: a layer, the loss or the optimizer raised, or the loss is not finite.
+            PeerError, DeadlineError: another rank died or did not answer.
+
+        Gradients are computed even under ``torch.no_grad``, and ``torch.autocast`` around the call
+        holds for the forward and the loss. After an error in threads, the same step may be tried
+        again, unless the next call says otherwise; without an optimizer, clear ``.grad`` first, and
+        with one, what earlier calls without an update have accumulated is dropped. Buffers, such as
+        batch-norm statistics, keep what the failed step did to them.
+        """
+        self._check_can_train()
+        flag("update", update)
+        number("share", share, most=MOST_AMOUNT)
+        if targets is None:
+            inputs, targets = self._parting.parted(inputs, "the batch")
+        minibatch = self._parts.cutter.to_train(
+            inputs, targets, step=self._step, share=share, updates=update
+        )
+        with self._exclusively(), self._parts.streams.auditing():
+            self._accumulates = False  # what has accumulated is dropped if it fails
+            (outcome,) = self._parts.feed.train([(minibatch, StreamPosition())])
+            self._accumulates = not update and self._recipe.optimizer is not None
+            return self._loss_of(outcome)
+
+    def steps(
+        self, batches: Iterable[Any], *, checkpoints: Checkpoints | None = None
+    ) -> Generator[Tensor | None, None, None]:
+        """Train on one minibatch after another; each begins before the results of the one before
+        are gathered.
+
+        A rank goes on to the next minibatch as soon as its own ops of the last are done, so ranks
+        wait for each other less than with ``step`` (by how much, ``Timeline.bubble`` and
+        ``Timeline.stage_bubble`` of the schedule say); weights and losses are the same.
+
+        Args:
+            batches: what a loader gives, each as for ``step``: pairs (inputs, targets), or mappings
+                or dataclasses with the targets inside.
+            checkpoints: where to save in the course of the loop, and how often.
+
+        Yields:
+            The loss of each minibatch, in order, as ``step`` returns it. The next minibatch is
+            under way then, so weights may be used only after the loop.
+
+        Raises:
+            FileError: a checkpoint could not be written; else as ``step``.
+        """
+        expect(batches, Iterable, "the loader", "give an iterable of batches")
+        if checkpoints is not None:
+            expect(
+                checkpoints, Checkpoints, "checkpoints", 'give pk.Checkpoints("runs/a", every=9)'
+            )
+        saving = InCourse(checkpoints, self.plan, self._keeper)
+        with self._exclusively(), self._parts.streams.auditing() as audit:
+            try:
+                taken = self._open(batches, audit)
+                for stretch in saving.stretches(taken, self._step):
+                    pairs = self._parting.pairs(stretch)
+                    minibatches = self._parts.cutter.minibatches(pairs, self._step)
+                    for outcome in self._parts.feed.train(saving.marked(minibatches)):
+                        loss = self._loss_of(outcome)
+                        self._accumulates = False  # it has updated
+                        saving.save_if_due(self._step)
+                        with audit.elsewhere():
+                            yield loss
+            except RunError:
+                self._check_open()  # the caller may have closed it in the loop
+                raise
+            except BaseException as error:
+                # The caller has left the loop, or the loader has raised: end what was begun.
+                try:
+                    self._end()
+                except RunError as failure:
+                    if isinstance(error, GeneratorExit):
+                        raise
+                    error.add_note(f"What was under way could not be ended: {told(failure)}")
+                raise
+
+    def _open(self, batches: Iterable[Any], audit: Audit) -> Iterator[Any]:
+        for batch in audit.taken(batches):
+            self._check_can_train()  # the caller may have closed it meanwhile
+            self._check_as_captured()
+            yield batch
+
+    def _end(self) -> None:
+        """Let minibatches come to their end, and settle what was done on trust."""
+        if not self._closed:
+            for outcome in self._parts.feed.drain(self._step + len(self._parts.feed.under_way)):
+                self._loss_of(outcome)
+
+    def evaluate(self, inputs: Any) -> Any:
+        """Run forward only, in evaluation mode and without gradients.
+
+        Args:
+            inputs: as for ``step``, any number of rows. Labels that the model would not get in
+                training are left out of a mapping or a dataclass.
+
+        Returns:
+            The model's outputs for all rows, on every rank; of ``penstock.Microbatches`` a list. If
+            the pipeline tells no results, ``None``. Where outputs of microbatches cannot be joined,
+            such as a loss that the model computes from labels among its inputs, or rows that are
+            no rows of the inputs, all rows go through as one microbatch.
+        """
+        inputs = self._parting.inputs_of(inputs)
+        if self._joins_outputs is False and not isinstance(inputs, Microbatches):
+            return self.evaluate(Microbatches([inputs]))[0]
+        minibatch = self._parts.cutter.to_evaluate(inputs, step=self._step)
+        outcome = self._evaluated(minibatch)
+        if self._results == "none":
+            return None
+        outputs = microbatches.join_slices(list(outcome.outputs), minibatch.num_slices)
+        if isinstance(inputs, Microbatches):
+            return outputs
+        rows = minibatch.inputs[:: minibatch.num_slices]
+        if self._joins_outputs or microbatches.have_rows_of(outputs, rows):
+            return microbatches.join(outputs)
+        if len(outputs) == 1:
+            return outputs[0]
+        # Several rows per row of the input can be joined, and a number that is always the same
+        # cannot: what one device gives tells which it is, once.
+        whole = self.evaluate(Microbatches([inputs]))[0]
+        self._joins_outputs = microbatches.add_up_to(outputs, whole)
+        return whole
+
+    def evaluate_loss(self, batches: Any, targets: Any = None) -> Tensor | None:
+        """The loss on data that is not trained on: forward only, in evaluation mode and without
+        gradients. No output leaves the last stage.
+
+        Args:
+            batches: a loader of batches, each as for ``step``, or one batch.
+            targets: with them, ``batches`` are the inputs of a single batch.
+
+        Returns:
+            The loss of all rows as if they were one minibatch, on every rank: the mean over rows
+            (or over what ``weight`` counts), with ``reduction="sum"`` the sum. ``None`` if the
+            pipeline tells no results.
+
+        Raises:
+            InputError: there is no batch, or as ``step``.
+            StageError, PeerError, DeadlineError: as ``step``.
+        """
+        self._check_can_train()
+        pairs: Iterable[tuple[Any, Any]]
+        if targets is not None:
+            pairs = [(batches, targets)]
+        elif is_batch(batches):
+            pairs = [self._parting.parted(batches, "the batch")]
+        else:
+            expect(batches, Iterable, "what to evaluate", "give a batch or a loader of batches")
+            pairs = self._parting.pairs(batches)
+        total, num_terms, kind = 0.0, 0.0, None
+        for minibatch, terms in self._parts.cutter.judged(pairs, step=self._step):
+            loss = self._evaluated(minibatch).loss
+            num_terms += terms
+            if loss is not None and self._results == "every rank":
+                kind = loss.dtype
+                total += float(loss) * (terms if self._recipe.averages else 1.0)
+        if not num_terms:
+            raise InputError("there is no batch to evaluate: the loader gives none")
+        if kind is None:
+            return None
+        return torch.tensor(total / num_terms if self._recipe.averages else total, dtype=kind)
+
+    def _evaluated(self, minibatch: Minibatch) -> MinibatchOutcome:
+        """Run forward only, in evaluation mode and without gradients."""
+        if self.plan.spill is not None:
+            with self._settled():
+                pass
+        own = (layer.module for stage in self.stages.values() for layer in stage.layers)
+        layout = self._parts.layout
+        with (
+            self._exclusively(),
+            # Of all stages: ranks in processes compare the modes of all layers.
+            evaluation_mode(self._model, *layout.layers, *own, *layout.twins),
+            self._parts.streams.auditing(),
+        ):
+            return self._parts.feed.evaluate(minibatch)
+
+    def _check_can_train(self) -> None:
+        self._check_open()
+        if self._recipe.loss is None:
+            raise InputError("Pipeline was built without a loss; give loss=… to train")
+
+    def _check_as_captured(self) -> None:
+        """See that a captured model has the attributes that are in its graphs."""
+        check = getattr(self._model, "check_as_captured", None)
+        if check is not None:
+            check()
+
+    @contextmanager
+    def _exclusively(self) -> Iterator[None]:
+        """Nothing else may run meanwhile; afterwards, everything is settled."""
+        self._check_open()
+        if not self._running.acquire(blocking=False):
+            raise _busy()
+        updaters = [worker.updater for worker in self._parts.workers]
+        try:
+            self._keeper.check()
+            self._outside.check()
+            self._check_as_captured()
+            self._parts.layout.follow()
+            if self._grad_scaler is not None:  # its state may have been loaded meanwhile
+                for updater in updaters:
+                    updater.loss_scale = LossScale.of(self._grad_scaler)
+            yield
+        finally:
+            scale = updaters[0].loss_scale
+            if scale is not None and self._grad_scaler is not None:
+                scale.store(self._grad_scaler)
+            self._parts.layout.let_go()
+            self._running.release()
+
+    def _loss_of(self, outcome: MinibatchOutcome) -> Tensor | None:
+        self._history.add(outcome)
+        self._elsewhere.stale = True
+        self._step += 1
+        return StepLoss.of(outcome.loss) if self._results == "every rank" else None
+
+    @property
+    def timeline(self) -> Timeline:
+        """The measured timeline of the last training step; without a flush, of the last loop over
+        ``steps`` (its last 256 minibatches), with the weight versions that passes read.
+
+        Raises:
+            InputError: there has been no step yet, or recording is off.
+        """
+        return self._history.timeline
+
+    @property
+    def held_versions(self) -> tuple[Held, ...]:
+        """The most versions of its stage's weights that each rank held at once during the last loop
+        over ``steps``, and their bytes.
+
+        Raises:
+            InputError: there has been no step yet, or the plan flushes, so that there is only one.
+        """
+        return self._history.held_versions
+
+    @property
+    def metrics(self) -> dict[str, Tensor]:
+        """The metrics of the last training step, weighted like its loss; empty if the pipeline has
+        none or tells no results."""
+        return self._history.metrics if self._results == "every rank" else {}
+
+    @property
+    def peaks(self) -> tuple[Peak, ...]:
+        """The most that each rank held for backwards during the last training step, in bytes of
+        activations and in microbatches; beside ``Timeline.peak_bytes(plan.sizes)``.
+
+        Raises:
+            InputError: there has been no step yet, or memory is not counted.
+        """
+        return self._history.peaks
+
+    @property
+    def grad_norm(self) -> Tensor:
+        """The norm of all gradients of the last training step, before clipping; in a loop over
+        ``steps`` with ``post_validate``, of the step before.
+
+        Raises:
+            InputError: there has been no step yet, or neither clip_norm nor a grad_scaler asks for
+                it.
+        """
+        return self._history.grad_norm
+
+    @property
+    def stale_streams(self) -> dict[int, StaleStream]:
+        """What the updates of a parameter server were made of in the last training step, or the
+        last loop over ``steps`` that has ended: by stage, of the stages with copies that this
+        process has. Empty unless the plan's ``summing.stale`` allows for late gradients."""
+        return {
+            stage: reducer.stream
+            for worker in self._parts.workers
+            for reducer in worker.updater.sums.stale
+            for stage in reducer.stages
+        }
+
+    @property
+    def optimizers(self) -> StageOptimizers:
+        """The optimizers of this process's stages as one, to read and set learning rates; see
+        ``StageOptimizers``. Without ``optimizer`` it has no groups."""
+        return StageOptimizers(self._parts.workers, self._come_to_rest)
+
+    @property
+    def schedulers(self) -> StageSchedulers:
+        """The learning-rate schedulers of this process's stages as one; see ``StageSchedulers``."""
+        meet = partial(self._parts.meet, "stepping schedulers")
+        return StageSchedulers(self._parts.workers, self._settled, meet)
+
+    def _come_to_rest(self) -> None:
+        """Return when the options of optimizers may be read and set."""
+        if self.plan.spill is not None:
+            with self._settled():
+                return
+        self._check_open()
+        if self._running.locked():
+            raise _busy()
+
+    @contextmanager
+    def _settled(self) -> Iterator[None]:
+        """Nothing else may run meanwhile, and all updates have been made."""
+        with self._exclusively():
+            for worker in self._parts.workers:
+                worker.settle()  # updates that are late
+            yield
+
+    def dump(self) -> str:
+        """What each rank of this process did last and does now, one line per rank; may be called
+        from any thread, such as a watchdog's, while a step is running."""
+        return "\n".join(worker.dump() for worker in self._parts.workers)
+
+    @property
+    def num_steps(self) -> int:
+        """How many minibatches have been trained on, those before a loaded checkpoint included; in
+        a loop over ``steps``, as far as their losses have been given.
+
+        It is the number of the next minibatch in the run, too, from which random layers draw:
+        whoever counts minibatches elsewhere, and resumes there, may set it between steps.
+        """
+        return self._step
+
+    @num_steps.setter
+    def num_steps(self, number: int) -> None:
+        whole("num_steps", number, 0)
+        with self._exclusively():
+            self._step = number
+
+    def any_process(self, wish: bool) -> bool:
+        """Whether any process wishes something: to stop, say. All must ask, between steps.
+
+        Raises:
+            PeerError, DeadlineError: another process did not.
+        """
+        self._check_open()
+        meeting = self._parts.meet("deciding together")
+        if meeting is None:
+            return wish
+        return any(meeting.exchange(wish, bool, "to decide together"))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process should print and write files: rank 0, or the only process."""
+        return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Parameters and buffers of this process's stages under the unsplit model's keys: in
+        threads, which share the process, of all stages.
+
+        They are those that are trained on; copies in main memory, where stages come and go.
+
+        Raises:
+            InputError: other tensor ranks have parts of the same layers; see ``gather_state_dict``.
+        """
+        if self._parts.in_parts:
+            raise InputError(
+                "this process has parts of its stages' layers, which it shares with other tensor "
+                "ranks; gather them with gather_state_dict(), which every rank must call"
+            )
+        if self.plan.spill is None:
+            return by_key(self._parts.states())
+        with self._exclusively():
+            return by_key(copied_states(self._parts))
+
+    def gather_state_dict(self, *, rank: int | None = None) -> dict[str, Tensor]:
+        """Copies of the whole model's parameters and buffers in main memory, under its keys and in
+        its order, as ``model.load_state_dict`` takes them. All processes must call it, between
+        steps.
+
+        Args:
+            rank: of the process that gets them, which saves the others time and memory; they get
+                an empty dictionary. By default every process gets them.
+
+        Raises:
+            InputError: there is no such process.
+            RunError: another process did not call it, or with another ``rank``.
+        """
+        if rank is not None:
+            num_processes = dist.get_world_size() if self._parts.in_processes else 1
+            whole("rank", rank, 0, num_processes - 1)
+        with self._exclusively():
+            states = copied_states(self._parts)
+            gathered = self._parts.driver.gather(states, self._parts.feed.expected(), rank)
+        return by_key(self._parts.joined(gathered))
+
+    def dtensor_state_dict(self) -> dict[str, Tensor]:
+        """Copies of parameters and buffers in main memory, under the unsplit model's keys, as
+        ``torch.distributed.checkpoint`` saves them and loads into them.
+
+        Returns:
+            Those of this process's stages, as ``DTensor``s over the axes ``("data", "tensor")`` of
+            a ``DeviceMesh`` of all processes, whose other axis is ``"pipe"``. Where one process has
+            all ranks there is no mesh: whole tensors of all stages.
+
+        Raises:
+            InputError: stages have different numbers of copies or of tensor ranks.
+            PeerError, DeadlineError: another process did not call it; all must, between steps.
+        """
+        if not self._parts.in_processes:
+            state = self.state_dict().items()
+            tensors = {key: value for key, value in state if isinstance(value, Tensor)}
+            return {key: value.detach().to("cpu", copy=True) for key, value in tensors.items()}
+        with self._exclusively():
+            return self._mesh_edge.taken()
+
+    def load_dtensor_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take parameters and buffers from what ``dtensor_state_dict`` gave, on this pipeline or
+        another one, after ``torch.distributed.checkpoint`` has loaded into it; or from whole
+        tensors. Optimizers keep their state.
+
+        Args:
+            state: by the unsplit model's keys; it may have more than this process's stages need.
+
+        Raises:
+            InputError: a key is missing, or a value has another shape or other placements; nothing
+                has changed then.
+            PeerError, DeadlineError: another process did not call it; all must, between steps.
+        """
+        with self._exclusively():
+            self._mesh_edge.give(state)
+            self._elsewhere.stale = True
+
+    @cached_property
+    def _mesh_edge(self) -> MeshEdge:
+        from penstock.training.checkpoint.on_mesh import MeshEdge  # DTensors take long to import
+
+        return MeshEdge(self._parts)
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        keep: int | None = None,
+        position: Any = None,
+        background: bool = True,
+    ) -> None:
+        """Write a checkpoint: weights, buffers, optimizer state, schedulers, loss scale, and what
+        resumes random layers. Every process writes its own stages; all must call it after the same
+        step.
+
+        Args:
+            path: the folder of the run, the same on all ranks. The checkpoint of step 100 becomes
+                ``step-00000100`` in it, and is complete once all of its files are there.
+            keep: how many complete checkpoints stay, the latest ones; by default all.
+            position: where the run is in its data: numbers, texts or ``None``, in lists, tuples and
+                dictionaries. By default how many minibatches were trained on.
+            background: copy the state to main memory, return, and write the copy while training
+                goes on; it stays allocated for the next time. Stages that come and go are read
+                from their tier instead, which keeps what is to be read beside what is new.
+                Otherwise return when the files are on the disk.
+
+        Raises:
+            InputError: gradients of ``step(update=False)`` wait for their update, or something is
+                neither tensor nor JSON.
+            FileError: the folder is another run's, or a file could not be written; of a checkpoint
+                in the background, the next call of this pipeline raises it, or ``close``.
+        """
+        with self._exclusively():
+            if self._accumulates:
+                raise InputError(
+                    "gradients of step(…, update=False) wait for their update, and a checkpoint "
+                    "holds none; save after the step that updates"
+                )
+            self._keeper.save(path, self._step, keep=keep, position=position, background=background)
+
+    @tells("loading a checkpoint")
+    def load(self, path: str | os.PathLike[str], *, weights_only: bool = False) -> Any:
+        """Go on from a checkpoint, whatever plan and transport wrote it: what follows is what would
+        have followed there. All processes must call it.
+
+        Args:
+            path: the folder of a run, of which the latest complete checkpoint is taken (a warning
+                names what was skipped); or a checkpoint's own, such as ``runs/a/step-00000100``.
+            weights_only: take parameters and buffers only, and begin at step 0; the position is 0.
+
+        Returns:
+            The position that ``save`` was given; ``None`` if there is no complete checkpoint.
+
+        Raises:
+            FileError: a file cannot be read, or is of another model; nothing has changed then.
+            InputError: the optimizer or the scheduler is another one; nothing has changed then.
+            PeerError, DeadlineError: another rank failed, or did not call it.
+        """
+        with self._exclusively():
+            loaded = self._keeper.load(path, weights_only=weights_only)
+        if loaded is None:
+            return None
+        self._elsewhere.stale = True
+        self._step = loaded.step
+        if not weights_only:
+            self._accumulates = False
+            for worker in self._parts.workers:
+                worker.updater.drop_gradients()
+        return loaded.position
+
+    def close(self) -> None:
+        """End the workers, and wait until the last checkpoint is written. Leaving the ``with``
+        block does it.
+
+        Raises:
+            FileError: that checkpoint could not be written.
+        """
+        try:
+            self._close()
+        finally:
+            self._finish()
+
+    def _close(self, why: str = "") -> None:
+        if not self._closed:
+            self._closed = True
+            self._parts.driver.close(why)
+
+    def _finish(self) -> None:
+        """Wait for the last checkpoint, and give back the tiers from which it may be read."""
+        try:
+            self._keeper.close()
+        finally:
+            for worker in self._parts.workers:
+                worker.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InputError("this Pipeline is closed; build a new one")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self._close(f"{type(error).__name__}: {told(error)}")
+        finally:
+            self._finish_quietly(error)
+
+    def _finish_quietly(self, error: BaseException) -> None:
+        """``_finish`` while an error is on its way, which learns what went wrong."""
+        try:
+            self._finish()
+        except FileError as failure:
+            error.add_note(f"The last checkpoint was not written: {told(failure)}")
+
+
+def _busy() -> InputError:
+    return InputError(
+        "this Pipeline is running already, in another thread or a loop over steps(); wait for it, "
+        "or leave the loop"
+    )

@@ -1,0 +1,169 @@
+"""``measure_alone``: measures a model's layers on a sample and gives their ``LayerGraph``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from msgspec.structs import replace
+from torch import nn
+
+from penstock.core.graph import Layer, LayerGraph
+from penstock.engine.model.optimizer_factory import OptimizerFactory
+from penstock.engine.model.spine import NamedLayer, spine_of
+from penstock.engine.tensor.ways import trait_of
+from penstock.engine.tracing.layers import CapturedLayer
+from penstock.engine.tracing.units import units_of
+from penstock.training.profiler.alone.bench import Bench, Measured, Progress
+from penstock.training.profiler.alone.chain import num_bytes
+from penstock.training.profiler.alone.conditions import device_of, name_of, software, undisturbed
+from penstock.training.profiler.alone.overheads import (
+    Update,
+    measure_hand_over,
+    measure_op,
+    measure_sum,
+    measure_updates,
+)
+from penstock.training.profiler.alone.sample import Sample
+
+
+def measure_alone(
+    model: nn.Module,
+    sample: Sample,
+    others: Sequence[Sample],
+    *,
+    optimizer: OptimizerFactory | None,
+    repeats: int,
+    num_threads: int,
+    progress: Progress | None,
+) -> LayerGraph:
+    """Measure every layer while nothing else works; see ``penstock.profile``.
+
+    Args:
+        sample: one microbatch.
+        others: microbatches of other sizes; they become ``other_sizes``.
+        optimizer, repeats, num_threads: as ``penstock.profile`` takes them.
+        progress: called with (done, total) rounds.
+
+    Raises:
+        ModelError: the model cannot be cut, or a layer fails on its input.
+        InputError: a model and inputs on several devices.
+    """
+    layers = spine_of(model)
+    device = device_of(model, sample.inputs)
+    with undisturbed(model, num_threads, device):
+        bench = Bench(layers, device, repeats, 1 + len(others), progress)
+        measured = bench.measure(sample)
+        updates = measure_updates(layers, optimizer, bench.clock)
+        graph = LayerGraph(
+            layers=tuple(_layers(model, layers, measured, updates)),
+            microbatch_size=sample.num_rows,
+            input_bytes=num_bytes(sample.inputs),
+            hop_seconds=measure_hand_over(),
+            op_seconds=measure_op(bench.clock, device),
+            sum_bytes_per_second=measure_sum(bench.clock, device),
+            num_threads=num_threads,
+            device=name_of(device),
+            dtype=", ".join(sorted({str(parameter.dtype)[6:] for parameter in model.parameters()})),
+            software=software(device),
+        )
+        sized = tuple(_with_sample(graph, bench, other) for other in others)
+    return replace(graph, other_sizes=sized)
+
+
+def _layers(
+    model: nn.Module,
+    layers: Sequence[NamedLayer],
+    measured: Sequence[Measured],
+    updates: Sequence[Update],
+) -> Iterator[Layer]:
+    shared = _shared(model, layers)
+    before = ""
+    units = _units(layers)
+    for layer, costs, update in zip(layers, measured, updates, strict=True):
+        module = layer.module
+        reads: tuple[str, ...] | None = getattr(module, "reads", None)
+        own = {id(parameter) for parameter in module.parameters()}
+        blank = Layer(
+            name=layer.name,
+            kind=_kind(module, costs.draws),
+            forward_seconds=0.0,
+            backward_input_seconds=0.0,
+            backward_weight_seconds=0.0,
+            update_seconds=update.seconds,
+            parameter_bytes=num_bytes(list(module.parameters())),
+            buffer_bytes=num_bytes(list(module.buffers())),
+            optimizer_bytes=update.state_bytes,
+            inputs=None if reads is None else tuple(name for name in reads if name == before),
+            after=tuple(name for name in reads or () if name != before),
+            unit=units[layer.name],
+            shared_parameters={
+                name: tensor.nbytes for name, tensor in shared.items() if id(tensor) in own
+            },
+            signature=layer.signature,
+        )
+        before = layer.name
+        yield _with_costs(blank, costs)
+
+
+def _units(layers: Sequence[NamedLayer]) -> dict[str, str]:
+    """For each layer, the first of those with which it is recomputed; "" if it is alone."""
+    units: dict[str, str] = {}
+    for start, stop in units_of([layer.module for layer in layers]):
+        name = layers[start].name if stop - start > 1 else ""
+        units |= {layer.name: name for layer in layers[start:stop]}
+    return units
+
+
+def _with_costs(blank: Layer, costs: Measured) -> Layer:
+    times, footprint = costs.times, costs.footprint
+    return replace(
+        blank,
+        forward_seconds=times.forward,
+        backward_input_seconds=times.backward_input,
+        backward_weight_seconds=times.backward - times.backward_input,
+        split_forward_seconds=times.split_forward,
+        split_seconds=times.split,
+        recompute_seconds=times.recompute,
+        activation_bytes=footprint.activation,
+        held_input_bytes=footprint.held_input,
+        weight_kept_bytes=footprint.weight_kept,
+        workspace_bytes=costs.workspace,
+        output_bytes=costs.handed_on.output,
+        skip_bytes=costs.handed_on.skips,
+        spread=times.spread,
+        warnings=costs.flags,
+    )
+
+
+def _with_sample(graph: LayerGraph, bench: Bench, sample: Sample) -> LayerGraph:
+    """The profile of the same model with another sample."""
+    measured = bench.measure(sample)
+    pairs = zip(graph.layers, measured, strict=True)
+    return replace(
+        graph,
+        layers=tuple(_with_costs(layer, costs) for layer, costs in pairs),
+        microbatch_size=sample.num_rows,
+        input_bytes=num_bytes(sample.inputs),
+    )
+
+
+def _shared(model: nn.Module, layers: Sequence[NamedLayer]) -> dict[str, nn.Parameter]:
+    """Parameters that several layers hold, by their name in the model."""
+    holders = Counter(id(weight) for layer in layers for weight in {*layer.module.parameters()})
+    named = model.named_parameters()
+    return {name: weight for name, weight in named if holders[id(weight)] > 1}
+
+
+def _kind(module: nn.Module, draws: bool) -> str:
+    """The class of a layer, as the planner must know it: a class of the user's is none of torch's
+    by the same name, and a captured layer cannot be divided as its module could. In brackets stands
+    what else decides how a layer can be divided."""
+    name = getattr(module, "kind", type(module).__name__)
+    told = trait_of(module)
+    if isinstance(module, CapturedLayer):
+        name = f"captured {name}"
+    elif not type(module).__module__.startswith("torch.") and hasattr(nn, name):
+        name, told = f"own {name}", ""
+    traits = ", ".join(filter(None, [told, "draws" if draws else ""]))
+    return f"{name}({traits})" if traits else name

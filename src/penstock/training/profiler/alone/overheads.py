@@ -1,0 +1,176 @@
+"""What a training step takes beyond its layers: ops, messages and updates."""
+
+from __future__ import annotations
+
+import queue
+import statistics
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from penstock.base.errors import InputError
+from penstock.engine.model.optimizer_factory import OptimizerFactory, Parameters, make_optimizer
+from penstock.engine.model.spine import NamedLayer
+from penstock.engine.stage.microbatch_graph import MicrobatchGraph, cut, edges, sent
+from penstock.training.profiler.alone.chain import num_bytes
+from penstock.training.profiler.alone.clock import Clock
+
+# Adam keeps two numbers per parameter; assumed where no optimizer is given to measure.
+_ASSUMED_STATE_PER_PARAMETER = 2
+_BEYOND_CACHES = 256 * 2**20
+_GRADIENT_BYTES = 32 * 2**20
+
+
+class Update(NamedTuple):
+    """An optimizer step on a layer's parameters: its time, and the bytes of its state."""
+
+    seconds: float
+    state_bytes: int
+
+
+def measure_updates(
+    layers: Sequence[NamedLayer], optimizer: OptimizerFactory | None, clock: Clock, repeats: int = 3
+) -> list[Update]:
+    """Time the optimizer's step of every layer, on copies of the parameters.
+
+    In a training step the caches hold something else when an update begins. So layers take turns,
+    as many at a time as caches cannot hold, but no more, since copies take memory.
+
+    Raises:
+        InputError: no layer has parameters of which the optimizer can be made.
+    """
+    trained = [_trained(layer) for layer in layers]
+    if optimizer is None:
+        return [
+            Update(0.0, _ASSUMED_STATE_PER_PARAMETER * num_bytes([weight for _, weight in own]))
+            for own in trained
+        ]
+    refusals: list[InputError] = []
+    updates = [
+        update
+        for group in _groups(trained)
+        for update in _measure_group(group, optimizer, clock, repeats, refusals)
+    ]
+    # A layer alone may have nothing that the optimizer wants, as matrices.
+    if refusals and len(refusals) == sum(map(bool, trained)):
+        raise refusals[0]
+    return updates
+
+
+_Named = list[tuple[str, nn.Parameter]]
+
+
+def _trained(layer: NamedLayer) -> _Named:
+    return [
+        (layer.key(name), parameter)
+        for name, parameter in layer.module.named_parameters()
+        if parameter.requires_grad
+    ]
+
+
+def _groups(trained: Iterable[_Named]) -> Iterator[list[_Named]]:
+    group: list[_Named] = []
+    for own in trained:
+        group.append(own)
+        if num_bytes([weight for named in group for _, weight in named]) >= _BEYOND_CACHES:
+            yield group
+            group = []
+    yield group
+
+
+def _measure_group(
+    group: list[_Named],
+    optimizer: OptimizerFactory,
+    clock: Clock,
+    repeats: int,
+    refusals: list[InputError],
+) -> list[Update]:
+    built = [_on_copies(named, optimizer, refusals) for named in group]
+    laps: list[list[tuple[Any, Any]]] = [[] for _ in group]
+    for _ in range(repeats):
+        for built_optimizer, own in zip(built, laps, strict=True):
+            if built_optimizer is not None:
+                start = clock.now()
+                built_optimizer.step()
+                own.append((start, clock.now()))
+    clock.settle()
+    return [
+        Update(0.0, 0)
+        if built_optimizer is None
+        else Update(
+            statistics.median(clock.seconds(*lap) for lap in own),
+            num_bytes([list(entry.values()) for entry in built_optimizer.state.values()]),
+        )
+        for built_optimizer, own in zip(built, laps, strict=True)
+    ]
+
+
+def _on_copies(
+    named: _Named, optimizer: OptimizerFactory, refusals: list[InputError]
+) -> torch.optim.Optimizer | None:
+    if not named:
+        return None
+    copies = [(name, nn.Parameter(parameter.detach().clone())) for name, parameter in named]
+    for _, copy in copies:
+        copy.grad = torch.full_like(copy, 1e-3)
+    try:
+        built = make_optimizer(optimizer, Parameters(copies), f"the layer of {named[0][0]}")
+    except InputError as error:
+        refusals.append(error)
+        return None
+    built.step()  # allocates its state
+    return built
+
+
+def measure_op(clock: Clock, device: torch.device, repeats: int = 100) -> float:
+    """Measure the seconds of an op of a stage whose layers do nothing."""
+    value, laps = torch.zeros(16, 16, device=device), []
+    gradients: list[Tensor | None] = [torch.ones_like(value)]
+    for _ in range(repeats):
+        start = clock.now()
+        leaves, inside = cut(value, True)
+        graph = MicrobatchGraph(leaves, {}, edges(inside), {}, False, None)
+        sent(inside, 0)
+        del inside
+        graph.backward(gradients, {})
+        laps.append((start, clock.now()))
+    clock.settle()
+    return statistics.median(clock.seconds(*lap) for lap in laps) / 2
+
+
+def measure_hand_over(repeats: int = 200) -> float:
+    """Measure the seconds from a thread handing a message to another until that one runs."""
+    there: queue.SimpleQueue[float] = queue.SimpleQueue()
+    back: queue.SimpleQueue[float] = queue.SimpleQueue()
+
+    def answer() -> None:
+        for _ in range(repeats):
+            back.put(there.get())
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        there.put(start)
+        back.get()
+        times.append((time.perf_counter() - start) / 2)
+    thread.join()
+    return statistics.median(times)
+
+
+def measure_sum(clock: Clock, device: torch.device, repeats: int = 5) -> float:
+    """Measure how many bytes of gradients per second are summed with those of another holder, as
+    replicas do it: into a tensor of their own."""
+    own, other = (torch.zeros(_GRADIENT_BYTES // 4, device=device) for _ in range(2))
+    laps = []
+    for _ in range(repeats + 1):
+        start = clock.now()
+        sum([other], own.clone())
+        laps.append((start, clock.now()))
+    clock.settle()
+    return _GRADIENT_BYTES / statistics.median(clock.seconds(*lap) for lap in laps[1:])

@@ -1,0 +1,227 @@
+"""``profile``: measures a model on a sample microbatch and gives its ``LayerGraph``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
+from torch import nn
+
+from penstock.base.telling import Telling
+from penstock.base.values import expect, number, whole
+from penstock.core.graph import LayerGraph
+from penstock.engine.device.allocator import keep_freed_pages
+from penstock.engine.model.batches import parted_if_inside, plain
+from penstock.engine.model.optimizer_factory import OptimizerFactory
+from penstock.engine.model.spine import spine_of
+from penstock.engine.run.recipe import Loss
+from penstock.training.profiler.alone import WARM_UP, Progress, Sample, measure_alone
+from penstock.training.profiler.together.calibrating import (
+    Calibrated,
+    calibrate,
+    num_ranks,
+    uncalibrated,
+)
+from penstock.training.profiler.together.runs import Runner
+
+_SHARES = 40
+"""Steps of a progress bar while pipelines run: how many rounds there will be, nobody knows."""
+
+_PATIENCE_PER_SECOND_ALONE = 6.0
+_PATIENCE_SECONDS = (2.0, 60.0)
+_MOST_REPEATS, _MOST_THREADS = 100_000, 4096
+
+
+def profile(  # noqa: PLR0913 - each has a default that most callers keep
+    model: nn.Module,
+    inputs: Any,
+    *,
+    loss: Loss | None = None,
+    targets: Any = None,
+    optimizer: OptimizerFactory | None = None,
+    repeats: int = 7,
+    sizes: Sequence[int] = (),
+    num_threads: int = 1,
+    ranks: int | None = None,
+    patience_seconds: float | None = None,
+    progress: Progress | None = None,
+) -> LayerGraph:
+    """Measure every layer of ``model`` on one microbatch, on the device that it is on.
+
+    All seconds are medians over rounds, after a warm-up; in each round every kind of pass has its
+    turn. Layers are timed where they stand, with the graph cut between them, and say how the time
+    divides; how much it is in all, passes without cuts say. What measuring takes is measured, too,
+    and taken off.
+
+    A backward is split as a stage splits it (``penstock.engine.stage.deferral``).
+    ``backward_input_seconds`` (I) is what its first half takes: input gradients, and those weight
+    gradients that nothing puts off. ``backward_weight_seconds`` (W) is the rest of a whole backward
+    B, so that I + W = B. What both halves really take beyond B is ``split_seconds``, and what the
+    forward that prepares for them takes longer ``split_forward_seconds``. ``recompute_seconds`` is
+    a second forward, behind one that kept nothing.
+
+    Ranks that share a machine are slower than layers that have it for themselves. On a CPU, a
+    pipeline trains a copy of the model for a few steps in each of three ways, in turns with the
+    layers alone, to see by how much (``contention``); rounds go on until that is steady, and those
+    in which other programs had the cores do not count. That takes memory for the copy's weights in
+    versions. The model's parameters, gradients and buffers, modes, torch's
+    random state and threads are afterwards as before. Whatever else forwards do (attributes, hooks,
+    also of the copy), they do many times.
+
+    Args:
+        model: an ``nn.Sequential``, or a module with a ``spine`` (see ``penstock.engine.model.spine``);
+            any other is captured (``penstock.engine.tracing``). It is measured in the mode it is in
+            (training, unless ``eval()`` was called).
+        inputs: one microbatch, rows first: a tensor or nested tensors, on the model's device.
+        loss, targets: if both are given, the last layer's times and bytes include the loss. Of a
+            mapping or a dataclass with the labels inside, as ``Pipeline.step`` takes it, the loss
+            gets these.
+        optimizer: if given, ``update_seconds`` and ``optimizer_bytes`` are measured; otherwise the
+            update takes 0 s and the state of Adam is assumed.
+        repeats: rounds that count, at least 1.
+        sizes: other microbatch sizes to measure, each at most the rows of ``inputs``, of which the
+            first ones are taken; they become ``other_sizes``.
+        num_threads: intra-op threads; use what one worker will have.
+        ranks: of the pipelines that are run for ``contention``. By default as many as there are
+            cores, at most 8 and one per layer; with 0 or 1, none is run. None is run either on an
+            accelerator, or by one of several processes of a job.
+        patience_seconds: how long ``contention`` may be measured; two rounds are in any case. By
+            default six times as long as the layers alone took, at least 2 s and at most 60 s. It
+            ends as soon as the figures are steady.
+        progress: called with (done, total), first rounds, then shares of the patience. By default a
+            line on standard error says how far it is, every few seconds.
+
+    Returns:
+        The profile: seconds per microbatch, bytes per microbatch. Its ``warnings`` say if the
+        machine was busy, if figures are not steady, and why no pipeline could be run.
+
+    Raises:
+        ModelError: the model cannot be cut, or a layer fails on its input.
+        InputError: impossible arguments, a model and inputs on several devices, or a function that
+            makes no optimizer of the parameters that it is given.
+    """
+    _check(repeats, num_threads, ranks, sizes, progress)
+    if patience_seconds is not None:
+        number("patience_seconds", patience_seconds, positive=True)
+    if loss is not None and targets is None:
+        inputs, targets = parted_if_inside(inputs, loss, model)
+    inputs, targets = plain(inputs, "inputs"), plain(targets, "targets")
+    sample = Sample(inputs, targets, loss)
+    given = [sample.of(size) for size in sizes]
+    by_size = {other.num_rows: other for other in given if other.num_rows != sample.num_rows}
+    others = [by_size[size] for size in sorted(by_size)]
+    model = _in_layers(model, inputs)
+    spine_of(model)  # before anything is asked of its parameters
+    keep_freed_pages()
+    count = num_ranks(model, sample, num_threads, ranks)
+    asked = _Asked(model, sample, others, optimizer, repeats, num_threads)
+    if progress is not None:
+        return _measured(asked, count, patience_seconds, progress)
+    with Telling("profiling") as telling:
+        return _measured(asked, count, patience_seconds, telling.count)
+
+
+class _Asked(NamedTuple):
+    """What to measure, and how; arguments as of ``profile``."""
+
+    model: nn.Module
+    sample: Sample
+    others: Sequence[Sample]
+    optimizer: OptimizerFactory | None
+    repeats: int
+    num_threads: int
+
+
+def _measured(
+    asked: _Asked, count: int, patience_seconds: float | None, report: Progress
+) -> LayerGraph:
+    """The layers alone, and ``count`` ranks together."""
+    model, sample, others, optimizer, repeats, num_threads = asked
+    rounds = (WARM_UP + repeats) * (1 + len(others))
+    total = rounds + (_SHARES if count else 0)
+    runner = _runner(model, sample, optimizer) if count else None
+    begun = time.perf_counter()
+    graph = measure_alone(
+        model,
+        sample,
+        others,
+        optimizer=optimizer,
+        repeats=repeats,
+        num_threads=num_threads,
+        progress=lambda done, _: report(done, total),
+    )
+    if runner is None:
+        return graph
+    patience = patience_seconds or _patience_seconds(time.perf_counter() - begun)
+    if isinstance(runner, Runner):
+        calibrated = calibrate(
+            runner,
+            graph,
+            count,
+            patience,
+            lambda share: report(min(rounds + int(share * _SHARES), total), total),
+        )
+    else:
+        calibrated = uncalibrated(graph, runner)
+    report(total, total)
+    return _with_contention(calibrated)
+
+
+def _patience_seconds(alone_seconds: float) -> float:
+    """How long pipelines are measured by default."""
+    least, most = _PATIENCE_SECONDS
+    return min(max(_PATIENCE_PER_SECOND_ALONE * alone_seconds, least), most)
+
+
+def _runner(
+    model: nn.Module, sample: Sample, optimizer: OptimizerFactory | None
+) -> Runner | Exception:
+    """What trains a copy of the model, or why no copy can be made.
+
+    The copy is made before anything is measured: that may leave something on the model that cannot
+    be copied.
+    """
+    try:
+        return Runner(model, sample, optimizer)
+    except Exception as error:  # a model may refuse to be copied in any way
+        return error
+
+
+def _with_contention(calibrated: Calibrated) -> LayerGraph:
+    graph, contention, warnings = calibrated
+    return replace(
+        graph,
+        contention=contention,
+        warnings=warnings,
+        other_sizes=tuple(
+            replace(other, contention=contention, warnings=warnings) for other in graph.other_sizes
+        ),
+    )
+
+
+def _check(
+    repeats: int,
+    num_threads: int,
+    ranks: int | None,
+    sizes: Sequence[int],
+    progress: Progress | None,
+) -> None:
+    whole("repeats", repeats, 1, _MOST_REPEATS)
+    whole("num_threads", num_threads, 1, _MOST_THREADS)
+    if ranks is not None:
+        whole("ranks", ranks, 0)
+    expect(progress, Callable | None, "progress", "give a function of (done, total)")
+    expect(sizes, Iterable, "sizes", "give a list of numbers of rows")
+
+
+def _in_layers(model: nn.Module, inputs: Any) -> nn.Module:
+    """The model itself if it has a spine; otherwise captured."""
+    chained = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
+    if chained or hasattr(model, "spine") or not isinstance(model, nn.Module):
+        return model
+    # Tracing takes seconds to import, and few models need it.
+    from penstock.engine.tracing import capture
+
+    return capture(model, inputs)

@@ -1,0 +1,175 @@
+"""Runs a copy of a model for a few steps: alone, and as a pipeline in every mode."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from penstock.base.errors import InputError
+from penstock.base.units import format_bytes
+from penstock.core.cluster.local import host_memory_bytes
+from penstock.core.graph import Mode
+from penstock.core.schedule import Kind
+from penstock.core.timing.timeline import Timeline
+from penstock.engine.model import tree
+from penstock.engine.model.microbatches import Microbatches
+from penstock.engine.model.optimizer_factory import OptimizerFactory
+from penstock.planning.plans import Plan
+from penstock.training.pipeline import Pipeline
+from penstock.training.profiler.alone import Alone, Sample, measure_uncut
+
+FAMILIES: dict[Mode, str] = {"whole": "1f1b", "split": "zb-h1", "stream": "pipedream"}
+"""The schedule that stands for each mode."""
+
+_WARM_UP = 1  # it makes the optimizer's state
+# Weights, gradients and optimizer state, of which a stream keeps several versions.
+_COPIES = 8
+# A stream of five has two gaps between those in which it fills and drains.
+_LEAST_STEPS, _LEAST_STREAMED, _MOST_STEPS = 3, 5, 40
+_ENOUGH_SECONDS = 0.1
+
+
+class Ran(NamedTuple):
+    """What training by a plan took; medians over some minibatches.
+
+    Attributes:
+        step_seconds: one minibatch.
+        update_seconds: one update of each stage, summed over stages.
+        cpu_seconds: processor time of a minibatch, of all threads of this process.
+    """
+
+    step_seconds: float
+    update_seconds: float
+    cpu_seconds: float
+
+
+class Runner:
+    """Trains a copy of a model on one microbatch, again and again.
+
+    Args:
+        optimizer: as for ``Pipeline``.
+
+    Raises:
+        MemoryError: there may be none for a copy.
+    """
+
+    def __init__(
+        self, model: nn.Module, sample: Sample, optimizer: OptimizerFactory | None
+    ) -> None:
+        _check_memory(model)
+        self._model = copy.deepcopy(model)
+        self._sample = sample
+        self._optimizer = optimizer
+
+    @property
+    def updates(self) -> bool:
+        """Whether weights are updated."""
+        return self._optimizer is not None
+
+    def alone(self, num_threads: int) -> Alone:
+        """Time the same microbatch through all layers in this thread, while no rank works."""
+        return measure_uncut(self._model, self._sample, num_threads)
+
+    def run(self, plan: Plan) -> Ran:
+        """Time a few minibatches of training by a plan.
+
+        Raises:
+            PenstockError: the plan cannot be run.
+        """
+        sample = self._sample
+        inputs = Microbatches([sample.inputs] * plan.num_microbatches)
+        # Without a loss anything with rows will do.
+        target = sample.inputs if sample.loss is None else sample.targets
+        targets = Microbatches([target] * plan.num_microbatches)
+        with Pipeline(
+            self._model,
+            plan,
+            loss=sample.loss or _size_of,
+            optimizer=self._optimizer,
+            # What a copy learns from one microbatch is nobody's concern.
+            stop_at_nan=False,
+        ) as pipeline:
+            way = _stream if plan.versions.asynchronous else _steps
+            return way(pipeline, inputs, targets)
+
+
+def _check_memory(model: nn.Module) -> None:
+    needed = _COPIES * sum(parameter.nbytes for parameter in model.parameters())
+    memory = host_memory_bytes()
+    if memory and needed > memory:
+        raise MemoryError(
+            f"a copy of the model with its versions may need {format_bytes(needed)}, and the "
+            f"machine has {format_bytes(memory)}"
+        )
+
+
+def _size_of(output: Any, _: Any) -> Tensor:
+    """Stands in for a loss."""
+    sizes = [leaf.float().mean() for leaf in tree.tensors(output) if leaf.requires_grad]
+    if not sizes:
+        raise InputError("the output needs no gradient; give loss and targets")
+    return sum(sizes[1:], start=sizes[0])
+
+
+def _steps(pipeline: Pipeline, inputs: Microbatches, targets: Microbatches) -> Ran:
+    steps, cpus, updates = [], [], UpdateTimes()
+    for is_warm in _laps(_LEAST_STEPS):
+        start, cpu = time.perf_counter(), time.process_time()
+        pipeline.step(inputs, targets)
+        if is_warm:
+            steps.append(time.perf_counter() - start)
+            cpus.append(time.process_time() - cpu)
+            updates.note(pipeline.timeline)
+    return Ran(statistics.median(steps), updates.seconds, statistics.median(cpus))
+
+
+def _stream(pipeline: Pipeline, inputs: Microbatches, targets: Microbatches) -> Ran:
+    ends, cpus, updates = list[float](), list[float](), UpdateTimes()
+    for _ in pipeline.steps((inputs, targets) for _ in _laps(_LEAST_STREAMED)):
+        ends.append(time.perf_counter())
+        cpus.append(time.process_time())
+    # Without those in which the pipeline fills and drains.
+    gaps, cpu_gaps = (
+        [stop - start for start, stop in pairwise(stamps)][_WARM_UP:-1] for stamps in (ends, cpus)
+    )
+    updates.note(pipeline.timeline)
+    return Ran(statistics.median(gaps), updates.seconds, statistics.median(cpu_gaps))
+
+
+class UpdateTimes:
+    """Collects the seconds of optimizer steps from timelines."""
+
+    def __init__(self) -> None:
+        self._of_stage: dict[int, list[float]] = {}
+
+    def note(self, timeline: Timeline) -> None:
+        """Remember the updates of a timeline."""
+        for span in timeline.spans:
+            if span.op.kind is Kind.UPDATE:
+                self._of_stage.setdefault(span.op.stage, []).append(span.end - span.start)
+
+    @property
+    def seconds(self) -> float:
+        """The median update of each stage, summed over stages."""
+        return sum(map(statistics.median, self._of_stage.values()))
+
+
+def _laps(at_least: int) -> Iterator[bool]:
+    """Yield whether the warm-up is over, until enough has been measured.
+
+    Args:
+        at_least: how many laps there are however long they take, the warm-up included.
+    """
+    start = time.perf_counter()
+    for number in range(_WARM_UP + _MOST_STEPS):
+        if number == _WARM_UP:
+            start = time.perf_counter()
+        if number >= at_least and time.perf_counter() - start > _ENOUGH_SECONDS:
+            return
+        yield number >= _WARM_UP

@@ -1,0 +1,187 @@
+"""What a rehearsal gives: the step as it went, beside the step as it was predicted."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from penstock.core.schedule import Kind, Schedule
+from penstock.core.timing.costs import Costs
+from penstock.core.timing.simulator import simulate
+from penstock.core.timing.spans import BUSY, Span
+from penstock.core.timing.timeline import Timeline
+from penstock.training.rehearsal.reports import StepTimes
+from penstock.training.rehearsal.stream import Steady
+
+_HELD_UP_SECONDS = 1e-3
+
+
+class Comparison(NamedTuple):
+    """One figure, predicted and measured.
+
+    Attributes:
+        name: ``"makespan"`` or ``"steady seconds"`` (seconds), ``"bubble"``, ``"stage bubble"`` or
+            ``"steady efficiency"`` (shares of 1).
+        predicted, measured: its values.
+    """
+
+    name: str
+    predicted: float
+    measured: float
+
+    @property
+    def is_share(self) -> bool:
+        """Whether it is a share of 1, not seconds."""
+        return self.name not in ("makespan", "steady seconds")
+
+    @property
+    def difference(self) -> float:
+        """By how much the measured one is larger: for seconds as a share of the predicted, for
+        shares as it is (0.01 is one percentage point)."""
+        apart = self.measured - self.predicted
+        return apart if self.is_share or not self.predicted else apart / self.predicted
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """A plan rehearsed.
+
+    Attributes:
+        predicted: the simulator's timeline, with hops as long as they were measured in this run.
+        measured: the timeline of the median step.
+        step_seconds: makespan of every step after the warm-up.
+        pace_seconds: from the end of one step to the end of the next, where steps follow each other
+            without a pause; the median.
+        hop_seconds: how long a message took from rank to rank beyond its planned hop; median.
+        steady_seconds: of a schedule that never flushes, what a microbatch takes in the middle of
+            its stream: the time between two backwards at stage 0 that are about half a stream
+            apart, divided by the microbatches between them; of the steps, the median. ``None`` if
+            it flushes, or the stream is too short.
+        steady_efficiency: one device's compute per microbatch, divided by the number of ranks and
+            by ``steady_seconds``: 1.0 is as many devices, each as fast as one alone. Updates are
+            no compute.
+    """
+
+    predicted: Timeline
+    measured: Timeline
+    step_seconds: tuple[float, ...]
+    pace_seconds: float
+    hop_seconds: float
+    steady_seconds: Comparison | None = None
+    steady_efficiency: Comparison | None = None
+
+    @property
+    def num_held_up(self) -> int:
+        """How many ops of the measured step took a millisecond longer than they should: this
+        machine was doing something else."""
+        planned = {span.op: span.end - span.start for span in self.predicted.spans}
+        return sum(
+            span.end - span.start > planned[span.op] + _HELD_UP_SECONDS
+            for span in self.measured.spans
+            if span.op.kind in BUSY
+        )
+
+    @property
+    def comparisons(self) -> tuple[Comparison, ...]:
+        """Makespan and both bubbles; of a stream, its steady state too."""
+        steady = (self.steady_seconds, self.steady_efficiency)
+        whole = (
+            Comparison(name, getattr(self.predicted, field), getattr(self.measured, field))
+            for name, field in (
+                ("makespan", "makespan"),
+                ("bubble", "bubble"),
+                ("stage bubble", "stage_bubble"),
+            )
+        )
+        return (*whole, *(one for one in steady if one is not None))
+
+
+def rehearsal_of(
+    schedule: Schedule, costs: Costs, steps: Sequence[StepTimes], period: int | None = None
+) -> Rehearsal:
+    """Compare what was measured with what the simulator says.
+
+    Args:
+        schedule: lowered, as it was performed.
+        costs: seconds, as they were performed.
+        steps: all of them; the first is warm-up unless it is the only one.
+        period: after how many microbatches a stream repeats itself; ``None`` if it is none.
+    """
+    timelines = [_timeline(schedule, costs, times) for times in steps[1:] or steps]
+    lengths = tuple(timeline.makespan for timeline in timelines)
+    middle = statistics.median_low(lengths)
+    hop_seconds = _measured_hop(schedule, costs, timelines)
+    predicted = simulate(schedule, costs.with_longer_hops(hop_seconds))
+    steady = None if period is None else Steady.of(schedule, costs, period)
+    return Rehearsal(
+        predicted,
+        timelines[lengths.index(middle)],
+        lengths,
+        _pace(steps),
+        hop_seconds,
+        *(_steady(steady, predicted, timelines) if steady is not None else ()),
+    )
+
+
+def _steady(
+    steady: Steady, predicted: Timeline, timelines: Sequence[Timeline]
+) -> tuple[Comparison, Comparison]:
+    foreseen = steady.seconds(predicted)
+    measured = statistics.median(map(steady.seconds, timelines))
+    return (
+        Comparison("steady seconds", foreseen, measured),
+        Comparison("steady efficiency", steady.efficiency(foreseen), steady.efficiency(measured)),
+    )
+
+
+def _pace(steps: Sequence[StepTimes]) -> float:
+    """The slowest rank's, which in the long run is everybody's."""
+    ends = [[own[-1] for own in times] for times in steps]
+    paces = [
+        [after - before for before, after in zip(*pair, strict=True)]
+        for pair in itertools.pairwise(ends)
+    ]
+    return max(map(statistics.median, zip(*paces, strict=True)), default=0.0)
+
+
+def _timeline(schedule: Schedule, costs: Costs, times: StepTimes) -> Timeline:
+    spans = [
+        Span(op, rank, start, end)
+        for rank, (ops, own) in enumerate(zip(schedule.ranks, times, strict=True))
+        for op, start, end in zip(ops, own[::2], own[1::2], strict=True)
+    ]
+    ends = {span.op: span.end for span in spans}
+
+    def working(span: Span) -> Span:
+        """Without an update's wait for the gradients of other copies, which is no work."""
+        if span.op.kind is not Kind.UPDATE:
+            return span
+        there = [
+            ends[needed] + costs.delay(needed, span.op)
+            for needed in schedule.dependencies(span.op)
+            if schedule.where[needed] != span.rank
+        ]
+        # They leave within the op that hands them in, so they may be there before it has ended.
+        waited = min(max(there, default=span.start), span.end - costs.duration(span.op))
+        return span._replace(start=max(span.start, waited))
+
+    spans = [working(span) for span in spans]
+    return Timeline.of(spans, schedule.num_ranks, schedule.name, "measured", schedule.activations)
+
+
+def _measured_hop(schedule: Schedule, costs: Costs, timelines: Sequence[Timeline]) -> float:
+    """From the end of an op until its result was there, where somebody was waiting for it already;
+    less what was planned."""
+    hops = []
+    for timeline in timelines:
+        spans = {span.op: span for span in timeline.spans}
+        for span in timeline.spans:
+            if span.op.kind in (Kind.RECV_FORWARD, Kind.RECV_BACKWARD):
+                (send,) = schedule.dependencies(span.op)
+                made = spans[schedule.dependencies(send)[0]].end
+                if span.start < made:
+                    hops.append(span.end - made - costs.delay(send, span.op))
+    return max(0.0, statistics.median(hops)) if hops else 0.0
