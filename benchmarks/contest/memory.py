@@ -7,7 +7,7 @@ what they hold. Microbatches stay the same size while their number grows, so GPi
 for more of them and 1F1B does not. Every contestant runs in processes of its own, since resident
 memory never shrinks again. Columns, for ranks 0 and 1:
 
-counted       the most that autograd kept at once (``penstock.engine.device.activation_meter``), in MiB
+counted       the most that autograd kept at once (``engine.device.activation_meter``), in MiB
 microbatches  the same, divided by what one microbatch alone leaves
 resident      the most that was in memory at once during the steps, in MiB, less what was in memory
               before them: activations, gradients, optimizer, messages and the allocator's slack

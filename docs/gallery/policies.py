@@ -17,10 +17,7 @@ from typing import NamedTuple
 
 from defined import defined
 from pages import bibtex, filled, linked, options, paragraphs, percent, table
-
-from penstock.cli.sources import load, load_drawn
 from penstock.cluster import Cluster
-from penstock.drawing import draw, draw_stacked
 from penstock.graph import Layer, LayerGraph
 from penstock.planner import plan
 from penstock.plans.explanation import Explanation, explain, stability_bound
@@ -32,6 +29,9 @@ from penstock.timing.costs import Costs
 from penstock.timing.simulator import simulate
 from penstock.timing.timeline import Timeline
 from penstock.versions import POLICIES, Latest, PipeMare, Policy, Predict, Stash, trace
+
+from penstock.cli.sources import load, load_drawn
+from penstock.drawing import draw, draw_stacked
 
 NUM_STAGES, NUM_MICROBATCHES, MINIBATCH = 4, 12, 4
 """Of the pictures."""

@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 from pages import HERE, filled, table
+from penstock.plans import Plan
+from penstock.plans.picture import picture_of
 from torch import nn
 
 import penstock as pk
 from penstock.drawing import draw_plan
-from penstock.plans import Plan
-from penstock.plans.picture import picture_of
 from penstock.trial.reference.single_device import SingleDevice
 
 DOCS = HERE.parent

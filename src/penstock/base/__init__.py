@@ -1,1 +1,1 @@
-"""What every other wing stands on: errors, values as files, quantities as text, names loaded when used, progress lines."""
+"""What every other wing stands on: errors, values as files, quantities as text, progress lines."""

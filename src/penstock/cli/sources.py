@@ -275,7 +275,7 @@ def read_ops(path: str) -> Schedule:
     text, stem = read_text(path), Path(path).stem
     if not _TORCH.search(text):  # words that only torch's files have
         return _named(path, Schedule.parse, text, stem)
-    from penstock.interop.torch_schedules import from_torch_csv
+    from penstock.planning.export.torch_schedules import from_torch_csv
 
     return _named(path, from_torch_csv, text, stem)
 

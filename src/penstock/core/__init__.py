@@ -1,1 +1,1 @@
-"""The values that everything is said in: models as graphs, clusters, schedules, weight versions, timelines, sums."""
+"""What everything is said in: models, clusters, schedules, weight versions, timelines, sums."""

@@ -1,1 +1,1 @@
-"""What a script holds: pipelines and streams, the loop around them, checkpoints, profiles, rehearsals, supervised jobs."""
+"""What a script holds: pipelines, streams, the loop around them, checkpoints, profiles, jobs."""

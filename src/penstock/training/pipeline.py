@@ -59,7 +59,7 @@ class Pipeline:
     plan and the seed of rank 0 count, so every process may profile and plan for itself.
 
     Args:
-        model: an ``nn.Sequential``, or a module with a ``spine`` (see ``penstock.engine.model.spine``).
+        model: an ``nn.Sequential``, or a module with a ``spine`` (see ``engine.model.spine``).
         plan: made for this model; its layers are checked against it.
         loss: from (output, targets) of one microbatch to a scalar tensor. Needed by ``step``.
         optimizer: makes an optimizer of the parameters it is given, once per stage; they are a list

@@ -6,7 +6,7 @@ element is summed by one holder in the order of one device; in ``sharding`` the 
 it, be it a holder or a parameter server, and in ``stale`` a server does so without waiting for all.
 In which portions gradients leave, and who owns what of them, is ``slices``; ``watch`` tells when a
 gradient is complete. ``handing`` is for those who hand flat buffers (``flat``) to somebody else:
-``serving`` to owners of which some are spare machines (``penstock.core.summation``), ``collective`` to
+``serving`` to owners of which some are spare machines (``core.summation``), ``collective`` to
 ``torch.distributed``. ``agreement`` is how all ranks learn the norm of the whole model's gradients.
 
 Decisions:
@@ -21,7 +21,7 @@ owner each, only its link would be busy with them.
 A parameter server is a rank of the job, behind those that run stages, and not a machine that
 somebody else's program listens on: optimizers, schedulers and checkpoints are the user's code and
 files, which every rank has, and a server elsewhere would have to be sent. What it may be late with
-is decided by one server as gradients arrive (``penstock.core.summation.staleness``), and written down:
+is decided by one server as gradients arrive (``core.summation.staleness``), and written down:
 who replays the journal needs no clock.
 
 A rank sums what it owns of all its shared weights before it waits for anyone's sum, so ranks may

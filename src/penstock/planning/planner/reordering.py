@@ -46,7 +46,7 @@ def in_other_orders(task: Task) -> Iterator[Task]:
 
 def learned(task: Task, wish: Wish) -> Candidate | None:
     """The candidate whose placement of layers on devices a policy learned by trial and error,
-    judged by simulations of 1F1B (``penstock.planning.partition.placement.learned``); ``None`` if it does
+    judged by simulations of 1F1B (``planning.partition.placement.learned``); ``None`` if it does
     not fit.
 
     Args:

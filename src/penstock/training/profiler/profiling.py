@@ -71,7 +71,7 @@ def profile(  # noqa: PLR0913 - each has a default that most callers keep
     also of the copy), they do many times.
 
     Args:
-        model: an ``nn.Sequential``, or a module with a ``spine`` (see ``penstock.engine.model.spine``);
+        model: an ``nn.Sequential``, or a module with a ``spine`` (see ``engine.model.spine``);
             any other is captured (``penstock.engine.tracing``). It is measured in the mode it is in
             (training, unless ``eval()`` was called).
         inputs: one microbatch, rows first: a tensor or nested tensors, on the model's device.

@@ -1,4 +1,4 @@
-"""The process that forks the ranks of a rehearsal: ``python -m penstock.training.rehearsal.launch``.
+"""The process that forks the ranks of a rehearsal: ``python -m training.rehearsal.launch``.
 
 A process of its own, because only one without threads can be forked safely, and who asks for a
 rehearsal may have any number of them. It reads a ``Job`` from standard input, writes ``reports`` to

@@ -105,10 +105,10 @@ def load() -> None:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     import torch
 
-    import penstock.engine.tracing  # noqa: F401
+    import penstock.engine.tracing
     import penstock.planning.planner
     import penstock.training.pipeline
-    import penstock.training.profiler
+    import penstock.training.profiler  # noqa: F401
 
     # The first optimizer loads what takes a second.
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])

@@ -1,4 +1,4 @@
-"""The dynamic programme behind ``penstock.planning.partition.steady.levels``, on tables of numbers."""
+"""The dynamic programme behind ``planning.partition.steady.levels``, on tables of numbers."""
 
 from __future__ import annotations
 
