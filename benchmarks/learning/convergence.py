@@ -13,12 +13,12 @@ for one update.
 Runs that are in the results already are not repeated (all of them take about an hour on one core);
 to measure afresh, give another --folder. ``--quick`` trains six updates of everything and keeps
 nothing: it shows that it works. ``--longer 1000`` trains every method once more, on seed 0 for so
-many updates at the learning rate that was best. ``--markdown`` prints the tables of
+many updates at the learning rate that was best. ``--markdown`` prints tables for
 docs/convergence.md. Pictures are drawn if no method is left out. The digits are scikit-learn's,
 which is no dependency of Penstock.
 
 loss ± spread  held-out, mean of the last three looks; mean over seeds ± half of their range
-lr             the learning rate that was best on seed 0
+learning rate  the one that was best on seed 0
 time to 1F1B's from when on the mean loss is as low as what 1F1B with AdamW has at its end, in
                updates of one device; – if it never is
 less 1F1B's    the same looks beside 1F1B with AdamW when that has taken as long
@@ -205,10 +205,10 @@ def tables(
 
     def loss(name: str, p: int) -> str:
         one = findings[name, p]
-        return f"{one.loss:.3f} ± {one.spread:.3f} ({one.rate:g})"
+        return f"{one.loss:.3f}±{one.spread:.3f} ({1e3 * one.rate:g})"
 
     def correct(name: str, p: int) -> str:
-        return f"{100 * findings[name, p].correct:.1f} %"
+        return f"{100 * findings[name, p].correct:.1f}"
 
     def reached(name: str, p: int) -> str:
         when = time_to(findings[BASELINE, p].loss, curves[name, p])
@@ -218,9 +218,9 @@ def tables(
         return f"{beside(curves[BASELINE, p], curves[name, p]):+.3f}".replace("-", "−")
 
     made = partial(table, methods=methods, stages=options.stages, markdown=options.markdown)
-    yield made(f"{work.title}: held-out loss ± spread (lr)", cell=loss)
+    yield made(f"{work.title}: held-out loss ± spread (10³ · learning rate)", cell=loss)
     if work.name == "cnn":
-        yield made(f"{work.title}: held-out digits that are right", cell=correct)
+        yield made(f"{work.title}: held-out digits that are right, %", cell=correct)
     if BASELINE in options.methods:
         yield made(f"{work.title}: simulated time of all updates, time to 1F1B's", cell=reached)
         yield made(f"{work.title}: loss less 1F1B's at the same simulated time", cell=ahead)
