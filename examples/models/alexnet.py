@@ -1,10 +1,7 @@
 """AlexNet.
 
-Krizhevsky, Sutskever, Hinton: ImageNet Classification with Deep Convolutional Neural Networks,
-NeurIPS 2012; section 3. The paper's two GPUs each hold half of the channels and talk in some layers
-only; here, as usual, layers whose halves do not talk are convolutions of two groups.
-
-It is an ``nn.Sequential``, so it is a spine itself.
+Krizhevsky, Sutskever, Hinton, NeurIPS 2012, section 3. Layers whose halves do not talk on the
+paper's two GPUs are convolutions of two groups.
 """
 
 from __future__ import annotations

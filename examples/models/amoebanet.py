@@ -1,11 +1,8 @@
 """AmoebaNet-D, the network that GPipe was made for.
 
-Real, Aggarwal, Huang, Le: Regularized Evolution for Image Classifier Architecture Search,
-arXiv:1802.01548, 2018; in the sizes of Huang et al.: GPipe, arXiv:1811.06965, 2018, table 1. Which
-states of a normal cell are joined is as in the authors' code, and not as in their picture: with
-those, the sizes of GPipe's table come out.
-
-It is no chain: a cell reads the two before it. ``penstock.capture`` cuts it.
+Real et al., arXiv:1802.01548, 2018, in the sizes of GPipe (Huang et al., arXiv:1811.06965, table
+1). States of a normal cell are joined as in the authors' code, not as in their picture: those give
+the sizes of GPipe's table.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """AWD-LSTM: a language model of LSTMs that drops out nearly everything.
 
-Merity, Keskar, Socher: Regularizing and Optimizing LSTM Language Models, arXiv:1708.02182, 2017;
-sections 2, 4.2, 4.3 and 4.5: DropConnect on the hidden-to-hidden weights, one dropout mask for all
-words of a sequence, whole words dropped from the embedding, and an embedding that is tied to the
-output. The averaged optimizer and the penalties on activations are no part of the model. Every
-sequence starts from zeros.
-
-It is no chain, and has tied weights: ``penstock.capture`` cuts it.
+Merity, Keskar, Socher, arXiv:1708.02182, 2017, sections 2, 4.2, 4.3 and 4.5: DropConnect on the
+hidden-to-hidden weights, one dropout mask for a whole sequence, dropped words, tied embedding and
+output. Without the averaged optimizer and the penalties; every sequence starts from zeros.
 """
 
 from __future__ import annotations

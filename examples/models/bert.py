@@ -1,9 +1,7 @@
 """BERT, as Hugging Face's ``transformers`` has it.
 
-Devlin, Chang, Lee, Toutanova: BERT, arXiv:1810.04805, 2018; sections 3 and 3.1, task 1: some words
-are hidden, and told from those around them.
-
-It is no chain, takes a dictionary and gives an object: ``penstock.capture`` cuts it.
+Devlin et al., arXiv:1810.04805, 2018, sections 3 and 3.1, task 1: some words are hidden, and told
+from those around them.
 """
 
 from __future__ import annotations

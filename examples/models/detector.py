@@ -1,11 +1,8 @@
 """A small detector: what is in an image, and where.
 
-After Redmon, Divvala, Girshick, Farhadi: You Only Look Once, arXiv:1506.02640, 2015; sections 2
-and 2.2: the image is divided into cells, and each says in one pass whether the centre of something
-is in it, the box around that, and its class. The network is a small one of our own, with a path
-from a finer resolution, and a cell says one box.
-
-It is no chain, and gives a dictionary: ``penstock.capture`` cuts it.
+After YOLO (Redmon et al., arXiv:1506.02640, 2015, sections 2 and 2.2): each cell of the image says
+in one pass whether something's centre is in it, its box and its class. The network is a small one
+of our own, with a path from a finer resolution and one box per cell.
 """
 
 from __future__ import annotations

@@ -1,15 +1,9 @@
 """GNMT: translation with deep LSTMs, attention and residual connections.
 
-Wu et al.: Google's Neural Machine Translation System, arXiv:1609.08144, 2016; section 3 and figure
-1: the first encoder layer reads in both directions, later ones add their input to their output, the
-bottom decoder layer asks where to look, and what it sees is given to all layers above. Attention is
-additive (Bahdanau et al., arXiv:1409.0473).
-
-One difference: in the paper the bottom layer's previous output asks, and the answer is part of its
-own next input, so that decoding goes word by word through all layers. Here its output at each word
-asks for that word, so a layer reads the whole sentence at once in training, and can be a stage.
-
-It is no chain, and has two inputs: ``penstock.capture`` cuts it.
+Wu et al., arXiv:1609.08144, 2016, section 3 and figure 1; attention is additive (Bahdanau et al.,
+arXiv:1409.0473). One difference: in the paper the bottom decoder layer asks with its previous
+output, word by word. Here its output at each word asks for that word, so that a layer reads whole
+sentences and can be a stage.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """GPT-2, as Hugging Face's ``transformers`` has it.
 
-Radford et al.: Language Models are Unsupervised Multitask Learners, 2019; section 2.3. The weights
-of embedding and output are the same.
-
-It is no chain, takes a dictionary and gives an object: ``penstock.capture`` cuts it. A cache of
-keys and values is for writing, not for learning: ``use_cache=False``.
+Radford et al., 2019, section 2.3. Embedding and output share their weights.
+Train it with ``use_cache=False``: the cache of keys and values is for writing.
 """
 
 from __future__ import annotations

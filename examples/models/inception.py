@@ -1,12 +1,8 @@
 """Inception v3.
 
-Szegedy, Vanhoucke, Ioffe, Shlens, Wojna: Rethinking the Inception Architecture for Computer Vision,
-arXiv:1512.00567, 2015; table 1, with the modules of figures 5, 6, 7 and 10. As in the code that its
-authors published, all 5×5 convolutions but those of the first three modules are two of 3×3, and
-modules of figure 6 differ in width. The auxiliary classifier is left out.
-
-Its modules have branches, but stand in an ``nn.Sequential``, so it is a spine itself;
-``penstock.capture`` cuts inside of the modules, too.
+Szegedy et al., arXiv:1512.00567, 2015, table 1 and figures 5, 6, 7 and 10. As in the authors' code,
+all 5×5 convolutions but those of the first three modules are two of 3×3, and modules of figure 6
+differ in width. Without the auxiliary classifier.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """ResNet-50.
 
-He, Zhang, Ren, Sun: Deep Residual Learning for Image Recognition, arXiv:1512.03385, 2015; table 1
-(50 layers) and figure 5, right (the bottleneck). Where the number of channels changes, the shortcut
-is a projection (section 3.3, option B), and the first 1×1 convolution of the block has the stride.
-
-It is no chain: every block adds its input to its output. ``penstock.capture`` cuts it.
+He et al., arXiv:1512.03385, 2015, table 1 (50 layers) and figure 5 (right). Where the number of
+channels changes, the shortcut is a projection (option B), and the block's first 1×1 convolution has
+the stride.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """S2VT: a video in, a sentence out.
 
-Venugopalan, Rohrbach, Donahue, Mooney, Darrell, Saenko: Sequence to Sequence – Video to Text,
-arXiv:1505.00487, 2015; section 3 and figure 2: two LSTMs, the lower one for frames, the upper one
-for words. While frames come there are no words, and while words come there are no frames; where
-there is nothing, zeros are read. Frames are what the second last layer of a network for images says
-of them; here they are made by convolutions that are trained along.
-
-It is no chain, and has two inputs: ``penstock.capture`` cuts it.
+Venugopalan et al., arXiv:1505.00487, 2015, section 3 and figure 2: two LSTMs, the lower one for
+frames, the upper one for words, with zeros where there is nothing to read. Frames are features of
+convolutions that are trained along.
 """
 
 from __future__ import annotations

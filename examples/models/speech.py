@@ -1,10 +1,8 @@
 """Speech: energies of sound in, letters out, and nobody said when each of them is spoken.
 
-Amodei et al.: Deep Speech 2, arXiv:1512.02595, 2015; sections 3.1 to 3.5 in small: convolutions
-over time and frequency, recurrent layers that read in both directions, and connectionist temporal
-classification (Graves et al., ICML 2006) for a loss. The published network has 3 and 7 of these.
-
-It is no chain: recurrent layers give more than their output. ``penstock.capture`` cuts it.
+Deep Speech 2 (Amodei et al., arXiv:1512.02595, 2015, sections 3.1 to 3.5) in small: convolutions
+over time and frequency (3 in the paper), bidirectional recurrent layers (7), and connectionist
+temporal classification (Graves et al., ICML 2006) for a loss.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """VGG-16.
 
-Simonyan, Zisserman: Very Deep Convolutional Networks for Large-Scale Image Recognition,
-arXiv:1409.1556, 2014; table 1, configuration D. Almost all of its 138 million parameters are in the
-fully connected layers, almost all of its work in the convolutions.
-
-It is an ``nn.Sequential``, so it is a spine itself.
+Simonyan, Zisserman, arXiv:1409.1556, 2014, table 1, configuration D. Almost all of its 138 million
+parameters are in the linear layers, almost all of its work in the convolutions.
 """
 
 from __future__ import annotations
