@@ -146,12 +146,12 @@ def graph_of(num_layers, **layer):
 def test_a_plan_books_one_graph_and_one_version_per_stage(num_stages):
     graph = graph_of(num_stages, activation_bytes=1000, parameter_bytes=10)
     cluster = pk.Cluster.local(num_stages)
-    plan = pk.plan(graph, cluster, microbatches=1, stages=num_stages, versions=Sideways())
+    plan = pk.plan(graph, cluster, num_microbatches=1, stages=num_stages, versions=Sideways())
     assert (plan.schedule, plan.versions) == ("partime", Sideways())
     assert plan.rank_bytes == (1020,) * num_stages
     assert [stage.memory_bytes for stage in plan.stages] == [1020] * num_stages
     assert plan.simulate().peak_bytes(plan.sizes) == (1000,) * num_stages
-    stashing = pk.plan(graph, cluster, microbatches=1, stages=num_stages, schedule="pipedream")
+    stashing = pk.plan(graph, cluster, num_microbatches=1, stages=num_stages, schedule="pipedream")
     # Stage s keeps p−s graphs and p−s versions, besides a gradient of the weights.
     held = range(num_stages, 0, -1)
     assert stashing.rank_bytes == tuple(1000 * more + 10 * (more + 1) for more in held)
@@ -175,7 +175,7 @@ REFUSED = {
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_cannot_be_is_refused(message):
     with pytest.raises(PenstockError, match=message):
-        pk.plan(graph_of(4), pk.Cluster.local(4), microbatches=1, **REFUSED[message])
+        pk.plan(graph_of(4), pk.Cluster.local(4), num_microbatches=1, **REFUSED[message])
 
 
 def test_a_stage_does_not_run_forward_twice_for_what_it_has_just_left():

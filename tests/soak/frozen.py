@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib
+import inspect
 import json
 import os
 import pkgutil
@@ -93,6 +94,15 @@ def _drawn(timeline: Any) -> object:
     return spans, timeline.makespan.hex(), timeline.bubble.hex(), timeline.peak_activations
 
 
+@cache
+def _count_keyword() -> str:
+    """The keyword of ``plan``, which had another name once."""
+    import penstock as pk
+
+    names = inspect.signature(pk.plan).parameters
+    return "num_microbatches" if "num_microbatches" in names else "microbatches"
+
+
 def _plan(dice: random.Random) -> Iterator[object]:
     import penstock as pk
 
@@ -116,7 +126,7 @@ def _plan(dice: random.Random) -> Iterator[object]:
     )
     link = pk.Link(latency_seconds=1e-5, bytes_per_second=dice.choice([1e8, 1e9, 1e10]))
     cluster = pk.Cluster(devices=devices, link=link)
-    request: dict[str, Any] = {"microbatches": dice.choice([1, 4, 8, 13])}
+    request: dict[str, Any] = {_count_keyword(): dice.choice([1, 4, 8, 13])}
     request["schedule"] = dice.choice([None, "1f1b", "gpipe", "zb-h1", "interleaved-1f1b"])
     if dice.random() < 0.3:
         request |= {"schedule": None, "asynchronous": True}
@@ -172,7 +182,7 @@ def _training(dice: random.Random) -> Iterator[object]:
     plan = pk.plan(
         graph,
         pk.Cluster(devices=tuple(pk.Device(name=f"c{number}") for number in range(2))),
-        microbatches=microbatches,
+        **{_count_keyword(): microbatches},
         schedule=name,
         recompute=dice.choice(["never", "stage"]) if name else "where-needed",
     )

@@ -106,7 +106,7 @@ def _planned(table: JobTable) -> Plan:
         plan = planner.plan(
             LayerGraph.load(str(table.graph)),
             Cluster.local(1, tiers=tiers),
-            microbatches=table.microbatches,
+            num_microbatches=table.microbatches,
             memory_bytes=table.memory,
         )
     return plan

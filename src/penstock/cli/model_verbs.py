@@ -65,7 +65,7 @@ def train(
         chosen = planner.plan(
             graph,
             Cluster.local(ranks),
-            microbatches=microbatches,
+            num_microbatches=microbatches,
             schedule=schedule,
             stages=ranks,
             versions=versions,
@@ -94,7 +94,7 @@ def demo(steps: int, output: str, as_json: bool) -> None:
         print_graph(graph)
         show.echo()
     chosen = planner.plan(
-        graph, Cluster.local(2), microbatches=MICROBATCHES, schedule="1f1b", stages=2
+        graph, Cluster.local(2), num_microbatches=MICROBATCHES, schedule="1f1b", stages=2
     )
     _train(loaded, chosen, steps, True, output, as_json)
 

@@ -121,14 +121,14 @@ def _parse_tensor_ranks(_: click.Context, __: click.Parameter, text: str) -> int
     help="Share of an exchange of gradients that hides behind the backward; 0: as simulated.",
 )
 @click.option(
-    "--order",
+    "--layer-order",
     type=click.Choice(["execution", "any"]),
     default="execution",
     show_default=True,
     help="Where branching models may be cut.",
 )
 @click.option(
-    "--placement",
+    "--placer",
     type=click.Choice(["exact", "reinforce"]),
     default="exact",
     show_default=True,
@@ -176,7 +176,7 @@ def plan(
     if microbatches is None and minibatch is None and not live:
         microbatches = 8
     request |= {
-        "microbatches": microbatches,
+        "num_microbatches": microbatches,
         "minibatch": minibatch,
         "stages": stages,
         "memory_bytes": memory,

@@ -31,7 +31,7 @@ class Spread:
 
     Args:
         plan: made for the same model, captured with the same ``granularity``.
-        microbatches: into how many a batch is cut, where there is no ``plan``; at least 1.
+        num_microbatches: into how many a batch is cut: as the ``plan`` says, or else 4.
         stages: how many; by default the best number.
         schedule: the family; by default the best of all that flush.
         cluster: devices to use; by default this machine's cores.
@@ -46,7 +46,7 @@ class Spread:
     """
 
     plan: Plan | None = None
-    microbatches: int = 4
+    num_microbatches: int = 4
     stages: int | None = None
     schedule: str | None = None
     cluster: Cluster | None = None
@@ -58,12 +58,8 @@ class Spread:
         if self.plan is not None:
             expect(self.plan, Plan, "the plan", "make one with penstock.plan, or Plan.load a file")
             check_plan(self.plan)
-        whole("microbatches", self.microbatches, 1)
-
-    @property
-    def num_microbatches(self) -> int:
-        """Into how many a minibatch is cut."""
-        return self.microbatches if self.plan is None else self.plan.num_microbatches
+            object.__setattr__(self, "num_microbatches", self.plan.num_microbatches)
+        whole("num_microbatches", self.num_microbatches, 1)
 
     def layers_of(self, model: nn.Module, inputs: Any) -> nn.Module:
         """The model itself if it has a spine; otherwise captured.
@@ -101,7 +97,7 @@ class Spread:
         found = find(
             graph,
             self.cluster,
-            microbatches=self.microbatches,
+            num_microbatches=self.num_microbatches,
             stages=self.stages,
             schedule=self.schedule,
             spill="never",

@@ -96,7 +96,7 @@ class Pipeline:
             ``meta`` gets new ones. ``"per-layer"``: every layer draws its parameters anew by the
             ``reset_parameters`` of its modules, from the ``seed`` and its number in the model, so
             that the same model on ``meta`` would get the same values.
-        weights: a safetensors file, or a folder of several, with the model's initial values under
+        initial_weights: a safetensors file, or a folder of several, with the model's initial values under
             the keys of its ``state_dict``; the model may be on ``meta``, and no more than a layer
             is read at a time.
         transport: ``"threads"``; ``"shared-memory"`` or ``"process-group"`` between processes;
@@ -160,7 +160,7 @@ class Pipeline:
         batch_norm: BatchNormStatistics = "microbatch",
         devices: Devices | None = None,
         init: Init = "given",
-        weights: str | os.PathLike[str] | None = None,
+        initial_weights: str | os.PathLike[str] | None = None,
         transport: TransportName = "auto",
         seed: int | None = None,
         reduction: Literal["mean", "sum"] = "mean",
@@ -201,7 +201,7 @@ class Pipeline:
                 results=results,
                 devices=devices,
                 init=init,
-                weights=weights,
+                weights=initial_weights,
                 message_types=message_types,
                 compare_data=compare_data,
             )

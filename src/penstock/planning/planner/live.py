@@ -37,7 +37,7 @@ def is_live(schedule: str | None, versions: Policy | None, rate: float | None) -
 
 
 def live_schedule(
-    schedule: str | None, versions: Policy | None, rate: float, placement: str
+    schedule: str | None, versions: Policy | None, rate: float, placer: str
 ) -> str:
     """The schedule of a plan that is to keep a rate.
 
@@ -47,8 +47,8 @@ def live_schedule(
     if not is_number(rate) or not 0 < rate <= MOST_AMOUNT:
         raise InputError(f"rate is {shown(rate)}; give frames per second, a number > 0")
     family = schedule or (next(iter(PROPOSED)) if versions is None else versions.family)
-    if family not in USUAL or placement != "exact":
-        flushes = f"{family} drains" if family not in USUAL else f"placement={placement!r} drains"
+    if family not in USUAL or placer != "exact":
+        flushes = f"{family} drains" if family not in USUAL else f"placer={placer!r} drains"
         raise InputError(
             f"rate is for a stream that never ends, but {flushes} at each update; take one of "
             f"{', '.join(USUAL)}, or leave rate out"

@@ -61,7 +61,7 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
     graph: LayerGraph,
     cluster: Cluster | None = None,
     *,
-    microbatches: int | None = None,
+    num_microbatches: int | None = None,
     minibatch: int | None = None,
     schedule: str | None = None,
     stages: int | None = None,
@@ -76,8 +76,8 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
     tensor_ranks: int | Literal["any"] = 1,
     reducer: ReducerName | Literal["any"] = "owners",
     stale: int = 0,
-    order: Literal["execution", "any"] = "execution",
-    placement: Literal["exact", "reinforce"] = "exact",
+    layer_order: Literal["execution", "any"] = "execution",
+    placer: Literal["exact", "reinforce"] = "exact",
     rate: float | None = None,
     spill: SpillRule = "where-needed",
 ) -> Plan:
@@ -93,11 +93,11 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
     Args:
         graph: the profiled model.
         cluster: devices to use, all or some of them; by default this machine's cores.
-        microbatches: per minibatch, each as large as the one that was profiled; 1 by default for a
+        num_microbatches: per minibatch, each as large as the one that was profiled; 1 by default for a
             live stream (``partime``, or with a ``rate``), else to be given.
         minibatch: rows of a minibatch, instead; every microbatch size that was profiled and divides
             it is tried, if that does not make too many of them. With both, microbatches have
-            ``minibatch / microbatches`` rows.
+            ``minibatch / num_microbatches`` rows.
         schedule: the family to use, its options behind a colon, as in
             ``"interleaved-1f1b:stages_per_rank=4"``; by default the best of all.
         stages: how many; by default the best number.
@@ -126,10 +126,10 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
             bits of owners.
         stale: by how many updates the gradients of a copy may be late, with ``"parameter-server"``;
             the cluster's first spare machine is then the server.
-        order: ``"any"`` also cuts branching models where no prefix of their execution order ends;
+        layer_order: ``"any"`` also cuts branching models where no prefix of their execution order ends;
             the plan then lists layers in another order (``Captured.ordered`` puts a model's into
             it).
-        placement: ``"reinforce"`` lets a policy learn which device takes which layers of a
+        placer: ``"reinforce"`` lets a policy learn which device takes which layers of a
             branching model (``docs/learned-placement.md``); ``"exact"`` cuts chains best.
         rate: frames per second of a live source, each frame a microbatch. The plan then has the
             fewest devices that keep up with it; if no schedule is asked for, ``pipedream`` with
@@ -157,18 +157,18 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
     )
     expect(versions, Policy | None, "versions", "take one of penstock.versions, as in Stash()")
     one_of("recompute", recompute, get_args(RecomputeRule))
-    one_of("order", order, ("execution", "any"))
-    one_of("placement", placement, ("exact", "reinforce"))
+    one_of("layer_order", layer_order, ("execution", "any"))
+    one_of("placer", placer, ("exact", "reinforce"))
     one_of("spill", spill, get_args(SpillRule))
     flag("asynchronous", asynchronous)
     expect(cuts, list | tuple, "cuts", "give a list of layers, as in cuts=[3]")
-    check_counts(graph, microbatches, minibatch, stages, memory_bytes)
+    check_counts(graph, num_microbatches, minibatch, stages, memory_bytes)
     schedule, options = read_schedule(schedule)
     proposes = schedule is None and versions is None
     if rate is not None:
-        schedule = live_schedule(schedule, versions, rate, placement)
-    if microbatches is None and minibatch is None and is_live(schedule, versions, rate):
-        microbatches = 1
+        schedule = live_schedule(schedule, versions, rate, placer)
+    if num_microbatches is None and minibatch is None and is_live(schedule, versions, rate):
+        num_microbatches = 1
     given = read_cuts(graph, cuts) if cuts else ()
     if given and stages not in (None, len(given) - 1):
         raise InputError(f"the cuts make {len(given) - 1} stages, but stages is {stages}")
@@ -184,10 +184,10 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
             find_cost_model(cost_model, overlap),
             marks=given,
         )
-        for size, count in microbatch_sizes(graph, microbatches, minibatch, most_ranks)
+        for size, count in microbatch_sizes(graph, num_microbatches, minibatch, most_ranks)
     ]
     tasks = list(_with_tensor_ranks(list(_with_reducers(single, reducer, stale)), tensor_ranks))
-    if order == "any" and not given:
+    if layer_order == "any" and not given:
         tasks += [other for task in tasks for other in in_other_orders(task)]
     if versions is not None and versions.asynchronous and schedule is None:
         schedule = versions.family
@@ -207,7 +207,7 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
     )
     if spill == "always":
         return _spilled(single, wish)
-    if placement == "reinforce":
+    if placer == "reinforce":
         _check_learnable(wish)
         return _learned(tasks, wish)
     never = versions is not None and versions.asynchronous
@@ -286,7 +286,7 @@ def _check_learnable(wish: Wish) -> None:
     asked = [name for name, is_asked in pinned.items() if is_asked]
     if asked:
         raise InputError(
-            f"placement='reinforce' decides about stages itself, for {PLAIN}; leave out "
+            f"placer='reinforce' decides about stages itself, for {PLAIN}; leave out "
             f"{' and '.join(asked)}"
         )
 
@@ -296,7 +296,7 @@ def _learned(tasks: Sequence[Task], wish: Wish) -> Plan:
     placed = [one for one in (learned(task, wish) for task in tasks) if one is not None]
     if not placed:
         raise PlanError(
-            "the learned placement does not fit in memory; placement='exact' looks for one that "
+            "the learned placement does not fit in memory; placer='exact' looks for one that "
             "does"
         )
     return _explained(min(placed, key=lambda candidate: candidate.seconds), (), tasks, wish)

@@ -101,7 +101,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
             ``None`` where all of them stay.
         offload: whose activations leave between forward and backward, and where to; ``None`` where
             all of them stay.
-        version: the number of this file format.
+        file_version: the number of this file format; ``version`` in the file.
 
     Raises:
         InputError: the parts contradict each other: no stage, a stage without layers, a layer
@@ -127,13 +127,13 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
     rate: float | None = None
     spill: Spill | None = None
     offload: Offload | None = None
-    version: int = 2
+    file_version: int = field(default=2, name="version")
 
     def __post_init__(self) -> None:
         self.check_fields()
-        if self.version != 2:
+        if self.file_version != 2:
             raise InputError(
-                f"the plan has version {self.version}; this Penstock reads version 2, so plan again"
+                f"the plan has version {self.file_version}; this Penstock reads version 2, so plan again"
             )
         whole("num_microbatches", self.num_microbatches, 1, MOST_MICROBATCHES)
         whole("num_threads", self.num_threads, 1, MOST_THREADS)

@@ -65,7 +65,7 @@ class Setting:
         plan = planner.plan(
             self.graph,
             self.cluster,
-            microbatches=self.num_microbatches,
+            num_microbatches=self.num_microbatches,
             schedule="1f1b",
             stages=self.num_devices,
             recompute="never",

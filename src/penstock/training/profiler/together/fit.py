@@ -61,7 +61,7 @@ def plan_of(graph: LayerGraph, mode: Mode, num_ranks: int) -> Plan:
     return plan(
         graph,
         crowd(num_ranks),
-        microbatches=_MICROBATCHES_PER_RANK * num_ranks,
+        num_microbatches=_MICROBATCHES_PER_RANK * num_ranks,
         schedule=FAMILIES[mode],
         stages=num_ranks,
         recompute="never",
