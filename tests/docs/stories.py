@@ -51,3 +51,9 @@ def tell(step, namespace):
             del linecache.cache[FILE]
     ours = [warning for warning in warned if warning.filename == FILE]
     return "".join(f"{warning.category.__name__}: {warning.message}" for warning in ours)
+
+
+def matches(shown, said):
+    """Whether a page shows what was said: to the word, with ``…`` for what it leaves out."""
+    parts = (re.escape(part) for part in " ".join(shown.split()).split("…"))
+    return re.fullmatch(".*".join(parts), " ".join(said.split())) is not None

@@ -26,8 +26,8 @@ def python_block(page: str, number=0) -> str:
 
 
 def test_the_spine_in_the_docs_can_be_cut():
-    namespace = {"nn": nn}
-    exec(python_block("docs/models.md"), namespace)
+    namespace = {"nn": nn, "pk": pk}
+    exec(python_block("docs/models.md", number=1), namespace)
     graph = pk.profile(namespace["Classifier"](), torch.randn(2, 16), repeats=1, ranks=0)
     assert [layer.name for layer in graph.layers] == [
         "embedding", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "head",
@@ -36,7 +36,7 @@ def test_the_spine_in_the_docs_can_be_cut():
 
 def test_the_skips_in_the_docs_cross_stages():
     namespace = {"nn": nn, "F": F, "torch": torch, "pk": pk}
-    exec(python_block("docs/models.md", number=1), namespace)
+    exec(python_block("docs/models.md", number=2), namespace)
     model, image = namespace["UNet"](), torch.randn(4, 3, 8, 8)
     with pk.Pipeline(model, make_plan(model, 3, 2), deadline_seconds=10) as pipeline:
         outputs = pipeline.evaluate(image)

@@ -299,20 +299,14 @@ def test_a_model_that_returns_a_cache_is_told_how_not_to():
 
 
 def test_the_gpt2_in_the_docs_trains():
-    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("transformers")
     text = (DOCS / "models.md").read_text()
     (script,) = [
         block
         for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
         if "GPT2LMHeadModel" in block
     ]
-    assert len(script.splitlines()) == 6
-    rows = tokens()
-    namespace = {
-        "pk": pk, "torch": torch, "F": F, "tokens": rows, "targets": rows,
-        "GPT2LMHeadModel": transformers.GPT2LMHeadModel, "config": gpt2().config,
-        "cluster": pk.Cluster(devices=tuple(pk.Device(name=f"d{index}") for index in range(2))),
-    }  # fmt: skip
+    namespace = {}
     exec(script, namespace)
     weight = namespace["model"].original.lm_head.weight
     assert weight is namespace["model"].original.transformer.wte.weight
