@@ -51,7 +51,7 @@ def test_the_arguments_that_the_page_on_training_names_are_some():
 
 def test_a_schedule_takes_one_file_and_one_line(monkeypatch):
     module = types.ModuleType("one_at_a_time")
-    exec(python_block("docs/add-a-schedule.md"), module.__dict__)
+    exec(python_block("docs/guides/add-a-schedule.md"), module.__dict__)
     monkeypatch.setitem(sys.modules, "one_at_a_time", module)
     module.one_at_a_time.__module__ = "one_at_a_time"
     results = doctest.testmod(module)

@@ -15,7 +15,7 @@ from tests.kit.helpers import make_plan
 from tests.kit.paths import DOCS, ROOT
 
 ELSEWHERE = {
-    "docs/add-a-schedule.md": "docs/test_docs.py",
+    "docs/guides/add-a-schedule.md": "docs/test_docs.py",
     "docs/asynchronous.md": "docs/test_gallery.py",
     "docs/huggingface.md": "unit/interop/test_huggingface.py",
     "docs/learned-placement.md": "unit/partition/test_learned_placement.py",
