@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from benchmarks.common import alone
+from benchmarks.common import alone, page
 from benchmarks.common.alone import Loaded, Surroundings, Usage, measured_alone, share_of_others
 from benchmarks.common.goals import goals
 from benchmarks.common.turns import Measured
@@ -128,3 +128,21 @@ def test_contestants_without_a_flush_are_built_and_proven():
         for contest in found.values():
             contest.run()
     assert list(found) == names
+
+
+def test_the_page_is_written_from_the_kept_figures():
+    """``python -m benchmarks.common.page`` writes it."""
+    assert page.PAGE.read_text(encoding="utf-8") == page.page(page.CLAIMS.read_text("utf-8"))
+
+
+def test_a_kept_table_stays_one_and_all_else_is_as_in_the_terminal():
+    kept = ["$ python -m x", "2026-01-01, 2 cores", "", "before", "", "| a |", "|---|", "| 1 |", "", "x"]
+    assert list(page.shown(kept)) == [
+        *("```console", "$ python -m x", "```", "", "*2026-01-01, 2 cores*", ""),
+        *("", "```text", "before", "```", "", "| a |", "|---|", "| 1 |", "", "```text", "x", "```", ""),
+    ]
+
+
+def test_a_claim_without_figures_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"never\.measured"):
+        page.page("# A claim\n\n{{ never.measured }}\n", tmp_path)

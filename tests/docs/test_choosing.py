@@ -9,16 +9,16 @@ import pytest
 
 from penstock import schedules
 from penstock.cli.sources import load_shown
-from penstock.plans.explanation import stability_bound
-from penstock.timing.costs import Costs
-from penstock.timing.simulator import simulate
-from penstock.versions import POLICIES, USUAL
+from penstock.planning.plans.explanation import stability_bound
+from penstock.core.timing.costs import Costs
+from penstock.core.timing.simulator import simulate
+from penstock.core.versions import POLICIES, USUAL
 from tests.docs.pages import blocks_of
 from tests.kit.paths import DOCS, ROOT
 
 PAGE = (DOCS / "choosing.md").read_text(encoding="utf-8")
 CONTEST = (DOCS / "contest.md").read_text(encoding="utf-8")
-MEASURED = (ROOT / "benchmarks/results/contest.methods.md").read_text(encoding="utf-8")
+MEASURED = (ROOT / "benchmarks/results/contest.methods.txt").read_text(encoding="utf-8")
 COSTS = (Costs(), Costs(hop=0.5), Costs(2, 1, 1))
 """In the order of the columns."""
 

@@ -15,7 +15,6 @@ _ADD_UP = "step() updates by itself and leaves no gradients; step(…, update=Fa
 _DEVICES = "each stage goes to its rank's device by itself; Pipeline(…, devices=…) says which"
 
 REMEDIES = {
-    "__call__": _CALL,
     "forward": _CALL,
     "backward": "step(inputs, targets) runs forwards, backwards and the update, and gives the loss",
     "train": _MODES,
@@ -53,6 +52,8 @@ class NoSuchMethod(InputError, AttributeError):
 
 def nothing_like(name: str) -> AttributeError:
     """Why a pipeline has no attribute of a name."""
+    if name == "__call__":
+        return NoSuchMethod(f"a Pipeline cannot be called: {_CALL}")
     if name in REMEDIES:
         return NoSuchMethod(f"a Pipeline has no {name}: {REMEDIES[name]}")
     return AttributeError(f"'Pipeline' object has no attribute {name!r}")

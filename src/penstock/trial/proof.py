@@ -99,7 +99,7 @@ def prove(
     if isinstance(plan.versions, Sideways) and (resume or plan.num_microbatches > 1):
         raise InputError(
             "a stream of frames is proven in one go, with frames of one microbatch; plan with "
-            "microbatches=1, and leave --resume out"
+            "num_microbatches=1, and leave --resume out"
         )
     sides = Sides.of(workload, plan, float64)
     batches = _batches(workload, plan, num_steps, float64, _BEFORE if resume else 0)
