@@ -118,7 +118,7 @@ _MODULES = {
     "stop": "penstock.planning.turns.stop",
     "versions": "penstock.core.versions",
 }
-"""Modules that are public as they are: ``pk.versions``, ``from penstock.core.versions import Stash``."""
+"""Modules that are public as they are: ``pk.versions``, ``from penstock.versions import Stash``."""
 
 _CELLS = "penstock.drawing.cells"
 provide(

@@ -136,10 +136,25 @@ def test_the_page_is_written_from_the_kept_figures():
 
 
 def test_a_kept_table_stays_one_and_all_else_is_as_in_the_terminal():
-    kept = ["$ python -m x", "2026-01-01, 2 cores", "", "before", "", "| a |", "|---|", "| 1 |", "", "x"]
+    head = ["$ python -m x", "2026-01-01, 2 cores", ""]
+    kept = [*head, "before", "", "| a |", "|---|", "| 1 |", "x"]
     assert list(page.shown(kept)) == [
         *("```console", "$ python -m x", "```", "", "*2026-01-01, 2 cores*", ""),
-        *("", "```text", "before", "```", "", "| a |", "|---|", "| 1 |", "", "```text", "x", "```", ""),
+        *(
+            "",
+            "```text",
+            "before",
+            "```",
+            "",
+            "| a |",
+            "|---|",
+            "| 1 |",
+            "",
+            "```text",
+            "x",
+            "```",
+            "",
+        ),
     ]
 
 

@@ -9,10 +9,10 @@ import pytest
 
 from penstock import schedules
 from penstock.cli.sources import load_shown
-from penstock.planning.plans.explanation import stability_bound
 from penstock.core.timing.costs import Costs
 from penstock.core.timing.simulator import simulate
 from penstock.core.versions import POLICIES, USUAL
+from penstock.planning.plans.explanation import stability_bound
 from tests.docs.pages import blocks_of
 from tests.kit.paths import DOCS, ROOT
 

@@ -104,7 +104,11 @@ def test_without_a_tier_it_is_offered():
         plan(model(*[4] * 8), one_device(), num_microbatches=4, memory_bytes=60 * MIB)
     with pytest.raises(PlanError, match="no plan fits") as refused:
         plan(
-            model(*[4] * 8), one_device(DISK), num_microbatches=4, memory_bytes=60 * MIB, spill="never"
+            model(*[4] * 8),
+            one_device(DISK),
+            num_microbatches=4,
+            memory_bytes=60 * MIB,
+            spill="never",
         )
     assert "tier" not in str(refused.value)
 

@@ -78,7 +78,9 @@ def test_parameter_servers_take_gradients_and_give_weights(n, k, share):
 def test_tensor_ranks_share_the_links_of_servers(reducer):
     """Two tensor ranks of a copy that repeat all layers are two copies, as far as links go."""
     there = cluster(6, 1)
-    groups = pk.plan(graph(), there, num_microbatches=3, replicas=(3,), tensor_ranks=2, reducer=reducer)
+    groups = pk.plan(
+        graph(), there, num_microbatches=3, replicas=(3,), tensor_ranks=2, reducer=reducer
+    )
     assert {*groups.stages[0].splits.values()} == {"whole"}
     half = replace(there, spares=(replace(there.spares[0], bytes_per_second=RATE / 2),))
     alone = pk.plan(graph(), half, num_microbatches=3, replicas=(3,), reducer=reducer)
@@ -116,7 +118,9 @@ def test_the_default_and_plans_without_copies_are_as_they_were():
     plan = pk.plan(graph(), there, num_microbatches=4)
     assert plan.summing == pk.plan(graph(), replace(there, spares=()), num_microbatches=4).summing
     assert plan.summing.reducer == "owners"
-    straight = pk.plan(graph(), there, num_microbatches=8, schedule="gpipe", stages=4, reducer="any")
+    straight = pk.plan(
+        graph(), there, num_microbatches=8, schedule="gpipe", stages=4, reducer="any"
+    )
     assert straight.summing.reducer == "owners"
 
 

@@ -40,7 +40,9 @@ def four(**fields):
 
 
 def test_a_plan_names_all_devices_and_the_split_of_every_layer():
-    found = plan(large_layers(), four(), num_microbatches=4, tensor_ranks=2, stages=2, schedule="1f1b")
+    found = plan(
+        large_layers(), four(), num_microbatches=4, tensor_ranks=2, stages=2, schedule="1f1b"
+    )
     assert (found.num_tensor_ranks, found.num_ranks, len(found.stages)) == (2, 2, 2)
     assert [one.name for one in found.devices] == ["d0", "d1", "d2", "d3"]
     for stage in found.stages:

@@ -48,7 +48,9 @@ def test_every_kind_of_plan_is_a_row_with_its_numbers():
 
 def test_the_best_of_a_kind_is_what_is_planned_when_it_is_asked_for():
     table = rows(plan(HEAVY, SLOW, num_microbatches=8, schedule="gpipe"))
-    assert table["best synchronous"].step_seconds == plan(HEAVY, SLOW, num_microbatches=8).step_seconds
+    assert (
+        table["best synchronous"].step_seconds == plan(HEAVY, SLOW, num_microbatches=8).step_seconds
+    )
     never = [
         attempt(HEAVY, SLOW, microbatches=8, schedule=name, replicas="any")
         for name in ("pipedream", "pipedream-2bw")

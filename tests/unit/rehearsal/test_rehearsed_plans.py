@@ -50,7 +50,9 @@ def cluster():
 
 def even(schedule="1f1b", **request):
     """Two layers for each of four devices, whatever their speed, in a minibatch of 4."""
-    return plan(graph(), cluster(), num_microbatches=4, schedule=schedule, cuts=[2, 4, 6], **request)
+    return plan(
+        graph(), cluster(), num_microbatches=4, schedule=schedule, cuts=[2, 4, 6], **request
+    )
 
 
 def test_a_device_takes_as_long_as_its_speed_says():
@@ -106,7 +108,9 @@ def test_each_replica_performs_its_own_microbatches():
 )
 def test_all_that_a_rehearsal_adds_to_a_plan_is_free_in_the_simulator(schedule, request_):
     stages = 8 if schedule == "interleaved-1f1b" else 4
-    made = plan(graph(), cluster(), num_microbatches=8, schedule=schedule, stages=stages, **request_)
+    made = plan(
+        graph(), cluster(), num_microbatches=8, schedule=schedule, stages=stages, **request_
+    )
     performed = performable(made.build_schedule())
     assert simulate(performed, made.costs).makespan == pytest.approx(made.step_seconds)
 

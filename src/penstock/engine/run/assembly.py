@@ -76,7 +76,9 @@ class Running:
         whole("seed", self.seed, -(2**63), 2**64 - 1)
         flag("record", self.record)
         if self.weights is not None and self.init == "per-layer":
-            raise InputError('init="per-layer" draws what initial_weights=… gives; leave one of them out')
+            raise InputError(
+                'init="per-layer" draws what initial_weights=… gives; leave one of them out'
+            )
         Codec(self.message_types)  # refuses in threads what processes would refuse
 
     def values(self, layers: Sequence[NamedLayer]) -> Values:

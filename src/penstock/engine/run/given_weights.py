@@ -33,7 +33,9 @@ class GivenWeights:
 
     def __init__(self, layers: Sequence[NamedLayer], path: str | os.PathLike[str]) -> None:
         if not isinstance(path, str | os.PathLike):
-            raise InputError("initial_weights must be the path of a safetensors file, or of a folder")
+            raise InputError(
+                "initial_weights must be the path of a safetensors file, or of a folder"
+            )
         self._layers = layers
         self._path = Path(path)
         self._file_of: dict[str, Path] = {}

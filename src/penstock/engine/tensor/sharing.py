@@ -15,11 +15,11 @@ from penstock.engine.model import tree
 from penstock.engine.tensor.chain import LayerSharing
 from penstock.engine.tensor.cuts import Cut
 from penstock.engine.tensor.dropout import DROPOUTS, PartChannelDropout, PartDropout
+from penstock.engine.tensor.first_run import Expected, difference, divided_dimension, on_one_device
 from penstock.engine.tensor.group import Group
 from penstock.engine.tensor.layouts import ROWS, SEQUENCE, WHOLE, Layout, converted
 from penstock.engine.tensor.membership import Member, Membership, Outside, RecordedRegion, Region
 from penstock.engine.tensor.recorded import for_member
-from penstock.engine.tensor.trial import Expected, difference, divided_dimension, on_one_device
 from penstock.engine.tracing.layers import CapturedLayer
 
 

@@ -36,9 +36,7 @@ def is_live(schedule: str | None, versions: Policy | None, rate: float | None) -
     return rate is not None or (usual is not None and usual.activations == "newest")
 
 
-def live_schedule(
-    schedule: str | None, versions: Policy | None, rate: float, placer: str
-) -> str:
+def live_schedule(schedule: str | None, versions: Policy | None, rate: float, placer: str) -> str:
     """The schedule of a plan that is to keep a rate.
 
     Raises:

@@ -22,8 +22,8 @@ from penstock.core.versions import Flush
 from penstock.planning.planner.candidate import Candidate
 from penstock.planning.planner.cuts import with_cuts
 from penstock.planning.planner.offers import PLAIN, Offer
-from penstock.planning.planner.task import Task
-from penstock.planning.planner.tensor_groups import USUAL_BYTES, TensorGroups, of_leaders
+from penstock.planning.planner.task import Task, TensorGroups
+from penstock.planning.planner.tensor_groups import USUAL_BYTES, of_leaders
 from penstock.planning.planner.wish import Wish
 
 if TYPE_CHECKING:

@@ -296,8 +296,7 @@ def _learned(tasks: Sequence[Task], wish: Wish) -> Plan:
     placed = [one for one in (learned(task, wish) for task in tasks) if one is not None]
     if not placed:
         raise PlanError(
-            "the learned placement does not fit in memory; placer='exact' looks for one that "
-            "does"
+            "the learned placement does not fit in memory; placer='exact' looks for one that does"
         )
     return _explained(min(placed, key=lambda candidate: candidate.seconds), (), tasks, wish)
 

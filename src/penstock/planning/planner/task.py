@@ -16,10 +16,11 @@ from penstock.planning.partition.arrays import Floats, np
 from penstock.planning.partition.chain import Table
 from penstock.planning.partition.cost_models import CostModel, cost_model
 from penstock.planning.planner.places import places_near, spread_places
+from penstock.planning.plans.stage_plan import Split
 from penstock.planning.plans.summing import ReducerName
 
 if TYPE_CHECKING:
-    from penstock.planning.planner.tensor_groups import TensorGroups
+    from penstock.planning.partition.tensor import TensorSplit
 
 _MANY_PAIRS = 256
 _MOST_PLACES = 256
@@ -51,6 +52,40 @@ class Tie(NamedTuple):
         has_first = (starts <= self.first) & (self.first < stops)
         has_last = (starts <= self.last) & (self.last < stops)
         return has_first ^ has_last
+
+
+@dataclass(frozen=True)
+class TensorGroups:
+    """Who shares layers with whom, and how.
+
+    Attributes:
+        devices: those of each group, which stands for one device of the task's cluster.
+        tensor_split: which layers are split, and how; where groups are of different sizes, the
+            layers of the large ones.
+        single: the task without groups.
+    """
+
+    devices: tuple[tuple[Device, ...], ...]
+    tensor_split: TensorSplit
+    single: Task
+
+    @property
+    def num_ranks(self) -> int:
+        """Devices of the largest group."""
+        return max(map(len, self.devices))
+
+    @property
+    def are_alike(self) -> bool:
+        """Whether all groups are equally large."""
+        return len({*map(len, self.devices)}) == 1
+
+    def splits(self, layers: Sequence[str]) -> dict[str, Split]:
+        """How the group shares some layers, by their names."""
+        return {name: self._split(name) for name in layers}
+
+    def _split(self, name: str) -> Split:
+        split = self.tensor_split.splits[name]
+        return "whole" if split == "any" and self.tensor_split.layouts[name] == "whole" else split
 
 
 @dataclass(frozen=True)

@@ -4,56 +4,17 @@ them sees it."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 from msgspec.structs import replace as with_fields
 
 from penstock.base.errors import PlanError
 from penstock.core.cluster import Cluster, Device
 from penstock.core.cluster.subset import only
-from penstock.planning.planner.task import Task
-from penstock.planning.plans.stage_plan import Split
-
-if TYPE_CHECKING:
-    from penstock.planning.partition.tensor import TensorSplit
+from penstock.planning.planner.task import Task, TensorGroups
 
 USUAL_BYTES = 2**20
 """Of a message for which links are compared."""
-
-
-@dataclass(frozen=True)
-class TensorGroups:
-    """Who shares layers with whom, and how.
-
-    Attributes:
-        devices: those of each group, which stands for one device of the task's cluster.
-        tensor_split: which layers are split, and how; where groups are of different sizes, the
-            layers of the large ones.
-        single: the task without groups.
-    """
-
-    devices: tuple[tuple[Device, ...], ...]
-    tensor_split: TensorSplit
-    single: Task
-
-    @property
-    def num_ranks(self) -> int:
-        """Devices of the largest group."""
-        return max(map(len, self.devices))
-
-    @property
-    def are_alike(self) -> bool:
-        """Whether all groups are equally large."""
-        return len({*map(len, self.devices)}) == 1
-
-    def splits(self, layers: Sequence[str]) -> dict[str, Split]:
-        """How the group shares some layers, by their names."""
-        return {name: self._split(name) for name in layers}
-
-    def _split(self, name: str) -> Split:
-        split = self.tensor_split.splits[name]
-        return "whole" if split == "any" and self.tensor_split.layouts[name] == "whole" else split
 
 
 def in_groups(task: Task, num_tensor_ranks: int) -> Task:
