@@ -96,9 +96,9 @@ class Pipeline:
             ``meta`` gets new ones. ``"per-layer"``: every layer draws its parameters anew by the
             ``reset_parameters`` of its modules, from the ``seed`` and its number in the model, so
             that the same model on ``meta`` would get the same values.
-        initial_weights: a safetensors file, or a folder of several, with the model's initial values under
-            the keys of its ``state_dict``; the model may be on ``meta``, and no more than a layer
-            is read at a time.
+        initial_weights: a safetensors file, or a folder of several, with the model's initial values
+            under the keys of its ``state_dict``; the model may be on ``meta``, and no more than a
+            layer is read at a time.
         transport: ``"threads"``; ``"shared-memory"`` or ``"process-group"`` between processes;
             ``"auto"``: threads if the job has one process, else shared memory between ranks of one
             host and the process group between hosts; tensors go straight from one accelerator to

@@ -150,7 +150,8 @@ def _all_sizes(
     if num_microbatches is not None:
         if minibatch % num_microbatches:
             raise InputError(
-                f"a minibatch of {minibatch} rows does not make {num_microbatches} equal microbatches"
+                f"a minibatch of {minibatch} rows does not make {num_microbatches} equal "
+                "microbatches"
             )
         return [(minibatch // num_microbatches, num_microbatches)]
     choices = [(size, minibatch // size) for size in graph.sizes if minibatch % size == 0]

@@ -93,8 +93,8 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
     Args:
         graph: the profiled model.
         cluster: devices to use, all or some of them; by default this machine's cores.
-        num_microbatches: per minibatch, each as large as the one that was profiled; 1 by default for a
-            live stream (``partime``, or with a ``rate``), else to be given.
+        num_microbatches: per minibatch, each as large as the one that was profiled; 1 by default
+            for a live stream (``partime``, or with a ``rate``), else to be given.
         minibatch: rows of a minibatch, instead; every microbatch size that was profiled and divides
             it is tried, if that does not make too many of them. With both, microbatches have
             ``minibatch / num_microbatches`` rows.
@@ -126,9 +126,9 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
             bits of owners.
         stale: by how many updates the gradients of a copy may be late, with ``"parameter-server"``;
             the cluster's first spare machine is then the server.
-        layer_order: ``"any"`` also cuts branching models where no prefix of their execution order ends;
-            the plan then lists layers in another order (``Captured.ordered`` puts a model's into
-            it).
+        layer_order: ``"any"`` also cuts branching models where no prefix of their execution order
+            ends; the plan then lists layers in another order (``Captured.ordered`` puts a model's
+            into it).
         placer: ``"reinforce"`` lets a policy learn which device takes which layers of a
             branching model (``docs/learned-placement.md``); ``"exact"`` cuts chains best.
         rate: frames per second of a live source, each frame a microbatch. The plan then has the

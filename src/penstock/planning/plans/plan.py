@@ -133,7 +133,8 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         self.check_fields()
         if self.file_version != 2:
             raise InputError(
-                f"the plan has version {self.file_version}; this Penstock reads version 2, so plan again"
+                f"the plan has version {self.file_version}; this Penstock reads version 2, so plan "
+                "again"
             )
         whole("num_microbatches", self.num_microbatches, 1, MOST_MICROBATCHES)
         whole("num_threads", self.num_threads, 1, MOST_THREADS)
