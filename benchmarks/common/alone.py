@@ -200,7 +200,9 @@ def publish(main: Callable[[], object]) -> None:
     module = sys.modules["__main__"].__spec__
     name = module.name.removeprefix("benchmarks.") if module else "benchmark"
     root = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
-    command = shlex.join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]])
+    ranks = os.environ.get("WORLD_SIZE")
+    runner = ["python"] if ranks is None else ["torchrun", f"--nproc-per-node={ranks}"]
+    command = shlex.join([*runner, "-m", f"benchmarks.{name}", *sys.argv[1:]])
     both, statuses = _Both(), []
     with redirect_stdout(both):
         surroundings = measured_alone(lambda: statuses.append(main()), root)

@@ -137,25 +137,14 @@ def test_the_page_is_written_from_the_kept_figures():
 
 def test_a_kept_table_stays_one_and_all_else_is_as_in_the_terminal():
     head = ["$ python -m x", "2026-01-01, 2 cores", ""]
-    kept = [*head, "before", "", "| a |", "|---|", "| 1 |", "x"]
-    assert list(page.shown(kept)) == [
-        *("```console", "$ python -m x", "```", "", "*2026-01-01, 2 cores*", ""),
-        *(
-            "",
-            "```text",
-            "before",
-            "```",
-            "",
-            "| a |",
-            "|---|",
-            "| 1 |",
-            "",
-            "```text",
-            "x",
-            "```",
-            "",
-        ),
-    ]
+    above = ["```console", "$ python -m x", "```", "", "*2026-01-01, 2 cores*", ""]
+    boxed = ["┏━━━┓", "┃ a ┃", "┡━━━┩", "│ 1 │", "│ 2 │", "└───┘"]
+    table = ["| a |", "|---|", "| 1 |", "| 2 |", ""]
+    kept = [*head, "before", "", *boxed, "", "2 behind"]
+    before, behind = ["```text", "before", "```", ""], ["```text", "2 behind", "```", ""]
+    assert list(page.shown(kept)) == [*above, *before, *table, *behind]
+    assert list(page.shown([*head, "before", *table])) == [*above, *before, *table]
+    assert list(page.shown(kept, "2")) == [*above, "| a |", "|---|", "| 2 |", "", *behind]
 
 
 def test_a_claim_without_figures_is_an_error(tmp_path):

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from penstock.base.units import count_of
 from penstock.core.versions import Policy
-
-if TYPE_CHECKING:
-    from penstock.planning.plans.plan import Plan
+from penstock.planning.plans.shape import Shape
 
 
-def title(plan: Plan) -> str:
+
+def title(plan: Shape) -> str:
     """The schedule and how many stages, ranks and microbatches, for text.
 
     >>> from penstock.planning.plans import Plan, StagePlan
@@ -25,7 +23,7 @@ def title(plan: Plan) -> str:
     )
 
 
-def full_title(plan: Plan) -> str:
+def full_title(plan: Shape) -> str:
     """As ``title``, with devices per rank and rows per microbatch, for pictures."""
     sizes = {*plan.group_sizes}
     each = f"{max(sizes)} devices each" if len(sizes) == 1 else f"{plan.num_seats} devices"
@@ -44,16 +42,16 @@ def family_title(schedule: str, replicas: Sequence[int], versions: Policy) -> st
     return " ".join(words)
 
 
-def _shape(plan: Plan) -> str:
+def _shape(plan: Shape) -> str:
     stages, ranks = count_of(len(plan.stages), "stage"), count_of(plan.num_ranks, "rank")
     return f"{plan.schedule}: {stages} on {ranks}"
 
 
-def _microbatches(plan: Plan) -> str:
+def _microbatches(plan: Shape) -> str:
     return count_of(plan.num_microbatches, "microbatch", "es")
 
 
-def _tier(plan: Plan) -> list[str]:
+def _tier(plan: Shape) -> list[str]:
     said = [] if plan.spill is None else [f"stages come from {plan.spill.tier} and leave again"]
     if plan.offload is not None:
         count = len(plan.offload.chosen(len(plan.stages)))
@@ -61,11 +59,11 @@ def _tier(plan: Plan) -> list[str]:
     return said
 
 
-def _versions(plan: Plan) -> list[str]:
+def _versions(plan: Shape) -> list[str]:
     return [f"versions: {plan.versions.name}"] if plan.versions.asynchronous else []
 
 
-def _summing(plan: Plan) -> list[str]:
+def _summing(plan: Shape) -> list[str]:
     reducer, servers = plan.summing.reducer, len(plan.summing.servers)
     if reducer == "owners":
         return []
