@@ -50,7 +50,7 @@ _LARGEST = sys.float_info.max
 _MOST_SHOWN = 80
 
 
-class _FieldsByName(type(msgspec.Struct)):  # type: ignore[misc] # msgspec has no name for it
+class _FieldsByName(msgspec.StructMeta):
     """Says how records are made to whoever gives values without their names."""
 
     def __call__(cls, *values: object, **fields: object) -> Any:

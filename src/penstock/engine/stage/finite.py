@@ -23,8 +23,8 @@ class NotFinite(ArithmeticError):
 
     def __init__(self, microbatch: int, name: str, value: complex) -> None:
         super().__init__(
-            f"{name} is {value}; nothing has been learned through it. {REMEDY}; what is meant to be "
-            "infinite, such as a mask, is given without requires_grad, or with stop_at_nan=False"
+            f"{name} is {value}; nothing has been learned through it. {REMEDY}; what is meant to "
+            "be infinite, such as a mask, is given without requires_grad, or with stop_at_nan=False"
         )
         self.microbatch = microbatch
 

@@ -13,7 +13,6 @@ from penstock.core.timing.served import Served
 from penstock.planning.plans.shape import Shape
 
 
-
 def served_stages(plan: Shape) -> tuple[int, ...]:
     """The stages that parameter servers update: those with copies, if the plan has such servers."""
     if plan.summing.reducer != "parameter-server":

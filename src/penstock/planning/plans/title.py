@@ -9,7 +9,6 @@ from penstock.core.versions import Policy
 from penstock.planning.plans.shape import Shape
 
 
-
 def title(plan: Shape) -> str:
     """The schedule and how many stages, ranks and microbatches, for text.
 
