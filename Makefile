@@ -117,7 +117,7 @@ format: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff format .
 
 gallery: $(VENV)/.installed-dev
-	$(VENV)/bin/python docs/gallery/make.py
+	$(VENV)/bin/python tools/gallery/make.py
 
 docs: $(VENV)/.installed-dev
 	$(VENV)/bin/mkdocs build --strict

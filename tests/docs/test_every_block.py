@@ -27,8 +27,8 @@ ELSEWHERE = {
 """Pages whose tests run their blocks and look at what comes out."""
 SHOWN = ("", "text", "bibtex", "mermaid", "py")
 """Languages of blocks that nobody runs; ``py`` is for other libraries' Python."""
-MADE = ("gallery", "schedules", "versions")
-"""Folders of pages that are made, or that others are made of; they have tests of their own."""
+MADE = ("schedules", "versions")
+"""Folders of pages that are made; they have tests of their own."""
 
 
 def small_model():

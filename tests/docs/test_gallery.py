@@ -16,8 +16,9 @@ import penstock as pk
 from penstock import schedules, versions
 from penstock.base.errors import PenstockError
 from penstock.cli.sources import read_policy
+from penstock.core.schedule.about import about
 from penstock.core.versions import POLICIES, USUAL
-from tests.kit.paths import DOCS
+from tests.kit.paths import DOCS, ROOT
 from tests.kit.streams import plan_for
 
 FOLDERS = ("schedules", "versions")
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.xdist_group("gallery")
 def modules():
     """What writes the pages."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(DOCS / "gallery"))
+        patch.syspath_prepend(str(ROOT / "tools" / "gallery"))
         yield {name: importlib.import_module(name) for name in ("make", "policies", "defined")}
 
 
@@ -51,37 +52,56 @@ def test_the_gallery_is_up_to_date(written, folder):
     assert [name for name in new if new[name] != kept[name]] == []
 
 
-def test_every_family_has_its_page_and_is_in_the_index(written):
+def test_every_family_has_its_page_and_is_in_the_index(written, modules):
     folder = written / "schedules"
-    index, choosing = ((folder / page).read_text() for page in ("index.md", "choosing.md"))
+    index = (folder / "index.md").read_text()
     for name in schedules.names():
-        page = (folder / f"{name}.md").read_text()
+        page, said = (folder / f"{name}.md").read_text(), about(name)
         assert f"({name}.svg)" in page and (folder / f"{name}.svg").exists()
-        assert f"[{name}]({name}.md)" in index and f"({name}.svg)" in index
-        for heading in ("Law", "When it wins", "When it loses", "How to cite"):
-            assert f"\n## {heading}\n\n" in page
-        assert "bubble" in page and "stage bubble" in page
+        assert f"]({name}.svg)]({name}.md)" in index
+        for text in (said.summary, said.law, said.wins[1:], said.loses[1:]):
+            assert text in page
+        for option in said.options:
+            assert f"\n- `{option.name}`" in page
+        for number in said.arxiv:
+            assert f"](https://arxiv.org/abs/{number})" in page
+        assert "| bubble, % | stage bubble, % |" in page and f"`penstock draw {name} -p" in page
         # The bubble of a stream's ends is not to be ranked with that of a flush.
-        assert (f"| [{name}]({name}.md) |" in choosing) == (name not in (*USUAL, "optimal"))
+        link = f"[{name}]({name}.md)"
+        row = re.search(rf"^\| (?:\*\*)?{re.escape(link)}.*$", index, re.M)[0]
+        assert ("|  |  |  |" in row) == (name in (*USUAL, "optimal"))
+        assert (", the default |" in row) == (name == modules["make"].DEFAULT)
         assert ("a long stream has no bubble" in page) == (name in USUAL)
-        assert ("with the results of one device" in page) == (name not in USUAL)
-    assert "post-validation" in choosing and "(choosing.svg)" in choosing
+    assert "## Two bubbles\n" in index and "(choosing.svg)" in index and "(bubbles.svg)" in index
+
+
+def test_a_law_that_is_about_other_costs_says_so(written, modules):
+    for name, costs in modules["make"].MADE_FOR.items():
+        page = (written / "schedules" / f"{name}.md").read_text()
+        assert f"With {costs}, p = 8 and m = 32, the bubble is 8.6 %, and 1F1B's 17.9 %." in page
+
+
+def test_cards_are_short(written):
+    """Whoever opens one wants to know when to take it."""
+    for folder, at_most in (("schedules", 260), ("versions", 360)):
+        for page in (written / folder).glob("*.md"):
+            words = [one for one in page.read_text().split() if one.strip("|:-")]
+            assert len(words) <= (at_most if page.stem != "index" else 600), page
 
 
 def test_every_policy_says_everything_and_has_its_page(written, modules):
     folder = written / "versions"
-    index, choosing = ((folder / page).read_text() for page in ("index.md", "choosing.md"))
+    index = (folder / "index.md").read_text()
     for name in POLICIES:
         said = modules["policies"].about_policy(name)
         assert said.wins and said.loses and said.arxiv and said.papers and said.title != name
         page = (folder / f"{name}.md").read_text()
-        for text in (said.summary, said.law, said.wins, said.loses):
+        for text in (said.summary, said.law, said.wins[1:], said.loses[1:]):
             assert text in page
         for option in said.options:
             assert option.meaning and f"- `{option.name}`, by default" in page
-        assert f"({name}.svg)" in page and "reads  │" in page
-        for listing in (index, choosing):
-            assert f"[{name}]({name}.md)" in listing
+        assert f"({name}.svg)" in page and "| forward reads |" in page
+        assert f"[{name}]({name}.md)" in index and f"]({name}.svg)]({name}.md)" in index
         picture = (folder / f"{name}.svg").read_text()
         assert picture.startswith("<svg") and 'class="v1"' in picture
 
@@ -102,12 +122,15 @@ def test_what_the_pages_count_is_what_the_formulas_say(modules, name, num_stages
 def test_each_policy_is_asked_for_as_its_page_shows(written, modules):
     for name, (expression, words) in modules["policies"].ASKED.items():
         page = (written / "versions" / f"{name}.md").read_text()
-        assert f"policy = pk.versions.{expression}\n" in page and f"--versions {words} -o" in page
+        assert f"versions=pk.versions.{expression})\n" in page and f"--versions {words}`" in page
         assert read_policy(words) == eval(f"pk.versions.{expression}", {"pk": pk})
         namespace = {**_training(), "pk": pk}
         exec(_blocks(page)[0], namespace)
-        assert namespace["plan"].versions.name == name
-        assert len(namespace["losses"]) == len(namespace["loader"])
+        plan, loader = namespace["plan"], namespace["loader"]
+        assert plan.versions.name == name
+        how = {"loss": namespace["loss"], "optimizer": namespace["optimizer"]}
+        with pk.Pipeline(namespace["model"], plan, **how) as pipeline:
+            assert len(list(pipeline.steps(loader))) == len(loader)
 
 
 def test_the_script_of_asynchronous_training_runs(tmp_path, monkeypatch, capsys):

@@ -14,7 +14,7 @@ DOCS = ROOT / "docs"
 
 @pytest.fixture
 def zoo(monkeypatch):
-    monkeypatch.syspath_prepend(str(DOCS / "gallery"))
+    monkeypatch.syspath_prepend(str(ROOT / "tools" / "gallery"))
     import zoo
 
     return zoo
@@ -41,11 +41,11 @@ def test_the_page_tells_of_every_model_as_its_module_does(zoo):
         assert (DOCS / "images" / "zoo" / f"{name}.svg").exists()
         title, told = inspect.cleandoc(module.read_text().split('"""')[1]).split("\n", 1)
         last = " ".join(told.replace("`", "").split())[-80:]
-        assert last in words, f"{name}: run docs/gallery/zoo.py"
+        assert last in words, f"{name}: run tools/gallery/zoo.py"
         assert f"[{re.split('[:,.]', title)[0]}](#" in page
 
 
 def test_the_page_is_what_the_template_says(zoo):
     page = (DOCS / "model-zoo.md").read_text()
-    template = (DOCS / "gallery" / "model-zoo.md").read_text()
+    template = (ROOT / "tools" / "gallery" / "model-zoo.md").read_text()
     assert page.startswith(template[: template.index("## What they give")])

@@ -7,9 +7,13 @@ import string
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from penstock.schedule.about import About
+from penstock.core.schedule.about import About
 
 HERE = Path(__file__).parent
+DOCS = HERE.parents[1] / "docs"
+_CITED = re.compile(
+    r'"[^"]+",? (?:(?P<venue>[A-Z]\w*(?: \w+)*? \d{4}), )?arXiv (?P<number>[\d.]+\d)'
+)
 
 
 def filled(template: str, **values: str) -> str:
@@ -20,7 +24,12 @@ def filled(template: str, **values: str) -> str:
 
 def percent(share: float) -> str:
     """A share between 0 and 1, for people."""
-    return f"{100 * max(share, 0):.1f} %"
+    return f"{points(share)} %"
+
+
+def points(share: float) -> str:
+    """The same, where a table's head says that its unit is %."""
+    return f"{100 * max(share, 0):.1f}"
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], num_texts: int = 1) -> str:
@@ -30,13 +39,20 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], num_texts: int 
     return "\n".join(f"| {' | '.join(row)} |" for row in cells)
 
 
-def paragraphs(texts: Iterable[str]) -> str:
-    """One after the other, each behind an empty line."""
-    return "".join(f"\n{text}\n" for text in texts)
+def goes_on(text: str) -> str:
+    """A sentence that begins within another."""
+    return text[:1].lower() + text[1:]
+
+
+def what(one: About, at_most: int) -> str:
+    """The idea, the law, and the details where all of it has no more than so many words."""
+    told = " ".join((one.summary, one.law))
+    whole = " ".join((told, *one.details))
+    return whole if len(whole.split()) <= at_most else told
 
 
 def options(one: About) -> str:
-    """A section of its own, if there are any."""
+    """A list of them, if there are any."""
     if not one.options:
         return ""
     lines = [
@@ -44,16 +60,14 @@ def options(one: About) -> str:
         f"{f': {option.meaning}' if option.meaning else ''}"
         for option in one.options
     ]
-    listed = "\n".join(lines)
-    return f"\n## Options\n\n{listed}\n"
+    return "\nOptions:\n\n{}\n".format("\n".join(lines))
 
 
-def linked(citation: str) -> str:
-    """With links to arXiv."""
-    return re.sub(r"arXiv (\d{4}\.\d{4,5})", r"[arXiv \1](https://arxiv.org/abs/\1)", citation)
+def cited(citation: str) -> str:
+    """Where it was published, as a link; a title only stands where there is none."""
 
+    def linked(match: re.Match[str]) -> str:
+        number = match["number"]
+        return f"[{match['venue'] or f'arXiv {number}'}](https://arxiv.org/abs/{number})"
 
-def bibtex(one: About) -> str:
-    """Entries for all papers that are cited with their title."""
-    entries = "\n\n".join(paper.bibtex() for paper in one.papers)
-    return f"\n```bibtex\n{entries}\n```\n" if entries else ""
+    return _CITED.sub(linked, citation)

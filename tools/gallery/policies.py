@@ -1,5 +1,5 @@
-"""Write ``docs/versions``: a page and a picture per weight-version policy, an index, a page on
-choosing.
+"""Write ``docs/versions``: a page and a picture per weight-version policy, and an index with a
+table of them all.
 
 What a policy is, it says in its docstring: the idea, the law, ``Wins:``, ``Loses:``, ``Paper:`` and
 its attributes. Versions, delays and what is held are read off streams that the library traces, so
@@ -12,36 +12,34 @@ import inspect
 import re
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
 from defined import defined
-from pages import bibtex, filled, linked, options, paragraphs, percent, table
-from penstock.cluster import Cluster
-from penstock.graph import Layer, LayerGraph
-from penstock.planner import plan
-from penstock.plans.explanation import Explanation, explain, stability_bound
-from penstock.schedule import Schedule, families
-from penstock.schedule.about import About, Option
-from penstock.schedule.lower import add_updates
-from penstock.schedule.rounds import Rounds
-from penstock.timing.costs import Costs
-from penstock.timing.simulator import simulate
-from penstock.timing.timeline import Timeline
-from penstock.versions import POLICIES, Latest, PipeMare, Policy, Predict, Stash, trace
+from pages import cited, filled, goes_on, options, table
 
 from penstock.cli.sources import load, load_drawn
+from penstock.core.cluster import Cluster
+from penstock.core.graph import Layer, LayerGraph
+from penstock.core.schedule import Schedule, families
+from penstock.core.schedule.about import About, Option
+from penstock.core.schedule.lower import add_updates
+from penstock.core.schedule.rounds import Rounds
+from penstock.core.timing.costs import Costs
+from penstock.core.timing.simulator import simulate
+from penstock.core.timing.timeline import Timeline
+from penstock.core.versions import POLICIES, Latest, PipeMare, Policy, Predict, Stash, trace
 from penstock.drawing import draw, draw_stacked
+from penstock.planning.planner import plan
+from penstock.planning.plans.explanation import Explanation, explain
 
 NUM_STAGES, NUM_MICROBATCHES, MINIBATCH = 4, 12, 4
 """Of the pictures."""
 NUM_TICKS = 6
 """Of the picture of a live stream."""
 SIZES = (4, 8)
-RATIOS = (1, 2, 4, 8)
-"""Of microbatches to stages."""
-DEPTHS = (4, 8, 16)
-DELAYS = (0, 1, 2, 3, 7, 15)
+DEFAULT = "flush"
 
 ASKED: dict[str, tuple[str, str]] = {
     "flush": ("Flush()", "flush"),
@@ -61,13 +59,6 @@ VARIANTS: dict[str, dict[str, Policy]] = {
     "pipemare": {"with T2": PipeMare(t2=0.3)},
 }
 """Other ways to have a policy that need other memory."""
-
-
-_MEASURED = (
-    " All versions share what a stage does not\n"
-    "train. After a loop over `steps`, `pipeline.held_versions` says what was held, in versions "
-    "and bytes."
-)
 
 
 class Stream(NamedTuple):
@@ -98,9 +89,7 @@ def write(target: Path) -> None:
         ),
     ]
     draw_stacked(pair, target / "flush-or-not.svg")
-    for page, values in (("index", _index(told)), ("choosing", _choosing(told))):
-        text = filled(f"versions_{page}.md", **values)
-        (target / f"{page}.md").write_text(text, encoding="utf-8")
+    (target / "index.md").write_text(_index(told), encoding="utf-8")
 
 
 def about_policy(name: str) -> About:
@@ -228,115 +217,101 @@ def _page(one: About) -> str:
         title=one.title,
         idea=one.summary,
         schedule=policy.family,
-        law=one.law,
-        details=paragraphs(one.details),
+        law=" ".join((one.law, *one.details)),
         ranks=str(NUM_STAGES),
         microbatches=str(_num_drawn(policy)),
-        drawn=_how_drawn(policy),
-        bubble=_whose_bubble(policy),
+        caption=_caption(policy),
         command=_command(policy),
         reads=_reads(policy),
-        text=draw(_drawn(one.name).timeline, versions=True),
         memory=_memory(one.name),
-        measured=_MEASURED if policy.asynchronous and policy.activations == "own" else "",
-        wins=one.wins,
-        loses=one.loses,
+        wins=goes_on(one.wins),
+        loses=goes_on(one.loses),
         defined="\n".join(f"- **{topic}.** {text}" for topic, text in defined(policy)),
         expression=expression,
         written=written,
         microbatches_asked=str(MINIBATCH),
         options=options(one),
-        citation=linked(one.citation),
-        bibtex=bibtex(one),
+        citation=cited(one.citation),
+        how=_how(policy),
     )
 
 
 def _command(policy: Policy) -> str:
     if not policy.asynchronous:
-        return (
-            f"penstock draw {policy.family} -p {NUM_STAGES} -m {MINIBATCH} --versions` draws one "
-            "minibatch of it"
-        )
+        return f"penstock draw {policy.family} -p {NUM_STAGES} -m {MINIBATCH} --versions"
+    written = f"-o {policy.name}.svg"
     if policy.activations == "newest":
-        return (
-            f"penstock draw {policy.family} -p {NUM_STAGES} -m {NUM_TICKS} -o {policy.name}.svg` "
-            "draws it"
-        )
-    policy_option = f" --policy {policy.name}" if policy.name != "2bw" else ""
-    return (
-        f"penstock draw {policy.family} -p {NUM_STAGES} -m {NUM_MICROBATCHES} --versions"
-        f"{policy_option} -o {policy.name}.svg` draws it"
-    )
+        return f"penstock draw {policy.family} -p {NUM_STAGES} -m {NUM_TICKS} {written}"
+    asked = f" --policy {policy.name}" if policy.name != "2bw" else ""
+    drawn = f"penstock draw {policy.family} -p {NUM_STAGES} -m {NUM_MICROBATCHES}"
+    return f"{drawn} --versions{asked} {written}"
 
 
 def _num_drawn(policy: Policy) -> int:
     return NUM_TICKS if policy.activations == "newest" else NUM_MICROBATCHES
 
 
-def _how_drawn(policy: Policy) -> str:
-    if policy.updates == "microbatch":
-        return "each microbatch is an update"
-    return f"an update after every {MINIBATCH} microbatches"
-
-
-def _whose_bubble(policy: Policy) -> str:
-    if not policy.asynchronous:
-        return "The bubble is that of any number of minibatches."
-    if policy.activations == "newest":
-        return (
-            "These are ticks in the middle of a stream: each frame meets, at each stage, the "
-            "gradient\nof an older one, with the same weights. The bubble is where ticks are cut "
-            "off; in a stream there is none."
-        )
-    whole = (
-        "The bubble is that of filling and draining so short a stream; in between there is none."
-    )
+def _caption(policy: Policy) -> str:
+    bands = "The band under an op is the version of the weights that it reads"
     if isinstance(policy, Predict):
-        return f"Of a prediction, it is the version that it starts from.\n{whole}"
-    return whole
+        bands += " (and predicts from)"
+    if policy.activations == "newest":
+        return f"{bands}. Ticks from the middle of a stream; there is an update after each."
+    if policy.updates == "microbatch":
+        return f"{bands}; each microbatch is an update."
+    return f"{bands}; an update after every {MINIBATCH} microbatches."
+
+
+def _how(policy: Policy) -> str:
+    if policy.asynchronous:
+        return "[Training without a flush, and what it refuses](../asynchronous.md)"
+    return "[Training](../training.md)"
 
 
 def _reads(policy: Policy) -> str:
-    found = _explained(policy, NUM_STAGES)
-    late, held = delays(policy, NUM_STAGES), _steady(policy, NUM_STAGES).held
+    late, kept = delays(policy, NUM_STAGES), copies(policy, NUM_STAGES)
     rows = [
-        [
-            str(stage),
-            f"{one.forward.formula} (k = {found.example}: {one.forward.example})",
-            f"{one.backward.formula} (k = {found.example}: {one.backward.example})",
-            f"{late[stage]:g}",
-            str(held[stage]),
-            str(one.activations_in_flight),
-        ]
-        for stage, one in enumerate(found.stages)
+        (one.forward.formula, one.backward.formula, f"{late[stage]:g}", str(kept[stage]))
+        for stage, one in enumerate(_explained(policy, NUM_STAGES).stages)
     ]
-    columns = ("stage", "forward reads", "backward reads", "delay", "versions", "in flight")
-    return table(columns, rows, 3)
+    columns = ("stage", "forward reads", "backward reads", "delay", "weights")
+    return table(columns, _alike(rows), 3)
+
+
+def _alike(rows: Sequence[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
+    """One row for neighbours that are alike, behind which stages it is for."""
+    for row, stages in groupby(range(len(rows)), key=lambda stage: rows[stage]):
+        numbers = list(stages)
+        yield "–".join(map(str, dict.fromkeys((numbers[0], numbers[-1])))), *row
 
 
 def _memory(name: str) -> str:
-    rows = []
-    for num_stages in SIZES:
-        ways = {"": POLICIES[name](), **VARIANTS.get(name, {})}
-        for way, policy in ways.items():
-            counts = copies(policy, num_stages)
-            rows.append(
-                [
-                    f"p = {num_stages}{f', {way}' if way else ''}",
-                    *map(str, counts),
-                    *[""] * (max(SIZES) - num_stages),
-                    f"{sum(counts) / num_stages:.4g} ×",
-                ]
-            )
-    stages = (f"s = {stage}" for stage in range(max(SIZES)))
-    return table(("", *stages, "whole model"), rows)
+    """How often the weights of the whole model are kept."""
+    few, many = SIZES
+    ways = {"": POLICIES[name](), **VARIANTS.get(name, {})}
+    said = [
+        f"{way}{' ' if way else ''}{_kept(policy, few)} × at p = {few}, "
+        f"{_kept(policy, many)} × at p = {many}"
+        for way, policy in ways.items()
+    ]
+    return f"In all, the model's weights are kept {'; '.join(said)}."
 
 
-def _index(told: dict[str, About]) -> dict[str, str]:
-    pictures = "\n\n".join(
-        f"[![{name}, drawn by Penstock]({name}.svg)]({name}.md)" for name in told
+def _kept(policy: Policy, num_stages: int) -> str:
+    return f"{sum(copies(policy, num_stages)) / num_stages:.4g}"
+
+
+def _index(told: dict[str, About]) -> str:
+    pictures = (f"[![{name}]({name}.svg)]({name}.md)" for name in told)
+    return filled(
+        "versions.md",
+        table=_policies(told),
+        minibatch=str(MINIBATCH),
+        flushed_makespan=f"{_drawn('flush').timeline.makespan:g}",
+        stream_makespan=f"{_drawn('stash').timeline.makespan:g}",
+        stream_length=str(NUM_MICROBATCHES),
+        pictures="\n\n".join(pictures),
     )
-    return {"table": _policies(told), "pictures": pictures, "sizes": _and(SIZES)}
 
 
 def _policies(told: dict[str, About]) -> str:
@@ -346,14 +321,15 @@ def _policies(told: dict[str, About]) -> str:
         policy = POLICIES[name]()
         late = delays(policy, many)
         ends = dict.fromkeys(f"{one:.3g}" for one in (late[0], late[-1]))
+        link = f"[{name}]({name}.md)"
         rows.append(
             [
-                f"[{name}]({name}.md)",
+                f"**{link}**, the default" if name == DEFAULT else link,
                 _explained(policy, few).stages[0].forward.formula,
                 _explained(policy, few).stages[0].backward.formula,
                 policy.updates,
                 " … ".join(ends),
-                *(f"{sum(copies(policy, size)) / size:.4g} ×" for size in SIZES),
+                *(_kept(policy, size) for size in SIZES),
             ]
         )
     columns = (
@@ -361,47 +337,7 @@ def _policies(told: dict[str, About]) -> str:
         f"forward reads (s = 0, p = {few})",
         "backward reads",
         "update per",
-        f"delay at p = {many}, first … last stage",
-        *(f"weights at p = {size}" for size in SIZES),
+        f"delay (p = {many})",
+        *(f"weights (p = {size})" for size in SIZES),
     )
     return table(columns, rows, 4)
-
-
-def _and(sizes: Sequence[int]) -> str:
-    return " and ".join(map(str, sizes))
-
-
-def _choosing(told: dict[str, About]) -> dict[str, str]:
-    flushes = [
-        [
-            f"m = {ratio if ratio > 1 else ''}p",
-            *(
-                f"{percent(_bubble('1f1b', depth, ratio * depth))}, "
-                f"{percent(_bubble('zb-h1', depth, ratio * depth))}"
-                for depth in DEPTHS
-            ),
-        ]
-        for ratio in RATIOS
-    ]
-    four = 1 / (1 - _bubble("1f1b", max(DEPTHS), 4 * max(DEPTHS))) - 1
-    stable = ("delay τ", "rate × curvature at most", "of that without delay")
-    bounds = [
-        [str(delay), f"{stability_bound(delay):.3g}", f"1/{2 / stability_bound(delay):.3g}"]
-        for delay in DELAYS
-    ]
-    return {
-        "flushes": table(("", *(f"p = {depth}" for depth in DEPTHS)), flushes),
-        "at_four": percent(four),
-        "deepest": str(max(DEPTHS)),
-        "policies": _policies(told),
-        "sizes": _and(SIZES),
-        "bounds": table(stable, bounds, 0),
-        "minibatch": str(MINIBATCH),
-        "flushed_makespan": f"{_drawn('flush').timeline.makespan:g}",
-        "stream_makespan": f"{_drawn('stash').timeline.makespan:g}",
-        "stream_length": str(NUM_MICROBATCHES),
-    }
-
-
-def _bubble(name: str, ranks: int, microbatches: int) -> float:
-    return load(name, ranks, microbatches, Costs()).timeline.bubble

@@ -2,7 +2,7 @@
 for four devices, and trained for some steps in a pipeline and on one device.
 
 It measures, so no two runs give the same page. Run it with ``PYTHONPATH=. python
-docs/gallery/zoo.py``; ``--width 8`` trains wider models, ``--steps 100`` longer, ``--only vgg``
+tools/gallery/zoo.py``; ``--width 8`` trains wider models, ``--steps 100`` longer, ``--only vgg``
 shows what one of them gives without writing anything.
 """
 
@@ -22,16 +22,15 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from pages import HERE, filled, table
-from penstock.plans import Plan
-from penstock.plans.picture import picture_of
+from pages import DOCS, filled, table
 from torch import nn
 
 import penstock as pk
 from penstock.drawing import draw_plan
+from penstock.planning.plans import Plan
+from penstock.planning.plans.picture import picture_of
 from penstock.trial.reference.single_device import SingleDevice
 
-DOCS = HERE.parent
 NAMES = (
     *("alexnet", "vgg", "resnet", "inception", "amoebanet", "detector"),
     *("gnmt", "awd_lstm", "gpt2", "bert", "s2vt", "speech"),
