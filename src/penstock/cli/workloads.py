@@ -52,8 +52,10 @@ def load_workload_of(plan: Plan, path: str, name: str) -> Workload:
     workload = load_workload(name)
     if not is_given("workload"):
         from penstock.engine.model.spine import spine_of
+        from penstock.engine.run.building import in_layers
 
-        layers = tuple(layer.name for layer in spine_of(workload.build_model()))
+        model = in_layers(workload.build_model(), plan)
+        layers = tuple(layer.name for layer in spine_of(model))
         if layers != plan.layers:
             raise ModelError(
                 f"{path} is not for the demo's model ({name}), which is taken where no workload is "

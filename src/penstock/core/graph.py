@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from penstock.base.errors import InputError, printable
 from penstock.base.lazily import method_provided
 from penstock.base.values import MOST_BYTES, Value, expect, number, shown, whole
+from penstock.core.example import Example
 
 
 class Layer(Value, frozen=True, kw_only=True):
@@ -241,6 +242,7 @@ class LayerGraph(Value, frozen=True, kw_only=True):
         software: versions of what it was measured with, by name.
         other_sizes: the same model measured with microbatches of other sizes.
         warnings: what is odd about the profile as a whole, in words.
+        example: with what the model was traced, if it names no spine.
     """
 
     layers: tuple[Layer, ...]
@@ -256,6 +258,7 @@ class LayerGraph(Value, frozen=True, kw_only=True):
     software: dict[str, str] = field(default_factory=dict)
     other_sizes: tuple[LayerGraph, ...] = ()
     warnings: tuple[str, ...] = ()
+    example: Example | None = None
 
     def __post_init__(self) -> None:
         self.check_fields()

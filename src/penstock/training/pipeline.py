@@ -20,7 +20,7 @@ from penstock.core.summation.staleness import StaleStream
 from penstock.core.timing.timeline import Timeline
 from penstock.engine.device.placement import Devices
 from penstock.engine.model import microbatches
-from penstock.engine.model.batches import LABELS, Parting, is_batch
+from penstock.engine.model.batches import LABELS, Parting, is_batch, model_loss
 from penstock.engine.model.microbatches import Microbatches, Weight, Weighting
 from penstock.engine.model.optimizer_factory import OptimizerFactory, SchedulerFactory
 from penstock.engine.model.randomness import Audit
@@ -59,9 +59,11 @@ class Pipeline:
     plan and the seed of rank 0 count, so every process may profile and plan for itself.
 
     Args:
-        model: an ``nn.Sequential``, or a module with a ``spine`` (see ``engine.model.spine``).
+        model: what was profiled: an ``nn.Sequential``, a module with a ``spine`` (see
+            ``engine.model.spine``), or any other, which is cut as ``profile`` has traced it.
         plan: made for this model; its layers are checked against it.
-        loss: from (output, targets) of one microbatch to a scalar tensor. Needed by ``step``.
+        loss: from (output, targets) of one microbatch to a scalar tensor. Needed by ``step``,
+            unless the model was profiled with labels among its inputs and gives a ``loss`` itself.
         optimizer: makes an optimizer of the parameters it is given, once per stage; they are a list
             with a method ``named()``, for parameter groups. Without one, ``step`` only accumulates
             gradients in ``.grad``.
@@ -174,12 +176,12 @@ class Pipeline:
     ) -> None:
         expect(plan, Plan, "the plan", "make one with penstock.plan, or Plan.load a file")
         deadlines = Deadlines.of(deadline_seconds, startup_seconds)
-        self._parting = Parting.by(labels, loss, model)
+        Parting.by(labels, loss, model)  # which may refuse the keys
 
-        def described() -> tuple[Recipe, Running]:
+        def described(model: nn.Module) -> tuple[Recipe, Running]:
             loss_scale = None if grad_scaler is None else LossScale.of(grad_scaler)
             recipe = Recipe(
-                loss=loss,
+                loss=model_loss if loss is None and getattr(model, "gives_loss", False) else loss,
                 optimizer=optimizer,
                 lr_scheduler=lr_scheduler,
                 clip_norm=clip_norm,
@@ -209,11 +211,11 @@ class Pipeline:
 
         with Telling("building a Pipeline"):
             built = build(model, plan, transport, deadlines, described)
-        self._parts, self._recipe, self._outside = built
+        self._model, self._parts, self._recipe, self._outside = built
+        self._parting = Parting.by(labels, self._recipe.loss, self._model)
         self.plan = self._parts.plan
         self.stages = self._parts.stages
         self.transport = self._parts.transport
-        self._model = model
         self._grad_scaler = grad_scaler
         self._results = results
         self._step = 0
@@ -224,7 +226,7 @@ class Pipeline:
         self._running = threading.Lock()
         self._keeper = Keeper(self._parts, grad_scaler)
         self._elsewhere = Elsewhere.watching(
-            model, self.stages, len(self.plan.stages), in_parts=self._parts.in_parts
+            self._model, self.stages, len(self.plan.stages), in_parts=self._parts.in_parts
         )
 
     if not TYPE_CHECKING:  # which would take every name for one that is there

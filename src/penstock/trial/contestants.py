@@ -108,7 +108,7 @@ def pipelined(workload: Workload, plan: Plan) -> Contestant:
 
 def on_one_device(workload: Workload, num_microbatches: int, num_threads: int) -> Contestant:
     """A contestant that trains the workload on one device, accumulating over microbatches."""
-    model = workload.build_model()
+    model = workload.build_in_layers()
     trainer = SingleDevice(model, num_microbatches, workload.loss, workload.optimizer, seed=0)
     threads = "1 thread" if num_threads == 1 else f"{num_threads} threads"
     size = "" if num_microbatches > 1 else ", whole batch at once"

@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from penstock.base.errors import InputError, ModelError
 from penstock.engine.device.accelerators import generators_kept
 from penstock.engine.model.spine import NamedLayer, spine_fingerprint, spine_of
+from penstock.engine.run.building import in_layers
 from penstock.planning.plans import Plan
 from penstock.training.profiler.alone import Progress
 from penstock.trial.workload import Batch, Workload
@@ -100,7 +101,7 @@ def layers_of_stages(model: nn.Module, plan: Plan) -> list[tuple[NamedLayer, ...
     Raises:
         ModelError: the plan is for another model.
     """
-    layers = spine_of(model)
+    layers = spine_of(in_layers(model, plan))
     plan.check_model([layer.name for layer in layers], spine_fingerprint(layers))
     borders = pairwise(accumulate((len(stage.layers) for stage in plan.stages), initial=0))
     return [tuple(layers[start:end]) for start, end in borders]

@@ -28,6 +28,7 @@ from penstock.engine.device.placement import devices_of_ranks
 from penstock.engine.model import microbatches, tree
 from penstock.engine.model.optimizer_factory import Parameters
 from penstock.engine.model.spine import spine_fingerprint, spine_of
+from penstock.engine.run.building import in_layers
 from penstock.engine.run.drive.joining import several_processes
 from penstock.engine.run.placing import place_buffers, place_parameters
 from penstock.planning.plans import Plan
@@ -178,7 +179,7 @@ class Sides:
             InputError: they do not begin equal, or never can be.
             ModelError: the plan is for another model.
         """
-        model, twin = workload.build_model(), workload.build_model()
+        model, twin = (in_layers(workload.build_model(), plan) for _ in range(2))
         layers = layers_of_stages(model, plan)
         rounding = _rounding(plan, [layer.module for stage in layers for layer in stage])
         if float64:

@@ -86,6 +86,12 @@ class NamedLayer(NamedTuple):
         return _keys(self, "recalls")
 
 
+def names_a_spine(model: nn.Module) -> bool:
+    """Whether a model says itself which layers it runs, one after another."""
+    chained = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
+    return chained or hasattr(model, "spine")
+
+
 def spine_of(model: nn.Module) -> tuple[NamedLayer, ...]:
     """The layers of ``model`` in execution order.
 

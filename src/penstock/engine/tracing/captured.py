@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from penstock.base.errors import InputError, ModelError
 from penstock.base.telling import tells
 from penstock.base.values import one_of
+from penstock.core.example import Dynamic, Example, Granularity
 from penstock.engine.model import microbatches, tree
 from penstock.engine.model.batches import plain
 from penstock.engine.model.spine import run_spine
+from penstock.engine.tracing.examples import described
 from penstock.engine.tracing.failing import explained
 from penstock.engine.tracing.flow import ValueFlow, must_follow
-from penstock.engine.tracing.graphs import Dynamic, Given, Traced, UntraceableError, spread, trace
+from penstock.engine.tracing.graphs import Given, Traced, UntraceableError, spread, trace
 from penstock.engine.tracing.layers import (
     Borders,
     CapturedLayer,
@@ -32,7 +34,6 @@ from penstock.engine.tracing.layers import (
 from penstock.engine.tracing.leaves import leaves_of
 from penstock.engine.tracing.proof import check_equal, run_alone
 from penstock.engine.tracing.segments import (
-    Granularity,
     LayerNodes,
     blocks_of,
     localise_sizes,
@@ -58,12 +59,14 @@ class _Trace:
         segments: the nodes of each layer, likewise; the same names in the same order.
         borders: how the model is called, and what it returns.
         settings: attributes whose values are in the graphs.
+        example: the inputs of the trace, if a file can say them.
     """
 
     traced: dict[bool, Traced]
     segments: dict[bool, list[LayerNodes]]
     borders: Borders
     settings: Settings
+    example: Example | None
 
     def __deepcopy__(self, memo: Any) -> Self:
         return self
@@ -89,9 +92,11 @@ class Captured(nn.Module):
     Attributes:
         original: the model.
         how: which tracer was used, and why the first was not.
+        dtypes: those of parameters and buffers, as the graphs assume them.
     """
 
     how: str
+    dtypes: tuple[torch.dtype, ...]
 
     def __init__(self, model: nn.Module, traces: _Trace, how: str, order: Sequence[int]) -> None:
         super().__init__()
@@ -101,7 +106,7 @@ class Captured(nn.Module):
         self.how = how
         self._traces = traces
         self._order = tuple(order)
-        self._dtypes = dtypes_of(model)
+        self.dtypes = dtypes_of(model)
         # No child: its parameters would have a second name.
         self.__dict__["_layers"] = _layers(model, traces, self._order)
         self._tell_layers()
@@ -114,7 +119,7 @@ class Captured(nn.Module):
                 in its graphs have changed.
         """
         self.check_as_captured()
-        if dtypes_of(self) != self._dtypes:
+        if dtypes_of(self) != self.dtypes:
             raise ModelError(
                 "parameters or buffers were converted to another dtype after the model was "
                 "captured, which its graph does not know; capture it again"
@@ -134,6 +139,7 @@ class Captured(nn.Module):
             ModelError: the layers would not notice that one has changed; names it.
         """
         self._traces.settings.check(self, self.__dict__["original"])
+        self._tell_layers()  # its mode may have been switched at the model itself
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns; called as the model is, or with its inputs as one value."""
@@ -171,6 +177,20 @@ class Captured(nn.Module):
     def names(self) -> tuple[str, ...]:
         """The names of the layers, in the order in which they run."""
         return tuple(self._traces.names[index] for index in self._order)
+
+    @property
+    def example(self) -> Example | None:
+        """How the model was captured, for files; ``None`` if its inputs hold something that files
+        do not have."""
+        return self._traces.example
+
+    @property
+    def gives_loss(self) -> bool:
+        """Whether what the model returns in training has a loss inside, under that name."""
+        structure = self._traces.borders.outputs[True]
+        output = tree.unflatten([0] * structure.num_leaves, structure)
+        named = output.keys() if isinstance(output, Mapping) else getattr(output, "__dict__", ())
+        return "loss" in named
 
     @property
     def input_names(self) -> tuple[str, ...]:
@@ -255,7 +275,9 @@ def capture(
                 traced[training], how = _traced(model, given, dynamic, verify)
                 tracers[how] = None
     segments = _segments(model, traced, granularity)
-    traces = _Trace(traced, segments, _borders(signature, given, traced, dynamic), settings)
+    borders = _borders(signature, given, traced, dynamic)
+    example = described(inputs, granularity, dynamic)
+    traces = _Trace(traced, segments, borders, settings, example)
     captured = Captured(model, traces, "; ".join(tracers), range(len(traces.names)))
     if verify:
         for training in (True, False):

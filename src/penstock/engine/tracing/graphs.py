@@ -8,19 +8,18 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from penstock.base.errors import InputError, ModelError
+from penstock.core.example import Dynamic
 from penstock.engine.device.accelerators import generators_kept
 from penstock.engine.model import tree
 from penstock.engine.tracing.buffers import write_buffers_early
 from penstock.engine.tracing.hush import without_dumps
 from penstock.engine.tracing.leaves import OpaqueError, WholeModules, leaves_of
-
-Dynamic = Literal["rows", "all"]
 
 _EXPORTING = threading.RLock()
 """torch keeps what it exports in globals; two exports at a time fail in one of the threads."""

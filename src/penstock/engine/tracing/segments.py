@@ -6,14 +6,13 @@ import operator
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from penstock.core.example import Granularity
 from penstock.engine.tracing.graphs import Traced
-
-Granularity = Literal["module", "block"]
 
 _NO_WORK = (nn.Identity, nn.Flatten, nn.Unflatten)
 

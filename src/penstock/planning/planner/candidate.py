@@ -237,4 +237,5 @@ class Candidate(CutSetting):
             alternatives=alternatives,
             contention=task.graph.contention if task.topology.shared_memories else Contention(),
             warnings=warnings,
+            example=task.graph.example,
         )

@@ -15,6 +15,7 @@ from penstock.base.errors import InputError, printable
 from penstock.base.lazily import method_loaded_when_used
 from penstock.base.values import Value, amount, expect, one_of, whole
 from penstock.core.cluster import Device, SpareMachine
+from penstock.core.example import Example
 from penstock.core.graph import Contention
 from penstock.core.schedule import Schedule, families
 from penstock.core.schedule.check import check
@@ -101,6 +102,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
             ``None`` where all of them stay.
         offload: whose activations leave between forward and backward, and where to; ``None`` where
             all of them stay.
+        example: with what the model was traced, if it names no spine; as in the profile.
         file_version: the number of this file format; ``version`` in the file.
 
     Raises:
@@ -127,6 +129,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
     rate: float | None = None
     spill: Spill | None = None
     offload: Offload | None = None
+    example: Example | None = None
     file_version: int = field(default=2, name="version")
 
     def __post_init__(self) -> None:

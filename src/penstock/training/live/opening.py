@@ -77,7 +77,7 @@ def stream(  # noqa: PLR0913 - everything that a user may want to say
     _check(plan)
     deadlines = Deadlines.of(deadline_seconds, startup_seconds)
 
-    def described() -> tuple[Recipe, Running]:
+    def described(_: nn.Module) -> tuple[Recipe, Running]:
         recipe = Recipe(
             loss=loss,
             optimizer=optimizer,

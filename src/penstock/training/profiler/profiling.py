@@ -13,9 +13,9 @@ from penstock.base.telling import Telling
 from penstock.base.values import expect, number, whole
 from penstock.core.graph import LayerGraph
 from penstock.engine.device.allocator import keep_freed_pages
-from penstock.engine.model.batches import parted_if_inside, plain
+from penstock.engine.model.batches import LABELS, Parting, model_loss, parted_if_inside, plain
 from penstock.engine.model.optimizer_factory import OptimizerFactory
-from penstock.engine.model.spine import spine_of
+from penstock.engine.model.spine import names_a_spine, spine_of
 from penstock.engine.run.recipe import Loss
 from penstock.training.profiler.alone import WARM_UP, Progress, Sample, measure_alone
 from penstock.training.profiler.together.calibrating import (
@@ -109,18 +109,23 @@ def profile(  # noqa: PLR0913 - each has a default that most callers keep
         inputs, targets = parted_if_inside(inputs, loss, model)
     inputs, targets = plain(inputs, "inputs"), plain(targets, "targets")
     sample = Sample(inputs, targets, loss)
-    given = [sample.of(size) for size in sizes]
-    by_size = {other.num_rows: other for other in given if other.num_rows != sample.num_rows}
-    others = [by_size[size] for size in sorted(by_size)]
+    others = sample.of_sizes(sizes)
     model = _in_layers(model, inputs)
+    if loss is None and getattr(model, "gives_loss", False):
+        sample = _with_own_loss(model, inputs)
+        others = sample.of_sizes(sizes)
     spine_of(model)  # before anything is asked of its parameters
     keep_freed_pages()
     count = num_ranks(model, sample, num_threads, ranks)
     asked = _Asked(model, sample, others, optimizer, repeats, num_threads)
     if progress is not None:
-        return _measured(asked, count, patience_seconds, progress)
-    with Telling("profiling") as telling:
-        return _measured(asked, count, patience_seconds, telling.count)
+        graph = _measured(asked, count, patience_seconds, progress)
+    else:
+        with Telling("profiling") as telling:
+            graph = _measured(asked, count, patience_seconds, telling.count)
+    example = getattr(model, "example", None)
+    others_too = tuple(replace(other, example=example) for other in graph.other_sizes)
+    return replace(graph, example=example, other_sizes=others_too)
 
 
 class _Asked(NamedTuple):
@@ -216,12 +221,17 @@ def _check(
     expect(sizes, Iterable, "sizes", "give a list of numbers of rows")
 
 
+def _with_own_loss(model: nn.Module, inputs: Any) -> Sample:
+    """A sample for a model that computes its loss itself, from labels among its inputs."""
+    parting = Parting.by(LABELS, model_loss, model)
+    return Sample(*parting.parted(inputs, "the sample"), model_loss)
+
+
 def _in_layers(model: nn.Module, inputs: Any) -> nn.Module:
     """The model itself if it has a spine; otherwise captured."""
-    chained = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
-    if chained or hasattr(model, "spine") or not isinstance(model, nn.Module):
+    if not isinstance(model, nn.Module) or names_a_spine(model):
         return model
     # Tracing takes seconds to import, and few models need it.
-    from penstock.engine.tracing import capture
+    from penstock.engine.tracing.entrance import traced_for_profile
 
-    return capture(model, inputs)
+    return traced_for_profile(model, inputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -35,6 +36,15 @@ class Sample:
     def num_rows(self) -> int:
         """The number of rows of the microbatch."""
         return microbatches.num_rows(self.inputs, "inputs")
+
+    def of_sizes(self, sizes: Iterable[int]) -> list[Sample]:
+        """Samples of the first rows, smaller than this one, in ascending order.
+
+        Raises:
+            InputError: there are not so many.
+        """
+        given = {size: self.of(size) for size in sizes}
+        return [given[size] for size in sorted(given) if size != self.num_rows]
 
     def of(self, size: int) -> Sample:
         """A sample of the first ``size`` rows.

@@ -1,0 +1,80 @@
+"""Models that name no spine, traced without being asked: once for all who need the layers.
+
+``profile`` traces a model and keeps the result on the model itself, where ``Pipeline`` finds it.
+Where it is not there (a plan from a file, a copy of the model, another process), the plan says with
+what the model was traced, and it is traced again with such inputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from penstock.base.errors import InputError, ModelError
+from penstock.engine.tracing.captured import Captured, capture
+from penstock.engine.tracing.examples import inputs_like
+from penstock.engine.tracing.layers import devices_of, dtypes_of
+from penstock.planning.plans import Plan
+
+_KEPT = "_penstock_captured"
+
+
+class _Kept:
+    """Holds a captured model on the model. A copy or a file of the model gets an empty one: layers
+    compute with the parameters of the model that they were made of."""
+
+    def __init__(self, captured: Captured | None = None) -> None:
+        self.captured = captured
+
+    def __deepcopy__(self, memo: Any) -> _Kept:
+        return _Kept()
+
+    def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:
+        return _Kept, ()
+
+
+def traced_for_profile(model: nn.Module, inputs: Any) -> Captured:
+    """Trace a model that is to be profiled, for inputs of any length if that can be, and keep the
+    result for ``as_planned``.
+
+    Raises:
+        ModelError, InputError: as ``capture``.
+    """
+    try:
+        captured = capture(model, inputs, dynamic="all")
+    except (ModelError, InputError):
+        captured = capture(model, inputs)
+    model.__dict__[_KEPT] = _Kept(captured)
+    return captured
+
+
+def as_planned(model: nn.Module, plan: Plan) -> Captured | None:
+    """The layers of a model that names no spine, as they were when ``plan`` was made; ``None`` if
+    nobody knows how it was cut.
+
+    Raises:
+        ModelError: the model cannot be traced any more.
+    """
+    kept = model.__dict__.get(_KEPT)
+    captured: Captured | None = kept.captured if isinstance(kept, _Kept) else None
+    if captured is None or not _is_for(captured, plan):
+        if plan.example is None:
+            return None
+        # Layers were compared with the model when it was profiled.
+        captured = capture(
+            model,
+            inputs_like(plan.example, next(iter(devices_of(model)), None)),
+            granularity=plan.example.granularity,
+            dynamic=plan.example.dynamic,
+            verify=False,
+        )
+        model.__dict__[_KEPT] = _Kept(captured)
+    if captured.names != plan.layers and sorted(captured.names) == sorted(plan.layers):
+        return captured.ordered(plan.layers)
+    return captured
+
+
+def _is_for(captured: Captured, plan: Plan) -> bool:
+    same = sorted(captured.names) == sorted(plan.layers)
+    return same and captured.dtypes == dtypes_of(captured.original)
