@@ -18,7 +18,7 @@ INSTALL = if [ ! -t 2 ]; then \
 	-c $(CONSTRAINTS) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick soak cpus versions on-this-torch gpu lint format gallery docs clean
+.PHONY: help demo test quick soak soak-long soak-devices soak-laws soak-frozen soak-mutations cpus versions on-this-torch gpu lint format gallery docs clean
 
 help:
 	@echo 'make demo     plan, train and draw a small pipeline (installs into $(VENV) on first use)'
@@ -72,12 +72,23 @@ quick: $(VENV)/.installed-dev
 ON_DEVICES = $(addprefix tests/numerics/test_,all_families.py asynchronous.py captured_models.py \
 	split_attention.py split_captured.py split_layers.py)
 
-soak: $(VENV)/.installed-dev
+# Each part stands alone, so that an evening has room for one.
+soak: soak-long soak-devices soak-laws soak-frozen soak-mutations cpus
+
+soak-long: $(VENV)/.installed-dev
 	$(VENV)/bin/pytest -m soak -n 2 --dist loadgroup $(PYTEST_ARGS)
+
+soak-devices: $(VENV)/.installed-dev
 	$(VENV)/bin/pytest -p tests.kit.accelerator.everywhere -n 2 $(ON_DEVICES) $(PYTEST_ARGS)
+
+soak-laws: $(VENV)/.installed-dev
 	PENSTOCK_EXAMPLES=10 $(VENV)/bin/pytest -n 2 --dist loadgroup --timeout 3600 tests/laws $(PYTEST_ARGS)
+
+soak-frozen: $(VENV)/.installed-dev
+	$(VENV)/bin/python -m tests.soak.frozen
+
+soak-mutations: $(VENV)/.installed-dev
 	$(VENV)/bin/python -m tests.soak.mutations
-	$(MAKE) cpus
 
 # Left out is what computes with no tensor: schedules, plans and drawings.
 WITHOUT_TENSORS = unit/drawing unit/partition unit/plans unit/schedule unit/timing unit/turns \

@@ -33,6 +33,7 @@ WITHOUT_TIMES = {
     "benchmarks.planning.zero_bubble_table",
     "benchmarks.planning.startup_job",  # a part of benchmarks.planning.startup
     "benchmarks.network.shaped_network",  # a tool
+    "benchmarks.common.page",  # writes what others have measured
 }
 
 
@@ -80,9 +81,9 @@ def test_figures_are_kept_with_machine_date_and_load(tmp_path, monkeypatch):
     monkeypatch.setattr(alone, "RESULTS", tmp_path)
     surroundings = Surroundings(0.25, 1.5, others=0.012, minutes=3.0, date="2026-11-23")
     text = alone.store("contest.memory", "python -m it", "| a | b |", surroundings).read_text()
-    assert text.startswith(f"`python -m it`, 2026-11-23, {os.cpu_count()} cores of ")
+    assert text.startswith(f"$ python -m it\n2026-11-23, {os.cpu_count()} cores of ")
     assert "load 0.2 before and 1.5 after, other programs used 1.2% of the cores" in text
-    assert text.endswith("```text\n| a | b |\n```\n")
+    assert text.endswith(" minutes\n\n| a | b |\n")
     assert surroundings.alone and not Surroundings(0, 0, others=0.06, minutes=1).alone
 
 

@@ -46,7 +46,7 @@ REQUESTS = st.fixed_dictionaries(
         "replicas": st.sampled_from(["1-1", "2", "any"]),
         "asynchronous": st.booleans(),
         "recompute": st.sampled_from(["never", "stage", "layers"]),
-        "order": st.just("any"),
+        "layer_order": st.just("any"),
         "cuts": st.lists(st.integers(1, 8), min_size=1, max_size=2, unique=True).map(sorted),
     },
 )

@@ -110,7 +110,7 @@ def test_cuts_with_the_fastest_slowest_stage_are_not_faster(graph, stages, micro
 
     even = min(combinations(range(1, len(seconds)), stages - 1), key=slowest)
     forced = attempt(
-        graph, cluster, microbatches=microbatches, schedule=name, stages=stages, cuts=even
+        graph, cluster, num_microbatches=microbatches, schedule=name, stages=stages, cuts=even
     )
     assert found.step_seconds <= forced.step_seconds * 1.01 + 1e-9
 

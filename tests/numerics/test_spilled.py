@@ -427,7 +427,7 @@ def test_weights_come_from_files(tmp_path, spill, parts):
     with torch.device("meta"):
         meta = make_net()
     path = tmp_path if parts > 1 else tmp_path / "part-0.safetensors"
-    ours = trained(meta, spill, options={"weights": path})
+    ours = trained(meta, spill, options={"initial_weights": path})
     assert_alike(ours, trained(make_net(seed=7), None))
 
 
@@ -441,10 +441,10 @@ def test_weights_of_another_model_are_refused(tmp_path):
     ):
         save_file(wrong, path)
         with pytest.raises(FileError, match=match):
-            spilled_pipeline(make_net(), options={"weights": path})
+            spilled_pipeline(make_net(), options={"initial_weights": path})
     path.write_text("nothing")
     with pytest.raises(FileError, match="cannot read the weights"):
-        spilled_pipeline(make_net(), options={"weights": path})
+        spilled_pipeline(make_net(), options={"initial_weights": path})
 
 
 def test_a_model_that_is_never_trained_can_still_answer(tmp_path):

@@ -37,23 +37,23 @@ PACKAGE = Path("src", "penstock")
 EQUIVALENT = Path(__file__).with_name("equivalent_mutations.toml")
 
 ROOMS = {
-    "schedule": (
+    "core/schedule": (
         "tests/unit/schedule",
         ["tests/golden/test_golden_numbers.py", "tests/laws/test_schedule_laws.py"],
     ),
-    "reduce": (
+    "engine/reduce": (
         "tests/unit/reduce",
         ["tests/numerics/test_stale_updates.py", "tests/distributed/test_reducers.py"],
     ),
-    "run/rank": (
+    "engine/run/rank": (
         "tests/unit/run",
         ["tests/numerics/test_same_as_one_device.py", "tests/numerics/test_asynchronous.py"],
     ),
-    "checkpoint": (
+    "training/checkpoint": (
         "tests/unit/checkpoint",
         ["tests/laws/test_checkpoint_laws.py", "tests/numerics/test_checkpoints.py"],
     ),
-    "planner": ("tests/unit/planner", ["tests/laws/test_planner_laws.py"]),
+    "planning/planner": ("tests/unit/planner", ["tests/laws/test_planner_laws.py"]),
 }
 """Of each room, its unit tests, and tests of the whole that are about it."""
 

@@ -106,6 +106,7 @@ def test_the_package_alone_loads_nothing(tmp_path):
     modules = loaded("import penstock", tmp_path)
     assert {name for name in modules if name.startswith("penstock")} == {
         "penstock",
+        "penstock.base",
         "penstock.base.lazily",
     }
     assert not modules & {"click", "dataclasses", "msgspec", *HEAVY}

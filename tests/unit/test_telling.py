@@ -9,7 +9,7 @@ import time
 import pytest
 
 import penstock as pk
-from penstock import telling
+from penstock.base import telling
 from penstock.base.telling import Telling, tells
 from penstock.cli import show
 from tests.kit.command_line import succeed

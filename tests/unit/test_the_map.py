@@ -37,7 +37,15 @@ def test_every_place_that_the_map_names_exists():
         re.findall(r"\]\(([^)]+)\)", MAP)
     )
     assert len(places) > 20
-    within = [PACKAGE, *WINGS, *(PACKAGE / "core").iterdir(), ROOT]
+    within = [
+        ROOT,
+        ROOT / "src",
+        PACKAGE,
+        *WINGS,
+        *(PACKAGE / "core").iterdir(),
+        PACKAGE / "engine" / "run",
+        PACKAGE / "trial",
+    ]
     missing = [place for place in places if not any((base / place).exists() for base in within)]
     assert not missing
 
@@ -106,7 +114,11 @@ def test_no_module_has_the_name_of_a_public_function():
 def test_no_room_but_device_names_a_kind_of_accelerator():
     """What holds for one kind only stands in ``device``; one file asks NVIDIA's driver."""
     inside = ROOT / "src" / "penstock"
-    allowed = {*(inside / "device").rglob("*.py"), inside / "cluster" / "driver.py"}
+    allowed = {
+        *(inside / "engine" / "device").rglob("*.py"),
+        inside / "core" / "cluster" / "driver.py",
+        inside / "training" / "habits.py",  # has the names of a module's methods
+    }
     names = re.compile(r"\b(cuda|nccl|nvidia|rocm|xpu|npu|mps)\b", re.I)
     offenders = [
         f"{path.relative_to(inside)}: {line.strip()}"

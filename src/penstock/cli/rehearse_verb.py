@@ -118,10 +118,14 @@ def _plan(
     source: str, ranks: int, microbatches: int, costs: Costs, unit_seconds: float
 ) -> tuple[Plan | Schedule, Costs | None]:
     """What to perform, and the seconds of its ops if it does not have its own."""
-    if sources.has_ops(source):
-        schedule: Schedule | None = sources.read_ops(source)
-    elif Path(source).suffix.lower() == ".json":
-        return sources.load_plan(source), None
+    content = sources.read(source)
+    schedule: Schedule | None
+    if isinstance(content, plans.Plan):
+        return content, None
+    if isinstance(content, Schedule):
+        schedule = content
+    elif content is not None:
+        raise InputError(f"{source} is a timeline, which has happened already; give a plan or ops")
     else:
         schedule = sources.load(source, ranks, microbatches, costs).schedule
     assert schedule is not None  # a name always means one

@@ -220,10 +220,12 @@ def _draw_memory(plan: Plan, titled: Sequence[Titled], path: str) -> None:
 def check(source: str, ranks: int, microbatches: int, capacity: int, as_json: bool) -> None:
     """Prove that a schedule is complete and cannot deadlock."""
     check_source(source)
-    if sources.has_ops(source):
-        schedule: Schedule | None = sources.read_ops(source)
+    content = sources.read(source)
+    schedule: Schedule | None
+    if isinstance(content, Schedule):
+        schedule = content
     else:
-        schedule = sources.load(source, ranks, microbatches, Costs()).schedule
+        schedule = sources.loaded(content, source, ranks, microbatches, Costs()).schedule
     if schedule is None:
         raise InputError(f"{source} is a timeline; there is nothing left to check")
     check_schedule(schedule, capacity)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import msgspec
 
@@ -86,6 +86,9 @@ class Drawable(NamedTuple):
         return self.plan.sizes if self.plan else None
 
 
+Content: TypeAlias = "Plan | Schedule | Drawable"
+
+
 def load(
     name: str, ranks: int, microbatches: int, costs: Costs, arrivals: float | None = None
 ) -> Drawable:
@@ -102,15 +105,28 @@ def load(
     Raises:
         InputError: neither, or a file that does not hold what it should.
     """
-    if _suffix(name) == ".json" and not has_ops(name):
-        content = _load_json(name)
-        if arrivals is None:
-            return content if isinstance(content, Drawable) else _planned(content)
-        if isinstance(content, Drawable):
+    return loaded(read(name), name, ranks, microbatches, costs, arrivals)
+
+
+def loaded(
+    content: Content | None,
+    name: str,
+    ranks: int,
+    microbatches: int,
+    costs: Costs,
+    arrivals: float | None = None,
+) -> Drawable:
+    """As ``load``, of what ``read`` gave: a pipe is read only once."""
+    if isinstance(content, Drawable):
+        if arrivals is not None:
             raise InputError(f"{name} has happened already; leave --arrivals out")
+        return content
+    if isinstance(content, plans.Plan):
+        if arrivals is None:
+            return _planned(content)
         schedule = content.build_schedule(max(microbatches, content.num_microbatches))
         return Drawable(simulate(schedule, content.costs, arrivals=arrivals), schedule, content)
-    schedule = _schedule(name, ranks, microbatches, costs)
+    schedule = _schedule(content, name, ranks, microbatches, costs)
     timeline = _named(name, simulate, schedule, _spread(costs, schedule), arrivals=arrivals)
     return Drawable(timeline, schedule)
 
@@ -158,9 +174,10 @@ def load_with_versions(
     Raises:
         InputError: a timeline that does not know, or a policy that does not go with the schedule.
     """
-    if _suffix(name) == ".json" and not has_ops(name):
-        return _json_with_versions(name, policy)
-    schedule = _schedule(name, ranks, microbatches, costs)
+    content = read(name)
+    if isinstance(content, Drawable | plans.Plan):
+        return _file_with_versions(name, content, policy)
+    schedule = _schedule(content, name, ranks, microbatches, costs)
     if any(op.kind is Kind.UPDATE for op in schedule.where):
         raise InputError(
             f"{name} has updates, but does not say which versions its ops read; leave the updates "
@@ -179,16 +196,13 @@ def load_drawn(name: str, ranks: int, microbatches: int, costs: Costs) -> tuple[
     """As ``load_shown``, to be drawn, and whether with versions: what never flushes in its steady
     state, with the versions that its ops read, since its beginning looks like any other
     schedule's."""
-    if _suffix(name) == ".json" and not has_ops(name):
-        content = _load_json(name)
-        if isinstance(content, Drawable):
-            return content, False
-        source = _planned(content)
-        if content.prediction.flushes:
-            return source, False
+    content = read(name)
+    if isinstance(content, plans.Plan) and not content.prediction.flushes:
         from penstock.planning.plans.drawn import steady
 
-        return source._replace(timeline=steady(content), num_ticks=0), True
+        return _planned(content)._replace(timeline=steady(content), num_ticks=0), True
+    if content is not None:
+        return loaded(content, name, ranks, microbatches, costs), False
     if not USUAL.get(name.partition(":")[0], Flush()).asynchronous:
         return load_shown(name, ranks, microbatches, costs), False
     source = load_with_versions(name, ranks, _live_length(ranks, microbatches), costs)
@@ -249,35 +263,35 @@ def _spread(costs: Costs, schedule: Schedule) -> Costs:
     return costs.spread(schedule.num_stages / schedule.num_ranks)
 
 
-def _schedule(name: str, ranks: int, microbatches: int, costs: Costs) -> Schedule:
-    """The schedule in a file, or of a family."""
-    if not has_ops(name):
+def _schedule(
+    ops: Schedule | None, name: str, ranks: int, microbatches: int, costs: Costs
+) -> Schedule:
+    """The schedule of a file, checked, or else of a family."""
+    if ops is None:
         return _build(name, ranks, microbatches, costs)
-    schedule = read_ops(name)
-    _named(name, check, schedule)
-    return schedule
+    _named(name, check, ops)
+    return ops
 
 
-def has_ops(path: str) -> bool:
-    """Whether a source is a file of ops: a ``.csv``, or what ``Schedule.save`` wrote as JSON."""
-    suffix = _suffix(path)
-    return suffix == ".csv" or (suffix == ".json" and "ranks" in _json_keys(path))
-
-
-def read_ops(path: str) -> Schedule:
-    """Read ops, as we or torch write them.
+def read(name: str) -> Content | None:
+    """What a file holds: a plan, a timeline, or ops, which are not checked; ``None`` for the name
+    of a family.
 
     Raises:
-        FileError: a cell is not an op; the file, the line and the cell are named.
+        FileError: a cell is not an op (the file, the line and the cell are named), or it holds
+            something else.
     """
-    if _suffix(path) == ".json":
-        return Schedule.load(path)
-    text, stem = read_text(path), Path(path).stem
+    suffix = _suffix(name)
+    if suffix not in (".csv", ".json"):
+        return None
+    text, stem = read_text(name), Path(name).stem
+    if suffix == ".json":
+        return _json(text, name)
     if not _TORCH.search(text):  # words that only torch's files have
-        return _named(path, Schedule.parse, text, stem)
+        return _named(name, Schedule.parse, text, stem)
     from penstock.planning.export.torch_schedules import from_torch_csv
 
-    return _named(path, from_torch_csv, text, stem)
+    return _named(name, from_torch_csv, text, stem)
 
 
 def _named(name: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -312,8 +326,7 @@ def _planned(plan: Plan) -> Drawable:
     return Drawable(plan.simulate(), plan.build_schedule(), plan, plan.prediction.num_shown)
 
 
-def _json_with_versions(path: str, policy: str | None) -> Drawable:
-    content = _load_json(path)
+def _file_with_versions(path: str, content: Drawable | Plan, policy: str | None) -> Drawable:
     if isinstance(content, plans.Plan):
         chosen = _policy(content.schedule, policy)
         source = _planned(content if policy is None else content.reading(chosen))
@@ -350,14 +363,11 @@ def _keys(text: str) -> set[str]:
     return set(decoded(text, dict[str, msgspec.Raw]))
 
 
-def _json_keys(path: str) -> set[str]:
+def _json(text: str, path: str) -> Content:
     with refused_as(f"{path} holds neither a plan nor a schedule nor a timeline"):
-        return _keys(read_text(path))
-
-
-def _load_json(path: str) -> Drawable | Plan:
-    """A plan, or the timeline in a file."""
-    text, keys = read_text(path), _json_keys(path)
+        keys = _keys(text)
+    if "ranks" in keys:
+        return Schedule.from_json(text, where=path)
     if "spans" in keys:
         return Drawable(Timeline.from_json(text, where=path), None)
     if "measured" in keys:

@@ -119,7 +119,6 @@ class Workload:
             graph.at(asked), other_sizes=tuple(replace(other, other_sizes=()) for other in others)
         )
 
-
     def build_in_layers(self) -> nn.Module:
         """The model, captured if it names no spine."""
         model = self.build_model()

@@ -70,5 +70,5 @@ def test_what_cannot_be_drawn_says_what_can():
         InputError, match=r"of type int; make one with penstock.simulate, or give a"
     ):
         pk.draw(3)
-    with pytest.raises(InputError, match="of type StructMeta; make"):
+    with pytest.raises(InputError, match="is the class Plan; make"):
         pk.draw(Plan)

@@ -126,8 +126,8 @@ def test_a_comparison_is_a_table_as_text():
     [
         ((), "nothing to compare"),
         ((SCHEDULE, SCHEDULE), "same title"),
-        (("1f1b",), "give schedules or timelines"),
-        (({"x": 3},), "give schedules or timelines"),
+        (("1f1b",), "give schedules, plans or timelines"),
+        (({"x": 3},), "give schedules, plans or timelines"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(compared, words):

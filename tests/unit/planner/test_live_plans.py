@@ -158,7 +158,7 @@ def test_a_rate_that_is_none_is_refused(rate):
 
 @pytest.mark.parametrize(
     "asked",
-    [{"schedule": "1f1b"}, {"versions": versions.Flush()}, {"placement": "reinforce"}],
+    [{"schedule": "1f1b"}, {"versions": versions.Flush()}, {"placer": "reinforce"}],
 )
 def test_what_drains_has_no_rate(asked):
     with pytest.raises(InputError, match=r"rate is for a stream that never ends, but .* drains at"):

@@ -276,7 +276,7 @@ STAGE = StagePlan(layers=("a",), rank=0)
         ({"options": {"colour": 1}}, "1f1b has no option colour"),
         ({"num_microbatches": 0}, "num_microbatches is 0"),
         ({"num_threads": 0}, "num_threads is 0"),
-        ({"version": 3}, "version 3; this Penstock reads version 2"),
+        ({"file_version": 3}, "version 3; this Penstock reads version 2"),
     ],
 )
 def test_a_plan_that_contradicts_itself(change, message):

@@ -52,7 +52,7 @@ def test_the_best_of_a_kind_is_what_is_planned_when_it_is_asked_for():
         table["best synchronous"].step_seconds == plan(HEAVY, SLOW, num_microbatches=8).step_seconds
     )
     never = [
-        attempt(HEAVY, SLOW, microbatches=8, schedule=name, replicas="any")
+        attempt(HEAVY, SLOW, num_microbatches=8, schedule=name, replicas="any")
         for name in ("pipedream", "pipedream-2bw")
     ]
     fastest = min(one.step_seconds for one in never)

@@ -214,7 +214,7 @@ def test_what_may_be_edited_is_read_and_drawn(edit, tmp_path):
 def test_the_page_about_plans_names_every_key_and_its_script_runs(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     page = Path("docs/plans.md").read_text()
-    for name in (*Plan.__struct_fields__, *StagePlan.__struct_fields__):
+    for name in (*Plan.__struct_encode_fields__, *StagePlan.__struct_encode_fields__):
         assert f"`{name}`" in page, name
     exec(page.split("```python\n")[1].split("```")[0], {})
     assert "stage 2: features.24 … classifier.6 (6 layers)" in capsys.readouterr().out

@@ -13,7 +13,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from penstock import planner
+from penstock.planning import planner
 from penstock.base.errors import InputError
 from penstock.core.cluster import Cluster, Link
 from penstock.drawing.contest import ContestRecord, markdown, summary, table_rows
