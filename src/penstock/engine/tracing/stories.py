@@ -59,6 +59,11 @@ def remedy_of(failure: Failure) -> str | None:
     return None
 
 
+def has_a_setting(failure: Failure) -> bool:
+    """Whether a setting of the model or of a call helps, so that nothing needs to be left whole."""
+    return _returns_a_cache(failure) or _asks_its_mask(failure)
+
+
 def _returns_a_cache(failure: Failure) -> bool:
     config = getattr(failure.model, "config", None)
     return getattr(config, "use_cache", False) is True and "in output" in str(failure.error)
