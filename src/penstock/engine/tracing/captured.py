@@ -238,8 +238,9 @@ def capture(
     """Cut a model that is no chain into layers, by tracing it.
 
     Modules without children stay whole and are called as they are, so hooks, dropout and running
-    statistics work as ever; what stands between two calls goes with the first. What a later layer
-    reads is handed on by those between. The model is traced in training and in evaluation mode.
+    statistics work as ever; so do modules whose code no tracer can follow, such as a router that
+    looks at values. What stands between two calls goes with the first. What a later layer reads is
+    handed on by those between. The model is traced in training and in evaluation mode.
 
     Args:
         model: any module that ``torch.export`` or ``torch.fx`` can trace. It is not changed.
@@ -265,6 +266,13 @@ def capture(
     _check_python(model)
     inputs = plain(inputs, "inputs")
     _check_names(model)
+    with _without_caches(model):
+        return _captured(model, inputs, granularity, dynamic, verify)
+
+
+def _captured(
+    model: nn.Module, inputs: Any, granularity: Granularity, dynamic: Dynamic, verify: bool
+) -> Captured:
     signature = inspect.signature(model.forward)
     given = spread(signature, tree.replace(Tensor, _no_view, _at_least_two_rows(inputs)))
     whole = Whole(model, partial(_run_alone, model, given))
@@ -280,6 +288,28 @@ def capture(
             with _in_mode(model, training):
                 check_equal(model, captured, given, whole.calm)
     return captured
+
+
+@contextmanager
+def _without_caches(model: nn.Module) -> Iterator[None]:
+    """Models of ``transformers`` return caches of keys and values by default, of which training
+    makes no use, and which no graph can return."""
+    configs = {id(config): config for config in _configs(model)}
+    for config in configs.values():
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in configs.values():
+            config.use_cache = True
+
+
+def _configs(model: nn.Module) -> Iterator[Any]:
+    """The configurations, of a model and of its parts, that ask for a cache."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "use_cache", None) is True:
+            yield config
 
 
 def _check_python(model: nn.Module) -> None:

@@ -7,6 +7,7 @@ what the model was traced, and it is traced again with such inputs.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from torch import nn
@@ -41,10 +42,12 @@ def traced_for_profile(model: nn.Module, inputs: Any) -> Captured:
     Raises:
         ModelError, InputError: as ``capture``.
     """
+    # All processes of a job have the same model: the first one compares it with its layers.
+    verify = os.environ.get("RANK", "0") == "0"
     try:
-        captured = capture(model, inputs, dynamic="all")
+        captured = capture(model, inputs, dynamic="all", verify=verify)
     except (ModelError, InputError):
-        captured = capture(model, inputs)
+        captured = capture(model, inputs, verify=verify)
     model.__dict__[_KEPT] = _Kept(captured)
     return captured
 

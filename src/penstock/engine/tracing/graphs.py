@@ -23,7 +23,7 @@ from penstock.engine.tracing.hush import without_dumps
 from penstock.engine.tracing.hidden import Whole
 from penstock.engine.tracing.leaves import OpaqueError, WholeModules
 from penstock.engine.tracing.lines import lines_of
-from penstock.engine.tracing.stories import Failure, has_a_setting
+from penstock.engine.tracing.stories import Failure, asks_its_mask
 
 _EXPORTING = threading.RLock()
 """torch keeps what it exports in globals; two exports at a time fail in one of the threads."""
@@ -133,7 +133,8 @@ def trace(model: nn.Module, given: Given, dynamic: Dynamic, whole: Whole) -> tup
         except Exception as second:
             # What failed before anything was hidden says most of the model.
             failed = failed or UntraceableError(first, second)
-        if has_a_setting(Failure(model, first, lines_of(first))) or not whole.hide_what_failed(first):
+        has_a_remedy = asks_its_mask(Failure(model, first, lines_of(first)))
+        if has_a_remedy or not whole.hide_what_failed(first):
             raise failed from failed.exported
 
 
