@@ -147,12 +147,14 @@ class SeenCalls:
         """A function that returns tensors without values, like those of the module's next call.
 
         Raises:
-            UnseenShapesError: the module was not called so often.
+            UnseenShapesError: the module was never called.
         """
+        calls = self._calls[name]
+        if not calls:
+            raise UnseenShapesError(f"{name} is called only while it is traced")
+        # A tracer may run the model more than once.
+        sizes, first = calls[self._asked[name] % len(calls)]
         self._asked[name] += 1
-        if self._asked[name] > len(self._calls[name]):
-            raise UnseenShapesError(f"{name} is called more often while it is traced")
-        sizes, first = self._calls[name][self._asked[name] - 1]
         return partial(_like, sizes, first)
 
 
