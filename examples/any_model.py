@@ -3,9 +3,9 @@
     python -m examples.any_model              # all, a table
     python -m examples.any_model GPT-2 U-Net  # some
 
-Nothing is done to a model first: no spine, no ``capture``. Those of ``transformers`` are small, with
-weights drawn here; their batches carry the labels, and they compute their loss themselves. The other
-device computes the same microbatches with the model itself, in a plain loop.
+Nothing is done to a model first: no spine, no ``capture``. Those of ``transformers`` are small,
+with weights drawn here; their batches carry the labels, and they compute their loss themselves. The
+other device computes the same microbatches with the model itself, in a plain loop.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def on_one_device(case: Case) -> list[float]:
             output = _called(model, inputs)
             loss = output["loss"] if case.loss is None else case.loss(output, targets)
             (loss / MICROBATCHES).backward()
-            total += float(loss) / MICROBATCHES
+            total += loss.item() / MICROBATCHES
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total)
@@ -88,20 +88,30 @@ def _rows(value: Any, count: int, first: int = 0) -> Any:
     return tuple(_rows(part, count, first) for part in value) if value is not None else None
 
 
-# Models of transformers -----------------------------------------------------------------------------
+# Models of transformers
 
 _STILL = dict.fromkeys(
     (
         *("attn_pdrop", "resid_pdrop", "embd_pdrop", "dropout", "attention_dropout"),
         *("activation_dropout", "dropout_rate", "hidden_dropout_prob", "hidden_dropout"),
         *("attention_probs_dropout_prob", "classifier_dropout", "drop_path_rate", "layerdrop"),
-        *("encoder_layerdrop", "decoder_layerdrop", "classifier_dropout_prob", "summary_first_dropout"),
+        *(
+            "encoder_layerdrop",
+            "decoder_layerdrop",
+            "classifier_dropout_prob",
+            "summary_first_dropout",
+        ),
         *("seq_classif_dropout", "qa_dropout", "feat_proj_dropout", "final_dropout"),
     ),
     0.0,
 )
 """Dropout draws other masks on one device; all configurations take all of these names."""
-_WIDE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+_WIDE = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 
 
 def _tokens(length: int = 10) -> Tensor:
@@ -115,10 +125,10 @@ def _text(length: int = 10, **more: Any) -> dict[str, Tensor]:
     return {"input_ids": _tokens(length), "attention_mask": mask, **more}
 
 
-def _causal(name: str, **config: Any) -> Callable[[], Case]:
+def _causal(name: str, task: str = "ForCausalLM", **config: Any) -> Callable[[], Case]:
     def made() -> Case:
         sizes = {"vocab_size": WORDS, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-        model = _of(name, "ForCausalLM", **{**_WIDE, **sizes, **config})
+        model = _of(name, task, **{**_WIDE, **sizes, **config})
         tokens = _tokens()
         return Case(model, {"input_ids": tokens, "labels": tokens.clone()})
 
@@ -131,7 +141,9 @@ def _of(name: str, task: str, **config: Any) -> nn.Module:
     return model.train()
 
 
-def _encoder(name: str, task: str, labels: Callable[[], Tensor], **config: Any) -> Callable[[], Case]:
+def _encoder(
+    name: str, task: str, labels: Callable[[], Tensor], **config: Any
+) -> Callable[[], Case]:
     def made() -> Case:
         sizes = {"vocab_size": WORDS, "max_position_embeddings": 24, "pad_token_id": 0}
         model = _of(name, task, **{**_WIDE, **sizes, "num_labels": 3, **config})
@@ -167,7 +179,7 @@ def _whisper() -> Case:
     return Case(model, {"input_features": torch.randn(ROWS, 8, 32), "labels": _tokens(7)})
 
 
-# Models of one's own --------------------------------------------------------------------------------
+# Models of one's own
 
 
 class UNet(nn.Module):
@@ -400,7 +412,7 @@ def _squeeze() -> Case:
 
 
 CASES: dict[str, Callable[[], Case]] = {
-    "GPT-2": _causal("GPT2", n_embd=32, n_layer=2, n_head=4, n_positions=24),
+    "GPT-2": _causal("GPT2", "LMHeadModel", n_embd=32, n_layer=2, n_head=4, n_positions=24),
     "Llama": _causal("Llama", num_key_value_heads=2),
     "Mistral": _causal("Mistral", num_key_value_heads=2),
     "Qwen 2": _causal("Qwen2", num_key_value_heads=2),
@@ -425,8 +437,10 @@ CASES: dict[str, Callable[[], Case]] = {
     ),
     "Whisper": _whisper,
     "ViT": _pictures("ViT", patch_size=8, **_WIDE),
-    "DeiT": _pictures("Deit" if hasattr(hf, "DeitConfig") else "DeiT", patch_size=8, **_WIDE),
-    "Swin": _pictures("Swin", patch_size=4, embed_dim=16, depths=[1, 1], num_heads=[2, 2], window_size=2),
+    "DeiT": _pictures("DeiT", patch_size=8, **_WIDE),
+    "Swin": _pictures(
+        "Swin", patch_size=4, embed_dim=16, depths=[1, 1], num_heads=[2, 2], window_size=2
+    ),
     "ConvNeXt": _pictures("ConvNext", hidden_sizes=[8, 16], depths=[1, 1], num_stages=2),
     "ResNet": _resnet,
     "U-Net": lambda: _noise(conditioned=False),
@@ -468,7 +482,9 @@ def main(names: list[str]) -> int:
             continue
         failed += apart > 1e-4
         seconds = time.perf_counter() - begun
-        table.add_row(name, str(layers), f"{apart:.0e}" if apart else "0", f"{seconds:.0f}", "nothing")
+        table.add_row(
+            name, str(layers), f"{apart:.0e}" if apart else "0", f"{seconds:.0f}", "nothing"
+        )
     Console().print(table)
     return failed
 

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock as pk
-from penstock.base.errors import ModelError
 from penstock.engine.model import tree
 from penstock.engine.tracing import capture
 from penstock.trial.reference.single_device import SingleDevice

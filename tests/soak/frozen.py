@@ -140,7 +140,8 @@ def _plan(dice: random.Random) -> Iterator[object]:
         path = Path(folder, "plan.json")
         plan.save(path)
         # A key that is new since, and says nothing here, changes no plan.
-        yield {key: value for key, value in json.loads(path.read_text()).items() if value is not None}
+        written = json.loads(path.read_text())
+        yield {key: value for key, value in written.items() if value is not None}
         yield str(pk.Plan.load(path))
     yield _drawn(plan.timeline), room("plans.explanation").explain(plan), pk.draw(plan)
 

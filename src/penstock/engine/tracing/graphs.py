@@ -19,8 +19,8 @@ from penstock.core.example import Dynamic
 from penstock.engine.device.accelerators import generators_kept
 from penstock.engine.model import tree
 from penstock.engine.tracing.buffers import write_buffers_early
-from penstock.engine.tracing.hush import without_dumps
 from penstock.engine.tracing.hidden import Whole
+from penstock.engine.tracing.hush import without_dumps
 from penstock.engine.tracing.leaves import OpaqueError, WholeModules
 from penstock.engine.tracing.lines import lines_of
 from penstock.engine.tracing.stories import Failure, asks_its_mask

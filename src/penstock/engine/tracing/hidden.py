@@ -132,8 +132,8 @@ class SeenCalls:
         run: runs the model.
 
     Raises:
-        UnseenShapesError: a module is called more often with more rows, or returns shapes that do not
-            follow from its inputs.
+        UnseenShapesError: a module is called more often with more rows, or returns shapes that do
+            not follow from its inputs.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], run: Run) -> None:
@@ -207,8 +207,12 @@ def _paired(
 ) -> list[tuple[list[Sizes | None], _Seen]]:
     """For each call, how the dimensions of each output follow; ``None`` for what is no tensor."""
     if len(first) != len(second):
-        raise UnseenShapesError(f"{name} is called {len(first)} times, and with other rows {len(second)}")
-    return [([*_outputs(name, ours, theirs)], ours) for ours, theirs in zip(first, second, strict=True)]
+        raise UnseenShapesError(
+            f"{name} is called {len(first)} times, and with other rows {len(second)}"
+        )
+    return [
+        ([*_outputs(name, ours, theirs)], ours) for ours, theirs in zip(first, second, strict=True)
+    ]
 
 
 def _outputs(name: str, ours: _Seen, theirs: _Seen) -> Iterable[Sizes | None]:
