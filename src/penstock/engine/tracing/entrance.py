@@ -93,4 +93,4 @@ def as_planned(model: nn.Module, plan: Plan) -> Captured | None:
 
 def _is_for(captured: Captured, plan: Plan) -> bool:
     same = sorted(captured.names) == sorted(plan.layers)
-    return same and captured.dtypes == dtypes_of(captured.original)
+    return same and captured.dtypes == dtypes_of(captured)
