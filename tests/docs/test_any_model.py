@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 
@@ -30,7 +31,7 @@ def test_a_model_trains_as_on_one_device(name):
 
 def test_the_table_has_a_row_for_each_and_counts_what_failed(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "150")
-    monkeypatch.setitem(any_model.CASES, "refused", lambda: any_model.Case(None, None))
+    monkeypatch.setitem(any_model.CASES, "refused", lambda: any_model.Case(None, torch.zeros(4, 2)))
     assert any_model.main(["a dictionary with its loss", "refused"]) == 1
     told = capsys.readouterr().out
     assert "a dictionary with its loss" in told and "not an nn.Module" in told
