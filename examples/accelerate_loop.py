@@ -35,7 +35,7 @@ def losses(spread=None) -> list[float]:
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        told.append(float(outputs.loss))
+        told.append(outputs.loss.item())
     return told
 
 

@@ -41,7 +41,7 @@ def mixed_rows(model: nn.Module, sample: Sample) -> str | None:
         return None
     tolerance = _TOLERANCE.get(whole.dtype, _LOW_PRECISION)
     both = torch.stack(halves).double()
-    for weights in _weights(targets):
+    for weights in _weights(inputs, targets):
         # Where a half has no labels, its mean over them is no number, and counts for nothing.
         expected = torch.where(weights > 0, both * weights, 0.0).sum()
         if torch.allclose(whole.double(), expected, rtol=tolerance, atol=tolerance):
@@ -63,9 +63,9 @@ def _loss(model: nn.Module, sample: Sample, inputs: Any, targets: Any) -> Tensor
     return sample.loss(run_spine((layer.module for layer in spine_of(model)), own), targets)
 
 
-def _weights(targets: list[Any]) -> Iterator[Tensor]:
+def _weights(inputs: list[Any], targets: list[Any]) -> Iterator[Tensor]:
     """Factors on the losses of two halves: of a mean over rows, a sum, and a mean over labels."""
-    rows = [microbatches.num_rows(half, "targets") for half in targets]
+    rows = [microbatches.num_rows(half, "inputs") for half in inputs]
     yield torch.tensor(rows).double() / sum(rows)
     yield torch.ones(2).double()
     for first in (0, 1):  # a causal language model has no label for the first word
