@@ -40,11 +40,11 @@ def mixed_rows(model: nn.Module, sample: Sample) -> str | None:
     except Exception:  # a model may refuse so few rows in any way, and nobody has asked for them
         return None
     tolerance = _TOLERANCE.get(whole.dtype, _LOW_PRECISION)
-    both = torch.stack(halves).double()
+    whole, both = whole.double().cpu(), torch.stack(halves).double().cpu()
     for weights in _weights(inputs, targets):
         # Where a half has no labels, its mean over them is no number, and counts for nothing.
         expected = torch.where(weights > 0, both * weights, 0.0).sum()
-        if torch.allclose(whole.double(), expected, rtol=tolerance, atol=tolerance):
+        if torch.allclose(whole, expected, rtol=tolerance, atol=tolerance):
             return None
     return (
         f"the loss of the sample is {float(whole):.4g}, but those of its halves are "
