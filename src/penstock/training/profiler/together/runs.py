@@ -30,9 +30,35 @@ FAMILIES: dict[Mode, str] = {"whole": "1f1b", "split": "zb-h1", "stream": "piped
 _WARM_UP = 1  # it makes the optimizer's state
 # Weights, gradients and optimizer state, of which a stream keeps several versions.
 _COPIES = 8
-# A stream of five has two gaps between those in which it fills and drains.
-_LEAST_STEPS, _LEAST_STREAMED, _MOST_STEPS = 3, 5, 40
+_MOST_STEPS = 40
 _ENOUGH_SECONDS = 0.1
+
+
+class Effort(NamedTuple):
+    """How much is run in one turn, however long it takes.
+
+    Attributes:
+        microbatches_per_rank: of a minibatch.
+        warm_up_microbatches: of the first one, which does not count; 0 for as many as the others.
+        steps: minibatches with a flush, that one included.
+        streamed: minibatches of a stream; the first, and those in which it fills and drains, do not
+            count.
+        warm_up_passes: through the layers alone, which do not count.
+        passes: through the layers alone, which do.
+    """
+
+    microbatches_per_rank: int
+    warm_up_microbatches: int
+    steps: int
+    streamed: int
+    warm_up_passes: int
+    passes: int
+
+
+USUAL = Effort(4, 0, steps=3, streamed=5, warm_up_passes=1, passes=2)
+
+SHORT = Effort(2, 1, steps=2, streamed=4, warm_up_passes=0, passes=1)
+"""Where a microbatch takes so long that what a turn has to warm up is little beside it."""
 
 
 class Ran(NamedTuple):
@@ -72,11 +98,17 @@ class Runner:
         """Whether weights are updated."""
         return self._optimizer is not None
 
-    def alone(self, num_threads: int) -> Alone:
+    def alone(self, num_threads: int, effort: Effort) -> Alone:
         """Time the same microbatch through all layers in this thread, while no rank works."""
-        return measure_uncut(self._model, self._sample, num_threads)
+        return measure_uncut(
+            self._model,
+            self._sample,
+            num_threads,
+            warm_up=effort.warm_up_passes,
+            at_least=effort.passes,
+        )
 
-    def run(self, plan: Plan) -> Ran:
+    def run(self, plan: Plan, effort: Effort) -> Ran:
         """Time a few minibatches of training by a plan.
 
         Raises:
@@ -96,7 +128,7 @@ class Runner:
             stop_at_nan=False,
         ) as pipeline:
             way = _stream if plan.versions.asynchronous else _steps
-            return way(pipeline, inputs, targets)
+            return way(pipeline, inputs, targets, effort)
 
 
 def _check_memory(model: nn.Module) -> None:
@@ -117,11 +149,15 @@ def _size_of(output: Any, _: Any) -> Tensor:
     return sum(sizes[1:], start=sizes[0])
 
 
-def _steps(pipeline: Pipeline, inputs: Microbatches, targets: Microbatches) -> Ran:
+def _steps(
+    pipeline: Pipeline, inputs: Microbatches, targets: Microbatches, effort: Effort
+) -> Ran:
     steps, cpus, updates = [], [], UpdateTimes()
-    for is_warm in _laps(_LEAST_STEPS):
+    few = effort.warm_up_microbatches or len(inputs)
+    for is_warm in _laps(effort.steps):
+        count = len(inputs) if is_warm else few
         start, cpu = time.perf_counter(), time.process_time()
-        pipeline.step(inputs, targets)
+        pipeline.step(Microbatches(inputs[:count]), Microbatches(targets[:count]))
         if is_warm:
             steps.append(time.perf_counter() - start)
             cpus.append(time.process_time() - cpu)
@@ -129,9 +165,11 @@ def _steps(pipeline: Pipeline, inputs: Microbatches, targets: Microbatches) -> R
     return Ran(statistics.median(steps), updates.seconds, statistics.median(cpus))
 
 
-def _stream(pipeline: Pipeline, inputs: Microbatches, targets: Microbatches) -> Ran:
+def _stream(
+    pipeline: Pipeline, inputs: Microbatches, targets: Microbatches, effort: Effort
+) -> Ran:
     ends, cpus, updates = list[float](), list[float](), UpdateTimes()
-    for _ in pipeline.steps((inputs, targets) for _ in _laps(_LEAST_STREAMED)):
+    for _ in pipeline.steps((inputs, targets) for _ in _laps(effort.streamed)):
         ends.append(time.perf_counter())
         cpus.append(time.process_time())
     # Without those in which the pipeline fills and drains.
