@@ -532,9 +532,7 @@ class Pipeline:
         Raises:
             InputError: there has been no step yet.
         """
-        return self._history.work.last(
-            lambda: [layer.module for layer in spine_of(self._model)]
-        )
+        return self._history.work.last(lambda: [layer.module for layer in spine_of(self._model)])
 
     @property
     def memory_bytes(self) -> tuple[int, ...]:

@@ -14,7 +14,10 @@ from torch import nn
 import penstock as pk
 from penstock.core.graph import Contention
 
-MODULES = "penstock.training.profiler.alone.rounds", "penstock.training.profiler.together.calibrating"
+MODULES = (
+    "penstock.training.profiler.alone.rounds",
+    "penstock.training.profiler.together.calibrating",
+)
 FOOTPRINT, USUAL_ROUND, SHORT_ROUND = 2, 5, 2
 """Forwards of each layer."""
 
@@ -179,12 +182,10 @@ def test_with_patience_all_modes_have_short_turns(monkeypatch):
 @pytest.mark.parametrize("rounds", [0, 1])
 def test_an_interrupt_while_ranks_are_measured_keeps_the_layers(monkeypatch, rounds, forwards):
     """As Ctrl-C comes: to the main thread, while it waits for ranks."""
-    real = pk.Pipeline.step
-    steps, num_threads = [], threading.active_count()
+    turns, real, num_threads = Turns(monkeypatch), pk.Pipeline.step, threading.active_count()
 
     def step(pipeline, *batch):
-        steps.append(pipeline.plan.schedule)
-        if steps.count("1f1b") > 2 * rounds and len(steps) > 6 * rounds:
+        if len(turns.schedules) > 2 * rounds:  # two pipelines are a round
             Slow.at[len(forwards) + 3] = _thread.interrupt_main
         return real(pipeline, *batch)
 
@@ -192,6 +193,6 @@ def test_an_interrupt_while_ranks_are_measured_keeps_the_layers(monkeypatch, rou
     monkeypatch.setattr(pk.Pipeline, "step", step)
     graph = profiled(ranks=2, patience_seconds=10)
     assert "interrupted while contention was measured" in graph.warnings
-    assert all(layer.forward_seconds > 0.0015 for layer in graph.layers)
+    assert all(layer.forward_seconds > 0 for layer in graph.layers)
     assert graph.contention.num_ranks == (2 if rounds else 0)
     assert threading.active_count() == num_threads

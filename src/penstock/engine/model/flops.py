@@ -1,4 +1,4 @@
-"""How many floating-point operations a model is: a forward and a backward, on tensors without values.
+"""How many floating-point operations a model is: forward and backward, on tensors without values.
 
 torch's ``FlopCounterMode`` hooks every module of the process, the ranks' at work as well, and knows
 no attention of a CPU. What is used here is its table of formulas.
@@ -53,7 +53,7 @@ def count_flops(modules: Sequence[nn.Module], inputs: Any) -> int | None:
                     torch.autograd.grad(ends, learning, seeds, allow_unused=True)
     except Exception:  # a layer may want values in any way
         return None
-    return counter.flops
+    return int(counter.flops)
 
 
 def _copies(modules: Sequence[nn.Module]) -> list[nn.Module]:
@@ -68,11 +68,11 @@ def _copies(modules: Sequence[nn.Module]) -> list[nn.Module]:
     return [copy.deepcopy(module, memo) for module in modules]
 
 
-class _Counter(TorchDispatchMode):
+class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up what each operation of this thread takes, and keeps all of them on meta."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0
 
     def __torch_dispatch__(

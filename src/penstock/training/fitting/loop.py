@@ -89,12 +89,9 @@ def fit(  # noqa: PLR0913 - each has a default that most callers keep
     flag("progress", progress)
     if evaluate is None:
         _check_nobody_waits(evaluate_every, callbacks)
-    everybody = [*callbacks]
-    if watch is not None:
-        watch = Watch.of(watch)
-        everybody.append(watch)
-    if progress and not is_quiet() and not (watch is not None and watch.in_terminal):
-        everybody.append(ProgressLines())
+    watches = [] if watch is None else [Watch.of(watch)]
+    tells = progress and not is_quiet() and not any(one.in_terminal for one in watches)
+    everybody = [*callbacks, *watches, *[ProgressLines()] * tells]
     batches = _batches(loader, epochs, evaluate_every)
     try:
         fitted = _Fitting(pipeline, everybody, evaluate, checkpoints).over(batches, max_steps)

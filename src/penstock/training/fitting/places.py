@@ -66,7 +66,7 @@ class TensorBoard:
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         if self._writer is None:
-            self._writer = self._opened(self._folder)  # type: ignore[no-untyped-call]
+            self._writer = self._opened(self._folder)
         for name, value in numbers.items():
             self._writer.add_scalar(name, value, step)
 
@@ -161,8 +161,10 @@ class Terminal:
         if is_quiet():
             return
         if not self._draws:
-            told = ", ".join(f"{name} {text}".strip() for name, text in _told(numbers, in_line=True))
-            print(printable(f"step {step}: {told}"), file=self._out, flush=True)  # noqa: T201
+            told = ", ".join(
+                f"{name} {text}".strip() for name, text in _told(numbers, in_line=True)
+            )
+            print(printable(f"step {step}: {told}"), file=self._out, flush=True)
             return
         self._shown |= numbers
         if self._live is None:
@@ -214,7 +216,7 @@ def _plainly(name: str, number: float) -> tuple[str, str]:
 
 
 def _each_second(name: str, number: float) -> tuple[str, str]:
-    shown = f"{number:,.0f}" if number >= 100 else f"{number:.3g}"  # noqa: PLR2004 - three digits
+    shown = f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
     return "", f"{shown} {name.removesuffix('_per_second')}/s"
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.base.errors import InputError
 from penstock.base.values import number, shown, whole
-from penstock.engine.device.accelerators import is_on_host, peak_flops as peak_flops_of
+from penstock.engine.device.accelerators import is_on_host
+from penstock.engine.device.accelerators import peak_flops as peak_flops_of
 from penstock.engine.run.work import Work
 from penstock.training.fitting.callbacks import Callback, numbers_of
 from penstock.training.fitting.places import (

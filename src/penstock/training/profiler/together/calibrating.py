@@ -170,6 +170,7 @@ class _Rounds:
         self.modes = list(modes)
         self.interrupted = False
         self._effort = effort
+        self._last_alone: Alone | None = None
         self._runner = runner
         self._graph = graph
         self._count = count
@@ -186,19 +187,23 @@ class _Rounds:
     def measure(self, tell: Advance) -> Round:
         """Measure one round, and tell after each turn what share of it is done."""
         before, first = Usage.now(), self._reference.seconds()
-        alone = [self._alone()]
-        laps: dict[Mode, Lap] = {}
-        modes = tuple(self.modes)
-        for number, mode in enumerate(modes, 1):
+        modes, laps = tuple(self.modes), dict[Mode, Lap]()
+        num_turns = 1 + 2 * len(modes)
+        alone = [self._last_alone or self._alone()]
+        for number, mode in enumerate(modes):
+            tell((2 * number + 1) / num_turns)
             try:
                 ran = self._runner.run(self._plan(mode), self._effort)
             except PenstockError as error:
                 self._refused[mode] = error
                 self.modes.remove(mode)
                 continue
+            tell((2 * number + 2) / num_turns)
             alone.append(self._alone())
             laps[mode] = Lap(_mean(alone[-2:]), ran)
-            tell(number / len(modes))
+        tell(1.0)
+        if self._effort is SHORT:  # what ends this round begins the next one
+            self._last_alone = alone[-1]
         last = self._reference.seconds()
         others = share_of_others(before, Usage.now())
         factors: dict[Mode, Factors] = {

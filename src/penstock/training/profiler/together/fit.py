@@ -55,9 +55,7 @@ def crowd(num_ranks: int) -> Cluster:
     return replace(Cluster.local(num_ranks, kind="cpu"), memory_bytes=_PLENTY_BYTES)
 
 
-def plan_of(
-    graph: LayerGraph, mode: Mode, num_ranks: int, microbatches_per_rank: int = 4
-) -> Plan:
+def plan_of(graph: LayerGraph, mode: Mode, num_ranks: int, microbatches_per_rank: int = 4) -> Plan:
     """The plan whose pipeline is measured for a mode."""
     return plan(
         graph,

@@ -149,9 +149,7 @@ def _size_of(output: Any, _: Any) -> Tensor:
     return sum(sizes[1:], start=sizes[0])
 
 
-def _steps(
-    pipeline: Pipeline, inputs: Microbatches, targets: Microbatches, effort: Effort
-) -> Ran:
+def _steps(pipeline: Pipeline, inputs: Microbatches, targets: Microbatches, effort: Effort) -> Ran:
     steps, cpus, updates = [], [], UpdateTimes()
     few = effort.warm_up_microbatches or len(inputs)
     for is_warm in _laps(effort.steps):
@@ -165,9 +163,7 @@ def _steps(
     return Ran(statistics.median(steps), updates.seconds, statistics.median(cpus))
 
 
-def _stream(
-    pipeline: Pipeline, inputs: Microbatches, targets: Microbatches, effort: Effort
-) -> Ran:
+def _stream(pipeline: Pipeline, inputs: Microbatches, targets: Microbatches, effort: Effort) -> Ran:
     ends, cpus, updates = list[float](), list[float](), UpdateTimes()
     for _ in pipeline.steps((inputs, targets) for _ in _laps(effort.streamed)):
         ends.append(time.perf_counter())
