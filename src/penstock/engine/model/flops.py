@@ -42,8 +42,8 @@ def count_flops(modules: Sequence[nn.Module], inputs: Any) -> int | None:
     """
     try:
         with torch.inference_mode(False), torch.enable_grad(), torch.device(_META):
-            copies = _copies(modules)
             with _Counter() as counter:
+                copies = _copies(modules)
                 outputs = run_spine(copies, without_values(inputs))
                 weights = {weight for one in copies for weight in one.parameters()}
                 ends = [leaf for leaf in tree.tensors(outputs) if leaf.requires_grad]
@@ -57,15 +57,20 @@ def count_flops(modules: Sequence[nn.Module], inputs: Any) -> int | None:
 
 
 def _copies(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Copies of layers, whose parameters and buffers have no values; tied ones stay tied."""
-    memo: dict[int, Any] = {}
-    for module in modules:
-        for weight in module.parameters():
-            bare = without_values(weight.detach())
-            memo[id(weight)] = nn.Parameter(bare, requires_grad=weight.requires_grad)
-        for buffer in module.buffers():
-            memo[id(buffer)] = without_values(buffer)
-    return [copy.deepcopy(module, memo) for module in modules]
+    """Copies of layers, whose parameters and buffers have no values; tied ones stay tied.
+
+    A rank at work may exchange a parameter for another version of it meanwhile. That one is copied
+    here, to meta, as all is within a ``_Counter``.
+    """
+    weights = [weight for module in modules for weight in module.parameters()]
+    buffers = [buffer for module in modules for buffer in module.buffers()]
+    memo: dict[int, Any] = {id(buffer): without_values(buffer) for buffer in buffers}
+    for weight in weights:
+        bare = without_values(weight.detach())
+        memo[id(weight)] = nn.Parameter(bare, requires_grad=weight.requires_grad)
+    copies = [copy.deepcopy(module, memo) for module in modules]
+    del weights, buffers  # not before: another tensor would have the number of one that is gone
+    return copies
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]

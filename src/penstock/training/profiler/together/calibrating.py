@@ -94,6 +94,8 @@ def calibrate(
             judgement = _until_steady(rounds, count, patience_seconds, tell)
     except Exception as error:  # a model may refuse in any way
         return uncalibrated(graph, error)
+    finally:
+        runner.close()
     warnings += rounds.refusals
     if judgement is None:
         return Calibrated(graph, Contention(), tuple(warnings))

@@ -6,6 +6,7 @@ import copy
 import statistics
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -45,6 +46,8 @@ class Effort(NamedTuple):
             count.
         warm_up_passes: through the layers alone, which do not count.
         passes: through the layers alone, which do.
+        stays: whether a pipeline stays open for the next turn, if that is by the same plan; then it
+            is warm.
     """
 
     microbatches_per_rank: int
@@ -53,11 +56,12 @@ class Effort(NamedTuple):
     streamed: int
     warm_up_passes: int
     passes: int
+    stays: bool
 
 
-USUAL = Effort(4, 0, steps=3, streamed=5, warm_up_passes=1, passes=2)
+USUAL = Effort(4, 0, steps=3, streamed=5, warm_up_passes=1, passes=2, stays=False)
 
-SHORT = Effort(2, 1, steps=2, streamed=4, warm_up_passes=0, passes=1)
+SHORT = Effort(2, 1, steps=2, streamed=4, warm_up_passes=0, passes=1, stays=True)
 """Where a microbatch takes so long that what a turn has to warm up is little beside it."""
 
 
@@ -92,6 +96,8 @@ class Runner:
         self._model = copy.deepcopy(model)
         self._sample = sample
         self._optimizer = optimizer
+        self._open = ExitStack()
+        self._pipeline: Pipeline | None = None
 
     @property
     def updates(self) -> bool:
@@ -119,16 +125,34 @@ class Runner:
         # Without a loss anything with rows will do.
         target = sample.inputs if sample.loss is None else sample.targets
         targets = Microbatches([target] * plan.num_microbatches)
-        with Pipeline(
+        pipeline, self._pipeline = self._pipeline, None
+        is_warm = pipeline is not None and pipeline.plan.schedule == plan.schedule
+        if pipeline is None or not is_warm:
+            self.close()
+            pipeline = self._open.enter_context(self._opened(plan))
+        with self._open.pop_all() as opened:
+            if plan.versions.asynchronous:
+                ran = _stream(pipeline, inputs, targets, effort)
+            else:
+                ran = _steps(pipeline, inputs, targets, effort, is_warm=is_warm)
+            if effort.stays:
+                self._open, self._pipeline = opened.pop_all(), pipeline
+        return ran
+
+    def close(self) -> None:
+        """End the pipeline that is open, if one is."""
+        self._pipeline = None
+        self._open.close()
+
+    def _opened(self, plan: Plan) -> Pipeline:
+        return Pipeline(
             self._model,
             plan,
-            loss=sample.loss or _size_of,
+            loss=self._sample.loss or _size_of,
             optimizer=self._optimizer,
             # What a copy learns from one microbatch is nobody's concern.
             stop_at_nan=False,
-        ) as pipeline:
-            way = _stream if plan.versions.asynchronous else _steps
-            return way(pipeline, inputs, targets, effort)
+        )
 
 
 def _check_memory(model: nn.Module) -> None:
@@ -149,14 +173,22 @@ def _size_of(output: Any, _: Any) -> Tensor:
     return sum(sizes[1:], start=sizes[0])
 
 
-def _steps(pipeline: Pipeline, inputs: Microbatches, targets: Microbatches, effort: Effort) -> Ran:
+def _steps(
+    pipeline: Pipeline,
+    inputs: Microbatches,
+    targets: Microbatches,
+    effort: Effort,
+    *,
+    is_warm: bool,
+) -> Ran:
     steps, cpus, updates = [], [], UpdateTimes()
     few = effort.warm_up_microbatches or len(inputs)
-    for is_warm in _laps(effort.steps):
-        count = len(inputs) if is_warm else few
+    warm_up = 0 if is_warm else _WARM_UP
+    for counts in _laps(effort.steps - _WARM_UP + warm_up, warm_up):
+        count = len(inputs) if counts else few
         start, cpu = time.perf_counter(), time.process_time()
         pipeline.step(Microbatches(inputs[:count]), Microbatches(targets[:count]))
-        if is_warm:
+        if counts:
             steps.append(time.perf_counter() - start)
             cpus.append(time.process_time() - cpu)
             updates.note(pipeline.timeline)
@@ -194,16 +226,16 @@ class UpdateTimes:
         return sum(map(statistics.median, self._of_stage.values()))
 
 
-def _laps(at_least: int) -> Iterator[bool]:
+def _laps(at_least: int, warm_up: int = _WARM_UP) -> Iterator[bool]:
     """Yield whether the warm-up is over, until enough has been measured.
 
     Args:
         at_least: how many laps there are however long they take, the warm-up included.
     """
     start = time.perf_counter()
-    for number in range(_WARM_UP + _MOST_STEPS):
-        if number == _WARM_UP:
+    for number in range(warm_up + _MOST_STEPS):
+        if number == warm_up:
             start = time.perf_counter()
         if number >= at_least and time.perf_counter() - start > _ENOUGH_SECONDS:
             return
-        yield number >= _WARM_UP
+        yield number >= warm_up
