@@ -179,6 +179,24 @@ def test_evaluations_take_no_time_from_steps(monkeypatch):
     assert rates.taken(20.0)["tokens_per_second"] == 3.0
 
 
+def test_an_evaluation_is_no_slow_step(monkeypatch):
+    run, now = Run(), [0.0]
+
+    def evaluate(pipeline):
+        now[0] += 1e6
+        return torch.tensor(1.0)
+
+    def monotonic():
+        now[0] += 1.0
+        return now[0]
+
+    monkeypatch.setattr(watching, "time", SimpleNamespace(monotonic=monotonic))
+    with pipeline_of(make_mlp(0.0), optimizer=sgd) as pipeline:
+        pk.fit(pipeline, LOADER, epochs=2, evaluate=evaluate, watch=run, progress=False)
+    rates = [row["steps_per_second"] for row in run.rows if "steps_per_second" in row]
+    assert len(rates) == 2 * len(LOADER) - 1 and min(rates) > 0.01
+
+
 def test_held_out_losses_are_written_and_only_the_first_process_writes(monkeypatch):
     run = Run()
     with pipeline_of(make_mlp(0.0), optimizer=sgd) as pipeline:

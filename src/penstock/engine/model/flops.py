@@ -41,16 +41,20 @@ def count_flops(modules: Sequence[nn.Module], inputs: Any) -> int | None:
         ``None`` where layers need values: they look into tensors, or cannot be copied.
     """
     try:
-        with torch.inference_mode(False), torch.enable_grad(), torch.device(_META):
-            with _Counter() as counter:
-                copies = _copies(modules)
-                outputs = run_spine(copies, without_values(inputs))
-                weights = {weight for one in copies for weight in one.parameters()}
-                ends = [leaf for leaf in tree.tensors(outputs) if leaf.requires_grad]
-                learning = [weight for weight in weights if weight.requires_grad]
-                if ends and learning:
-                    seeds = [torch.ones_like(end) for end in ends]
-                    torch.autograd.grad(ends, learning, seeds, allow_unused=True)
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.device(_META),
+            _Counter() as counter,
+        ):
+            copies = _copies(modules)
+            outputs = run_spine(copies, without_values(inputs))
+            weights = {weight for one in copies for weight in one.parameters()}
+            ends = [leaf for leaf in tree.tensors(outputs) if leaf.requires_grad]
+            learning = [weight for weight in weights if weight.requires_grad]
+            if ends and learning:
+                seeds = [torch.ones_like(end) for end in ends]
+                torch.autograd.grad(ends, learning, seeds, allow_unused=True)
     except Exception:  # a layer may want values in any way
         return None
     return int(counter.flops)
@@ -59,17 +63,13 @@ def count_flops(modules: Sequence[nn.Module], inputs: Any) -> int | None:
 def _copies(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Copies of layers, whose parameters and buffers have no values; tied ones stay tied.
 
-    A rank at work may exchange a parameter for another version of it meanwhile. That one is copied
-    here, to meta, as all is within a ``_Counter``.
+    Parameters clone themselves, which within a ``_Counter`` gives clones on meta, also where a rank
+    at work has just exchanged one for another version. Buffers copy their memory, so they are given.
     """
-    weights = [weight for module in modules for weight in module.parameters()]
     buffers = [buffer for module in modules for buffer in module.buffers()]
     memo: dict[int, Any] = {id(buffer): without_values(buffer) for buffer in buffers}
-    for weight in weights:
-        bare = without_values(weight.detach())
-        memo[id(weight)] = nn.Parameter(bare, requires_grad=weight.requires_grad)
     copies = [copy.deepcopy(module, memo) for module in modules]
-    del weights, buffers  # not before: another tensor would have the number of one that is gone
+    del buffers  # not before: another tensor would have the number of one that is gone
     return copies
 
 
