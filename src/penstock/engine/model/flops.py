@@ -64,7 +64,8 @@ def _copies(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Copies of layers, whose parameters and buffers have no values; tied ones stay tied.
 
     Parameters clone themselves, which within a ``_Counter`` gives clones on meta, also where a rank
-    at work has just exchanged one for another version. Buffers copy their memory, so they are given.
+    at work has just exchanged one for another version. Buffers would copy their memory, so they are
+    given.
     """
     buffers = [buffer for module in modules for buffer in module.buffers()]
     memo: dict[int, Any] = {id(buffer): without_values(buffer) for buffer in buffers}
