@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from penstock.training.checkpoint.wanted import Checkpoints
     from penstock.training.fitting.callbacks import Callback, EarlyStopping
     from penstock.training.fitting.loop import fit
+    from penstock.training.fitting.watching import Watch
     from penstock.training.fleet import Fleet, Job
     from penstock.training.live.opening import stream
     from penstock.training.pipeline import Pipeline
@@ -90,6 +91,7 @@ __all__ = [
     "StageError",
     "Tier",
     "Timeline",
+    "Watch",
     "Wire",
     "capture",
     "check",
@@ -147,6 +149,7 @@ if not TYPE_CHECKING:  # which would take every name for one that is there
             ),
             "penstock.training.fitting.callbacks": ("Callback", "EarlyStopping"),
             "penstock.training.fitting.loop": ("fit",),
+            "penstock.training.fitting.watching": ("Watch",),
             "penstock.training.fleet": ("Fleet", "Job"),
             "penstock.core.graph": ("Layer", "LayerGraph"),
             "penstock.training.live.opening": ("stream",),

@@ -57,7 +57,7 @@ def _parse_sizes(_: click.Context, __: click.Parameter, text: str | None) -> tup
 @click.option(
     "--patience", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",
     help="How long to go on measuring what sharing a machine costs, until it is steady. Default: "
-    "six times as long as the layers alone took, 2 to 60 s.",
+    "six times as long as the layers alone took, 2 to 20 s.",
 )  # fmt: skip
 @options.output_option("Where to write the profile (.json).")
 @options.json_option

@@ -7,13 +7,13 @@ import csv
 import os
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from penstock.base.errors import FileError, InputError
+from penstock.base.errors import FileError
 from penstock.base.values import whole
-from penstock.training.fitting.callbacks import Callback
+from penstock.training.fitting.callbacks import Callback, numbers_of
+from penstock.training.fitting.places import Run, TensorBoard
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +34,7 @@ class Logger(Callback):
 
     def on_step(self, step: int, loss: Tensor | None, pipeline: Pipeline) -> None:
         if pipeline.is_first and step % self._every == 0:
-            self.write(step, _numbers(loss, pipeline))
+            self.write(step, numbers_of(loss, pipeline))
 
     def on_evaluate(self, step: int, loss: Tensor | None, pipeline: Pipeline) -> None:
         if pipeline.is_first and loss is not None:
@@ -43,16 +43,6 @@ class Logger(Callback):
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         """Write numbers by their names; only called in the first process."""
         raise NotImplementedError
-
-
-def _numbers(loss: Tensor | None, pipeline: Pipeline) -> dict[str, float]:
-    numbers = {} if loss is None else {"loss": float(loss)}
-    rates = pipeline.optimizers.learning_rates
-    if rates:
-        numbers["lr"] = rates[0]
-    with suppress(InputError):  # which says that the pipeline computes none
-        numbers["grad_norm"] = float(pipeline.grad_norm)
-    return {**numbers, **{name: float(value) for name, value in pipeline.metrics.items()}}
 
 
 class CSVLogger(Logger):
@@ -124,24 +114,16 @@ class TensorBoardLogger(Logger):
     def __init__(self, folder: str | os.PathLike[str], every: int = 1) -> None:
         super().__init__(every)
         self._folder = folder
-        self._writer: Any = None
+        self._board: TensorBoard | None = None
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        if self._writer is None:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                raise InputError(
-                    f"TensorBoardLogger needs TensorBoard ({error}); pip install tensorboard"
-                ) from error
-            self._writer = SummaryWriter(os.fspath(self._folder))
-        for name, value in numbers.items():
-            self._writer.add_scalar(name, value, step)
+        if self._board is None:
+            self._board = TensorBoard(self._folder)
+        self._board.write(step, numbers)
 
     def on_end(self, pipeline: Pipeline) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        if self._board is not None:
+            self._board.close()
 
 
 class RunLogger(Logger):
@@ -159,13 +141,8 @@ class RunLogger(Logger):
 
     def __init__(self, run: Any, every: int = 1) -> None:
         super().__init__(every)
-        if run is not None and not callable(getattr(run, "log", None)):
-            raise InputError(
-                f"the run is a {type(run).__name__} without a method log(numbers, step=…); give "
-                "what wandb.init(…) returns, or an object that has one"
-            )
-        self._run = run
+        self._run = None if run is None else Run(run)
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         if self._run is not None:
-            self._run.log(dict(numbers), step=step)
+            self._run.write(step, numbers)

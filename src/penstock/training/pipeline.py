@@ -18,17 +18,17 @@ from penstock.base.telling import Telling, tells
 from penstock.base.values import MOST_AMOUNT, expect, flag, number, whole
 from penstock.core.summation.staleness import StaleStream
 from penstock.core.timing.timeline import Timeline
-from penstock.engine.device.placement import Devices
+from penstock.engine.device.placement import HOST, Devices
 from penstock.engine.model import microbatches
 from penstock.engine.model.batches import LABELS, Parting, is_batch, model_loss
 from penstock.engine.model.microbatches import Microbatches, Weight, Weighting
 from penstock.engine.model.optimizer_factory import OptimizerFactory, SchedulerFactory
 from penstock.engine.model.randomness import Audit
-from penstock.engine.model.spine import evaluation_mode
+from penstock.engine.model.spine import evaluation_mode, spine_of
 from penstock.engine.run.assembly import Results, Running
 from penstock.engine.run.building import build
 from penstock.engine.run.copied_states import by_key, copied_states
-from penstock.engine.run.counting import Peak
+from penstock.engine.run.counting import Peak, memory_of_ranks
 from penstock.engine.run.drive.driver import Deadlines, told
 from penstock.engine.run.drive.joining import TransportName
 from penstock.engine.run.elsewhere import Elsewhere
@@ -39,6 +39,7 @@ from penstock.engine.run.minibatch import Minibatch, StreamPosition
 from penstock.engine.run.outcome import MinibatchOutcome
 from penstock.engine.run.recipe import BatchNormStatistics, Loss, LossScale, Metric, Recipe
 from penstock.engine.run.step_loss import StepLoss
+from penstock.engine.run.work import Work
 from penstock.engine.weights.store import Held
 from penstock.planning.plans import Plan
 from penstock.training.checkpoint.in_course import InCourse
@@ -287,6 +288,7 @@ class Pipeline:
         )
         with self._exclusively(), self._parts.streams.auditing():
             self._accumulates = False  # what has accumulated is dropped if it fails
+            self._history.work.begin(minibatch)
             (outcome,) = self._parts.feed.train([(minibatch, StreamPosition())])
             self._accumulates = not update and self._recipe.optimizer is not None
             return self._loss_of(outcome)
@@ -325,7 +327,8 @@ class Pipeline:
                 for stretch in saving.stretches(taken, self._step):
                     pairs = self._parting.pairs(stretch)
                     minibatches = self._parts.cutter.minibatches(pairs, self._step)
-                    for outcome in self._parts.feed.train(saving.marked(minibatches)):
+                    noted = self._history.work.noting(saving.marked(minibatches))
+                    for outcome in self._parts.feed.train(noted):
                         loss = self._loss_of(outcome)
                         self._accumulates = False  # it has updated
                         saving.save_if_due(self._step)
@@ -480,6 +483,7 @@ class Pipeline:
 
     def _loss_of(self, outcome: MinibatchOutcome) -> Tensor | None:
         self._history.add(outcome)
+        self._history.work.end(self._step)
         self._elsewhere.stale = True
         self._step += 1
         return StepLoss.of(outcome.loss) if self._results == "every rank" else None
@@ -519,6 +523,38 @@ class Pipeline:
             InputError: there has been no step yet, or memory is not counted.
         """
         return self._history.peaks
+
+    @property
+    def work(self) -> Work:
+        """Rows, tokens and floating-point operations of the last training step, those of all
+        processes. Operations are counted when this is first asked for, once, on one microbatch.
+
+        Raises:
+            InputError: there has been no step yet.
+        """
+        return self._history.work.last(lambda: [layer.module for layer in spine_of(self._model)])
+
+    @property
+    def memory_bytes(self) -> tuple[int, ...]:
+        """The memory that each rank has needed at most: of one that computes on an accelerator of
+        this process what torch has allocated there so far, for all of its ranks; of any other what
+        its stages hold (weights, gradients, optimizer state, as the plan has them), and the most
+        activations of the last training step, as counted for ``peaks``, or else by the order of its
+        ops and the sizes in the profile. Where stages come and go, what the plan says.
+
+        Raises:
+            InputError: there has been no step yet, or recording is off and memory is not counted.
+        """
+        activations = self._history.activation_bytes(self.plan.sizes)
+        return memory_of_ranks(self.plan, activations, self.devices)
+
+    @property
+    def devices(self) -> dict[int, torch.device]:
+        """Where the ranks of this process compute, by their numbers."""
+        return {
+            worker.rank: HOST if worker.queue is None else worker.queue.device
+            for worker in self._parts.workers
+        }
 
     @property
     def grad_norm(self) -> Tensor:

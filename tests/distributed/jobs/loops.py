@@ -38,6 +38,16 @@ def batch_of(seed: int) -> dict[str, object]:
     return {"x": inputs, "factor": 2, "labels": labels}
 
 
+class Run:
+    """Has what a run of wandb has."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    def log(self, numbers: dict[str, float], step: int) -> None:
+        self.rows.append(numbers)
+
+
 def plateau(optimizer):
     return ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=0.5)
 
@@ -61,11 +71,11 @@ def fitted(transport: str, folder: Path) -> Iterator[str]:
     reference = OneDevice(theirs, 4, optimizer=momentum)
     their_scheduler = plateau(reference.optimizer)
     loader = [batch_of(seed) for seed in range(2)]
-    log = folder / f"log-{dist.get_rank()}.csv"
+    log, run = folder / f"log-{dist.get_rank()}.csv", Run()
     with pipeline_of(ours, transport, lr_scheduler=plateau) as pipeline:
         result = pk.fit(
             pipeline, loader, epochs=9, evaluate=[batch_of(9)], progress=False,
-            callbacks=[OneRankStops(), CSVLogger(log)],
+            callbacks=[OneRankStops(), CSVLogger(log)], watch=run,
         )  # fmt: skip
         weights = pipeline.gather_state_dict()
         rates = pipeline.optimizers.learning_rates
@@ -86,6 +96,13 @@ def fitted(transport: str, folder: Path) -> Iterator[str]:
         yield f"learning rates {rates}"
     if log.exists() != (dist.get_rank() == 0):
         yield "who logs"
+    if bool(run.rows) != (dist.get_rank() == 0):
+        yield "who watches"
+    memory = {f"memory_bytes/rank {rank}" for rank in range(dist.get_world_size())}
+    if run.rows and not {"rows_per_second", "flops_per_second", "bubble", *memory} <= {
+        *run.rows[1]
+    }:
+        yield f"what is watched: {run.rows[1]}"
 
 
 def refused(transport: str) -> Iterator[str]:

@@ -12,6 +12,20 @@ from functools import cache
 
 import torch
 
+# Of names that begin alike the longer one stands first.
+_PEAK_FLOPS = (
+    ("H200", 989e12),
+    ("H100 PCIe", 756e12),
+    ("H100", 989e12),
+    ("A100", 312e12),
+    ("L40S", 362e12),
+    ("L40", 181e12),
+    ("L4", 121e12),
+    ("V100", 125e12),
+    ("T4", 65e12),
+    ("MI300X", 1307e12),
+)
+
 
 @cache  # it is asked with every minibatch
 def accelerator_kind() -> str | None:
@@ -34,6 +48,15 @@ def accelerator_name(device: torch.device) -> str:
     """What an accelerator is called, for people; its place where torch does not know."""
     name_of = getattr(torch.get_device_module(device), "get_device_name", None)
     return str(device) if name_of is None else str(name_of(device))
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The floating-point operations per second of a device by its maker's sheet, in matrices of 16
+    bits without sparsity; ``None`` where that is not known."""
+    if is_on_host(device):
+        return None
+    name = accelerator_name(device)
+    return next((peak for part, peak in _PEAK_FLOPS if part in name), None)
 
 
 def device_kinds() -> tuple[str, ...]:

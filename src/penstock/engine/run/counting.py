@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from math import ceil
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from penstock.engine.device.activation_meter import ActivationMeter, Kept, Saved
+from penstock.engine.device.memory import gauge_of
 from penstock.engine.stage.protocol import RunnableStage
+from penstock.planning.plans import Plan
 
 
 class Peak(NamedTuple):
@@ -70,3 +74,27 @@ class Counter:
     def peak(self, num_slices: int) -> Peak:
         """Since the minibatch began; ``num_slices``: of a microbatch."""
         return Peak(self._meter.peak_bytes, self._meter.peak_keys / num_slices)
+
+
+def memory_of_ranks(
+    plan: Plan, activations: Sequence[float], devices: Mapping[int, torch.device]
+) -> tuple[int, ...]:
+    """The memory that every rank has needed at most.
+
+    Args:
+        activations: bytes that every rank has held for backwards.
+        devices: of the ranks of this process, by their numbers; an accelerator tells itself how
+            much was taken there.
+    """
+    held = list(plan.rank_bytes)
+    if plan.spill is None:
+        stages_of = plan.prediction.placement.stages_of
+        held = [
+            sum(plan.stages[stage].state_bytes for stage in stages) + ceil(kept)
+            for stages, kept in zip(stages_of, activations, strict=True)
+        ]
+    for rank, device in devices.items():
+        gauge = gauge_of(device)
+        if gauge is not None:
+            held[rank] = gauge.peak()
+    return tuple(held)

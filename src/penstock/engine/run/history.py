@@ -7,10 +7,12 @@ from collections import deque
 from torch import Tensor
 
 from penstock.base.errors import InputError
+from penstock.core.schedule.memory import Sizes
 from penstock.core.schedule.schedule import Activations
 from penstock.core.timing.timeline import Timeline
 from penstock.engine.run.counting import Peak
 from penstock.engine.run.outcome import MinibatchOutcome, timeline
+from penstock.engine.run.work import WorkLog
 from penstock.engine.weights.store import Held
 
 _MOST_REMEMBERED = 256
@@ -22,6 +24,9 @@ class History:
     Args:
         schedule: the name that timelines bear.
         activations: which ones backwards go through.
+
+    Attributes:
+        work: of what minibatches are made.
     """
 
     def __init__(self, schedule: str, activations: Activations = "own") -> None:
@@ -30,6 +35,7 @@ class History:
         self._last: MinibatchOutcome | None = None
         self._recent: deque[MinibatchOutcome] = deque(maxlen=_MOST_REMEMBERED)
         self._timeline: Timeline | None = None
+        self.work = WorkLog()
 
     def add(self, outcome: MinibatchOutcome) -> None:
         """Remember a step."""
@@ -67,6 +73,20 @@ class History:
         if self._last is None or not self._last.peaks:
             raise InputError("no peaks yet: give count_memory=True, and run a step")
         return self._last.peaks
+
+    def activation_bytes(self, sizes: Sizes) -> tuple[float, ...]:
+        """The most bytes of activations that every rank held: as counted, or else by the order of
+        the ops in the timeline.
+
+        Args:
+            sizes: what a microbatch keeps at each stage.
+
+        Raises:
+            InputError: neither has been recorded yet.
+        """
+        if self._last is not None and self._last.peaks:
+            return tuple(peak.activation_bytes for peak in self._last.peaks)
+        return self.timeline.peak_bytes(sizes)
 
     @property
     def grad_norm(self) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, TextIO
 
 from penstock.base.errors import InputError
@@ -50,6 +51,22 @@ class Callback:
     def on_end(self, pipeline: Pipeline) -> None:
         """The training has ended, well or not. All callbacks are told, also if one of them raises
         here; the first error stands."""
+
+
+def numbers_of(loss: Tensor | None, pipeline: Pipeline) -> dict[str, float]:
+    """What a pipeline tells of its last step, by name: ``loss``, ``lr`` of the process's first
+    group, ``grad_norm`` where it clips, and its metrics.
+
+    Args:
+        loss: as ``on_step`` gets it.
+    """
+    numbers = {} if loss is None else {"loss": float(loss)}
+    rates = pipeline.optimizers.learning_rates
+    if rates:
+        numbers["lr"] = rates[0]
+    with suppress(InputError):  # which says that the pipeline computes none
+        numbers["grad_norm"] = float(pipeline.grad_norm)
+    return {**numbers, **{name: float(value) for name, value in pipeline.metrics.items()}}
 
 
 class EarlyStopping(Callback):

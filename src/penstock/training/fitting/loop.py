@@ -16,6 +16,7 @@ from penstock.engine.model.batches import is_batch
 from penstock.engine.run.drive.driver import told
 from penstock.training.checkpoint.wanted import Checkpoints
 from penstock.training.fitting.callbacks import Callback, EarlyStopping, ProgressLines
+from penstock.training.fitting.watching import Watch
 from penstock.training.pipeline import Pipeline
 
 
@@ -44,6 +45,7 @@ def fit(  # noqa: PLR0913 - each has a default that most callers keep
     callbacks: Sequence[Callback] = (),
     checkpoints: Checkpoints | None = None,
     progress: bool = True,
+    watch: Any = None,
 ) -> Fitted:
     """Train on the batches of a loader, as a loop over ``Pipeline.steps`` does.
 
@@ -64,6 +66,9 @@ def fit(  # noqa: PLR0913 - each has a default that most callers keep
         checkpoints: where to save in the course of the loop, and how often.
         progress: let rank 0 print a line every few seconds on standard error, and one for each
             evaluation.
+        watch: how it goes, shown in the ``"terminal"``, in ``"tensorboard"``, in ``"wandb"``, or in
+            several of them: a ``penstock.Watch``, or what its first argument may be. In the
+            terminal it takes the place of the lines of ``progress``.
 
     Returns:
         How many minibatches there were, every held-out loss, and whether a callback ended it.
@@ -84,8 +89,9 @@ def fit(  # noqa: PLR0913 - each has a default that most callers keep
     flag("progress", progress)
     if evaluate is None:
         _check_nobody_waits(evaluate_every, callbacks)
-    tells = progress and not is_quiet()
-    everybody = [*callbacks, ProgressLines()] if tells else [*callbacks]
+    watches = [] if watch is None else [Watch.of(watch)]
+    tells = progress and not is_quiet() and not any(one.in_terminal for one in watches)
+    everybody = [*callbacks, *watches, *[ProgressLines()] * tells]
     batches = _batches(loader, epochs, evaluate_every)
     try:
         fitted = _Fitting(pipeline, everybody, evaluate, checkpoints).over(batches, max_steps)

@@ -32,7 +32,7 @@ _SHARES = 40
 """Steps of a progress bar while pipelines run: how many rounds there will be, nobody knows."""
 
 _PATIENCE_PER_SECOND_ALONE = 6.0
-_PATIENCE_SECONDS = (2.0, 60.0)
+_PATIENCE_SECONDS = (2.0, 20.0)
 _MOST_REPEATS, _MOST_THREADS = 100_000, 4096
 
 
@@ -64,6 +64,14 @@ def profile(  # noqa: PLR0913 - each has a default that most callers keep
     forward that prepares for them takes longer ``split_forward_seconds``. ``recompute_seconds`` is
     a second forward, behind one that kept nothing.
 
+    Of a microbatch that takes longer than 0.2 s through all layers less is run, so that a model of
+    hundreds of millions of parameters takes half a minute, too: rounds end when they have taken a
+    second for each of ``repeats``, but two there are in any case, in which a second forward is
+    taken to be as long as the first; and ``contention`` may be that of whole backwards alone. Where
+    figures are from less than was asked for, ``warnings`` say so. ``KeyboardInterrupt`` (Ctrl-C)
+    ends the measurements, too: if a round is complete, the profile is what there is, and its
+    warnings say that it was interrupted.
+
     Ranks that share a machine are slower than layers that have it for themselves. On a CPU, a
     pipeline trains a copy of the model for a few steps in each of three ways, in turns with the
     layers alone, to see by how much (``contention``); rounds go on until that is steady, and those
@@ -82,7 +90,7 @@ def profile(  # noqa: PLR0913 - each has a default that most callers keep
             gets these.
         optimizer: if given, ``update_seconds`` and ``optimizer_bytes`` are measured; otherwise the
             update takes 0 s and the state of Adam is assumed.
-        repeats: rounds that count, at least 1.
+        repeats: rounds that count, at least 1, for each size.
         sizes: other microbatch sizes to measure, each at most the rows of ``inputs``, of which the
             first ones are taken; they become ``other_sizes``.
         num_threads: intra-op threads; use what one worker will have.
@@ -90,10 +98,11 @@ def profile(  # noqa: PLR0913 - each has a default that most callers keep
             cores, at most 8 and one per layer; with 0 or 1, none is run. None is run either on an
             accelerator, or by one of several processes of a job.
         patience_seconds: how long ``contention`` may be measured; two rounds are in any case. By
-            default six times as long as the layers alone took, at least 2 s and at most 60 s. It
+            default six times as long as the layers alone took, at least 2 s and at most 20 s. It
             ends as soon as the figures are steady.
-        progress: called with (done, total), first rounds, then shares of the patience. By default a
-            line on standard error says how far it is, every few seconds.
+        progress: called with (done, total), first rounds, then shares of what measuring
+            ``contention`` takes. By default a line on standard error says how far it is, every few
+            seconds.
 
     Returns:
         The profile: seconds per microbatch, bytes per microbatch. Its ``warnings`` say if the
@@ -155,7 +164,7 @@ def _measured(
     total = rounds + (_SHARES if count else 0)
     runner = _runner(model, sample, optimizer) if count else None
     begun = time.perf_counter()
-    graph = measure_alone(
+    graph, interrupted = measure_alone(
         model,
         sample,
         others,
@@ -167,13 +176,15 @@ def _measured(
     if runner is None:
         return graph
     patience = patience_seconds or _patience_seconds(time.perf_counter() - begun)
-    if isinstance(runner, Runner):
+    if interrupted:
+        calibrated = uncalibrated(graph, KeyboardInterrupt("interrupted"))
+    elif isinstance(runner, Runner):
         calibrated = calibrate(
             runner,
             graph,
             count,
             patience,
-            lambda share: report(min(rounds + int(share * _SHARES), total), total),
+            lambda share: report(min(rounds + int(share * _SHARES), total - 1), total),
         )
     else:
         calibrated = uncalibrated(graph, runner)
@@ -203,6 +214,7 @@ def _runner(
 
 def _with_contention(calibrated: Calibrated) -> LayerGraph:
     graph, contention, doubts = calibrated
+    doubts = graph.warnings + doubts
     return replace(
         graph,
         contention=contention,

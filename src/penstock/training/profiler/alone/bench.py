@@ -60,6 +60,8 @@ class Bench:
 
     Attributes:
         clock: the clock of the device.
+        num_rounds: of the sample that had fewest; ``repeats`` unless something ended them.
+        interrupted: whether somebody has ended them; no more should be measured then.
     """
 
     def __init__(
@@ -73,9 +75,11 @@ class Bench:
         self.clock = clock_of(device)
         self._layers = layers
         self._gauge = gauge_of(device)
-        self._repeats = repeats
+        self._repeats = self.num_rounds = repeats
+        self.interrupted = False
         self._overheads = measure_overheads(self.clock, device)
-        self._total = (WARM_UP + repeats) * num_samples
+        self._num_samples = num_samples
+        self._num_measured = 0
         self._done = 0
         self._progress = progress
         modules = [module for layer in layers for module in layer.module.modules()]
@@ -99,6 +103,11 @@ class Bench:
         rounds = measure_rounds(
             runs, sample.inputs, self.clock, self._repeats, self._undeferred, self._tell
         )
+        self.num_rounds = min(self.num_rounds, rounds.num_rounds)
+        self.interrupted = rounds.interrupted
+        self._num_measured += 1
+        if self._done < self._num_measured * self._rounds_of_sample:
+            self._advance(self._num_measured * self._rounds_of_sample)
         times = times_of(rounds, self._overheads, self._trains, self.clock.tick_seconds)
         handed = [given[index] for index in range(len(runs))]
         flags = self._flags(times)
@@ -126,7 +135,14 @@ class Bench:
         for own, trains in zip(times, self._trains, strict=True):
             yield tuple(flags_of(own, trains, self._overheads))
 
+    @property
+    def _rounds_of_sample(self) -> int:
+        return WARM_UP + self._repeats
+
     def _tell(self) -> None:
-        self._done += 1
+        self._advance(self._done + 1)
+
+    def _advance(self, done: int) -> None:
+        self._done = done
         if self._progress is not None:
-            self._progress(self._done, self._total)
+            self._progress(done, self._rounds_of_sample * self._num_samples)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from msgspec.structs import replace
 from torch import nn
 
+from penstock.base.units import format_seconds
 from penstock.core.graph import Layer, LayerGraph
 from penstock.engine.model.optimizer_factory import OptimizerFactory
 from penstock.engine.model.spine import NamedLayer, spine_of
@@ -27,6 +29,18 @@ from penstock.training.profiler.alone.overheads import (
 from penstock.training.profiler.alone.sample import Sample
 
 
+class MeasuredAlone(NamedTuple):
+    """The layers while nothing else works.
+
+    Attributes:
+        graph: their profile, without contention.
+        interrupted: whether somebody has ended it before it was complete; its warnings say so.
+    """
+
+    graph: LayerGraph
+    interrupted: bool
+
+
 def measure_alone(
     model: nn.Module,
     sample: Sample,
@@ -36,7 +50,7 @@ def measure_alone(
     repeats: int,
     num_threads: int,
     progress: Progress | None,
-) -> LayerGraph:
+) -> MeasuredAlone:
     """Measure every layer while nothing else works; see ``penstock.profile``.
 
     Args:
@@ -53,22 +67,61 @@ def measure_alone(
     device = device_of(model, sample.inputs)
     with undisturbed(model, num_threads, device):
         bench = Bench(layers, device, repeats, 1 + len(others), progress)
-        measured = bench.measure(sample)
+        # What has no rounds comes first: then rounds may be interrupted, and all is there.
         updates = measure_updates(layers, optimizer, bench.clock)
+        hop_seconds = measure_hand_over()
+        op_seconds = measure_op(bench.clock, device)
+        sum_bytes_per_second = measure_sum(bench.clock, device)
+        measured = bench.measure(sample)
         graph = LayerGraph(
             layers=tuple(_layers(model, layers, measured, updates)),
             microbatch_size=sample.num_rows,
             input_bytes=num_bytes(sample.inputs),
-            hop_seconds=measure_hand_over(),
-            op_seconds=measure_op(bench.clock, device),
-            sum_bytes_per_second=measure_sum(bench.clock, device),
+            hop_seconds=hop_seconds,
+            op_seconds=op_seconds,
+            sum_bytes_per_second=sum_bytes_per_second,
             num_threads=num_threads,
             device=name_of(device),
             dtype=", ".join(sorted({str(parameter.dtype)[6:] for parameter in model.parameters()})),
             software=software(device),
         )
-        sized = tuple(_with_sample(graph, bench, other) for other in others)
-    return replace(graph, other_sizes=sized)
+        sized = _with_samples(graph, bench, others)
+    warnings = tuple(_shortness(graph, bench, repeats, others[len(sized) :]))
+    sized = tuple(replace(other, warnings=warnings) for other in sized)
+    return MeasuredAlone(replace(graph, other_sizes=sized, warnings=warnings), bench.interrupted)
+
+
+def _with_samples(
+    graph: LayerGraph, bench: Bench, samples: Sequence[Sample]
+) -> tuple[LayerGraph, ...]:
+    """The profiles with other samples, as many as there are before somebody interrupts them."""
+    measured: list[LayerGraph] = []
+    try:
+        for sample in samples:
+            if bench.interrupted:
+                break
+            measured.append(_with_sample(graph, bench, sample))
+    except KeyboardInterrupt:
+        bench.interrupted = True
+    return tuple(measured)
+
+
+def _shortness(
+    graph: LayerGraph, bench: Bench, repeats: int, left_out: Sequence[Sample]
+) -> Iterator[str]:
+    """What was measured less often than asked for, and why."""
+    times = f"layers were timed {bench.num_rounds} times instead of {repeats}"
+    if bench.interrupted:
+        sizes = ", ".join(str(sample.num_rows) for sample in left_out)
+        missing = [times] * (bench.num_rounds < repeats)
+        missing += [f"not measured with {sizes} rows"] * bool(left_out)
+        yield ": ".join(filter(None, ["interrupted", ", ".join(missing)]))
+    elif bench.num_rounds < repeats:
+        seconds = sum(layer.compute_seconds for layer in graph.layers)
+        yield (
+            f"a microbatch takes {format_seconds(seconds)}, so {times}; more repeats give them "
+            "more time"
+        )
 
 
 def _layers(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,6 +16,12 @@ from penstock.training.profiler.alone.passes import LayerSeconds, Passes, SplitP
 
 WARM_UP = 1
 """Rounds that are forgotten; in each, layers run at least six times."""
+
+LONG_SECONDS = 0.2
+"""Of a microbatch that takes longer through all layers, less is run."""
+
+_LEAST_ROUNDS = 2
+_ROUND_SECONDS = 1.0
 
 _CALIBRATION_LAYERS = 8
 _CALIBRATION_ROUNDS = 12
@@ -52,9 +59,11 @@ class PassTimes:
     Attributes:
         whole: forwards and whole backwards of each layer.
         split: forwards and halves of backwards of each layer.
-        again: second forwards of each layer.
-        uncut: forwards and whole backwards of all layers as one.
+        again: second forwards of each layer; empty where they are taken to be the first ones.
+        uncut: forwards and whole backwards of all layers as one; empty where the sums of the layers
+            stand for them.
         num_leaves: for each layer, the tensors of its input of which it gives gradients.
+        interrupted: whether somebody has ended the rounds.
     """
 
     whole: list[WholePass] = field(default_factory=list)
@@ -62,6 +71,18 @@ class PassTimes:
     again: list[LayerSeconds] = field(default_factory=list)
     uncut: list[WholePass] = field(default_factory=list)
     num_leaves: list[int] = field(default_factory=list)
+    interrupted: bool = False
+
+    @property
+    def num_rounds(self) -> int:
+        """How many are complete."""
+        return min(len(self.whole), len(self.split))
+
+    @property
+    def are_long(self) -> bool:
+        """Whether a microbatch takes long, not only once."""
+        passes: list[Sequence[LayerSeconds]] = [*self.whole, *self.split]
+        return min(sum(map(sum, times)) for times in passes) > LONG_SECONDS
 
 
 def measure_rounds(
@@ -76,6 +97,12 @@ def measure_rounds(
 
     Each ends with a backward, so that the next one's forward finds the caches as in training.
 
+    Where a microbatch takes longer than ``LONG_SECONDS``, what caches hold and what cuts cost is
+    nothing beside it. Then nothing is forgotten (``footprint`` has run the layers before), a second
+    forward is taken to be as long as the first, and layers are not timed as one. Rounds end, too,
+    when they take longer than a second for each that there should be, and when somebody interrupts
+    them.
+
     Args:
         inputs: one microbatch.
         repeats: rounds that count.
@@ -84,18 +111,38 @@ def measure_rounds(
     """
     passes = Passes(runs, inputs, clock, undeferred)
     uncut = Passes([in_one(runs)], inputs, clock, undeferred)
-    rounds = PassTimes()
-    for index in range(WARM_UP + repeats):
-        if index == WARM_UP:
-            rounds = PassTimes()
-        rounds.whole.append(passes.whole())
-        rounds.uncut.append(uncut.whole())
-        rounds.split.append(passes.split())
-        rounds.again.append(passes.again())
-        if tell is not None:
-            tell()
+    begun = time.perf_counter()
+    rounds = PassTimes([passes.whole()], [passes.split()])
+    are_long = rounds.are_long
+    if not are_long:
+        uncut.whole()
+        passes.again()
+        begun, rounds = time.perf_counter(), PassTimes()
+    try:
+        while True:
+            if tell is not None:
+                tell()
+            if _are_enough(rounds.num_rounds, repeats, time.perf_counter() - begun):
+                break
+            rounds.whole.append(passes.whole())
+            if not are_long:
+                rounds.uncut.append(uncut.whole())
+            rounds.split.append(passes.split())
+            if not are_long:
+                rounds.again.append(passes.again())
+    except KeyboardInterrupt:
+        if not rounds.num_rounds:
+            raise
+        rounds.interrupted = True
     rounds.num_leaves = passes.num_leaves
     return rounds
+
+
+def _are_enough(num_rounds: int, repeats: int, spent_seconds: float) -> bool:
+    """Whether there are as many rounds as there should be, or as there is time for."""
+    if num_rounds >= repeats or num_rounds < _LEAST_ROUNDS:
+        return num_rounds >= repeats
+    return spent_seconds * (num_rounds + 1) / num_rounds > repeats * _ROUND_SECONDS
 
 
 class Overhead(NamedTuple):
@@ -175,7 +222,7 @@ def times_of(
         net((times.backward_input for times in rounds.split), overheads.backward_input),
         net((times.backward_weight for times in rounds.split), overheads.backward_weight),
     )
-    again = net(rounds.again, overheads.forward)
+    again = net(rounds.again, overheads.forward) if rounds.again else forward
     spreads = _spreads(rounds.whole)
     uncut_forward = [times.forward[0] - overheads.forward.base for times in rounds.uncut]
     uncut_backward = [times.backward[0] - overheads.backward.base for times in rounds.uncut]
@@ -201,7 +248,7 @@ def times_of(
 
 
 def _scale(shares: LayerSeconds, totals: LayerSeconds) -> float:
-    share, total = sum(shares), statistics.median(totals)
+    share, total = sum(shares), statistics.median(totals) if totals else 0.0
     return total / share if share > 0 and total > 0 else 1.0
 
 

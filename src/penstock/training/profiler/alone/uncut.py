@@ -15,8 +15,7 @@ from penstock.training.profiler.alone.conditions import device_of, undisturbed
 from penstock.training.profiler.alone.passes import Passes, WholePass
 from penstock.training.profiler.alone.sample import Sample
 
-_WARM_UP = 1  # something else has had the caches
-_LEAST_PASSES, _MOST_PASSES = 2, 20
+_MOST_PASSES = 20
 _ENOUGH_SECONDS = 0.1
 
 
@@ -34,10 +33,16 @@ class Alone(NamedTuple):
     cpu_seconds: float
 
 
-def measure_uncut(model: nn.Module, sample: Sample, num_threads: int) -> Alone:
+def measure_uncut(
+    model: nn.Module, sample: Sample, num_threads: int, *, warm_up: int = 1, at_least: int = 2
+) -> Alone:
     """Time some passes through the whole model after a warm-up, and take medians.
 
     Nothing is left on the model.
+
+    Args:
+        warm_up: passes that do not count: something else has had the caches.
+        at_least: how many do, however long they take.
 
     Raises:
         ModelError: a layer fails on its input.
@@ -48,13 +53,13 @@ def measure_uncut(model: nn.Module, sample: Sample, num_threads: int) -> Alone:
         passes = Passes([run], sample.inputs, clock_of(device), frozenset())
         measured: list[tuple[WholePass, float]] = []
         start = time.perf_counter()
-        for number in range(_WARM_UP + _MOST_PASSES):
+        for number in range(warm_up + _MOST_PASSES):
             cpu = time.process_time()
             whole = passes.whole()
-            if number >= _WARM_UP:
+            if number >= warm_up:
                 measured.append((whole, time.process_time() - cpu))
             enough = time.perf_counter() - start > _ENOUGH_SECONDS
-            if len(measured) >= _LEAST_PASSES and enough:
+            if len(measured) >= at_least and enough:
                 break
     return Alone(
         statistics.median(sum(whole.forward) for whole, _ in measured),

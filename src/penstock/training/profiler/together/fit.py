@@ -23,7 +23,6 @@ from penstock.planning.plans import Plan
 from penstock.training.profiler.alone import Alone
 from penstock.training.profiler.together.runs import FAMILIES, Ran
 
-_MICROBATCHES_PER_RANK = 4
 _FACTORS = [0.1 * 1.002**power for power in range(3500)]  # up to about 100
 # Where a host does not tell its memory, its devices would not count as sharing it.
 _PLENTY_BYTES = 1 << 62
@@ -56,12 +55,12 @@ def crowd(num_ranks: int) -> Cluster:
     return replace(Cluster.local(num_ranks, kind="cpu"), memory_bytes=_PLENTY_BYTES)
 
 
-def plan_of(graph: LayerGraph, mode: Mode, num_ranks: int) -> Plan:
+def plan_of(graph: LayerGraph, mode: Mode, num_ranks: int, microbatches_per_rank: int = 4) -> Plan:
     """The plan whose pipeline is measured for a mode."""
     return plan(
         graph,
         crowd(num_ranks),
-        num_microbatches=_MICROBATCHES_PER_RANK * num_ranks,
+        num_microbatches=microbatches_per_rank * num_ranks,
         schedule=FAMILIES[mode],
         stages=num_ranks,
         recompute="never",

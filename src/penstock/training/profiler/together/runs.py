@@ -6,6 +6,7 @@ import copy
 import statistics
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -30,9 +31,38 @@ FAMILIES: dict[Mode, str] = {"whole": "1f1b", "split": "zb-h1", "stream": "piped
 _WARM_UP = 1  # it makes the optimizer's state
 # Weights, gradients and optimizer state, of which a stream keeps several versions.
 _COPIES = 8
-# A stream of five has two gaps between those in which it fills and drains.
-_LEAST_STEPS, _LEAST_STREAMED, _MOST_STEPS = 3, 5, 40
+_MOST_STEPS = 40
 _ENOUGH_SECONDS = 0.1
+
+
+class Effort(NamedTuple):
+    """How much is run in one turn, however long it takes.
+
+    Attributes:
+        microbatches_per_rank: of a minibatch.
+        warm_up_microbatches: of the first one, which does not count; 0 for as many as the others.
+        steps: minibatches with a flush, that one included.
+        streamed: minibatches of a stream; the first, and those in which it fills and drains, do not
+            count.
+        warm_up_passes: through the layers alone, which do not count.
+        passes: through the layers alone, which do.
+        stays: whether a pipeline stays open for the next turn, if that is by the same plan; then it
+            is warm.
+    """
+
+    microbatches_per_rank: int
+    warm_up_microbatches: int
+    steps: int
+    streamed: int
+    warm_up_passes: int
+    passes: int
+    stays: bool
+
+
+USUAL = Effort(4, 0, steps=3, streamed=5, warm_up_passes=1, passes=2, stays=False)
+
+SHORT = Effort(2, 1, steps=2, streamed=4, warm_up_passes=0, passes=1, stays=True)
+"""Where a microbatch takes so long that what a turn has to warm up is little beside it."""
 
 
 class Ran(NamedTuple):
@@ -66,17 +96,25 @@ class Runner:
         self._model = copy.deepcopy(model)
         self._sample = sample
         self._optimizer = optimizer
+        self._open = ExitStack()
+        self._pipeline: Pipeline | None = None
 
     @property
     def updates(self) -> bool:
         """Whether weights are updated."""
         return self._optimizer is not None
 
-    def alone(self, num_threads: int) -> Alone:
+    def alone(self, num_threads: int, effort: Effort) -> Alone:
         """Time the same microbatch through all layers in this thread, while no rank works."""
-        return measure_uncut(self._model, self._sample, num_threads)
+        return measure_uncut(
+            self._model,
+            self._sample,
+            num_threads,
+            warm_up=effort.warm_up_passes,
+            at_least=effort.passes,
+        )
 
-    def run(self, plan: Plan) -> Ran:
+    def run(self, plan: Plan, effort: Effort) -> Ran:
         """Time a few minibatches of training by a plan.
 
         Raises:
@@ -87,16 +125,34 @@ class Runner:
         # Without a loss anything with rows will do.
         target = sample.inputs if sample.loss is None else sample.targets
         targets = Microbatches([target] * plan.num_microbatches)
-        with Pipeline(
+        pipeline, self._pipeline = self._pipeline, None
+        is_warm = pipeline is not None and pipeline.plan.schedule == plan.schedule
+        if pipeline is None or not is_warm:
+            self.close()
+            pipeline = self._open.enter_context(self._opened(plan))
+        with self._open.pop_all() as opened:
+            if plan.versions.asynchronous:
+                ran = _stream(pipeline, inputs, targets, effort)
+            else:
+                ran = _steps(pipeline, inputs, targets, effort, is_warm=is_warm)
+            if effort.stays:
+                self._open, self._pipeline = opened.pop_all(), pipeline
+        return ran
+
+    def close(self) -> None:
+        """End the pipeline that is open, if one is."""
+        self._pipeline = None
+        self._open.close()
+
+    def _opened(self, plan: Plan) -> Pipeline:
+        return Pipeline(
             self._model,
             plan,
-            loss=sample.loss or _size_of,
+            loss=self._sample.loss or _size_of,
             optimizer=self._optimizer,
             # What a copy learns from one microbatch is nobody's concern.
             stop_at_nan=False,
-        ) as pipeline:
-            way = _stream if plan.versions.asynchronous else _steps
-            return way(pipeline, inputs, targets)
+        )
 
 
 def _check_memory(model: nn.Module) -> None:
@@ -117,21 +173,31 @@ def _size_of(output: Any, _: Any) -> Tensor:
     return sum(sizes[1:], start=sizes[0])
 
 
-def _steps(pipeline: Pipeline, inputs: Microbatches, targets: Microbatches) -> Ran:
+def _steps(
+    pipeline: Pipeline,
+    inputs: Microbatches,
+    targets: Microbatches,
+    effort: Effort,
+    *,
+    is_warm: bool,
+) -> Ran:
     steps, cpus, updates = [], [], UpdateTimes()
-    for is_warm in _laps(_LEAST_STEPS):
+    few = effort.warm_up_microbatches or len(inputs)
+    warm_up = 0 if is_warm else _WARM_UP
+    for counts in _laps(effort.steps - _WARM_UP + warm_up, warm_up):
+        count = len(inputs) if counts else few
         start, cpu = time.perf_counter(), time.process_time()
-        pipeline.step(inputs, targets)
-        if is_warm:
+        pipeline.step(Microbatches(inputs[:count]), Microbatches(targets[:count]))
+        if counts:
             steps.append(time.perf_counter() - start)
             cpus.append(time.process_time() - cpu)
             updates.note(pipeline.timeline)
     return Ran(statistics.median(steps), updates.seconds, statistics.median(cpus))
 
 
-def _stream(pipeline: Pipeline, inputs: Microbatches, targets: Microbatches) -> Ran:
+def _stream(pipeline: Pipeline, inputs: Microbatches, targets: Microbatches, effort: Effort) -> Ran:
     ends, cpus, updates = list[float](), list[float](), UpdateTimes()
-    for _ in pipeline.steps((inputs, targets) for _ in _laps(_LEAST_STREAMED)):
+    for _ in pipeline.steps((inputs, targets) for _ in _laps(effort.streamed)):
         ends.append(time.perf_counter())
         cpus.append(time.process_time())
     # Without those in which the pipeline fills and drains.
@@ -160,16 +226,16 @@ class UpdateTimes:
         return sum(map(statistics.median, self._of_stage.values()))
 
 
-def _laps(at_least: int) -> Iterator[bool]:
+def _laps(at_least: int, warm_up: int = _WARM_UP) -> Iterator[bool]:
     """Yield whether the warm-up is over, until enough has been measured.
 
     Args:
         at_least: how many laps there are however long they take, the warm-up included.
     """
     start = time.perf_counter()
-    for number in range(_WARM_UP + _MOST_STEPS):
-        if number == _WARM_UP:
+    for number in range(warm_up + _MOST_STEPS):
+        if number == warm_up:
             start = time.perf_counter()
         if number >= at_least and time.perf_counter() - start > _ENOUGH_SECONDS:
             return
-        yield number >= _WARM_UP
+        yield number >= warm_up
