@@ -18,6 +18,7 @@ from penstock.base.errors import ModelError
 from penstock.engine.device.crossing import give_memory
 from penstock.engine.model.randomness import stream_seed
 from penstock.engine.model.spine import NamedLayer
+from penstock.engine.tracing.layers import CapturedLayer
 
 Init = Literal["given", "per-layer"]
 """Which initial values a model has: those that it was given, or new ones, drawn layer by layer."""
@@ -72,6 +73,7 @@ class Initialiser:
             ModelError: a ``reset_parameters`` leaves something out.
         """
         layer = self._layers[index]
+        compute_on_host(layer.module)
         if not any(map(self._concerns, layer.module.modules())):
             return False
         drew = False
@@ -79,7 +81,7 @@ class Initialiser:
             torch.manual_seed(stream_seed(self._seed, _DRAWING, 0, index))
             # Those inside first, as constructors do it.
             for name, module in reversed([*layer.module.named_modules()]):
-                if self._concerns(module) and _reset_of(module) is not None:
+                if self._concerns(module) and reset_of(module) is not None:
                     self._reset(module, _path(layer, name))
                     drew = True
         return drew
@@ -105,7 +107,7 @@ class Initialiser:
 
     def _check(self, module: nn.Module, path: str) -> None:
         concerned = self._must_have(module)
-        if concerned and _reset_of(module) is None:
+        if concerned and reset_of(module) is None:
             keys = ", ".join(repr(key) for key, _ in concerned)
             raise ModelError(
                 f"{path!r} ({type(module).__name__}) holds {keys}{self._on_meta} and has no "
@@ -130,7 +132,7 @@ class Initialiser:
         keys = [key for key, _ in self._must_have(module)]
         for _, tensor in self._must_have(module):
             emptied(tensor)
-        reset = _reset_of(module)
+        reset = reset_of(module)
         assert reset is not None
         reset()
         for tensor, values in kept:
@@ -150,7 +152,8 @@ def _path(layer: NamedLayer, name: str) -> str:
     return f"{layer.name}.{name}".rstrip(".")
 
 
-def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
+def reset_of(module: nn.Module) -> Callable[[], Any] | None:
+    """What sets a module's own parameters and buffers, if it has that."""
     # torch's own attention has it as a private one.
     reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
     return reset if callable(reset) else None
@@ -163,6 +166,13 @@ def _held(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 def _may_be_nan(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
+
+
+def compute_on_host(module: nn.Module) -> None:
+    """Let a layer that was traced on ``meta`` make its tensors in main memory, where it gets its
+    values."""
+    if isinstance(module, CapturedLayer) and module.computes_on.type == "meta":
+        module.compute_on(torch.device("cpu"))
 
 
 def emptied(tensor: Tensor) -> Tensor:
