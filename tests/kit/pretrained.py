@@ -30,12 +30,13 @@ def built(kind: str, num_blocks: int = 2) -> nn.Module:
         config = transformers.GPT2Config(
             vocab_size=40, n_positions=16, n_embd=8, n_layer=num_blocks, n_head=2,
             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+            use_cache=False,
         )  # fmt: skip
         return transformers.GPT2LMHeadModel(config)
     config = transformers.LlamaConfig(
         vocab_size=40, hidden_size=8, intermediate_size=16, num_hidden_layers=num_blocks,
         num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=16,
-        bos_token_id=0, eos_token_id=0, tie_word_embeddings=kind != "llama",
+        bos_token_id=0, eos_token_id=0, use_cache=False, tie_word_embeddings=kind != "llama",
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
 

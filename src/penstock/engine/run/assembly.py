@@ -378,9 +378,7 @@ def _settled(
     check_spillable(plan, recipe, layout)
     if not queues:
         place_all(layout, held, queues)
-    settling = Settling(
-        plan, layout, recipe, values, devices, running.deadlines.step.seconds
-    )
+    settling = Settling(plan, layout, recipe, values, devices, running.deadlines.step.seconds)
     residences = {}
     for seat, own in held.items():
         with building(queues.get(seat.number)):

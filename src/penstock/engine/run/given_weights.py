@@ -21,9 +21,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from penstock.base.errors import FileError, InputError
-from penstock.base.values import decoded, read_text
+from penstock.base.values import decoded, read_text, refused_as
 from penstock.engine.model.spine import NamedLayer
-from penstock.engine.run.materialising import compute_on_host, emptied
+from penstock.engine.run.materialising import emptied
 from penstock.engine.run.unstored import Unstored
 
 INDEX = "model.safetensors.index.json"
@@ -91,7 +91,7 @@ class GivenWeights:
             known: by each key, the names of the same tensor, itself among them.
         """
         # What transformers calls the model without its head is saved without the model's name.
-        base = f"{getattr(model, 'base_model_prefix', '') or '.'}."
+        base = f"{getattr(model, 'base_model_prefix', '')}."
         candidates = {
             key: [*names, *(name.removeprefix(base) for name in names)]
             for key, names in known.items()
@@ -135,7 +135,6 @@ class GivenWeights:
             ModelError: the model does not say what a buffer is that no file has.
         """
         layer = self._layers[index]
-        compute_on_host(layer.module)
         computed = self._unstored.compute(layer)
         stored = list(places(layer))
         for file in sorted({self._file_of[self._name_of[place.key]] for place in stored}):
@@ -226,10 +225,8 @@ def _indexed(index: Path) -> dict[str, Path]:
     """Where each key is, as an index says. Files are not opened: this process may need none of
     them, or its host may not have them."""
     remedy = "fetch it again, or save the model again"
-    try:
+    with refused_as(f"{index} is no index of weights; {remedy}"):
         weight_map = decoded(read_text(index), Index).weight_map
-    except InputError as error:
-        raise FileError(f"{index} is no index of weights ({error}); {remedy}") from None
     for key, name in weight_map.items():
         if Path(name).name != name:
             raise FileError(

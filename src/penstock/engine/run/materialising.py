@@ -18,7 +18,6 @@ from penstock.base.errors import ModelError
 from penstock.engine.device.crossing import give_memory
 from penstock.engine.model.randomness import stream_seed
 from penstock.engine.model.spine import NamedLayer
-from penstock.engine.tracing.layers import CapturedLayer
 
 Init = Literal["given", "per-layer"]
 """Which initial values a model has: those that it was given, or new ones, drawn layer by layer."""
@@ -73,7 +72,6 @@ class Initialiser:
             ModelError: a ``reset_parameters`` leaves something out.
         """
         layer = self._layers[index]
-        compute_on_host(layer.module)
         if not any(map(self._concerns, layer.module.modules())):
             return False
         drew = False
@@ -166,13 +164,6 @@ def _held(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 def _may_be_nan(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-def compute_on_host(module: nn.Module) -> None:
-    """Let a layer that was traced on ``meta`` make its tensors in main memory, where it gets its
-    values."""
-    if isinstance(module, CapturedLayer) and module.computes_on.type == "meta":
-        module.compute_on(torch.device("cpu"))
 
 
 def emptied(tensor: Tensor) -> Tensor:

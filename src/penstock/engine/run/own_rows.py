@@ -107,6 +107,4 @@ def _microbatches_here(parts: Assembly) -> list[int]:
     if worker.rank >= len(schedule.ranks):  # a parameter server
         return []
     ops = schedule.ranks[worker.rank]
-    return sorted(
-        {op.microbatch for op in ops if op.kind is Kind.FORWARD and op.stage in ends}
-    )
+    return sorted({op.microbatch for op in ops if op.kind is Kind.FORWARD and op.stage in ends})
