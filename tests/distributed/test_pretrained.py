@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from tests.kit.launch import forked, torchrun
-from tests.kit.pretrained import built, keys_in, logits_of, pipeline_of, planned
-from tests.kit.pretrained import BATCH
+from tests.kit.pretrained import BATCH, built, keys_in, logits_of, pipeline_of, planned
 
 JOB = Path(__file__).parent / "jobs" / "pretrained.py"
 

@@ -1,4 +1,4 @@
-"""The recipe for two hosts, on two network namespaces with two processes each: torchrun, and Slurm."""
+"""The recipe for two hosts, by torchrun and Slurm, on two network namespaces with two processes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tests.kit.paths import ROOT
 
 SCRIPT = ROOT / "examples" / "two_hosts.py"
 LIMIT_SECONDS = 380
-FIRST = "10.77.0.1"
+FIRST, SECOND = "10.77.0.1", "10.77.0.2"
 
 TORCHRUN = f'exec {sys.executable} -m torch.distributed.run "$@"'
-SCONTROL = f'test "$*" = "show hostnames $SLURM_JOB_NODELIST" && printf "{FIRST}\\n10.77.0.2\\n"'
+SCONTROL = f'test "$*" = "show hostnames $SLURM_JOB_NODELIST" && echo {FIRST} && echo {SECOND}'
 SRUN = """
 while [[ $1 == --* ]]; do shift; done
 node=0 code=0 pids=()

@@ -258,9 +258,11 @@ def test_nothing_is_written_where_another_save_would_be_read_instead(tmp_path):
         assert [path.name for path in (tmp_path / "new").iterdir()] == ["model.safetensors"]
         torch.testing.assert_close(loaded(tmp_path / "new"), pipeline.evaluate(make_batch()[0]))
     (tmp_path / "model.safetensors").touch()
-    with training.pipeline_of(make_mlp(0.0), "1f1b", 2, **options) as pipeline:
-        with pytest.raises(FileError, match=r"has model.safetensors of another save"):
-            pipeline.save_pretrained(tmp_path)
+    with (
+        training.pipeline_of(make_mlp(0.0), "1f1b", 2, **options) as pipeline,
+        pytest.raises(FileError, match=r"has model.safetensors of another save"),
+    ):
+        pipeline.save_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize(("kind", "blocks"), [("gpt2", "transformer.h"), ("llama", "model.layers")])

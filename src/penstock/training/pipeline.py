@@ -101,9 +101,9 @@ class Pipeline:
             ``reset_parameters`` of its modules, from the ``seed`` and its number in the model, so
             that the same model on ``meta`` would get the same values.
         initial_weights: a safetensors file, or a folder of several, with the model's initial values
-            under the keys of its ``state_dict``, or the folder of ``save_pretrained``. The model may
-            be on ``meta``: a process reads what its stages need, a layer at a time. Numbers of a
-            narrower type than the model's are widened; what would lose some is refused.
+            under the keys of its ``state_dict``, or the folder of ``save_pretrained``. The model
+            may be on ``meta``: a process reads what its stages need, a layer at a time. Numbers of
+            a narrower type than the model's are widened; what would lose digits is refused.
         transport: ``"threads"``; ``"shared-memory"`` or ``"process-group"`` between processes;
             ``"auto"``: threads if the job has one process, else shared memory between ranks of one
             host and the process group between hosts; tensors go straight from one accelerator to

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 from types import NoneType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from penstock.engine.run.drive.driver import told
 from penstock.engine.run.given_weights import INDEX, Index, names_by_tensor, places
 from penstock.engine.run.rank.worker import Worker
 from penstock.engine.stage.stage import Stage
+from penstock.engine.transport.rendezvous import Rendezvous
 from penstock.training.checkpoint.folder import as_path
 from penstock.training.checkpoint.piece import apart, flush, write_tensors
 
@@ -60,32 +61,37 @@ def save_pretrained(parts: Assembly, model: nn.Module, path: object) -> None:
         PeerError, DeadlineError: another rank failed or did not come.
     """
     meeting = parts.meet(_PURPOSE)
-    is_first = meeting is None or meeting.rank == 0
     try:
-        folder = as_path(path)
-        if parts.in_processes and parts.plan.num_tensor_ranks > 1:
-            raise InputError(
-                "tensor ranks each have parts of layers, of which such files have whole ones; "
-                "write what gather_state_dict(rank=0) gives with the model's own save_pretrained"
-            )
-        contents = _contents(parts, model)
-        if is_first:
-            _clear(folder, contents)
-        if meeting is not None:  # before anybody writes into what rank 0 refuses
-            meeting.exchange(None, NoneType, "to write weights")
-        for worker, stage in _held(parts):
-            if stage.index in contents.files:
-                _write(folder, contents, parts, worker, stage)
-        if meeting is not None:
-            meeting.exchange(None, NoneType, "to have written its weights")
-        if is_first:
-            _finish(folder, contents, getattr(model, "original", model))
-        if meeting is not None:
-            meeting.exchange(None, NoneType, "to see all weights written")
+        _save(parts, model, as_path(path), meeting)
     except Exception as error:
         if meeting is not None:
             meeting.fail(f"rank {meeting.rank} failed {_PURPOSE}: {told(error)}")
         raise
+
+
+def _save(parts: Assembly, model: nn.Module, folder: Path, meeting: Rendezvous | None) -> None:
+    if parts.in_processes and parts.plan.num_tensor_ranks > 1:
+        raise InputError(
+            "tensor ranks each have parts of layers, of which such files have whole ones; write "
+            "what gather_state_dict(rank=0) gives with the model's own save_pretrained"
+        )
+
+    def meet(asked: str) -> None:
+        if meeting is not None:
+            meeting.exchange(None, NoneType, asked)
+
+    is_first = meeting is None or meeting.rank == 0
+    contents = _contents(parts, model)
+    if is_first:
+        _clear(folder, contents)
+    meet("to write weights")  # before anybody writes into what rank 0 refuses
+    for worker, stage in _held(parts):
+        if stage.index in contents.files:
+            _write(folder, contents, parts, worker, stage)
+    meet("to have written its weights")
+    if is_first:
+        _finish(folder, contents, getattr(model, "original", model))
+    meet("to see all weights written")
 
 
 def _contents(parts: Assembly, model: nn.Module) -> _Contents:
@@ -186,7 +192,7 @@ def _finish(folder: Path, contents: _Contents, model: nn.Module) -> None:
 
 def _write_configs(folder: Path, model: nn.Module) -> None:
     """As transformers does beside weights; nothing for other models."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if not callable(getattr(config, "save_pretrained", None)):
         return
     written = copy.deepcopy(config)
@@ -194,6 +200,6 @@ def _write_configs(folder: Path, model: nn.Module) -> None:
     # Whoever loads the weights makes them of the type that is written here.
     written.dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     written.save_pretrained(folder)
-    generation = getattr(model, "generation_config", None)
+    generation: Any = getattr(model, "generation_config", None)
     if callable(getattr(generation, "save_pretrained", None)):
         generation.save_pretrained(folder)
