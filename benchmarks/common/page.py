@@ -33,11 +33,15 @@ def page(claims: str, results: Path = RESULTS) -> str:
 
 
 def _lines(claims: Iterable[str], results: Path) -> Iterator[str]:
+    ends_blank = False  # what is shown ends with an empty line of its own
     for line in claims:
         field = _FIELD.fullmatch(line)
         if field is None:
-            yield line
+            if line or not ends_blank:
+                yield line
+            ends_blank = False
         else:
+            ends_blank = True
             kept = (results / f"{field[1]}.txt").read_text(encoding="utf-8")
             yield from shown(kept.splitlines(), field[2] or "")
 

@@ -5,13 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-import torch
-import torch.nn.functional as F
-from torch import nn
 
 import penstock as pk
 from tests.docs.pages import QUICK_PROFILE, blocks_of, run_page
-from tests.kit.helpers import make_plan
 from tests.kit.paths import DOCS, ROOT
 
 ELSEWHERE = {
@@ -29,34 +25,6 @@ SHOWN = ("", "text", "bibtex", "mermaid", "py")
 """Languages of blocks that nobody runs; ``py`` is for other libraries' Python."""
 MADE = ("schedules", "versions")
 """Folders of pages that are made; they have tests of their own."""
-
-
-def small_model():
-    torch.manual_seed(0)
-    layers = [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)]
-    return nn.Sequential(*layers)
-
-
-def what_a_reader_has(page):
-    """The names that a page takes for granted: a reader's own model, data and plan."""
-    numbers = {
-        "docs/training.md": 3, "docs/loops.md": 3, "docs/checkpoints.md": 20,
-        "docs/restarting.md": 20,
-    }  # fmt: skip
-    num_batches = numbers.get(page)
-    if num_batches is None:
-        return {}
-    inputs, targets = torch.randn(8, 6), torch.randint(0, 3, (8,))
-    model = small_model()
-    return {
-        "torch": torch,
-        "F": F,
-        "pk": pk,
-        "model": model,
-        "plan": make_plan(model, 2, 4),
-        "loader": [(inputs, targets)] * num_batches,
-        "held_out": [(inputs, targets)] if page == "docs/loops.md" else inputs,
-    }
 
 
 def pages():
@@ -79,7 +47,10 @@ def test_every_block_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.setattr(pk, "profile", partial(pk.profile, **QUICK_PROFILE))
     for shared in ("examples", "tests", "docs"):
         (tmp_path / shared).symlink_to(ROOT / shared)
-    run_page(page, what_a_reader_has(page))
+    names = {}
+    if "(setup.md)" in (ROOT / page).read_text():
+        run_page("docs/setup.md", names)
+    run_page(page, names)
 
 
 def test_pages_that_are_tested_elsewhere_are():

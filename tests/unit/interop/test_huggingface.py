@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from examples import huggingface_trainer
+from examples import accelerate_loop, huggingface_trainer
 from penstock.base.errors import InputError
 from tests.docs.pages import run_page
 
@@ -355,3 +355,10 @@ def test_the_example_trains_as_on_one_device(hf, tmp_path, monkeypatch, capsys):
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert said["largest difference"] < 1e-3  # Adam makes much of the least rounding
     assert said["losses"][-1] < said["losses"][0]
+
+
+def test_the_loop_of_accelerate_in_the_examples_gives_the_losses_of_one_device(capsys):
+    accelerate_loop.main()
+    told = json.loads(capsys.readouterr().out)
+    assert told["largest difference"] < 1e-4
+    assert told["losses"][-1] < told["losses"][0]

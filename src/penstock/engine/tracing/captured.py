@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -22,6 +23,7 @@ from penstock.engine.tracing.examples import described
 from penstock.engine.tracing.failing import explained
 from penstock.engine.tracing.flow import ValueFlow, must_follow
 from penstock.engine.tracing.graphs import Given, Traced, UntraceableError, spread, trace
+from penstock.engine.tracing.hidden import Whole
 from penstock.engine.tracing.layers import (
     Borders,
     CapturedLayer,
@@ -31,8 +33,7 @@ from penstock.engine.tracing.layers import (
     dtypes_of,
     program_of,
 )
-from penstock.engine.tracing.leaves import leaves_of
-from penstock.engine.tracing.proof import check_equal, run_alone
+from penstock.engine.tracing.proof import check_equal, run_alone, with_other_rows
 from penstock.engine.tracing.segments import (
     LayerNodes,
     blocks_of,
@@ -237,8 +238,9 @@ def capture(
     """Cut a model that is no chain into layers, by tracing it.
 
     Modules without children stay whole and are called as they are, so hooks, dropout and running
-    statistics work as ever; what stands between two calls goes with the first. What a later layer
-    reads is handed on by those between. The model is traced in training and in evaluation mode.
+    statistics work as ever; so do modules whose code no tracer can follow, such as a router that
+    looks at values. What stands between two calls goes with the first. What a later layer reads is
+    handed on by those between. The model is traced in training and in evaluation mode.
 
     Args:
         model: any module that ``torch.export`` or ``torch.fx`` can trace. It is not changed.
@@ -264,26 +266,50 @@ def capture(
     _check_python(model)
     inputs = plain(inputs, "inputs")
     _check_names(model)
+    with _without_caches(model):
+        return _captured(model, inputs, granularity, dynamic, verify)
+
+
+def _captured(
+    model: nn.Module, inputs: Any, granularity: Granularity, dynamic: Dynamic, verify: bool
+) -> Captured:
     signature = inspect.signature(model.forward)
     given = spread(signature, tree.replace(Tensor, _no_view, _at_least_two_rows(inputs)))
-    traced: dict[bool, Traced] = {}
-    tracers: dict[str, None] = {}
-    settings, calm = Settings(), leaves_of(model).values()
-    with attributes_kept(model, calm), generators_of_python_kept():
-        for training in (True, False):
-            with _in_mode(model, training), settings.watching(model, calm):
-                traced[training], how = _traced(model, given, dynamic, verify)
-                tracers[how] = None
+    whole = Whole(model, partial(_run_alone, model, given))
+    with generators_of_python_kept():
+        traced, how, settings = _traced_in_both_modes(model, given, dynamic, whole, verify)
     segments = _segments(model, traced, granularity)
     borders = _borders(signature, given, traced, dynamic)
     example = described(inputs, granularity, dynamic)
     traces = _Trace(traced, segments, borders, settings, example)
-    captured = Captured(model, traces, "; ".join(tracers), range(len(traces.names)))
+    captured = Captured(model, traces, how, range(len(traces.names)))
     if verify:
         for training in (True, False):
             with _in_mode(model, training):
-                check_equal(model, captured, given)
+                check_equal(model, captured, given, whole.calm)
     return captured
+
+
+@contextmanager
+def _without_caches(model: nn.Module) -> Iterator[None]:
+    """Models of ``transformers`` return caches of keys and values by default, of which training
+    makes no use, and which no graph can return."""
+    configs = {id(config): config for config in _configs(model)}
+    for config in configs.values():
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in configs.values():
+            config.use_cache = True
+
+
+def _configs(model: nn.Module) -> Iterator[Any]:
+    """The configurations, of a model and of its parts, that ask for a cache."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "use_cache", None) is True:
+            yield config
 
 
 def _check_python(model: nn.Module) -> None:
@@ -316,17 +342,43 @@ def _check_names(model: nn.Module) -> None:
             )
 
 
-def _traced(model: nn.Module, given: Given, dynamic: Dynamic, verify: bool) -> tuple[Traced, str]:
+def _run_alone(model: nn.Module, given: Given, other_rows: int) -> None:
+    run_alone(model, with_other_rows(given) if other_rows else given)
+
+
+def _traced_in_both_modes(
+    model: nn.Module, given: Given, dynamic: Dynamic, whole: Whole, verify: bool
+) -> tuple[dict[bool, Traced], str, Settings]:
+    """The graphs, which tracers made them, and the attributes that they were made with."""
+    while True:
+        traced: dict[bool, Traced] = {}
+        tracers: dict[str, None] = {}
+        settings, known = Settings(), len(whole.hidden)
+        with attributes_kept(model, whole.calm):
+            for training in (True, False):
+                with _in_mode(model, training), settings.watching(model, whole.calm):
+                    traced[training], how = _traced(model, given, dynamic, whole, verify)
+                    tracers[how] = None
+        if len(whole.hidden) == known:  # else layers of the two modes would not be the same
+            break
+    tracers.update(
+        (f"{name} is called as it is, {line}", None) for name, line in whole.hidden.items()
+    )
+    return traced, "; ".join(tracers), settings
+
+
+def _traced(
+    model: nn.Module, given: Given, dynamic: Dynamic, whole: Whole, verify: bool
+) -> tuple[Traced, str]:
     before = drawn_so_far()
     try:
-        traced = trace(model, given, dynamic)
+        traced = trace(model, given, dynamic, whole)
     except UntraceableError as failed:
         error = explained(model, given, failed)
         raise error from error.__cause__
     check_constants(type(model).__name__, traced[0].constants.values())
     if verify and drawn_so_far() != before:
-        calm = leaves_of(model).values()
-        check_draws(type(model).__name__, lambda: run_alone(model, given), calm)
+        check_draws(type(model).__name__, lambda: run_alone(model, given), whole.calm)
     return traced
 
 

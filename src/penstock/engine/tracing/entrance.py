@@ -8,8 +8,9 @@ if it were in main memory, where models ask other things of tensors.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 
 from penstock.base.errors import InputError, ModelError
 from penstock.engine.device.crossing import give_memory
+from penstock.engine.model import tree
 from penstock.engine.tracing.captured import Captured, capture
 from penstock.engine.tracing.examples import inputs_like
 from penstock.engine.tracing.layers import devices_of, dtypes_of
@@ -40,18 +42,31 @@ class _Kept:
 
 
 def traced_for_profile(model: nn.Module, inputs: Any) -> Captured:
-    """Trace a model that is to be profiled, for inputs of any length if that can be, and keep the
-    result for ``as_planned``.
+    """Trace a model that is to be profiled, for sequences of any length if that can be, and keep
+    the result for ``as_planned``.
 
     Raises:
         ModelError, InputError: as ``capture``.
     """
-    try:
-        captured = capture(model, inputs, dynamic="all")
-    except (ModelError, InputError):
-        captured = capture(model, inputs)
+    # All processes of a job have the same model: the first one compares it with its layers.
+    verify = os.environ.get("RANK", "0") == "0"
+    captured = None
+    if _has_sequences(inputs):
+        with suppress(ModelError, InputError):
+            captured = capture(model, inputs, dynamic="all", verify=verify)
+    if captured is None:
+        captured = capture(model, inputs, verify=verify)
     model.__dict__[_KEPT] = _Kept(captured)
     return captured
+
+
+def _has_sequences(inputs: Any) -> bool:
+    """Whether there are tokens among the inputs: the next batch may have longer ones. Pictures
+    keep their size, and some models of them take minutes to trace for any."""
+    return any(
+        tensor.dim() > 1 and not (tensor.is_floating_point() or tensor.is_complex())
+        for tensor in tree.tensors(inputs)
+    )
 
 
 def as_planned(model: nn.Module, plan: Plan) -> Captured | None:

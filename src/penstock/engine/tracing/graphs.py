@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,11 @@ from penstock.core.example import Dynamic
 from penstock.engine.device.accelerators import generators_kept
 from penstock.engine.model import tree
 from penstock.engine.tracing.buffers import write_buffers_early
+from penstock.engine.tracing.hidden import Whole
 from penstock.engine.tracing.hush import without_dumps
-from penstock.engine.tracing.leaves import OpaqueError, WholeModules, leaves_of
+from penstock.engine.tracing.leaves import OpaqueError, WholeModules
+from penstock.engine.tracing.lines import lines_of
+from penstock.engine.tracing.stories import Failure, asks_its_mask
 
 _EXPORTING = threading.RLock()
 """torch keeps what it exports in globals; two exports at a time fail in one of the threads."""
@@ -107,20 +111,31 @@ def _as_declared(signature: inspect.Signature, inputs: dict[str, Any]) -> dict[s
     return {name: inputs[name] for name in (*own, *sorted(inputs.keys() - {*own}))}
 
 
-def trace(model: nn.Module, given: Given, dynamic: Dynamic) -> tuple[Traced, str]:
+def trace(model: nn.Module, given: Given, dynamic: Dynamic, whole: Whole) -> tuple[Traced, str]:
     """Trace a model in its current mode; gives the graph and which tracer made it.
+
+    Args:
+        whole: the modules that stay whole; where no tracer can follow the code of another, that one
+            stays whole as well.
 
     Raises:
         UntraceableError: no tracer can.
     """
-    try:
-        return _exported(model, given, dynamic), "torch.export"
-    except Exception as error:
-        first = error
-    try:
-        return _symbolic(model, given), f"torch.fx, because torch.export failed: {short(first)}"
-    except Exception as second:
-        raise UntraceableError(first, second) from first
+    failed: UntraceableError | None = None
+    while True:
+        try:
+            return _exported(model, given, dynamic, whole), "torch.export"
+        except Exception as error:
+            first = error
+        try:
+            how = f"torch.fx, because torch.export failed: {short(first)}"
+            return _symbolic(model, given, whole), how
+        except Exception as second:
+            # What failed before anything was hidden says most of the model.
+            failed = failed or UntraceableError(first, second)
+        has_a_remedy = asks_its_mask(Failure(model, first, lines_of(first)))
+        if has_a_remedy or not whole.hide_what_failed(first):
+            raise failed from failed.exported
 
 
 def short(error: BaseException) -> str:
@@ -130,12 +145,13 @@ def short(error: BaseException) -> str:
     return f"{type(error).__name__}: {said[:200]}"
 
 
-def _exported(model: nn.Module, given: Given, dynamic: Dynamic) -> Traced:
-    modules = leaves_of(model)
+def _exported(model: nn.Module, given: Given, dynamic: Dynamic, whole: Whole) -> Traced:
+    modules = whole.modules
     while True:
-        whole = WholeModules(modules)
+        seen = whole.seen()
+        hidden = {name: partial(seen.next_call, name) for name in whole.hidden}
         try:
-            return _export(model, given, dynamic, whole)
+            return _export(model, given, dynamic, WholeModules(modules, hidden))
         except Exception as error:
             hiding = _opaque(error)
             if hiding is None:
@@ -270,9 +286,9 @@ def _constants(module: nn.Module, model: nn.Module) -> dict[str, Any]:
 class _LeafTracer(fx.Tracer):
     """Keeps the same modules whole as an export does, and takes nested inputs."""
 
-    def __init__(self, model: nn.Module, given: Given) -> None:
+    def __init__(self, given: Given, whole: Whole) -> None:
         super().__init__()
-        self._whole = {id(module) for module in leaves_of(model).values()}
+        self._whole = {id(module) for module in whole.modules.values()}
         self._leaves, self._structure = tree.flatten(given)
         self.output_structure: tree.Structure | None = None
 
@@ -295,8 +311,8 @@ class _LeafTracer(fx.Tracer):
         return run, [self.root]
 
 
-def _symbolic(model: nn.Module, given: Given) -> Traced:
-    tracer = _LeafTracer(model, given)
+def _symbolic(model: nn.Module, given: Given, whole: Whole) -> Traced:
+    tracer = _LeafTracer(given, whole)
     with torch.enable_grad(), _buffers_in_place(model), generators_kept(()):
         before = torch.get_rng_state()
         graph = tracer.trace(model)

@@ -135,15 +135,22 @@ class WholeModules:
 
     Args:
         modules: by their name in the model.
+        hidden: by name, what gives, for each call, a function that returns tensors like those that
+            the module would; of modules that cannot be called without values.
 
     Attributes:
         operation: the operation that traces show; its third argument is an index into ``calls``.
         calls: the calls so far.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        hidden: Mapping[str, Callable[[], Callable[..., Any]]],
+    ) -> None:
         self.calls: list[WholeCall] = []
         self._modules = modules
+        self._hidden = hidden
         # torch keeps no operation longer than its library, and knows none by that name before.
         space = f"penstock_{uuid.uuid4().hex}"
         library: Any = torch.library.Library  # which torch leaves untyped
@@ -174,9 +181,10 @@ class WholeModules:
 
     def _diverted(self, name: str, module: nn.Module) -> Callable[..., Any]:
         forward, shapes = module.forward, _shapes_of(module)
+        hidden = self._hidden.get(name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            made = WholeCall(name, shapes, (args, kwargs))
+            made = WholeCall(name, hidden() if hidden else shapes, (args, kwargs))
             if not made.tensors or not _can_be_diverted(made):
                 return forward(*args, **kwargs)
             self.calls.append(made)

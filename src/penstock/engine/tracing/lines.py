@@ -42,7 +42,7 @@ class CodeLine:
 def lines_of(error: BaseException) -> list[CodeLine]:
     """The lines of a model's code through which an error came, the innermost last: one of a library
     of models if it came from there, and before it that of the user's own files that called it."""
-    for cause in _causes(error):
+    for cause in causes_of(error):
         lines = [
             (_is_installed(summary.filename), _code_line(summary))
             for (frame, _), summary in zip(
@@ -95,7 +95,7 @@ def called_functions(error: BaseException) -> set[str]:
     """The names of all functions, of whomever, through which an error came."""
     return {
         frame.f_code.co_name
-        for cause in _causes(error)
+        for cause in causes_of(error)
         for frame, _ in traceback.walk_tb(cause.__traceback__)
     }
 
@@ -110,7 +110,8 @@ def is_models(frame: FrameType) -> bool:
     return module.startswith("penstock.demo") or not known
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
+def causes_of(error: BaseException) -> Iterator[BaseException]:
+    """An error, and what it came from."""
     current: BaseException | None = error
     while current is not None:
         yield current

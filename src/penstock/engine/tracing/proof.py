@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from penstock.engine.device.accelerators import generators_kept
 from penstock.engine.model import microbatches, tree
 from penstock.engine.model.replay import put_back, saved_buffers
 from penstock.engine.tracing.graphs import Given, short
-from penstock.engine.tracing.leaves import leaves_of
 from penstock.engine.tracing.lines import because, lines_of
 from penstock.engine.tracing.unseen import (
     HookWatch,
@@ -36,19 +36,23 @@ _BY_ROW = (
 )
 
 
-def check_equal(model: nn.Module, captured: nn.Module, given: Given) -> None:
+def check_equal(
+    model: nn.Module, captured: nn.Module, given: Given, calm: Collection[nn.Module]
+) -> None:
     """Run a model and its capture on the inputs and on another number of rows, and compare.
 
     Buffers and random state are as before afterwards.
+
+    Args:
+        calm: modules that are called as they are.
 
     Raises:
         ModelError: the model works for one number of rows only, or the two differ, or a backward
             would.
     """
-    calm = leaves_of(model).values()
     rows = microbatches.num_rows(list(given), "inputs")
-    for other in (rows, rows - 1 if rows > 2 else rows + 1):
-        given_rows = given if other == rows else _resized(given, rows, other)
+    for given_rows in (given, with_other_rows(given)):
+        other = microbatches.num_rows(list(given_rows), "inputs")
         what = f"{type(model).__name__} with {other} rows"
         watch = HookWatch(calm)
         try:
@@ -93,7 +97,11 @@ def run_alone(model: nn.Module, given: Given) -> None:
         _run(model, model, given)
 
 
-def _resized(given: Given, rows: int, wanted: int) -> Given:
+def with_other_rows(given: Given) -> Given:
+    """Inputs with a row less, or more where there are only two."""
+    rows = microbatches.num_rows(list(given), "inputs")
+    wanted = rows - 1 if rows > 2 else rows + 1
+
     def resize(tensor: Tensor) -> Tensor:
         return tensor[:wanted] if wanted < rows else torch.cat([tensor, tensor[: wanted - rows]])
 

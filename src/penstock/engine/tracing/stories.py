@@ -59,12 +59,8 @@ def remedy_of(failure: Failure) -> str | None:
     return None
 
 
-def _returns_a_cache(failure: Failure) -> bool:
-    config = getattr(failure.model, "config", None)
-    return getattr(config, "use_cache", False) is True and "in output" in str(failure.error)
-
-
-def _asks_its_mask(failure: Failure) -> bool:
+def asks_its_mask(failure: Failure) -> bool:
+    """Whether an argument of a call would help, so that nothing needs to be left whole."""
     asks = "_detect_is_causal_mask" in called_functions(failure.error)
     return asks and any(isinstance(module, _ASKING) for module in failure.model.modules())
 
@@ -126,12 +122,7 @@ def _syntax(text: str) -> Iterator[ast.AST]:
 
 _STORIES: tuple[tuple[Callable[[Failure], bool], str], ...] = (
     (
-        _returns_a_cache,
-        "its config says use_cache=True, so it returns a cache that no training needs. Set "
-        "model.config.use_cache = False",
-    ),
-    (
-        _asks_its_mask,
+        asks_its_mask,
         "a Transformer of torch looks into a mask to see whether it is causal, unless it is told. "
         "Give tgt_is_causal=True (an encoder: is_causal=True, nn.Transformer: src_is_causal=True "
         "as well) with a causal mask, else False",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from penstock.engine.model.optimizer_factory import OptimizerFactory
 from penstock.engine.model.spine import names_a_spine, spine_of
 from penstock.engine.run.recipe import Loss
 from penstock.training.profiler.alone import WARM_UP, Progress, Sample, measure_alone
+from penstock.training.profiler.row_mixing import mixed_rows
 from penstock.training.profiler.together.calibrating import (
     Calibrated,
     calibrate,
@@ -95,7 +97,8 @@ def profile(  # noqa: PLR0913 - each has a default that most callers keep
 
     Returns:
         The profile: seconds per microbatch, bytes per microbatch. Its ``warnings`` say if the
-        machine was busy, if figures are not steady, and why no pipeline could be run.
+        machine was busy, if figures are not steady, why no pipeline could be run, and if the loss
+        of a row depends on other rows (which is warned of, too).
 
     Raises:
         ModelError: the model cannot be cut, or a layer fails on its input.
@@ -123,6 +126,10 @@ def profile(  # noqa: PLR0913 - each has a default that most callers keep
     else:
         with Telling("profiling") as telling:
             graph = _measured(asked, count, patience_seconds, telling.count)
+    mixed = mixed_rows(model, sample)
+    if mixed is not None:
+        warnings.warn(mixed, RuntimeWarning, stacklevel=2)
+        graph = replace(graph, warnings=(*graph.warnings, mixed))
     example = getattr(model, "example", None)
     others_too = tuple(replace(other, example=example) for other in graph.other_sizes)
     return replace(graph, example=example, other_sizes=others_too)
@@ -195,13 +202,13 @@ def _runner(
 
 
 def _with_contention(calibrated: Calibrated) -> LayerGraph:
-    graph, contention, warnings = calibrated
+    graph, contention, doubts = calibrated
     return replace(
         graph,
         contention=contention,
-        warnings=warnings,
+        warnings=doubts,
         other_sizes=tuple(
-            replace(other, contention=contention, warnings=warnings) for other in graph.other_sizes
+            replace(other, contention=contention, warnings=doubts) for other in graph.other_sizes
         ),
     )
 
