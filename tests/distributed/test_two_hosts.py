@@ -21,7 +21,9 @@ LIMIT_SECONDS = 380
 FIRST, SECOND = "10.77.0.1", "10.77.0.2"
 
 TORCHRUN = f'exec {sys.executable} -m torch.distributed.run "$@"'
-SCONTROL = f'test "$*" = "show hostnames $SLURM_JOB_NODELIST" && echo {FIRST} && echo {SECOND}'
+SCONTROL = f"""
+test "$*" = "show hostnames $SLURM_JOB_NODELIST" && echo {FIRST} && echo {SECOND}
+"""
 SRUN = """
 while [[ $1 == --* ]]; do shift; done
 node=0 code=0 pids=()
