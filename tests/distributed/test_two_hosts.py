@@ -34,7 +34,7 @@ done
 for pid in "${pids[@]}"; do wait "$pid" || code=$?; done
 exit $code
 """
-"""As Slurm does it: the same command once on each host, which learns from a variable which it is."""
+"""As Slurm does it: a command once on each host, which learns from a variable which it is."""
 
 
 def on_two_hosts(network, tmp_path, script, *arguments):

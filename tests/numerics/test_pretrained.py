@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -14,7 +15,7 @@ import penstock as pk
 from penstock.base.errors import FileError, ModelError
 from penstock.engine.model.spine import spine_fingerprint, spine_of
 from tests.kit import training
-from tests.kit.helpers import make_batch, make_mlp
+from tests.kit.helpers import make_batch, make_mlp, make_plan
 from tests.kit.pretrained import (
     BATCH,
     KINDS,
@@ -292,3 +293,41 @@ def test_stages_that_come_and_go_are_written_one_at_a_time(tmp_path):
     with spilled_pipeline(empty, options={"initial_weights": tmp_path}) as pipeline:
         again = pipeline.state_dict()
     assert all(torch.equal(again[key], value) for key, value in expected.items())
+
+
+class Around(nn.Module):
+    """Holds a table beside its layers, one of which it calls twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.once, self.twice, self.last = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+        self.register_buffer("table", torch.empty(16), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        with torch.no_grad():
+            self.table.copy_(torch.linspace(1, 2, 16))
+            self.once.weight.fill_(0.5)  # which is the file's to say
+
+    def forward(self, value):
+        value = torch.relu(self.twice(self.once(value))) + value
+        return self.last(torch.tanh(self.twice(value)) * self.table)
+
+
+def test_a_traced_model_has_tables_around_its_layers(tmp_path):
+    torch.manual_seed(2)
+    model, inputs = Around(), make_batch()[0]
+    nn.init.normal_(model.once.weight)
+    captured = pk.capture(model, inputs)
+    assert sum(name.startswith("twice") for name in captured.names) == 2
+    last = len(captured.names) - 1
+    (tmp_path / "in").mkdir()
+    save_file(model.state_dict(), tmp_path / "in" / "model.safetensors")
+    for cut in (1, last):
+        plan = replace(make_plan(captured, 2, 4, cuts=[cut]), example=captured.example)
+        source, target = tmp_path / "in", tmp_path / f"out-{cut}"
+        with pk.Pipeline(on_meta_of(Around), plan, initial_weights=source) as pipeline:
+            torch.testing.assert_close(pipeline.evaluate(inputs), model(inputs).detach())
+            pipeline.save_pretrained(target)
+        written = [key for keys in keys_in(target).values() for key in keys]
+        assert sorted(written) == sorted(model.state_dict())
