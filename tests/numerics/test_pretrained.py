@@ -323,7 +323,7 @@ def test_a_traced_model_has_tables_around_its_layers(tmp_path):
     last = len(captured.names) - 1
     (tmp_path / "in").mkdir()
     save_file(model.state_dict(), tmp_path / "in" / "model.safetensors")
-    for cut in (1, last):
+    for cut in range(1, last + 1):
         plan = replace(make_plan(captured, 2, 4, cuts=[cut]), example=captured.example)
         source, target = tmp_path / "in", tmp_path / f"out-{cut}"
         with pk.Pipeline(on_meta_of(Around), plan, initial_weights=source) as pipeline:
