@@ -29,6 +29,7 @@ def test_a_model_trains_as_on_one_device(name):
 
 
 def test_the_table_has_a_row_for_each_and_counts_what_failed(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "150")
     monkeypatch.setitem(any_model.CASES, "refused", lambda: any_model.Case(None, None))
     assert any_model.main(["a dictionary with its loss", "refused"]) == 1
     told = capsys.readouterr().out

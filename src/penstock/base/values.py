@@ -291,9 +291,9 @@ def encode(value: Any) -> str:
 def expect(value: object, kind: Any, what: str, remedy: str) -> None:
     """Raise ``InputError`` unless ``value`` is of a kind: for arguments people often mistake."""
     if not isinstance(value, kind):
-        is_class = isinstance(value, type)
-        given = f"the class {value.__name__}" if is_class else f"of type {type(value).__name__}"
-        raise InputError(f"{what} is {given}; {remedy}")
+        if isinstance(value, type):
+            raise InputError(f"{what} is the class {value.__name__}; {remedy}")
+        raise InputError(f"{what} is of type {type(value).__name__}; {remedy}")
 
 
 def one_of(what: str, value: object, choices: Sequence[str]) -> None:

@@ -120,7 +120,7 @@ def _plan(
     """What to perform, and the seconds of its ops if it does not have its own."""
     content = sources.read(source)
     schedule: Schedule | None
-    if isinstance(content, plans.Plan):
+    if sources.is_plan(content):
         return content, None
     if isinstance(content, Schedule):
         schedule = content

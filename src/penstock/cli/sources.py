@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeAlias, TypeGuard, TypeVar
 
 import msgspec
 
@@ -108,6 +108,11 @@ def load(
     return loaded(read(name), name, ranks, microbatches, costs, arrivals)
 
 
+def is_plan(content: Content | None) -> TypeGuard[Plan]:
+    """Asked without loading what plans need, of which most verbs have no use."""
+    return not isinstance(content, Schedule | Drawable | None)
+
+
 def loaded(
     content: Content | None,
     name: str,
@@ -121,7 +126,7 @@ def loaded(
         if arrivals is not None:
             raise InputError(f"{name} has happened already; leave --arrivals out")
         return content
-    if isinstance(content, plans.Plan):
+    if is_plan(content):
         if arrivals is None:
             return _planned(content)
         schedule = content.build_schedule(max(microbatches, content.num_microbatches))
@@ -175,7 +180,7 @@ def load_with_versions(
         InputError: a timeline that does not know, or a policy that does not go with the schedule.
     """
     content = read(name)
-    if isinstance(content, Drawable | plans.Plan):
+    if isinstance(content, Drawable) or is_plan(content):
         return _file_with_versions(name, content, policy)
     schedule = _schedule(content, name, ranks, microbatches, costs)
     if any(op.kind is Kind.UPDATE for op in schedule.where):
@@ -197,7 +202,7 @@ def load_drawn(name: str, ranks: int, microbatches: int, costs: Costs) -> tuple[
     state, with the versions that its ops read, since its beginning looks like any other
     schedule's."""
     content = read(name)
-    if isinstance(content, plans.Plan) and not content.prediction.flushes:
+    if is_plan(content) and not content.prediction.flushes:
         from penstock.planning.plans.drawn import steady
 
         return _planned(content)._replace(timeline=steady(content), num_ticks=0), True
@@ -264,13 +269,13 @@ def _spread(costs: Costs, schedule: Schedule) -> Costs:
 
 
 def _schedule(
-    ops: Schedule | None, name: str, ranks: int, microbatches: int, costs: Costs
+    content: Content | None, name: str, ranks: int, microbatches: int, costs: Costs
 ) -> Schedule:
     """The schedule of a file, checked, or else of a family."""
-    if ops is None:
+    if not isinstance(content, Schedule):
         return _build(name, ranks, microbatches, costs)
-    _named(name, check, ops)
-    return ops
+    _named(name, check, content)
+    return content
 
 
 def read(name: str) -> Content | None:
@@ -327,7 +332,7 @@ def _planned(plan: Plan) -> Drawable:
 
 
 def _file_with_versions(path: str, content: Drawable | Plan, policy: str | None) -> Drawable:
-    if isinstance(content, plans.Plan):
+    if not isinstance(content, Drawable):
         chosen = _policy(content.schedule, policy)
         source = _planned(content if policy is None else content.reading(chosen))
         if chosen.asynchronous:
@@ -352,11 +357,16 @@ def load_plan(path: str) -> Plan:
     text = read_text(path)
     with refused_as(f"{path} holds no plan"):
         keys = _keys(text)
+    _check_is_a_plans(keys, path)
+    return plans.Plan.from_json(text, where=path)
+
+
+def _check_is_a_plans(keys: set[str], path: str) -> None:
+    """Refuse the keys of another kind of file, with what that is."""
     if not _OF_PLANS & keys:
         for key, remedy in _NO_PLANS.items():
             if key in keys:
                 raise FileError(f"{path} holds no plan, but {remedy}")
-    return plans.Plan.from_json(text, where=path)
 
 
 def _keys(text: str) -> set[str]:
@@ -377,6 +387,7 @@ def _json(text: str, path: str) -> Content:
             return Drawable(record.timeline(), None)
     if "traceEvents" in keys:
         raise FileError(f"{path} is a Chrome trace, a picture of a timeline; open it in Perfetto")
+    _check_is_a_plans(keys, path)
     if not _OF_PLANS & keys:
         raise FileError(f"{path} holds neither a plan nor a schedule, a timeline or a run's report")
     return plans.Plan.from_json(text, where=path)

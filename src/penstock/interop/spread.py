@@ -12,11 +12,10 @@ from torch import nn
 from penstock.base.errors import InputError
 from penstock.base.values import expect, whole
 from penstock.core.cluster import Cluster
+from penstock.core.example import Dynamic, Granularity
 from penstock.engine.device.placement import Devices
 from penstock.engine.run.recipe import Loss
 from penstock.engine.tracing import capture
-from penstock.engine.tracing.graphs import Dynamic
-from penstock.engine.tracing.segments import Granularity
 from penstock.planning.plans import Plan
 
 _ROUNDS = 3

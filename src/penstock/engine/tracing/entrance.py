@@ -113,4 +113,4 @@ def _off_meta(model: nn.Module) -> Iterator[None]:
 
 def _is_for(captured: Captured, plan: Plan) -> bool:
     same = sorted(captured.names) == sorted(plan.layers)
-    return same and captured.dtypes == dtypes_of(captured.original)
+    return same and captured.dtypes == dtypes_of(captured)

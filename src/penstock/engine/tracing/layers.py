@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from penstock.base.errors import InputError
 from penstock.engine.model import tree
 from penstock.engine.tracing.flow import ValueFlow
-from penstock.engine.tracing.graphs import Traced, short, spread
+from penstock.engine.tracing.graphs import Traced, spread
 
 _COMPUTES_ON = "computes_on"
 """The attribute of a layer that its code reads where the model's code named a device."""
@@ -226,8 +226,9 @@ def _ask(guards: Callable[..., Any], leaves: list[Any]) -> None:
         guards(*leaves)
     except (AssertionError, RuntimeError) as error:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tree.tensors(leaves))
+        said = " ".join(str(error).split())[:200]
         raise InputError(
-            f"inputs of shape {shapes} do not fit what the model was captured for: {short(error)}; "
+            f"inputs of shape {shapes} do not fit what the model was captured for: {said}; "
             "capture it with inputs of such shapes"
         ) from error
 

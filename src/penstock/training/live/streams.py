@@ -47,7 +47,7 @@ class Stream:
     """
 
     def __init__(self, built: Built) -> None:
-        self._parts, self._recipe, self._outside = built
+        _, self._parts, self._recipe, self._outside = built
         self.plan: Plan = self._parts.plan
         self.transport: str = self._parts.transport
         policy = self.plan.versions
