@@ -50,3 +50,38 @@ def test_the_fingerprint_tells_architectures_apart_and_nothing_else():
 def test_overheads_are_not_negative_and_finite(field, value):
     with pytest.raises(InputError, match=rf"{field} is {value}(\.0)?, (but must be ≥ 0|which it)"):
         LayerGraph(layers=(LAYER,), **{field: value})
+
+
+def block(name, **fields):
+    return replace(LAYER, name=name, signature=f"{name}.weight:2x2:float32", **fields)
+
+
+def twin(num_blocks):
+    """An embedding, blocks of two layers that read the embedding, too, and a head."""
+    layers = [block("words")]
+    for index in range(num_blocks):
+        last = layers[-1].name
+        first, second = (f"net.layers.{index}.{part}" for part in ("in", "out"))
+        layers += [block(first, inputs=(last,), after=("words",), unit=first)]
+        layers += [block(second, inputs=(first,), unit=first)]
+    layers += [block("net.layers_norm", inputs=(layers[-1].name,))]
+    return LayerGraph(layers=tuple(layers))
+
+
+def test_a_deep_model_has_the_profile_of_its_twin_block_by_block():
+    for shallow in (2, 3):
+        assert twin(shallow).with_blocks("net.layers", 12) == twin(12)
+        assert twin(shallow).with_blocks("net.layers", shallow) == twin(shallow)
+    sizes = replace(twin(2), other_sizes=(replace(twin(2), microbatch_size=2),))
+    (other,) = sizes.with_blocks("net.layers", 5).other_sizes
+    assert other == replace(twin(5), microbatch_size=2)
+
+
+def test_blocks_that_are_not_there_are_refused():
+    for name in ("layers", "net", "net.layers.0"):
+        with pytest.raises(InputError, match="no list of two or more blocks"):
+            twin(3).with_blocks(name, 5)
+    with pytest.raises(InputError, match="no list of two or more blocks"):
+        twin(1).with_blocks("net.layers", 5)
+    with pytest.raises(InputError, match="count is 2, but must be ≥ 3"):
+        twin(3).with_blocks("net.layers", 2)

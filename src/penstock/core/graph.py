@@ -7,6 +7,7 @@ of torch, so a plan can be made on another machine, from a file.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
@@ -371,6 +372,60 @@ class LayerGraph(Value, frozen=True, kw_only=True):
             self,
             layers=tuple(replace(by_name[name], inputs=named[name]) for name in names),
             other_sizes=tuple(other.reordered(names) for other in self.other_sizes),
+        )
+
+    def with_blocks(self, name: str, count: int) -> LayerGraph:
+        """The profile of a model with another number of blocks that are all alike: what its small
+        twin measured, as many times as it has blocks. Nobody ever needs the whole model for it.
+
+        Args:
+            name: of the list of blocks in the model, as ``"model.layers"``.
+            count: how many blocks the model has, at least as many as this one, which has two or
+                more. The second is repeated.
+
+        Raises:
+            InputError: there are no such blocks, too many of them, or their layers do not stand
+                together.
+        """
+        own = re.compile(rf"(?<![\w.]){re.escape(name)}\.(\d+)(?![\w])")
+        places = [own.match(layer.name) for layer in self.layers]
+        numbers = [None if place is None else int(place[1]) for place in places]
+        inside = [number for number in numbers if number is not None]
+        least = max(inside, default=0) + 1
+        if least < 2 or inside != sorted(inside):
+            raise InputError(
+                f"{name!r} is no list of two or more blocks in a row; give the name of one, as in "
+                "'model.layers', and profile a model that has two"
+            )
+        more = whole("count", count, least) - least
+
+        def moved(layer: Layer, by: int, since: int) -> Layer:
+            """With the numbers of blocks from ``since`` on so much higher."""
+
+            def text(words: str) -> str:
+                return own.sub(
+                    lambda found: f"{name}.{int(found[1]) + by * (int(found[1]) >= since)}", words
+                )
+
+            return replace(
+                layer,
+                name=text(layer.name),
+                unit=text(layer.unit),
+                signature=text(layer.signature),
+                inputs=None if layer.inputs is None else tuple(map(text, layer.inputs)),
+                after=tuple(map(text, layer.after)),
+                skip_bytes={text(key): value for key, value in layer.skip_bytes.items()},
+            )
+
+        start, end = numbers.index(1), len(numbers) - numbers[::-1].index(1)
+        copies = (
+            moved(layer, by, 0) for by in range(1, more + 1) for layer in self.layers[start:end]
+        )
+        behind = (moved(layer, more, 1) for layer in self.layers[end:])
+        return replace(
+            self,
+            layers=(*self.layers[:end], *copies, *behind),
+            other_sizes=tuple(other.with_blocks(name, count) for other in self.other_sizes),
         )
 
     def __str__(self) -> str:

@@ -37,6 +37,7 @@ from penstock.engine.run.history import History
 from penstock.engine.run.materialising import Init
 from penstock.engine.run.minibatch import Minibatch, StreamPosition
 from penstock.engine.run.outcome import MinibatchOutcome
+from penstock.engine.run.own_rows import OwnRows, Rows, own_rows
 from penstock.engine.run.recipe import BatchNormStatistics, Loss, LossScale, Metric, Recipe
 from penstock.engine.run.step_loss import StepLoss
 from penstock.engine.run.work import Work
@@ -44,6 +45,7 @@ from penstock.engine.weights.store import Held
 from penstock.planning.plans import Plan
 from penstock.training.checkpoint.in_course import InCourse
 from penstock.training.checkpoint.keeper import Keeper
+from penstock.training.checkpoint.pretrained import save_pretrained
 from penstock.training.checkpoint.wanted import Checkpoints
 from penstock.training.habits import nothing_like
 
@@ -100,8 +102,9 @@ class Pipeline:
             ``reset_parameters`` of its modules, from the ``seed`` and its number in the model, so
             that the same model on ``meta`` would get the same values.
         initial_weights: a safetensors file, or a folder of several, with the model's initial values
-            under the keys of its ``state_dict``; the model may be on ``meta``, and no more than a
-            layer is read at a time.
+            under the keys of its ``state_dict``, or the folder of ``save_pretrained``. The model
+            may be on ``meta``: a process reads what its stages need, a layer at a time. Numbers of
+            a narrower type than the model's are widened; what would lose digits is refused.
         transport: ``"threads"``; ``"shared-memory"`` or ``"process-group"`` between processes;
             ``"auto"``: threads if the job has one process, else shared memory between ranks of one
             host and the process group between hosts; tensors go straight from one accelerator to
@@ -646,6 +649,23 @@ class Pipeline:
         """Whether this process should print and write files: rank 0, or the only process."""
         return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
+    def own_rows(self, rows: Rows) -> OwnRows:
+        """A data set of which this process loads only rows that its stages compute with, where all
+        processes ask for the same minibatches. Others hold a copy of a row that was loaded.
+
+        It is for a ``DataLoader`` that makes minibatches of rows (``batch_size=…``, or a batch
+        sampler), shuffled alike on all processes, and needs ``compare_data=False``. In one process,
+        and without a flush, all rows are loaded.
+
+        Args:
+            rows: a data set with ``__getitem__`` and ``__len__``.
+
+        Raises:
+            InputError: rows have no numbers, processes compare their data, or ``weight`` counts the
+                targets of all rows.
+        """
+        return own_rows(self._parts, self._recipe, rows)
+
     def state_dict(self) -> dict[str, Tensor]:
         """Parameters and buffers of this process's stages under the unsplit model's keys: in
         threads, which share the process, of all stages.
@@ -765,6 +785,26 @@ class Pipeline:
                     "holds none; save after the step that updates"
                 )
             self._keeper.save(path, self._step, keep=keep, position=position, background=background)
+
+    @tells("writing weights")
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write the weights as ``save_pretrained`` of transformers does, and a model's ``config``
+        beside them: ``from_pretrained`` loads the folder, and so does ``initial_weights``. Every
+        process writes the files of its own stages, rank 0 the index; all must call it, between
+        steps.
+
+        Args:
+            folder: the same on all ranks, where all hosts see it. What an earlier call with as many
+                stages has written there is replaced.
+
+        Raises:
+            InputError: tensor ranks in processes have parts of layers, or a layer keeps what is
+                neither parameter nor buffer.
+            FileError: the folder has weights of another save, or a file could not be written.
+            PeerError, DeadlineError: another process failed, or did not call it.
+        """
+        with self._settled():
+            save_pretrained(self._parts, self._model, folder)
 
     @tells("loading a checkpoint")
     def load(self, path: str | os.PathLike[str], *, weights_only: bool = False) -> Any:

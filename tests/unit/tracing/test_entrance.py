@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch import nn
 
 import penstock as pk
 from penstock.core.example import Example
+from penstock.engine.tracing.entrance import as_planned
 from penstock.engine.tracing.examples import described, inputs_like
 from penstock.trial.reference.single_device import SingleDevice
 
@@ -230,3 +233,34 @@ def test_a_dtype_that_torch_does_not_have_is_refused():
     example = Example(inputs={"tensor": "float31", "shape": [2], "value": 0})
     with pytest.raises(pk.InputError, match="torch has no dtype 'float31'"):
         inputs_like(example, None)
+
+
+class Wide(Residual):
+    """The same layers, of which one has 256 MiB."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 1 << 13)
+        self.second = nn.Linear(1 << 13, 1 << 13)
+        self.last = nn.Linear(1 << 13, 3)
+
+
+def peak_bytes():
+    """The most memory that this process has held since the last call."""
+    text = Path("/proc/self/status").read_text()
+    Path("/proc/self/clear_refs").write_text("5")
+    return int(re.search(r"VmHWM:\s+(\d+) kB", text)[1]) * 1024
+
+
+def test_a_model_on_meta_is_traced_and_takes_no_memory(residual):
+    _, plan, _ = residual
+    with torch.device("meta"):
+        wide = Wide()
+    before = [*wide.parameters()]
+    peak_bytes()
+    least = peak_bytes()
+    captured = as_planned(wide, plan)
+    assert peak_bytes() < least + wide.second.weight.nbytes / 2
+    assert captured.names == plan.layers
+    assert all(mine is other for mine, other in zip(wide.parameters(), before, strict=True))
+    assert all(parameter.is_meta for parameter in wide.parameters())

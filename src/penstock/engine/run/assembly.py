@@ -81,14 +81,15 @@ class Running:
             )
         Codec(self.message_types)  # refuses in threads what processes would refuse
 
-    def values(self, layers: Sequence[NamedLayer]) -> Values:
+    def values(self, model: nn.Module, layers: Sequence[NamedLayer]) -> Values:
         """Where the layers of a model have their initial values from.
 
         Raises:
             FileError: from files that are of another model.
+            ModelError: a layer has no way to its values.
         """
         if self.weights is not None:
-            return GivenWeights(layers, self.weights)
+            return GivenWeights(model, layers, self.weights)
         return Initialiser(layers, self.seed, anew=self.init == "per-layer")
 
     @property
@@ -207,13 +208,14 @@ def _in_threads(
     devices = devices_of_ranks(running.devices, plan.on_accelerator, range(plan.num_seats))
     devices |= {seat.number: HOST for seat in seats if seat.rank in server_ranks(plan)}
     queues = queues_of(devices)
+    values = running.values(model, layers)
     if plan.num_tensor_ranks > 1:
         check_shareable(plan, recipe)
         check_kinds(seats, [devices[seat.number].type for seat in seats])
         here = dict.fromkeys(range(plan.num_ranks), HOST)
-        draw_all(layers, plan, here, {}, running.values(layers))
+        draw_all(layers, plan, here, {}, values)
     elif plan.spill is None:
-        draw_all(layers, plan, devices, queues, running.values(layers))
+        draw_all(layers, plan, devices, queues, values)
     layout = Layout(model, plan, layers, streams, one_process=True, devices=devices)
     exchange = ThreadExchange(len(seats), running.deadlines.start.seconds)
     servers = layout.server_ranks
@@ -225,7 +227,7 @@ def _in_threads(
     ]
     held = {one.seat: one.stages(layout) for one in connections}
     shared = {seat: layout.shared_state(own) for seat, own in held.items()}
-    residences = _settled(layers, plan, recipe, running, layout, held, devices, queues)
+    residences = _settled(values, plan, recipe, running, layout, held, devices, queues)
     stages = {seat.rank: own for seat, own in held.items() if seat.coordinate == 0}
     workers = [
         worker_of(layout, held[one.seat], recipe, shared[one.seat], one) for one in connections
@@ -286,7 +288,7 @@ def _in_processes(
             check_shareable(plan, recipe)
             kinds = meeting.exchange(device.type, str, "to say on which kind of device it is")
             check_kinds(seats, kinds)
-        values = alike.values(layers)
+        values = alike.values(model, layers)
         if plan.spill is None and seat.size == 1:
             here = {} if queue is None else {seat.rank: queue}
             draw_all(layers, plan, {seat.rank: device}, here, values)
@@ -307,7 +309,7 @@ def _in_processes(
         connections = Connections(sealed, seat, queue, links.of_rank, make)
         stages = connections.stages(layout, wholes_of(layout, seat, sealed, values))
         shared = layout.shared_state(stages)
-        residences = _settled(layers, plan, recipe, alike, layout, {seat: stages}, devices, queues)
+        residences = _settled(values, plan, recipe, alike, layout, {seat: stages}, devices, queues)
         worker = worker_of(layout, stages, recipe, shared, connections)
         for residence in residences.values():
             worker.settle_in(residence)
@@ -359,7 +361,7 @@ def _in_processes(
 
 
 def _settled(
-    layers: tuple[NamedLayer, ...],
+    values: Values,
     plan: Plan,
     recipe: Recipe,
     running: Running,
@@ -376,9 +378,7 @@ def _settled(
     check_spillable(plan, recipe, layout)
     if not queues:
         place_all(layout, held, queues)
-    settling = Settling(
-        plan, layout, recipe, running.values(layers), devices, running.deadlines.step.seconds
-    )
+    settling = Settling(plan, layout, recipe, values, devices, running.deadlines.step.seconds)
     residences = {}
     for seat, own in held.items():
         with building(queues.get(seat.number)):

@@ -1,53 +1,116 @@
-"""Initial values from files: layer by layer, so that no more than one layer is read at a time."""
+"""Initial values from files: layer by layer, so that no more than one layer is read at a time.
+
+The files may be those of ``save_pretrained`` in transformers: an index says which file has what,
+tied weights are there once, and buffers that are not persistent are not there at all. So a process
+opens those files only that have something of its stages, a tied weight is found under any of its
+names, and such buffers are computed as the model says.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.base.errors import FileError, InputError
+from penstock.base.values import decoded, read_text, refused_as
 from penstock.engine.model.spine import NamedLayer
 from penstock.engine.run.materialising import emptied
+from penstock.engine.run.unstored import Unstored
+
+INDEX = "model.safetensors.index.json"
+"""Says which file of a folder has what; transformers reads it too."""
 
 _MOST_NAMED = 3
+
+
+class Index(msgspec.Struct):
+    """The index of a folder; others may write more into it.
+
+    Attributes:
+        weight_map: the file of each key, in the folder.
+        metadata: what whoever wrote it had to say.
+    """
+
+    weight_map: dict[str, str]
+    metadata: dict[str, Any] = {}
+
+
+class Place(NamedTuple):
+    """Something that a state_dict has, and its key in the model."""
+
+    key: str
+    tensor: Tensor
 
 
 class GivenWeights:
     """Gives layers the values that safetensors files have under the model's own keys.
 
     Args:
+        model: the whole one, as the user has it.
         layers: of the whole model.
-        path: a file, or a folder with several that together have all keys.
+        path: a file, or a folder with several that together have all keys; with an index, those
+            that it names.
 
     Raises:
         FileError: a file cannot be read, or has other keys, types or shapes than the model.
         InputError: the path is none.
+        ModelError: files do not have, and nothing says, what something on ``meta`` should be.
     """
 
-    def __init__(self, layers: Sequence[NamedLayer], path: str | os.PathLike[str]) -> None:
+    def __init__(
+        self, model: nn.Module, layers: Sequence[NamedLayer], path: str | os.PathLike[str]
+    ) -> None:
         if not isinstance(path, str | os.PathLike):
             raise InputError(
                 "initial_weights must be the path of a safetensors file, or of a folder"
             )
         self._layers = layers
         self._path = Path(path)
-        self._file_of: dict[str, Path] = {}
-        for file in self._files():
-            with _opened(file) as content:
-                for key in content.keys():  # noqa: SIM118 - it is no dictionary
-                    if self._file_of.setdefault(key, file) is not file:
-                        raise FileError(f"{file} and {self._file_of[key]} both have {key!r}")
-        wanted = {place.key for layer in layers for place in _places(layer)}
+        self._file_of = _files_by_key(self._path)
+        model = getattr(model, "original", model)  # a captured one's keys are those of the model
+        wanted = {place.key: place.tensor for layer in layers for place in places(layer)}
+        known = {key: [key] for key in wanted}
+        for names in names_by_tensor(model, wanted).values():
+            known |= {key: names for key in names if key in wanted}
+        self._name_of = self._found(model, known)
+        self._unstored = Unstored(model, layers)
+
+    def _found(self, model: nn.Module, known: Mapping[str, Sequence[str]]) -> dict[str, str]:
+        """The name in the files of each of the model's keys.
+
+        Args:
+            known: by each key, the names of the same tensor, itself among them.
+        """
+        # What transformers calls the model without its head is saved without the model's name.
+        base = f"{getattr(model, 'base_model_prefix', '')}."
+        candidates = {
+            key: [*names, *(name.removeprefix(base) for name in names)]
+            for key, names in known.items()
+        }
+        found = {
+            key: next((name for name in names if name in self._file_of), None)
+            for key, names in candidates.items()
+        }
+        meant = {name for names in candidates.values() for name in names}
+        # Older releases of transformers have saved what newer ones compute.
+        old = [*map(re.compile, getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
+        foreign = [
+            name
+            for name in self._file_of
+            if name not in meant and not any(pattern.search(name) for pattern in old)
+        ]
         for what, keys in (
-            ("lacks", wanted - self._file_of.keys()),
-            ("has, beside the model's,", self._file_of.keys() - wanted),
+            ("lacks", [key for key, name in found.items() if name is None]),
+            ("has, beside the model's,", foreign),
         ):
             if keys:
                 some = ", ".join(map(repr, sorted(keys)[:_MOST_NAMED]))
@@ -56,14 +119,7 @@ class GivenWeights:
                     f"{self._path} is of another model: it {what} {some}{more}; give the weights "
                     "of this one, saved from its state_dict()"
                 )
-
-    def _files(self) -> list[Path]:
-        files = [self._path]
-        if self._path.is_dir():
-            files = sorted(self._path.glob("*.safetensors"))
-        if not files:
-            raise FileError(f"{self._path} has no safetensors files; give a file, or their folder")
-        return files
+        return {key: name for key, name in found.items() if name is not None}
 
     def draw(self, index: int) -> bool:
         """Give a layer its values.
@@ -75,42 +131,109 @@ class GivenWeights:
             Whether there was anything to do.
 
         Raises:
-            FileError: a value has another type or shape.
+            FileError: a value is not there, or has another type or shape.
+            ModelError: the model does not say what a buffer is that no file has.
         """
-        places = list(_places(self._layers[index]))
-        for file in sorted({self._file_of[place.key] for place in places}):
+        layer = self._layers[index]
+        computed = self._unstored.compute(layer)
+        stored = list(places(layer))
+        for file in sorted({self._file_of[self._name_of[place.key]] for place in stored}):
             with _opened(file) as content, torch.no_grad():
-                for place in places:
-                    if self._file_of[place.key] == file:
-                        self._give(place, content.get_tensor(place.key))
-        return bool(places)
+                for place in stored:
+                    name = self._name_of[place.key]
+                    if self._file_of[name] == file:
+                        self._give(place, name, content)
+        return computed or bool(stored)
 
-    def _give(self, place: _Place, value: Tensor) -> None:
-        key, tensor = place.key, place.tensor
-        if (value.shape, value.dtype) != (tensor.shape, tensor.dtype):
+    def _give(self, place: Place, name: str, content: Any) -> None:
+        key, tensor = place
+        file = self._file_of[name]
+        try:
+            value: Tensor = content.get_tensor(name)
+        except SafetensorError as error:
             raise FileError(
-                f"{self._file_of[key]} has {key!r} as {value.dtype} of shape "
-                f"{tuple(value.shape)}, and the model as {tensor.dtype} of shape "
-                f"{tuple(tensor.shape)}"
+                f"{file} does not have {name!r}, which the index of its folder says is there "
+                f"({error}); fetch that file again, or save the model again"
+            ) from None
+        if value.shape != tensor.shape or not _holds(tensor.dtype, value.dtype):
+            remedy = (
+                "give the weights of this model"
+                if value.shape != tensor.shape
+                else f"build the model in that type, as in model.to({value.dtype}), before it is "
+                "profiled, or convert the files: not all of their numbers fit"
+            )
+            raise FileError(
+                f"{file} has {name!r} as {value.dtype} of shape {tuple(value.shape)}, and the "
+                f"model {key!r} as {tensor.dtype} of shape {tuple(tensor.shape)}; {remedy}"
             )
         emptied(tensor).copy_(value)
 
 
-class _Place(NamedTuple):
-    """Something that a state_dict has, and its key in the model."""
-
-    key: str
-    tensor: Tensor
-
-
-def _places(layer: NamedLayer) -> Iterator[_Place]:
+def places(layer: NamedLayer) -> Iterator[Place]:
+    """The parameters and persistent buffers of a layer, under every name that it has for them."""
     for prefix, module in layer.module.named_modules(remove_duplicate=False):
         hidden = module._non_persistent_buffers_set
         for held in (module._parameters, module._buffers):
             for name, tensor in held.items():
                 if tensor is not None and name not in hidden:
                     key = layer.key(f"{prefix}.{name}" if prefix else name)
-                    yield _Place(key, tensor)
+                    yield Place(key, tensor)
+
+
+def names_by_tensor(model: nn.Module, keys: Mapping[str, Tensor]) -> dict[int, list[str]]:
+    """All names of each tensor by its id, those of the model first and in its order.
+
+    Args:
+        model: tells names that no layer has.
+        keys: those of layers.
+    """
+    names: dict[int, dict[str, None]] = {}
+    wanted = {id(tensor) for tensor in keys.values()}
+    own: Iterable[tuple[str, Tensor]] = model.named_parameters(remove_duplicate=False)
+    for name, tensor in (*own, *model.named_buffers(remove_duplicate=False), *keys.items()):
+        if id(tensor) in wanted:
+            names.setdefault(id(tensor), {})[name] = None
+    return {key: [*own] for key, own in names.items()}
+
+
+def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Whether a type has all numbers of another."""
+    if wide == narrow or not (wide.is_floating_point and narrow.is_floating_point):
+        return wide == narrow
+    most, least = torch.finfo(wide), torch.finfo(narrow)
+    return most.eps <= least.eps and most.max >= least.max and most.tiny <= least.tiny
+
+
+def _files_by_key(path: Path) -> dict[str, Path]:
+    """Where each key is."""
+    index = path / INDEX
+    if index.is_file():
+        return _indexed(index)
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not files:
+        raise FileError(f"{path} has no safetensors files; give a file, or their folder")
+    file_of: dict[str, Path] = {}
+    for file in files:
+        with _opened(file) as content:
+            for key in content.keys():  # noqa: SIM118 - it is no dictionary
+                if file_of.setdefault(key, file) is not file:
+                    raise FileError(f"{file} and {file_of[key]} both have {key!r}")
+    return file_of
+
+
+def _indexed(index: Path) -> dict[str, Path]:
+    """Where each key is, as an index says. Files are not opened: this process may need none of
+    them, or its host may not have them."""
+    remedy = "fetch it again, or save the model again"
+    with refused_as(f"{index} is no index of weights; {remedy}"):
+        weight_map = decoded(read_text(index), Index).weight_map
+    for key, name in weight_map.items():
+        if Path(name).name != name:
+            raise FileError(
+                f"{index} says that {key!r} is in {name!r}, which is no file of its folder; "
+                f"{remedy}"
+            )
+    return {key: index.with_name(name) for key, name in weight_map.items()}
 
 
 @contextmanager

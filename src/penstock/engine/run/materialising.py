@@ -79,7 +79,7 @@ class Initialiser:
             torch.manual_seed(stream_seed(self._seed, _DRAWING, 0, index))
             # Those inside first, as constructors do it.
             for name, module in reversed([*layer.module.named_modules()]):
-                if self._concerns(module) and _reset_of(module) is not None:
+                if self._concerns(module) and reset_of(module) is not None:
                     self._reset(module, _path(layer, name))
                     drew = True
         return drew
@@ -105,7 +105,7 @@ class Initialiser:
 
     def _check(self, module: nn.Module, path: str) -> None:
         concerned = self._must_have(module)
-        if concerned and _reset_of(module) is None:
+        if concerned and reset_of(module) is None:
             keys = ", ".join(repr(key) for key, _ in concerned)
             raise ModelError(
                 f"{path!r} ({type(module).__name__}) holds {keys}{self._on_meta} and has no "
@@ -130,7 +130,7 @@ class Initialiser:
         keys = [key for key, _ in self._must_have(module)]
         for _, tensor in self._must_have(module):
             emptied(tensor)
-        reset = _reset_of(module)
+        reset = reset_of(module)
         assert reset is not None
         reset()
         for tensor, values in kept:
@@ -150,7 +150,8 @@ def _path(layer: NamedLayer, name: str) -> str:
     return f"{layer.name}.{name}".rstrip(".")
 
 
-def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
+def reset_of(module: nn.Module) -> Callable[[], Any] | None:
+    """What sets a module's own parameters and buffers, if it has that."""
     # torch's own attention has it as a private one.
     reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
     return reset if callable(reset) else None

@@ -2,18 +2,22 @@
 
 ``profile`` traces a model and keeps the result on the model itself, where ``Pipeline`` finds it.
 Where it is not there (a plan from a file, a copy of the model, another process), the plan says with
-what the model was traced, and it is traced again with such inputs.
+what the model was traced, and it is traced again with such inputs. A model on ``meta`` is traced as
+if it were in main memory, where models ask other things of tensors.
 """
 
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
+import torch
 from torch import nn
 
 from penstock.base.errors import InputError, ModelError
+from penstock.engine.device.crossing import give_memory
 from penstock.engine.model import tree
 from penstock.engine.tracing.captured import Captured, capture
 from penstock.engine.tracing.examples import inputs_like
@@ -78,17 +82,33 @@ def as_planned(model: nn.Module, plan: Plan) -> Captured | None:
         if plan.example is None:
             return None
         # Layers were compared with the model when it was profiled.
-        captured = capture(
-            model,
-            inputs_like(plan.example, next(iter(devices_of(model)), None)),
-            granularity=plan.example.granularity,
-            dynamic=plan.example.dynamic,
-            verify=False,
-        )
+        with _off_meta(model):
+            captured = capture(
+                model,
+                inputs_like(plan.example, next(iter(devices_of(model)), None)),
+                granularity=plan.example.granularity,
+                dynamic=plan.example.dynamic,
+                verify=False,
+            )
         model.__dict__[_KEPT] = _Kept(captured)
     if captured.names != plan.layers and sorted(captured.names) == sorted(plan.layers):
         return captured.ordered(plan.layers)
     return captured
+
+
+@contextmanager
+def _off_meta(model: nn.Module) -> Iterator[None]:
+    """A context in which what is on ``meta`` has memory on the host. No tracer reads or writes its
+    values, so the system gives no pages for it."""
+    tensors = {id(one): one for one in (*model.parameters(), *model.buffers()) if one.is_meta}
+    try:
+        for tensor in tensors.values():
+            give_memory(tensor, torch.empty_like(tensor, device="cpu"))
+        yield
+    finally:
+        for tensor in tensors.values():
+            if not tensor.is_meta:
+                give_memory(tensor, torch.empty_like(tensor, device="meta"))
 
 
 def _is_for(captured: Captured, plan: Plan) -> bool:

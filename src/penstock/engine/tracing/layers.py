@@ -326,8 +326,9 @@ class CapturedLayer(nn.Module):
 
     def compute_on(self, device: torch.device) -> None:
         """Let the layer's code make its tensors on a device, to which what the layer holds of the
-        model is moved by others; its constants are moved here."""
-        if device == self.computes_on:
+        model is moved by others; its constants are moved here. On ``meta`` nothing is computed, and
+        constants would lose their values."""
+        if device == self.computes_on or device.type == "meta":
             return
         self.computes_on = device
         for program in self._programs.values():
