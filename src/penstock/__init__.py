@@ -123,6 +123,7 @@ _MODULES = {
 _CELLS = "penstock.drawing.cells"
 provide(
     {
+        "cluster_cell": _CELLS,
         "device_memories": "penstock.engine.device.listing",
         "fleet_cell": _CELLS,
         "graph_cell": _CELLS,

@@ -6,8 +6,8 @@ rich takes as long to load as all of ours; it is loaded where something is shown
 
 from __future__ import annotations
 
+import shutil
 import sys
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
@@ -17,26 +17,64 @@ import click
 from penstock.base.errors import printable
 from penstock.base.telling import Telling, is_quiet
 from penstock.base.units import format_bytes
+from penstock.base.wrapping import WARNING, wrap_to
 from penstock.base.values import encode
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
+    from rich.table import Table
 
     from penstock.cli.sources import Drawable
     from penstock.core.schedule.about import About
+    from penstock.core.timing.costs import Costs
+    from penstock.core.timing.timeline import Timeline
     from penstock.drawing import Fact
     from penstock.drawing.axes import Titled
     from penstock.trial import Contestant
 
 
-_WIDTH = 100
-"""Columns where the terminal does not say, or is narrower than any table."""
+NARROWEST = 80
+"""Columns that a window is taken to have at least, and where nobody says how many it has."""
+
+_PROSE = 100
+"""Longer lines of prose are hard to read, however wide the window is."""
+
+_FOLDS_TO = 24
+"""Columns that a text in a table keeps where it must give way to numbers."""
+
+_GAP = 2
+"""Columns between two of a table."""
+
+
+def columns() -> int:
+    """How wide what is shown may be: as wide as the window (``COLUMNS`` in the environment, or the
+    terminal's own width), and 80 columns where there is none."""
+    return max(NARROWEST, shutil.get_terminal_size((NARROWEST, 24)).columns)
 
 
 def echo(text: str = "", *, err: bool = False) -> None:
     """Print text of which parts may come from files, so that a terminal takes nothing in it for a
     command. All verbs print through here, or as a table."""
     click.echo(printable(text), err=err)
+
+
+def prose(text: str, *, err: bool = False) -> None:
+    """Print sentences, wrapped; what stands on lines of its own stays so."""
+    echo("\n".join(map(wrapped, text.split("\n"))), err=err)
+
+
+def wrapped(line: str, beside: str = "") -> str:
+    """A line of prose as several.
+
+    Args:
+        beside: what stands before it, under which the other lines are indented.
+    """
+    return wrap_to(line, min(columns(), _PROSE), beside)
+
+
+def warn(text: str, *, err: bool = False) -> None:
+    """Print what is doubtful, behind a mark."""
+    echo(wrapped(text, WARNING), err=err)
 
 
 def say(text: str) -> None:
@@ -50,45 +88,91 @@ def print_json(value: object) -> None:
 
 
 def print_table(
-    columns: Sequence[str],
+    columns_: Sequence[str],
     rows: Sequence[Sequence[str]],
     num_texts: int = 1,
     *,
     beside: bool = False,
 ) -> None:
-    """A table; the first ``num_texts`` columns are text, to the left, the others numbers. One that
-    stands ``beside`` the results goes to standard error."""
+    """A table; the first ``num_texts`` columns are text, to the left, the others numbers. Columns
+    that the window has no room for stand in a second one below, behind the first column again. One
+    that stands ``beside`` the results goes to standard error."""
     from rich.console import Console
+
+    shown = [tuple(map(printable, row)) for row in rows]
+    # Nobody's window is too narrow for a long name, and programs look for it in one piece.
+    whole_names = not Console(stderr=beside).is_terminal
+    widths = _widths(columns_, shown, num_texts, whole_names)
+    for number, part in enumerate(_parts(widths, columns())):
+        if number:
+            echo(err=beside)
+        width = max(columns(), sum(widths[at] + _GAP for at in part))
+        table = _table(columns_, shown, part, num_texts)
+        Console(width=width, stderr=beside, markup=False, emoji=False).print(table)
+
+
+def _widths(
+    names: Sequence[str], rows: Sequence[Sequence[str]], num_texts: int, whole_names: bool
+) -> list[int]:
+    """How many columns each column of a table needs: numbers all of theirs, since one that takes
+    two lines would read as two; texts may fold."""
+    widths = []
+    for index, name in enumerate(names):
+        longest = max([len(row[index]) for row in rows], default=0)
+        if 0 < index < num_texts or (index < num_texts and not whole_names):
+            longest = min(longest, _FOLDS_TO)
+        widths.append(max([longest, *map(len, name.split())]))
+    return widths
+
+
+def _parts(widths: Sequence[int], room: int) -> list[list[int]]:
+    """Which columns stand beside each other; all parts begin with the first.
+
+    >>> _parts([10, 20, 30, 20], 60)
+    [[0, 1], [0, 2], [0, 3]]
+    >>> _parts([10, 20, 30, 20], 90), _parts([100, 20], 80)
+    ([[0, 1, 2, 3]], [[0, 1]])
+    """
+    parts: list[list[int]] = [[0]]
+    for index in range(1, len(widths)):
+        taken = sum(widths[at] + _GAP for at in parts[-1])
+        if len(parts[-1]) > 1 and taken + widths[index] > room:
+            parts.append([0])
+        parts[-1].append(index)
+    return parts
+
+
+def _table(
+    names: Sequence[str], rows: Sequence[Sequence[str]], part: Sequence[int], num_texts: int
+) -> Table:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for index, column in enumerate(columns):
-        justify: Literal["left", "right"] = "left" if index < num_texts else "right"
-        # Names and prose may take several lines; a number that does would read as another one.
-        cells = [row[index] for row in rows] if index >= num_texts else []
-        least = max(map(len, [*column.split(), *cells]))
-        table.add_column(column, justify=justify, overflow="fold", min_width=least)
+    for index in part:
+        is_text = index < num_texts
+        cells = [] if is_text else [row[index] for row in rows]
+        least = max(map(len, [*names[index].split(), *cells]), default=0)
+        justify: Literal["left", "right"] = "left" if is_text else "right"
+        table.add_column(names[index], justify=justify, overflow="fold", min_width=least)
     for row in rows:
-        table.add_row(*map(printable, row))
-    width = max(_WIDTH, Console(stderr=beside).width)
-    if num_texts == 1 and not Console(stderr=beside).is_terminal:
-        # Nobody's window is too narrow for a long name, and programs look for it in one piece.
-        width = max(width, Console(width=10**4, markup=False, emoji=False).measure(table).maximum)
-    Console(width=width, stderr=beside, markup=False, emoji=False).print(table)
+        table.add_row(*(row[index] for index in part))
+    return table
 
 
 def print_facts(facts: Sequence[Fact]) -> None:
     """The headline numbers of a run, a line each."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(justify="right", style="bold", no_wrap=True)
+    table.add_column()
+    table.add_column(justify="right", no_wrap=True)
     table.add_column(style="dim")
     for fact in facts:
-        table.add_row(*map(printable, (fact.label, fact.value, fact.note)))
-    Console(width=max(140, Console().width), markup=False, emoji=False).print(table)
+        value = Text(printable(fact.value), style="dim" if fact.doubtful else "bold")
+        table.add_row(printable(fact.label), value, printable(fact.note))
+    Console(width=columns(), markup=False, emoji=False).print(table)
 
 
 def print_family(family: About) -> None:
@@ -100,29 +184,39 @@ def print_family(family: About) -> None:
         named.append(("option", f"{option.name}{default}: {option.meaning}".rstrip(": ")))
     named.append(("paper", family.citation))
     click.secho(f"{family.title} ({family.name})", bold=True)
-    echo(textwrap.fill(family.summary, _WIDTH))
+    prose(family.summary)
     for name, words in named:
         if words:
-            first = f"{name:<8}"
-            lines = textwrap.fill(words, _WIDTH, initial_indent=first, subsequent_indent=" " * 8)
-            echo(f"\n{lines}")
+            echo(f"\n{wrapped(words, f'{name:<8}')}")
     for paper in family.papers:
         echo(f"\n{paper.bibtex()}")
     if family.drawing:
-        echo(f"\n{family.drawing}")
+        echo(f"\n{_drawing_of(family)}")
+
+
+def _drawing_of(family: About) -> str:
+    if max(map(len, family.drawing.splitlines())) <= columns():
+        return family.drawing
+    return f"penstock draw {family.name} -p 2 -m 4 draws it."
+
+
+def in_terminal(timeline: Timeline, versions: bool = False) -> str:
+    """A timeline as text that fits the window."""
+    from penstock.drawing.timeline.text import text
+
+    return text(timeline, versions=versions, window=columns())
 
 
 def stacked_in_terminal(timelines: Sequence[Titled]) -> str:
     """Text drawings on one time axis, if they can be read at this width."""
-    from rich.console import Console
+    from penstock.drawing.timeline.text import columns_beside, columns_of_shortest, stacked_text
 
-    from penstock.drawing.timeline.text import columns_of_shortest, stacked_text
-
-    wide = max(_WIDTH, Console().width) - 24
     drawn = [timeline for _, timeline in timelines]
+    wide = columns() - max(map(columns_beside, drawn))
     if columns_of_shortest(drawn, wide) < 1:
         return "Too long to draw here; write a picture with -o, for example -o compare.svg."
-    return stacked_text(timelines, wide, wide)
+    return stacked_text(timelines, wide, wide, window=columns())
+
 
 
 def metrics(source: Drawable) -> dict[str, object]:
@@ -159,10 +253,23 @@ def print_metrics(sources: Sequence[Drawable]) -> None:
     flow = ["rate", "transit", "latency"] if fed else []
     print_table([*columns, "hops", "weight copies", *flow], rows)
     if fed:
-        echo(
+        prose(
             "\ntransit: from a frame's entry to its output, the last frame's; latency: from its "
             "arrival, so with its wait"
         )
+
+
+def print_costs(costs: Costs) -> None:
+    """Under which costs the numbers of schedules hold: others may rank them otherwise."""
+    parts = {"F": costs.forward, "I": costs.backward_input, "W": costs.backward_weight}
+    told = ", ".join(f"{name} {_cost(value)}" for name, value in {**parts, "hop": costs.hop}.items())
+    prose(f"\ncosts (--costs): {told}")
+
+
+def _cost(value: float | Sequence[float]) -> str:
+    """One number, or one per stage."""
+    values = [value] if isinstance(value, int | float) else value
+    return "/".join(f"{one:g}" for one in values)
 
 
 def _flow_of(source: Drawable) -> list[str]:

@@ -13,7 +13,8 @@ import msgspec
 
 from penstock import drawing
 from penstock.base.errors import FileError, InputError
-from penstock.base.values import decoded, read_text, refused_as
+from penstock.base.values import decoded, refused_as
+from penstock.cli.input import stem_of, suffix_of, text_of, title_of
 from penstock.core.schedule import Schedule, families
 from penstock.core.schedule.check import check
 from penstock.core.schedule.lower import add_update, add_updates
@@ -97,7 +98,7 @@ def load(
     Args:
         name: a schedule family, with options behind a colon, as in ``hanayo:waves=2``; or a file:
             ``.csv`` (ops, as torch writes them) or ``.json`` (a schedule, a plan, a timeline or a
-            run's report).
+            run's report); or ``-``, such a file on standard input.
         ranks, microbatches: for a family.
         costs: for a family or a CSV; plain numbers are those of a whole rank's layers.
         arrivals: microbatches that come per unit of time; by default all are there.
@@ -117,6 +118,7 @@ def loaded(
     arrivals: float | None = None,
 ) -> Drawable:
     """As ``load``, of what ``read`` gave: a pipe is read only once."""
+    name = title_of(name)
     if isinstance(content, Drawable):
         if arrivals is not None:
             raise InputError(f"{name} has happened already; leave --arrivals out")
@@ -174,7 +176,7 @@ def load_with_versions(
     Raises:
         InputError: a timeline that does not know, or a policy that does not go with the schedule.
     """
-    content = read(name)
+    content, name = read(name), title_of(name)
     if isinstance(content, Drawable | plans.Plan):
         return _file_with_versions(name, content, policy)
     schedule = _schedule(content, name, ranks, microbatches, costs)
@@ -255,10 +257,6 @@ def _policy(schedule: str, name: str | None) -> Policy:
     return policy
 
 
-def _suffix(name: str) -> str:
-    return Path(name).suffix.lower()
-
-
 def _spread(costs: Costs, schedule: Schedule) -> Costs:
     return costs.spread(schedule.num_stages / schedule.num_ranks)
 
@@ -281,10 +279,10 @@ def read(name: str) -> Content | None:
         FileError: a cell is not an op (the file, the line and the cell are named), or it holds
             something else.
     """
-    suffix = _suffix(name)
+    suffix = suffix_of(name, ".csv")
     if suffix not in (".csv", ".json"):
         return None
-    text, stem = read_text(name), Path(name).stem
+    text, stem, name = text_of(name), stem_of(name), title_of(name)
     if suffix == ".json":
         return _json(text, name)
     if not _TORCH.search(text):  # words that only torch's files have
@@ -349,7 +347,7 @@ def load_plan(path: str) -> Plan:
     Raises:
         FileError: it holds something else, or a plan that cannot be.
     """
-    text = read_text(path)
+    text, path = text_of(path), title_of(path)
     with refused_as(f"{path} holds no plan"):
         keys = _keys(text)
     if not _OF_PLANS & keys:
