@@ -253,7 +253,6 @@ def read_stream(stream: BinaryIO, name: str, most_bytes: int = MOST_FILE_BYTES) 
     raise FileError(f"cannot read {name}: {reason}")
 
 
-
 def _check_file(status: os.stat_result, most_bytes: int) -> None:
     kind = stat.S_IFMT(status.st_mode)
     if kind not in (stat.S_IFREG, stat.S_IFIFO, stat.S_IFDIR):  # of a folder, reading says it

@@ -9,7 +9,7 @@ WARNING = "! "
 
 
 def wrap_to(text: str, width: int, beside: str = "") -> str:
-    """A sentence in lines of at most so many columns; a word that is longer, as a path, stays whole.
+    """A sentence in lines of at most so many columns; a longer word, as a path, stays whole.
 
     Args:
         beside: what stands before the first line, under which the others are indented.

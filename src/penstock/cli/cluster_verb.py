@@ -44,7 +44,10 @@ _OTHERS_SECONDS = 5.0
 def cluster(
     file: str | None, ranks: int | None, kind: DeviceKind | None, output: str | None, as_json: bool
 ) -> None:
-    """Show a cluster: this machine's devices, or those in FILE (.toml or .json; -: standard input)."""
+    """Show a cluster: this machine's devices, or those in FILE.
+
+    FILE is .toml or .json, or -, standard input.
+    """
     if file is not None and (ranks is not None or kind is not None):
         raise InputError("--ranks and --kind are about this machine; leave them or FILE out")
     chosen = load_cluster(file) if file is not None else Cluster.local(ranks, kind or "cpu")

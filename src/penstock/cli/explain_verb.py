@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from penstock.planning.plans.stability import Stability
 
 _EPILOG = (
-    "PLAN is a .json file, as `penstock plan -o` writes it, or -, standard input. The curvature is the largest of the "
-    "loss in a stage's weights: give yours, or let it be estimated on a workload's first minibatch."
+    "PLAN is a .json file, as `penstock plan -o` writes it, or -, standard input. The "
+    "curvature is the largest of the loss in a stage's weights: give yours, or let it be estimated "
+    "on a workload's first minibatch."
 )
 _READING = (
     "k counts microbatches, t minibatches, both from 0; ⌊ ⌋ rounds down. Version v of a stage's "

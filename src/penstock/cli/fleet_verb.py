@@ -57,9 +57,9 @@ def fleet(
 ) -> None:
     """Train many models at once on fewer devices, none idle while a model could use it.
 
-    FILE (.toml; -: standard input) has a table for each job: its plan, or the profile of which one is made, and the
-    workload that makes model and data. With --simulate, what that takes, beside other policies and
-    what no order could undercut; it needs no workloads.
+    FILE (.toml; -: standard input) has a table for each job: its plan, or the profile of which one
+    is made, and the workload that makes model and data. With --simulate, what that takes, beside
+    other policies and what no order could undercut; it needs no workloads.
     """
     from penstock.planning.turns.visits import check_fleet_plan
     from penstock.planning.turns.written import FleetFile
@@ -161,7 +161,7 @@ def _simulate(
         show.echo("of a halving, those are taken to go on that take longest")
     from penstock.drawing.fleets import fleet_text
 
-    show.echo("\n" + fleet_text(timeline, show.columns()))
+    show.echo("\n" + fleet_text(timeline, show.width()))
 
 
 def _task(name: str, plan: Plan, table: JobTable, stop: Stop, num_jobs: int) -> Task:

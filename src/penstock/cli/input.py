@@ -67,8 +67,8 @@ def text_of(name: str, most_bytes: int = MOST_FILE_BYTES) -> str:
 
 
 def suffix_of(name: str, otherwise: str) -> str:
-    """How a file's name ends, in small letters. Standard input has no name: what begins as JSON does
-    is ``.json``, anything else ``otherwise``."""
+    """How a file's name ends, in small letters. Standard input has no name: what begins as JSON
+    does is ``.json``, anything else ``otherwise``."""
     if name != STANDARD_INPUT:
         return Path(name).suffix.lower()
     return ".json" if text_of(name).lstrip().startswith("{") else otherwise

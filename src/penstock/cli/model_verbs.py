@@ -119,7 +119,7 @@ def _train(
     from penstock.trial import run_trial
 
     if not shown.as_json:
-        show.echo(plan.text(show.columns(), details=shown.verbose) + "\n")
+        show.echo(plan.text(show.width(), details=shown.verbose) + "\n")
     with show.training(steps, workload.unit, workload.num_units()) as progress:
         trial = run_trial(workload, plan, steps, compare=compare, progress=progress)
     page = drawing.write_report(trial.report(_command()), output)

@@ -89,7 +89,7 @@ def costs_option(verb: Verb) -> Verb:
         show_default="1,1,1,0",
         help="Time of a forward, an input gradient and a weight gradient of a whole rank's layers, "
         "and of a hop between ranks. Where a rank has several stages, each takes its share. Or a "
-        ".json file (-: standard input) with fields of Costs; a list there gives a number per stage.",
+        ".json file (-: standard input) with fields of Costs; a list gives a number per stage.",
     )(verb)
 
 

@@ -188,10 +188,10 @@ def plan(
     profile = _read_graph(graph)
     if what_if is None:
         chosen = planner.plan(profile, there, **request)
-        text = chosen.text(show.columns(), details=verbose)
+        text = chosen.text(show.width(), details=verbose)
     else:
         changed = planner.what_if(what_if, profile, there, **request)
-        chosen, text = changed.after, changed.text(show.columns())
+        chosen, text = changed.after, changed.text(show.width())
     with written(output, ".json") as path:
         if path is not None:
             chosen.save(path)

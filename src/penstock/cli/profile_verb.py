@@ -29,8 +29,8 @@ _DETAILS = frozenset({"split ms", "R ms", "±", "update ms"})
 """Columns that are shown on request."""
 
 _LEGEND = (
-    "F forward, I and W the halves of a backward: the gradients of inputs and of weights; kept: for "
-    "the backward."
+    "F forward, I and W the halves of a backward (gradients of inputs, of weights); kept: for the "
+    "backward."
 )
 _LEGEND_OF_DETAILS = (
     "split: what halving a backward adds; R: a second forward; ±: half the distance between the "
@@ -68,7 +68,9 @@ def _parse_sizes(_: click.Context, __: click.Parameter, text: str | None) -> tup
 )  # fmt: skip
 @options.output_option("Where to write the profile (.json).")
 @options.json_option
-@options.verbose_option("what splitting, recomputing and updating take, how steady it is, and on what.")
+@options.verbose_option(
+    "what splitting, recomputing and updating take, how steady it is, and on what."
+)
 def profile(
     workload: str,
     microbatches: int,
@@ -133,9 +135,7 @@ def print_graph(graph: LayerGraph, doubts: Sequence[str] = (), *, verbose: bool 
         doubts: what the figures are not sure enough for.
         verbose: whether to show all that was measured, and how.
     """
-    chosen = [
-        index for index, column in enumerate(_COLUMNS) if verbose or column not in _DETAILS
-    ]
+    chosen = [index for index, column in enumerate(_COLUMNS) if verbose or column not in _DETAILS]
     rows = [*map(_row, graph.layers), _sums(graph.layers)]
     names = [_COLUMNS[index] for index in chosen]
     show.print_table(names, [[row[index] for index in chosen] for row in rows], 2)
@@ -146,10 +146,9 @@ def print_graph(graph: LayerGraph, doubts: Sequence[str] = (), *, verbose: bool 
         show.warn(warning)
     for warning, layers in _warnings(graph.layers).items():
         show.warn(f"{warning}: {', '.join(layers)}")
-    where, *more = _conditions(graph)
-    for line in (where, *(more if verbose else ())):
+    where, contention, *more = _conditions(graph)
+    for line in (where, contention, *(more if verbose else ())):
         show.prose(line)
-
 
 
 def _row(layer: Layer) -> tuple[str, ...]:
@@ -207,9 +206,9 @@ def _conditions(graph: LayerGraph) -> list[str]:
     lines = [
         f"{graph.microbatch_size} rows, {graph.dtype or 'no parameters'}, {graph.device}, "
         f"{graph.num_threads} thread{'' if graph.num_threads == 1 else 's'}; {versions}",
+        str(graph.contention),
         f"an op takes {graph.op_seconds * 1e6:.0f} µs beside its layers, a message "
         f"{graph.hop_seconds * 1e6:.0f} µs",
-        str(graph.contention),
     ]
     for other in graph.other_sizes:
         seconds = sum(layer.compute_seconds for layer in other.layers)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from penstock.planning.plans import Plan
 
 _SOURCE_HELP = (
-    "SOURCE is a schedule's name, a .csv of ops, a .json schedule, plan, timeline or run, or -, such "
-    "a file on standard input. "
+    "SOURCE is a schedule's name, a .csv of ops, a .json schedule, plan, timeline or run, or -, "
+    "standard input. "
     "Options of a schedule follow its name: interleaved-1f1b:stages_per_rank=4."
 )
 
@@ -75,9 +75,7 @@ def simulate(
     if as_json:
         show.print_json(show.metrics(loaded))
     else:
-        show.print_metrics([loaded])
-        if loaded.plan is None and loaded.schedule is not None:
-            show.print_costs(costs)
+        show.print_metrics([loaded], costs)
 
 
 @click.command(epilog=_SOURCE_HELP)
@@ -139,7 +137,7 @@ def _in_terminal(loaded: Drawable, versions: bool) -> str:
     from penstock.planning.plans.picture import picture_of
 
     pictured = picture_of(loaded.plan)
-    return plan_with_timeline_text(pictured, loaded.shown, versions, show.columns())
+    return plan_with_timeline_text(pictured, loaded.shown, versions, show.width())
 
 
 @click.command(epilog=_SOURCE_HELP)
@@ -207,9 +205,7 @@ def compare(
         return
     if STANDARD_OUTPUT in (output, scatter, memory):
         return
-    show.print_metrics(loaded)
-    if all(source.plan is None and source.schedule is not None for source in loaded):
-        show.print_costs(costs)
+    show.print_metrics(loaded, costs)
     if output is None and scatter is None and memory is None:
         show.echo(f"\n{show.stacked_in_terminal(titled)}")
 

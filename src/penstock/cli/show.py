@@ -17,8 +17,8 @@ import click
 from penstock.base.errors import printable
 from penstock.base.telling import Telling, is_quiet
 from penstock.base.units import format_bytes
-from penstock.base.wrapping import WARNING, wrap_to
 from penstock.base.values import encode
+from penstock.base.wrapping import WARNING, wrap_to
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
 NARROWEST = 80
 """Columns that a window is taken to have at least, and where nobody says how many it has."""
 
-_PROSE = 100
-"""Longer lines of prose are hard to read, however wide the window is."""
-
 _FOLDS_TO = 24
 """Columns that a text in a table keeps where it must give way to numbers."""
 
@@ -46,9 +43,9 @@ _GAP = 2
 """Columns between two of a table."""
 
 
-def columns() -> int:
-    """How wide what is shown may be: as wide as the window (``COLUMNS`` in the environment, or the
-    terminal's own width), and 80 columns where there is none."""
+def width() -> int:
+    """How many columns what is shown may have: as many as the window, of which ``COLUMNS`` in the
+    environment or else the terminal knows, and 80 where there is none."""
     return max(NARROWEST, shutil.get_terminal_size((NARROWEST, 24)).columns)
 
 
@@ -69,7 +66,7 @@ def wrapped(line: str, beside: str = "") -> str:
     Args:
         beside: what stands before it, under which the other lines are indented.
     """
-    return wrap_to(line, min(columns(), _PROSE), beside)
+    return wrap_to(line, width(), beside)
 
 
 def warn(text: str, *, err: bool = False) -> None:
@@ -88,7 +85,7 @@ def print_json(value: object) -> None:
 
 
 def print_table(
-    columns_: Sequence[str],
+    columns: Sequence[str],
     rows: Sequence[Sequence[str]],
     num_texts: int = 1,
     *,
@@ -102,13 +99,13 @@ def print_table(
     shown = [tuple(map(printable, row)) for row in rows]
     # Nobody's window is too narrow for a long name, and programs look for it in one piece.
     whole_names = not Console(stderr=beside).is_terminal
-    widths = _widths(columns_, shown, num_texts, whole_names)
-    for number, part in enumerate(_parts(widths, columns())):
+    widths = _widths(columns, shown, num_texts, whole_names)
+    for number, part in enumerate(_parts(widths, width())):
         if number:
             echo(err=beside)
-        width = max(columns(), sum(widths[at] + _GAP for at in part))
-        table = _table(columns_, shown, part, num_texts)
-        Console(width=width, stderr=beside, markup=False, emoji=False).print(table)
+        room = max(width(), sum(widths[at] + _GAP for at in part) - _GAP)
+        table = _table(columns, shown, part, num_texts)
+        Console(width=room, stderr=beside, markup=False, emoji=False).print(table)
 
 
 def _widths(
@@ -172,7 +169,7 @@ def print_facts(facts: Sequence[Fact]) -> None:
     for fact in facts:
         value = Text(printable(fact.value), style="dim" if fact.doubtful else "bold")
         table.add_row(printable(fact.label), value, printable(fact.note))
-    Console(width=columns(), markup=False, emoji=False).print(table)
+    Console(width=width(), markup=False, emoji=False).print(table)
 
 
 def print_family(family: About) -> None:
@@ -195,16 +192,16 @@ def print_family(family: About) -> None:
 
 
 def _drawing_of(family: About) -> str:
-    if max(map(len, family.drawing.splitlines())) <= columns():
+    if max(map(len, family.drawing.splitlines())) <= width():
         return family.drawing
-    return f"penstock draw {family.name} -p 2 -m 4 draws it."
+    return f"`penstock draw {family.name}` draws it."
 
 
 def in_terminal(timeline: Timeline, versions: bool = False) -> str:
     """A timeline as text that fits the window."""
     from penstock.drawing.timeline.text import text
 
-    return text(timeline, versions=versions, window=columns())
+    return text(timeline, versions=versions, window=width())
 
 
 def stacked_in_terminal(timelines: Sequence[Titled]) -> str:
@@ -212,11 +209,10 @@ def stacked_in_terminal(timelines: Sequence[Titled]) -> str:
     from penstock.drawing.timeline.text import columns_beside, columns_of_shortest, stacked_text
 
     drawn = [timeline for _, timeline in timelines]
-    wide = columns() - max(map(columns_beside, drawn))
+    wide = width() - max(map(columns_beside, drawn))
     if columns_of_shortest(drawn, wide) < 1:
         return "Too long to draw here; write a picture with -o, for example -o compare.svg."
-    return stacked_text(timelines, wide, wide, window=columns())
-
+    return stacked_text(timelines, wide, wide, window=width())
 
 
 def metrics(source: Drawable) -> dict[str, object]:
@@ -241,8 +237,12 @@ def metrics(source: Drawable) -> dict[str, object]:
     }
 
 
-def print_metrics(sources: Sequence[Drawable]) -> None:
-    """Numbers of timelines as a table, with a column for bytes where a plan knows them."""
+def print_metrics(sources: Sequence[Drawable], costs: Costs) -> None:
+    """Numbers of timelines as a table, with a column for bytes where a plan knows them.
+
+    Args:
+        costs: of schedules that have no times of their own.
+    """
     columns = ["schedule", "makespan", "bubble", "stage bubble", "peak activations"]
     with_bytes = any(source.sizes for source in sources)
     columns += ["in bytes"] if with_bytes else []
@@ -257,12 +257,16 @@ def print_metrics(sources: Sequence[Drawable]) -> None:
             "\ntransit: from a frame's entry to its output, the last frame's; latency: from its "
             "arrival, so with its wait"
         )
+    if all(source.plan is None and source.schedule is not None for source in sources):
+        _print_costs(costs)
 
 
-def print_costs(costs: Costs) -> None:
+def _print_costs(costs: Costs) -> None:
     """Under which costs the numbers of schedules hold: others may rank them otherwise."""
     parts = {"F": costs.forward, "I": costs.backward_input, "W": costs.backward_weight}
-    told = ", ".join(f"{name} {_cost(value)}" for name, value in {**parts, "hop": costs.hop}.items())
+    told = ", ".join(
+        f"{name} {_cost(value)}" for name, value in {**parts, "hop": costs.hop}.items()
+    )
     prose(f"\ncosts (--costs): {told}")
 
 

@@ -123,7 +123,8 @@ def loaded(
         if arrivals is not None:
             raise InputError(f"{name} has happened already; leave --arrivals out")
         return content
-    if isinstance(content, plans.Plan):
+    # Most names are those of families: plans need not be loaded to see that.
+    if content is not None and isinstance(content, plans.Plan):
         if arrivals is None:
             return _planned(content)
         schedule = content.build_schedule(max(microbatches, content.num_microbatches))
@@ -177,7 +178,7 @@ def load_with_versions(
         InputError: a timeline that does not know, or a policy that does not go with the schedule.
     """
     content, name = read(name), title_of(name)
-    if isinstance(content, Drawable | plans.Plan):
+    if content is not None and isinstance(content, Drawable | plans.Plan):
         return _file_with_versions(name, content, policy)
     schedule = _schedule(content, name, ranks, microbatches, costs)
     if any(op.kind is Kind.UPDATE for op in schedule.where):
@@ -199,12 +200,16 @@ def load_drawn(name: str, ranks: int, microbatches: int, costs: Costs) -> tuple[
     state, with the versions that its ops read, since its beginning looks like any other
     schedule's."""
     content = read(name)
+    if content is None:
+        return _family_drawn(name, ranks, microbatches, costs)
     if isinstance(content, plans.Plan) and not content.prediction.flushes:
         from penstock.planning.plans.drawn import steady
 
         return _planned(content)._replace(timeline=steady(content), num_ticks=0), True
-    if content is not None:
-        return loaded(content, name, ranks, microbatches, costs), False
+    return loaded(content, name, ranks, microbatches, costs), False
+
+
+def _family_drawn(name: str, ranks: int, microbatches: int, costs: Costs) -> tuple[Drawable, bool]:
     if not USUAL.get(name.partition(":")[0], Flush()).asynchronous:
         return load_shown(name, ranks, microbatches, costs), False
     source = load_with_versions(name, ranks, _live_length(ranks, microbatches), costs)

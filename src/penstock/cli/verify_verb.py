@@ -9,8 +9,9 @@ from penstock.cli.input import InputFile
 from penstock.cli.workloads import DEFAULT_WORKLOAD, load_workload_of
 
 _EPILOG = (
-    "PLAN is a .json file, as `penstock plan -o` writes it, or -, standard input. WORKLOAD is module:function, where the "
-    "function returns a penstock.trial.Workload; left out, the plan must be for the demo's, "
+    "PLAN is a .json file, as `penstock plan -o` writes it, or -, standard input. WORKLOAD is "
+    "module:function, where the function returns a penstock.trial.Workload; left out, the plan "
+    "must be for the demo's, "
     f"{DEFAULT_WORKLOAD}. The exit status is 1 if anything is not equal."
 )
 

@@ -22,7 +22,6 @@ from penstock.training.profiler.together.disturbance import QUIET_SHARE, Usage, 
 from penstock.trial.reference.single_device import SingleDevice
 from penstock.trial.workload import Batch, Workload
 
-
 _ENOUGH = 0.5
 """The share of the steps that must be undisturbed, for these to stand for all."""
 

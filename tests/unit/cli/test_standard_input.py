@@ -20,8 +20,7 @@ CLUSTER = ROOT / "examples" / "cluster.toml"
 
 
 def piped(text, *words):
-    result = CliRunner().invoke(program, [*map(str, words)], input=text)
-    return result
+    return CliRunner().invoke(program, [*map(str, words)], input=text)
 
 
 def told(text, *words):
@@ -74,7 +73,6 @@ def test_costs():
     [
         ("compare", "-", "-"),
         ("plan", "-", "-"),
-        ("simulate", "-", "--costs", "-"),
     ],
 )
 def test_it_is_read_once(words):

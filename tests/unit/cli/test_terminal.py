@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 
+import click
 import pytest
 from click.testing import CliRunner
+from msgspec.structs import replace
 
 from penstock.cli import penstock as program
 from penstock.cli import show
-from penstock.core.graph import LayerGraph
+from penstock.planning.plans import Plan
 from tests.kit.paths import DOCS, ROOT
 
 PLAN = DOCS / "images" / "plan.json"
@@ -49,7 +50,7 @@ PRINTING = [
     ("fleet", FLEET, "--simulate"),
     ("plan", GRAPH, "-p", 4, "-m", 8),
     ("plan", GRAPH, "-p", 4, "-m", 8, "-v"),
-    ("plan", GRAPH, "-p", 2, "-m", 8, "--versions", "stash", "--what-if", "bandwidth*2"),
+    ("plan", GRAPH, "-p", 2, "-m", 8, "--what-if", "microbatches*2"),
     ("explain", PLAN),
     ("rehearse", "1f1b", "-p", 2, "-m", 2, "--op-ms", 0.1, "--steps", 2),
 ]
@@ -82,7 +83,7 @@ def test_a_window_that_is_too_narrow_is_taken_for_one_of_80():
 def test_a_drawing_goes_on_below_and_loses_nothing():
     whole = printed("draw", "1f1b", "-p", 4, "-m", 16, columns=200)
     bands = printed("draw", "1f1b", "-p", 4, "-m", 16).split("\n\n")
-    assert len(bands) == 2 and "peak" not in bands[0] and "peak 4" in bands[1]
+    assert len(bands) == 3 and "peak 4" in bands[2] and "peak" not in bands[0] + bands[1]
     for rank in range(4):
         row = re.search(rf"^rank {rank} │(.*)│ peak", whole, re.M)[1]
         parts = [re.search(rf"^r{rank} │(.*)│", band, re.M)[1] for band in bands]
@@ -106,31 +107,25 @@ def test_a_long_name_stays_in_one_piece_where_programs_read():
 
 
 def _table(names, rows):
-    import click
+    return _shown(show.print_table, names, rows)
 
+
+def _shown(function, *arguments):
     @click.command()
-    def shown():
-        show.print_table(names, rows)
+    def verb():
+        function(*arguments)
 
-    return CliRunner(env={"COLUMNS": "80"}).invoke(shown, catch_exceptions=False).stdout
+    return CliRunner(env={"COLUMNS": "80"}).invoke(verb, catch_exceptions=False).stdout
 
 
-def test_warnings_wrap_under_their_mark(tmp_path):
-    graph = json.loads(_graph().to_json())
+def test_warnings_wrap_under_their_mark():
     words = "the clock of this machine goes at another speed each time that somebody looks at it"
-    graph["warnings"] = [f"{words}, so profile again"]
-    (tmp_path / "graph.json").write_text(json.dumps(graph))
-    told = printed("plan", tmp_path / "graph.json", "-p", 2, "-m", 4)
-    at = told.index("! the clock")
-    first, second = told[at:].splitlines()[:2]
-    assert len(first) <= 80 and second.startswith("  ") and not second.startswith("   ")
-    assert " ".join(told[at:].split()).startswith(f"! {words}, so profile again")
-
-
-def _graph() -> LayerGraph:
-    from penstock.interop.pipedream_profiles import read_pipedream_graph
-
-    return read_pipedream_graph(GRAPH)
+    plan = replace(Plan.load(PLAN), warnings=(f"{words}, so profile again",))
+    warned = plan.text(80)
+    first, second = warned[warned.index("! the clock") :].splitlines()
+    assert len(first) <= 80 and re.match("  [a-z]", second)
+    assert f"{first} {second.strip()}" == f"! {words}, so profile again"
+    assert _shown(show.warn, plan.warnings[0]) == f"{first}\n{second}\n"
 
 
 def test_details_come_on_request():

@@ -13,10 +13,10 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from penstock.planning import planner
 from penstock.base.errors import InputError
 from penstock.core.cluster import Cluster, Link
 from penstock.drawing.contest import ContestRecord, markdown, summary, table_rows
+from penstock.planning import planner
 from penstock.trial.contest import METHODS, run_contest
 from penstock.trial.contest import contest as contest_module
 from penstock.trial.contest.methods import Method

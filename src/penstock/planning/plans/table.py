@@ -79,9 +79,7 @@ def _table(columns: Sequence[str], rows: Iterable[Mapping[str, str]]) -> Table:
         number = name != "layers"
         table.add_column(name, justify="right" if number else "left", no_wrap=number)
     for row in rows:
-        table.add_row(
-            *(Text(row[name], no_wrap=True, overflow="ellipsis") for name in columns)
-        )
+        table.add_row(*(Text(row[name], no_wrap=True, overflow="ellipsis") for name in columns))
     return table
 
 
