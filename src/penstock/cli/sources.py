@@ -355,11 +355,17 @@ def load_plan(path: str) -> Plan:
     text, path = text_of(path), title_of(path)
     with refused_as(f"{path} holds no plan"):
         keys = _keys(text)
-    if not _OF_PLANS & keys:
-        for key, remedy in _NO_PLANS.items():
-            if key in keys:
-                raise FileError(f"{path} holds no plan, but {remedy}")
+    _check_no_other(keys, path)
     return plans.Plan.from_json(text, where=path)
+
+
+def _check_no_other(keys: set[str], path: str) -> None:
+    """Refuse what is known to be something else than a plan, and say what it is."""
+    if _OF_PLANS & keys:
+        return
+    for key, remedy in _NO_PLANS.items():
+        if key in keys:
+            raise FileError(f"{path} holds no plan, but {remedy}")
 
 
 def _keys(text: str) -> set[str]:
@@ -380,6 +386,7 @@ def _json(text: str, path: str) -> Content:
             return Drawable(record.timeline(), None)
     if "traceEvents" in keys:
         raise FileError(f"{path} is a Chrome trace, a picture of a timeline; open it in Perfetto")
+    _check_no_other(keys, path)
     if not _OF_PLANS & keys:
         raise FileError(f"{path} holds neither a plan nor a schedule, a timeline or a run's report")
     return plans.Plan.from_json(text, where=path)
