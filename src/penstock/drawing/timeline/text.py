@@ -112,8 +112,9 @@ def _peak(timeline: Timeline, rank: int) -> str:
 
 def _beside(rows: Iterable[_Row]) -> int:
     """How many columns stand beside the time: names, frame and notes."""
-    names, notes = zip(*((len(row.name), len(row.note)) for row in rows), strict=True)
-    return max(names) + len(" ││ ") + max(notes)
+    shown = list(rows)
+    names = max(len(row.name) for row in shown)
+    return names + len(" ││ ") + max(len(row.note) for row in shown)
 
 
 def _lines(rows: Sequence[_Row], window: int | None, step: int) -> Iterator[str]:
