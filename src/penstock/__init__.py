@@ -125,6 +125,7 @@ _MODULES = {
 _CELLS = "penstock.drawing.cells"
 provide(
     {
+        "cluster_cell": _CELLS,
         "device_memories": "penstock.engine.device.listing",
         "fleet_cell": _CELLS,
         "graph_cell": _CELLS,

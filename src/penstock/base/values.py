@@ -21,7 +21,7 @@ from functools import cache
 from math import inf
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Self, TypeVar, get_type_hints
+from typing import Any, BinaryIO, Self, TypeVar, get_type_hints
 
 import msgspec
 from msgspec.structs import force_setattr
@@ -224,18 +224,33 @@ def read_text(path: str | os.PathLike[str], most_bytes: int = MOST_FILE_BYTES) -
     try:
         _check_file(os.stat(path), most_bytes)
         with open(path, "rb") as file:
-            content = file.read(most_bytes + 1)
-        if len(content) > most_bytes:  # a pipe does not say it before
-            raise InputError(f"it has more than {most_bytes:,} bytes")
-        # Some programs begin a file with a mark that says so.
-        return content.decode("utf-8-sig")
+            return read_stream(file, str(path), most_bytes)
+    except OSError as error:
+        reason = error.strerror or str(error)
+    except FileError:
+        raise
+    except InputError as error:
+        reason = str(error)
+    raise FileError(f"cannot read {path}: {reason}")
+
+
+def read_stream(stream: BinaryIO, name: str, most_bytes: int = MOST_FILE_BYTES) -> str:
+    """The text of what is open already, to its end; as ``read_text``.
+
+    Args:
+        name: what errors call it.
+    """
+    try:
+        content = stream.read(most_bytes + 1)
+        if len(content) <= most_bytes:  # a pipe does not say it before
+            # Some programs begin a file with a mark that says so.
+            return content.decode("utf-8-sig")
+        reason = f"it has more than {most_bytes:,} bytes"
     except UnicodeDecodeError:
         reason = "it is not UTF-8 text"
     except OSError as error:
         reason = error.strerror or str(error)
-    except InputError as error:
-        reason = str(error)
-    raise FileError(f"cannot read {path}: {reason}")
+    raise FileError(f"cannot read {name}: {reason}")
 
 
 def _check_file(status: os.stat_result, most_bytes: int) -> None:

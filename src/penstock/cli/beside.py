@@ -4,11 +4,11 @@ that all are on the same ranks, with the same microbatches and costs."""
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from penstock.base.errors import InputError
 from penstock.cli import sources
+from penstock.cli.input import suffix_of
 from penstock.cli.show import say
 from penstock.cli.sources import Drawable
 from penstock.core.schedule.lower import add_update
@@ -57,7 +57,7 @@ def load_beside(names: Sequence[str], setting: Setting, given: Collection[str]) 
 
 
 def _is_file(name: str) -> bool:
-    return Path(name).suffix.lower() in (".json", ".csv")
+    return suffix_of(name, ".csv") in (".json", ".csv")
 
 
 def _pattern(ready: dict[str, Drawable]) -> str | None:

@@ -13,6 +13,7 @@ import click
 from penstock.base.errors import FileError, InputError
 from penstock.base.units import count_of, format_bytes
 from penstock.cli import options, show, sources
+from penstock.cli.input import InputFile
 from penstock.cli.output import OutputFile, OutputPlace, written
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def _as_json(path: Path, what: Checkpoint | FileError) -> dict[str, object]:
 
 @checkpoint.command("draw")
 @click.argument("folder", type=click.Path())
-@click.argument("plans", type=click.Path(), nargs=-1, required=True)
+@click.argument("plans", type=InputFile(), nargs=-1, required=True)
 @click.option(
     "-o", "--output", required=True, type=OutputFile(),
     help="Figure to write (.svg, .pdf, .png).  -: standard output.",

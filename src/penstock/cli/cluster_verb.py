@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, get_args
 import click
 
 from penstock.base.errors import DeadlineError, InputError, RunError
-from penstock.base.units import format_bytes_per_second, picture_bytes, picture_seconds
+from penstock.base.units import picture_bytes, picture_seconds
 from penstock.cli import options, show
+from penstock.cli.input import InputFile, load_cluster
 from penstock.cli.output import STANDARD_OUTPUT, written
 from penstock.core.cluster import Cluster, Link
 from penstock.core.cluster.parts import DeviceKind
+from penstock.drawing.cluster_tables import cluster_tables, link_cells
 
 if TYPE_CHECKING:
     from penstock.engine.transport.link_meter import Measurement
@@ -31,7 +33,7 @@ _OTHERS_SECONDS = 5.0
 
 
 @click.command()
-@click.argument("file", type=click.Path(), required=False)
+@click.argument("file", type=InputFile(), required=False)
 @options.ranks_option(None)
 @click.option(
     "--kind", type=click.Choice(get_args(DeviceKind)),
@@ -42,10 +44,13 @@ _OTHERS_SECONDS = 5.0
 def cluster(
     file: str | None, ranks: int | None, kind: DeviceKind | None, output: str | None, as_json: bool
 ) -> None:
-    """Show a cluster: this machine's devices, or those in FILE (.toml or .json)."""
+    """Show a cluster: this machine's devices, or those in FILE.
+
+    FILE is .toml or .json, or -, standard input.
+    """
     if file is not None and (ranks is not None or kind is not None):
         raise InputError("--ranks and --kind are about this machine; leave them or FILE out")
-    chosen = Cluster.load(file) if file is not None else Cluster.local(ranks, kind or "cpu")
+    chosen = load_cluster(file) if file is not None else Cluster.local(ranks, kind or "cpu")
     with written(output, ".json") as path:
         if path is not None:
             chosen.save(path)
@@ -246,7 +251,7 @@ def _fields(link: Link) -> dict[str, float]:
 def _print_measurement(measurement: Measurement) -> None:
     names = [device.name for device in measurement.cluster.devices]
     rows = [
-        (f"{names[a]} – {names[b]}", *_cells(fit.link), f"{fit.error:.0%}")
+        (f"{names[a]} – {names[b]}", *link_cells(fit.link), f"{fit.error:.0%}")
         for (a, b), fit in measurement.fits.items()
     ]
     show.print_table(("pair", "latency", "bandwidth", "fit error"), rows)
@@ -266,38 +271,7 @@ def _print_measurement(measurement: Measurement) -> None:
 
 
 def _print_cluster(cluster: Cluster) -> None:
-    devices = [
-        (device.name, picture_bytes(device.memory_bytes) if device.memory_bytes else "–",
-         f"{device.speed:g}")
-        for device in cluster.devices
-    ]  # fmt: skip
-    show.print_table(("device", "memory", "speed"), devices)
-    show.echo()
-    joined = [
-        (f"{group.name}: {', '.join(group.members)}", *_cells(group.link),
-         picture_bytes(group.memory_bytes) if group.memory_bytes else "–")
-        for group in cluster.groups
-    ]  # fmt: skip
-    shared = picture_bytes(cluster.memory_bytes) if cluster.memory_bytes else "–"
-    joined.append(("between groups" if joined else "all", *_cells(cluster.link), shared))
-    joined += [(" – ".join(wire.between), *_cells(wire.link), "–") for wire in cluster.wires]
-    joined += [
-        (f"spare {spare.name}", "–", format_bytes_per_second(spare.bytes_per_second), "–")
-        for spare in cluster.spares
-    ]
-    show.print_table(("joined", "latency", "bandwidth", "shared memory"), joined)
-    if cluster.tiers:
-        show.echo()
-        tiers = [
-            (str(tier), _rate(tier.read_bytes_per_second), _rate(tier.write_bytes_per_second))
-            for tier in cluster.tiers
-        ]
-        show.print_table(("stages come from", "read", "written"), tiers)
-
-
-def _rate(bytes_per_second: float) -> str:
-    return format_bytes_per_second(bytes_per_second) if bytes_per_second else "free"
-
-
-def _cells(link: Link) -> tuple[str, str]:
-    return picture_seconds(link.latency_seconds), _rate(link.bytes_per_second)
+    for number, table in enumerate(cluster_tables(cluster)):
+        if number:
+            show.echo()
+        show.print_table(*table)

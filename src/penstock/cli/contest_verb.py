@@ -146,8 +146,7 @@ def _link(bandwidth: str) -> Link:
 
 
 _SPEED_COLUMNS = 6
-"""So many columns are about speed and memory, the others about learning: two tables fit where one
-does not."""
+"""So many columns are about speed and memory, the others about learning: a table of each."""
 
 
 def _print(record: ContestRecord) -> None:
@@ -160,10 +159,10 @@ def _print(record: ContestRecord) -> None:
     show.echo()
     for (title, reason, *_), entry in rows:
         if not entry.ran:
-            show.echo(f"{title} {reason}")
-    show.echo(f"{summary(record)}\n\n{legend(record)}")
+            show.prose(f"{title} {reason}")
+    show.prose(f"{summary(record)}\n\n{legend(record)}")
     for note in record.notes:
-        show.echo(note)
+        show.prose(note)
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import isfinite
-from textwrap import fill
 from typing import TYPE_CHECKING
 
 import click
@@ -12,6 +11,7 @@ import click
 from penstock.base.errors import ModelError
 from penstock.base.units import format_bytes
 from penstock.cli import options, show, sources
+from penstock.cli.input import InputFile
 from penstock.drawing.layer_names import counted
 
 if TYPE_CHECKING:
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from penstock.planning.plans.explanation import ExplainedStage, Explanation
     from penstock.planning.plans.stability import Stability
 
-_WIDTH = 100
 _EPILOG = (
-    "PLAN is a .json file, as `penstock plan -o` writes it. The curvature is the largest of the "
-    "loss in a stage's weights: give yours, or let it be estimated on a workload's first minibatch."
+    "PLAN is a .json file, as `penstock plan -o` writes it, or -, standard input. The "
+    "curvature is the largest of the loss in a stage's weights: give yours, or let it be estimated "
+    "on a workload's first minibatch."
 )
 _READING = (
     "k counts microbatches, t minibatches, both from 0; ⌊ ⌋ rounds down. Version v of a stage's "
@@ -40,7 +40,7 @@ _REPLICAS = (
 
 
 @click.command(name="explain", epilog=_EPILOG)
-@click.argument("plan", type=click.Path())
+@click.argument("plan", type=InputFile())
 @click.option(
     "--learning-rate", type=click.FloatRange(min=0, min_open=True), metavar="X",
     help="Say whether it is stable.",
@@ -104,15 +104,15 @@ def _estimated(plan: Plan, workload: str, steps: int) -> list[float] | None:
 
 
 def _print_versions(explanation: Explanation) -> None:
-    show.echo(fill(explanation.title, _WIDTH))
-    show.echo(fill(explanation.summary, _WIDTH) + "\n")
+    show.prose(explanation.title)
+    show.prose(explanation.summary + "\n")
     stages = list(enumerate(explanation.stages))
     if not explanation.synchronous:
         example = f"at k={explanation.example}"
         reads = ("forward reads", example, "backward reads", example)
         columns = ("stage", "layers", "ranks", *reads, "delay")
         show.print_table(columns, [_readings(*stage) for stage in stages], num_texts=7)
-        show.echo("\n" + fill(_READING, _WIDTH) + "\n")
+        show.prose(f"\n{_READING}\n")
     columns = ("stage", "layers", "ranks", "versions", "bytes", "δ", "in flight", "bytes")
     rows = [_memory(*stage) for stage in stages]
     show.print_table(columns, rows, num_texts=3)
@@ -170,12 +170,12 @@ def _print_stability(
     show.print_table(columns, rows)
     show.echo()
     if any(stage.rate_factor > 1 for stage in explanation.stages):
-        show.echo(fill(_REPLICAS, _WIDTH) + "\n")
+        show.prose(f"{_REPLICAS}\n")
     for check in checks:
-        show.echo(fill(("" if check.stable else "warning: ") + check.words, _WIDTH))
+        show.echo(show.wrapped(check.words, "" if check.stable else "warning: "))
     if checks:
         show.echo()
-    show.echo(fill(_CAVEAT, _WIDTH))
+    show.prose(_CAVEAT)
 
 
 def _numbers(

@@ -5,14 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from penstock.base.errors import InputError
 from penstock.base.units import format_seconds
+from penstock.base.values import MOST_TOML_BYTES
 from penstock.cli import options, show, sources
 from penstock.cli.given import refuse_useless
+from penstock.cli.input import STANDARD_INPUT, InputFile, text_of, title_of
 from penstock.cli.output import STANDARD_OUTPUT, written
 from penstock.planning.turns.policies import POLICIES, PolicyName
 
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("file", type=click.Path())
+@click.argument("file", type=InputFile())
 @click.option("--simulate", "simulates", is_flag=True, help="Predict it; nothing is trained.")
 @click.option("--devices", type=click.IntRange(min=1), help="Instead of those in the file.")
 @click.option(
@@ -54,9 +57,9 @@ def fleet(
 ) -> None:
     """Train many models at once on fewer devices, none idle while a model could use it.
 
-    FILE (.toml) has a table for each job: its plan, or the profile of which one is made, and the
-    workload that makes model and data. With --simulate, what that takes, beside other policies and
-    what no order could undercut; it needs no workloads.
+    FILE (.toml; -: standard input) has a table for each job: its plan, or the profile of which one
+    is made, and the workload that makes model and data. With --simulate, what that takes, beside
+    other policies and what no order could undercut; it needs no workloads.
     """
     from penstock.planning.turns.visits import check_fleet_plan
     from penstock.planning.turns.written import FleetFile
@@ -66,12 +69,15 @@ def fleet(
         refuse_useless(["folder", "every"], why)
     elif folder is None:
         refuse_useless(["every"], "without --folder nothing is saved")
-    fleet_file = FleetFile.load(file)
+    # Files that it names stand beside it, or are found from here.
+    folder_of = Path() if file == STANDARD_INPUT else Path(file).parent
+    text, title = text_of(file, MOST_TOML_BYTES), title_of(file)
+    fleet_file = FleetFile.from_toml(text, folder_of, title)
     num_devices = fleet_file.devices if devices is None else devices
     chosen = fleet_file.policy if policy is None else policy
     plans = {}
     for name, table in fleet_file.jobs.items():
-        with _blaming(file, name):
+        with _blaming(title, name):
             plans[name] = _planned(table)
             check_fleet_plan(plans[name])
     if simulates:
@@ -150,12 +156,12 @@ def _simulate(
             for name, one in timelines.items()
         ],
     )
-    show.echo(f"\nbound: {format_seconds(timeline.bound_seconds)}, {least.reason}")
+    show.prose(f"\nbound: {format_seconds(timeline.bound_seconds)}, {least.reason}")
     if file.halving is not None:
         show.echo("of a halving, those are taken to go on that take longest")
-    from penstock.drawing import draw
+    from penstock.drawing.fleets import fleet_text
 
-    show.echo(f"\n{draw(timeline)}")
+    show.echo("\n" + fleet_text(timeline, show.width()))
 
 
 def _task(name: str, plan: Plan, table: JobTable, stop: Stop, num_jobs: int) -> Task:
@@ -232,9 +238,20 @@ def _train(
     if as_json:
         show.print_json(_outcomes(results))
     elif output != STANDARD_OUTPUT:
-        show.echo(str(results))
+        _print_results(results)
     if all(result.error is not None for result in results.values()):
         sys.exit(1)
+
+
+def _print_results(results: FleetResults) -> None:
+    from penstock.training.fleet.results import COLUMNS
+
+    rows = results.rows()
+    show.print_table(COLUMNS[:-1], [row[:-1] for row in rows], 2)
+    for row in rows:
+        if row[-1]:
+            show.warn(f"{row[0]}: {row[-1]}")
+    show.prose(results.summary())
 
 
 def _job(name: str, plan: Plan, table: JobTable) -> Job:

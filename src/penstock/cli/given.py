@@ -9,6 +9,7 @@ import click
 from click.core import ParameterSource
 
 from penstock.base.errors import InputError
+from penstock.cli.input import suffix_of, title_of
 
 _SHAPE = ("ranks", "microbatches")
 _OWN = {".csv": _SHAPE, ".json": (*_SHAPE, "costs")}
@@ -54,7 +55,7 @@ def check_source(source: str, of_use: Collection[str] = ()) -> None:
     own = _said_by(source)
     if own:
         said = f"{', '.join(own[:-1])} and {own[-1]}"
-        refuse_useless(set(own).difference(of_use), f"{source} says its {said} itself")
+        refuse_useless(set(own).difference(of_use), f"{title_of(source)} says its {said} itself")
 
 
 def check_sources(sources: Sequence[str]) -> None:
@@ -66,7 +67,7 @@ def check_sources(sources: Sequence[str]) -> None:
 
 def _said_by(source: str) -> tuple[str, ...]:
     """Which parameters of schedules a file holds."""
-    return _OWN.get(Path(source).suffix.lower(), ())
+    return _OWN.get(suffix_of(source, ".csv"), ())
 
 
 def check_width(output: str | None) -> None:

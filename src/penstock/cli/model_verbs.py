@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shlex
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
 from penstock import drawing
 from penstock.base.values import write_atomically
 from penstock.cli import options, show
+from penstock.cli.input import InputFile
 from penstock.cli.names import ScheduleName
 from penstock.cli.output import OutputFile, written
 from penstock.cli.profile_verb import WORKLOAD_HELP, print_graph, profiled
@@ -26,7 +27,10 @@ if TYPE_CHECKING:
 
 @click.command(epilog=WORKLOAD_HELP)
 @click.argument("workload", default=DEFAULT_WORKLOAD)
-@click.option("--plan", "plan_file", type=click.Path(), help="Plan file; default: make a plan.")
+@click.option(
+    "--plan", "plan_file", type=InputFile(),
+    help="Plan file, or - for standard input; default: make a plan.",
+)  # fmt: skip
 @options.ranks_option(None)
 @options.microbatches_option(8)
 @click.option("--schedule", type=ScheduleName(), help="Schedule family; default: the best of all.")
@@ -40,6 +44,7 @@ if TYPE_CHECKING:
     help="Also write the measured step (.json), for draw, compare and simulate.",
 )
 @options.json_option
+@options.verbose_option("all that was measured and planned.")
 def train(
     workload: str,
     plan_file: str | None,
@@ -52,6 +57,7 @@ def train(
     output: str,
     timeline: str | None,
     as_json: bool,
+    verbose: bool,
 ) -> None:
     """Train a workload through a pipeline and write a report."""
     if plan_file is not None:
@@ -70,7 +76,7 @@ def train(
             stages=ranks,
             versions=versions,
         )
-    trial = _train(loaded, chosen, steps, compare, output, as_json)
+    trial = _train(loaded, chosen, steps, compare, output, _Shown(as_json, verbose))
     if timeline is not None:
         with written(timeline, ".json") as path:
             write_atomically(str(path), trial.measured.to_json() + "\n")
@@ -80,7 +86,8 @@ def train(
 @options.steps_option
 @options.folder_option
 @options.json_option
-def demo(steps: int, output: str, as_json: bool) -> None:
+@options.verbose_option("all that was measured and planned.")
+def demo(steps: int, output: str, as_json: bool, verbose: bool) -> None:
     """Train a GPT on real text through a 2-stage pipeline, beside one device.
 
     Needs nothing but this machine: the text is the source code of Python's standard library.
@@ -91,28 +98,35 @@ def demo(steps: int, output: str, as_json: bool) -> None:
     show.say(f"text: {loaded.notes}")
     graph = profiled(loaded, MICROBATCHES)
     if not as_json:
-        print_graph(graph)
+        print_graph(graph, verbose=verbose)
         show.echo()
     chosen = planner.plan(
         graph, Cluster.local(2), num_microbatches=MICROBATCHES, schedule="1f1b", stages=2
     )
-    _train(loaded, chosen, steps, True, output, as_json)
+    _train(loaded, chosen, steps, True, output, _Shown(as_json, verbose))
+
+
+class _Shown(NamedTuple):
+    """How results are printed: for programs, or with all details."""
+
+    as_json: bool
+    verbose: bool
 
 
 def _train(
-    workload: Workload, plan: Plan, steps: int, compare: bool, output: str, as_json: bool
+    workload: Workload, plan: Plan, steps: int, compare: bool, output: str, shown: _Shown
 ) -> Trial:
     from penstock.trial import run_trial
 
-    if not as_json:
-        show.echo(f"{plan}\n")
+    if not shown.as_json:
+        show.echo(plan.text(show.width(), details=shown.verbose) + "\n")
     with show.training(steps, workload.unit, workload.num_units()) as progress:
         trial = run_trial(workload, plan, steps, compare=compare, progress=progress)
     page = drawing.write_report(trial.report(_command()), output)
-    if as_json:
+    if shown.as_json:
         show.print_json(trial.numbers())
     else:
-        show.echo(f"\n{drawing.draw(trial.measured)}\n")
+        show.echo(f"\n{show.in_terminal(trial.measured)}\n")
         show.print_facts(trial.facts())
     show.say(f"report: {page}")
     return trial

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from penstock.cli.input import take
+
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
@@ -35,9 +37,14 @@ class ScheduleName(click.ParamType[str]):
 
 
 class Source(ScheduleName):
-    """What can be drawn: a schedule's name or a file."""
+    """What can be drawn: a schedule's name, a file, or ``-``, such a file on standard input."""
 
     name = "source"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The name as families have it, or that of a file."""
+        take(str(value), ctx)
+        return super().convert(value, param, ctx)
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str

@@ -11,6 +11,7 @@ import click
 from penstock.base.errors import FileError, InputError
 from penstock.base.units import to_bytes
 from penstock.base.values import Value
+from penstock.cli.input import STANDARD_INPUT, take, text_of, title_of
 from penstock.cli.names import PolicyName
 from penstock.cli.output import (
     BOTH_TO_STANDARD_OUTPUT,
@@ -61,8 +62,11 @@ class CostsType(click.ParamType[Costs]):
         """Turn the option's text into ``Costs``."""
         if isinstance(value, Costs):
             return value
-        if Path(value).suffix.lower() == ".json":
-            return CostsFile.load(value).costs(value)
+        name = str(value)
+        if name == STANDARD_INPUT or Path(name).suffix.lower() == ".json":
+            take(name, ctx)
+            where = title_of(name)
+            return CostsFile.from_json(text_of(name), where=where).costs(where)
         parts = str(value).split(",")
         if len(parts) not in (3, 4):
             self.fail(f"{value!r} has {len(parts)} numbers; write F,I,W or F,I,W,hop", param, ctx)
@@ -85,7 +89,7 @@ def costs_option(verb: Verb) -> Verb:
         show_default="1,1,1,0",
         help="Time of a forward, an input gradient and a weight gradient of a whole rank's layers, "
         "and of a hop between ranks. Where a rank has several stages, each takes its share. Or a "
-        ".json file with fields of Costs; a list there gives a number per stage.",
+        ".json file (-: standard input) with fields of Costs; a list gives a number per stage.",
     )(verb)
 
 
@@ -127,6 +131,11 @@ def json_option(verb: Verb) -> Verb:
     return click.option(
         "--json", "as_json", is_flag=True, callback=_parse_json, help="Print the result as JSON."
     )(verb)
+
+
+def verbose_option(what: str) -> Callable[[Verb], Verb]:
+    """``-v/--verbose``."""
+    return click.option("-v", "--verbose", is_flag=True, help=f"Also say {what}")
 
 
 def output_option(what: str) -> Callable[[Verb], Verb]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import click
@@ -13,6 +12,7 @@ from penstock.base.errors import InputError
 from penstock.base.values import shown
 from penstock.cli import options, show
 from penstock.cli.given import refuse_useless
+from penstock.cli.input import InputFile, load_cluster, suffix_of, text_of, title_of
 from penstock.cli.names import ScheduleName
 from penstock.cli.output import STANDARD_OUTPUT, written
 from penstock.core.cluster import Cluster, Tier
@@ -47,8 +47,8 @@ def _parse_tensor_ranks(_: click.Context, __: click.Parameter, text: str) -> int
 
 
 @click.command()
-@click.argument("graph", type=click.Path())
-@click.argument("cluster", type=click.Path(), required=False)
+@click.argument("graph", type=InputFile())
+@click.argument("cluster", type=InputFile(), required=False)
 @options.ranks_option(None)
 @options.microbatches_option(None)
 @click.option(
@@ -137,6 +137,7 @@ def _parse_tensor_ranks(_: click.Context, __: click.Parameter, text: str) -> int
 @click.option("--what-if", help='Plan again with changes, as in "bandwidth*2, memory/2".')
 @options.output_option("Where to write the plan (.json).")
 @options.json_option
+@options.verbose_option("what the memory of each stage is spent on, and what was measured.")
 def plan(
     graph: str,
     cluster: str | None,
@@ -150,12 +151,14 @@ def plan(
     what_if: str | None,
     output: str | None,
     as_json: bool,
+    verbose: bool,
     **request: Any,
 ) -> None:
     """Find the best plan for a profile.
 
     GRAPH is a profile, as `penstock profile -o` writes it, or a graph.txt of PipeDream's. CLUSTER
-    is a file (.toml or .json, see `penstock cluster`); by default the cores of this machine.
+    is a file (.toml or .json, see `penstock cluster`); by default the cores of this machine. One of
+    them may be -, standard input.
     """
     if request["cost_model"] != "ring":
         refuse_useless(
@@ -163,7 +166,7 @@ def plan(
         )
     counts = replicas not in (None, "any")
     num_devices = _num_ranks(replicas) if replicas and counts else ranks
-    there = Cluster.load(cluster) if cluster else Cluster.local(num_devices)
+    there = load_cluster(cluster) if cluster else Cluster.local(num_devices)
     if cluster and ranks is not None:
         there = _first_devices(there, ranks)
     if tiers:
@@ -185,10 +188,10 @@ def plan(
     profile = _read_graph(graph)
     if what_if is None:
         chosen = planner.plan(profile, there, **request)
-        text = str(chosen)
+        text = chosen.text(show.width(), details=verbose)
     else:
         changed = planner.what_if(what_if, profile, there, **request)
-        chosen, text = changed.after, str(changed)
+        chosen, text = changed.after, changed.text(show.width())
     with written(output, ".json") as path:
         if path is not None:
             chosen.save(path)
@@ -210,8 +213,8 @@ def _first_devices(cluster: Cluster, count: int) -> Cluster:
 
 
 def _read_graph(path: str) -> LayerGraph:
-    if Path(path).suffix.lower() == ".txt":
-        from penstock.interop.pipedream_profiles import read_pipedream_graph
+    if suffix_of(path, ".txt") == ".txt":
+        from penstock.interop.pipedream_profiles import parse_pipedream_graph
 
-        return read_pipedream_graph(path)
-    return LayerGraph.load(path)
+        return parse_pipedream_graph(text_of(path), title_of(path))
+    return LayerGraph.from_json(text_of(path), where=title_of(path))

@@ -25,9 +25,16 @@ _COLUMNS = (
     "layer", "kind", "F ms", "I ms", "W ms", "split ms", "R ms", "±", "update ms", "kept MiB",
     "weights MiB", "flags",
 )  # fmt: skip
+_DETAILS = frozenset({"split ms", "R ms", "±", "update ms"})
+"""Columns that are shown on request."""
+
 _LEGEND = (
-    "F forward, I and W the halves of a backward, split: what halving it adds, R a second forward; "
-    "±: half the distance between the quartiles of F + I + W; kept: for the backward."
+    "F forward, I and W the halves of a backward (gradients of inputs, of weights); kept: for the "
+    "backward."
+)
+_LEGEND_OF_DETAILS = (
+    "split: what halving a backward adds; R: a second forward; ±: half the distance between the "
+    "quartiles of F + I + W."
 )
 
 
@@ -61,6 +68,9 @@ def _parse_sizes(_: click.Context, __: click.Parameter, text: str | None) -> tup
 )  # fmt: skip
 @options.output_option("Where to write the profile (.json).")
 @options.json_option
+@options.verbose_option(
+    "what splitting, recomputing and updating take, how steady it is, and on what."
+)
 def profile(
     workload: str,
     microbatches: int,
@@ -70,6 +80,7 @@ def profile(
     patience: float | None,
     output: str | None,
     as_json: bool,
+    verbose: bool,
 ) -> None:
     """Measure a model layer by layer."""
     loaded = load_workload(workload)
@@ -88,10 +99,10 @@ def profile(
     doubts = _doubts(graph, microbatches)
     if as_json:
         for doubt in (*graph.warnings, *doubts):
-            show.say(f"! {doubt}")
+            show.warn(doubt, err=True)
         show.print_json(graph)
     elif output != STANDARD_OUTPUT:
-        print_graph(graph, doubts)
+        print_graph(graph, doubts, verbose=verbose)
 
 
 def _doubts(graph: LayerGraph, microbatches: int) -> list[str]:
@@ -113,24 +124,31 @@ def profiled(workload: Workload, microbatches: int) -> LayerGraph:
     with show.profiling() as progress:
         graph = workload.profile(microbatches, progress=progress)
     for warning in graph.warnings:
-        show.say(f"! {warning}")
+        show.warn(warning, err=True)
     return graph
 
 
-def print_graph(graph: LayerGraph, doubts: Sequence[str] = ()) -> None:
+def print_graph(graph: LayerGraph, doubts: Sequence[str] = (), *, verbose: bool = False) -> None:
     """A profile as a table: a line per layer, their sum, what is odd, and where it was measured.
 
     Args:
         doubts: what the figures are not sure enough for.
+        verbose: whether to show all that was measured, and how.
     """
-    rows = [_row(layer) for layer in graph.layers]
-    show.print_table(_COLUMNS, [*rows, _sums(graph.layers)])
-    show.echo(f"\n{_LEGEND}")
+    chosen = [index for index, column in enumerate(_COLUMNS) if verbose or column not in _DETAILS]
+    rows = [*map(_row, graph.layers), _sums(graph.layers)]
+    names = [_COLUMNS[index] for index in chosen]
+    show.print_table(names, [[row[index] for index in chosen] for row in rows], 2)
+    show.prose(f"\n{_LEGEND}")
+    if verbose:
+        show.prose(_LEGEND_OF_DETAILS)
     for warning in (*graph.warnings, *doubts):
-        show.echo(f"! {warning}")
+        show.warn(warning)
     for warning, layers in _warnings(graph.layers).items():
-        show.echo(f"! {warning}: {', '.join(layers)}")
-    show.echo("\n".join(_conditions(graph)))
+        show.warn(f"{warning}: {', '.join(layers)}")
+    where, contention, *more = _conditions(graph)
+    for line in (where, contention, *(more if verbose else ())):
+        show.prose(line)
 
 
 def _row(layer: Layer) -> tuple[str, ...]:
@@ -188,9 +206,9 @@ def _conditions(graph: LayerGraph) -> list[str]:
     lines = [
         f"{graph.microbatch_size} rows, {graph.dtype or 'no parameters'}, {graph.device}, "
         f"{graph.num_threads} thread{'' if graph.num_threads == 1 else 's'}; {versions}",
+        str(graph.contention),
         f"an op takes {graph.op_seconds * 1e6:.0f} µs beside its layers, a message "
         f"{graph.hop_seconds * 1e6:.0f} µs",
-        str(graph.contention),
     ]
     for other in graph.other_sizes:
         seconds = sum(layer.compute_seconds for layer in other.layers)

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from penstock.training.rehearsal import Comparison, Rehearsal
 
 _SOURCE_HELP = (
-    "SOURCE is a .json plan, a schedule's name, or a .csv of ops. A plan has its own times; for "
-    "the others, --costs gives them in units of --op-ms milliseconds."
+    "SOURCE is a .json plan, a schedule's name, a .csv of ops, or -, standard input. A plan "
+    "has its own times; for the others, --costs gives them in units of --op-ms milliseconds."
 )
 _QUIET_SECONDS = 2.0
 

@@ -19,11 +19,13 @@ from penstock.core.schedule.check import check as check_schedule
 from penstock.core.timing.costs import Costs
 
 if TYPE_CHECKING:
+    from penstock.cli.sources import Drawable
     from penstock.drawing.axes import Titled
     from penstock.planning.plans import Plan
 
 _SOURCE_HELP = (
-    "SOURCE is a schedule's name, a .csv of ops, or a .json schedule, plan, timeline or run. "
+    "SOURCE is a schedule's name, a .csv of ops, a .json schedule, plan, timeline or run, or -, "
+    "standard input. "
     "Options of a schedule follow its name: interleaved-1f1b:stages_per_rank=4."
 )
 
@@ -40,7 +42,7 @@ def schedules(name: str | None, as_json: bool) -> None:
         show.print_json([one.facts() for one in listed] if name is None else listed[0].facts())
     elif name is None:
         show.print_table(("name", "law"), [(family.name, family.law) for family in listed], 2)
-        show.echo(
+        show.prose(
             "\npenstock schedules NAME tells when a schedule wins, who published it, and more."
         )
     else:
@@ -73,7 +75,7 @@ def simulate(
     if as_json:
         show.print_json(show.metrics(loaded))
     else:
-        show.print_metrics([loaded])
+        show.print_metrics([loaded], costs)
 
 
 @click.command(epilog=_SOURCE_HELP)
@@ -110,19 +112,32 @@ def draw(
     else:
         loaded, versions = sources.load_drawn(source, ranks, microbatches, costs)
     with written(output, ".svg") as path:
-        if loaded.plan is None:
-            picture: str = drawing.draw(loaded.shown, path, versions=versions, width=width)
-        else:
-            from penstock.planning.plans.picture import picture_of
-
-            pictured = picture_of(loaded.plan)
-            picture = drawing.draw_plan(
-                pictured, loaded.shown, path, versions=versions, width=width
-            )
+        if path is not None:
+            _write_picture(loaded, path, versions, width)
     if as_json:
         show.print_json({**show.metrics(loaded), "output": output})
     elif output is None:
-        show.echo(picture)
+        show.echo(_in_terminal(loaded, versions))
+
+
+def _write_picture(loaded: Drawable, path: str, versions: bool, width: float | None) -> None:
+    if loaded.plan is None:
+        drawing.draw(loaded.shown, path, versions=versions, width=width)
+        return
+    from penstock.planning.plans.picture import picture_of
+
+    pictured = picture_of(loaded.plan)
+    drawing.draw_plan(pictured, loaded.shown, path, versions=versions, width=width)
+
+
+def _in_terminal(loaded: Drawable, versions: bool) -> str:
+    if loaded.plan is None:
+        return show.in_terminal(loaded.shown, versions)
+    from penstock.drawing.plan.text import plan_with_timeline_text
+    from penstock.planning.plans.picture import picture_of
+
+    pictured = picture_of(loaded.plan)
+    return plan_with_timeline_text(pictured, loaded.shown, versions, show.width())
 
 
 @click.command(epilog=_SOURCE_HELP)
@@ -190,7 +205,7 @@ def compare(
         return
     if STANDARD_OUTPUT in (output, scatter, memory):
         return
-    show.print_metrics(loaded)
+    show.print_metrics(loaded, costs)
     if output is None and scatter is None and memory is None:
         show.echo(f"\n{show.stacked_in_terminal(titled)}")
 
@@ -240,7 +255,7 @@ def check(source: str, ranks: int, microbatches: int, capacity: int, as_json: bo
         show.print_json({"ok": True, **counts})
     else:
         holds = f"a channel holds {capacity} message(s)" if capacity else "a channel holds nothing"
-        show.echo(
+        show.prose(
             f"ok: {schedule.num_ops} ops on {schedule.num_ranks} ranks, each once, in an order "
             f"that cannot deadlock even when {holds}"
         )

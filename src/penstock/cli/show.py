@@ -6,8 +6,8 @@ rich takes as long to load as all of ours; it is loaded where something is shown
 
 from __future__ import annotations
 
+import shutil
 import sys
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
@@ -18,25 +18,60 @@ from penstock.base.errors import printable
 from penstock.base.telling import Telling, is_quiet
 from penstock.base.units import format_bytes
 from penstock.base.values import encode
+from penstock.base.wrapping import WARNING, wrap_to
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
+    from rich.table import Table
 
     from penstock.cli.sources import Drawable
     from penstock.core.schedule.about import About
+    from penstock.core.timing.costs import Costs
+    from penstock.core.timing.timeline import Timeline
     from penstock.drawing import Fact
     from penstock.drawing.axes import Titled
     from penstock.trial import Contestant
 
 
-_WIDTH = 100
-"""Columns where the terminal does not say, or is narrower than any table."""
+NARROWEST = 80
+"""Columns that a window is taken to have at least, and where nobody says how many it has."""
+
+_FOLDS_TO = 24
+"""Columns that a text in a table keeps where it must give way to numbers."""
+
+_GAP = 2
+"""Columns between two of a table."""
+
+
+def width() -> int:
+    """How many columns what is shown may have: as many as the window, of which ``COLUMNS`` in the
+    environment or else the terminal knows, and 80 where there is none."""
+    return max(NARROWEST, shutil.get_terminal_size((NARROWEST, 24)).columns)
 
 
 def echo(text: str = "", *, err: bool = False) -> None:
     """Print text of which parts may come from files, so that a terminal takes nothing in it for a
     command. All verbs print through here, or as a table."""
     click.echo(printable(text), err=err)
+
+
+def prose(text: str, *, err: bool = False) -> None:
+    """Print sentences, wrapped; what stands on lines of its own stays so."""
+    echo("\n".join(map(wrapped, text.split("\n"))), err=err)
+
+
+def wrapped(line: str, beside: str = "") -> str:
+    """A line of prose as several.
+
+    Args:
+        beside: what stands before it, under which the other lines are indented.
+    """
+    return wrap_to(line, width(), beside)
+
+
+def warn(text: str, *, err: bool = False) -> None:
+    """Print what is doubtful, behind a mark."""
+    echo(wrapped(text, WARNING), err=err)
 
 
 def say(text: str) -> None:
@@ -56,39 +91,85 @@ def print_table(
     *,
     beside: bool = False,
 ) -> None:
-    """A table; the first ``num_texts`` columns are text, to the left, the others numbers. One that
-    stands ``beside`` the results goes to standard error."""
+    """A table; the first ``num_texts`` columns are text, to the left, the others numbers. Columns
+    that the window has no room for stand in a second one below, behind the first column again. One
+    that stands ``beside`` the results goes to standard error."""
     from rich.console import Console
+
+    shown = [tuple(map(printable, row)) for row in rows]
+    # Nobody's window is too narrow for a long name, and programs look for it in one piece.
+    whole_names = not Console(stderr=beside).is_terminal
+    widths = _widths(columns, shown, num_texts, whole_names)
+    for number, part in enumerate(_parts(widths, width())):
+        if number:
+            echo(err=beside)
+        room = max(width(), sum(widths[at] + _GAP for at in part) - _GAP)
+        table = _table(columns, shown, part, num_texts)
+        Console(width=room, stderr=beside, markup=False, emoji=False).print(table)
+
+
+def _widths(
+    names: Sequence[str], rows: Sequence[Sequence[str]], num_texts: int, whole_names: bool
+) -> list[int]:
+    """How many columns each column of a table needs: numbers all of theirs, since one that takes
+    two lines would read as two; texts may fold."""
+    widths = []
+    for index, name in enumerate(names):
+        longest = max([len(row[index]) for row in rows], default=0)
+        if 0 < index < num_texts or (index < num_texts and not whole_names):
+            longest = min(longest, _FOLDS_TO)
+        widths.append(max([longest, *map(len, name.split())]))
+    return widths
+
+
+def _parts(widths: Sequence[int], room: int) -> list[list[int]]:
+    """Which columns stand beside each other; all parts begin with the first.
+
+    >>> _parts([10, 20, 30, 20], 60)
+    [[0, 1], [0, 2], [0, 3]]
+    >>> _parts([10, 20, 30, 20], 90), _parts([100, 20], 80)
+    ([[0, 1, 2, 3]], [[0, 1]])
+    """
+    parts: list[list[int]] = [[0]]
+    for index in range(1, len(widths)):
+        taken = sum(widths[at] + _GAP for at in parts[-1])
+        if len(parts[-1]) > 1 and taken + widths[index] > room:
+            parts.append([0])
+        parts[-1].append(index)
+    return parts
+
+
+def _table(
+    names: Sequence[str], rows: Sequence[Sequence[str]], part: Sequence[int], num_texts: int
+) -> Table:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for index, column in enumerate(columns):
-        justify: Literal["left", "right"] = "left" if index < num_texts else "right"
-        # Names and prose may take several lines; a number that does would read as another one.
-        cells = [row[index] for row in rows] if index >= num_texts else []
-        least = max(map(len, [*column.split(), *cells]))
-        table.add_column(column, justify=justify, overflow="fold", min_width=least)
+    for index in part:
+        is_text = index < num_texts
+        cells = [] if is_text else [row[index] for row in rows]
+        least = max(map(len, [*names[index].split(), *cells]), default=0)
+        justify: Literal["left", "right"] = "left" if is_text else "right"
+        table.add_column(names[index], justify=justify, overflow="fold", min_width=least)
     for row in rows:
-        table.add_row(*map(printable, row))
-    width = max(_WIDTH, Console(stderr=beside).width)
-    if num_texts == 1 and not Console(stderr=beside).is_terminal:
-        # Nobody's window is too narrow for a long name, and programs look for it in one piece.
-        width = max(width, Console(width=10**4, markup=False, emoji=False).measure(table).maximum)
-    Console(width=width, stderr=beside, markup=False, emoji=False).print(table)
+        table.add_row(*(row[index] for index in part))
+    return table
 
 
 def print_facts(facts: Sequence[Fact]) -> None:
     """The headline numbers of a run, a line each."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(justify="right", style="bold", no_wrap=True)
+    table.add_column()
+    table.add_column(justify="right", no_wrap=True)
     table.add_column(style="dim")
     for fact in facts:
-        table.add_row(*map(printable, (fact.label, fact.value, fact.note)))
-    Console(width=max(140, Console().width), markup=False, emoji=False).print(table)
+        value = Text(printable(fact.value), style="dim" if fact.doubtful else "bold")
+        table.add_row(printable(fact.label), value, printable(fact.note))
+    Console(width=width(), markup=False, emoji=False).print(table)
 
 
 def print_family(family: About) -> None:
@@ -100,29 +181,38 @@ def print_family(family: About) -> None:
         named.append(("option", f"{option.name}{default}: {option.meaning}".rstrip(": ")))
     named.append(("paper", family.citation))
     click.secho(f"{family.title} ({family.name})", bold=True)
-    echo(textwrap.fill(family.summary, _WIDTH))
+    prose(family.summary)
     for name, words in named:
         if words:
-            first = f"{name:<8}"
-            lines = textwrap.fill(words, _WIDTH, initial_indent=first, subsequent_indent=" " * 8)
-            echo(f"\n{lines}")
+            echo(f"\n{wrapped(words, f'{name:<8}')}")
     for paper in family.papers:
         echo(f"\n{paper.bibtex()}")
     if family.drawing:
-        echo(f"\n{family.drawing}")
+        echo(f"\n{_drawing_of(family)}")
+
+
+def _drawing_of(family: About) -> str:
+    if max(map(len, family.drawing.splitlines())) <= width():
+        return family.drawing
+    return f"`penstock draw {family.name}` draws it."
+
+
+def in_terminal(timeline: Timeline, versions: bool = False) -> str:
+    """A timeline as text that fits the window."""
+    from penstock.drawing.timeline.text import text
+
+    return text(timeline, versions=versions, window=width())
 
 
 def stacked_in_terminal(timelines: Sequence[Titled]) -> str:
     """Text drawings on one time axis, if they can be read at this width."""
-    from rich.console import Console
+    from penstock.drawing.timeline.text import columns_beside, columns_of_shortest, stacked_text
 
-    from penstock.drawing.timeline.text import columns_of_shortest, stacked_text
-
-    wide = max(_WIDTH, Console().width) - 24
     drawn = [timeline for _, timeline in timelines]
+    wide = width() - max(map(columns_beside, drawn))
     if columns_of_shortest(drawn, wide) < 1:
         return "Too long to draw here; write a picture with -o, for example -o compare.svg."
-    return stacked_text(timelines, wide, wide)
+    return stacked_text(timelines, wide, wide, window=width())
 
 
 def metrics(source: Drawable) -> dict[str, object]:
@@ -147,8 +237,12 @@ def metrics(source: Drawable) -> dict[str, object]:
     }
 
 
-def print_metrics(sources: Sequence[Drawable]) -> None:
-    """Numbers of timelines as a table, with a column for bytes where a plan knows them."""
+def print_metrics(sources: Sequence[Drawable], costs: Costs) -> None:
+    """Numbers of timelines as a table, with a column for bytes where a plan knows them.
+
+    Args:
+        costs: of schedules that have no times of their own.
+    """
     columns = ["schedule", "makespan", "bubble", "stage bubble", "peak activations"]
     with_bytes = any(source.sizes for source in sources)
     columns += ["in bytes"] if with_bytes else []
@@ -159,10 +253,27 @@ def print_metrics(sources: Sequence[Drawable]) -> None:
     flow = ["rate", "transit", "latency"] if fed else []
     print_table([*columns, "hops", "weight copies", *flow], rows)
     if fed:
-        echo(
+        prose(
             "\ntransit: from a frame's entry to its output, the last frame's; latency: from its "
             "arrival, so with its wait"
         )
+    if all(source.plan is None and source.schedule is not None for source in sources):
+        _print_costs(costs)
+
+
+def _print_costs(costs: Costs) -> None:
+    """Under which costs the numbers of schedules hold: others may rank them otherwise."""
+    parts = {"F": costs.forward, "I": costs.backward_input, "W": costs.backward_weight}
+    told = ", ".join(
+        f"{name} {_cost(value)}" for name, value in {**parts, "hop": costs.hop}.items()
+    )
+    prose(f"\ncosts (--costs): {told}")
+
+
+def _cost(value: float | Sequence[float]) -> str:
+    """One number, or one per stage."""
+    values = [value] if isinstance(value, int | float) else value
+    return "/".join(f"{one:g}" for one in values)
 
 
 def _flow_of(source: Drawable) -> list[str]:

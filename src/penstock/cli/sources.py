@@ -13,7 +13,8 @@ import msgspec
 
 from penstock import drawing
 from penstock.base.errors import FileError, InputError
-from penstock.base.values import decoded, read_text, refused_as
+from penstock.base.values import decoded, refused_as
+from penstock.cli.input import stem_of, suffix_of, text_of, title_of
 from penstock.core.schedule import Schedule, families
 from penstock.core.schedule.check import check
 from penstock.core.schedule.lower import add_update, add_updates
@@ -97,7 +98,7 @@ def load(
     Args:
         name: a schedule family, with options behind a colon, as in ``hanayo:waves=2``; or a file:
             ``.csv`` (ops, as torch writes them) or ``.json`` (a schedule, a plan, a timeline or a
-            run's report).
+            run's report); or ``-``, such a file on standard input.
         ranks, microbatches: for a family.
         costs: for a family or a CSV; plain numbers are those of a whole rank's layers.
         arrivals: microbatches that come per unit of time; by default all are there.
@@ -122,6 +123,7 @@ def loaded(
     arrivals: float | None = None,
 ) -> Drawable:
     """As ``load``, of what ``read`` gave: a pipe is read only once."""
+    name = title_of(name)
     if isinstance(content, Drawable):
         if arrivals is not None:
             raise InputError(f"{name} has happened already; leave --arrivals out")
@@ -179,7 +181,7 @@ def load_with_versions(
     Raises:
         InputError: a timeline that does not know, or a policy that does not go with the schedule.
     """
-    content = read(name)
+    content, name = read(name), title_of(name)
     if isinstance(content, Drawable) or is_plan(content):
         return _file_with_versions(name, content, policy)
     schedule = _schedule(content, name, ranks, microbatches, costs)
@@ -202,12 +204,16 @@ def load_drawn(name: str, ranks: int, microbatches: int, costs: Costs) -> tuple[
     state, with the versions that its ops read, since its beginning looks like any other
     schedule's."""
     content = read(name)
+    if content is None:
+        return _family_drawn(name, ranks, microbatches, costs)
     if is_plan(content) and not content.prediction.flushes:
         from penstock.planning.plans.drawn import steady
 
         return _planned(content)._replace(timeline=steady(content), num_ticks=0), True
-    if content is not None:
-        return loaded(content, name, ranks, microbatches, costs), False
+    return loaded(content, name, ranks, microbatches, costs), False
+
+
+def _family_drawn(name: str, ranks: int, microbatches: int, costs: Costs) -> tuple[Drawable, bool]:
     if not USUAL.get(name.partition(":")[0], Flush()).asynchronous:
         return load_shown(name, ranks, microbatches, costs), False
     source = load_with_versions(name, ranks, _live_length(ranks, microbatches), costs)
@@ -260,10 +266,6 @@ def _policy(schedule: str, name: str | None) -> Policy:
     return policy
 
 
-def _suffix(name: str) -> str:
-    return Path(name).suffix.lower()
-
-
 def _spread(costs: Costs, schedule: Schedule) -> Costs:
     return costs.spread(schedule.num_stages / schedule.num_ranks)
 
@@ -286,10 +288,10 @@ def read(name: str) -> Content | None:
         FileError: a cell is not an op (the file, the line and the cell are named), or it holds
             something else.
     """
-    suffix = _suffix(name)
+    suffix = suffix_of(name, ".csv")
     if suffix not in (".csv", ".json"):
         return None
-    text, stem = read_text(name), Path(name).stem
+    text, stem, name = text_of(name), stem_of(name), title_of(name)
     if suffix == ".json":
         return _json(text, name)
     if not _TORCH.search(text):  # words that only torch's files have
@@ -354,19 +356,20 @@ def load_plan(path: str) -> Plan:
     Raises:
         FileError: it holds something else, or a plan that cannot be.
     """
-    text = read_text(path)
+    text, path = text_of(path), title_of(path)
     with refused_as(f"{path} holds no plan"):
         keys = _keys(text)
-    _check_is_a_plans(keys, path)
+    _check_no_other(keys, path)
     return plans.Plan.from_json(text, where=path)
 
 
-def _check_is_a_plans(keys: set[str], path: str) -> None:
-    """Refuse the keys of another kind of file, with what that is."""
-    if not _OF_PLANS & keys:
-        for key, remedy in _NO_PLANS.items():
-            if key in keys:
-                raise FileError(f"{path} holds no plan, but {remedy}")
+def _check_no_other(keys: set[str], path: str) -> None:
+    """Refuse what is known to be something else than a plan, and say what it is."""
+    if _OF_PLANS & keys:
+        return
+    for key, remedy in _NO_PLANS.items():
+        if key in keys:
+            raise FileError(f"{path} holds no plan, but {remedy}")
 
 
 def _keys(text: str) -> set[str]:
@@ -387,7 +390,7 @@ def _json(text: str, path: str) -> Content:
             return Drawable(record.timeline(), None)
     if "traceEvents" in keys:
         raise FileError(f"{path} is a Chrome trace, a picture of a timeline; open it in Perfetto")
-    _check_is_a_plans(keys, path)
+    _check_no_other(keys, path)
     if not _OF_PLANS & keys:
         raise FileError(f"{path} holds neither a plan nor a schedule, a timeline or a run's report")
     return plans.Plan.from_json(text, where=path)

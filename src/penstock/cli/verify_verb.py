@@ -5,17 +5,19 @@ from __future__ import annotations
 import click
 
 from penstock.cli import options, show, sources
+from penstock.cli.input import InputFile
 from penstock.cli.workloads import DEFAULT_WORKLOAD, load_workload_of
 
 _EPILOG = (
-    "PLAN is a .json file, as `penstock plan -o` writes it. WORKLOAD is module:function, where the "
-    "function returns a penstock.trial.Workload; left out, the plan must be for the demo's, "
+    "PLAN is a .json file, as `penstock plan -o` writes it, or -, standard input. WORKLOAD is "
+    "module:function, where the function returns a penstock.trial.Workload; left out, the plan "
+    "must be for the demo's, "
     f"{DEFAULT_WORKLOAD}. The exit status is 1 if anything is not equal."
 )
 
 
 @click.command(epilog=_EPILOG)
-@click.argument("plan", type=click.Path())
+@click.argument("plan", type=InputFile())
 @click.argument("workload", default=DEFAULT_WORKLOAD)
 @click.option(
     "--steps", type=click.IntRange(min=1), show_default="5, or what the steady state takes",

@@ -12,11 +12,14 @@ from base64 import b64encode
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from penstock.base.units import count_of
 from penstock.drawing.axes import Titled
+from penstock.drawing.cluster_tables import cluster_tables
 from penstock.drawing.markup import escaped, lines, tag
 from penstock.drawing.timeline.svg import CELL_WIDTHS, stacked
 
 if TYPE_CHECKING:
+    from penstock.core.cluster import Cluster
     from penstock.core.graph import LayerGraph
     from penstock.core.schedule.schedule import Schedule
     from penstock.core.timing.fleet_timeline import FleetTimeline
@@ -105,6 +108,12 @@ def graph_cell(graph: LayerGraph) -> str:
 
     summary, *_ = str(graph).splitlines()
     return cell(note(summary), image(graph_svg(graph)), *map(note, graph.warnings))
+
+
+def cluster_cell(cluster: Cluster) -> str:
+    """The devices of a cluster, and how they are joined, as tables."""
+    count = count_of(len(cluster.devices), "device")
+    return cell(note(count), *(table(*shown) for shown in cluster_tables(cluster)))
 
 
 def plan_cell(picture: PlanPicture, timeline: Timeline) -> str:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from textwrap import wrap
 from typing import NamedTuple
 
 from penstock.base.units import TimeUnit, count_of, unit_of_seconds
+from penstock.base.wrapping import wrap_to
 from penstock.core.timing.fleet_timeline import FleetTimeline, Turn
 from penstock.drawing.axes import tick_label, ticks
 from penstock.drawing.markup import (
@@ -34,11 +36,11 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 _IDLE = "·"
 
 
-def fleet_text(timeline: FleetTimeline, width: int = 100) -> str:
+def fleet_text(timeline: FleetTimeline, window: int = 112) -> str:
     """A row per device, in which every column is the letter of the job that had it for longest
-    meanwhile; and whose letters they are."""
-    end = timeline.makespan
-    rows = [headline(timeline)]
+    meanwhile; and whose letters they are; in lines of at most ``window`` columns."""
+    end, width = timeline.makespan, window - len("device 0  ││")
+    rows = wrap(headline(timeline), window)
     for device, turns in enumerate(timeline.by_device):
         cells = _columns(turns, end, width) if end else [None] * width
         letters = (_IDLE if job is None else _letter(timeline, job) for job in cells)
@@ -46,7 +48,8 @@ def fleet_text(timeline: FleetTimeline, width: int = 100) -> str:
     for job in timeline.jobs:
         how = timeline.ended.get(job, "")
         took = f"{timeline.job_seconds[job]:.4g}, until {timeline.job_ends[job]:.4g}"
-        rows.append(f"{_letter(timeline, job)}  {job}: {took}{f'; {how}' if how else ''}")
+        words = f"{job}: {took}{f'; {how}' if how else ''}"
+        rows.append(wrap_to(words, window, f"{_letter(timeline, job)}  "))
     return "\n".join(rows)
 
 

@@ -54,12 +54,12 @@ class _ProfiledNode:
 class _Text:
     """The lines of one file, with what is wrong about them."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = path
-        self.lines = read_text(path).splitlines()
+    def __init__(self, content: str, where: str) -> None:
+        self.where = where
+        self.lines = content.splitlines()
 
     def wrong(self, line: int, reason: str) -> FileError:
-        return FileError(f"{self.path}, line {line}: {reason}")
+        return FileError(f"{self.where}, line {line}: {reason}")
 
     def parts(self) -> Iterator[tuple[int, bool, list[str]]]:
         """(line number, whether it is an edge, what stands between the separators)."""
@@ -91,13 +91,23 @@ def read_pipedream_graph(path: str | os.PathLike[str]) -> LayerGraph:
     Raises:
         FileError: no such file, or it has another format; file, line and reason are named.
     """
-    text = _Text(path)
+    return parse_pipedream_graph(read_text(path), str(path))
+
+
+def parse_pipedream_graph(content: str, where: str = "text") -> LayerGraph:
+    """As ``read_pipedream_graph``, of the text of a file.
+
+    Args:
+        content: the text.
+        where: the name to use in errors, for example the path of the file.
+    """
+    text = _Text(content, where)
     nodes = _nodes(text)
     _connect(text, nodes)
     ordered = _in_order(text, nodes)
     layers = tuple(_layer(node, nodes) for node in ordered if not node.is_input)
     if not layers:
-        raise FileError(f"{path} has no node besides inputs; give a graph.txt of PipeDream's")
+        raise FileError(f"{where} has no node besides inputs; give a graph.txt of PipeDream's")
     input_bytes = sum(node.output_bytes for node in ordered if node.is_input)
     return LayerGraph(layers=layers, input_bytes=input_bytes, device="as profiled by PipeDream")
 

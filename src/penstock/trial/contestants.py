@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +18,25 @@ from torch import Tensor, nn
 from penstock.core.timing.timeline import Timeline
 from penstock.planning.plans import Plan
 from penstock.training.pipeline import Pipeline
+from penstock.training.profiler.together.disturbance import QUIET_SHARE, Usage, share_of_others
 from penstock.trial.reference.single_device import SingleDevice
 from penstock.trial.workload import Batch, Workload
+
+_ENOUGH = 0.5
+"""The share of the steps that must be undisturbed, for these to stand for all."""
+
+
+class Pace(NamedTuple):
+    """How fast somebody trains.
+
+    Attributes:
+        seconds: of a step, the median.
+        others: the most of the cores' time that other programs had meanwhile, where that disturbed
+            so many steps that the time says little; otherwise 0.
+    """
+
+    seconds: float
+    others: float = 0.0
 
 
 @dataclass
@@ -33,6 +51,8 @@ class Contestant:
         seconds: one entry per step, as in ``losses``.
         held_out: (step, loss) of every evaluation.
         timelines: one entry per step, or per stream of steps, if the trainer records them.
+        others: one entry per step: the share of the cores' time that other programs had meanwhile;
+            empty where nobody looked.
     """
 
     name: str
@@ -43,6 +63,7 @@ class Contestant:
     losses: list[float] = field(default_factory=list)
     held_out: list[tuple[int, float]] = field(default_factory=list)
     timelines: list[Timeline] = field(default_factory=list)
+    others: list[float] = field(default_factory=list)
 
     def step(self, batch: Batch) -> float:
         """Train on one minibatch; record its loss and its seconds."""
@@ -68,6 +89,25 @@ class Contestant:
         self.losses += losses
         self.seconds += [seconds / len(losses)] * len(losses)
         self.timelines.append(self.trainer.timeline)
+
+    @contextmanager
+    def taking_turn(self) -> Iterator[None]:
+        """Around some steps: note what other programs had of the machine meanwhile."""
+        before = Usage.now()
+        yield
+        share = share_of_others(before, Usage.now())
+        self.others += [share] * (len(self.seconds) - len(self.others))
+
+    @property
+    def pace(self) -> Pace:
+        """How fast it is, by the steps that nobody disturbed, if there are enough of them."""
+        if not self.others:
+            return Pace(median(self.seconds))
+        steps = zip(self.seconds, self.others, strict=True)
+        quiet = [seconds for seconds, share in steps if share <= QUIET_SHARE]
+        if len(quiet) >= _ENOUGH * len(self.seconds):
+            return Pace(median(quiet))
+        return Pace(median(self.seconds), max(self.others))
 
     @property
     def flushes(self) -> bool:

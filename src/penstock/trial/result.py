@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import math
 import platform
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -67,12 +66,28 @@ class Trial:
 
     @property
     def step_seconds(self) -> float:
-        """Median time of a step of the pipeline."""
-        return statistics.median(self.pipeline.seconds)
+        """Median time of a step of the pipeline that nobody disturbed."""
+        return self.pipeline.pace.seconds
 
     def speed_up(self, twin: Contestant) -> float:
         """How many times as fast as ``twin`` the pipeline is, by median step time."""
-        return statistics.median(twin.seconds) / self.step_seconds
+        return twin.pace.seconds / self.step_seconds
+
+    def _doubt(self, *beside: Contestant) -> str:
+        """Why times of the pipeline, and of who is compared with it, say little; empty if they say
+        how fast it is."""
+        others = max(contestant.pace.others for contestant in (self.pipeline, *beside))
+        return f"other programs had up to {others:.0%} of the cores meanwhile" if others else ""
+
+    def _timed(self, label: str, value: str, note: str, *beside: Contestant) -> Fact:
+        """A number that is as good as the times that it comes from."""
+        doubt = self._doubt(*beside)
+        return Fact(
+            label=label,
+            value=value,
+            note="; ".join(filter(None, (doubt, note))),
+            doubtful=bool(doubt),
+        )
 
     @property
     def largest_loss_difference(self) -> float:
@@ -117,6 +132,7 @@ class Trial:
             "units_per_second": self.units_per_second,
             "losses": self.pipeline.losses,
             "held_out": self.pipeline.held_out,
+            "share_of_others": {one.name: one.pace.others for one in (self.pipeline, *self.twins)},
             **(compared if self.twins else {}),
         }
 
@@ -156,17 +172,18 @@ class Trial:
         notes = {0: f"at most {ideal:.2f}× with this bubble"}
         return (
             *(
-                Fact(
-                    label=f"speed-up over {twin.name}",
-                    value=f"{self.speed_up(twin):.2f}×",
-                    note=notes.get(index, "on the same two cores"),
+                self._timed(
+                    f"speed-up over {twin.name}",
+                    f"{self.speed_up(twin):.2f}×",
+                    notes.get(index, "on the same two cores"),
+                    twin,
                 )
                 for index, twin in enumerate(self.twins)
             ),
-            Fact(
-                label="throughput",
-                value=f"{self.units_per_second:,.0f} {self.workload.unit}s/s",
-                note="pipeline, median step",
+            self._timed(
+                "throughput",
+                f"{self.units_per_second:,.0f} {self.workload.unit}s/s",
+                "pipeline, median step",
             ),
         )
 
@@ -175,10 +192,10 @@ class Trial:
         error = self.predicted_seconds / self.step_seconds - 1
         return (
             Fact(label="step time, predicted", value=_milliseconds(self.predicted_seconds)),
-            Fact(
-                label="step time, measured",
-                value=_milliseconds(self.step_seconds),
-                note=f"median; the prediction is {abs(error):.1%} "
+            self._timed(
+                "step time, measured",
+                _milliseconds(self.step_seconds),
+                f"median; the prediction is {abs(error):.1%} "
                 f"{'longer' if error > 0 else 'shorter'}",
             ),
             Fact(
@@ -233,11 +250,16 @@ class Trial:
         steps = len(self.pipeline.losses)
         if not self.twins:
             error = self.predicted_seconds / self.step_seconds - 1
+            doubt = self._doubt()
             return (
                 f"{devices} trained {steps} steps of {_milliseconds(self.step_seconds)} each; the "
-                f"prediction was {abs(error):.1%} {'longer' if error > 0 else 'shorter'}."
+                f"prediction was {abs(error):.1%} {'longer' if error > 0 else 'shorter'}"
+                f"{f', but {doubt}' if doubt else ''}."
             )
         fast = f"{devices} trained {self.speed_up(self.twins[0]):.2f} times as fast as one"
+        doubt = self._doubt(self.twins[0])
+        if doubt:
+            fast = f"{devices} trained beside one (how fast says little: {doubt})"
         if self.plan.versions.asynchronous:
             oldest = max(self._delays())
             return f"{fast}, with gradients that are up to {oldest:g} updates old."
@@ -259,15 +281,16 @@ class Trial:
         took = f"{_milliseconds(self.step_seconds)} a step, median"
         if not self.twins:
             return (
-                Fact(label="step time", value=_milliseconds(self.step_seconds), note="median"),
+                self._timed("step time", _milliseconds(self.step_seconds), "median"),
                 *self._speed(),
                 idle,
             )
         speed_up = self.speed_up(self.twins[0])
-        fast = Fact(
-            label="as fast as one device",
-            value=f"{speed_up:.2f}×",
-            note=f"on {self.plan.num_ranks}; {took}",
+        fast = self._timed(
+            "as fast as one device",
+            f"{speed_up:.2f}×",
+            f"on {self.plan.num_ranks}; {took}",
+            self.twins[0],
         )
         return fast, self._same(), idle
 

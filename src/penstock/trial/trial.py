@@ -57,7 +57,8 @@ def run_trial(
         turn = 0
         while turns := list(islice(batches, min(_TURN, num_steps - len(pipeline.losses)))):
             for contestant in [pipeline, *(twins if turn % 2 == 0 else twins[:1])]:
-                _take_turn(contestant, turns, workload, evaluate_every, progress)
+                with contestant.taking_turn():
+                    _take_turn(contestant, turns, workload, evaluate_every, progress)
             turn += 1
         _evaluate_at_the_end(pipeline, workload)
     finally:

@@ -8,7 +8,7 @@ from textwrap import fill
 
 from penstock.planning.plans import Plan
 
-_WIDTH = 100
+_WIDTH = 80
 
 
 @dataclass(frozen=True)

@@ -212,7 +212,8 @@ def test_a_synchronous_plan_says_so_and_has_one_version(saved):
         (versions.Predict(), ["k−3, predicted 3 ahead", "predicted to be"]),
     ],
 )  # fmt: skip
-def test_policies_are_told_in_words_within_a_hundred_columns(saved, policy, words):
+def test_policies_are_told_in_words_within_a_hundred_columns(saved, policy, words, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
     path = saved(plan_of(policy))
     told = explained(path, "--learning-rate", "0.5", "--curvature", "14")
     assert all(len(line) <= 100 for line in told.splitlines())

@@ -18,7 +18,7 @@ def test_the_table_has_a_line_per_layer_their_sum_and_the_conditions(tmp_path):
     path = tmp_path / "graph.json"
     told = run(
         "profile", WORKLOAD, "-m", "4", "--repeats", "1", "--sizes", "1,4", "--patience", "1",
-        "-o", str(path),
+        "-o", str(path), "-v",
     )  # fmt: skip
     graph = pk.LayerGraph.load(path)
     lines = told.splitlines()
@@ -60,3 +60,13 @@ def test_sizes_may_be_larger_than_the_workloads_own():
     assert graph.at(8).input_bytes == 4 * graph.input_bytes
     with pytest.raises(InputError, match="rows cannot be taken"):
         workload().profile(4, repeats=1, sizes=[0])
+
+
+def test_without_details_the_table_has_what_plans_are_made_of(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    told = run("profile", WORKLOAD, "--repeats", "1", "--ranks", "0")
+    head = told.splitlines()[0]
+    assert "F ms" in head and "weights MiB" in head and "split ms" not in told
+    assert "an op takes" not in told
+    # A line of standard error may stand between; no layer has so long a name.
+    assert max(map(len, told.splitlines())) <= 80

@@ -30,6 +30,7 @@ FLEET = FleetTimeline(
     num_devices=1,
     turns=(Turn(0, "a", 0, 0, False, 0.0, 1.0), Turn(0, "b", 0, 0, False, 1.0, 2.0)),
 )
+CLUSTER = pk.Cluster.tree((2, 2), (pk.Link(bytes_per_second=1e9), pk.Link(bytes_per_second=1e8)))
 VALUES = {
     "graph": (GRAPH, 1),
     "plan": (PLAN, 2),
@@ -39,6 +40,7 @@ VALUES = {
     "report": (REPORT, 2),
     "comparison": (pk.compare(SCHEDULE, {"again": TIMELINE}), 1),
     "drawn": (pk.draw(TIMELINE), 1),
+    "cluster": (CLUSTER, 0),
 }
 
 
@@ -133,3 +135,29 @@ def test_a_comparison_is_a_table_as_text():
 def test_what_cannot_be_compared_is_refused(compared, words):
     with pytest.raises(InputError, match=words):
         pk.compare(*compared)
+
+
+def test_a_cluster_shows_its_devices_and_how_they_are_joined():
+    (count, *_), devices, joined = _parts(CLUSTER._repr_html_())
+    assert count == "4 devices"
+    assert devices[0] == ["device", "memory", "speed"]
+    assert [row[0] for row in devices[1:]] == [f"device{number}" for number in range(4)]
+    assert joined[1][0] == "server0: device0, device1" and joined[-1][0] == "between groups"
+    assert "1 GB/s" in " ".join(joined[1]).replace("\N{NO-BREAK SPACE}", " ")
+
+
+def test_many_devices_that_are_alike_share_a_row():
+    many = pk.Cluster(
+        devices=(
+            pk.Device(name="slow", speed=0.5),
+            *(pk.Device(name=f"gpu{number}") for number in range(64)),
+        )
+    )
+    _, devices, _ = _parts(many._repr_html_())
+    assert [row[0] for row in devices[1:]] == ["slow", "gpu0 … gpu63 (64)"]
+
+
+def _parts(html):
+    """The text of the note, and the cells of each table."""
+    note, *tables = ElementTree.fromstring(html)
+    return [note.text], *([[cell.text for cell in row] for row in table] for table in tables)

@@ -20,6 +20,7 @@ from penstock.drawing.contest import (
 )
 from penstock.drawing.contest.curves import loss_panels
 from penstock.drawing.contest.page import contest_page
+from penstock.drawing.markup import resource, text_width
 
 
 def entry(method, title, seconds, losses, memory_bytes=1000, **more):
@@ -153,3 +154,34 @@ def test_the_suffix_decides_what_is_written(record, tmp_path):
         write_contest(record, tmp_path / "contest.png")
     with pytest.raises(InputError, match="the folder is not there"):
         write_contest(record, tmp_path / "none" / "contest.svg")
+
+
+def test_its_table_fits_a_page_of_1280_pixels(record):
+    """As wide as what cannot be broken in each column; the page's edges and the card's are not
+    for the table."""
+    sheet = resource("contest_page.css")
+    size, padding = (
+        float(re.search(p, sheet)[1]) for p in (r"font-size:([\d.]+)px", r"px (\d+)px")
+    )
+    wide = [
+        replace(
+            one,
+            predicted_seconds=1.2345,
+            step_seconds=0.9876,
+            predicted_bytes=987_654_321,
+            memory_bytes=987_654_321 - 2**24,
+            moved_bytes=987_654_321,
+            delay=10.5,
+            recorded_delay=11.5,
+        )
+        for one in record.entries
+    ]
+    rows = table_rows(replace(record, entries=tuple(wide)))
+    needed = 0.0
+    for column, name in enumerate(COLUMNS):
+        pieces = [*name.split(), *(p for row in rows[:3] for p in re.split("(?<=→) ", row[column]))]
+        if column < 2:  # names and places break between words
+            pieces = [word for piece in pieces for word in piece.split()]
+        least = {0: 9.0, 1: 8.0}.get(column, 4.6) * size
+        needed += max([least, *(text_width(piece, size) for piece in pieces)]) + 2 * padding
+    assert needed <= 1280 - 2 * (0.03 * 1280 + 0.018 * 1280 + 1)

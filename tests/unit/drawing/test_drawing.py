@@ -181,13 +181,22 @@ def test_where_pipelines_run_both_ways_the_shade_tells_which():
     assert "paler: microbatches that start on rank 3" in svg(BOTH_WAYS)
 
 
-def test_stages_of_a_rank_have_letters_and_the_legend_says_so():
-    assert "a, b: the rank&#x27;s stages, later ones paler" in svg(SPLIT)
+def test_where_a_rank_has_several_stages_labels_are_the_ops_own_names():
+    """So that what an error speaks of is found in the picture."""
     four = schedules.build("interleaved-1f1b", num_ranks=2, num_microbatches=2, stages_per_rank=4)
     timeline = simulate(four)
-    assert Names(timeline).label(Op.parse("5F1"), 1) == "F1c"
-    assert "a to d: the rank&#x27;s stages" in svg(timeline)
-    assert "later ones paler" not in svg(ONE_F_ONE_B)
+    names = Names(timeline)
+    assert {names.label(span.op, span.rank) for span in timeline.spans} == {
+        str(span.op) for span in timeline.spans
+    }
+    assert "1F0: of stage 1; later stages of a rank are paler" in svg(timeline)
+    assert "of a rank are paler" not in svg(ONE_F_ONE_B)
+    assert Names(ONE_F_ONE_B).label(Op.parse("3F1"), 3) == "F1"
+
+
+def test_labels_that_begin_with_a_digit_do_not_run_into_each_other_as_text():
+    drawn = text(SPLIT).splitlines()[1]
+    assert re.match(r"rank 0 │(0F\d─)+(·|─)*3F0─", drawn), drawn
 
 
 def test_waiting_is_drawn_but_is_no_span():

@@ -38,7 +38,7 @@ def test_as_svg_every_turn_is_a_box_of_its_jobs_colour(tmp_path):
     boxes = [node for node in root.iter() if node.get("class", "").startswith(("j0 ", "j2 "))]
     assert len(boxes) == 2 * 2 * 2 * len(OWN)
     titles = [node.text for node in root.iter() if node.tag.endswith("title")]
-    assert titles.count("job<2>, step 1, B1") == 2
+    assert titles.count("job<2>, step 1, 1B") == 2
     assert (tmp_path / "fleet.svg").read_text().strip() == svg.strip()
 
 

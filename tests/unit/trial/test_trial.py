@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from penstock import errors
 from penstock.drawing import read_report, write_report
+from penstock.drawing.report.page import report_page
 from penstock.planning.plans import Plan
 from penstock.trial import run_trial
 from tests.kit.helpers import make_mlp, make_plan
@@ -18,8 +19,14 @@ from tests.kit.small_workload import workload
 
 
 @pytest.fixture(scope="session")
-def trial():
+def measured():
     return run_trial(workload(), make_plan(make_mlp(), 2, 4), 12, evaluate_every=4)
+
+
+@pytest.fixture(scope="session")
+def trial(measured):
+    """As if nobody else had used the machine, on which other tests run."""
+    return _beside_others(measured, [0.0] * 12)
 
 
 def test_the_pipeline_equals_one_device(trial):
@@ -145,3 +152,49 @@ def test_a_held_out_loss_that_is_not_a_number_is_reported_as_it_is():
     trial = run_trial(asked, make_plan(make_mlp(), 2, 4), 2, compare=False)
     training, held_out = trial.report().losses
     assert held_out.points[0] == (1, None) and training.points[0][1] is not None
+
+
+def _beside_others(trial, shares):
+    """The trial as if other programs had had these shares of the machine, turn by turn."""
+
+    def seen(contestant):
+        return dataclasses.replace(contestant, others=shares[: len(contestant.seconds)])
+
+    return dataclasses.replace(
+        trial, pipeline=seen(trial.pipeline), twins=tuple(map(seen, trial.twins))
+    )
+
+
+def test_no_ratio_is_told_that_others_have_measured_with(trial):
+    disturbed = _beside_others(trial, [0.48] * 12)
+    told = "other programs had up to 48% of the cores meanwhile"
+    assert disturbed.headline() == (
+        f"2 devices trained beside one (how fast says little: {told}), with the same losses and "
+        "the same weights, to the bit."
+    )
+    timed = [fact for fact in (*disturbed.facts(), *disturbed.main_numbers()) if fact.doubtful]
+    assert [fact.label.partition(" over")[0] for fact in timed] == [
+        *["speed-up"] * 3, "throughput", "step time, measured", "as fast as one device",
+    ]  # fmt: skip
+    assert all(fact.note.startswith(told) for fact in timed)
+    page = report_page(disturbed.report())
+    assert page.count('<div class="card doubtful">') == len(timed)
+    assert f", but {told}." in dataclasses.replace(disturbed, twins=()).headline()
+
+
+def test_steps_that_others_disturbed_do_not_count_where_enough_are_left(trial):
+    seconds = [9.0] * 5 + [1.0] * 7
+    pipeline = dataclasses.replace(trial.pipeline, seconds=seconds)
+    mixed = _beside_others(dataclasses.replace(trial, pipeline=pipeline), [0.3] * 5 + [0.0] * 7)
+    assert mixed.step_seconds == 1.0
+    # The twins with two threads have trained in fewer turns, and most of these were disturbed.
+    doubtful = [fact.label for fact in mixed.facts() if fact.doubtful]
+    assert doubtful == [f"speed-up over {twin.name}" for twin in mixed.twins[1:]]
+    assert "times as fast as one" in mixed.headline()
+    assert mixed.numbers()["share_of_others"][mixed.twins[1].name] == 0.3
+
+
+def test_every_step_knows_what_others_had(measured):
+    for contestant in (measured.pipeline, *measured.twins):
+        assert len(contestant.others) == len(contestant.seconds)
+        assert all(0 <= share <= 1 for share in contestant.others)

@@ -11,6 +11,7 @@ from typing import Self
 from msgspec.structs import replace
 
 from penstock.base.errors import InputError
+from penstock.base.lazily import method_provided
 from penstock.base.values import MOST_TOML_BYTES, Value, expect, read_text, refused_as, whole
 from penstock.core.cluster import local
 from penstock.core.cluster.checks import MOST_DEVICES, check_groups, check_names, check_wires
@@ -52,6 +53,8 @@ class Cluster(Value, frozen=True, kw_only=True):
         check_names(self.devices, self.groups, self.spares)
         check_groups(names, self.groups)
         check_wires(names, self.wires)
+
+    _repr_html_ = method_provided("cluster_cell")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:

@@ -38,8 +38,13 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def label(self) -> str:
-        """What is done, as in ``F2``: stage 2 forward."""
-        return f"{'B' if self.backward else 'F'}{self.stage}"
+        """What is done, as in ``2F``: stage 2 forward."""
+        return label_of_visit(self.stage, self.backward)
+
+
+def label_of_visit(stage: int, backward: bool) -> str:
+    """Stage and kind, as in ``2F``; the microbatch is left out, since a visit works on all."""
+    return f"{stage}{'B' if backward else 'F'}"
 
 
 # With ``dict``, what follows from the fields is kept beside them.

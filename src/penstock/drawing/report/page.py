@@ -68,7 +68,8 @@ def _facts(facts: Sequence[Fact], class_: str = "facts") -> str:
 def _fact(fact: Fact) -> str:
     note = f'<dd class="note">{explained(fact.note)}</dd>' if fact.note else ""
     value = f'<dd class="value">{escaped(fact.value)}</dd>'
-    return f'<div class="card"><dt>{explained(fact.label)}</dt>{value}{note}</div>'
+    class_ = "card doubtful" if fact.doubtful else "card"
+    return f'<div class="{class_}"><dt>{explained(fact.label)}</dt>{value}{note}</div>'
 
 
 def _more(report: Report) -> str:

@@ -22,11 +22,13 @@ class Fact(Value, frozen=True, kw_only=True):
         label: what it is, for example ``"step time, measured"``.
         value: the number with its unit, as it is to be read.
         note: what it is compared with, or how it came about.
+        doubtful: whether it was measured so badly that it says little; the note tells why.
     """
 
     label: str
     value: str
     note: str = ""
+    doubtful: bool = False
 
 
 class StageRow(Value, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from penstock.core.schedule.residence import UPDATES
 from penstock.core.timing.spans import BUSY, Span
 from penstock.core.timing.timeline import Timeline
 from penstock.drawing.markup import Rectangle, lines, tag, text_width, write
-from penstock.drawing.timeline.labels import Names
+from penstock.drawing.timeline.labels import Names, without_kind
 from penstock.drawing.timeline.version_marks import BAND, READING, band, in_words, update_tick
 
 LETTERS: Mapping[Kind, str] = {
@@ -52,14 +52,15 @@ _NARROWEST_BOX, _NARROW = 0.8, 8.0
 
 @dataclass(frozen=True)
 class LabelStyle:
-    """How the ops of one kind are labelled: ``F0b`` or, where that is too wide, ``0b``."""
+    """How the ops of one kind are labelled: ``4F0`` or, where that is too wide, ``0``: the colour
+    tells the kind, the shade the stage."""
 
     size: float
     full: bool = True
 
     def text(self, name: str) -> str:
         """What is written for the label ``name``."""
-        return name if self.full or len(name) == 1 else name[1:]
+        return name if self.full else without_kind(name)
 
     def fits(self, name: str, width: float) -> bool:
         """Whether the label ``name`` stays inside a box of this width."""

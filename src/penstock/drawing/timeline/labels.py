@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
+from collections.abc import Iterable
 
 from penstock.core.schedule.op import COMPUTE, Kind, Op
 from penstock.core.timing.timeline import Timeline
@@ -13,6 +14,9 @@ _SHORT = {Kind.UPDATE: "U", Kind.LATE_UPDATE: "U"}
 
 class Names:
     """What the ops of one timeline are called, and what tells a rank's stages apart.
+
+    An op's own text is stage, kind, microbatch, as in ``2F0``. Where a rank has one stage, its row
+    says which, and the label leaves it out.
 
     Where stages have copies, microbatches that start on different ranks take different ways, and
     a rank's two stages may belong to two ways. Ways then differ in shade; the microbatch says
@@ -40,26 +44,22 @@ class Names:
             for row in timeline.rows
         ]
         self._shades = [{place: index for index, place in enumerate(places)} for places in computed]
-        self._letters = [_positions(places) for places in computed]
-        self.most_stages = max(
-            (1 + index for letters in self._letters for index in letters.values()), default=1
-        )
-        self._several = [any(letters.values()) for letters in self._letters]
+        most = list(map(_most_of_one_way, computed))
+        self.most_stages = max(most, default=1)
+        self._several = [stages > 1 for stages in most]
 
     def _place(self, op: Op) -> tuple[int, int]:
         return self._way.get(op.microbatch, self._unseen), op.stage
 
     def label(self, op: Op, rank: int) -> str:
         """Kind and microbatch, as in ``F0``; behind it the slice, as in ``F0.1``, and where a
-        microbatch visits several stages of the rank, the stage's letter, as in ``F0b``."""
+        microbatch visits several stages of the rank, the stage in front, as in ``4F0``."""
         if op.kind in _SHORT:
             return _SHORT[op.kind]
         # Beside F0.1, a plain F0 would look like the whole microbatch.
         slice_ = f".{op.slice}" if self._sliced else ""
-        letter = ""
-        if self._several[rank]:
-            letter = chr(ord("a") + self._letters[rank].get(self._place(op), 0) % 26)
-        return f"{op.kind.value}{op.microbatch}{slice_}{letter}"
+        stage = str(op.stage) if self._several[rank] else ""
+        return f"{stage}{op.kind.value}{op.microbatch}{slice_}"
 
     def shade(self, op: Op, rank: int) -> float:
         """Where the op's stage stands among those of its rank, from 0 (first) to 1 (last)."""
@@ -67,14 +67,19 @@ class Names:
         return shades.get(self._place(op), 0) / max(len(shades) - 1, 1)
 
 
-def _positions(places: list[tuple[int, int]]) -> dict[tuple[int, int], int]:
-    """For each (way, stage), how many stages of the same way stand before it."""
-    seen: dict[int, int] = defaultdict(int)
-    positions = {}
-    for way, stage in places:
-        positions[way, stage] = seen[way]
-        seen[way] += 1
-    return positions
+def _most_of_one_way(places: Iterable[tuple[int, int]]) -> int:
+    """The most stages that belong to one way, of (way, stage)."""
+    return max(Counter(way for way, _ in places).values(), default=0)
+
+
+def without_kind(label: str) -> str:
+    """What is left of a label where colour or row says the rest: microbatch and slice; all of one
+    that has none, as an update's.
+
+    >>> without_kind("4F0.1"), without_kind("F12"), without_kind("U")
+    ('0.1', '12', 'U')
+    """
+    return label.lstrip("0123456789")[1:] or label
 
 
 def headline(timeline: Timeline, title: str = "") -> str:

@@ -61,8 +61,7 @@ def _stages(timelines: Sequence[Timeline]) -> Iterator[tuple[int, str]]:
     names = [Names(timeline) for timeline in timelines]
     stages = max(one.most_stages for one in names)
     if stages > 1:
-        letters = "a, b" if stages == 2 else f"a to {chr(ord('a') + min(stages, 26) - 1)}"
-        yield stages, f"{letters}: the rank's stages, later ones paler"
+        yield stages, "1F0: of stage 1; later stages of a rank are paler"
     starts = max((one.starts for one in names), key=len)
     if len(starts) > 1:
         others = " or ".join(map(str, starts[1:]))

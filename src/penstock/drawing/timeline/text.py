@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from math import ceil
+from textwrap import wrap
+from typing import NamedTuple
 
 from penstock.core.schedule.op import Kind
 from penstock.core.timing.spans import BUSY, Span
 from penstock.core.timing.timeline import Timeline
 from penstock.drawing.axes import Titled, longest
 from penstock.drawing.timeline.excerpt import excerpts
-from penstock.drawing.timeline.labels import Names, headline
+from penstock.drawing.timeline.labels import Names, headline, without_kind
 from penstock.drawing.timeline.link_rows import LETTERS, LinkRow, label_of, link_rows
 from penstock.drawing.timeline.version_marks import READING
 
 IDLE, FILL = "·", "─"
 _WIDEST_GRID = 240
+_NARROWEST = 20
+"""Columns that the time has at least."""
+
 _OPS_PER_RANK = 20
 """How many are drawn at either end of a timeline that is too long."""
 _READS = "reads"
@@ -23,7 +29,17 @@ _READS_MEANS = (
 )
 
 
-def text(timeline: Timeline, width: int = 100, versions: bool = False) -> str:
+class _Row(NamedTuple):
+    """A line of the picture: whose it is, what happens, and what is said at its end."""
+
+    name: str
+    cells: str
+    note: str = ""
+
+
+def text(
+    timeline: Timeline, width: int = 100, versions: bool = False, window: int | None = None
+) -> str:
     """Draw a timeline as text.
 
     Where every time is a multiple of one tick, each tick gets the same number of columns and every
@@ -34,8 +50,10 @@ def text(timeline: Timeline, width: int = 100, versions: bool = False) -> str:
         width: how many columns the time has where labels do not fit.
         versions: whether to write under each op which version of the weights it read. Where full
             labels would need more than ``width`` columns, the longest then lose their letter.
+        window: how many columns a line may have; what is wider goes on below. By default, lines
+            are as long as the picture is.
     """
-    return stacked_text([(timeline.name, timeline)], width, versions=versions)
+    return stacked_text([(timeline.name, timeline)], width, versions=versions, window=window)
 
 
 def stacked_text(
@@ -43,6 +61,7 @@ def stacked_text(
     width: int = 100,
     widest_grid: int = _WIDEST_GRID,
     versions: bool = False,
+    window: int | None = None,
 ) -> str:
     """Draw several timelines, one below the other, on one time axis; of one with more than 50,000
     ops, only its beginning and its end.
@@ -50,18 +69,80 @@ def stacked_text(
     Args:
         width: how many columns the time has where labels do not fit.
         widest_grid: how many it may have at most where they do.
-        versions: as in ``text``.
+        versions, window: as in ``text``; a window says the width, too.
     """
     shown = excerpts(timelines, _OPS_PER_RANK, from_zero=True)
     named = [(title, timeline, Names(timeline)) for title, timeline in shown]
     drawn = [(timeline, names) for _, timeline, names in named]
+    if window is not None:
+        width = max([_NARROWEST, *(window - columns_beside(timeline) for timeline, _ in drawn)])
     columns_per_unit = _scale(drawn, width, widest_grid, versions)
-    pictures = (
-        [headline(timeline, title), *_rows(timeline, names, columns_per_unit, width, versions)]
-        for title, timeline, names in named
-    )
-    picture = "\n\n".join(map("\n".join, pictures))
-    return f"{picture}\n{_READS_MEANS}" if versions else picture
+    step = max(round(_tick([timeline for timeline, _ in drawn]) * columns_per_unit), 1)
+    pictures = []
+    for title, timeline, names in named:
+        rows = list(_rows(timeline, names, columns_per_unit, width, versions))
+        lines = [*_wrapped(headline(timeline, title), window), *_lines(rows, window, step)]
+        pictures.append("\n".join(lines))
+    picture = "\n\n".join(pictures)
+    return "\n".join([picture, *_wrapped(_READS_MEANS, window)]) if versions else picture
+
+
+def _wrapped(line: str, window: int | None) -> list[str]:
+    return [line] if window is None else wrap(line, window, break_on_hyphens=False)
+
+
+def columns_beside(timeline: Timeline) -> int:
+    """How many columns of a drawing are not time."""
+    return _beside(_named(timeline))
+
+
+def _named(timeline: Timeline) -> list[_Row]:
+    """The rows without what happens in them."""
+    ranks = [_Row(f"rank {rank}", "", _peak(timeline, rank)) for rank in range(timeline.num_ranks)]
+    return [*ranks, *(_Row(_name_of(link), "") for link in link_rows(timeline))] or [_Row("", "")]
+
+
+def _name_of(link: LinkRow) -> str:
+    return link.name.replace(" ", "")
+
+
+def _peak(timeline: Timeline, rank: int) -> str:
+    return f"peak {timeline.peak_activations[rank]:.4g}"
+
+
+def _beside(rows: Iterable[_Row]) -> int:
+    """How many columns stand beside the time: names, frame and notes."""
+    shown = list(rows)
+    names = max(len(row.name) for row in shown)
+    return names + len(" ││ ") + max(len(row.note) for row in shown)
+
+
+def _lines(rows: Sequence[_Row], window: int | None, step: int) -> Iterator[str]:
+    """Rows as lines. What is wider than the window has shorter names and, where that is not enough,
+    goes on below, as music goes on in the next line; an op of the least length is never parted.
+
+    Args:
+        step: how many columns such an op has.
+    """
+    columns = max((len(row.cells) for row in rows), default=0)
+    if window is not None and rows and columns + _beside(rows) > window:
+        rows = [row._replace(name=row.name.replace("rank ", "r")) for row in rows]
+        room = max(window - _beside(rows), _NARROWEST)
+        bands = ceil(columns / max(room - room % step, 1))
+        yield from _banded(rows, ceil(columns / bands / step) * step)
+    else:
+        yield from _banded(rows, max(columns, 1))
+
+
+def _banded(rows: Sequence[_Row], band: int) -> Iterator[str]:
+    margin = max((len(row.name) for row in rows), default=0)
+    columns = max((len(row.cells) for row in rows), default=0)
+    for start in range(0, max(columns, 1), band):
+        if start:
+            yield ""
+        for row in rows:
+            note = f" {row.note}" if row.note and start + band >= columns else ""
+            yield f"{row.name:<{margin}} │{row.cells[start : start + band]}│{note}"
 
 
 def columns_of_shortest(timelines: Iterable[Timeline], width: int) -> float:
@@ -72,29 +153,25 @@ def columns_of_shortest(timelines: Iterable[Timeline], width: int) -> float:
 
 def _rows(
     timeline: Timeline, names: Names, columns_per_unit: float, width: int, versions: bool
-) -> Iterator[str]:
+) -> Iterator[_Row]:
     columns = round(timeline.makespan * columns_per_unit) if columns_per_unit else width
-    links = link_rows(timeline)
-    names_of_links = [link.name.replace(" ", "") for link in links]
-    margin = max(map(len, [f"rank {timeline.num_ranks - 1}", *names_of_links]))
     labelled = _labelled(timeline, names, columns_per_unit, versions)
     for rank, spans in enumerate(timeline.by_rank):
         row = [IDLE] * columns
         for span in spans:
             start, length = _place(span, columns_per_unit)
             if span.op.kind in BUSY and length > 0:
-                name = names.label(span.op, rank)
-                fitting = _fitting(name, length, versions) if span.op.kind in labelled else ""
-                shown = fitting or name[:1]
+                label = names.label(span.op, rank)
+                fitting = _fitting(label, length, versions) if span.op.kind in labelled else ""
+                shown = fitting or label.lstrip("0123456789")[:1]
                 row[start : start + length] = shown.ljust(length, FILL)
-        peak = f"{timeline.peak_activations[rank]:.4g}"
-        yield f"{f'rank {rank}':<{margin}} │{''.join(row)}│ peak {peak}"
+        yield _Row(f"rank {rank}", "".join(row), _peak(timeline, rank))
         if versions:
-            yield f"{_READS:<{margin}} │{_reads(spans, columns_per_unit, columns)}│"
-    for name, link in zip(names_of_links, links, strict=True):
+            yield _Row(_READS, _reads(spans, columns_per_unit, columns))
+    for link in link_rows(timeline):
         carried = _carried(link, columns_per_unit, columns)
         if carried.strip(IDLE):  # what is too short to be seen needs no row
-            yield f"{name:<{margin}} │{carried}│"
+            yield _Row(_name_of(link), carried)
 
 
 def _carried(link: LinkRow, columns_per_unit: float, columns: int) -> str:
@@ -124,12 +201,19 @@ def _reads(spans: Iterable[Span], columns_per_unit: float, columns: int) -> str:
     return "".join(row)
 
 
-def _fitting(name: str, room: int, bare: bool) -> str:
+def _fitting(label: str, room: int, bare: bool) -> str:
     """The label if there is room for it; if need be and allowed, without its letter."""
-    if len(name) <= room:
-        return name
+    if _columns_of(label) <= room:
+        return label
+    short = without_kind(label)
     # One digit alone could be anything.
-    return name[1:] if bare and 1 < len(name) - 1 <= room else ""
+    return short if bare and 1 < len(short) <= room else ""
+
+
+def _columns_of(label: str) -> int:
+    """How many columns a label needs: one that begins with a digit ends in a line, or the number
+    before it would run into it."""
+    return len(label) + label[0].isdigit()
 
 
 def _labelled(timeline: Timeline, names: Names, columns_per_unit: float, bare: bool) -> set[Kind]:
@@ -158,7 +242,7 @@ def _scale(
     if not tick:
         return 0.0
     cell = max(
-        len(names.label(span.op, span.rank))
+        _columns_of(names.label(span.op, span.rank))
         for timeline, names in timelines
         for span in _working(timeline)
     )

@@ -27,7 +27,7 @@ from penstock.core.cluster.subset import only
 from penstock.core.graph import LayerGraph
 from penstock.planning.planner.search import plan
 from penstock.planning.plans.plan import Plan
-from penstock.planning.plans.table import as_text, new_table
+from penstock.planning.plans.table import WIDTH, as_text, new_table
 from penstock.planning.plans.title import family_title
 
 _CHANGE = re.compile(r"\s*(?P<quantity>[a-z]+)\s*(?P<how>[*/=])\s*(?P<value>[^\s,]+)\s*")
@@ -103,12 +103,16 @@ class WhatIf:
     after: Plan
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, width: int = WIDTH) -> str:
+        """Both plans for people, in lines of at most ``width`` columns."""
         table = new_table()
         for name in ("", "now", f"with {self.changes}", ""):
             table.add_column(name)
         for name, before, after, change in self.rows():
             table.add_row(name, before, after, change)
-        return as_text(table)
+        return as_text(table, width)
 
     _repr_html_ = method_loaded_when_used("penstock.planning.plans.cells", "what_if_cell")
 

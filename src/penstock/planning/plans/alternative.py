@@ -6,8 +6,12 @@ from collections.abc import Sequence
 
 from penstock.base.units import format_bytes, format_seconds
 from penstock.base.values import Value, shown
+from penstock.base.wrapping import WARNING, wrap_to
 from penstock.core.graph import Contention
-from penstock.planning.plans.table import as_text, new_table
+from penstock.planning.plans.table import WIDTH, as_text, new_table
+
+_WITH_REMARKS = 100
+"""Columns of a table that has a column for remarks."""
 
 
 class Alternative(Value, frozen=True, kw_only=True):
@@ -42,41 +46,50 @@ def argued(
     sheet: str,
     rows: Sequence[Alternative],
     reason: str,
-    contention: Contention,
+    contention: Contention | None,
     warnings: Sequence[str],
+    width: int,
 ) -> str:
     """A plan as text with why it was chosen and how sure that is, a paragraph each.
 
     Args:
         sheet: the plan as text.
         rows: what was weighed.
-        contention: what ranks of one machine were taken to cost each other.
+        contention: what ranks of one machine were taken to cost each other; ``None`` to leave that
+            out.
         warnings: what makes the choice doubtful.
+        width: of the longest line, in columns.
     """
     paragraphs = (
         sheet,
-        comparison(rows) if rows else "",
-        reason,
-        f"measured: {contention}" if contention.num_ranks else "",
-        "\n".join(f"! {warning}" for warning in warnings),
+        comparison(rows, width) if rows else "",
+        wrap_to(reason, width),
+        wrap_to(f"measured: {contention}", width) if contention and contention.num_ranks else "",
+        "\n".join(wrap_to(warning, width, WARNING) for warning in warnings),
     )
     return "\n\n".join(filter(None, paragraphs))
 
 
-def comparison(rows: Sequence[Alternative]) -> str:
-    """Plans side by side, as text without colour codes."""
+def comparison(rows: Sequence[Alternative], width: int = WIDTH) -> str:
+    """Plans side by side, as text without colour codes; below each what is remarked of it, where
+    lines of ``width`` columns have no room for that behind it."""
+    apart = width < _WITH_REMARKS
     table = new_table()
-    for name in ("", "plan", "step", "bubble", "memory", "moved", "delay", ""):
-        table.add_column(name, justify="left" if name in ("", "plan") else "right")
+    for name in ("", "plan", "step", "bubble", "memory", "moved", "delay"):
+        text = name in ("", "plan")
+        table.add_column(name, justify="left" if text else "right", no_wrap=not text)
+    if not apart:
+        table.add_column("", justify="right")
     for row in rows:
+        remark = f"\n({row.remark})" if row.remark and apart else ""
         table.add_row(
             row.label,
-            row.description,
+            f"{row.description}{remark}",
             format_seconds(row.step_seconds),
             f"{row.bubble:.0%}",
             format_bytes(row.memory_bytes),
             format_bytes(row.moved_bytes),
             f"{row.delay:g}",
-            row.remark,
+            *([] if apart else [row.remark]),
         )
-    return as_text(table)
+    return as_text(table, width)

@@ -63,7 +63,7 @@ from penstock.planning.plans.serving import served_by
 from penstock.planning.plans.spilling import Spill, check_spill
 from penstock.planning.plans.stage_plan import RecomputeWay, Split, StagePlan, sizes_of
 from penstock.planning.plans.summing import ReducerName, Summing
-from penstock.planning.plans.table import render
+from penstock.planning.plans.table import WIDTH, render
 from penstock.planning.plans.title import title
 
 _ENOUGH_PER_RANK = 2
@@ -494,9 +494,27 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         return self.prediction.stream(num_minibatches)
 
     def __str__(self) -> str:
-        sheet = render(title(self), self.prediction, self.one_device_seconds, self.rate)
-        words = argued(sheet, self.alternatives, self.reason, self.contention, self.warnings)
-        return printable(words)
+        return self.text()
+
+    def text(self, width: int = WIDTH, *, details: bool = True) -> str:
+        """The plan for people: its stages, what it is predicted to give, and why it was chosen.
+
+        Args:
+            width: of the longest line, in columns.
+            details: whether to say what the memory of each stage is spent on, and what was measured
+                of ranks that share a machine.
+        """
+        sheet = render(
+            title(self),
+            self.prediction,
+            self.one_device_seconds,
+            self.rate,
+            width=width,
+            details=details,
+        )
+        contention = self.contention if details else None
+        why = (self.alternatives, self.reason, contention, self.warnings)
+        return printable(argued(sheet, *why, width))
 
     _repr_html_ = method_loaded_when_used("penstock.planning.plans.cells", "plan_cell")
     _drawn_ = method_loaded_when_used("penstock.planning.plans.drawn", "drawn")

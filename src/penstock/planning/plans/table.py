@@ -3,76 +3,103 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from penstock.base.units import format_bytes, format_rate, format_seconds, format_speed_up
+from penstock.base.wrapping import wrap_to
 from penstock.drawing.layer_names import counted
 from penstock.planning.plans.prediction import Prediction
-from penstock.planning.plans.stage_plan import StagePlan
 
 if TYPE_CHECKING:
     from rich.table import Table
-    from rich.text import Text
 
 
-_WIDTH = 108
-_COLUMNS = (
-    "rank", "layers", "F", "B", "share", "weights", "optimizer", "activations", "memory",
-)  # fmt: skip
+WIDTH = 80
+"""Columns of a plan as text, unless its reader has more."""
+
+_BRIEF = ("rank", "layers", "F", "B", "share", "memory")
+_DETAILS = ("weights", "optimizer", "activations")
+_ALL_NEED = 104
+"""Columns of a table that has the details, too."""
 
 
 def render(
-    title: str, prediction: Prediction, one_device_seconds: float, rate: float | None = None
+    title: str,
+    prediction: Prediction,
+    one_device_seconds: float,
+    rate: float | None = None,
+    *,
+    width: int = WIDTH,
+    details: bool = True,
 ) -> str:
-    """A plan as text without colour codes, about 108 columns wide: a row per stage (share: its
-    seconds over the slowest stage's; memory: of its rank), the predicted step, and its drawing; of
-    a live stream, rate and latency, too.
+    """A plan as text without colour codes: a row per stage (share: its seconds over the slowest
+    stage's; memory: of its rank), the predicted step, and its drawing; of a live stream, rate and
+    latency, too.
 
     Args:
         rate: in frames per second, that was asked for.
+        width: of the longest line, in columns.
+        details: whether to say what the memory of each stage is spent on.
     """
     from penstock.drawing.timeline.text import text  # a plan that runs is not drawn
 
+    outcome = (
+        f"{_outcome(prediction, one_device_seconds)}, "
+        f"{format_bytes(sum(prediction.rank_bytes))} in all"
+    )
+    words = [outcome, *([live_words(prediction, rate)] if prediction.is_live or rate else [])]
     return "\n".join(
         [
-            title,
-            as_text(_stages(prediction)),
-            f"{_outcome(prediction, one_device_seconds)}, "
-            f"{format_bytes(sum(prediction.rank_bytes))} in all",
-            *([live_words(prediction, rate)] if prediction.is_live or rate else []),
-            text(prediction.shown),
+            wrap_to(title, width),
+            *(as_text(table, width) for table in _stages(prediction, width, details)),
+            *(wrap_to(line, width) for line in words),
+            text(prediction.shown, window=width),
         ]
     )
 
 
-def _stages(prediction: Prediction) -> Table:
+def _stages(prediction: Prediction, width: int, details: bool) -> Iterator[Table]:
+    """A table of the stages; its details beside it where there is room, and else below."""
+    rows = list(_cells(prediction))
+    if details and width >= _ALL_NEED:
+        yield _table((*_BRIEF[:-1], *_DETAILS, _BRIEF[-1]), rows)
+        return
+    yield _table(_BRIEF, rows)
+    if details:
+        yield _table(("rank", *_DETAILS), rows)
+
+
+def _table(columns: Sequence[str], rows: Iterable[Mapping[str, str]]) -> Table:
+    from rich.text import Text
+
     table = new_table()
-    for name in _COLUMNS:
+    for name in columns:
         # Where the table is too wide, the names of layers give way, not the numbers.
         number = name != "layers"
         table.add_column(name, justify="right" if number else "left", no_wrap=number)
-    slowest = max(stage.compute_seconds for stage in prediction.stages)
-    for stage, count in zip(prediction.stages, prediction.replicas, strict=True):
-        memory = format_bytes(prediction.rank_bytes[stage.rank])
-        table.add_row(*_cells(stage, count, slowest), memory)
+    for row in rows:
+        table.add_row(*(Text(row[name], no_wrap=True, overflow="ellipsis") for name in columns))
     return table
 
 
-def _cells(stage: StagePlan, replicas: int, slowest: float) -> tuple[str | Text, ...]:
-    from rich.text import Text
-
-    backward = stage.backward_input_seconds + stage.backward_weight_seconds
-    return (
-        str(stage.rank) if replicas == 1 else f"{stage.rank}–{stage.rank + replicas - 1}",
-        Text(counted(stage.layers), no_wrap=True, overflow="ellipsis"),
-        format_seconds(stage.forward_seconds),
-        format_seconds(backward),
-        f"{stage.compute_seconds / slowest:.0%}" if slowest else "–",
-        format_bytes(stage.parameter_bytes)
-        + (f" × {stage.weight_versions}" if stage.weight_versions > 1 else ""),
-        format_bytes(stage.optimizer_bytes),
-        f"{format_bytes(stage.activation_bytes)} × {stage.peak_activations:g}",
-    )
+def _cells(prediction: Prediction) -> Iterator[dict[str, str]]:
+    """By column, what stands in each stage's row."""
+    slowest = max(stage.compute_seconds for stage in prediction.stages)
+    for stage, count in zip(prediction.stages, prediction.replicas, strict=True):
+        backward = stage.backward_input_seconds + stage.backward_weight_seconds
+        versions = f" × {stage.weight_versions}" if stage.weight_versions > 1 else ""
+        yield {
+            "rank": str(stage.rank) if count == 1 else f"{stage.rank}–{stage.rank + count - 1}",
+            "layers": counted(stage.layers),
+            "F": format_seconds(stage.forward_seconds),
+            "B": format_seconds(backward),
+            "share": f"{stage.compute_seconds / slowest:.0%}" if slowest else "–",
+            "weights": format_bytes(stage.parameter_bytes) + versions,
+            "optimizer": format_bytes(stage.optimizer_bytes),
+            "activations": f"{format_bytes(stage.activation_bytes)} × {stage.peak_activations:g}",
+            "memory": format_bytes(prediction.rank_bytes[stage.rank]),
+        }
 
 
 def _outcome(prediction: Prediction, one_device_seconds: float) -> str:
@@ -112,14 +139,14 @@ def new_table() -> Table:
     return Table(box=box.SIMPLE_HEAD, show_edge=False, collapse_padding=True)
 
 
-def as_text(table: Table) -> str:
-    """A table of rich's, as wide as plans are."""
+def as_text(table: Table, width: int = WIDTH) -> str:
+    """A table of rich's, in lines of at most so many columns."""
     from rich.console import Console
 
     file = io.StringIO()
     Console(
         file=file,
-        width=_WIDTH,
+        width=width,
         color_system=None,
         force_terminal=False,
         force_jupyter=False,

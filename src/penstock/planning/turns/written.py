@@ -122,8 +122,17 @@ class FleetFile(_Table, frozen=True):
             FileError: it is not there, not TOML, or has an unknown key, a missing one or a wrong
                 value, whose place in the file is named.
         """
-        text, folder = read_text(path, MOST_TOML_BYTES), Path(path).parent
-        with refused_as(f"{path} is not a valid fleet"):
+        return cls.from_toml(read_text(path, MOST_TOML_BYTES), Path(path).parent, str(path))
+
+    @classmethod
+    def from_toml(cls, text: str, folder: Path, where: str = "text") -> FleetFile:
+        """As ``load``, of the text of a file.
+
+        Args:
+            folder: from which files that it names are found.
+            where: the name to use in errors.
+        """
+        with refused_as(f"{where} is not a valid fleet"):
             table = parsed(text)
             nested: dict[str, Any] = {}
             if "jobs" in table:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Self
 
 from penstock.base.errors import printable
+from penstock.core.timing.fleet_timeline import label_of_visit
 from penstock.training.fleet.dispatcher import Dispatcher
 from penstock.training.fleet.results import row_of
 from penstock.training.fleet.trainee import Trainee
@@ -69,8 +70,7 @@ class Shown:
             state, device = states[name]
             now = status if status != "training" else state
             if device is not None and status == "training":
-                stage, backward = trainee.place.label()
-                now = f"device {device}: {'B' if backward else 'F'}{stage}"
+                now = f"device {device}: {label_of_visit(*trainee.place.label())}"
             end = "" if trainee.place.target is None else str(trainee.place.target)
             table.add_row(*map(printable, (name, now, steps, end, loss, seconds, why)))
         return table

@@ -27,10 +27,10 @@ def breadth_first(num_ranks: int, num_microbatches: int, stages_per_rank: int = 
     Loses: When memory is short: all m microbatches are held, 32 where interleaved 1F1B holds 11.5.
 
     >>> from penstock import Costs, draw, simulate
-    >>> print(draw(simulate(breadth_first(2, 3), Costs())))
-    breadth-first, predicted: makespan 21, bubble 14.3%, stage bubble 14.3%
-    rank 0 │F0aF1aF2aF0bF1bF2b·········B0b───B1b───B2b───B0a───B1a───B2a───│ peak 3
-    rank 1 │···F0aF1aF2aF0bF1bF2bB0b───B1b───B2b───B0a───B1a───B2a───······│ peak 3
+    >>> print(draw(simulate(breadth_first(2, 2), Costs())))
+    breadth-first, predicted: makespan 15, bubble 20.0%, stage bubble 20.0%
+    rank 0 │0F0─0F1─2F0─2F1─············2B0─────2B1─────0B0─────0B1─────│ peak 2
+    rank 1 │····1F0─1F1─3F0─3F1─3B0─────3B1─────1B0─────1B1─────········│ peak 2
 
     Args:
         stages_per_rank: v; with 1, this is GPipe.

@@ -33,9 +33,9 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
     >>> from penstock import Costs, draw, simulate
     >>> print(draw(simulate(dualpipe_v(2, 4), Costs())))
     dualpipe-v, predicted: makespan 25, bubble 4.0%, stage bubble 4.0%
-    rank 0 │F0aF1aF2aF0bI0bW0bF1bF3aB1b───F2bB0a───B2b───F3b···B1a───B3b───I2aW2aI3aW3a│ peak 2.5
-    rank 1 │···F0aF0bF1aF1bF2aB0b───F2bB0a───F3aB1b───F3bB1a───B2b───B2a───I3bI3aW3bW3a│ peak 2.5
-    """
+    rank 0 │0F0─0F1─0F2─3F0─3I0─3W0─3F1─0F3─3B1─────3F2─0B0─────3B2─────3F3─····0B1─────3B3─────0I2─0W2─0I3─0W3─│ peak 2.5
+    rank 1 │····1F0─2F0─1F1─2F1─1F2─2B0─────2F2─1B0─────1F3─2B1─────2F3─1B1─────2B2─────1B2─────2I3─1I3─2W3─1W3─│ peak 2.5
+    """  # noqa: E501
     if num_microbatches < 2 * num_ranks:
         raise InputError(
             f"dualpipe-v: num_microbatches is {num_microbatches}, but {num_ranks} ranks need ≥ "

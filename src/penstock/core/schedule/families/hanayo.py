@@ -41,8 +41,8 @@ def hanayo(num_ranks: int, num_microbatches: int, num_waves: int = 1) -> Schedul
     >>> from penstock import Costs, draw, simulate
     >>> print(draw(simulate(hanayo(2, 2), Costs())))
     hanayo, predicted: makespan 16, bubble 25.0%, stage bubble 25.0%
-    rank 0 │F0aF1a···F0bB0b───F1bB1b───···B0a───······B1a───│ peak 1.5
-    rank 1 │···F0aF0bF1aF1b···B0b───B0a───B1b───B1a───······│ peak 2
+    rank 0 │0F0─0F1─····3F0─3B0─────3F1─3B1─────····0B0─────········0B1─────│ peak 1.5
+    rank 1 │····1F0─2F0─1F1─2F1─····2B0─────1B0─────2B1─────1B1─────········│ peak 2
     """
     at_least("hanayo", "num_waves", num_waves, 1)
     if num_microbatches < num_ranks:

@@ -32,8 +32,8 @@ def interleaved(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2)
     >>> from penstock import Costs, draw, simulate
     >>> print(draw(simulate(interleaved(2, 4), Costs(2, 1, 1))))
     interleaved-1f1b, predicted: makespan 36, bubble 11.1%, stage bubble 11.1%
-    rank 0 │F0aF1aF0bF1bF2aB0bF3aB1bF2bB0aF3bB1a···B2b···B3bB2aB3a│ peak 2.5
-    rank 1 │···F0aF1aF0bB0bF1bB1bF2aB0aF3aB1aF2bB2bF3bB3bB2aB3a···│ peak 1.5
+    rank 0 │0F0─0F1─2F0─2F1─0F2─2B0─0F3─2B1─2F2─0B0─2F3─0B1─····2B2─····2B3─0B2─0B3─│ peak 2.5
+    rank 1 │····1F0─1F1─3F0─3B0─3F1─3B1─1F2─1B0─1F3─1B1─3F2─3B2─3F3─3B3─1B2─1B3─····│ peak 1.5
 
     Args:
         stages_per_rank: v; with 1, this is 1F1B.

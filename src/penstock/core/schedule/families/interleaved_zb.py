@@ -34,8 +34,8 @@ def interleaved_zb(num_ranks: int, num_microbatches: int, stages_per_rank: int =
     >>> from penstock import Costs, draw, simulate
     >>> print(draw(simulate(interleaved_zb(2, 2), Costs())))
     interleaved-zb, predicted: makespan 13, bubble 7.7%, stage bubble 7.7%
-    rank 0 │F0aF1aF0bF1b···I0bW0bI1bW1bI0aW0aI1aW1a│ peak 2
-    rank 1 │···F0aF1aF0bI0bF1bI1bW0bI0aW1bI1aW0aW1a│ peak 2
+    rank 0 │0F0─0F1─2F0─2F1─····2I0─2W0─2I1─2W1─0I0─0W0─0I1─0W1─│ peak 2
+    rank 1 │····1F0─1F1─3F0─3I0─3F1─3I1─3W0─1I0─3W1─1I1─1W0─1W1─│ peak 2
 
     Args:
         stages_per_rank: v; with 1, this is ZB-H1.

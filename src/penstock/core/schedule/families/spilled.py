@@ -35,7 +35,7 @@ def spilled(
     >>> from penstock import Costs, draw, simulate
     >>> print(draw(simulate(spilled(1, 2, stages_per_rank=3), Costs())))
     spilled, predicted: makespan 18, bubble 0.0%, stage bubble 0.0%
-    rank 0 │F0aF1aF0bF1bF0cB0c───F1cB1c───B0b───B1b───B0a───B1a───│ peak 1.667
+    rank 0 │0F0─0F1─1F0─1F1─2F0─2B0─────2F1─2B1─────1B0─────1B1─────0B0─────0B1─────│ peak 1.667
 
     Args:
         stages_per_rank: v, how many stages each rank has.

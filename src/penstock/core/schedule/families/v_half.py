@@ -25,10 +25,10 @@ def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
     with hops of F/2 it is 35 %. ZB-V has less than half the bubble where its p microbatches fit.
 
     >>> from penstock import Costs, draw, simulate
-    >>> print(draw(simulate(v_half(2, 4), Costs())))
-    v-half, predicted: makespan 25, bubble 4.0%, stage bubble 0.0%
-    rank 0 │F0aF1aF2aF0bI0bW0bF1bI1bI0aW0aW1bF2bF3aI2bI1aW1aW2bF3bI3bI2aW2aI3aW3bW3a···│ peak 2
-    rank 1 │···F0aF0bF1aF1bI0bW0bI0aW0aF2aF2bI1bW1bI1aW1aF3aF3bI2bI2aI3bI3aW2bW2aW3bW3a│ peak 2
+    >>> print(draw(simulate(v_half(2, 3), Costs())))
+    v-half, predicted: makespan 19, bubble 5.3%, stage bubble 0.0%
+    rank 0 │0F0─0F1─0F2─3F0─3I0─3W0─3F1─3I1─0I0─0W0─3W1─3F2─3I2─0I1─0W1─0I2─3W2─0W2─····│ peak 2
+    rank 1 │····1F0─2F0─1F1─2F1─2I0─2W0─1I0─1W0─1F2─2F2─2I1─1I1─2I2─1I2─2W1─1W1─2W2─1W2─│ peak 2
     """
     p = num_ranks
     # Keeps the ops of a rank in different slots of the block.

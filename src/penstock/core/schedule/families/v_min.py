@@ -25,10 +25,10 @@ def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
     %, and 1F1B's is 20 %. V-Half holds one microbatch more there and has 13 %.
 
     >>> from penstock import Costs, draw, simulate
-    >>> print(draw(simulate(v_min(2, 4), Costs())))
-    v-min, predicted: makespan 25, bubble 4.0%, stage bubble 4.0%
-    rank 0 │F0aF1aF2aF0bI0bW0bF1bI0aW0aI1bW1bF3aI1aF2bI2bW1aW2bI2aW2aF3bI3bW3b···I3aW3a│ peak 2
-    rank 1 │···F0aF0bF1aF1bI0bI0aW0bW0aF2aI1bI1aF2bW1bW1aI2bI2aF3aF3bW2bW2aI3bI3aW3bW3a│ peak 2
+    >>> print(draw(simulate(v_min(2, 3), Costs())))
+    v-min, predicted: makespan 19, bubble 5.3%, stage bubble 5.3%
+    rank 0 │0F0─0F1─0F2─3F0─3I0─3W0─3F1─0I0─3I1─0W0─3W1─0I1─0W1─3F2─3I2─3W2─····0I2─0W2─│ peak 2
+    rank 1 │····1F0─2F0─1F1─2F1─2I0─1I0─2W0─1W0─2I1─1I1─1F2─2F2─2W1─1W1─2I2─1I2─2W2─1W2─│ peak 2
     """
     p = num_ranks
     # Keeps the ops of a rank in different slots of the block.

@@ -28,10 +28,10 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
     = 8.
 
     >>> from penstock import Costs, draw, simulate
-    >>> print(draw(simulate(zb_v(2, 4), Costs())))
-    zb-v, predicted: makespan 25, bubble 4.0%, stage bubble 0.0%
-    rank 0 │F0aF1aF2aF0bI0bW0bF1bI1bW1bF3aI0aW0aF2bI2bW2bI1aW1aF3bI3bW3bI2aW2aI3aW3a···│ peak 2
-    rank 1 │···F0aF0bF1aF1bI0bW0bF2aI0aW0aF2bI1bW1bF3aI1aW1aF3bI2bW2bI2aI3bI3aW2aW3bW3a│ peak 2
+    >>> print(draw(simulate(zb_v(2, 3), Costs())))
+    zb-v, predicted: makespan 19, bubble 5.3%, stage bubble 0.0%
+    rank 0 │0F0─0F1─0F2─3F0─3I0─3W0─3F1─3I1─3W1─0I0─0W0─3F2─3I2─3W2─0I1─0W1─0I2─0W2─····│ peak 2
+    rank 1 │····1F0─2F0─1F1─2F1─2I0─2W0─1F2─1I0─1W0─2F2─2I1─2W1─1I1─2I2─1I2─1W1─2W2─1W2─│ peak 2
     """
     # The order is made for a full pipe; ops left out of it leave its dependencies intact.
     full = max(num_microbatches, 2 * num_ranks - 1)
