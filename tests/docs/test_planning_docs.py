@@ -45,7 +45,7 @@ def results(tmp_path_factory):
     found = {}
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(here)
-        patched.setenv("COLUMNS", "110")
+        patched.setenv("COLUMNS", "80")
         for words, _ in commands():
             quick = ["--repeats", "1", "--ranks", "0"] if words[0] == "profile" else []
             result = CliRunner().invoke(penstock, [*words, *quick])

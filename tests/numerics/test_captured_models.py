@@ -296,8 +296,8 @@ def test_a_model_that_returns_a_cache_does_not_while_it_is_traced():
     model = gpt2()
     model.config.use_cache = True
     captured = capture(model, {"input_ids": tokens()})
-    assert "past_key_values" not in captured(tokens())
-    assert "past_key_values" in model(tokens()) and model.config.use_cache is True
+    assert "past_key_values" not in captured(input_ids=tokens())
+    assert "past_key_values" in model(input_ids=tokens()) and model.config.use_cache is True
 
 
 def test_the_gpt2_in_the_docs_trains():
@@ -310,5 +310,5 @@ def test_the_gpt2_in_the_docs_trains():
     ]
     namespace = {}
     exec(script, namespace)
-    weight = namespace["model"].original.lm_head.weight
-    assert weight is namespace["model"].original.transformer.wte.weight
+    weight = namespace["model"].lm_head.weight
+    assert weight is namespace["model"].transformer.wte.weight

@@ -21,6 +21,16 @@ POLICIES = (
 )
 
 
+IN_HALVES = {"zb-h1", "zb-h2", "zb-v", "interleaved-zb", "v-half", "v-min", "dualpipe-v"}
+"""Schedules that compute a backward in two halves, which is another computation than a whole one:
+of batch norm, some CPUs' kernels round it otherwise."""
+
+
+def _is_exact(schedule, names):
+    in_halves = schedule in IN_HALVES and "batch norm" in names
+    return schedule != "chimera" and "tied" not in names and not in_halves
+
+
 @dataclass(frozen=True)
 class Case:
     """A synchronous training."""
@@ -46,7 +56,7 @@ class Case:
     @property
     def exact(self) -> bool:
         """Whether all sums have the order of one device; if not, only rounding may differ."""
-        return self.schedule != "chimera" and "tied" not in self.names
+        return _is_exact(self.schedule, self.names)
 
 
 @dataclass(frozen=True)
@@ -99,7 +109,7 @@ def trainings(draw, schedules=SCHEDULES):
     if not fitting:
         schedule, fitting = "1f1b", [(2, 2)]
     num_ranks, num_microbatches = draw(st.sampled_from(fitting))
-    exact = schedule != "chimera" and "tied" not in names
+    exact = _is_exact(schedule, names)
     autocast = exact and draw(st.integers(0, 3)) == 3
     scaler = draw(st.booleans())
     streams = draw(st.booleans())

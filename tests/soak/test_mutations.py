@@ -20,7 +20,11 @@ def copy(tmp_path_factory):
 
 
 def place_of(change):
-    (place,) = (one for one in places("reduce") if one.key == ("reduce/pieces.py", "added", change))
+    (place,) = (
+        one
+        for one in places("engine/reduce")
+        if one.key == ("engine/reduce/pieces.py", "added", change)
+    )
     return place
 
 
