@@ -123,3 +123,8 @@ def held_bytes(found):
         for rank in place.ranks_of(index):
             held[rank] += stage.state_bytes
     return held
+
+
+def in_one_line(told):
+    """What is printed of a plan, whose sentences are broken into lines of a window."""
+    return " ".join(str(told).split())

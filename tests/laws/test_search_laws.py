@@ -64,7 +64,8 @@ def test_never_worse_than_any_fixed_family_with_the_same_memory(name, objective,
             objective=objective,
             effort=0.05,
         )
-        assert value(found, costs, objective) <= value(rival, costs, objective)
+        # Sums of the same seconds in another order may differ in their last digits.
+        assert value(found, costs, objective) <= value(rival, costs, objective) * (1 + 1e-12)
 
 
 @examples(8)

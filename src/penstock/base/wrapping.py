@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from textwrap import fill
 
+from penstock.base.errors import printable
+
 WARNING = "! "
 """Stands before what is doubtful."""
 
@@ -19,7 +21,7 @@ def wrap_to(text: str, width: int, beside: str = "") -> str:
       each other
     """
     return fill(
-        text,
+        printable(text),  # before a control character passes for a space
         width,
         initial_indent=beside,
         subsequent_indent=" " * len(beside),

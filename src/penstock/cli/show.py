@@ -100,11 +100,12 @@ def print_table(
     # Nobody's window is too narrow for a long name, and programs look for it in one piece.
     whole_names = not Console(stderr=beside).is_terminal
     widths = _widths(columns, shown, num_texts, whole_names)
-    for number, part in enumerate(_parts(widths, width())):
+    # Numbers stand beside a name that takes up the line, rather than each below it again.
+    for number, part in enumerate(_parts(widths, max(width(), 2 * widths[0]))):
         if number:
             echo(err=beside)
         room = max(width(), sum(widths[at] + _GAP for at in part) - _GAP)
-        table = _table(columns, shown, part, num_texts)
+        table = _table(columns, shown, part, num_texts, whole_names)
         Console(width=room, stderr=beside, markup=False, emoji=False).print(table)
 
 
@@ -140,7 +141,11 @@ def _parts(widths: Sequence[int], room: int) -> list[list[int]]:
 
 
 def _table(
-    names: Sequence[str], rows: Sequence[Sequence[str]], part: Sequence[int], num_texts: int
+    names: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    part: Sequence[int],
+    num_texts: int,
+    whole_names: bool,
 ) -> Table:
     from rich.table import Table
 
@@ -150,7 +155,13 @@ def _table(
         cells = [] if is_text else [row[index] for row in rows]
         least = max(map(len, [*names[index].split(), *cells]), default=0)
         justify: Literal["left", "right"] = "left" if is_text else "right"
-        table.add_column(names[index], justify=justify, overflow="fold", min_width=least)
+        table.add_column(
+            names[index],
+            justify=justify,
+            overflow="fold",
+            min_width=least,
+            no_wrap=whole_names and not index,
+        )
     for row in rows:
         table.add_row(*(row[index] for index in part))
     return table

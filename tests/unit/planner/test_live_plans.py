@@ -13,6 +13,7 @@ from penstock import versions
 from penstock.base.errors import InputError, PlanError
 from tests.kit.command_line import refused, run
 from tests.kit.examples import examples
+from tests.kit.planning import in_one_line
 
 
 def graph_of(seconds, **layer):
@@ -75,7 +76,8 @@ def test_rate_and_latency_are_told_together():
         "rate: up to 33.33 frames/s (30 frames/s asked for); latency of an output: 22 ms at light "
         "load, 90 ms saturated"
     )
-    assert "30 ms a frame in the steady state" in str(plan) and told in str(plan)
+    assert "30 ms a frame in the steady state" in in_one_line(plan)
+    assert told in in_one_line(plan)
     assert plan.reason == (
         "3 stages with partime (sideways) keeps 30 frames/s: it gives 33.33 frames/s; fewer "
         "devices are too slow, or too small"
@@ -177,7 +179,10 @@ def test_the_command_line_plans_for_a_rate(tmp_path, monkeypatch):
     cluster_of(4).save("cluster.json")
     command = "plan", "graph.json", "cluster.json", "--schedule", "partime"
     said = run(*command, "--rate", 30, "-o", "plan.json")
-    assert "(30 frames/s asked for); latency of an output: 20 ms at light load, 90 ms" in said
+    assert (
+        "(30 frames/s asked for); latency of an output: 20 ms at light load, 90 ms"
+        in in_one_line(said)
+    )
     plan = pk.Plan.load("plan.json")
     assert (plan.num_ranks, plan.num_microbatches, plan.rate) == (3, 1, 30)
     assert "rate: up to 50 frames/s; latency" in run(*command)

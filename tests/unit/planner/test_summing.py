@@ -10,7 +10,7 @@ from penstock.base.errors import InputError
 from penstock.core.cluster import Link, SpareMachine
 from penstock.core.summation.split import best_split
 from penstock.planning.plans.explanation import explain
-from tests.kit.planning import chain, devices
+from tests.kit.planning import chain, devices, in_one_line
 
 RATE = 12.5e6
 
@@ -92,7 +92,7 @@ def test_tensor_ranks_share_the_links_of_servers(reducer):
 def test_updates_may_be_planned_to_be_late():
     late = copies(cluster(4, 2), "parameter-server", stale=3)
     assert (late.summing.stale, len(late.summing.servers)) == (3, 1)
-    assert "gradients: 1 parameter server, up to 3 updates late" in str(late)
+    assert "gradients: 1 parameter server, up to 3 updates late" in in_one_line(late)
     told = explain(late)
     assert told.summary.startswith("Stale-synchronous")
     assert "late by 3 updates at most" in told.summary

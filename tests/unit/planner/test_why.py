@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from penstock import Link, plan
 from penstock.planning.planner.why import _comparison
 from penstock.planning.plans import Plan
-from tests.kit.planning import KIB, attempt, chain, devices
+from tests.kit.planning import KIB, attempt, chain, devices, in_one_line
 
 HEAVY = chain(parameter_bytes=100 * KIB)
 SLOW = replace(devices(2), link=Link(latency_seconds=0.001, bytes_per_second=200.0 * KIB))
@@ -102,7 +102,7 @@ def test_print_shows_the_table_and_the_file_keeps_it():
     found = plan(HEAVY, SLOW, num_microbatches=8)
     text = str(found)
     assert all(f" {label} " in text for label in LABELS)
-    assert text.endswith(found.reason)
+    assert in_one_line(found).endswith(found.reason)
     assert Plan.from_json(found.to_json()).alternatives == found.alternatives
 
 

@@ -49,7 +49,9 @@ class Slow(nn.Linear):
 
 
 @pytest.fixture(autouse=True)
-def forwards():
+def forwards(monkeypatch):
+    # It runs the layers, too, once all is measured.
+    monkeypatch.setattr("penstock.training.profiler.profiling.mixed_rows", lambda *_: None)
     Slow.forwards.clear()
     Slow.at.clear()
     return Slow.forwards
