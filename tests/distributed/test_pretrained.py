@@ -34,6 +34,7 @@ def test_no_process_has_more_than_its_stages(kind, start, tmp_path):
         assert report["losses"] == pytest.approx(expected, rel=1e-5)
         torch.testing.assert_close(torch.tensor(report["outputs"]), outputs, rtol=1e-4, atol=1e-6)
         assert "another save" in report["stale"]
+        assert "gather_state_dict(rank=0)" in report["in parts"]
     first, second = (set(job.reports[rank]["has"]) for rank in (0, 1))
     every = {name for name, _ in model.named_parameters()}
     assert first | second == every

@@ -331,3 +331,16 @@ def test_a_traced_model_has_tables_around_its_layers(tmp_path):
             pipeline.save_pretrained(target)
         written = [key for keys in keys_in(target).values() for key in keys]
         assert sorted(written) == sorted(model.state_dict())
+
+
+def test_threads_that_share_layers_write_whole_ones(tmp_path):
+    model = make_mlp(0.0, seed=7)
+    plan = make_plan(model, 1, 4).sharing(2, {"0": "column", "1": "any", "2": "any", "3": "row"})
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    options = {"loss": F.cross_entropy, "optimizer": training.sgd}
+    empty = on_meta_of(lambda: make_mlp(0.0))
+    with pk.Pipeline(empty, plan, initial_weights=tmp_path, **options) as pipeline:
+        torch.testing.assert_close(pipeline.evaluate(make_batch()[0]), model(make_batch()[0]))
+        pipeline.step(*make_batch())
+        pipeline.save_pretrained(tmp_path)
+        torch.testing.assert_close(loaded(tmp_path), pipeline.evaluate(make_batch()[0]))

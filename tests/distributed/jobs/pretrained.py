@@ -16,9 +16,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 import penstock as pk
 from penstock.base.errors import FileError, PenstockError
+from tests.kit.helpers import make_batch, make_mlp, make_plan
 from tests.kit.pretrained import BATCH, on_meta, pipeline_of
 
 INDEX = "model.safetensors.index.json"
@@ -48,6 +50,19 @@ def refusal(model: torch.nn.Module, plan: pk.Plan, folder: Path) -> str:
         pipeline_of(model, plan, initial_weights=folder)
     except PenstockError as error:
         return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def refused_in_parts(folder: str) -> str:
+    """What both ranks are told that have parts of the same layers."""
+    model = make_mlp(0.0)
+    plan = make_plan(model, 1, 4).sharing(2, {"0": "column", "1": "any", "2": "any", "3": "row"})
+    with pipeline_of(model, plan, loss=F.cross_entropy) as pipeline:
+        pipeline.step(*make_batch())
+        try:
+            pipeline.save_pretrained(folder)
+        except PenstockError as error:
+            return str(error)
     return ""
 
 
@@ -81,6 +96,7 @@ def main(kind: str, plan_file: str, source: str, target: str, folder: str) -> No
         "has": has,
         "refused": refusal(on_meta(kind), plan, own),
         "stale": stale,
+        "in parts": refused_in_parts(folder),
     }
     Path(folder, f"report-{rank}.json").write_text(json.dumps(report))
     dist.barrier()
