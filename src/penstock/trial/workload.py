@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from penstock.base.errors import InputError
 from penstock.core.graph import LayerGraph
 from penstock.engine.model import microbatches, tree
-from penstock.engine.model.spine import names_a_spine
 from penstock.training.profiler import profile
 from penstock.training.profiler.alone import Progress
+from penstock.training.profiler.profiling import traced_unless_a_chain
 
 Batch = tuple[Any, Any]
 _TRACED_ROWS = 4
@@ -121,14 +121,8 @@ class Workload:
 
     def build_in_layers(self) -> nn.Module:
         """The model, captured if it names no spine."""
-        model = self.build_model()
-        if names_a_spine(model):
-            return model
-        # Tracing takes seconds to import, and few models need it.
-        from penstock.engine.tracing.entrance import traced_for_profile
-
         inputs, _ = self.first_batch()
-        return traced_for_profile(model, _first_rows(inputs, _TRACED_ROWS))
+        return traced_unless_a_chain(self.build_model(), _first_rows(inputs, _TRACED_ROWS))
 
 
 def _first_rows(value: Any, num_rows: int) -> Any:

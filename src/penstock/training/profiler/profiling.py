@@ -122,7 +122,7 @@ def profile(  # noqa: PLR0913 - each has a default that most callers keep
     inputs, targets = plain(inputs, "inputs"), plain(targets, "targets")
     sample = Sample(inputs, targets, loss)
     others = sample.of_sizes(sizes)
-    model = _in_layers(model, inputs)
+    model = traced_unless_a_chain(model, inputs)
     if loss is None and getattr(model, "gives_loss", False):
         sample = _with_own_loss(model, inputs)
         others = sample.of_sizes(sizes)
@@ -246,8 +246,8 @@ def _with_own_loss(model: nn.Module, inputs: Any) -> Sample:
     return Sample(*parting.parted(inputs, "the sample"), model_loss)
 
 
-def _in_layers(model: nn.Module, inputs: Any) -> nn.Module:
-    """The model itself if it has a spine; otherwise captured."""
+def traced_unless_a_chain(model: nn.Module, inputs: Any) -> nn.Module:
+    """The model itself if it names its spine; otherwise captured, for ``Pipeline`` too."""
     if not isinstance(model, nn.Module) or names_a_spine(model):
         return model
     # Tracing takes seconds to import, and few models need it.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,8 +35,9 @@ def mixed_rows(model: nn.Module, sample: Sample) -> str | None:
             torch.no_grad(),
             generators_kept(tensor.device for tensor in tree.tensors(sample.inputs)),
         ):
-            whole = _loss(model, sample, sample.inputs, sample.targets)
-            halves = [_loss(model, sample, *half) for half in zip(inputs, targets, strict=True)]
+            layers = [layer.module for layer in spine_of(model)]
+            whole = _loss(layers, sample, sample.inputs, sample.targets)
+            halves = [_loss(layers, sample, *half) for half in zip(inputs, targets, strict=True)]
     except Exception:  # a model may refuse so few rows in any way, and nobody has asked for them
         return None
     tolerance = _TOLERANCE.get(whole.dtype, _LOW_PRECISION)
@@ -56,11 +57,11 @@ def mixed_rows(model: nn.Module, sample: Sample) -> str | None:
     )
 
 
-def _loss(model: nn.Module, sample: Sample, inputs: Any, targets: Any) -> Tensor:
+def _loss(layers: Sequence[nn.Module], sample: Sample, inputs: Any, targets: Any) -> Tensor:
     assert sample.loss is not None
     # Layers may work in place on what they are given.
     own = tree.replace(Tensor, Tensor.clone, inputs)
-    return sample.loss(run_spine((layer.module for layer in spine_of(model)), own), targets)
+    return sample.loss(run_spine(layers, own), targets)
 
 
 def _weights(inputs: list[Any], targets: list[Any]) -> Iterator[Tensor]:
