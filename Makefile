@@ -122,6 +122,7 @@ lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
+	$(VENV)/bin/python -m tools.measure
 
 format: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check --fix .

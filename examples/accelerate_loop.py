@@ -43,7 +43,7 @@ def main() -> None:
     from penstock.interop.huggingface import Spread
 
     alone = losses()
-    ours = losses(Spread(stages=2, schedule="1f1b", num_microbatches=4))
+    ours = losses(Spread(stages=2, schedule="1f1b", microbatches=4))
     apart = max(abs(one - other) for one, other in zip(ours, alone, strict=True))
     print(json.dumps({"losses": ours, "largest difference": apart}))
 

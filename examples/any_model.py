@@ -44,7 +44,7 @@ def trained(case: Case) -> tuple[list[float], int]:
     rows = ROWS // MICROBATCHES
     sample, labels = _rows(inputs, rows), _rows(targets, rows)
     graph = pk.profile(model, sample, loss=loss, targets=labels, repeats=1, ranks=0)
-    plan = pk.plan(graph, pk.Cluster.local(2), num_microbatches=MICROBATCHES, stages=2)
+    plan = pk.plan(graph, pk.Cluster.local(2), microbatches=MICROBATCHES, stages=2)
     with pk.Pipeline(model, plan, loss=loss, optimizer=_sgd) as pipeline:
         losses = [float(pipeline.step(inputs, targets)) for _ in range(STEPS)]
     return losses, len(graph.layers)

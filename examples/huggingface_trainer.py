@@ -75,7 +75,7 @@ def main() -> None:
     from penstock.interop.huggingface import PenstockTrainer, Spread
 
     alone = train(Trainer, os.path.join(arguments.output, "one-device"))
-    spread = Spread(stages=2, schedule="1f1b", num_microbatches=4)
+    spread = Spread(stages=2, schedule="1f1b", microbatches=4)
     ours = train(PenstockTrainer, os.path.join(arguments.output, "pipeline"), spread=spread)
     print(ours.plan)
     told = {

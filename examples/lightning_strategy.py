@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--output", default=tempfile.gettempdir(), help="where checkpoints go")
     folder = parser.parse_args().output
     alone, _ = train("auto", folder)
-    spread = Spread(stages=2, schedule="1f1b", num_microbatches=4)
+    spread = Spread(stages=2, schedule="1f1b", microbatches=4)
     ours, trainer = train(PenstockStrategy(spread), folder)
     print(trainer.strategy.plan)
     told = {

@@ -62,7 +62,7 @@ def main() -> None:
     hosts = pk.Cluster(devices=devices, link=pk.Link(bytes_per_second=125e6, latency_seconds=50e-6))
     graph = pk.profile(model, torch.randn(rows, 3, 32, 32))
     plan = pk.plan(
-        graph, hosts, num_microbatches=1, stages=1, schedule="1f1b", tensor_ranks=len(devices)
+        graph, hosts, microbatches=1, stages=1, schedule="1f1b", tensor_ranks=len(devices)
     )
     with pk.Pipeline(
         model, plan, loss=F.cross_entropy, optimizer=sgd, seed=0, devices="cpu"
@@ -85,7 +85,7 @@ def main() -> None:
 def train_alone(graph: pk.LayerGraph, steps: int, rows: int) -> dict[str, torch.Tensor]:
     """The same on one rank that has whole layers."""
     model = build_model()
-    plan = pk.plan(graph, pk.Cluster.local(1), num_microbatches=1)
+    plan = pk.plan(graph, pk.Cluster.local(1), microbatches=1)
     with pk.Pipeline(
         model, plan, loss=F.cross_entropy, optimizer=sgd, seed=0, transport="threads"
     ) as pipeline:

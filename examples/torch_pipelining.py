@@ -85,7 +85,7 @@ def main() -> None:
     stages = pk.schedules.build(name, num_ranks=2, num_microbatches=MICROBATCHES).num_stages
     cluster = pk.Cluster.local(2)
     wanted = {"schedule": name, "stages": stages, "recompute": "never"}
-    plan = pk.plan(graph, cluster, num_microbatches=MICROBATCHES, **wanted)
+    plan = pk.plan(graph, cluster, microbatches=MICROBATCHES, **wanted)
     print(plan)
     with tempfile.TemporaryDirectory() as name_of_folder:
         folder = Path(name_of_folder)

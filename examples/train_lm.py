@@ -33,7 +33,7 @@ def main():
     inputs, targets = corpus.held_out(rows=32, context=48)
 
     graph = pk.profile(model, inputs[:2], loss=loss, targets=targets[:2])
-    plan = pk.plan(graph, pk.Cluster.local(2), num_microbatches=options.microbatches, stages=2)
+    plan = pk.plan(graph, pk.Cluster.local(2), microbatches=options.microbatches, stages=2)
     with pk.Pipeline(
         model,
         plan,

@@ -119,7 +119,7 @@ class Plans:
         return pk.plan(
             graph,
             pk.Cluster.local(1, tiers=[tier]),
-            num_microbatches=options.microbatches,
+            microbatches=options.microbatches,
             memory_bytes=round(held * options.share),
             spill="always",
         )
@@ -129,14 +129,14 @@ class Plans:
         if number % 3 < 2:
             return self.spilled(spec.blocks, spec.width)
         graph = self.graph(spec.blocks, spec.width)
-        return pk.plan(graph, pk.Cluster.local(1), num_microbatches=self.options.microbatches)
+        return pk.plan(graph, pk.Cluster.local(1), microbatches=self.options.microbatches)
 
     def pipelined(self, spec: Spec) -> pk.Plan:
         """Over both devices, in memory."""
         return pk.plan(
             self.graph(spec.blocks, spec.width),
             pk.Cluster.local(NUM_DEVICES),
-            num_microbatches=self.options.microbatches,
+            microbatches=self.options.microbatches,
             schedule="1f1b",
             stages=NUM_DEVICES,
             recompute="never",

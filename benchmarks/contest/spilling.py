@@ -111,7 +111,7 @@ def planned(graph: pk.LayerGraph, options: argparse.Namespace, way: str) -> pk.P
     plan = pk.plan(
         graph,
         cluster,
-        num_microbatches=options.microbatches,
+        microbatches=options.microbatches,
         memory_bytes=budget_of(graph, options),
         spill="always",
     )

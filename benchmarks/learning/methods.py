@@ -131,7 +131,7 @@ def plan_of(
     plan = pk.plan(
         graph,
         pk.Cluster.local(num_stages),
-        num_microbatches=count,
+        microbatches=count,
         stages=num_stages,
         schedule=None if policy.asynchronous else "1f1b",
         versions=policy,

@@ -166,7 +166,7 @@ def on_network(
         share = min(1.0, len(os.sched_getaffinity(0)) / work.hosts)
         devices = tuple(replace(device, speed=share) for device in cluster.devices)
         plan = pk.plan(
-            graph, replace(cluster, devices=devices), num_microbatches=1, stages=1, schedule="1f1b",
+            graph, replace(cluster, devices=devices), microbatches=1, stages=1, schedule="1f1b",
             tensor_ranks=work.hosts,
         )  # fmt: skip
         plan.save(folder / "plan.json")

@@ -339,7 +339,7 @@ def show_training(options: argparse.Namespace) -> None:
             ways = ["owners", "sharded", "all-reduce", *["servers"] * bool(options.spares)]
             for way in ways:
                 plan = pk.plan(
-                    graph, cluster, num_microbatches=options.hosts, replicas=(options.hosts,),
+                    graph, cluster, microbatches=options.hosts, replicas=(options.hosts,),
                     reducer=way,
                 )  # fmt: skip
                 plan.save(Path(name) / f"{way}.json")
@@ -353,7 +353,7 @@ def show_training(options: argparse.Namespace) -> None:
             if options.spares:
                 one_spare = replace(cluster, spares=cluster.spares[:1])
                 served = pk.plan(
-                    graph, one_spare, num_microbatches=options.hosts, replicas=(options.hosts,),
+                    graph, one_spare, microbatches=options.hosts, replicas=(options.hosts,),
                     reducer="parameter-server",
                 )  # fmt: skip
                 predicted["parameter-server"] = served.step_seconds

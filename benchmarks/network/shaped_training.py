@@ -232,11 +232,11 @@ def plans(layers: Layers, cluster: Cluster, work: Work) -> Plans:
 
     def copies(hidden: float) -> pk.Plan:
         return pk.plan(
-            layers.of_share, cluster, num_microbatches=count, replicas=(count,), schedule="1f1b",
+            layers.of_share, cluster, microbatches=count, replicas=(count,), schedule="1f1b",
             overlap=hidden,
         )  # fmt: skip
 
-    asked = {"num_microbatches": work.microbatches}
+    asked = {"microbatches": work.microbatches}
     chosen = pk.plan(layers.of_microbatch, cluster, **asked)
     if chosen.num_ranks < count:  # every host trains
         chosen = pk.plan(layers.of_microbatch, cluster, stages=count, **asked)

@@ -80,7 +80,7 @@ def main() -> None:
     cluster = pk.Cluster(devices=tuple(pk.Device(name=f"d{index}") for index in range(4)))
     for schedule in ("1f1b", "pipedream"):
         with counting() as calls:
-            plan = pk.plan(graph, cluster, num_microbatches=16, schedule=schedule, stages=4)
+            plan = pk.plan(graph, cluster, microbatches=16, schedule=schedule, stages=4)
         _add_row(table, f"pk.plan(schedule={schedule!r})", calls)
         text = plan.to_json()
         tasks: dict[str, Callable[[pk.Plan], object]] = {

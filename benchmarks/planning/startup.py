@@ -93,7 +93,7 @@ def _write_files(folder: Path) -> None:
     seconds = {"forward_seconds": 1, "backward_input_seconds": 1, "backward_weight_seconds": 1}
     graph = pk.LayerGraph(layers=tuple(pk.Layer(name=name, **seconds) for name in "abcd"))
     graph.save(folder / "graph.json")
-    plan = pk.plan(graph, pk.Cluster.local(2), num_microbatches=4, schedule="1f1b", stages=2)
+    plan = pk.plan(graph, pk.Cluster.local(2), microbatches=4, schedule="1f1b", stages=2)
     plan.save(folder / "plan.json")
     write_report(Report(title="run", facts=(Fact(label="steps", value="1"),)), folder / "run")
 

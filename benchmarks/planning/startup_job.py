@@ -57,7 +57,7 @@ def main() -> None:
         from penstock.training.pipeline import Pipeline
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     graph = _graph(model)
-    plan = pk.plan(graph, pk.Cluster.local(2), num_microbatches=4, schedule="1f1b", stages=2)
+    plan = pk.plan(graph, pk.Cluster.local(2), microbatches=4, schedule="1f1b", stages=2)
     torch.manual_seed(0)  # ranks get the same minibatch
     inputs, targets = torch.randn(8, 8), torch.randn(8, 8)
     with phase("torch's first optimizer"):

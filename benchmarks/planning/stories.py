@@ -86,7 +86,7 @@ def planned(graph: LayerGraph, cluster: Cluster, *, asynchronous: bool) -> tuple
     found = plan(
         graph,
         cluster,
-        num_microbatches=NUM_MICROBATCHES,
+        microbatches=NUM_MICROBATCHES,
         asynchronous=asynchronous,
         overlap=HIDDEN.overlap,
     )

@@ -137,7 +137,7 @@ def contestants(model: str, graph: pk.LayerGraph, num_devices: int) -> Iterator[
     count = MICROBATCHES_PER_RANK * num_devices
 
     def made(label: str, **request: Any) -> Contestant:
-        plan = pk.plan(graph, cluster, num_microbatches=count, **request)
+        plan = pk.plan(graph, cluster, microbatches=count, **request)
         return Contestant(plan=plan, model=model, num_devices=num_devices, label=label)
 
     for name, per_rank in STAGES_PER_RANK.items():

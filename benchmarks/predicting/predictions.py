@@ -119,7 +119,7 @@ def contestants(graph: pk.LayerGraph, cuts: Sequence[int]) -> Iterator[Contestan
         plan = pk.plan(
             graph,
             cluster,
-            num_microbatches=MICROBATCHES,
+            microbatches=MICROBATCHES,
             schedule=schedule,
             cuts=[cut],
             recompute="never",

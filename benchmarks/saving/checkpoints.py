@@ -67,7 +67,7 @@ def pipeline_of(megabytes: float) -> Iterator[pk.Pipeline]:
     num_layers = max(2, round(megabytes * 1e6 / 12 / _WIDTH**2))
     model = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(num_layers)))
     inputs = torch.randn(4, _WIDTH)
-    plan = pk.plan(pk.profile(model, inputs[:2]), pk.Cluster.local(2), num_microbatches=2, stages=2)
+    plan = pk.plan(pk.profile(model, inputs[:2]), pk.Cluster.local(2), microbatches=2, stages=2)
     with pk.Pipeline(
         model, plan, loss=nn.functional.mse_loss, optimizer=torch.optim.AdamW
     ) as pipeline:

@@ -117,7 +117,7 @@ def planned(network: Network, num_stages: int) -> tuple[nn.Sequential, pk.Plan]:
     ((frame, target),) = frames(1)
     graph = pk.profile(model, frame, loss=mse_loss, targets=target)
     cluster = pk.Cluster.local(num_stages)
-    plan = pk.plan(graph, cluster, schedule="partime", stages=num_stages, num_microbatches=1)
+    plan = pk.plan(graph, cluster, schedule="partime", stages=num_stages, microbatches=1)
     return model, plan
 
 

@@ -31,7 +31,9 @@ CAUSES = {
 MISUSED = {
     "loader ends": r"rank {victim} closed its pipeline \(after \d steps, and all|"
     r"rank {victim} ends its loop with this minibatch",
-    "loader raises": r"rank {victim} closed its pipeline \(after \d steps, OSError: disk gone\)",
+    # In steps(), the minibatch before tells the others already that none will follow.
+    "loader raises": r"rank {victim} closed its pipeline \(after \d steps, OSError: disk gone\)|"
+    r"the loader of rank {victim} has raised an error behind this minibatch",
     "closes early": r"rank {victim} closed its pipeline \(after \d steps, and all",
     "evaluates": r"make the same calls on every rank",
     "fewer microbatches": r"rank {victim} has 2 microbatches|but rank {victim} has 2",

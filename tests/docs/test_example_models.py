@@ -171,9 +171,7 @@ def test_the_planner_plans_it_into_two_stages(prepared):
     model, inputs = copy.deepcopy(prepared[:2])
     graph = pk.profile(model, inputs, repeats=1, ranks=0)
     devices = tuple(pk.Device(name=f"d{index}") for index in range(2))
-    plan = pk.plan(
-        graph, pk.Cluster(devices=devices), num_microbatches=2, stages=2, schedule="1f1b"
-    )
+    plan = pk.plan(graph, pk.Cluster(devices=devices), microbatches=2, stages=2, schedule="1f1b")
     assert [name for stage in plan.stages for name in stage.layers] == [
         layer.name for layer in graph.layers
     ]

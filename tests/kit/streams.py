@@ -61,7 +61,7 @@ def _planned(graph: str, ranks, microbatches, stages, schedule, policy, replicas
     return pk.plan(
         pk.LayerGraph.from_json(graph),
         pk.Cluster.local(ranks),
-        num_microbatches=microbatches,
+        microbatches=microbatches,
         stages=stages,
         schedule=schedule,
         versions=policy,

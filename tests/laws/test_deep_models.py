@@ -39,7 +39,7 @@ ROOM = st.integers(20_000, 60_000)
 """Bytes that are too little for most of these models on one device, and enough on three."""
 LIMITS = st.one_of(st.just(0), ROOM)
 REQUESTS = st.fixed_dictionaries(
-    {"num_microbatches": st.integers(1, 2)},
+    {"microbatches": st.integers(1, 2)},
     optional={
         "memory_bytes": ROOM,
         "stages": st.integers(1, 2),
@@ -79,7 +79,7 @@ def test_a_cut_that_is_asked_for_in_a_model_of_many_layers_is_kept():
     deep = chain(400, 0.001)
     cut = min({*range(100, 200)} - {*Task(deep, devices(2), 1).places})
     cluster = devices(2, memory_bytes=8 * 1024 * 1024)
-    found = plan(deep, cluster, num_microbatches=2, cuts=[cut])
+    found = plan(deep, cluster, microbatches=2, cuts=[cut])
     assert [len(stage.layers) for stage in found.stages] == [cut, 400 - cut]
 
 
@@ -91,7 +91,7 @@ def alike(count):
 
 def test_what_only_fits_between_two_places_is_found():
     """Where the first search finds no room, the cuts near the closest miss are tried, too."""
-    graph, request = alike(24), {"num_microbatches": 1, "stages": 3, "schedule": "gpipe"}
+    graph, request = alike(24), {"microbatches": 1, "stages": 3, "schedule": "gpipe"}
     with few_places():
         assert not {8, 16} <= set(Task(graph, devices(3), 1).places)
         found = plan(graph, devices(3, memory_bytes=8000), recompute="never", **request)

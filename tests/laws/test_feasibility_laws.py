@@ -48,7 +48,7 @@ def everything(task):
 
 
 REQUESTS = st.fixed_dictionaries(
-    {"num_microbatches": st.integers(1, 4)}, optional={"memory_bytes": st.integers(500, 9000)}
+    {"microbatches": st.integers(1, 4)}, optional={"memory_bytes": st.integers(500, 9000)}
 )
 
 
@@ -69,7 +69,7 @@ def test_where_nothing_fits_there_is_nothing(graph, cluster, request):
         plan(graph, cluster, **request)
     except PlanError as error:
         assert "no plan fits in memory" in str(error)
-        task = Task(graph, cluster, request["num_microbatches"], request.get("memory_bytes"))
+        task = Task(graph, cluster, request["microbatches"], request.get("memory_bytes"))
         for found in everything(task):
             assert not keeps_limits(found, cluster, request.get("memory_bytes"))
 
@@ -114,4 +114,4 @@ def test_devices_with_what_some_plan_needs_have_a_plan(data, graph, num_ranks, c
         for device, held in zip(task.cluster.devices, needed, strict=True)
     )
     # In this order, on all of them or on fewer.
-    assert plan(graph, replace(task.cluster, devices=tight), num_microbatches=count)
+    assert plan(graph, replace(task.cluster, devices=tight), microbatches=count)

@@ -20,7 +20,7 @@ OFFERED_UNASKED = [
 ]
 
 requests = st.fixed_dictionaries(
-    {"num_microbatches": st.integers(1, 8)},
+    {"microbatches": st.integers(1, 8)},
     optional={"memory_bytes": st.integers(1000, 30000), "stages": st.integers(1, 3)},
 )
 
@@ -65,7 +65,7 @@ def is_no_faster(forced, best):
     st.sampled_from(["where-needed", "never", "layers"]),
 )
 def test_no_forced_choice_is_faster(graph, cluster, microbatches, recompute):
-    request = {"num_microbatches": microbatches, "recompute": recompute}
+    request = {"microbatches": microbatches, "recompute": recompute}
     best = attempt(graph, cluster, **request)
     for name, stages in product(OFFERED_UNASKED, range(1, len(cluster.devices) + 1)):
         forced = attempt(graph, cluster, schedule=name, stages=stages, **request)
@@ -77,22 +77,22 @@ def test_no_forced_choice_is_faster(graph, cluster, microbatches, recompute):
 @examples(5)
 @given(graphs(most=5), clusters(most=3, shared=st.just(0)), st.integers(1, 8), st.booleans())
 def test_no_given_replicas_are_faster(graph, cluster, microbatches, asynchronous):
-    best = attempt(graph, cluster, num_microbatches=microbatches, asynchronous=asynchronous)
+    best = attempt(graph, cluster, microbatches=microbatches, asynchronous=asynchronous)
     # Between any cuts of three or more stages, the search is guided, and not exact.
     for replicas in ("1", "1-1", "any", *(("2",) if microbatches > 1 else ())):
-        forced = attempt(graph, cluster, num_microbatches=microbatches, replicas=replicas)
+        forced = attempt(graph, cluster, microbatches=microbatches, replicas=replicas)
         assert is_no_faster(forced, best)
 
 
 @examples(5)
 @given(graphs(most=5), clusters(most=3), st.integers(1, 8))
 def test_leave_to_use_old_weights_never_makes_a_plan_slower(graph, cluster, microbatches):
-    best = attempt(graph, cluster, num_microbatches=microbatches, asynchronous=True)
-    assert is_no_faster(attempt(graph, cluster, num_microbatches=microbatches), best)
+    best = attempt(graph, cluster, microbatches=microbatches, asynchronous=True)
+    assert is_no_faster(attempt(graph, cluster, microbatches=microbatches), best)
     for name in ("pipedream", "pipedream-2bw"):
-        forced = attempt(graph, cluster, num_microbatches=microbatches, schedule=name)
+        forced = attempt(graph, cluster, microbatches=microbatches, schedule=name)
         assert is_no_faster(forced, best)
-    unasked = attempt(graph, cluster, num_microbatches=microbatches)
+    unasked = attempt(graph, cluster, microbatches=microbatches)
     assert unasked is None or not unasked.versions.asynchronous
 
 
@@ -100,7 +100,7 @@ def test_leave_to_use_old_weights_never_makes_a_plan_slower(graph, cluster, micr
 @given(graphs(), st.integers(1, 4), st.integers(1, 6), st.sampled_from(runnable_families()))
 def test_cuts_with_the_fastest_slowest_stage_are_not_faster(graph, stages, microbatches, name):
     cluster = Cluster(devices=tuple(Device(name=f"d{index}") for index in range(4)))
-    found = attempt(graph, cluster, num_microbatches=microbatches, schedule=name, stages=stages)
+    found = attempt(graph, cluster, microbatches=microbatches, schedule=name, stages=stages)
     if found is None:
         return
     seconds = [layer.compute_seconds for layer in graph.layers]
@@ -110,7 +110,7 @@ def test_cuts_with_the_fastest_slowest_stage_are_not_faster(graph, stages, micro
 
     even = min(combinations(range(1, len(seconds)), stages - 1), key=slowest)
     forced = attempt(
-        graph, cluster, num_microbatches=microbatches, schedule=name, stages=stages, cuts=even
+        graph, cluster, microbatches=microbatches, schedule=name, stages=stages, cuts=even
     )
     assert found.step_seconds <= forced.step_seconds * 1.01 + 1e-9
 
@@ -119,7 +119,7 @@ def test_cuts_with_the_fastest_slowest_stage_are_not_faster(graph, stages, micro
 @given(graphs(), st.integers(1, 3), st.integers(1, 6))
 def test_a_plan_is_a_file(graph, num_devices, microbatches):
     cluster = Cluster(devices=tuple(Device(name=f"d{index}") for index in range(num_devices)))
-    found = plan(graph, cluster, num_microbatches=microbatches)
+    found = plan(graph, cluster, microbatches=microbatches)
     assert Plan.from_json(found.to_json()) == found
     found.check_model([layer.name for layer in graph.layers], graph.fingerprint)
     words = " ".join(str(found).split())  # which are broken into lines of the window

@@ -119,7 +119,7 @@ def test_the_planner_searches_for_the_cuts_that_it_chose(schedule):
         for index, (f, i, w) in enumerate(zip(*COSTS["long forwards"][:3], strict=True))
     )
     graph = pk.LayerGraph(layers=layers, hop_seconds=0.0005)
-    request = {"num_microbatches": 4 if schedule == "optimal" else COUNT, "cuts": [1, 2, 3]}
+    request = {"microbatches": 4 if schedule == "optimal" else COUNT, "cuts": [1, 2, 3]}
     found = pk.plan(graph, devices(4), schedule=schedule, **request)
     fixed = pk.plan(graph, devices(4), schedule="zb-h1", **request)
     if schedule == "zb-auto":
@@ -130,7 +130,7 @@ def test_the_planner_searches_for_the_cuts_that_it_chose(schedule):
 
 
 def test_two_stages_per_rank_are_searched_on_a_v():
-    found = pk.plan(chain(4), devices(2), schedule="zb-auto", stages=4, num_microbatches=3)
+    found = pk.plan(chain(4), devices(2), schedule="zb-auto", stages=4, microbatches=3)
     assert [stage.rank for stage in found.stages] == [0, 1, 1, 0]
     assert found.options["placement"] == "v"
     assert replace(found, order=()).num_ranks == 2

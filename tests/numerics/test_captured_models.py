@@ -285,9 +285,7 @@ def test_it_profiles_and_plans(case):
     graph = pk.profile(captured, case.inputs, repeats=1, ranks=0)
     assert [layer.name for layer in graph.layers] == list(captured.names)
     devices = tuple(pk.Device(name=f"d{index}") for index in range(2))
-    plan = pk.plan(
-        graph, pk.Cluster(devices=devices), num_microbatches=3, stages=2, schedule="1f1b"
-    )
+    plan = pk.plan(graph, pk.Cluster(devices=devices), microbatches=3, stages=2, schedule="1f1b")
     with pk.Pipeline(captured, plan, loss=case.loss, deadline_seconds=20) as pipeline:
         assert torch.isfinite(pipeline.step(case.inputs, case.targets))
 

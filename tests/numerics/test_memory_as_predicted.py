@@ -46,7 +46,7 @@ def planned(name, num_ranks, num_microbatches, cuts=()):
     return pk.plan(
         profiled(),
         pk.Cluster.local(num_ranks),
-        num_microbatches=num_microbatches,
+        microbatches=num_microbatches,
         schedule=name,
         stages=built.num_stages,
         cuts=cuts,
@@ -119,7 +119,7 @@ def profiled_resnet(granularity):
 @pytest.mark.parametrize("granularity", ["module", "block"])
 def test_captured_layers_that_recompute_by_blocks_keep_what_is_predicted(granularity, how):
     model, images, graph = profiled_resnet(granularity)
-    whole = pk.plan(graph, pk.Cluster.local(2), num_microbatches=4, schedule="1f1b", stages=2)
+    whole = pk.plan(graph, pk.Cluster.local(2), microbatches=4, schedule="1f1b", stages=2)
     plan = whole.recomputing(how)
     with pk.Pipeline(
         model,

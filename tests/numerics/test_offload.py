@@ -243,7 +243,7 @@ def test_what_is_moved_is_what_the_plan_says():
     inputs = torch.randn(32, 64)
     graph = pk.profile(model, inputs[:4], loss=F.mse_loss, targets=inputs[:4])
     cluster = pk.Cluster.local(4)
-    plan = pk.plan(graph, cluster, num_microbatches=8, schedule="1f1b", stages=4, recompute="never")
+    plan = pk.plan(graph, cluster, microbatches=8, schedule="1f1b", stages=4, recompute="never")
     plan = plan.offloading(Offload(tier=HOST))
     with pk.Pipeline(model, plan, loss=F.mse_loss, optimizer=adamw) as pipeline:
         for _ in range(2):

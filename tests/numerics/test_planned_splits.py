@@ -68,7 +68,7 @@ def test_a_plan_with_any_tensor_ranks_is_proven(name):
         batches=lambda: (batch(seed) for seed in itertools.count()),
     )
     wanted = 2 if name == "encoder" else "any"
-    plan = pk.plan(graph, cluster, num_microbatches=2, stages=1, tensor_ranks=wanted)
+    plan = pk.plan(graph, cluster, microbatches=2, stages=1, tensor_ranks=wanted)
     assert plan.num_tensor_ranks > 1
     proof = prove(work, plan, num_steps=2, float64=True)
     assert proof.equal, proof.verdict
@@ -113,7 +113,7 @@ def test_replicas_of_convolutions_and_one_group_for_linear_layers_are_found_and_
     graph = with_costs(pk.profile(build(), batch(0)[0][:1], repeats=1))
     devices = tuple(pk.Device(name=f"device{index}") for index in range(7))
     cluster = pk.Cluster(devices=devices, link=pk.Link(bytes_per_second=1e8))
-    plan = pk.plan(graph, cluster, num_microbatches=10, tensor_ranks="any")
+    plan = pk.plan(graph, cluster, microbatches=10, tensor_ranks="any")
     assert (plan.replicas, plan.group_sizes) == ((5, 1), (1, 1, 1, 1, 1, 2))
     front, back = plan.stages
     assert front.splits == {} and front.layers[-1] == "4"

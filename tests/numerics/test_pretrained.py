@@ -272,7 +272,7 @@ def test_a_plan_comes_from_a_shallow_twin(kind, blocks, tmp_path):
     graph = pk.profile(built(kind), few, repeats=1, ranks=0).with_blocks(blocks, 5)
     deep = built(kind, 5)
     assert graph.fingerprint == spine_fingerprint(spine_of(pk.capture(deep, few, dynamic="all")))
-    plan = pk.plan(graph, pk.Cluster.local(2), num_microbatches=4, stages=2, schedule="1f1b")
+    plan = pk.plan(graph, pk.Cluster.local(2), microbatches=4, stages=2, schedule="1f1b")
     deep.save_pretrained(tmp_path)
     with pipeline_of(on_meta(kind, 5), plan, initial_weights=tmp_path) as pipeline:
         torch.testing.assert_close(logits(pipeline), logits_of(tmp_path, deep), **CLOSE)

@@ -400,8 +400,8 @@ def test_the_planner_gives_slices_only_when_asked():
     # With one microbatch, nothing else would let two ranks work at the same time.
     devices = tuple(pk.Device(name=name) for name in "ab")
     cluster = pk.Cluster(devices=devices, link=pk.Link(latency_seconds=0.0))
-    assert pk.plan(graph, cluster, num_microbatches=1).build_schedule().num_slices == 1
-    asked = pk.plan(graph, cluster, num_microbatches=1, schedule="seq1f1b", stages=2)
+    assert pk.plan(graph, cluster, microbatches=1).build_schedule().num_slices == 1
+    asked = pk.plan(graph, cluster, microbatches=1, schedule="seq1f1b", stages=2)
     assert asked.build_schedule().num_slices == 2
     twin = copy.deepcopy(model)
     with pk.Pipeline(model, asked, loss=loss) as pipeline:

@@ -101,7 +101,7 @@ def test_a_device_with_no_more_memory_than_the_budget_trains(accelerator):
     inputs, targets = BATCHES[0]
     graph = pk.profile(deep(), inputs[:4], loss=F.cross_entropy, targets=targets[:4])
     cluster = pk.Cluster.local(1, tiers=[HOST])
-    plan = pk.plan(graph, cluster, num_microbatches=4, memory_bytes=budget, schedule="spilled")
+    plan = pk.plan(graph, cluster, microbatches=4, memory_bytes=budget, schedule="spilled")
     found = []
     gc.collect()
     left = accelerator.memory_allocated(1)  # by tests before this one, in what still refers to it

@@ -30,7 +30,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-FROZEN = "8d299a7ad179fd0691fd5f2e203a369087d8441b"
+FROZEN = "9e87a51e870b4a6977c995ae2fe74a927abc004b"
 """What all steps of a rebuilding are compared with. It moves on when results change on purpose."""
 
 ROOT = Path(__file__).parents[2]

@@ -81,9 +81,9 @@ def folder(tmp_path_factory):
     seconds = {"forward_seconds": 1, "backward_input_seconds": 1, "backward_weight_seconds": 1}
     graph = pk.LayerGraph(layers=tuple(pk.Layer(name=name, **seconds) for name in "abcd"))
     graph.save(folder / "graph.json")
-    plan = pk.plan(graph, pk.Cluster.local(2), num_microbatches=4, schedule="1f1b", stages=2)
+    plan = pk.plan(graph, pk.Cluster.local(2), microbatches=4, schedule="1f1b", stages=2)
     plan.save(folder / "plan.json")
-    pk.plan(graph, pk.Cluster.local(1), num_microbatches=4).save(folder / "one.json")
+    pk.plan(graph, pk.Cluster.local(1), microbatches=4).save(folder / "one.json")
     (folder / "fleet.toml").write_text('steps = 2\n[jobs.a]\nplan = "one.json"\n')
     write_report(Report(title="a run", facts=()), folder / "run")
     return folder

@@ -23,7 +23,7 @@ GRAPH = LayerGraph(
     microbatch_size=4,
 )
 CLUSTER = Cluster(devices=(Device(name="a", speed=2.0), Device(name="b")), link=Link())
-PLAN = plan(GRAPH, CLUSTER, num_microbatches=3)
+PLAN = plan(GRAPH, CLUSTER, microbatches=3)
 VALUES = pytest.mark.parametrize("value", [GRAPH, CLUSTER, PLAN], ids=["graph", "cluster", "plan"])
 
 

@@ -25,7 +25,7 @@ ODD = ("null", '"x"', "[]", "{}", "-1", "1e29", "1" + "0" * 29, "1e308", "1e-320
 def planned():
     graph = pk.LayerGraph.from_json(json.dumps(GRAPH))
     cluster = pk.Cluster.from_json(json.dumps(CLUSTER))
-    made = pk.plan(graph, cluster, num_microbatches=4, schedule="1f1b", stages=2)
+    made = pk.plan(graph, cluster, microbatches=4, schedule="1f1b", stages=2)
     return json.loads(made.to_json())
 
 

@@ -187,7 +187,7 @@ def _explained(policy: Policy, num_stages: int) -> Explanation:
         plan(
             LayerGraph(layers=tuple(layers)),
             Cluster.local(num_stages),
-            num_microbatches=num_stages,
+            microbatches=num_stages,
             stages=num_stages,
             schedule=policy.family,
             versions=policy,

@@ -81,9 +81,7 @@ def trained(name: str, width: float, steps: int) -> Trained:
         model = pk.capture(model, inputs)
     sample = module.batch(ROWS // MICROBATCHES, "small", torch.Generator().manual_seed(1))
     graph = pk.profile(model, sample[0], loss=module.loss, targets=sample[1], repeats=2, ranks=0)
-    plan = pk.plan(
-        graph, _cluster(), num_microbatches=MICROBATCHES, stages=DEVICES, schedule="1f1b"
-    )
+    plan = pk.plan(graph, _cluster(), microbatches=MICROBATCHES, stages=DEVICES, schedule="1f1b")
     options: dict[str, Any] = {"seed": 3, "weight": getattr(module, "hidden", None)}
     optimizer = partial(torch.optim.AdamW, lr=0.003)
     alone = SingleDevice(copy.deepcopy(model), MICROBATCHES, module.loss, optimizer, **options)

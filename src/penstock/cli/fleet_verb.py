@@ -112,7 +112,7 @@ def _planned(table: JobTable) -> Plan:
         plan = planner.plan(
             LayerGraph.load(str(table.graph)),
             Cluster.local(1, tiers=tiers),
-            num_microbatches=table.microbatches,
+            microbatches=table.microbatches,
             memory_bytes=table.memory,
         )
     return plan

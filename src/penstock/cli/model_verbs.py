@@ -71,7 +71,7 @@ def train(
         chosen = planner.plan(
             graph,
             Cluster.local(ranks),
-            num_microbatches=microbatches,
+            microbatches=microbatches,
             schedule=schedule,
             stages=ranks,
             versions=versions,
@@ -101,7 +101,7 @@ def demo(steps: int, output: str, as_json: bool, verbose: bool) -> None:
         print_graph(graph, verbose=verbose)
         show.echo()
     chosen = planner.plan(
-        graph, Cluster.local(2), num_microbatches=MICROBATCHES, schedule="1f1b", stages=2
+        graph, Cluster.local(2), microbatches=MICROBATCHES, schedule="1f1b", stages=2
     )
     _train(loaded, chosen, steps, True, output, _Shown(as_json, verbose))
 

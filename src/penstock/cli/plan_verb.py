@@ -179,7 +179,7 @@ def plan(
     if microbatches is None and minibatch is None and not live:
         microbatches = 8
     request |= {
-        "num_microbatches": microbatches,
+        "microbatches": microbatches,
         "minibatch": minibatch,
         "stages": stages,
         "memory_bytes": memory,

@@ -111,7 +111,7 @@ def _doubts(graph: LayerGraph, microbatches: int) -> list[str]:
     num_ranks = graph.contention.num_ranks
     if num_ranks < 2:
         return []
-    plan = planner.plan(graph, Cluster.local(num_ranks), num_microbatches=microbatches)
+    plan = planner.plan(graph, Cluster.local(num_ranks), microbatches=microbatches)
     return [
         f"of the best plan for {num_ranks} ranks here, {doubt}"
         for doubt in plan.warnings

@@ -326,7 +326,7 @@ def _build(name: str, ranks: int, microbatches: int, costs: Costs) -> Schedule:
         family, num_ranks=ranks, num_microbatches=microbatches, **options, **searched
     )
     # Two of one family may stand beside each other; their options tell them apart.
-    return replace(schedule, name=name) if options else schedule
+    return schedule.renamed(name) if options else schedule
 
 
 def _planned(plan: Plan) -> Drawable:

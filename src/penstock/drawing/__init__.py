@@ -25,8 +25,8 @@ if TYPE_CHECKING:
         draw_stacked,
     )
     from penstock.drawing.plan.picture import PlanPicture
+    from penstock.drawing.report.page import read_report, write_report
     from penstock.drawing.report.run_report import Fact, Report, Series, StageRow, TimelineRecord
-    from penstock.drawing.report.writing import read_report, write_report
     from penstock.drawing.timeline.svg import stacked
 else:
     __getattr__ = loaded_when_used(
@@ -50,7 +50,7 @@ else:
                 "StageRow",
                 "TimelineRecord",
             ),
-            "penstock.drawing.report.writing": ("read_report", "write_report"),
+            "penstock.drawing.report.page": ("read_report", "write_report"),
             "penstock.drawing.timeline.svg": ("stacked",),
         },
     )

@@ -165,7 +165,7 @@ class LossPipeline:
         ]
         if rows[0] != rows[1]:
             raise InputError(f"inputs have {rows[0]} rows, but targets have {rows[1]}")
-        count = self._spread.num_microbatches
+        count = self._spread.microbatches
         parts = in_microbatches(targets, count)
         count_terms = weight or _rows
         return self.loss(

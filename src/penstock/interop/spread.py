@@ -30,7 +30,7 @@ class Spread:
 
     Args:
         plan: made for the same model, captured with the same ``granularity``.
-        num_microbatches: into how many a batch is cut: as the ``plan`` says, or else 4.
+        microbatches: into how many a batch is cut: as the ``plan`` says, or else 4.
         stages: how many; by default the best number.
         schedule: the family; by default the best of all that flush.
         cluster: devices to use; by default this machine's cores.
@@ -45,7 +45,7 @@ class Spread:
     """
 
     plan: Plan | None = None
-    num_microbatches: int = 4
+    microbatches: int = 4
     stages: int | None = None
     schedule: str | None = None
     cluster: Cluster | None = None
@@ -57,8 +57,8 @@ class Spread:
         if self.plan is not None:
             expect(self.plan, Plan, "the plan", "make one with penstock.plan, or Plan.load a file")
             check_plan(self.plan)
-            object.__setattr__(self, "num_microbatches", self.plan.num_microbatches)
-        whole("num_microbatches", self.num_microbatches, 1)
+            object.__setattr__(self, "microbatches", self.plan.num_microbatches)
+        whole("microbatches", self.microbatches, 1)
 
     def layers_of(self, model: nn.Module, inputs: Any) -> nn.Module:
         """The model itself if it has a spine; otherwise captured.
@@ -96,7 +96,7 @@ class Spread:
         found = find(
             graph,
             self.cluster,
-            num_microbatches=self.num_microbatches,
+            microbatches=self.microbatches,
             stages=self.stages,
             schedule=self.schedule,
             spill="never",

@@ -65,7 +65,7 @@ def plan_of(policy, stages="4", microbatches=4, **how):
     return find_plan(
         GRAPH,
         Cluster.local(ranks),
-        num_microbatches=microbatches,
+        microbatches=microbatches,
         stages=None if replicas else ranks,
         versions=policy,
         replicas=replicas,

@@ -101,7 +101,7 @@ def test_what_it_refuses(folder):
         ('[jobs.a]\ngraph = "graph.json"\nmemory = 0', "jobs.a: memory is 0, but must be ≥ 1"),
         (
             '[jobs.a]\ngraph = "graph.json"\nmicrobatches = 1000000000',
-            "job a: num_microbatches is 1000000000, but may be",
+            "job a: microbatches is 1000000000, but may be",
         ),
         (
             '[jobs.a]\ngraph = "graph.json"\nmicrobatches = 9000000',

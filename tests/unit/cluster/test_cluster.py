@@ -7,7 +7,7 @@ import pytest
 from penstock import Cluster, Device, Link
 from penstock.base.errors import InputError
 from penstock.core.cluster import Group, SpareMachine, Topology, Wire, local
-from penstock.core.cluster.driver import gpus
+from penstock.core.cluster.local import gpus
 from penstock.engine.device.accelerators import accelerators
 from penstock.engine.device.memory import total_bytes
 

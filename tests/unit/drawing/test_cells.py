@@ -18,7 +18,7 @@ SCHEDULE = pk.schedules.build("1f1b", num_ranks=3, num_microbatches=5)
 TIMELINE = pk.simulate(SCHEDULE, pk.Costs())
 LONG = pk.simulate(pk.schedules.build("1f1b", num_ranks=4, num_microbatches=600), pk.Costs())
 GRAPH = read_pipedream_graph(ROOT / "tests/data/pipedream/vgg16/graph.txt")
-PLAN = pk.plan(GRAPH, pk.Cluster.local(2), num_microbatches=4, schedule="1f1b", stages=2)
+PLAN = pk.plan(GRAPH, pk.Cluster.local(2), microbatches=4, schedule="1f1b", stages=2)
 REPORT = Report(
     title="a run",
     facts=(Fact(label="step", value="3 ms", note="of 5"),),
@@ -91,7 +91,7 @@ def test_what_is_drawn_stays_text_and_is_shown_as_a_picture(tmp_path):
 def test_a_cell_says_in_numbers_what_its_picture_is_of():
     assert "40 layers, a microbatch of" in GRAPH._repr_html_()
     assert "3 ms" in REPORT._repr_html_() and "a run" in REPORT._repr_html_()
-    asked = what_if("memory=64GiB", GRAPH, pk.Cluster.local(2), num_microbatches=4)
+    asked = what_if("memory=64GiB", GRAPH, pk.Cluster.local(2), microbatches=4)
     html = asked._repr_html_()
     assert "with memory=64GiB" in html
     assert len(images_of(html)) == 1

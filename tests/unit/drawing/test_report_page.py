@@ -19,8 +19,8 @@ from penstock.drawing import (
     read_report,
     write_report,
 )
-from penstock.drawing.report.glossary import WORDS, explained
 from penstock.drawing.report.page import report_page
+from penstock.drawing.report.sections import WORDS, explained
 
 FILES = {"index.html", "predicted.svg", "measured.svg", "timelines.svg", "run.json"}
 CHROMIUM = next(

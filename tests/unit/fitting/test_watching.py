@@ -147,7 +147,7 @@ def test_memory_of_each_rank_is_what_it_holds_and_its_most_activations(counts):
     graph = pk.profile(
         model, inputs[:2], loss=F.cross_entropy, targets=targets[:2], repeats=1, ranks=0
     )
-    plan = pk.plan(graph, pk.Cluster.local(2), num_microbatches=4, stages=2, schedule="1f1b")
+    plan = pk.plan(graph, pk.Cluster.local(2), microbatches=4, stages=2, schedule="1f1b")
     with pk.Pipeline(
         model, plan, loss=F.cross_entropy, optimizer=sgd, count_memory=counts
     ) as pipeline:

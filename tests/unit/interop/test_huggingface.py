@@ -143,7 +143,7 @@ def trained_by_both(hf, tmp_path, make_model, rows, *, trainer=None, **given):
     """(through a pipeline, on one device), trained alike."""
     trainer = trainer or hf.transformers.Trainer
     ours_of = type("Ours", (hf.adapter.PenstockTrainer, trainer), {})
-    spread = hf.adapter.Spread(num_microbatches=MICROBATCHES, stages=2, schedule="1f1b")
+    spread = hf.adapter.Spread(microbatches=MICROBATCHES, stages=2, schedule="1f1b")
     theirs = trainer_of(hf, trainer, make_model(hf), tmp_path / "theirs", rows, **given)
     ours = trainer_of(hf, ours_of, make_model(hf), tmp_path / "ours", rows, spread=spread, **given)
     theirs.train()
@@ -213,7 +213,7 @@ def test_label_smoothing_a_loss_function_and_a_subclass_are_honoured(hf, tmp_pat
 
 @pytest.mark.soak
 def test_dropout_draws_alike_after_resuming(hf, tmp_path):
-    spread = hf.adapter.Spread(num_microbatches=MICROBATCHES, stages=2, schedule="1f1b")
+    spread = hf.adapter.Spread(microbatches=MICROBATCHES, stages=2, schedule="1f1b")
     losses = []
     for checkpoint in (None, "checkpoint-4"):
         model = language_model(hf, dropout=0.2)
@@ -323,7 +323,7 @@ def losses_of_a_loop(hf, model, *, spread=None):
 
 @pytest.mark.soak
 def test_a_loop_of_accelerate_is_the_same_with_a_prepared_model(hf):
-    spread = hf.adapter.Spread(num_microbatches=MICROBATCHES, stages=2, schedule="zb-h1")
+    spread = hf.adapter.Spread(microbatches=MICROBATCHES, stages=2, schedule="zb-h1")
     ours, losses = losses_of_a_loop(hf, language_model(hf), spread=spread)
     theirs, wanted = losses_of_a_loop(hf, language_model(hf))
     assert losses == pytest.approx(wanted, rel=2e-5)

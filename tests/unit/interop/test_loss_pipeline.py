@@ -146,7 +146,7 @@ def test_plans_whose_gradients_would_not_be_found_are_refused():
     with pytest.raises(InputError, match="the plan is"):
         Spread("plan.json")
     with pytest.raises(InputError, match="microbatches"):
-        Spread(num_microbatches=0)
+        Spread(microbatches=0)
 
 
 def test_one_of_several_processes_is_refused(monkeypatch):

@@ -205,7 +205,7 @@ def test_a_plan_must_be_a_plan():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: pk.plan(make_mlp(), num_microbatches=2), "the graph is of type Sequential"),
+        (lambda: pk.plan(make_mlp(), microbatches=2), "the graph is of type Sequential"),
         (lambda: pk.simulate("1f1b"), "the schedule is of type str"),
         (lambda: pk.check("1f1b"), "the schedule is of type str"),
         (lambda: pk.draw(3), "the timeline is of type int"),

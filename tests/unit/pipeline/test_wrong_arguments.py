@@ -35,13 +35,13 @@ def cluster(**fields):
     return pk.Cluster(**{"devices": (pk.Device(name="x"), pk.Device(name="y")), **fields})
 
 
-PLAN = pk.plan(graph(), cluster(), num_microbatches=4, schedule="1f1b", stages=2)
+PLAN = pk.plan(graph(), cluster(), microbatches=4, schedule="1f1b", stages=2)
 SCHEDULE = PLAN.build_schedule()
 TIMELINE = PLAN.simulate()
 
 
 def planned(of=None, on=None, **request):
-    wanted = {"num_microbatches": 4, "schedule": "1f1b", "stages": 2, **request}
+    wanted = {"microbatches": 4, "schedule": "1f1b", "stages": 2, **request}
     return pk.plan(of or graph(), on or cluster(), **wanted)
 
 
@@ -110,8 +110,8 @@ def test_a_field_of_any_kind_is_taken_or_refused(kind, field):
 
 
 CALLS = {
-    "plan of": lambda odd: pk.plan(odd, cluster(), num_microbatches=2),
-    "plan on": lambda odd: pk.plan(graph(), odd, num_microbatches=2) and odd is None,
+    "plan of": lambda odd: pk.plan(odd, cluster(), microbatches=2),
+    "plan on": lambda odd: pk.plan(graph(), odd, microbatches=2) and odd is None,
     "simulate": pk.simulate,
     "simulate with": lambda odd: pk.simulate(SCHEDULE, odd),
     "check": pk.check,
@@ -146,7 +146,7 @@ CALLS = {
     "recompute": PLAN.recomputing,
     "versions": PLAN.reading,
     "minibatches": PLAN.simulate,
-    "what if": lambda odd: what_if(odd, graph(), cluster(), num_microbatches=4),
+    "what if": lambda odd: what_if(odd, graph(), cluster(), microbatches=4),
 }  # fmt: skip
 
 

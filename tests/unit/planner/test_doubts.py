@@ -17,7 +17,7 @@ def planned(whole, spread, cluster=CROWD, warnings=(), **request):
         stream_spread=spread, num_ranks=2, num_rounds=4,
     )  # fmt: skip
     graph = replace(chain(6), contention=contention, warnings=warnings)
-    return pk.plan(graph, cluster, num_microbatches=8, **request)
+    return pk.plan(graph, cluster, microbatches=8, **request)
 
 
 def test_a_plan_that_another_throw_would_change_says_so():
@@ -59,7 +59,7 @@ def uneven(spreads):
 
 
 def cut_in_two(spreads, **request):
-    request = {"num_microbatches": 8, "stages": 2, "schedule": "1f1b", **request}
+    request = {"microbatches": 8, "stages": 2, "schedule": "1f1b", **request}
     return pk.plan(uneven(spreads), devices(2), **request)
 
 
@@ -73,7 +73,7 @@ def test_cuts_that_other_times_would_move_say_so():
     slower = [layer.paced(0.54, 0.54) for layer in uneven([0] * 6).layers[:3]]
     graph = uneven([0] * 6)
     graph = replace(graph, layers=(*slower, *graph.layers[3:]))
-    moved = pk.plan(graph, devices(2), num_microbatches=8, stages=2, schedule="1f1b")
+    moved = pk.plan(graph, devices(2), microbatches=8, stages=2, schedule="1f1b")
     first = moved.stages[1].layers[0]
     assert f"a cut before {first!r} instead of {found.stages[1].layers[0]!r}" in warning
 

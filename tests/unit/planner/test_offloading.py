@@ -42,7 +42,7 @@ def tier(bytes_per_second):
     return Tier(kind="host", **speeds)
 
 
-TIGHT = {"num_microbatches": 16, "memory_bytes": 56 * MIB, "schedule": "1f1b", "stages": 4}
+TIGHT = {"microbatches": 16, "memory_bytes": 56 * MIB, "schedule": "1f1b", "stages": 4}
 
 
 def test_a_fast_tier_is_better_than_running_twice():
@@ -104,10 +104,10 @@ def test_it_is_a_file_and_the_tier_is_remembered_when_it_is_planned_again():
 
 
 def test_wrong_stages_and_plans_that_never_flush_are_refused():
-    found = plan(model(), devices(), num_microbatches=16, schedule="1f1b", stages=4)
+    found = plan(model(), devices(), microbatches=16, schedule="1f1b", stages=4)
     with pytest.raises(InputError, match="there is no stage 9"):
         found.offloading(Offload(stages=(9,)))
-    stream = plan(model(), devices(), num_microbatches=16, schedule="pipedream", stages=4)
+    stream = plan(model(), devices(), microbatches=16, schedule="pipedream", stages=4)
     with pytest.raises(InputError, match="only where the pipeline drains"):
         stream.offloading(Offload())
     again = found.recomputing("stage")

@@ -21,7 +21,7 @@ def layers_of(found):
 
 
 def test_two_devices_halve_the_chain():
-    found = plan(chain(), devices(2), num_microbatches=8, schedule="1f1b")
+    found = plan(chain(), devices(2), microbatches=8, schedule="1f1b")
     assert (found.schedule, layers_of(found)) == ("1f1b", [2, 2])
     assert found.model == chain().fingerprint
     assert found.simulate().makespan == pytest.approx(9 * 0.06)
@@ -32,7 +32,7 @@ def test_two_devices_halve_the_chain():
 
 
 def test_free_links_make_data_parallelism_the_best():
-    found = plan(chain(), devices(2), num_microbatches=8)
+    found = plan(chain(), devices(2), microbatches=8)
     assert (found.replicas, found.step_seconds) == ((2,), pytest.approx(0.48))
     assert found.reason == (
         "data parallelism on 2 devices: 480 ms a step, 2.00× one device; 2 stages with 1f1b would "
@@ -41,14 +41,14 @@ def test_free_links_make_data_parallelism_the_best():
 
 
 def test_a_schedule_and_a_number_of_stages_can_be_asked_for():
-    found = plan(chain(), devices(4), num_microbatches=4, schedule="gpipe", stages=3)
+    found = plan(chain(), devices(4), microbatches=4, schedule="gpipe", stages=3)
     assert (found.schedule, layers_of(found)) == ("gpipe", [2, 1, 1])
     assert "data parallelism on 4 devices would take 120 ms" in found.reason
 
 
 def test_slow_links_make_one_device_the_best():
     cluster = replace(devices(4), link=Link(latency_seconds=1))
-    found = plan(chain(), cluster, num_microbatches=4)
+    found = plan(chain(), cluster, microbatches=4)
     assert (found.num_ranks, found.stages[0].hop_seconds) == (1, 0)
     assert found.reason == (
         "1 stage with 1f1b: 480 ms a step, 1.00× one device; data parallelism on 2 devices would "
@@ -59,7 +59,7 @@ def test_slow_links_make_one_device_the_best():
 def test_a_layer_that_dwarfs_all_others_leaves_devices_free():
     layers = list(chain(4, seconds=0).layers)
     layers[0] = replace(layers[0], forward_seconds=1)
-    found = plan(LayerGraph(layers=tuple(layers)), devices(4), num_microbatches=4, replicas="1")
+    found = plan(LayerGraph(layers=tuple(layers)), devices(4), microbatches=4, replicas="1")
     assert found.num_ranks == 1
     pipelines = Wish(any_replicas=False)
     race = Race()
@@ -72,7 +72,7 @@ def test_what_a_stage_is_made_of():
         chain(4, update_seconds=0.002, optimizer_bytes=3 * KIB), hop_seconds=0.001, num_threads=3
     )
     cluster = replace(devices(2, speed=2.0), link=Link(bytes_per_second=2000 * KIB))
-    found = plan(graph, cluster, num_microbatches=4, stages=2, schedule="1f1b")
+    found = plan(graph, cluster, microbatches=4, stages=2, schedule="1f1b")
     assert found.num_threads == 3
     first, last = found.stages
     assert first.forward_seconds == pytest.approx(0.01)
@@ -91,7 +91,7 @@ def test_what_a_stage_is_made_of():
 def test_a_link_with_latency_was_measured_as_a_whole():
     graph = replace(chain(2), hop_seconds=0.001)
     cluster = replace(devices(2), link=Link(latency_seconds=0.002))
-    found = plan(graph, cluster, num_microbatches=4, stages=2)
+    found = plan(graph, cluster, microbatches=4, stages=2)
     assert found.stages[0].hop_seconds == 0.002
 
 
@@ -99,50 +99,50 @@ def test_a_large_output_is_not_cut_where_its_hop_costs_more_than_evenness():
     layers = list(chain().layers)
     layers[1] = replace(layers[1], output_bytes=2000 * KIB)
     cluster = replace(devices(2), link=Link(bytes_per_second=2000 * KIB))
-    found = plan(LayerGraph(layers=tuple(layers)), cluster, num_microbatches=4, stages=2)
+    found = plan(LayerGraph(layers=tuple(layers)), cluster, microbatches=4, stages=2)
     assert layers_of(found) in ([1, 3], [3, 1])
 
 
 def test_the_faster_device_gets_more_layers():
     cluster = Cluster(devices=(Device(name="slow"), Device(name="fast", speed=3.0)))
-    assert layers_of(plan(chain(), cluster, num_microbatches=8, stages=2)) == [1, 3]
+    assert layers_of(plan(chain(), cluster, microbatches=8, stages=2)) == [1, 3]
 
 
 def test_a_small_device_gets_fewer_layers():
     cluster = Cluster(devices=(Device(name="small", memory_bytes=24 * KIB), Device(name="large")))
-    found = plan(chain(), cluster, num_microbatches=8, schedule="gpipe", recompute="never")
+    found = plan(chain(), cluster, microbatches=8, schedule="gpipe", recompute="never")
     assert [device.name for device in found.devices] == ["large"]
     small_first = Cluster(devices=(cluster.devices[0], Device(name="full", memory_bytes=50 * KIB)))
-    found = plan(chain(), small_first, num_microbatches=8, schedule="1f1b", recompute="never")
+    found = plan(chain(), small_first, microbatches=8, schedule="1f1b", recompute="never")
     assert ([one.name for one in found.devices], layers_of(found)) == (["full", "small"], [2, 2])
 
 
 def test_memory_decides_between_schedules():
     graph = replace(chain(), hop_seconds=0.001)
-    assert plan(graph, devices(2), num_microbatches=8, stages=2).schedule == "zb-h1"
+    assert plan(graph, devices(2), microbatches=8, stages=2).schedule == "zb-h1"
     # To run some forwards twice costs less than the bubbles of schedules that hold less.
-    found = plan(graph, devices(2), num_microbatches=8, stages=2, memory_bytes=38 * KIB)
+    found = plan(graph, devices(2), microbatches=8, stages=2, memory_bytes=38 * KIB)
     assert (found.schedule, found.stages[0].recompute) == ("zb-h1", "stage")
     assert (
         found.step_seconds
         < plan(
             graph,
             devices(2),
-            num_microbatches=8,
+            microbatches=8,
             stages=2,
             memory_bytes=38 * KIB,
             schedule="eager-1f1b",
         ).step_seconds
     )
     found = plan(
-        graph, devices(2), num_microbatches=8, stages=2, memory_bytes=41 * KIB, recompute="never"
+        graph, devices(2), microbatches=8, stages=2, memory_bytes=41 * KIB, recompute="never"
     )
     assert found.schedule == "zb-h1"
 
 
 def test_too_little_memory_names_the_closest_plan_and_what_it_misses():
     with pytest.raises(PlanError) as caught:
-        never = {"num_microbatches": 8, "stages": 2, "recompute": "never"}
+        never = {"microbatches": 8, "stages": 2, "recompute": "never"}
         plan(chain(), devices(2), memory_bytes=20 * KIB, **never)
     assert str(caught.value) == (
         "no plan fits in memory; the closest, 2 stages with 1f1b, needs 32 KiB on rank 1 (d1), "
@@ -152,10 +152,10 @@ def test_too_little_memory_names_the_closest_plan_and_what_it_misses():
     assert plan(chain(), devices(2), memory_bytes=32 * KIB, **never)
     heavy = chain(parameter_bytes=4 * KIB)
     with pytest.raises(PlanError, match=r"4 KiB over .* give it 4 devices like these, and 4 stag"):
-        plan(heavy, devices(2), num_microbatches=8, stages=2, memory_bytes=24 * KIB)
-    assert plan(heavy, devices(4), num_microbatches=8, memory_bytes=24 * KIB)
+        plan(heavy, devices(2), microbatches=8, stages=2, memory_bytes=24 * KIB)
+    assert plan(heavy, devices(4), microbatches=8, memory_bytes=24 * KIB)
     with pytest.raises(PlanError, match="allow that much, or profile smaller microbatches"):
-        plan(chain(), devices(2), num_microbatches=8, memory_bytes=KIB)
+        plan(chain(), devices(2), microbatches=8, memory_bytes=KIB)
 
 
 def test_more_devices_come_with_servers_whose_memory_is_as_small():
@@ -165,38 +165,38 @@ def test_more_devices_come_with_servers_whose_memory_is_as_small():
     with pytest.raises(
         PlanError, match="45 KiB allowed: allow that much more, or give it 4 devices like these"
     ):
-        plan(heavy, replace(devices(2), groups=(server,)), num_microbatches=8)
+        plan(heavy, replace(devices(2), groups=(server,)), microbatches=8)
     tiny = replace(devices(2), groups=(replace(server, memory_bytes=KIB),))
     with pytest.raises(PlanError, match="allow that much, or profile smaller"):
-        plan(heavy, tiny, num_microbatches=8)
+        plan(heavy, tiny, microbatches=8)
 
 
 def test_smaller_microbatches_that_were_profiled_are_a_way_out():
     halves = replace(chain(activation_bytes=4 * KIB, held_input_bytes=0), microbatch_size=1)
     whole = replace(chain(), microbatch_size=2, other_sizes=(halves,))
     with pytest.raises(PlanError, match=r"take smaller microbatches, and .* fits"):
-        plan(whole, devices(1), num_microbatches=8, memory_bytes=19 * KIB)
+        plan(whole, devices(1), microbatches=8, memory_bytes=19 * KIB)
     assert plan(whole, devices(1), minibatch=16, memory_bytes=19 * KIB).microbatch_size == 1
 
 
 def test_ranks_that_share_memory():
     cluster = Cluster(devices=devices(2).devices, memory_bytes=60 * KIB)
-    never = plan(chain(), cluster, num_microbatches=8, recompute="never")
+    never = plan(chain(), cluster, microbatches=8, recompute="never")
     assert (never.schedule, layers_of(never), sum(never.rank_bytes)) == ("1f1b", [1, 3], 54 * KIB)
     assert "92 KiB on all ranks together, which share memory, 32 KiB over" in never.reason
-    found = plan(chain(), cluster, num_microbatches=8)
+    found = plan(chain(), cluster, microbatches=8)
     # Each of two copies runs forward twice and so keeps little.
     assert (found.replicas, found.rank_bytes) == ((2,), (26 * KIB, 26 * KIB))
     assert found.step_seconds < never.step_seconds
     tight = replace(cluster, memory_bytes=10 * KIB)
     with pytest.raises(PlanError, match=r"KiB on all ranks together.* KiB over the 10 KiB"):
-        plan(chain(), tight, num_microbatches=8, stages=2)
+        plan(chain(), tight, microbatches=8, stages=2)
 
 
 @pytest.mark.parametrize(
     ("request_", "error", "message"),
     [
-        ({"num_microbatches": 0}, InputError, "num_microbatches is 0, but must be ≥ 1"),
+        ({"microbatches": 0}, InputError, "microbatches is 0, but must be ≥ 1"),
         ({"stages": 0}, InputError, "stages is 0"),
         ({"memory_bytes": -5}, InputError, "memory_bytes is -5"),
         ({"stages": 5}, PlanError, "4 layers cannot make 5 stages"),
@@ -206,7 +206,7 @@ def test_ranks_that_share_memory():
 )
 def test_what_is_refused(request_, error, message):
     with pytest.raises(error, match=message):
-        plan(chain(), devices(2), **{"num_microbatches": 4, **request_})
+        plan(chain(), devices(2), **{"microbatches": 4, **request_})
 
 
 def picky(num_ranks, num_microbatches):
@@ -217,17 +217,17 @@ def test_a_family_that_refuses_is_skipped_unless_asked_for(monkeypatch):
     from penstock.core.schedule import families
 
     monkeypatch.setitem(families.FAMILIES, "picky", picky)
-    assert plan(chain(), devices(2), num_microbatches=4).schedule == "1f1b"
+    assert plan(chain(), devices(2), microbatches=4).schedule == "1f1b"
     with pytest.raises(PlanError, match="picky wants 3 ranks"):
-        search(chain(), devices(2), num_microbatches=4, schedule="picky")
+        search(chain(), devices(2), microbatches=4, schedule="picky")
 
 
 def test_by_default_this_machine():
-    found = plan(chain(), num_microbatches=2)
+    found = plan(chain(), microbatches=2)
     assert found.num_ranks <= len(Cluster.local().devices)
 
 
-PLAN = plan(chain(), devices(2), num_microbatches=8, schedule="1f1b")
+PLAN = plan(chain(), devices(2), microbatches=8, schedule="1f1b")
 
 
 def test_a_plan_in_print():
@@ -251,7 +251,7 @@ def _cells(lines, part):
 
 def test_long_names_give_way_to_numbers():
     long = replace(chain(1).layers[0], name="transformer." * 20)
-    lines = str(plan(LayerGraph(layers=(long,)), devices(1), num_microbatches=1)).splitlines()
+    lines = str(plan(LayerGraph(layers=(long,)), devices(1), microbatches=1)).splitlines()
     assert lines[3].rstrip().endswith("12 KiB")
     assert "…" in lines[3]
     assert max(map(len, lines)) <= 80
@@ -313,7 +313,7 @@ def test_a_plan_knows_its_model():
 def test_replicas_have_room_for_a_sum_and_each_adds_its_own_share():
     rate, count = 1e6, 4
     graph = replace(chain(parameter_bytes=100 * KIB), sum_bytes_per_second=rate)
-    given = {"num_microbatches": 8, "replicas": (count,), "schedule": "1f1b"}
+    given = {"microbatches": 8, "replicas": (count,), "schedule": "1f1b"}
     (stage,) = plan(graph, devices(count), **given).stages
     assert stage.sum_bytes == stage.parameter_bytes == 400 * KIB
     assert stage.state_bytes == 3 * 400 * KIB
@@ -326,7 +326,7 @@ def test_weights_tied_across_stages_are_summed_in_halves():
     layers = (replace(first, **shared), *between, replace(last, **shared))
     link = Link(latency_seconds=1e-3, bytes_per_second=1e6)
     cluster = replace(devices(3), link=link)
-    found = plan(LayerGraph(layers=layers), cluster, num_microbatches=8, schedule="1f1b", stages=3)
+    found = plan(LayerGraph(layers=layers), cluster, microbatches=8, schedule="1f1b", stages=3)
     assert [stage.sum_bytes for stage in found.stages] == [KIB, 0, KIB]
     assert [stage.reduce_seconds for stage in found.stages] == pytest.approx(
         [2e-3 + KIB / 1e6, 0, 2e-3 + KIB / 1e6]
@@ -339,6 +339,6 @@ def test_what_cannot_fit_is_refused_before_the_search():
     cluster, graph = devices(4), chain(8)
     offered = len(offers(Task(graph, cluster, 16), Wish()))
     with counting() as calls, pytest.raises(PlanError, match="allow that much"):
-        plan(graph, cluster, num_microbatches=16, memory_bytes=100)
+        plan(graph, cluster, microbatches=16, memory_bytes=100)
     assert calls["simulate"] == 0
     assert calls["build"] <= 2 * offered

@@ -22,7 +22,7 @@ from tests.kit.planning import chain, devices
 )
 def test_a_schedule_may_bring_its_options(schedule, options):
     """They were refused here, and taken where schedules are drawn."""
-    planned = plan(chain(8), devices(2), num_microbatches=4, schedule=schedule)
+    planned = plan(chain(8), devices(2), microbatches=4, schedule=schedule)
     assert planned.schedule == schedule.partition(":")[0]
     assert planned.options.items() >= options.items()
     assert planned.build_schedule().num_microbatches == 4
@@ -30,7 +30,7 @@ def test_a_schedule_may_bring_its_options(schedule, options):
 
 def test_stages_that_come_and_go_take_options_too():
     cluster = replace(Cluster.local(1), tiers=(Tier(kind="host"),))
-    request = {"num_microbatches": 4, "spill": "always"}
+    request = {"microbatches": 4, "spill": "always"}
     planned = plan(chain(8), cluster, schedule="spilled:group=1,stages_per_rank=2", **request)
     assert planned.options == {"group": 1, "stages_per_rank": 2}
     assert planned.spill is not None
@@ -48,29 +48,29 @@ def test_stages_that_come_and_go_take_options_too():
 )
 def test_options_that_a_plan_cannot_have(schedule, message):
     with pytest.raises(InputError, match=message):
-        plan(chain(8), devices(4), num_microbatches=4, schedule=schedule)
+        plan(chain(8), devices(4), microbatches=4, schedule=schedule)
 
 
 def test_one_replica_of_each_stage_goes_with_every_schedule():
     """ "zb-h1 has no option replicas" was said of [1, 1], which asks for two stages."""
-    planned = plan(chain(), devices(4), num_microbatches=8, schedule="zb-h1", replicas=[1, 1])
-    assert planned == plan(chain(), devices(4), num_microbatches=8, schedule="zb-h1", stages=2)
+    planned = plan(chain(), devices(4), microbatches=8, schedule="zb-h1", replicas=[1, 1])
+    assert planned == plan(chain(), devices(4), microbatches=8, schedule="zb-h1", stages=2)
     with pytest.raises(InputError, match="zb-h1 has no replicas; 1f1b, gpipe, pipedream"):
-        plan(chain(), devices(4), num_microbatches=8, schedule="zb-h1", replicas="2-1")
+        plan(chain(), devices(4), microbatches=8, schedule="zb-h1", replicas="2-1")
     with pytest.raises(InputError, match="replicas are given for 2 stages, but stages is 3"):
-        plan(chain(), devices(4), num_microbatches=8, schedule="zb-h1", replicas="1-1", stages=3)
+        plan(chain(), devices(4), microbatches=8, schedule="zb-h1", replicas="1-1", stages=3)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_a_schedule_that_holds_stages_twice_is_refused_for_that(count):
     """ "num_ranks is 1; take 2" was said, of two devices as well as of four."""
     with pytest.raises(PlanError, match="chimera keeps 2 copies of each stage; a plan gives"):
-        plan(chain(), devices(count), num_microbatches=8, schedule="chimera")
+        plan(chain(), devices(count), microbatches=8, schedule="chimera")
 
 
 @pytest.mark.parametrize("name", [name for name in schedules.names() if name != "chimera"])
 def test_all_other_schedules_can_be_planned(name):
-    assert plan(chain(8), devices(2), num_microbatches=4, schedule=name).schedule == name
+    assert plan(chain(8), devices(2), microbatches=4, schedule=name).schedule == name
 
 
 def test_more_microbatches_than_can_be_simulated_are_refused_at_once():
@@ -78,9 +78,9 @@ def test_more_microbatches_than_can_be_simulated_are_refused_at_once():
         "1,000,000 microbatches on 4 ranks are too many .* may be 500,000 at most, .*; ask for 100"
     )
     with pytest.raises(InputError, match=message):
-        plan(chain(4), devices(4), num_microbatches=1_000_000)
+        plan(chain(4), devices(4), microbatches=1_000_000)
     with pytest.raises(InputError, match="on 1 rank are too many"):
-        plan(chain(4), devices(1), num_microbatches=1_000_000)
+        plan(chain(4), devices(1), microbatches=1_000_000)
 
 
 def test_of_the_sizes_that_make_too_many_microbatches_none_is_tried():

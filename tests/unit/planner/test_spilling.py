@@ -47,13 +47,13 @@ def one_device(*tiers):
 
 
 def test_what_fits_stays():
-    found = plan(model(*[4] * 8), one_device(DISK), num_microbatches=4, memory_bytes=1000 * MIB)
+    found = plan(model(*[4] * 8), one_device(DISK), microbatches=4, memory_bytes=1000 * MIB)
     assert found.spill is None
 
 
 def test_what_does_not_fit_comes_and_goes():
     graph = model(*[4] * 8)
-    found = plan(graph, one_device(DISK), num_microbatches=4, memory_bytes=60 * MIB)
+    found = plan(graph, one_device(DISK), microbatches=4, memory_bytes=60 * MIB)
     assert found.spill is not None and found.spill.tier == DISK
     assert found.schedule == "spilled"
     assert max(found.rank_bytes) <= 60 * MIB < 8 * 4 * 4 * MIB
@@ -70,7 +70,7 @@ def test_what_does_not_fit_comes_and_goes():
 def test_less_memory_makes_more_stages():
     graph = model(*[4] * 12)
     counts = [
-        len(plan(graph, one_device(DISK), num_microbatches=4, memory_bytes=budget * MIB).stages)
+        len(plan(graph, one_device(DISK), microbatches=4, memory_bytes=budget * MIB).stages)
         for budget in (150, 100, 60)
     ]
     assert counts == sorted(counts) and counts[0] < counts[-1]
@@ -80,7 +80,7 @@ def test_forwards_run_twice_only_where_activations_do_not_fit():
     light = model(*[4] * 8, activation=MIB // 8)
     heavy = model(*[4] * 8, activation=3 * MIB)
     found = [
-        plan(graph, one_device(DISK), num_microbatches=4, memory_bytes=80 * MIB)
+        plan(graph, one_device(DISK), microbatches=4, memory_bytes=80 * MIB)
         for graph in (light, heavy)
     ]
     ways = [{stage.recompute for stage in one.stages[:-1]} for one in found]
@@ -89,7 +89,7 @@ def test_forwards_run_twice_only_where_activations_do_not_fit():
 
 
 def test_a_slow_disk_is_waited_for_and_a_fast_one_is_not():
-    graph, budget = model(*[4] * 8), {"num_microbatches": 4, "memory_bytes": 60 * MIB}
+    graph, budget = model(*[4] * 8), {"microbatches": 4, "memory_bytes": 60 * MIB}
     slow = Tier(folder="/slow", read_bytes_per_second=3e7, write_bytes_per_second=3e7)
     times = [plan(graph, one_device(tier), **budget).step_seconds for tier in (DISK, slow)]
     compute = 8 * 4 * 0.03 + 8 * 0.001
@@ -101,12 +101,12 @@ def test_a_slow_disk_is_waited_for_and_a_fast_one_is_not():
 
 def test_without_a_tier_it_is_offered():
     with pytest.raises(PlanError, match=r"or give the cluster a tier.* stages that come and go"):
-        plan(model(*[4] * 8), one_device(), num_microbatches=4, memory_bytes=60 * MIB)
+        plan(model(*[4] * 8), one_device(), microbatches=4, memory_bytes=60 * MIB)
     with pytest.raises(PlanError, match="no plan fits") as refused:
         plan(
             model(*[4] * 8),
             one_device(DISK),
-            num_microbatches=4,
+            microbatches=4,
             memory_bytes=60 * MIB,
             spill="never",
         )
@@ -115,34 +115,34 @@ def test_without_a_tier_it_is_offered():
 
 def test_always_is_always_and_needs_a_tier():
     graph = model(*[4] * 4)
-    found = plan(graph, one_device(DISK), num_microbatches=4, spill="always")
+    found = plan(graph, one_device(DISK), microbatches=4, spill="always")
     assert found.spill is not None and len(found.stages) > 1
     with pytest.raises(PlanError, match="needs a tier"):
-        plan(graph, one_device(), num_microbatches=4, spill="always")
+        plan(graph, one_device(), microbatches=4, spill="always")
     with pytest.raises(InputError, match="leave out schedule"):
-        plan(graph, one_device(DISK), num_microbatches=4, spill="always", stages=2)
+        plan(graph, one_device(DISK), microbatches=4, spill="always", stages=2)
 
 
 def test_a_layer_that_is_too_large_alone_is_named_with_the_least_budget():
     graph = model(2, 2, 40, 2, 2)
     with pytest.raises(PlanError, match=r"layer 'layer2' alone needs 160 MiB.*83%") as refused:
-        plan(graph, one_device(DISK), num_microbatches=4, memory_bytes=100 * MIB)
+        plan(graph, one_device(DISK), microbatches=4, memory_bytes=100 * MIB)
     least = float(str(refused.value).split("the least budget is ")[1].split(" MiB")[0])
-    found = plan(graph, one_device(DISK), num_microbatches=4, memory_bytes=round((least + 1) * MIB))
+    found = plan(graph, one_device(DISK), microbatches=4, memory_bytes=round((least + 1) * MIB))
     assert found.spill is not None
 
 
 def test_two_devices_share_the_stages():
     cluster = Cluster(devices=(Device(name="a"), Device(name="b")), tiers=(DISK,))
-    found = plan(model(*[4] * 12), cluster, num_microbatches=4, memory_bytes=60 * MIB)
+    found = plan(model(*[4] * 12), cluster, microbatches=4, memory_bytes=60 * MIB)
     assert found.num_ranks == 2 and max(found.rank_bytes) <= 60 * MIB
-    alone = plan(model(*[4] * 12), one_device(DISK), num_microbatches=4, memory_bytes=60 * MIB)
+    alone = plan(model(*[4] * 12), one_device(DISK), microbatches=4, memory_bytes=60 * MIB)
     assert found.step_seconds < alone.step_seconds
 
 
 def test_clipping_leaves_room_in_what_is_planned():
     """Gradients that leave before the update are planned for where somebody asks for it."""
-    found = plan(model(*[4] * 8), one_device(DISK), num_microbatches=4, memory_bytes=60 * MIB)
+    found = plan(model(*[4] * 8), one_device(DISK), microbatches=4, memory_bytes=60 * MIB)
     lowered = with_residence(found.build_schedule(), found.spill, agrees=True)
     kinds = [op.kind for op in lowered.ranks[0]]
     assert sum(kind in FETCHES for kind in kinds) == sum(kind in LEAVES for kind in kinds)
@@ -192,7 +192,7 @@ def test_a_tier_as_people_write_it(tmp_path):
 
 
 def test_a_plan_for_other_devices_keeps_its_tier_and_its_budget():
-    first = plan(model(*[4] * 12), one_device(DISK), num_microbatches=4, memory_bytes=60 * MIB)
+    first = plan(model(*[4] * 12), one_device(DISK), microbatches=4, memory_bytes=60 * MIB)
     two = Cluster(devices=(Device(name="a"), Device(name="b")))
     again = replan(first, two)
     assert again.spill == first.spill and again.num_ranks == 2

@@ -27,7 +27,7 @@ def graph(**fields):
 
 def copies(there, reducer, **request):
     return pk.plan(
-        graph(), there, num_microbatches=len(there.devices), replicas=(len(there.devices),),
+        graph(), there, microbatches=len(there.devices), replicas=(len(there.devices),),
         reducer=reducer, **request,
     )  # fmt: skip
 
@@ -78,12 +78,10 @@ def test_parameter_servers_take_gradients_and_give_weights(n, k, share):
 def test_tensor_ranks_share_the_links_of_servers(reducer):
     """Two tensor ranks of a copy that repeat all layers are two copies, as far as links go."""
     there = cluster(6, 1)
-    groups = pk.plan(
-        graph(), there, num_microbatches=3, replicas=(3,), tensor_ranks=2, reducer=reducer
-    )
+    groups = pk.plan(graph(), there, microbatches=3, replicas=(3,), tensor_ranks=2, reducer=reducer)
     assert {*groups.stages[0].splits.values()} == {"whole"}
     half = replace(there, spares=(replace(there.spares[0], bytes_per_second=RATE / 2),))
-    alone = pk.plan(graph(), half, num_microbatches=3, replicas=(3,), reducer=reducer)
+    alone = pk.plan(graph(), half, microbatches=3, replicas=(3,), reducer=reducer)
     stage, other = groups.stages[0], alone.stages[0]
     assert stage.parameter_bytes == other.parameter_bytes
     assert stage.reduce_seconds == pytest.approx(other.reduce_seconds)
@@ -115,12 +113,10 @@ def test_what_fits_only_in_shards_is_found():
 
 def test_the_default_and_plans_without_copies_are_as_they_were():
     there = cluster(4, 2)
-    plan = pk.plan(graph(), there, num_microbatches=4)
-    assert plan.summing == pk.plan(graph(), replace(there, spares=()), num_microbatches=4).summing
+    plan = pk.plan(graph(), there, microbatches=4)
+    assert plan.summing == pk.plan(graph(), replace(there, spares=()), microbatches=4).summing
     assert plan.summing.reducer == "owners"
-    straight = pk.plan(
-        graph(), there, num_microbatches=8, schedule="gpipe", stages=4, reducer="any"
-    )
+    straight = pk.plan(graph(), there, microbatches=8, schedule="gpipe", stages=4, reducer="any")
     assert straight.summing.reducer == "owners"
 
 

@@ -40,9 +40,7 @@ def four(**fields):
 
 
 def test_a_plan_names_all_devices_and_the_split_of_every_layer():
-    found = plan(
-        large_layers(), four(), num_microbatches=4, tensor_ranks=2, stages=2, schedule="1f1b"
-    )
+    found = plan(large_layers(), four(), microbatches=4, tensor_ranks=2, stages=2, schedule="1f1b")
     assert (found.num_tensor_ranks, found.num_ranks, len(found.stages)) == (2, 2, 2)
     assert [one.name for one in found.devices] == ["d0", "d1", "d2", "d3"]
     for stage in found.stages:
@@ -52,7 +50,7 @@ def test_a_plan_names_all_devices_and_the_split_of_every_layer():
 
 
 def test_any_number_of_tensor_ranks_is_at_least_as_fast_as_each():
-    request = {"num_microbatches": 2}
+    request = {"microbatches": 2}
     free = plan(large_layers(), four(), tensor_ranks="any", **request)
     for width in (1, 2, 4):
         forced = plan(large_layers(), four(), tensor_ranks=width, **request)
@@ -63,19 +61,19 @@ def test_any_number_of_tensor_ranks_is_at_least_as_fast_as_each():
 
 
 def test_unasked_no_layer_is_split():
-    found = plan(large_layers(), four(), num_microbatches=2)
+    found = plan(large_layers(), four(), microbatches=2)
     assert found.num_tensor_ranks == 1
     assert not any(stage.splits for stage in found.stages)
 
 
 def test_split_layers_need_less_memory_of_each_device():
-    whole = plan(large_layers(), four(), num_microbatches=1, stages=1, tensor_ranks=1)
-    split = plan(large_layers(), four(), num_microbatches=1, stages=1, tensor_ranks=4)
+    whole = plan(large_layers(), four(), microbatches=1, stages=1, tensor_ranks=1)
+    split = plan(large_layers(), four(), microbatches=1, stages=1, tensor_ranks=4)
     assert max(split.rank_bytes) < max(whole.rank_bytes)
     tight = four(memory_bytes=max(whole.rank_bytes) - 1)
     with pytest.raises(PlanError, match="no plan fits in memory"):
-        plan(large_layers(), tight, num_microbatches=1, stages=1, recompute="never")
-    fits = plan(large_layers(), tight, num_microbatches=1, stages=1, tensor_ranks="any")
+        plan(large_layers(), tight, microbatches=1, stages=1, recompute="never")
+    fits = plan(large_layers(), tight, microbatches=1, stages=1, tensor_ranks="any")
     assert fits.num_tensor_ranks > 1
 
 
@@ -88,7 +86,7 @@ def test_a_group_is_as_slow_and_as_small_as_its_weakest_device():
             Device(name="c", speed=2.0, memory_bytes=64 * KIB),
         ),
     )
-    found = plan(chain(), uneven, num_microbatches=2, tensor_ranks=2)
+    found = plan(chain(), uneven, microbatches=2, tensor_ranks=2)
     # The third has no partner.
     assert [one.name for one in found.devices] == ["a", "b"]
     assert max(found.rank_bytes) <= 32 * KIB
@@ -110,7 +108,7 @@ def test_devices_that_share_memory_hold_a_part_each():
         ),
     ):
         with pytest.raises(PlanError, match="share"):
-            plan(large_layers(), shared, num_microbatches=2, tensor_ranks=4)
+            plan(large_layers(), shared, microbatches=2, tensor_ranks=4)
 
 
 @pytest.mark.parametrize(
@@ -124,11 +122,11 @@ def test_devices_that_share_memory_hold_a_part_each():
 )
 def test_what_is_refused(given, error, message):
     with pytest.raises(error, match=message):
-        plan(large_layers(), four(), num_microbatches=2, tensor_ranks=given)
+        plan(large_layers(), four(), microbatches=2, tensor_ranks=given)
 
 
 def test_splits_of_layers_that_are_not_there_are_refused():
-    found = plan(large_layers(), four(), num_microbatches=2, tensor_ranks=2)
+    found = plan(large_layers(), four(), microbatches=2, tensor_ranks=2)
     stage = replace(found.stages[0], splits={"layer9": "column"})
     with pytest.raises(InputError, match="splits has 'layer9', which is no layer of this stage"):
         replace(found, stages=(stage, *found.stages[1:]))

@@ -17,7 +17,7 @@ SLOW = replace(devices(4), link=Link(latency_seconds=0.001, bytes_per_second=100
 
 
 def test_bandwidth_and_memory_are_changed_and_shown():
-    found = what_if("bandwidth*2, memory=64KiB", chain(), SLOW, num_microbatches=4, stages=2)
+    found = what_if("bandwidth*2, memory=64KiB", chain(), SLOW, microbatches=4, stages=2)
     hops = [one.stages[0].hop_seconds for one in (found.before, found.after)]
     assert hops == [pytest.approx(0.021), pytest.approx(0.011)]
     assert [one.memory_bytes for one in found.after.devices] == [64 * KIB] * 2
@@ -32,7 +32,7 @@ def test_bandwidth_and_memory_are_changed_and_shown():
 
 def test_less_memory_brings_recompute():
     found = what_if(
-        "memory/2", chain(), devices(2), num_microbatches=8, stages=2, memory_bytes=42 * KIB
+        "memory/2", chain(), devices(2), microbatches=8, stages=2, memory_bytes=42 * KIB
     )
     assert found.rows()[-1][1:3] == ("none", "stages 0, 1")
     assert max(found.after.rank_bytes) <= 21 * KIB < max(found.before.rank_bytes)
@@ -43,7 +43,7 @@ def test_the_limits_of_groups_and_of_the_cluster_are_memory_too():
     group = Group(name="server", members=names, memory_bytes=200 * KIB)
     cluster = replace(devices(2), groups=(group,), memory_bytes=100 * KIB)
     # 84 KiB in all keep to both limits, but not to half of the cluster's.
-    found = what_if("memory/2", chain(), cluster, num_microbatches=4)
+    found = what_if("memory/2", chain(), cluster, microbatches=4)
     assert sum(found.before.rank_bytes) > 50 * KIB >= sum(found.after.rank_bytes)
 
 
@@ -51,28 +51,28 @@ def test_the_limits_of_groups_and_of_the_cluster_are_memory_too():
     ("change", "devices_after"), [("devices*2", 4), ("devices=1", 1), ("devices/2", 1)]
 )
 def test_the_number_of_devices(change, devices_after):
-    found = what_if(change, chain(), devices(2), num_microbatches=8, schedule="1f1b")
+    found = what_if(change, chain(), devices(2), microbatches=8, schedule="1f1b")
     assert (found.before.num_ranks, found.after.num_ranks) == (2, devices_after)
 
 
 def test_faster_devices_and_other_microbatches():
-    faster = what_if("speed*2", chain(), devices(2), num_microbatches=8)
+    faster = what_if("speed*2", chain(), devices(2), microbatches=8)
     assert faster.after.step_seconds == pytest.approx(faster.before.step_seconds / 2)
-    more = what_if("microbatches*2", chain(), devices(2), num_microbatches=8)
+    more = what_if("microbatches*2", chain(), devices(2), microbatches=8)
     assert more.after.num_microbatches == 16
-    later = what_if("latency=5ms", chain(), SLOW, num_microbatches=4, stages=2)
+    later = what_if("latency=5ms", chain(), SLOW, microbatches=4, stages=2)
     assert later.after.stages[0].hop_seconds == pytest.approx(0.025)
 
 
 def test_a_change_that_leaves_no_plan_says_so():
     with pytest.raises(PlanError, match="no plan fits in memory"):
-        what_if("memory/100", chain(), devices(2), num_microbatches=8, memory_bytes=42 * KIB)
+        what_if("memory/100", chain(), devices(2), microbatches=8, memory_bytes=42 * KIB)
 
 
 def test_memory_divided_by_much_is_little_and_not_unlimited():
     for cluster in (devices(2, memory_bytes=64 * KIB), replace(devices(2), memory_bytes=64 * KIB)):
         with pytest.raises(PlanError, match="no plan fits in memory"):
-            what_if("memory/1e9", chain(), cluster, num_microbatches=8)
+            what_if("memory/1e9", chain(), cluster, microbatches=8)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_memory_divided_by_much_is_little_and_not_unlimited():
 )
 def test_nonsense_is_refused(change, message):
     with pytest.raises(InputError, match=message):
-        what_if(change, chain(), SLOW, num_microbatches=4)
+        what_if(change, chain(), SLOW, microbatches=4)
 
 
 def test_microbatches_that_nobody_gave_cannot_be_changed():
@@ -120,12 +120,12 @@ def test_more_bandwidth_is_hardly_slower_and_less_memory_hardly_faster(graph, cl
     graph = replace(graph, contention=Contention())
     limited = replace(cluster, link=Link(bytes_per_second=2e4), memory_bytes=40_000)
     try:
-        faster = what_if("bandwidth*2", graph, limited, num_microbatches=count)
+        faster = what_if("bandwidth*2", graph, limited, microbatches=count)
     except PlanError:
         return
     assert faster.after.step_seconds <= faster.before.step_seconds * MISSED + 1e-9
     try:
-        smaller = what_if("memory/2", graph, limited, num_microbatches=count)
+        smaller = what_if("memory/2", graph, limited, microbatches=count)
     except PlanError:
         return
     assert smaller.after.step_seconds * MISSED + 1e-9 >= smaller.before.step_seconds

@@ -27,7 +27,7 @@ def rows(found):
 
 
 def test_every_kind_of_plan_is_a_row_with_its_numbers():
-    found = plan(HEAVY, SLOW, num_microbatches=8)
+    found = plan(HEAVY, SLOW, microbatches=8)
     assert [one.label for one in found.alternatives] == LABELS
     table = rows(found)
     single, parallel = table["single device"], table["data parallel"]
@@ -40,19 +40,17 @@ def test_every_kind_of_plan_is_a_row_with_its_numbers():
     assert parallel.bubble == pytest.approx(exchange / parallel.step_seconds)
     straight = table["straight pipeline"]
     assert straight.moved_bytes == 2 * 8 * 2 * KIB
-    forced = plan(HEAVY, SLOW, num_microbatches=8, schedule="1f1b", stages=2)
+    forced = plan(HEAVY, SLOW, microbatches=8, schedule="1f1b", stages=2)
     assert straight.step_seconds == forced.step_seconds
     assert straight.memory_bytes == max(forced.rank_bytes)
     assert straight.bubble == pytest.approx(forced.simulate().bubble)
 
 
 def test_the_best_of_a_kind_is_what_is_planned_when_it_is_asked_for():
-    table = rows(plan(HEAVY, SLOW, num_microbatches=8, schedule="gpipe"))
-    assert (
-        table["best synchronous"].step_seconds == plan(HEAVY, SLOW, num_microbatches=8).step_seconds
-    )
+    table = rows(plan(HEAVY, SLOW, microbatches=8, schedule="gpipe"))
+    assert table["best synchronous"].step_seconds == plan(HEAVY, SLOW, microbatches=8).step_seconds
     never = [
-        attempt(HEAVY, SLOW, num_microbatches=8, schedule=name, replicas="any")
+        attempt(HEAVY, SLOW, microbatches=8, schedule=name, replicas="any")
         for name in ("pipedream", "pipedream-2bw")
     ]
     fastest = min(one.step_seconds for one in never)
@@ -73,7 +71,7 @@ def test_the_best_of_a_kind_is_what_is_planned_when_it_is_asked_for():
     ],
 )
 def test_exactly_the_plan_is_marked_as_chosen(request_):
-    found = plan(HEAVY, SLOW, num_microbatches=8, **request_)
+    found = plan(HEAVY, SLOW, microbatches=8, **request_)
     chosen = [one for one in found.alternatives if one.remark == "chosen"]
     assert chosen
     for one in chosen:
@@ -84,7 +82,7 @@ def test_exactly_the_plan_is_marked_as_chosen(request_):
 
 
 def test_rows_that_could_not_be_chosen_say_why():
-    table = rows(plan(HEAVY, SLOW, num_microbatches=8, memory_bytes=640 * KIB))
+    table = rows(plan(HEAVY, SLOW, microbatches=8, memory_bytes=640 * KIB))
     assert table["best asynchronous"].remark == "old weights: not asked for"
     assert table["best synchronous"].remark == "chosen"
     # A single device needs at least its weights and their gradients.
@@ -93,13 +91,13 @@ def test_rows_that_could_not_be_chosen_say_why():
 
 
 def test_one_device_or_one_microbatch_leave_rivals_out():
-    alone = rows(plan(chain(), devices(1), num_microbatches=8))
+    alone = rows(plan(chain(), devices(1), microbatches=8))
     assert set(alone) == {"single device", "best synchronous"}
-    assert "data parallel" not in rows(plan(chain(), devices(2), num_microbatches=1))
+    assert "data parallel" not in rows(plan(chain(), devices(2), microbatches=1))
 
 
 def test_print_shows_the_table_and_the_file_keeps_it():
-    found = plan(HEAVY, SLOW, num_microbatches=8)
+    found = plan(HEAVY, SLOW, microbatches=8)
     text = str(found)
     assert all(f" {label} " in text for label in LABELS)
     assert in_one_line(found).endswith(found.reason)
@@ -107,20 +105,20 @@ def test_print_shows_the_table_and_the_file_keeps_it():
 
 
 def test_the_sentence_names_what_decided():
-    idle = plan(chain(), devices(2), num_microbatches=2, replicas="any", recompute="never")
+    idle = plan(chain(), devices(2), microbatches=2, replicas="any", recompute="never")
     assert "data parallelism on 2 devices: 120 ms a step, 2.00× one device" in idle.reason
     assert "would take" in idle.reason
-    slow = plan(HEAVY, replace(SLOW, link=Link(bytes_per_second=20.0 * KIB)), num_microbatches=1)
+    slow = plan(HEAVY, replace(SLOW, link=Link(bytes_per_second=20.0 * KIB)), microbatches=1)
     assert slow.num_ranks == 1
     exchange = plan(
         chain(parameter_bytes=100 * KIB, output_bytes=0),
         SLOW,
-        num_microbatches=8,
+        microbatches=8,
         recompute="never",
         replicas="2",
     )
     assert "but is not what was asked for" in exchange.reason
-    fits = plan(chain(), devices(2), num_microbatches=8, memory_bytes=41 * KIB, recompute="never")
+    fits = plan(chain(), devices(2), microbatches=8, memory_bytes=41 * KIB, recompute="never")
     assert "over the 41 KiB allowed" in fits.reason
     assert "data parallelism on 2 devices would take 480 ms, but needs 46 KiB" in fits.reason
 
@@ -128,10 +126,10 @@ def test_the_sentence_names_what_decided():
 @pytest.mark.parametrize("schedule", [None, "1f1b"])
 def test_old_weights_are_never_proposed_unasked(schedule):
     # With one microbatch, only a pipeline that never drains has all devices busy.
-    found = plan(chain(), devices(4), num_microbatches=1, schedule=schedule)
+    found = plan(chain(), devices(4), microbatches=1, schedule=schedule)
     assert not found.versions.asynchronous
     assert rows(found)["best asynchronous"].step_seconds < found.step_seconds / 2
-    allowed = plan(chain(), devices(4), num_microbatches=1, asynchronous=True)
+    allowed = plan(chain(), devices(4), microbatches=1, asynchronous=True)
     assert allowed.versions.asynchronous
     assert allowed.step_seconds == pytest.approx(0.03)
     assert rows(allowed)["best asynchronous"].remark == "chosen"
@@ -146,7 +144,7 @@ def test_the_size_of_microbatches_is_chosen():
     assert found.step_seconds == pytest.approx(5 * 2 * 0.0165)
     many = plan(both, devices(2), minibatch=64, stages=2, schedule="1f1b")
     assert (many.microbatch_size, many.num_microbatches) == (2, 32)
-    given = plan(both, devices(2), minibatch=64, num_microbatches=64, stages=2, schedule="1f1b")
+    given = plan(both, devices(2), minibatch=64, microbatches=64, stages=2, schedule="1f1b")
     assert (given.microbatch_size, given.num_microbatches) == (1, 64)
     odd = plan(both, devices(2), minibatch=5, stages=2)
     assert (odd.microbatch_size, odd.num_microbatches) == (1, 5)

@@ -65,7 +65,7 @@ def test_the_planner_says_what_a_machine_took_on_which_the_profile_was_made(
     crowd = replace(devices(2), memory_bytes=10**12)
     now = paced(graph, alone_of(graph, slower))
     truth = pk.plan(
-        replace(now, contention=machine), crowd, num_microbatches=8, schedule=FAMILIES[mode],
+        replace(now, contention=machine), crowd, microbatches=8, schedule=FAMILIES[mode],
         stages=2, cuts=[3],
     )  # fmt: skip
     ran = Ran(truth.step_seconds, sum(stage.update_seconds for stage in truth.stages), 0.0)
@@ -192,7 +192,7 @@ def test_each_kind_of_schedule_has_its_factors():
         contention=Contention(whole=2, split=3, stream=4, update=5, stream_update=6),
     )
     crowd = replace(devices(2), memory_bytes=10**12)
-    asked = {"num_microbatches": 4, "stages": 2}
+    asked = {"microbatches": 4, "stages": 2}
 
     def first(cluster, family):
         stage = pk.plan(graph, cluster, schedule=family, **asked).stages[0]
@@ -231,7 +231,7 @@ def test_an_optimizer_of_other_parameters_is_refused_before_it_trains_them():
         pk.profile(model, torch.randn(2, 4), optimizer=of_the_model, repeats=1, **batch)
     assert all(map(torch.equal, before, model.parameters()))
     graph = pk.profile(model, torch.randn(2, 4), repeats=1, ranks=0, **batch)
-    plan = pk.plan(graph, pk.Cluster.local(2), num_microbatches=2, schedule="1f1b", stages=2)
+    plan = pk.plan(graph, pk.Cluster.local(2), microbatches=2, schedule="1f1b", stages=2)
     with pytest.raises(InputError, match="has parameters that its function was not given"):
         pk.Pipeline(model, plan, loss=squared, optimizer=of_the_model)
 

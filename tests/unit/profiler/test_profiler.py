@@ -77,7 +77,7 @@ def test_layers_are_named_as_in_the_state_dict_and_fingerprinted_as_by_the_pipel
     graph = quick(model, torch.randn(ROWS, 16))
     assert [layer.name for layer in graph.layers] == [str(index) for index in range(6)]
     assert [layer.kind for layer in graph.layers][:3] == ["Linear", "ReLU", "Dropout"]
-    plan = pk.plan(graph, pk.Cluster.local(2), num_microbatches=2)
+    plan = pk.plan(graph, pk.Cluster.local(2), microbatches=2)
     with pk.Pipeline(model, plan, loss=F.cross_entropy) as pipeline:
         pipeline.step(torch.randn(4, 16), torch.randint(0, 4, (4,)))
 

@@ -239,7 +239,7 @@ def data_parallel(num_ranks):
         ranks=0, repeats=1,
     )  # fmt: skip
     plan = pk.plan(
-        graph, pk.Cluster.local(num_ranks), num_microbatches=num_ranks, schedule="1f1b",
+        graph, pk.Cluster.local(num_ranks), microbatches=num_ranks, schedule="1f1b",
         replicas=str(num_ranks),
     )  # fmt: skip
     return model, plan

@@ -50,9 +50,7 @@ def cluster():
 
 def even(schedule="1f1b", **request):
     """Two layers for each of four devices, whatever their speed, in a minibatch of 4."""
-    return plan(
-        graph(), cluster(), num_microbatches=4, schedule=schedule, cuts=[2, 4, 6], **request
-    )
+    return plan(graph(), cluster(), microbatches=4, schedule=schedule, cuts=[2, 4, 6], **request)
 
 
 def test_a_device_takes_as_long_as_its_speed_says():
@@ -86,7 +84,7 @@ def test_a_message_takes_as_long_as_the_link_between_its_devices():
 @pytest.mark.parametrize("schedule", SYNCHRONOUS)
 def test_a_measured_step_is_no_shorter_than_the_planned_one(schedule):
     stages = 8 if schedule == "interleaved-1f1b" else 4
-    made = plan(graph(), cluster(), num_microbatches=4, schedule=schedule, stages=stages)
+    made = plan(graph(), cluster(), microbatches=4, schedule=schedule, stages=stages)
     assert made.num_ranks == 4
     found = rehearse(made, steps=1, scale=0.5, transport="threads")
     assert found.measured.makespan >= 0.98 * 0.5 * made.step_seconds
@@ -94,7 +92,7 @@ def test_a_measured_step_is_no_shorter_than_the_planned_one(schedule):
 
 
 def test_each_replica_performs_its_own_microbatches():
-    made = plan(graph(), cluster(), num_microbatches=4, schedule="1f1b", replicas=(2, 1, 1))
+    made = plan(graph(), cluster(), microbatches=4, schedule="1f1b", replicas=(2, 1, 1))
     found = rehearse(made, steps=1, transport="threads")
     assert found.measured.num_ranks == 4
     assert found.measured.makespan >= 0.98 * made.step_seconds
@@ -108,9 +106,7 @@ def test_each_replica_performs_its_own_microbatches():
 )
 def test_all_that_a_rehearsal_adds_to_a_plan_is_free_in_the_simulator(schedule, request_):
     stages = 8 if schedule == "interleaved-1f1b" else 4
-    made = plan(
-        graph(), cluster(), num_microbatches=8, schedule=schedule, stages=stages, **request_
-    )
+    made = plan(graph(), cluster(), microbatches=8, schedule=schedule, stages=stages, **request_)
     performed = performable(made.build_schedule())
     assert simulate(performed, made.costs).makespan == pytest.approx(made.step_seconds)
 
@@ -122,7 +118,7 @@ def test_all_that_a_rehearsal_adds_to_a_plan_is_free_in_the_simulator(schedule, 
     ),
 )
 def test_the_steady_state_of_a_rehearsed_stream_is_the_step_of_its_plan(schedule, replicas):
-    made = plan(graph(), cluster(), num_microbatches=8, schedule=schedule, replicas=replicas)
+    made = plan(graph(), cluster(), microbatches=8, schedule=schedule, replicas=replicas)
     compute = compute_of(made)
     stream = stream_of(made, compute, None)
     performed = performable(compute, stream=stream)

@@ -1,9 +1,7 @@
 import pytest
 
-from penstock import Schedule, check, schedules
+from penstock import Schedule, check, schedules, simulate
 from penstock.base.errors import InputError, ScheduleError
-from penstock.core.schedule.check import executable_order
-from penstock.core.schedule.lower import add_communication
 
 
 def refused(text, **options):
@@ -101,14 +99,6 @@ def test_a_channel_does_not_hold_less_than_nothing():
         check(schedule, capacity=-1)
 
 
-def test_the_order_of_an_incomplete_schedule_names_what_is_absent():
+def test_what_an_incomplete_schedule_lacks_is_named_where_it_is_simulated():
     with pytest.raises(ScheduleError, match="rank 0: 1F0 needs 0F0, which is not in the schedule"):
-        list(executable_order(Schedule.parse("1F0")))
-
-
-def test_the_order_puts_each_op_behind_its_needs():
-    schedule = add_communication(schedules.build("1f1b", num_ranks=3, num_microbatches=4))
-    order = [op for _, op in executable_order(schedule)]
-    assert sorted(order) == sorted(schedule.where)
-    for place, op in enumerate(order):
-        assert all(order.index(needed) < place for needed in schedule.dependencies(op))
+        simulate(Schedule.parse("1F0"))

@@ -1,4 +1,4 @@
-"""What families lay out as columns against what they lay out op by op."""
+"""Families, passes and memory on columns against the same op by op."""
 
 import pytest
 from hypothesis import given, settings
@@ -7,9 +7,13 @@ from hypothesis import strategies as st
 from penstock import Costs, Schedule, check, schedules, simulate
 from penstock.base.errors import InputError
 from penstock.core.schedule import lower
-from penstock.core.schedule.families import layout
-from penstock.core.schedule.lower import add_free, add_recompute, add_reduce, add_update
+from penstock.core.schedule.columns.columns import Columns
+from penstock.core.schedule.families.alternate import Turns
+from penstock.core.schedule.families.chimera import Slots
+from penstock.core.schedule.families.phases import Phases
+from penstock.core.schedule.lower import add_free
 from penstock.core.schedule.memory import Sizes, peak_activations, peaks
+from tests.oracles import op_by_op
 
 FAMILIES = [name for name in schedules.names() if name not in schedules.SEARCHED]
 OPTIONS = {
@@ -24,18 +28,21 @@ OPTIONS = {
 CASES = [(name, options) for name in FAMILIES for options in ({}, *OPTIONS.get(name, ()))]
 
 
+ORDERS = {Turns: op_by_op.turns, Slots: op_by_op.slots, Phases: op_by_op.phases}
+
+
+def op_by_op_fields(order):
+    return Columns.of_ranks([ORDERS[type(order)](order)]).fields()
+
+
 def both(name, num_ranks, num_microbatches, options):
     """The same schedule op by op and as columns."""
-    built = []
-    for many in (10**9, 0):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(layout, "MANY_OPS", many)
-            built.append(
-                schedules.build(
-                    name, num_ranks=num_ranks, num_microbatches=num_microbatches, **options
-                )
-            )
-    return built
+    counts = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
+    columns = schedules.build(name, **counts, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in ORDERS:
+            patch.setattr(kind, "fields", op_by_op_fields)
+        return schedules.build(name, **counts, **options), columns
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
@@ -61,7 +68,7 @@ def test_columns_are_what_the_ops_are(name, options, p, m):
 def test_a_timeline_measures_columns_as_ops(name):
     by_ops, columns = both(name, 4, 8, {})
     costs = Costs(1.1, 1.3, 0.7, hop=0.1)
-    expected, timeline = simulate(by_ops, costs), waves_of(columns, costs)
+    expected, timeline = op_by_op.simulate(by_ops, costs), simulate(columns, costs)
     asked = ("makespan", "busy", "bubble", "stage_bubble", "peak_activations", "in_flight")
     for name_ in (*asked, "stages_of", "num_slices", "spans", "schedule"):
         assert getattr(timeline, name_) == getattr(expected, name_)
@@ -71,14 +78,6 @@ def test_a_timeline_measures_columns_as_ops(name):
 
 def timeline_ops(timeline):
     return [row.ops for row in timeline.rows]
-
-
-def waves_of(schedule, costs):
-    from penstock.core.timing import simulator
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(simulator, "MANY_OPS", 0)
-        return simulate(schedule, costs)
 
 
 @settings(max_examples=60)
@@ -101,32 +100,22 @@ def test_passes_do_to_columns_what_they_do_to_ops(case, p, m, before, together, 
     if before == "free":
         schedule = add_free(schedule)
 
-    def passed():
-        reduced = add_reduce(schedule, shared=stages) if before == "shared" else schedule
-        updated = add_update(reduced, together=together)
-        freed = () if before == "free" else (add_free(schedule),)
-        return add_recompute(schedule, stages), updated, *freed
+    def passed(by):
+        reduced = by.add_reduce(schedule, shared=stages) if before == "shared" else schedule
+        updated = by.add_update(reduced, together=together)
+        freed = () if before == "free" else (by.add_free(schedule),)
+        return by.add_recompute(schedule, stages), updated, *freed
 
-    expected = passed()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lower, "MANY_OPS", 0)
-        columns = passed()
-        for one in columns:
-            assert "ranks" not in vars(one)
+    expected, columns = passed(op_by_op), passed(lower)
     assert columns == expected
-    for own, other in zip(columns, expected, strict=True):
+    for own in columns:
+        assert "ranks" not in vars(own)
         # Sizes of which no sum is exact: the order in which they are added shows.
         sizes = Sizes(
             *([0.1 * (place + 3) ** part for place in range(own.num_stages)] for part in (1, 2, 3))
         )
-        assert peaks(own.rank_ops, sizes, own.num_slices) == peaks(
-            other.ranks, sizes, own.num_slices
-        )
-        assert peak_activations(own.rank_ops, own.num_slices) == peak_activations(
-            other.ranks, own.num_slices
-        )
-        assert own.columns.num_slices == other.num_slices
-        assert own.stages_of == other.stages_of
+        held = peaks(own.rank_ops, sizes, own.num_slices)
+        assert held == op_by_op.peaks(own.ranks, sizes, own.num_slices)
 
 
 def test_ops_are_not_made_before_somebody_looks_at_them():
@@ -154,5 +143,5 @@ def test_a_schedule_of_columns_is_a_schedule():
         assert hash(same) == hash(by_ops)
     assert repr(columns) == repr(by_ops)
     assert Schedule.parse(str(columns)) == by_ops
-    with pytest.raises(AttributeError, match="a schedule has no colour"):
+    with pytest.raises(AttributeError, match="colour"):
         getattr(columns, "colour")  # noqa: B009

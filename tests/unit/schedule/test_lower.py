@@ -13,7 +13,6 @@ from penstock.core.schedule.lower import (
     lower,
     split_backward,
 )
-from penstock.core.schedule.schedule import MANY_OPS
 from tests.kit.helpers import compute_only
 
 
@@ -77,7 +76,6 @@ def test_which_updates_come_last(options, ends):
 def test_which_updates_come_last_in_large_schedules(options):
     """As in small ones, where each stage's update is named after its last microbatch."""
     small, large = (build("zb-v", 2, m) for m in (8, 1000))
-    assert large.num_ops >= MANY_OPS > small.num_ops
 
     def ends(schedule, **options):
         ranks = add_update(schedule, **options).ranks
@@ -229,7 +227,6 @@ def test_where_messages_pass_in_the_order_of_their_sends_receives_follow_it():
 
 def test_large_schedules_are_ordered_for_channels_that_hold_nothing_like_small_ones():
     small, large = (build("zb-v", 2, m) for m in (8, 1000))
-    assert large.num_ops >= MANY_OPS > small.num_ops
     for schedule in (small, large):
         in_order = add_communication(schedule, capacity=0)
         check(in_order, capacity=0)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock import check, schedules
-from penstock.core.schedule.families import building_block, layout, stretched
+from penstock.core.schedule.families import building_block, stretched
 
 hanayo_family = import_module("penstock.core.schedule.families.hanayo")
 """The module: the room has a function of the same name."""
@@ -18,8 +18,8 @@ def both(monkeypatch, name, p, m, fewest, **options):
     built = []
     for many in (10**9, 0):
         with monkeypatch.context() as patch:
-            for module in (building_block, hanayo_family, layout):
-                patch.setattr(module, "MANY_OPS", many)
+            for module in (building_block, hanayo_family):
+                patch.setattr(module, "LONG", many)
             patch.setattr(stretched, "_FEWEST", fewest)
             built.append(schedules.build(name, num_ranks=p, num_microbatches=m, **options))
     return built

@@ -1,4 +1,4 @@
-"""The simulator for millions of ops against the one that can be read."""
+"""The simulator, on columns, against one that goes op by op."""
 
 import time
 
@@ -10,9 +10,7 @@ from penstock import Costs, Schedule, schedules, simulate
 from penstock.base.errors import InputError, ScheduleError
 from penstock.core.schedule.columns import needs as columns_needs
 from penstock.core.schedule.lower import add_agreement, add_recompute, add_update, lower
-from penstock.core.timing import simulator
-from penstock.core.timing.simulator.events import by_events
-from penstock.core.timing.simulator.waves import by_waves
+from tests.oracles import op_by_op
 
 FIXED = [name for name in schedules.names() if name not in schedules.SEARCHED]
 PASSES = {
@@ -45,27 +43,21 @@ def test_the_times_are_the_same_to_the_bit(many_ranks, name, p, m, passes, seed)
     costs = Costs(*(numbers if seed.random() < 0.7 else numbers[0] for numbers in lists))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(columns_needs, "_MANY_RANKS", many_ranks)
-        assert by_waves(schedule, costs) == by_events(schedule, costs)
+        assert simulate(schedule, costs) == op_by_op.simulate(schedule, costs)
 
 
 @pytest.mark.parametrize("hop", [3.0, [3.0, 4.0], [3.0, 4.0, 5.0]])
 def test_hops_between_ranks_of_one_stage_take_their_time(hop):
     schedule = Schedule.parse("0F0\n1F0,1B0,0B0\n2F0,2B0")
     costs = Costs(1, 2, 3, hop=hop)
-    assert by_waves(schedule, costs) == by_events(schedule, costs)
+    assert simulate(schedule, costs) == op_by_op.simulate(schedule, costs)
 
 
 @pytest.mark.parametrize("reduce", [0.0, 9.0])
 def test_an_update_waits_for_the_sum_of_all_copies(reduce):
     schedule = add_update(schedules.build("chimera", num_ranks=4, num_microbatches=4))
     costs = Costs(hop=0.25, update=0.5, reduce=reduce)
-    assert by_waves(schedule, costs) == by_events(schedule, costs)
-
-
-def test_large_schedules_take_this_way(monkeypatch):
-    schedule = schedules.build("1f1b", num_ranks=64, num_microbatches=1024)
-    monkeypatch.setattr(simulator, "by_events", None)
-    assert simulate(schedule).makespan == (1024 + 63) * 3
+    assert simulate(schedule, costs) == op_by_op.simulate(schedule, costs)
 
 
 @pytest.mark.parametrize(
@@ -81,8 +73,6 @@ def test_large_schedules_take_this_way(monkeypatch):
 def test_what_cannot_run_is_explained(monkeypatch, text, message, many_ranks):
     monkeypatch.setattr(columns_needs, "_MANY_RANKS", many_ranks)
     schedule = Schedule.parse(text)
-    assert by_waves(schedule, Costs()) is None
-    monkeypatch.setattr(simulator, "MANY_OPS", 1)
     with pytest.raises(ScheduleError, match=message):
         simulate(schedule)
 
@@ -90,7 +80,7 @@ def test_what_cannot_run_is_explained(monkeypatch, text, message, many_ranks):
 def test_the_time_grows_with_the_ops_not_faster():
     def seconds(schedule):
         started = time.process_time()
-        by_waves(schedule, Costs(hop=0.1))
+        simulate(schedule, Costs(hop=0.1))
         return time.process_time() - started
 
     def least_seconds(p, m):

@@ -60,7 +60,7 @@ def made(kind):
 
 def planned(model, inputs, targets=None, loss=None, **options):
     graph = pk.profile(model, inputs, loss=loss, targets=targets, repeats=1, ranks=0)
-    return pk.plan(graph, pk.Cluster.local(2), num_microbatches=4, stages=2, **options)
+    return pk.plan(graph, pk.Cluster.local(2), microbatches=4, stages=2, **options)
 
 
 def sgd(parameters):

@@ -114,7 +114,7 @@ def test_the_model_is_cut_around_them_and_trains_as_on_one_device(name):
 
     graph = pk.profile(model, batches[0], loss=loss_of, targets=targets[0], repeats=1, ranks=0)
     assert len(graph.layers) >= 3
-    plan = pk.plan(graph, pk.Cluster.local(2), num_microbatches=4, stages=2)
+    plan = pk.plan(graph, pk.Cluster.local(2), microbatches=4, stages=2)
     with pk.Pipeline(
         model, plan, loss=loss_of, optimizer=lambda own: torch.optim.SGD(own, lr=0.2)
     ) as pipeline:

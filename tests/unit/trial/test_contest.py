@@ -194,7 +194,7 @@ def tensor_plans():
             planner.plan(
                 graph,
                 replace(Cluster.local(2), link=link),
-                num_microbatches=4,
+                microbatches=4,
                 schedule="1f1b",
                 stages=1,
                 tensor_ranks=2,

@@ -6,10 +6,9 @@ The table of needs in ``op`` is the only place that says what an op waits for. M
 two ends (``channels``), whom a search wakes and evaluates (``search.problem``) and the simulator's
 arrays are read from it, and a test refuses any file that spells it again.
 
-A large schedule is stored as columns, one array per field; its tuples of ops are made when somebody
-first asks for ``ranks``. Families lay columns out themselves (``families.layout``), the room
-``columns`` checks them and adds to them. Small schedules go op by op and never load numpy. Wherever
-there are two ways, a test holds them together.
+A schedule is stored as columns, one array per field; its tuples of ops are views, made when
+somebody first asks for ``ranks``. Families, passes, the check, memory and the simulator work on
+columns. Tests hold them to the same written op by op (``tests/oracles/op_by_op.py``).
 
 When a stage is in memory is said by ops, too (``residence``; of activations, ``offload``): whoever
 reads a schedule sees when they come and go, and the check proves that none is missed. Both ends of

@@ -7,29 +7,56 @@ already, so that a result is sent before anything else follows its op.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
+
+import numpy as np
 
 from penstock.base.errors import InputError, ScheduleError
 from penstock.base.values import expect
-from penstock.core.schedule.channels import RECEIVED_BY, SENT_BY, check_capacity, hoist_receives
-from penstock.core.schedule.op import BACKWARD, COMMUNICATION, COMPUTE, RELEASING, Kind, Op
+from penstock.core.schedule.channels import RECEIVED_BY, SENT_BY, check_capacity
+from penstock.core.schedule.columns.columns import (
+    CODES,
+    KINDS,
+    Codes,
+    Columns,
+    Ints,
+    Longs,
+)
+from penstock.core.schedule.columns.messages import (
+    Messages,
+    bounded,
+    hoist,
+    in_new_order,
+    messages_of,
+)
+from penstock.core.schedule.columns.walk import Walk
+from penstock.core.schedule.op import BACKWARD, COMMUNICATION, RELEASING, Kind
 from penstock.core.schedule.rounds import Rounds
-from penstock.core.schedule.schedule import MANY_OPS, Schedule
+from penstock.core.schedule.schedule import Schedule
 
-if TYPE_CHECKING:
-    from penstock.core.schedule.columns.columns import Columns
+
+def _codes_by_kind(table: Mapping[Kind, Kind]) -> Codes:
+    """The code of what a table has for a kind, by the code of that kind."""
+    return np.array([CODES[table.get(kind, kind)] for kind in KINDS], np.int8)
+
+
+_FREED_BY = dict.fromkeys(RELEASING, Kind.FREE) | {Kind.BACKWARD_INPUT: Kind.FREE_INPUT_PART}
+_FREES, _SENDS, _RECEIVES = map(_codes_by_kind, (_FREED_BY, SENT_BY, RECEIVED_BY))
 
 
 def split_backward(schedule: Schedule) -> Schedule:
     """Split each full backward into its two halves, the second right behind the first."""
-
-    def halves(op: Op) -> list[Op]:
-        split = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-        return [op._replace(kind=kind) for kind in split] if op.kind is Kind.BACKWARD else [op]
-
-    return _each(schedule, halves)
+    columns = schedule.columns
+    full = np.flatnonzero(columns.are_of({Kind.BACKWARD}))
+    split = _beside(columns, full, CODES[Kind.BACKWARD_WEIGHT], behind=True)
+    first_half = np.where(
+        split.kind == CODES[Kind.BACKWARD], CODES[Kind.BACKWARD_INPUT], split.kind
+    )
+    kinds = first_half.astype(np.int8)
+    return schedule.with_columns(
+        Columns(split.first, split.stage, kinds, split.microbatch, split.slice)
+    )
 
 
 def add_recompute(schedule: Schedule, stages: Collection[int] | None = None) -> Schedule:
@@ -52,37 +79,20 @@ def add_recompute(schedule: Schedule, stages: Collection[int] | None = None) -> 
             "numbered from 0"
         )
     _refuse_twice(schedule, {Kind.RECOMPUTE})
-    columns = _large(schedule)
-    if columns is not None:
-        from penstock.core.schedule.columns.passes import with_recompute
-
-        return schedule.with_columns(with_recompute(columns, chosen))
-
-    def lowered(op: Op) -> list[Op]:
-        recomputes = op.kind in BACKWARD and op.stage in chosen
-        return [op._replace(kind=Kind.RECOMPUTE), op] if recomputes else [op]
-
-    return _each(schedule, lowered)
+    columns = schedule.columns
+    again = columns.are_of(BACKWARD) & np.isin(columns.stage, list(chosen))
+    numbers = np.flatnonzero(again)
+    return schedule.with_columns(_beside(columns, numbers, CODES[Kind.RECOMPUTE]))
 
 
 def add_free(schedule: Schedule) -> Schedule:
     """Say where memory comes back: behind an input gradient, what only that needed; behind the
     weight gradient or the full backward, all that is left of the microbatch."""
     _refuse_twice(schedule, {Kind.FREE})
-    columns = _large(schedule)
-    if columns is not None:
-        from penstock.core.schedule.columns.passes import with_frees
-
-        return schedule.with_columns(with_frees(columns))
-
-    def lowered(op: Op) -> list[Op]:
-        if op.kind in RELEASING:
-            return [op, op._replace(kind=Kind.FREE)]
-        if op.kind is Kind.BACKWARD_INPUT:
-            return [op, op._replace(kind=Kind.FREE_INPUT_PART)]
-        return [op]
-
-    return _each(schedule, lowered)
+    columns = schedule.columns
+    numbers = np.flatnonzero(columns.are_of(_FREED_BY))
+    kinds = _FREES[columns.kind[numbers]]
+    return schedule.with_columns(_beside(columns, numbers, kinds, behind=True))
 
 
 def add_reduce(schedule: Schedule, shared: Collection[int] = ()) -> Schedule:
@@ -93,8 +103,13 @@ def add_reduce(schedule: Schedule, shared: Collection[int] = ()) -> Schedule:
         shared: the stages that share weights with stages on other ranks.
     """
     _refuse_twice(schedule, {Kind.REDUCE})
-    return _behind_last_gradient(
-        schedule, Kind.REDUCE, lambda stage: schedule.copies[stage] > 1 or stage in shared
+    return _with_further(
+        schedule,
+        (
+            gradient.followed_by(Kind.REDUCE)
+            for gradient in last_gradients(schedule.columns)
+            if schedule.copies[gradient.stage] > 1 or gradient.stage in shared
+        ),
     )
 
 
@@ -113,18 +128,20 @@ def add_update(
     _refuse_twice(schedule, {Kind.UPDATE})
     if Kind.REDUCE not in schedule.kinds:
         schedule = add_reduce(schedule)  # without, the copies would drift apart
-    late = set(range(schedule.num_stages)) if together else _reduced(schedule) | set(last)
-    columns = _large(schedule)
-    if columns is not None:
-        from penstock.core.schedule.columns.passes import with_updates
-
-        return schedule.with_columns(with_updates(columns, late))
-    updated = _behind_last_gradient(schedule, Kind.UPDATE, lambda stage: stage not in late)
-    ranks = (
-        (*ops, *(op._replace(kind=Kind.UPDATE) for op in last_gradients(ops) if op.stage in late))
-        for ops in updated.ranks
+    columns = schedule.columns
+    late = set(columns.stages_with({Kind.REDUCE})) | set(last)
+    if together:
+        late = set(range(schedule.num_stages))
+    return _with_further(
+        schedule,
+        (
+            gradient.followed_by(Kind.UPDATE)
+            if gradient.stage not in late
+            else gradient.followed_by(Kind.UPDATE, int(columns.first[gradient.rank + 1]))
+            # Of several at the end of a rank, those that come last do so.
+            for gradient in sorted(last_gradients(columns), key=lambda own: own.stage in late)
+        ),
     )
-    return schedule.with_ranks(ranks)
 
 
 def add_updates(schedule: Schedule, rounds: Rounds) -> Schedule:
@@ -137,33 +154,43 @@ def add_updates(schedule: Schedule, rounds: Rounds) -> Schedule:
         rounds: when stages update.
     """
     _refuse_twice(schedule, {Kind.REDUCE, Kind.UPDATE})
-    last_round: Counter[int] = Counter()
-    for op in schedule.where:
-        last_round[op.stage] = max(last_round[op.stage], rounds.of(op.stage, op.microbatch))
-
-    def closing(stage: int, microbatch: int) -> list[Op]:
-        kinds = [Kind.REDUCE] * (schedule.copies[stage] > 1) + [Kind.UPDATE]
-        return [Op(stage, kind, microbatch) for kind in kinds]
-
-    def lowered(rank: int, ops: tuple[Op, ...]) -> Iterator[Op]:
-        # Where each round of each stage has its last gradient on this rank; updates go behind that.
-        last: dict[tuple[int, int], int] = {}
-        for position, op in enumerate(ops):
-            if op.kind in RELEASING or op.kind is Kind.FREE:
-                last[op.stage, rounds.of(op.stage, op.microbatch)] = position
-        for position, op in enumerate(ops):
-            yield op
-            if last.get((op.stage, rounds.of(op.stage, op.microbatch))) == position:
-                yield from closing(op.stage, op.microbatch)
+    columns, num_microbatches = schedule.columns, schedule.num_microbatches
+    table = np.array(
+        [
+            [rounds.of(stage, k) for k in range(num_microbatches)]
+            for stage in range(schedule.num_stages)
+        ]
+    )
+    own_round = table[columns.stage, columns.microbatch]
+    last_round = np.zeros(schedule.num_stages, np.int64)
+    np.maximum.at(last_round, columns.stage, own_round)
+    closing = []
+    for rank, span in enumerate(columns.spans()):
+        # Where each round of each stage has its last gradient on this rank.
+        done = np.flatnonzero(columns.are_of(_GRADIENT_DONE, span)) + span.start
+        rounds_done = zip(columns.stage[done].tolist(), own_round[done].tolist(), strict=True)
+        last = dict(zip(rounds_done, done.tolist(), strict=True))
+        closing += [
+            Gradient(rank, stage, int(columns.microbatch[number]), number, number)
+            for (stage, _), number in last.items()
+        ]
         # A replica without a microbatch in the last round hands in nothing, but must take part in
         # the sum: otherwise the others would wait for it.
         for stage in schedule.stages_of[rank]:
-            if (stage, last_round[stage]) not in last:
-                ranks, count = schedule.ranks_of(stage), schedule.num_microbatches
-                ahead = (ranks.index(rank) - count) % len(ranks)
-                yield from closing(stage, count + ahead)
-
-    return schedule.with_ranks(lowered(rank, ops) for rank, ops in enumerate(schedule.ranks))
+            if (stage, int(last_round[stage])) not in last:
+                ranks = schedule.ranks_of(stage)
+                ahead = (ranks.index(rank) - num_microbatches) % len(ranks)
+                named = num_microbatches + ahead
+                closing.append(Gradient(rank, stage, named, span.stop - 1, span.stop - 1))
+    return _with_further(
+        schedule,
+        (
+            gradient.followed_by(kind)
+            for gradient in closing
+            for kind in (Kind.REDUCE, Kind.UPDATE)
+            if kind is Kind.UPDATE or schedule.copies[gradient.stage] > 1
+        ),
+    )
 
 
 def add_agreement(schedule: Schedule, *, late: bool = False) -> Schedule:
@@ -177,42 +204,45 @@ def add_agreement(schedule: Schedule, *, late: bool = False) -> Schedule:
             Parallelism", arXiv 2401.10241, section 4.
     """
     _refuse_twice(schedule, {Kind.AGREE})
-    followers = BACKWARD if late else {Kind.UPDATE}
-
-    def lowered(ops: tuple[Op, ...]) -> Iterator[Op]:
-        # One agreement per rank, named after its first update, before the first op that waits.
-        first_update = next((op for op in ops if op.kind is Kind.UPDATE), None)
-        for op in ops:
-            if first_update is not None and op.kind in followers:
-                yield first_update._replace(kind=Kind.AGREE)
-                first_update = None
-            yield op
-
-    return schedule.with_ranks(map(lowered, schedule.ranks))
+    columns, agreements = schedule.columns, []
+    for rank, span in enumerate(columns.spans()):
+        updates = np.flatnonzero(columns.are_of({Kind.UPDATE}, span)) + span.start
+        waiting = updates
+        if late:
+            waiting = np.flatnonzero(columns.are_of(BACKWARD, span)) + span.start
+        if updates.size and waiting.size:
+            # One agreement per rank, named after its first update, before the first op that waits.
+            named = columns.op(int(updates[0]))
+            agreements.append(
+                _Further(int(waiting[0]), rank, named.stage, Kind.AGREE, named.microbatch)
+            )
+    return _with_further(schedule, agreements)
 
 
 def add_late_update(schedule: Schedule) -> Schedule:
     """Let each stage begin a minibatch with the update of the one before: where stages leave
     memory, an update that all ranks must agree on comes when the stage does."""
     _refuse_twice(schedule, {Kind.UPDATE, Kind.LATE_UPDATE})
-
-    def lowered(ops: tuple[Op, ...]) -> Iterator[Op]:
-        begun: set[int] = set()
-        for op in ops:
-            if op.kind is Kind.FORWARD and op.stage not in begun:
-                begun.add(op.stage)
-                yield op._replace(kind=Kind.LATE_UPDATE)
-            yield op
-
-    return Schedule.of(map(lowered, schedule.ranks), schedule.name)
+    columns, updates = schedule.columns, []
+    for rank, span in enumerate(columns.spans()):
+        forwards = np.flatnonzero(columns.are_of({Kind.FORWARD}, span)) + span.start
+        _, begins = np.unique(columns.stage[forwards], return_index=True)
+        for number in sorted(forwards[begins].tolist()):
+            named = columns.op(number)
+            updates.append(_Further(number, rank, named.stage, Kind.LATE_UPDATE, named.microbatch))
+    return _with_further(schedule, updates)
 
 
 def add_late_agreement(schedule: Schedule) -> Schedule:
     """Let each rank end with the agreement on which the late updates of the next minibatch depend,
     named after its last gradient."""
     _refuse_twice(schedule, {Kind.AGREE})
-    ranks = ((*ops, last_gradients(ops)[-1]._replace(kind=Kind.AGREE)) for ops in schedule.ranks)
-    return Schedule.of(ranks, schedule.name)
+    last = {gradient.rank: gradient for gradient in last_gradients(schedule.columns)}
+    ends = schedule.columns.first[1:].tolist()
+    return _with_further(
+        schedule,
+        (gradient.followed_by(Kind.AGREE, ends[rank]) for rank, gradient in last.items()),
+    )
 
 
 def add_communication(schedule: Schedule, capacity: int | None = None) -> Schedule:
@@ -231,34 +261,30 @@ def add_communication(schedule: Schedule, capacity: int | None = None) -> Schedu
     """
     check_capacity(capacity)
     _refuse_twice(schedule, COMMUNICATION)
-    columns = None if capacity == 0 else _large(schedule)
-    if columns is not None:
-        from penstock.core.schedule.columns.passes import with_messages
+    columns = schedule.columns
+    messages = messages_of(columns)
+    kind = np.empty(messages.count, np.int8)
+    kind[messages.number] = columns.kind
+    kind[messages.sends] = _SENDS[columns.kind[messages.senders]]
+    kind[messages.receives] = _RECEIVES[columns.kind[messages.readers]]
+    stage, microbatch, part = (
+        _with_ends(messages, field) for field in (columns.stage, columns.microbatch, columns.slice)
+    )
+    sent = Columns(messages.first, stage, kind, microbatch, part)
+    if capacity is not None:
+        needs, room = bounded(columns, messages, capacity)
+        moved, places = hoist(Walk(messages.first, needs), messages, needs, room)
+        sent = Columns(sent.first, *sent.fields(in_new_order(messages, moved, places)))
+    return schedule.with_columns(sent)
 
-        with_ends = with_messages(columns, capacity)
-        if with_ends is not None:
-            return schedule.with_columns(with_ends)
-    # 1. Which results are needed on another rank than their own, and by which ops.
-    crossing = [
-        (needed, op)
-        for op, rank in schedule.where.items()
-        if op.kind in COMPUTE
-        for needed in schedule.dependencies(op)
-        if schedule.where.get(needed, rank) != rank
-    ]
-    senders, readers = {needed for needed, _ in crossing}, {op for _, op in crossing}
 
-    # 2. A receive before each of those ops, a send behind each of those results.
-    def lowered(op: Op) -> Iterator[Op]:
-        if op in readers:
-            yield op._replace(kind=RECEIVED_BY[op.kind])
-        yield op
-        if op in senders:
-            yield op._replace(kind=SENT_BY[op.kind])
-
-    sent = _each(schedule, lowered)
-    # 3. Where channels are full too soon, some receives go to the front.
-    return sent if capacity is None else hoist_receives(sent, capacity)
+def _with_ends(messages: Messages, field: Ints) -> Ints:
+    """A field of ops and messages: a message has that of the op that it stands beside."""
+    whole = np.empty(messages.count, np.int32)
+    whole[messages.number] = field
+    whole[messages.sends] = field[messages.senders]
+    whole[messages.receives] = field[messages.readers]
+    return whole
 
 
 def lower(schedule: Schedule, capacity: int | None = None) -> Schedule:
@@ -268,74 +294,104 @@ def lower(schedule: Schedule, capacity: int | None = None) -> Schedule:
 
 def forward_only(schedule: Schedule) -> Schedule:
     """The forward ops alone: what evaluation runs."""
-    ranks = (tuple(op for op in ops if op.kind is Kind.FORWARD) for ops in schedule.ranks)
-    return Schedule.of(ranks, f"{schedule.name} forward")
+    columns = schedule.columns
+    forwards = columns.only(columns.are_of({Kind.FORWARD}))
+    return Schedule.of_columns(forwards, f"{schedule.name} forward")
 
 
 def first_microbatches(schedule: Schedule, num_microbatches: int) -> Schedule:
     """The schedule's order with only the first microbatches, for a minibatch that has no more."""
-    ranks = (tuple(op for op in ops if op.microbatch < num_microbatches) for ops in schedule.ranks)
-    return schedule.with_ranks(ranks)
+    columns = schedule.columns
+    return schedule.with_columns(columns.only(columns.microbatch < num_microbatches))
 
 
-def _large(schedule: Schedule) -> Columns | None:
-    """The columns of a schedule that is large enough for them."""
-    return schedule.columns if schedule.num_ops >= MANY_OPS else None
+class _Further(NamedTuple):
+    """An op of a whole microbatch that comes to the others.
+
+    Attributes:
+        place: the number of the op that it comes before; for the end of a rank, one behind its
+            last.
+        rank, stage, kind, microbatch: its own.
+    """
+
+    place: int
+    rank: int
+    stage: int
+    kind: Kind
+    microbatch: int
 
 
-def _reduced(schedule: Schedule) -> set[int]:
-    """The stages that hand in their gradients."""
-    columns = _large(schedule)
-    if columns is not None:
-        return set(columns.stages_with({Kind.REDUCE}))
-    return {op.stage for ops in schedule.ranks for op in ops if op.kind is Kind.REDUCE}
+class Gradient(NamedTuple):
+    """What a rank has made of a stage's gradient, when it is done with it.
+
+    Attributes:
+        rank, stage: whose.
+        microbatch: the last one, after which is named what follows.
+        last: the number of the last op that makes the gradient, or frees what it was made of.
+        made: that of the last op that makes it.
+    """
+
+    rank: int
+    stage: int
+    microbatch: int
+    last: int
+    made: int
+
+    def followed_by(self, kind: Kind, place: int = 0) -> _Further:
+        """An op of a kind behind this, or further behind, at a given place."""
+        return _Further(place or self.last + 1, self.rank, self.stage, kind, self.microbatch)
+
+
+_GRADIENT_DONE = RELEASING | {Kind.FREE}
+
+
+def last_gradients(columns: Columns) -> list[Gradient]:
+    """The whole gradient of each stage of each rank, in the order in which they are done."""
+    makes = columns.are_of(RELEASING)
+    numbers = np.flatnonzero(columns.are_of(_GRADIENT_DONE))
+    groups, member = np.unique(
+        columns.rank[numbers].astype(np.int64) * columns.num_stages + columns.stage[numbers],
+        return_inverse=True,
+    )
+    made, last = np.full((2, len(groups)), -1, np.int64)
+    newest = np.zeros(len(groups), np.int64)
+    np.maximum.at(last, member, numbers)
+    own = makes[numbers]
+    np.maximum.at(made, member[own], numbers[own])
+    np.maximum.at(newest, member[own], columns.microbatch[numbers[own]])
+    ranks, stages = np.divmod(groups, columns.num_stages)
+    # The order is that of the gradients, wherever they are freed.
+    order = made.argsort()[np.count_nonzero(made < 0) :]
+    fields = (field[order].tolist() for field in (ranks, stages, newest, last, made))
+    return [*map(Gradient, *fields)]
 
 
 def _refuse_twice(schedule: Schedule, kinds: Collection[Kind]) -> None:
     """A pass applied a second time would double what the first one added."""
-    if not schedule.kinds & set(kinds):
-        return
-    there = next((op for op in schedule.where if op.kind in kinds), None)
-    if there is not None:
-        raise ScheduleError(f"the schedule has {there} already; apply each pass once")
+    there = np.flatnonzero(schedule.columns.are_of(kinds))
+    if there.size:
+        op = schedule.columns.op(int(there[0]))
+        raise ScheduleError(f"the schedule has {op} already; apply each pass once")
 
 
-def _each(schedule: Schedule, lowered: Callable[[Op], Iterable[Op]]) -> Schedule:
-    ranks = ((new for op in ops for new in lowered(op)) for ops in schedule.ranks)
-    return schedule.with_ranks(ranks)
+def _beside(
+    columns: Columns, numbers: Longs, kinds: Codes | int, *, behind: bool = False
+) -> Columns:
+    """The columns with an op of a kind before, or behind, each op of some numbers, named after
+    it."""
+    stages, _, microbatches, parts = columns.fields(numbers)
+    ranks = columns.rank[numbers]
+    return columns.with_more(kinds, numbers + behind, stages, microbatches, parts, ranks)
 
 
-def _behind_last_gradient(
-    schedule: Schedule, kind: Kind, wanted: Callable[[int], bool]
-) -> Schedule:
-    """Put one op per wanted stage and rank, named after the last microbatch it stands for."""
-    columns = _large(schedule)
-    if columns is not None:
-        from penstock.core.schedule.columns.passes import with_one_behind_last
-
-        return schedule.with_columns(with_one_behind_last(columns, kind, wanted))
-
-    def lowered(ops: tuple[Op, ...]) -> Iterator[Op]:
-        newest = {op.stage: op for op in last_gradients(ops)}
-        last = {
-            op.stage: position
-            for position, op in enumerate(ops)
-            if op.kind in RELEASING | {Kind.FREE} and wanted(op.stage)
-        }
-        for position, op in enumerate(ops):
-            yield op
-            if last.get(op.stage) == position:
-                yield newest[op.stage]._replace(kind=kind)
-
-    return schedule.with_ranks(map(lowered, schedule.ranks))
-
-
-def last_gradients(ops: Iterable[Op]) -> list[Op]:
-    """The gradient of the last microbatch of each stage of a rank, in the order in which the
-    stages are done."""
-    newest: dict[int, Op] = {}
-    for op in ops:
-        if op.kind in RELEASING:
-            later = max(newest.pop(op.stage, op), op, key=lambda gradient: gradient.microbatch)
-            newest[op.stage] = later._replace(slice=0)
-    return list(newest.values())
+def _with_further(schedule: Schedule, further: Iterable[_Further]) -> Schedule:
+    ordered = sorted(further, key=lambda op: (op.place, op.rank))
+    if not ordered:
+        return schedule
+    numbers = [(op.place, op.rank, op.stage, op.microbatch) for op in ordered]
+    places, ranks, stages, microbatches = np.array(numbers).T
+    codes = np.array([CODES[op.kind] for op in ordered], np.int8)
+    slices = np.zeros(len(ordered), np.int32)
+    return schedule.with_columns(
+        schedule.columns.with_more(codes, places, stages, microbatches, slices, ranks)
+    )

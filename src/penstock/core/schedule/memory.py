@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import accumulate
 from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from penstock.base.errors import InputError
 from penstock.base.values import amount, items_of, shown
-from penstock.core.schedule.columns.rank_ops import RankOps, kinds_in, stages_with
+from penstock.core.schedule.columns.columns import CODES, KINDS, Bools, RankOps
 from penstock.core.schedule.op import FORWARDS, RELEASING, STASHES, Kind, Op
 from penstock.core.schedule.schedule import Activations
 
 Curve = tuple[tuple[float, float], ...]
 """(time, held from then on)."""
+
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -75,35 +78,59 @@ def even_sizes(num_stages: int) -> Sizes:
 
 def changes(
     ops: Sequence[Op], sizes: Sizes, num_slices: int = 1, activations: Activations = "own"
-) -> Iterator[tuple[bool, float]]:
-    """For each op of one rank, (whether at its start, by how much it changes what is held).
+) -> tuple[Bools, Floats]:
+    """For each op of one rank, whether at its start, and by how much it changes what is held.
 
     Explicit free points count where there are any; otherwise memory comes back behind I, W and B.
     Where backwards go through the newest activations, a forward takes the place of what the one
     before it has left. Marks like [1] are the rules of ``offload``.
     """
-    left = _left_behind(ops, sizes, num_slices)
-    held: dict[object, float] = {}
-    leaving = 0.0
-    for op in ops:
-        holder = op.stage if activations == "newest" else op._replace(kind=Kind.FORWARD)
-        before = held.get(holder, 0.0)
-        after = held[holder] = left.get(op[:2], before)
-        if op.kind in STASHES:
-            written, leaving = leaving, before if op.kind is Kind.LEAVE_STASH else 0.0  # [1]
-            yield True, after - before + leaving - written
-        else:
-            yield op.kind in FORWARDS, after - before
+    own = RankOps.of(ops)
+    before, after = _held(own, sizes, num_slices, activations)
+    change = after - before
+    stashes = np.flatnonzero(own.are_of(STASHES))
+    if stashes.size:
+        leaving = np.where(own.are_of({Kind.LEAVE_STASH})[stashes], before[stashes], 0.0)
+        written = np.concatenate(([0.0], leaving[:-1]))
+        change[stashes] = change[stashes] + leaving - written  # [1]
+    return own.are_of(FORWARDS | STASHES), change
 
 
-def _left_behind(ops: Sequence[Op], sizes: Sizes, num_slices: int) -> dict[tuple[int, Kind], float]:
+def _held(
+    ops: RankOps, sizes: Sizes, num_slices: int, activations: Activations
+) -> tuple[Floats, Floats]:
+    """What is held of its microbatch (of its stage, where backwards go through the newest) before
+    and behind each op."""
+    columns, span = ops.columns, ops.span
+    table = np.full((columns.num_stages, len(KINDS)), np.nan)
+    for (stage, kind), amount_ in _left_behind(ops, sizes, num_slices).items():
+        table[stage, CODES[kind]] = amount_
+    left = table[columns.stage[span], columns.kind[span]]
+    holders = [columns.stage[span]]
+    if activations == "own":
+        holders = [columns.slice[span], columns.microbatch[span], columns.stage[span]]
+    # 1. The ops of one holder, one after the other.
+    order = np.lexsort(holders)
+    begins = np.ones(len(order), np.bool_)
+    begins[1:] = np.logical_or.reduce([np.diff(holder[order]) != 0 for holder in holders])
+    # 2. An op of which nothing is said leaves as much as the one before it; the first one, nothing.
+    known = ~np.isnan(left[order])
+    source = np.maximum.accumulate(np.where(known | begins, np.arange(len(order)), 0))
+    filled = np.where(known, left[order], 0.0)[source]
+    before, after = np.zeros((2, len(order)))
+    after[order] = filled
+    before[order[1:]] = np.where(begins[1:], 0.0, filled[:-1])
+    return before, after
+
+
+def _left_behind(ops: RankOps, sizes: Sizes, num_slices: int) -> Mapping[tuple[int, Kind], float]:
     """By stage and kind, what is held of a microbatch behind an op of a rank; nothing is said where
     that is as much as before."""
-    kinds, recomputed = kinds_in(ops), stages_with({Kind.RECOMPUTE}, ops)
+    kinds, recomputed = ops.kinds, ops.stages_with({Kind.RECOMPUTE})
     frees_part = Kind.FREE_INPUT_PART if Kind.FREE in kinds else Kind.BACKWARD_INPUT
     frees_rest = {Kind.FREE} if Kind.FREE in kinds else RELEASING
     left = {}
-    for stage in stages_with(kinds, ops):
+    for stage in ops.stages_with(kinds):
         forward = sizes.stage_input if stage in recomputed else sizes.activation
         left[stage, Kind.FORWARD] = forward[stage] / num_slices
         left[stage, Kind.RECOMPUTE] = sizes.activation[stage] / num_slices
@@ -136,14 +163,14 @@ def peaks(
 
 
 def _most_held(ops: Sequence[Op], sizes: Sizes, num_slices: int, activations: Activations) -> float:
-    if activations == "newest" and len(stages_with(kinds_in(ops), ops)) == 1:
+    own = RankOps.of(ops)
+    if activations == "newest" and len(own.stages_with(own.kinds)) == 1:
         # Each op leaves what it leaves, whatever was there before.
-        left = _left_behind(ops, sizes, num_slices)
-        return max(left[stage, kind] for stage, kind in left if kind in kinds_in(ops))
-    if isinstance(ops, RankOps) and activations == "own" and not STASHES & set(kinds_in(ops)):
-        return ops.most_held(_left_behind(ops, sizes, num_slices))
-    steps = changes(ops, sizes, num_slices, activations)
-    return max(accumulate((change for _, change in steps), initial=0.0))
+        left = _left_behind(own, sizes, num_slices)
+        return max(left[stage, kind] for stage, kind in left if kind in own.kinds)
+    _, change = changes(own, sizes, num_slices, activations)
+    # One after the other, as many small numbers are added op by op: to the bit.
+    return max(0.0, float(change.cumsum().max(initial=0.0)))
 
 
 class Load(NamedTuple):
@@ -178,13 +205,13 @@ def loads(ops: Sequence[Op], activations: Activations = "own") -> tuple[Load, ..
     """
     if activations == "newest":
         return (Load(whole=1),)
-    again = any(op[1] is Kind.RECOMPUTE for op in ops)
-    forward = (1, 0, 0) if again else (0, 1, 0)
-    now, reached = Load(), {Load()}
-    for op in ops:
-        change = forward if op[1] is Kind.FORWARD else _CHANGES[op[1]]
-        now = Load(now[0] + change[0], now[1] + change[1], now[2] + change[2])
-        reached.add(now)
+    own = RankOps.of(ops)
+    forward = (1, 0, 0) if Kind.RECOMPUTE in own.kinds else (0, 1, 0)
+    steps = np.zeros((len(KINDS), 3), np.int64)
+    for kind, change in {**_CHANGES, Kind.FORWARD: forward}.items():
+        steps[CODES[kind]] = change
+    held = steps[own.columns.kind[own.span]].cumsum(axis=0)
+    reached = {Load(), *(Load(*row) for row in np.unique(held, axis=0).tolist())}
     worst: list[Load] = []
     for load in sorted(reached, reverse=True):  # whoever exceeds another comes before it
         if not any(all(a >= b for a, b in zip(bad, load, strict=True)) for bad in worst):
@@ -205,26 +232,22 @@ def peak_activations(
 
 
 def _most_in_flight(ops: Sequence[Op], activations: Activations) -> float:
-    kinds = kinds_in(ops)
-    if Kind.RECOMPUTE in kinds or (kinds and activations == "newest"):
-        return _most_held(ops, even_sizes(1 + max(stages_with(kinds, ops))), 1, activations)
-    # Counting needs no dictionary of microbatches: ten times as fast, for schedules of millions.
-    frees = {Kind.FREE} if Kind.FREE in kinds else RELEASING
-    steps = {Kind.FORWARD: 1, **dict.fromkeys(frees, -1)}
-    if isinstance(ops, RankOps):
-        return ops.most(steps)
-    return max(accumulate((steps.get(op[1], 0) for op in ops), initial=0))
+    own = RankOps.of(ops)
+    if Kind.RECOMPUTE in own.kinds or (own.kinds and activations == "newest"):
+        sizes = even_sizes(1 + max(own.stages_with(own.kinds)))
+        return _most_held(own, sizes, 1, activations)
+    frees: Collection[Kind] = {Kind.FREE} if Kind.FREE in own.kinds else RELEASING
+    steps = own.are_of({Kind.FORWARD}).astype(np.int64) - own.are_of(frees)
+    return int(steps.cumsum().max(initial=0))
 
 
 def units(ranks: Iterable[Sequence[Op]], num_slices: int = 1) -> tuple[int, ...]:
     """Per rank, how many of its stages one microbatch visits: all of them, unless stages have
     copies elsewhere."""
-    return tuple(max(1, _most_forwards(ops) // num_slices) for ops in ranks)
+    return tuple(max(1, _most_forwards(RankOps.of(ops)) // num_slices) for ops in ranks)
 
 
-def _most_forwards(ops: Sequence[Op]) -> int:
+def _most_forwards(ops: RankOps) -> int:
     """The most forwards that one microbatch has on a rank."""
-    if isinstance(ops, RankOps):
-        return ops.most_named(Kind.FORWARD)
-    visits = Counter(op[2] for op in ops if op[1] is Kind.FORWARD)
-    return max(visits.values(), default=0)
+    visits = ops.columns.microbatch[ops.span][ops.are_of({Kind.FORWARD})]
+    return int(np.bincount(visits).max(initial=0))

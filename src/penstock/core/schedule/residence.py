@@ -257,10 +257,10 @@ def stays_of(ops: Sequence[Op]) -> dict[Op, Stay]:
 
 def check_residence(schedule: Schedule) -> None:
     """Raise ``ScheduleError`` unless every op finds its weights in memory, where some leave it."""
-    for rank, ops in enumerate(schedule.ranks):
-        if any(op.kind in RESIDENCE for op in ops):
+    for rank, own in enumerate(schedule.rank_ops):
+        if RESIDENCE & own.kinds:
             try:
-                stays_of(ops)
+                stays_of(own.as_tuple)
             except ScheduleError as error:
                 raise ScheduleError(f"rank {rank}: {error}") from None
 

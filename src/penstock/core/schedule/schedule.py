@@ -8,24 +8,16 @@ from __future__ import annotations
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property
-from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from penstock.base.errors import InputError, ScheduleError
+from penstock.base.errors import ScheduleError
 from penstock.base.lazily import method_provided
-from penstock.base.values import Value, expect, read_text, refused_as, shown, write_atomically
-from penstock.core.schedule.columns.rank_ops import RankOps, stages_in
-from penstock.core.schedule.op import BACKWARD, COMPUTE, OF_A_ROUND, Kind, Op, dependencies
-
-if TYPE_CHECKING:
-    from penstock.core.schedule.columns.columns import Columns
-
-MANY_OPS = 10_000
-"""From so many on, columns are quicker than ops, though numpy may have to be loaded first."""
-
+from penstock.base.values import Value, expect, read_text, refused_as, write_atomically
+from penstock.core.schedule.columns.columns import Columns, RankOps
+from penstock.core.schedule.op import BACKWARD, OF_A_ROUND, Kind, Op, dependencies
 
 Activations = Literal["own", "newest"]
 """Which activations a backward goes through: those of its own microbatch's forward, or those that
@@ -40,47 +32,45 @@ class ScheduleFile(Value, frozen=True, kw_only=True):
     activations: Activations = "own"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False, eq=False, repr=False)
 class Schedule:
     """An order of ops for every rank.
 
-    Of millions of ops, it is made, checked and simulated as ``columns``; ``ranks`` are then made
-    when somebody first asks for them.
+    It is stored as ``columns``; ``ranks`` are made when somebody first asks for them. Two schedules
+    with the same ops are equal.
 
-    Attributes:
-        ranks: the ops of each rank, in the order in which it performs them.
-        name: the family it came from, for people; two schedules with the same ops are equal.
+    Args:
+        ranks: the ops of each rank, in the order in which it performs them; any iterables.
+        name: the family it came from, for people.
         activations: which activations its backwards go through: ``"own"`` or the ``"newest"``, of
             which a stage then keeps one microbatch's. It says what is held, never what an op waits
             for.
+
+    Raises:
+        InputError: something else than iterables of ops.
     """
 
-    ranks: tuple[tuple[Op, ...], ...]
-    name: str = field(default="", compare=False)
-    activations: Activations = field(default="own", compare=False)
+    columns: Columns
+    name: str
+    activations: Activations
+
+    def __init__(
+        self, ranks: Iterable[Iterable[Op]], name: str = "", activations: Activations = "own"
+    ) -> None:
+        expect(ranks, Iterable, "the ranks", "give a list of ops for each rank")
+        lists: list[Sequence[Op]] = []
+        for ops in ranks:
+            expect(ops, Iterable, f"rank {len(lists)}", "give a list of its ops")
+            lists.append(ops if isinstance(ops, RankOps) else tuple(ops))
+        columns = Columns.of_ranks(lists)
+        vars(self).update(columns=columns, name=name, activations=activations)
 
     @classmethod
     def of(
         cls, ranks: Iterable[Iterable[Op]], name: str = "", activations: Activations = "own"
     ) -> Schedule:
-        """Build a schedule from any iterables of ops.
-
-        Args:
-            ranks: the ops of each rank.
-            name: of the family.
-            activations: which of them backwards go through.
-
-        Raises:
-            InputError: something else than iterables of ops.
-        """
-        expect(ranks, Iterable, "the ranks", "give a list of ops for each rank")
-        lists: list[tuple[Op, ...]] = []
-        for ops in ranks:
-            expect(ops, Iterable, f"rank {len(lists)}", "give a list of its ops")
-            lists.append(tuple(ops))
-        schedule = cls(tuple(lists), name, activations)
-        schedule.check_types()
-        return schedule
+        """The schedule of these ops; as the class itself, for whoever reads it as a sentence."""
+        return cls(ranks, name, activations)
 
     @classmethod
     def of_columns(
@@ -93,49 +83,44 @@ class Schedule:
 
     def with_ranks(self, ranks: Iterable[Iterable[Op]]) -> Schedule:
         """This schedule with other ops, as passes make it."""
-        return Schedule.of(ranks, self.name, self.activations)
+        return Schedule(ranks, self.name, self.activations)
 
     def with_columns(self, columns: Columns) -> Schedule:
         """As ``with_ranks``, from columns."""
         return Schedule.of_columns(columns, self.name, self.activations)
 
-    if not TYPE_CHECKING:
+    def renamed(self, name: str) -> Schedule:
+        """The same order under another name."""
+        return Schedule.of_columns(self.columns, name, self.activations)
 
-        def __getattr__(self, attribute: str) -> object:
-            # Only what is not there is asked for here: the ops of a schedule of columns.
-            if attribute != "ranks" or "columns" not in vars(self):
-                raise AttributeError(f"a schedule has no {attribute}")
-            ranks = vars(self)["ranks"] = tuple(ops.as_tuple for ops in self.rank_ops)
-            return ranks
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Schedule):
+            return NotImplemented
+        return self._bytes == other._bytes
 
-    @property
-    def _columns(self) -> Columns | None:
-        """The columns, if they are there already: then they answer at once."""
-        columns: Columns | None = vars(self).get("columns")
-        return columns
+    def __hash__(self) -> int:
+        return hash(self._bytes)
 
     @cached_property
-    def rank_ops(self) -> tuple[Sequence[Op], ...]:
-        """The same as ``ranks``, for whoever can do without looking at each op."""
-        if "ranks" in vars(self):
-            return self.ranks
-        columns = self._columns
-        return () if columns is None else tuple(RankOps(columns, span) for span in columns.spans())
+    def _bytes(self) -> tuple[bytes, ...]:
+        columns = self.columns
+        fields = columns.first, columns.stage, columns.kind, columns.microbatch, columns.slice
+        return tuple(field.tobytes() for field in fields)
 
-    def check_types(self) -> None:
-        """Raise ``InputError`` unless there is a tuple of ops for every rank."""
-        if self._columns is not None:
-            return
-        expect(self.ranks, tuple, "the ranks", "build schedules with Schedule.of or parse")
-        for rank, ops in enumerate(self.ranks):
-            expect(ops, tuple, f"rank {rank}", "build schedules with Schedule.of or parse")
-            # Of millions of ops, the set of types is found out quickly.
-            if any(kind is not Op for kind in set(map(type, ops))):
-                wrong = next(op for op in ops if type(op) is not Op)
-                raise InputError(
-                    f"rank {rank} has {shown(wrong)} where an op belongs; give a "
-                    "penstock.Op, or read text with Schedule.parse"
-                )
+    def __repr__(self) -> str:
+        return (
+            f"Schedule(ranks={self.ranks!r}, name={self.name!r}, activations={self.activations!r})"
+        )
+
+    @cached_property
+    def rank_ops(self) -> tuple[RankOps, ...]:
+        """The same as ``ranks``, for whoever can do without looking at each op."""
+        return tuple(RankOps(self.columns, span) for span in self.columns.spans())
+
+    @cached_property
+    def ranks(self) -> tuple[tuple[Op, ...], ...]:
+        """The ops of each rank, in the order in which it performs them."""
+        return tuple(ops.as_tuple for ops in self.rank_ops)
 
     @classmethod
     def parse(cls, text: str, name: str = "") -> Schedule:
@@ -160,7 +145,7 @@ class Schedule:
             ranks.append(tuple(ops))
         if not any(ranks):
             raise ScheduleError("the schedule is empty; write one line of ops per rank")
-        return cls(tuple(ranks), name)
+        return cls(ranks, name)
 
     def __str__(self) -> str:
         return "".join(",".join(map(str, ops)) + "\n" for ops in self.ranks)
@@ -179,8 +164,8 @@ class Schedule:
         """
         file = ScheduleFile.from_json(text, where)
         with refused_as(f"{where} is not a valid Schedule"):
-            parsed = cls.parse("".join(f"{line}\n" for line in file.ranks), file.name)
-            return replace(parsed, activations=file.activations)
+            parsed = cls.parse("".join(f"{line}\n" for line in file.ranks))
+            return cls.of_columns(parsed.columns, file.name, file.activations)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write this schedule to ``path``, atomically: as JSON, or where the name ends in ``.csv``,
@@ -210,67 +195,37 @@ class Schedule:
     @property
     def num_ranks(self) -> int:
         """How many ranks (devices) it is for."""
-        if self._columns is not None:
-            return self._columns.num_ranks
-        return len(self.ranks)
+        return self.columns.num_ranks
 
     @property
     def num_ops(self) -> int:
         """How many ops all ranks perform together."""
-        if self._columns is not None:
-            return self._columns.count
-        return sum(map(len, self.ranks))
+        return self.columns.count
 
-    @cached_property
-    def columns(self) -> Columns | None:
-        """The ops as arrays, for schedules of millions of them; ``None`` if their fields do not
-        fit into any."""
-        # Only here, so that small schedules are handled before numpy is there.
-        from penstock.core.schedule.columns.columns import Columns
-
-        return Columns.of_ranks(self.ranks)
-
-    @cached_property
+    @property
     def kinds(self) -> frozenset[Kind]:
         """The kinds of its ops."""
-        if self._columns is not None:
-            return self._columns.kinds
-        # Of millions of ops, plain fields are looked at quickly.
-        return frozenset(op[1] for ops in self.ranks for op in ops)
+        return self.columns.kinds
 
     @property
     def splits_backward(self) -> bool:
         """Whether backwards come in two halves."""
         return Kind.BACKWARD_INPUT in self.kinds
 
-    @cached_property
+    @property
     def num_stages(self) -> int:
         """How many stages the model is cut into."""
-        if self._columns is not None:
-            return self._columns.num_stages
-        return 1 + self._largest(0, default=-1)
+        return self.columns.num_stages
 
-    @cached_property
+    @property
     def num_microbatches(self) -> int:
         """How many microbatches the minibatch, or the stream, is cut into."""
-        if self._columns is not None:
-            return self._columns.num_microbatches
-        if all(ops[-1].kind in COMPUTE for ops in self.ranks if ops):
-            return 1 + self._largest(2, default=-1)
-        # Updates of replicas may be named after a microbatch that would have been theirs.
-        computed = (op[2] for ops in self.ranks for op in ops if op[1] in COMPUTE)
-        return 1 + max(computed, default=-1)
+        return self.columns.num_microbatches
 
-    @cached_property
+    @property
     def num_slices(self) -> int:
         """How many slices a microbatch's sequence is cut into; 1 where it is not."""
-        if self._columns is not None:
-            return self._columns.num_slices
-        return 1 + self._largest(3, default=0)
-
-    def _largest(self, field: int, default: int) -> int:
-        # By position: for millions of ops, this takes a tenth of what attributes take.
-        return max((max(map(itemgetter(field), ops)) for ops in self.ranks if ops), default=default)
+        return self.columns.num_slices
 
     @cached_property
     def where(self) -> dict[Op, int]:
@@ -280,7 +235,7 @@ class Schedule:
     @cached_property
     def stages_of(self) -> tuple[tuple[int, ...], ...]:
         """The stages that each rank computes, ascending."""
-        return tuple(map(stages_in, self.rank_ops))
+        return tuple(ops.stages for ops in self.rank_ops)
 
     @cached_property
     def copies(self) -> Counter[int]:

@@ -23,10 +23,13 @@ from collections.abc import Mapping, Sequence
 from itertools import repeat
 from typing import NamedTuple
 
-from penstock.core.schedule.check import executable_order
+import numpy as np
+
+from penstock.core.schedule.columns.needs import needs_of
 from penstock.core.schedule.op import COMMUNICATION, Op
 from penstock.core.schedule.schedule import Schedule
 from penstock.core.timing.measured import usual_lengths
+from penstock.core.timing.simulator.passage import go_through
 from penstock.core.timing.spans import BUSY
 from penstock.core.timing.timeline import Timeline
 
@@ -106,9 +109,9 @@ def _begins(timeline: Timeline) -> list[float]:
 
 def _makespan(schedule: Schedule, lengths: Mapping[Op, float], begins: Sequence[float]) -> float:
     """How long the step would take if messages took no time."""
-    end: dict[Op, float] = {}
-    free = list(begins)
-    for rank, op in executable_order(schedule):
-        ready = max((end[needed] for needed in schedule.dependencies(op)), default=0.0)
-        end[op] = free[rank] = max(ready, free[rank]) + lengths.get(op, 0.0)
-    return max(free, default=0.0)
+    needs = needs_of(schedule.columns)
+    durations = np.array([lengths.get(op, 0.0) for ops in schedule.ranks for op in ops])
+    at_once = {op: [(need, 0.0) for need in own] for op, own in needs.several.items()}
+    no_delays = np.zeros(schedule.num_ops)
+    _, end = go_through(schedule, needs, durations, no_delays, at_once, begins=begins)
+    return max([*begins, *end.tolist()], default=0.0)

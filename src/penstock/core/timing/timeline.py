@@ -16,7 +16,7 @@ from operator import sub
 from penstock.base.errors import InputError
 from penstock.base.lazily import method_provided
 from penstock.base.values import expect, read_text, whole, write_atomically
-from penstock.core.schedule.columns.rank_ops import are_of, slices_in, stages_in
+from penstock.core.schedule.columns.columns import RankOps
 from penstock.core.schedule.memory import (
     Curve,
     Sizes,
@@ -27,7 +27,7 @@ from penstock.core.schedule.memory import (
     peaks,
     units,
 )
-from penstock.core.schedule.op import RELEASING, Kind, Op
+from penstock.core.schedule.op import RELEASING, Kind
 from penstock.core.schedule.schedule import Activations, Schedule
 from penstock.core.timing.flow import beat, entries, outputs, outputs_by_stage, window
 from penstock.core.timing.spans import (
@@ -182,17 +182,17 @@ class Timeline:
     @cached_property
     def schedule(self) -> Schedule:
         """The order of ops that the timeline shows, of every kind that was recorded."""
-        return Schedule.of(self._ops, self.name, self.activations)
+        return Schedule(self._ops, self.name, self.activations)
 
     @cached_property
     def stages_of(self) -> tuple[tuple[int, ...], ...]:
         """The stages that each rank computes, ascending."""
-        return tuple(stages_in(row.ops) for row in self.rows)
+        return tuple(ops.stages for ops in self._ops)
 
     @cached_property
     def num_slices(self) -> int:
         """How many slices a microbatch's sequence is cut into; 1 where it is not."""
-        return max((slices_in(row.ops) for row in self.rows), default=1)
+        return max((ops.num_slices for ops in self._ops), default=1)
 
     @cached_property
     def makespan(self) -> float:
@@ -205,8 +205,8 @@ class Timeline:
     def busy(self) -> tuple[float, ...]:
         """How long each rank worked."""
         return tuple(
-            sum(compress(map(sub, row.ends, row.starts), are_of(row.ops, BUSY)))
-            for row in self.rows
+            sum(compress(map(sub, row.ends, row.starts), ops.are_of(BUSY).tolist()))
+            for row, ops in zip(self.rows, self._ops, strict=True)
         )
 
     @cached_property
@@ -314,12 +314,12 @@ class Timeline:
 
     def _held(self, row: Row, sizes: Sizes) -> Curve:
         steps = changes(row.ops, sizes, self.num_slices, self.activations)
-        times = zip(row.starts, row.ends, strict=True)
-        return curve((*time, *step) for time, step in zip(times, steps, strict=True))
+        at_start, change = (column.tolist() for column in steps)
+        return curve(zip(row.starts, row.ends, at_start, change, strict=True))
 
     @cached_property
-    def _ops(self) -> tuple[Sequence[Op], ...]:
-        return tuple(row.ops for row in self.rows)
+    def _ops(self) -> tuple[RankOps, ...]:
+        return tuple(RankOps.of(row.ops) for row in self.rows)
 
     @cached_property
     def _num_stages(self) -> int:
@@ -396,7 +396,7 @@ def _idle_share(busy: tuple[float, ...], length: float) -> float:
 
 
 def _extent(row: Row) -> float:
-    busy = are_of(row.ops, BUSY)
+    busy = RankOps.of(row.ops).are_of(BUSY).tolist()
     if not any(busy):
         return 0.0
     return max(compress(row.ends, busy)) - min(compress(row.starts, busy))

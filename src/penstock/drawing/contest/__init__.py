@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 from penstock.base.lazily import loaded_when_used
 
 if TYPE_CHECKING:
+    from penstock.drawing.contest.page import check_output, write_contest
     from penstock.drawing.contest.record import ContestRecord, Entry, LossPoint
     from penstock.drawing.contest.sentences import summary
     from penstock.drawing.contest.table import COLUMNS, legend, markdown, table_rows
-    from penstock.drawing.contest.writing import check_output, write_contest
 else:
     __getattr__ = loaded_when_used(
         __name__,
@@ -29,7 +29,7 @@ else:
             "penstock.drawing.contest.record": ("ContestRecord", "Entry", "LossPoint"),
             "penstock.drawing.contest.sentences": ("summary",),
             "penstock.drawing.contest.table": ("COLUMNS", "legend", "markdown", "table_rows"),
-            "penstock.drawing.contest.writing": ("check_output", "write_contest"),
+            "penstock.drawing.contest.page": ("check_output", "write_contest"),
         },
     )
 

@@ -2,27 +2,35 @@
 
 It begins with one sentence and three numbers, and then answers in the order in which people ask:
 where did the time go, is the loss the same, what was run, what did it take, how do I get it again.
+A report is a folder with this page, its pictures, and ``run.json``.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from penstock.base.errors import InputError, ScheduleError
 from penstock.base.units import picture_bytes, picture_seconds
+from penstock.base.values import write_atomically
 from penstock.core.timing import find_parting
 from penstock.core.timing.timeline import Timeline
 from penstock.drawing.axes import UnitName
 from penstock.drawing.chart import line_chart
 from penstock.drawing.layer_names import first_to_last
 from penstock.drawing.markup import escaped, lines, tag
-from penstock.drawing.report import idle_section
-from penstock.drawing.report.glossary import explained, glossary
 from penstock.drawing.report.run_report import Fact, Report, Series, StageRow
-from penstock.drawing.report.taking import taking_section
+from penstock.drawing.report.sections import (
+    IDLE_HINT,
+    explained,
+    glossary,
+    idle_table,
+    taking_section,
+)
 from penstock.drawing.report.words import departure
 from penstock.drawing.timeline.html import document, scroll, viewer
-from penstock.drawing.timeline.svg import PAGE_WIDTHS, stacked
+from penstock.drawing.timeline.svg import PAGE_WIDTHS, stacked, svg
 
 TIMELINES_UNIT: UnitName = "seconds"
 """A report is of a run, so that its times are seconds, also the predicted ones."""
@@ -106,11 +114,11 @@ def _departure(timelines: dict[str, Timeline]) -> str:
 
 def _idle(timelines: dict[str, Timeline]) -> str:
     try:
-        table = idle_section.idle_table(timelines)
+        table = idle_table(timelines)
     except (InputError, ScheduleError):
         # Parts of a step, or of two different jobs: nobody can say what their ops waited for.
         return ""
-    return _section("Where the idle time comes from", idle_section.HINT, table) if table else ""
+    return _section("Where the idle time comes from", IDLE_HINT, table) if table else ""
 
 
 def _losses(series: Sequence[Series]) -> str:
@@ -202,3 +210,41 @@ def _memory_row(index: int, stage: StageRow, most: int) -> str:
         f'<li><div class="head"><span>stage {index}, rank {stage.rank}</span>{total}</div>'
         f'<div class="stack">{segments}</div><div class="parts">{numbers}</div></li>'
     )
+
+
+RUN_FILE = "run.json"
+
+
+def write_report(report: Report, folder: str | os.PathLike[str]) -> Path:
+    """Write a report into a folder, which is made if need be.
+
+    ``index.html`` needs no other file and no network. ``predicted.svg``, ``measured.svg`` and
+    ``timelines.svg`` (both on one time axis) are for papers and slides. Each file appears whole or
+    not at all.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        FileError: the folder cannot be written.
+    """
+    target, timelines = Path(folder), report.timelines()
+    for title, timeline in timelines.items():
+        picture = svg(timeline, unit=TIMELINES_UNIT)
+        write_atomically(target / f"{title.lower()}.svg", picture + "\n")
+    if timelines:
+        write_atomically(target / "timelines.svg", stacked(timelines, unit=TIMELINES_UNIT) + "\n")
+    report.save(target / RUN_FILE)
+    write_atomically(target / "index.html", report_page(report) + "\n")
+    return target / "index.html"
+
+
+def read_report(folder: str | os.PathLike[str]) -> Report:
+    """Read back what ``write_report`` wrote into a folder; also takes the path of ``run.json``.
+
+    Raises:
+        FileError: there is no report, or it has an unknown key, a missing one or a wrong type.
+    """
+    path = Path(folder)
+    # os.path.isdir takes any name; Path.is_dir raises for one that is too long.
+    return Report.load(path / RUN_FILE if os.path.isdir(path) else path)

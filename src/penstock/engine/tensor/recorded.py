@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from penstock.base.errors import ModelError
-from penstock.engine.tensor.convolution import ColumnConv
+from penstock.engine.tensor.divided_layers import ColumnConv, ColumnLinear
 from penstock.engine.tensor.dropout import mask_of_whole
 from penstock.engine.tensor.embedding import ColumnEmbedding
 from penstock.engine.tensor.extents import Divided
 from penstock.engine.tensor.group import Group
-from penstock.engine.tensor.linear import ColumnLinear
 from penstock.engine.tensor.module_way import Way
 from penstock.engine.tensor.parts import bounds
 from penstock.engine.tensor.recorded_rules import RULES, Rule, shape_of

@@ -7,8 +7,15 @@ from dataclasses import replace
 from torch import nn
 
 from penstock.base.errors import ModelError
-from penstock.engine.tensor.convolution import ColumnConv, RowConv
+from penstock.engine.tensor.attention import COLUMN, ROW, Ways, by_heads, is_block
 from penstock.engine.tensor.cuts import Cut
+from penstock.engine.tensor.divided_layers import (
+    ChannelNorm,
+    ColumnConv,
+    PartGroupNorm,
+    PartInstanceNorm,
+    RowConv,
+)
 from penstock.engine.tensor.dropout import (
     DROPOUTS,
     FEATURE_DROPOUTS,
@@ -16,11 +23,9 @@ from penstock.engine.tensor.dropout import (
     PartDropout,
 )
 from penstock.engine.tensor.embedding import ColumnEmbedding, RowEmbedding
-from penstock.engine.tensor.heads import COLUMN, ROW, Ways, by_heads, is_block
 from penstock.engine.tensor.layouts import CHANNELS, FEATURES
 from penstock.engine.tensor.membership import Member
 from penstock.engine.tensor.module_way import Way
-from penstock.engine.tensor.norms import ChannelNorm, PartGroupNorm, PartInstanceNorm
 from penstock.engine.tensor.transposed import ColumnTransposed, RowTransposed, is_transposed
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

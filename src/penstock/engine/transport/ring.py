@@ -18,7 +18,14 @@ from __future__ import annotations
 import mmap
 import platform
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
+
+import torch
+
+from penstock.core.cluster.local import usable_cores
 
 HAS_RINGS = platform.machine() in ("x86_64", "AMD64")
 
@@ -116,3 +123,61 @@ class RingReader:
     def wake(self) -> None:
         """This end looks for itself again."""
         self._words[_IS_ASLEEP] = 0
+
+
+_LONGEST_LOOK_SECONDS = 1e-3
+_SHORTEST_LOOK_SECONDS = 2e-5
+_LOOKS_PER_CLOCK = 8
+
+
+class Lookout:
+    """What looks at the rings of all other ranks of this host.
+
+    Args:
+        num_ranks: of this host, this one included.
+
+    Attributes:
+        rings: those that are looked at.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self.rings: list[RingReader] = []
+        self._num_ranks = num_ranks
+        self._cores = usable_cores()
+        self._seconds = _LONGEST_LOOK_SECONDS
+
+    def look(self) -> bool:
+        """Look for a while, without sleeping, whether anything comes."""
+        # What some rank tells by other ways would be missed for as long as this looks.
+        if len(self.rings) < self._num_ranks - 1 or not self._has_cores():
+            return False
+        rings, clock = self.rings, time.perf_counter
+        end = clock() + self._seconds
+        while clock() < end:
+            for _ in range(_LOOKS_PER_CLOCK):
+                for ring in rings:
+                    if ring.has_news():
+                        self._seconds = min(2 * self._seconds, _LONGEST_LOOK_SECONDS)
+                        return True
+        self._seconds = max(self._seconds / 2, _SHORTEST_LOOK_SECONDS)
+        return False
+
+    @contextmanager
+    def asleep(self) -> Iterator[None]:
+        """While this rank sleeps: whoever leaves something in a ring has to wake it."""
+        for ring in self.rings:
+            ring.fall_asleep()
+        try:
+            yield
+        finally:
+            for ring in self.rings:
+                ring.wake()
+
+    def leave(self) -> None:
+        """This rank will look no more; who leaves it something finds out when waking it."""
+        for ring in self.rings:
+            ring.fall_asleep()
+
+    def _has_cores(self) -> bool:
+        """Whether a core is left for every thread if this one keeps its own busy."""
+        return self._num_ranks * torch.get_num_threads() <= self._cores

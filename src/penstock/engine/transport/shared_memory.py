@@ -41,9 +41,8 @@ from penstock.base.errors import DeadlineError, PeerError, RunError
 from penstock.engine.transport import segment
 from penstock.engine.transport.base import Edge, Noted, Patience, RankFailure, Transport, overdue
 from penstock.engine.transport.link import Notice, NoticeKind, PeerLink
-from penstock.engine.transport.lookout import Lookout
 from penstock.engine.transport.packing import BlockLayout, Packer
-from penstock.engine.transport.ring import HAS_RINGS, RING_BYTES, RingReader, RingWriter
+from penstock.engine.transport.ring import HAS_RINGS, RING_BYTES, Lookout, RingReader, RingWriter
 from penstock.engine.transport.slots import RemoteSlot, Slot, SlotPool, SlotState, segment_size
 from penstock.engine.transport.wire import Codec
 

@@ -84,7 +84,7 @@ class PreparedModel(nn.Module):
         """
         if not (self.training and torch.is_grad_enabled()):
             return self._split.evaluate(batch)
-        parts = in_microbatches(batch, self._spread.num_microbatches)
+        parts = in_microbatches(batch, self._spread.microbatches)
         weighed = [(part, items) for part in parts if (items := items_of(self.module, part))]
         if not weighed:
             raise InputError("no label counts in this batch: all are -100")

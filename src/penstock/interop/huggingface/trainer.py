@@ -152,7 +152,7 @@ class PenstockTrainer(Trainer):
         their number where the loss is no sum over all of their items.
         """
         self._learn_what_losses_are(batches[0], num_items)
-        each = -(-self.spread.num_microbatches // len(batches))
+        each = -(-self.spread.microbatches // len(batches))
         parts = [in_microbatches(batch, each) for batch in batches]
         given = [part for of_batch in parts for part in of_batch]
         if self._sums_items:
@@ -210,7 +210,7 @@ class PenstockTrainer(Trainer):
         """
         if num_items is None or self._sums_items is not None:
             return
-        part = in_microbatches(batch, self.spread.num_microbatches)[0]
+        part = in_microbatches(batch, self.spread.microbatches)[0]
         compute: Callable[..., Any] = super().compute_loss
         with evaluation_mode(self._trained), self.accelerator.autocast():
             once, half = (

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from penstock.base.errors import InputError, ScheduleError
 from penstock.core.schedule import Kind, Op, Schedule
-from penstock.core.schedule.channels import RECEIVED_BY, RECEIVES, hoist_receives
+from penstock.core.schedule.channels import RECEIVED_BY, RECEIVES
 from penstock.core.schedule.check import check
 from penstock.core.schedule.lower import add_communication
 from penstock.core.schedule.op import COMMUNICATION, COMPUTE
@@ -94,7 +94,7 @@ def to_torch_csv(schedule: Schedule, *, messages: bool = False) -> str:
     if not messages:
         return str(schedule)
     # torch's messages have no names: between two ranks they are taken in the order of their sends.
-    lowered = hoist_receives(add_communication(schedule), capacity=0)
+    lowered = add_communication(schedule, capacity=0)
     return "".join(f"{','.join(_reduced(ops))}\n" for ops in lowered.ranks)
 
 

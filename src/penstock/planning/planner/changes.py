@@ -257,10 +257,10 @@ def _devices(asked: _Asked, change: Change) -> _Asked:
 
 
 def _microbatches(asked: _Asked, change: Change) -> _Asked:
-    count = asked.request.get("num_microbatches")
+    count = asked.request.get("microbatches")
     if count is None:
         raise InputError("microbatches can be changed only where their number is given")
-    return asked._replace(request={**asked.request, "num_microbatches": round(change.of(count))})
+    return asked._replace(request={**asked.request, "microbatches": round(change.of(count))})
 
 
 _QUANTITIES: dict[str, Callable[[_Asked, Change], _Asked]] = {

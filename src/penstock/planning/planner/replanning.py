@@ -88,7 +88,7 @@ def replan(
     if max(plan.replicas) == 1:
         asked.insert(0, (plan.schedule, num_devices * len(plan.stages) // plan.num_ranks))
     request = {
-        "num_microbatches": plan.num_microbatches,
+        "microbatches": plan.num_microbatches,
         "memory_bytes": memory_bytes,
         "reducer": reducer,
         "stale": plan.summing.stale if reducer == "parameter-server" else 0,
@@ -109,7 +109,7 @@ def _spilled(plan: Plan, graph: LayerGraph, cluster: Cluster, memory_bytes: int 
     assert plan.spill is not None
     there = cluster if cluster.tiers else replace(cluster, tiers=(plan.spill.tier,))
     limit = memory_bytes or plan.spill.memory_bytes or None
-    return search(graph, there, num_microbatches=plan.num_microbatches, memory_bytes=limit)
+    return search(graph, there, microbatches=plan.num_microbatches, memory_bytes=limit)
 
 
 def _first_that_exists(

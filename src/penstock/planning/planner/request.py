@@ -92,14 +92,14 @@ def read_cuts(graph: LayerGraph, cuts: Sequence[int | str]) -> tuple[int, ...]:
 
 def check_counts(
     graph: LayerGraph,
-    num_microbatches: int | None,
+    microbatches: int | None,
     minibatch: int | None,
     stages: int | None,
     memory_bytes: int | None,
 ) -> None:
     """Raise ``InputError`` for a count below 1, or ``PlanError`` for more stages than layers."""
     asked = {
-        "num_microbatches": num_microbatches,
+        "microbatches": microbatches,
         "minibatch": minibatch,
         "stages": stages,
         "memory_bytes": memory_bytes,
@@ -116,7 +116,7 @@ def check_counts(
 
 
 def microbatch_sizes(
-    graph: LayerGraph, num_microbatches: int | None, minibatch: int | None, num_ranks: int
+    graph: LayerGraph, microbatches: int | None, minibatch: int | None, num_ranks: int
 ) -> list[tuple[int, int]]:
     """(rows, count) of the microbatches that a minibatch may be cut into, where these are not too
     many to be simulated.
@@ -124,7 +124,7 @@ def microbatch_sizes(
     Args:
         num_ranks: in a straight pipeline through all devices.
     """
-    choices = _all_sizes(graph, num_microbatches, minibatch)
+    choices = _all_sizes(graph, microbatches, minibatch)
     most = min(MOST_SIMULATED // num_ranks, MOST_MICROBATCHES)
     simulated = [(size, count) for size, count in choices if count <= most]
     if not simulated:
@@ -139,21 +139,18 @@ def microbatch_sizes(
 
 
 def _all_sizes(
-    graph: LayerGraph, num_microbatches: int | None, minibatch: int | None
+    graph: LayerGraph, microbatches: int | None, minibatch: int | None
 ) -> list[tuple[int, int]]:
     if minibatch is None:
-        if num_microbatches is None:
+        if microbatches is None:
+            raise InputError("say how large a minibatch is: give microbatches=…, or minibatch=rows")
+        return [(graph.microbatch_size, microbatches)]
+    if microbatches is not None:
+        if minibatch % microbatches:
             raise InputError(
-                "say how large a minibatch is: give num_microbatches=…, or minibatch=rows"
+                f"a minibatch of {minibatch} rows does not make {microbatches} equal microbatches"
             )
-        return [(graph.microbatch_size, num_microbatches)]
-    if num_microbatches is not None:
-        if minibatch % num_microbatches:
-            raise InputError(
-                f"a minibatch of {minibatch} rows does not make {num_microbatches} equal "
-                "microbatches"
-            )
-        return [(minibatch // num_microbatches, num_microbatches)]
+        return [(minibatch // microbatches, microbatches)]
     choices = [(size, minibatch // size) for size in graph.sizes if minibatch % size == 0]
     if not choices:
         sizes = ", ".join(map(str, graph.sizes))

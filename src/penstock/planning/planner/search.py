@@ -61,7 +61,7 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
     graph: LayerGraph,
     cluster: Cluster | None = None,
     *,
-    num_microbatches: int | None = None,
+    microbatches: int | None = None,
     minibatch: int | None = None,
     schedule: str | None = None,
     stages: int | None = None,
@@ -93,11 +93,11 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
     Args:
         graph: the profiled model.
         cluster: devices to use, all or some of them; by default this machine's cores.
-        num_microbatches: per minibatch, each as large as the one that was profiled; 1 by default
+        microbatches: per minibatch, each as large as the one that was profiled; 1 by default
             for a live stream (``partime``, or with a ``rate``), else to be given.
         minibatch: rows of a minibatch, instead; every microbatch size that was profiled and divides
             it is tried, if that does not make too many of them. With both, microbatches have
-            ``minibatch / num_microbatches`` rows.
+            ``minibatch / microbatches`` rows.
         schedule: the family to use, its options behind a colon, as in
             ``"interleaved-1f1b:stages_per_rank=4"``; by default the best of all.
         stages: how many; by default the best number.
@@ -162,13 +162,13 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
     one_of("spill", spill, get_args(SpillRule))
     flag("asynchronous", asynchronous)
     expect(cuts, list | tuple, "cuts", "give a list of layers, as in cuts=[3]")
-    check_counts(graph, num_microbatches, minibatch, stages, memory_bytes)
+    check_counts(graph, microbatches, minibatch, stages, memory_bytes)
     schedule, options = read_schedule(schedule)
     proposes = schedule is None and versions is None
     if rate is not None:
         schedule = live_schedule(schedule, versions, rate, placer)
-    if num_microbatches is None and minibatch is None and is_live(schedule, versions, rate):
-        num_microbatches = 1
+    if microbatches is None and minibatch is None and is_live(schedule, versions, rate):
+        microbatches = 1
     given = read_cuts(graph, cuts) if cuts else ()
     if given and stages not in (None, len(given) - 1):
         raise InputError(f"the cuts make {len(given) - 1} stages, but stages is {stages}")
@@ -184,7 +184,7 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
             find_cost_model(cost_model, overlap),
             marks=given,
         )
-        for size, count in microbatch_sizes(graph, num_microbatches, minibatch, most_ranks)
+        for size, count in microbatch_sizes(graph, microbatches, minibatch, most_ranks)
     ]
     tasks = list(_with_tensor_ranks(list(_with_reducers(single, reducer, stale)), tensor_ranks))
     if layer_order == "any" and not given:

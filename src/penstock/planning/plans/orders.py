@@ -7,7 +7,6 @@ Before there are stages, a ``stand_in`` says what such an order keeps in flight.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from math import ceil, inf
 from typing import Any
 
@@ -44,7 +43,7 @@ def stand_in(
     schedule = families.build(
         "zb-auto", num_ranks=num_ranks, num_microbatches=num_microbatches, **quick
     )
-    return replace(schedule, name=family)
+    return schedule.renamed(family)
 
 
 def search_order(
@@ -196,7 +195,7 @@ def read_order(
             f"order is for {schedule.num_microbatches} microbatches, but num_microbatches is "
             f"{num_microbatches}; {remedy}"
         )
-    return replace(schedule, name=family)
+    return schedule.renamed(family)
 
 
 def with_microbatches(schedule: Schedule, num_microbatches: int) -> Schedule:

@@ -23,7 +23,6 @@ from penstock.core.schedule.families.replicated import read_replicas
 from penstock.core.schedule.lower import add_recompute, first_microbatches
 from penstock.core.schedule.memory import Sizes
 from penstock.core.schedule.rounds import filling
-from penstock.core.schedule.schedule import MANY_OPS
 from penstock.core.timing.costs import Costs
 from penstock.core.timing.timeline import Timeline
 from penstock.core.versions import (
@@ -66,6 +65,8 @@ from penstock.planning.plans.summing import ReducerName, Summing
 from penstock.planning.plans.table import WIDTH, render
 from penstock.planning.plans.title import title
 
+_LARGE = 10_000
+"""Ops of a schedule that is not built whole without need."""
 _ENOUGH_PER_RANK = 2
 """So many microbatches for each rank fill the pipeline of every family."""
 
@@ -278,7 +279,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         few = _ENOUGH_PER_RANK * self.num_ranks
         whole = self._placed_microbatches
         # What is small is built once and kept; it will be asked for again.
-        if self.order or whole <= few or whole * self.num_ranks < MANY_OPS:
+        if self.order or whole <= few or whole * self.num_ranks < _LARGE:
             return self.placement
         families.check_size(self.schedule, self.num_ranks, whole, self.options)
         return self._build(few)

@@ -132,10 +132,12 @@ def held_by_op(
         own_bytes: of stages that come and go; ``None`` where all of them stay.
         num_slices, activations: as ``Schedule`` has them.
     """
-    steps = list(changes(ops, sizes, num_slices, activations))
-    kept_behind = accumulate(change for _, change in steps)
+    steps = changes(ops, sizes, num_slices, activations)
+    at_starts, bytes_changed = (column.tolist() for column in steps)
+    kept_behind = accumulate(bytes_changed)
     resident = [0] * len(ops) if own_bytes is None else resident_bytes(ops, own_bytes)
-    for there, kept, (at_start, change) in zip(resident, kept_behind, steps, strict=True):
+    rows = zip(resident, kept_behind, at_starts, bytes_changed, strict=True)
+    for there, kept, at_start, change in rows:
         # What a backward goes through is there while gradients already take their room.
         yield there + kept - (0 if at_start else min(change, 0)), there + kept
 

@@ -68,7 +68,7 @@ def _one(setting: Setting) -> Plan:
     return planner.plan(
         setting.graph,
         Cluster(devices=setting.cluster.devices[:1]),
-        num_microbatches=setting.num_microbatches,
+        microbatches=setting.num_microbatches,
         schedule="1f1b",
         stages=1,
         recompute="never",
@@ -79,7 +79,7 @@ def _whole(setting: Setting) -> Plan:
     return planner.plan(
         setting.whole,
         Cluster(devices=setting.cluster.devices[:1]),
-        num_microbatches=1,
+        microbatches=1,
         schedule="1f1b",
         stages=1,
         recompute="never",
@@ -96,7 +96,7 @@ def _naive(setting: Setting) -> Plan:
     return planner.plan(
         setting.whole,
         setting.cluster,
-        num_microbatches=1,
+        microbatches=1,
         schedule="gpipe",
         cuts=setting.cuts,
         recompute="never",
@@ -111,7 +111,7 @@ def _copied(reducer: ReducerName) -> Callable[[Setting], Plan]:
         copies = planner.plan(
             setting.graph,
             replaced(setting.cluster, spares=spares),
-            num_microbatches=setting.num_microbatches,
+            microbatches=setting.num_microbatches,
             schedule="1f1b",
             stages=1,
             replicas=(setting.num_devices,),
@@ -127,7 +127,7 @@ def _tensor(setting: Setting) -> Plan:
     return planner.plan(
         setting.graph,
         setting.cluster,
-        num_microbatches=setting.num_microbatches,
+        microbatches=setting.num_microbatches,
         schedule="1f1b",
         stages=1,
         tensor_ranks=setting.num_devices,
@@ -141,7 +141,7 @@ def _family(family: str, stages_per_device: int = 1) -> Callable[[Setting], Plan
         return planner.plan(
             setting.graph,
             setting.cluster,
-            num_microbatches=setting.num_microbatches,
+            microbatches=setting.num_microbatches,
             schedule=family,
             stages=stages,
             cuts=() if stages else setting.cuts,
@@ -158,7 +158,7 @@ def _late(policy: Policy, *, whole: bool = False) -> Callable[[Setting], Plan]:
         return planner.plan(
             setting.whole if whole else setting.graph,
             setting.cluster,
-            num_microbatches=1 if whole else setting.num_microbatches,
+            microbatches=1 if whole else setting.num_microbatches,
             cuts=setting.cuts,
             versions=policy,
             recompute="never",
@@ -176,7 +176,7 @@ def _hybrid(setting: Setting) -> Plan:
     return planner.plan(
         setting.graph,
         replaced(setting.cluster, devices=used),
-        num_microbatches=setting.num_microbatches,
+        microbatches=setting.num_microbatches,
         schedule="1f1b",
         stages=2,
         replicas=(copies, copies),
@@ -194,7 +194,7 @@ def _spilled(setting: Setting) -> Plan:
             return planner.plan(
                 setting.graph,
                 cluster,
-                num_microbatches=setting.num_microbatches,
+                microbatches=setting.num_microbatches,
                 memory_bytes=round(share * whole),
                 spill="always",
             )

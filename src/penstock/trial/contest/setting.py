@@ -65,7 +65,7 @@ class Setting:
         plan = planner.plan(
             self.graph,
             self.cluster,
-            num_microbatches=self.num_microbatches,
+            microbatches=self.num_microbatches,
             schedule="1f1b",
             stages=self.num_devices,
             recompute="never",

@@ -1,22 +1,24 @@
-"""``Columns``: a schedule as arrays, one for each field of its ops.
+"""``Columns``: a schedule as arrays, one for each field of its ops; ``RankOps``: those of a rank.
 
 An op in a tuple takes a hundred bytes and a microsecond each time it is looked up; as a row of
-columns it takes thirteen bytes, and numpy handles millions of rows in one call. Whoever has a large
-schedule goes this way, and gets the same answer.
+columns it takes thirteen bytes, and numpy handles millions of rows in one call.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
 from operator import itemgetter
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
 
+from penstock.base.errors import InputError
+from penstock.base.values import expect, shown
 from penstock.core.schedule.op import COMPUTE, Kind, Op
 
 Ints = npt.NDArray[np.int32]
@@ -28,7 +30,6 @@ Span = slice
 """Which numbers: under its own name, since columns have a field called slice."""
 
 _ALL = slice(None)
-_PIECE = 1024
 
 Fields = tuple[Ints, Codes, Ints, Ints]
 """Stages, kinds, microbatches and slices of ops."""
@@ -59,30 +60,24 @@ class Columns:
     slice: Ints
 
     @classmethod
-    def of_ranks(cls, ranks: Sequence[Sequence[Op]]) -> Columns | None:
-        """The columns of ops; ``None`` if their fields are not all what their types say, or too
-        large for 32 bits."""
-        first = np.concatenate(([0], np.cumsum([len(ops) for ops in ranks], dtype=np.int64)))
-        # Arrays of the standard library refuse what is no whole number; numpy would round it.
-        stage, microbatch, part = array("i"), array("i"), array("i")
-        kind = bytearray()
-        for ops in ranks:
-            # In pieces, so that an op is still in the processor's cache for its next field.
-            for begin in range(0, len(ops), _PIECE):
-                piece = ops[begin : begin + _PIECE]
-                # Text that equals a kind is none: it would not be found by ``is``.
-                if not set(map(type, map(itemgetter(1), piece))) <= {Kind}:
-                    return None
-                kind += bytes(map(CODES.__getitem__, map(itemgetter(1), piece)))
-                try:
-                    for index, numbers in ((0, stage), (2, microbatch), (3, part)):
-                        numbers.fromlist(list(map(itemgetter(index), piece)))
-                except (TypeError, OverflowError):
-                    return None
-        fields = [np.array(numbers, np.int32) for numbers in (stage, microbatch, part)]
-        if min(int(numbers.min(initial=0)) for numbers in fields) < 0:
-            return None
-        return cls(first, fields[0], np.frombuffer(kind, np.int8), *fields[1:])
+    def of_ranks(cls, ranks: Sequence[Sequence[Op]]) -> Columns:
+        """The columns of ops.
+
+        Raises:
+            InputError: one is no op, or a field of it is not what its type says, or beyond 2³¹.
+        """
+        return cls.of_fields([_fields(rank, ops) for rank, ops in enumerate(ranks)])
+
+    @classmethod
+    def of_fields(cls, ranks: Sequence[Fields]) -> Columns:
+        """The columns of ranks, each with columns of its own."""
+        first = np.cumsum([0, *(len(stage) for stage, *_ in ranks)], dtype=np.int64)
+        if not ranks:
+            return cls(first, *_fields(0, ()))
+        stage, kind, microbatch, part = joined(ranks)
+        # Where nothing is sliced, one 0 stands for all.
+        part = part if part.any() else np.broadcast_to(np.zeros(1, np.int32), len(part))
+        return cls(first, stage, kind, microbatch, part)
 
     @property
     def count(self) -> int:
@@ -106,7 +101,7 @@ class Columns:
 
     def kinds_in(self, numbers: Span) -> frozenset[Kind]:
         """The kinds of some ops."""
-        counts = np.bincount(self.kind[numbers], minlength=len(KINDS))
+        counts = np.bincount(self.kind[numbers], minlength=len(KINDS)).tolist()
         return frozenset(kind for kind, count in zip(KINDS, counts, strict=True) if count)
 
     @cached_property
@@ -117,34 +112,25 @@ class Columns:
     @cached_property
     def num_microbatches(self) -> int:
         """As ``Schedule.num_microbatches``."""
-        computes = self.are_of(COMPUTE)
-        ends = self.first[1:][np.diff(self.first) > 0] - 1
-        if computes[ends].all():
-            return 1 + int(self.microbatch.max(initial=-1))
-        return 1 + int(self.microbatch[computes].max(initial=-1))
+        # Updates of replicas may be named after a microbatch that would have been theirs.
+        return 1 + int(self.microbatch[self.are_of(COMPUTE)].max(initial=-1))
 
     @cached_property
     def num_slices(self) -> int:
         """As ``Schedule.num_slices``."""
-        return 1 + int(self.slice.max(initial=0))
+        return self.slices_in(_ALL)
 
     def spans(self) -> list[Span]:
         """The numbers of each rank's ops."""
         return [slice(begin, end) for begin, end in pairwise(self.first.tolist())]
 
-    def are_of(self, kinds: Collection[Kind]) -> Bools:
-        """Which ops are of one of these kinds."""
-        return codes_of(kinds)[self.kind]
-
-    def of_kinds(self, numbers: Span, kinds: Collection[Kind]) -> list[bool]:
-        """Whether each of some ops is of one of these kinds."""
-        which: list[bool] = codes_of(kinds)[self.kind[numbers]].tolist()
-        return which
+    def are_of(self, kinds: Collection[Kind], numbers: Span = _ALL) -> Bools:
+        """Which ops, of all or some, are of one of these kinds."""
+        return codes_of(kinds)[self.kind[numbers]]
 
     def stages_with(self, kinds: Collection[Kind], numbers: Span = _ALL) -> tuple[int, ...]:
         """The stages that have ops of some kinds, ascending; among all ops, or some."""
-        chosen = codes_of(kinds)[self.kind[numbers]]
-        return tuple(np.unique(self.stage[numbers][chosen]).tolist())
+        return tuple(np.unique(self.stage[numbers][self.are_of(kinds, numbers)]).tolist())
 
     def slices_in(self, numbers: Span) -> int:
         """How many slices a microbatch's sequence is cut into among some ops."""
@@ -161,30 +147,169 @@ class Columns:
         # What ``Op._make`` does, without a call of Python for each of millions.
         return tuple(map(partial(tuple.__new__, Op), zip(*fields, strict=True)))
 
-    def largest_sum(self, numbers: Span, steps: Mapping[Kind, int]) -> int:
-        """The largest sum, from 0 on, of what ops add one after another, by their kinds."""
-        added = np.array([steps.get(kind, 0) for kind in KINDS], np.int64)
-        return max(0, int(added[self.kind[numbers]].cumsum().max(initial=0)))
+    def op(self, number: int) -> Op:
+        """The op with this number."""
+        return self.ops(slice(number, number + 1))[0]
 
-    def most_held(self, numbers: Span, left: Mapping[tuple[int, Kind], float]) -> float:
-        """The most that is held at once, where an op leaves so much of its microbatch, by its stage
-        and kind."""
-        table = np.full((self.num_stages, len(KINDS)), np.nan)
-        for (stage, kind), amount in left.items():
-            table[stage, CODES[kind]] = amount
-        after = table[self.stage[numbers], self.kind[numbers]]
-        changes = np.flatnonzero(~np.isnan(after))
-        after = after[changes]
-        whose = [column[numbers][changes] for column in (self.slice, self.microbatch, self.stage)]
-        # What a microbatch had before is what its op before has left.
-        order = np.lexsort(whose)
-        same = np.logical_and.reduce([np.diff(key[order]) == 0 for key in whose])
-        before = np.zeros(len(order))
-        before[order[1:][same]] = after[order[:-1][same]]
-        # One after the other, as many small numbers are added op by op: to the bit.
-        return max(0.0, float((after - before).cumsum().max(initial=0.0)))
+    def with_more(
+        self,
+        kinds: Codes | int,
+        places: Longs,
+        stages: Ints | Longs,
+        microbatches: Ints | Longs,
+        parts: Ints | Longs,
+        ranks: Ints | Longs,
+    ) -> Columns:
+        """The columns with further ops, each before the op of its place; of several with one place,
+        the first stays first.
 
-    def most_named(self, numbers: Span, kind: Kind) -> int:
-        """The most ops of a kind that one microbatch has among these."""
-        named = self.microbatch[numbers][self.kind[numbers] == CODES[kind]]
-        return int(np.bincount(named).max(initial=0))
+        Args:
+            kinds: their codes, or the one that all have.
+            places: numbers of ops; for the end of a rank, one behind its last.
+            stages, microbatches, parts: of the further ops; parts are slices.
+            ranks: to which they come.
+        """
+        count = np.bincount(ranks, minlength=self.num_ranks)
+        sliced = self.num_slices > 1
+        return Columns(
+            self.first + np.concatenate(([0], count.cumsum())),
+            np.insert(self.stage, places, stages),
+            np.insert(self.kind, places, kinds),
+            np.insert(self.microbatch, places, microbatches),
+            np.insert(self.slice, places, parts)
+            if sliced
+            else np.broadcast_to(np.zeros(1, np.int32), self.count + len(places)),
+        )
+
+    def only(self, kept: Bools) -> Columns:
+        """The columns of some of the ops."""
+        before = np.concatenate(([0], kept.cumsum()))
+        return Columns(before[self.first], *self.fields(kept))
+
+    def fields(self, numbers: Span | Longs | Bools = _ALL) -> Fields:
+        """The fields of all ops, or of some."""
+        return (
+            self.stage[numbers],
+            self.kind[numbers],
+            self.microbatch[numbers],
+            self.slice[numbers],
+        )
+
+
+def joined(parts: Iterable[Fields]) -> Fields:
+    """The columns of some ops, and of those behind them."""
+    stage, kind, microbatch, part = map(np.concatenate, zip(*parts, strict=True))
+    return stage, kind, microbatch, part
+
+
+def _fields(rank: int, ops: Sequence[Op]) -> Fields:
+    """The columns of one rank's ops."""
+    if isinstance(ops, RankOps):
+        return ops.columns.fields(ops.span)
+    if any(type(op) is not Op for op in ops):
+        wrong = next(op for op in ops if type(op) is not Op)
+        raise InputError(
+            f"rank {rank} has {shown(wrong)} where an op belongs; give a penstock.Op, or read text "
+            "with Schedule.parse"
+        )
+    try:
+        kind = np.array([*map(CODES.__getitem__, map(itemgetter(1), ops))], np.int8)
+        # Arrays of the standard library refuse what is no whole number; numpy would round it.
+        stage, microbatch, part = (
+            np.array(array("i", map(itemgetter(index), ops)), np.int32) for index in (0, 2, 3)
+        )
+        lowest = min(int(field.min(initial=0)) for field in (stage, microbatch, part))
+    except (KeyError, TypeError, OverflowError):
+        lowest = -1
+    if lowest < 0:
+        raise InputError(f"rank {rank} has {shown(next(filter(_is_odd, ops)))}, {_WANTED}")
+    return stage, kind, microbatch, part
+
+
+_WANTED = "whose stage, microbatch and slice must be whole numbers from 0 to 2**31 - 1"
+
+
+def _is_odd(op: Op) -> bool:
+    try:
+        numbers = array("i", (op[0], op[2], op[3]))
+    except (TypeError, OverflowError):
+        return True
+    return op[1] not in CODES or min(numbers) < 0
+
+
+class RankOps(Sequence[Op]):
+    """The ops of one rank: equal to their tuple, which is made when somebody first looks at one of
+    them: a million ops take half a second and a hundred megabytes.
+
+    Args:
+        columns: of the schedule.
+        span: the numbers of these ops.
+    """
+
+    def __init__(self, columns: Columns, span: Span) -> None:
+        self.columns = columns
+        self.span = span
+
+    @classmethod
+    def of(cls, ops: Sequence[Op]) -> RankOps:
+        """These ops; themselves, if they are those of a rank already.
+
+        Raises:
+            InputError: one is no op.
+        """
+        if isinstance(ops, RankOps):
+            return ops
+        expect(ops, tuple | list, "the ops of a rank", "give a list of them")
+        return cls(Columns.of_ranks((ops,)), slice(0, len(ops)))
+
+    @cached_property
+    def as_tuple(self) -> tuple[Op, ...]:
+        """The ops themselves."""
+        return self.columns.ops(self.span)
+
+    @property
+    def kinds(self) -> frozenset[Kind]:
+        """The kinds of the ops."""
+        return self.columns.kinds_in(self.span)
+
+    def stages_with(self, kinds: Collection[Kind]) -> tuple[int, ...]:
+        """The stages that have ops of some kinds, ascending."""
+        return self.columns.stages_with(kinds, self.span)
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages that a rank with these ops computes, ascending."""
+        return self.stages_with(COMPUTE)
+
+    @property
+    def num_slices(self) -> int:
+        """How many slices a microbatch's sequence is cut into; 1 where it is not."""
+        return self.columns.slices_in(self.span)
+
+    def are_of(self, kinds: Collection[Kind]) -> Bools:
+        """For each op, whether it is of one of these kinds."""
+        return self.columns.are_of(kinds, self.span)
+
+    def __len__(self) -> int:
+        return len(self.columns.kind[self.span])
+
+    @overload
+    def __getitem__(self, index: int) -> Op: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Op, ...]: ...
+    def __getitem__(self, index: int | slice) -> Op | tuple[Op, ...]:
+        return self.as_tuple[index]
+
+    def __iter__(self) -> Iterator[Op]:
+        return iter(self.as_tuple)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, RankOps):
+            return self.as_tuple == other.as_tuple
+        return self.as_tuple == other
+
+    def __hash__(self) -> int:
+        return hash(self.as_tuple)
+
+    def __repr__(self) -> str:
+        return repr(self.as_tuple)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, product
@@ -17,12 +17,13 @@ import numpy as np
 
 from penstock.base.errors import ScheduleError
 from penstock.core.schedule.columns.columns import CODES, Bools, Columns, Ints, Longs
-from penstock.core.schedule.op import BEFORE, COMPUTE, NEEDS, OF_A_ROUND, Kind
+from penstock.core.schedule.op import BEFORE, COMPUTE, NEEDS, OF_A_ROUND, Kind, Op
 from penstock.core.schedule.schedule import exchanges
 
 _MOST_EMPTY = 16
 """Places of the table per op: with more, some number is mistyped."""
 _SPARE = 1_000_000
+MOST_LISTED = 5
 _MANY_RANKS = 4
 _BLOCK = 1 << 15
 
@@ -46,6 +47,10 @@ class Needs:
     several: dict[int, list[int]]
     nothing: int
     absent: int
+
+    def of(self, op: int) -> list[int]:
+        """The numbers of what an op needs, also of what is always done."""
+        return self.several.get(op) or [int(self.single[op])]
 
     @cached_property
     def quick_single(self) -> array[int]:
@@ -83,9 +88,18 @@ class Numbers:
 
     @cached_property
     def once(self) -> bool:
-        """Whether no op stands twice."""
+        """Whether no op stands twice; asked only where the table ``fits``."""
         # Two of the same have one place.
         return int(np.count_nonzero(self._table != self.absent)) == self.columns.count
+
+    def check(self) -> None:
+        """Raise ``ScheduleError`` if an op stands twice, or a number is far beyond all others."""
+        if not self.fits:
+            check_once(self.columns)
+            farthest = max(self.columns.ops(slice(None)), key=lambda op: (op.stage, op.microbatch))
+            raise ScheduleError(f"{farthest} is far beyond all other ops; is a number mistyped?")
+        if not self.once:
+            check_once(self.columns)
 
     @cached_property
     def _places(self) -> Longs:
@@ -130,12 +144,12 @@ class Numbers:
         shift = stages * self._per_stage + self._rows[kind] * self._per_kind + slices
         return self._table.take(self._places.take(ops) + shift)
 
-    def at(self, stages: Longs, kind: Kind, microbatches: Longs) -> Ints:
-        """The numbers of the ops of a kind for these stages and whole microbatches."""
+    def number(self, stage: int, kind: Kind, microbatch: int) -> int:
+        """The number of the op of a kind for a stage and a whole microbatch."""
         if kind not in self._rows:
-            return np.full(len(stages), self.absent, np.int32)
-        keys = (stages + 1) * self._per_stage + microbatches * self.columns.num_slices
-        return self._table.take(keys + self._rows[kind] * self._per_kind)
+            return self.absent
+        key = (stage + 1) * self._per_stage + microbatch * self.columns.num_slices
+        return int(self._table[key + self._rows[kind] * self._per_kind])
 
     def rule(self) -> Iterator[tuple[Kind, Longs, list[Ints]]]:
         """For ops of one kind, what ``Schedule.dependencies`` says, in numbers and in its order:
@@ -222,24 +236,34 @@ class Numbers:
                 yield number[update], [number[other] for other in others]
 
 
-def needs_of(columns: Columns, numbers: Numbers | None = None) -> Needs | None:
-    """What the ops of some columns wait for, worked out once; ``None`` where an op stands twice, a
-    number is far beyond all others, or a rank hands in gradients less often than others.
+def needs_of(columns: Columns) -> Needs:
+    """What the ops of some columns wait for, worked out once.
 
-    Args:
-        columns: whose needs.
-        numbers: of these columns, if they are there already.
+    Raises:
+        ScheduleError: an op stands twice, a number is far beyond all others, or a rank hands in
+            gradients less often than others.
     """
     # Kept as ``cached_property`` does. The numbers are not: they take more room than the ops.
     kept = vars(columns)
     if "needs" not in kept:
-        kept["needs"] = _needs(numbers or Numbers(columns))
-    needs: Needs | None = kept["needs"]
+        numbers = Numbers(columns)
+        numbers.check()
+        kept["needs"] = numbers.needs()
+    needs: Needs = kept["needs"]
     return needs
 
 
-def _needs(numbers: Numbers) -> Needs | None:
-    try:
-        return numbers.needs() if numbers.fits and numbers.once else None
-    except ScheduleError:  # an update of a turn that another rank does not have
-        return None
+def check_once(columns: Columns) -> None:
+    """Raise ``ScheduleError`` if an op stands more than once."""
+    counts = Counter(columns.ops(slice(None)))
+    repeated = [op for op, count in counts.items() if count > 1]
+    if repeated:
+        raise ScheduleError(
+            f"{listed(repeated)} stand(s) more than once; every op must stand exactly once"
+        )
+
+
+def listed(ops: Sequence[Op]) -> str:
+    """The first of some ops, for an error."""
+    names = ", ".join(map(str, sorted(ops)[:MOST_LISTED]))
+    return names + (" and more" if len(ops) > MOST_LISTED else "")

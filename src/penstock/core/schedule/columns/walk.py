@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.core.schedule.columns.columns import Ints, Longs
+from penstock.core.schedule.columns.columns import Bools, Ints, Longs
 from penstock.core.schedule.columns.needs import Needs
 
 _MOST_WAVES = 1024
@@ -55,7 +55,11 @@ class Walk:
         """The ops that wait at some ranks, none of them at its end."""
         return self._number[self._positions()[ranks]]
 
-    def run(self, ops: Ints) -> None:
+    def are_done(self, ops: Ints | Longs) -> Bools:
+        """Which of some ops that wait, or that others wait for, are done."""
+        return self._done[self._place[ops]]
+
+    def run(self, ops: Ints | Longs) -> None:
         """Let ops be done before their ranks come to them, where the walk has come to a halt."""
         if self._by_rank is None:
             # A wave costs as much for a few ranks as for all, and few go on now.

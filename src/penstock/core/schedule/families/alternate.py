@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import repeat, zip_longest
-from typing import TYPE_CHECKING
 
-from penstock.core.schedule.op import Kind, Op
+import numpy as np
 
-if TYPE_CHECKING:
-    from penstock.core.schedule.columns.columns import Fields
+from penstock.core.schedule.columns.columns import CODES, Fields, Ints, joined
+from penstock.core.schedule.op import Kind
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,13 +34,14 @@ class Line:
     def __len__(self) -> int:
         return len(self.microbatches)
 
-    def ops(self) -> list[Op]:
-        """The ops themselves."""
-        stages: Iterable[int] = repeat(self.stage)
+    def fields(self) -> Fields:
+        """The ops as columns."""
+        count = len(self)
+        stage = np.full(count, self.stage, np.int32)
         if self.laps:
-            stages = (self.stage + self.per_lap * lap for lap in self.laps)
-        parts = (self.slices,) if self.slices else ()
-        return list(map(Op, stages, repeat(self.kind), self.microbatches, *parts))
+            stage += self.per_lap * numbers(self.laps)
+        part = numbers(self.slices) if self.slices else np.zeros(count, np.int32)
+        return stage, np.full(count, CODES[self.kind], np.int8), numbers(self.microbatches), part
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,22 +59,37 @@ class Turns:
     lines: tuple[Line, ...]
     delay: int = 0
 
-    def __len__(self) -> int:
-        return sum(map(len, self.lines))
-
-    def ops(self) -> list[Op]:
-        """The ops of the rank, in their order."""
-        forwards, backwards, *weights = (line.ops() for line in self.lines)
-        late = ([*[None] * self.delay, *ops] for ops in weights)
-        columns: list[Sequence[Op | None]] = [forwards[self.warm_up :], backwards, *late]
-        turns = (op for turn in zip_longest(*columns) for op in turn if op is not None)
-        return [*forwards[: self.warm_up], *turns]
-
     def fields(self) -> Fields:
-        """The same as columns."""
-        from penstock.core.schedule.families.in_columns import fields_of_turns
+        """The ops of the rank, in their order, as columns: each line's are put where they stand."""
+        places = np.concatenate(self._places())
+        stage, kind, microbatch, part = joined(line.fields() for line in self.lines)
+        order = np.empty(len(places), np.int32)
+        order[places] = np.arange(len(places), dtype=np.int32)
+        return stage[order], kind[order], microbatch[order], part[order]
 
-        return fields_of_turns(self)
+    def _places(self) -> list[Ints]:
+        """Where the ops of each line stand."""
+        warm_up = min(self.warm_up, len(self.lines[0]))
+        lengths = [len(line) for line in self.lines]
+        lengths[0] -= warm_up
+        skips = (0, 0, self.delay)[: len(lengths)]
+        places = []
+        for index, (own, skipped) in enumerate(zip(lengths, skips, strict=True)):
+            turn = np.arange(skipped, skipped + own, dtype=np.int32)
+            place = np.full(own, warm_up, np.int32)
+            for other, (length, skip) in enumerate(zip(lengths, skips, strict=True)):
+                # In each turn, the lines before have gone once more than this one.
+                place += np.clip(turn - skip + (other < index), 0, length)
+            places.append(place)
+        places[0] = np.concatenate((np.arange(warm_up, dtype=np.int32), places[0]))
+        return places
+
+
+def numbers(values: Sequence[int]) -> Ints:
+    """A range or list as a column."""
+    if isinstance(values, range):
+        return np.arange(values.start, values.stop, values.step, dtype=np.int32)
+    return np.array(values, np.int32)
 
 
 def alternate(warm_up: int, *lines: Line, delay: int = 0) -> Turns:

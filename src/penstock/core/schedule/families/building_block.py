@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 
-from penstock.core.schedule.families.stretched import Middle, MiddleFinder, stretched
+from penstock.core.schedule.families.stretched import LONG, Middle, MiddleFinder, stretched
 from penstock.core.schedule.op import Kind, Op
-from penstock.core.schedule.schedule import MANY_OPS, Schedule
+from penstock.core.schedule.schedule import Schedule
 
 _F, _I, _W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 _OPS_PER_MICROBATCH = 6
@@ -41,7 +41,7 @@ def from_block(starts: Iterable[Starts], num_microbatches: int, name: str) -> Sc
     def whole(count: int) -> Schedule:
         return _reorder(_planned(rows, count, name))
 
-    if _OPS_PER_MICROBATCH * len(rows) * num_microbatches >= MANY_OPS:
+    if _OPS_PER_MICROBATCH * len(rows) * num_microbatches >= LONG:
         long = stretched(name, num_microbatches, middle_of, lambda count: whole(count).ranks)
         if long is not None:
             return long

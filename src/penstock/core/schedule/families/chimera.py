@@ -7,10 +7,16 @@ Pipelines", SC 2021, arXiv 2107.06925, sections 3.1 and 3.5 (direct concatenatio
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
 from penstock.base.errors import InputError
-from penstock.core.schedule.families.alternate import Line
+from penstock.core.schedule.columns.columns import Fields, joined
+from penstock.core.schedule.families.alternate import Line, numbers
 from penstock.core.schedule.families.layout import laid_out
-from penstock.core.schedule.families.slots import Slots, Timed
 from penstock.core.schedule.op import Kind
 from penstock.core.schedule.schedule import Schedule
 
@@ -70,3 +76,31 @@ def chimera(num_ranks: int, num_microbatches: int) -> Schedule:
         for rank in range(p)
     )
     return laid_out(ranks, "chimera")
+
+
+class Timed(NamedTuple):
+    """A line of ops, and when each has its slot.
+
+    Attributes:
+        line: the ops.
+        starts: a time for each of them.
+        offset: how much later their slots are.
+    """
+
+    line: Line
+    starts: Sequence[int]
+    offset: int
+
+
+@dataclass(frozen=True, eq=False)
+class Slots:
+    """The order of a rank, by the slots of its ops."""
+
+    lines: tuple[Timed, ...]
+
+    def fields(self) -> Fields:
+        """The ops of the rank, in their order, as columns."""
+        slots = [numbers(timed.starts) + timed.offset for timed in self.lines]
+        order = np.concatenate(slots).argsort()
+        stage, kind, microbatch, part = joined(timed.line.fields() for timed in self.lines)
+        return stage[order], kind[order], microbatch[order], part[order]

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 from penstock.base.errors import InputError
 from penstock.core.schedule.durations import WholeBackward
 from penstock.core.schedule.families.options import at_least
-from penstock.core.schedule.families.stretched import Middle, stretched
+from penstock.core.schedule.families.stretched import LONG, Middle, stretched
 from penstock.core.schedule.op import Kind, Op
 from penstock.core.schedule.placement import Placement, snake
-from penstock.core.schedule.schedule import MANY_OPS, Schedule
+from penstock.core.schedule.schedule import Schedule
 from penstock.core.schedule.search import OrderingProblem, Phase, Rules, greedy, whole_ranks
 
 
@@ -51,7 +51,7 @@ def hanayo(num_ranks: int, num_microbatches: int, num_waves: int = 1) -> Schedul
             f"{num_ranks}, so that a wave fills the pipeline; cut the minibatch finer, or take 1f1b"
         )
     placement = snake(num_ranks, 2 * num_waves)
-    if 2 * len(placement) * num_microbatches >= MANY_OPS:
+    if 2 * len(placement) * num_microbatches >= LONG:
         long = stretched(
             "hanayo",
             num_microbatches,

@@ -1,28 +1,19 @@
-"""How the orders of ranks become a schedule: small ones op by op, large ones as columns."""
+"""How the orders of ranks become a schedule."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterable
+from typing import Protocol
 
-from penstock.core.schedule.op import Op
-from penstock.core.schedule.schedule import MANY_OPS, Activations, Schedule
-
-if TYPE_CHECKING:
-    from penstock.core.schedule.columns.columns import Fields
+from penstock.core.schedule.columns.columns import Columns, Fields
+from penstock.core.schedule.schedule import Activations, Schedule
 
 
 class Order(Protocol):
     """The ops of a rank, in their order, before they are made."""
 
-    def __len__(self) -> int:
-        """How many ops there are."""
-
-    def ops(self) -> Sequence[Op]:
-        """The ops themselves."""
-
     def fields(self) -> Fields:
-        """The same as columns."""
+        """The ops as columns."""
 
 
 def laid_out(
@@ -39,12 +30,7 @@ def laid_out(
         num_microbatches: leave out what is for later ones.
         activations: which of them backwards go through.
     """
-    orders = tuple(ranks)
-    if sum(map(len, orders)) >= MANY_OPS:
-        from penstock.core.schedule.families.in_columns import columns_of
-
-        return Schedule.of_columns(columns_of(orders, num_microbatches), name, activations)
-    rows = (order.ops() for order in orders)
+    columns = Columns.of_fields([order.fields() for order in ranks])
     if num_microbatches is not None:
-        rows = ([op for op in ops if op.microbatch < num_microbatches] for ops in rows)
-    return Schedule.of(rows, name, activations)
+        columns = columns.only(columns.microbatch < num_microbatches)
+    return Schedule.of_columns(columns, name, activations)

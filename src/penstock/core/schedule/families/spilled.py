@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from penstock.core.schedule.columns.columns import Columns, Fields, joined
 from penstock.core.schedule.families.alternate import Line, alternate
 from penstock.core.schedule.families.options import at_least
-from penstock.core.schedule.op import Kind, Op
+from penstock.core.schedule.op import Kind
 from penstock.core.schedule.schedule import Schedule
 
 
@@ -48,18 +49,19 @@ def spilled(
     at_least("spilled", "stages_per_rank", stages_per_rank, 1)
     at_least("spilled", "group", group, 0)
     sizes = num_ranks, stages_per_rank, num_microbatches, group or num_microbatches
-    return Schedule.of((_rank(rank, *sizes) for rank in range(num_ranks)), "spilled")
+    ranks = [joined(_parts(rank, *sizes)) for rank in range(num_ranks)]
+    return Schedule.of_columns(Columns.of_fields(ranks), "spilled")
 
 
-def _rank(
+def _parts(
     rank: int, num_ranks: int, num_laps: int, num_microbatches: int, group: int
-) -> Iterator[Op]:
+) -> Iterator[Fields]:
     stages = [rank + num_ranks * lap for lap in range(num_laps)]
     for first in range(0, num_microbatches, group):
         own = range(first, min(first + group, num_microbatches))
         for stage in stages[:-1]:
-            yield from Line(Kind.FORWARD, own, stage).ops()
+            yield Line(Kind.FORWARD, own, stage).fields()
         turning = (Line(kind, own, stages[-1]) for kind in (Kind.FORWARD, Kind.BACKWARD))
-        yield from alternate(min(num_ranks - rank - 1, len(own)), *turning).ops()
+        yield alternate(min(num_ranks - rank - 1, len(own)), *turning).fields()
         for stage in reversed(stages[:-1]):
-            yield from Line(Kind.BACKWARD, own, stage).ops()
+            yield Line(Kind.BACKWARD, own, stage).fields()

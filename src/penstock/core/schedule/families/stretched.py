@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+import numpy as np
+
+from penstock.core.schedule.columns.columns import CODES, Fields
 from penstock.core.schedule.families.layout import laid_out
 from penstock.core.schedule.op import Kind, Op
 from penstock.core.schedule.schedule import Schedule
 
-if TYPE_CHECKING:
-    from penstock.core.schedule.columns.columns import Fields
-
-
+LONG = 10_000
+"""Ops from which on an order is stretched: working it out whole would take long."""
 _FEWEST, _MOST = 64, 512
 """Microbatches for which a long order is worked out first, in search of what repeats."""
 
@@ -61,26 +62,22 @@ class Stretched:
     microbatches: int
     times: int
 
-    def __len__(self) -> int:
-        return len(self.short) + (self.times - 1) * (self.end - self.begin)
-
-    def ops(self) -> list[Op]:
-        """The ops of the rank, in their order."""
-        return list(self._each())
-
-    def _each(self) -> Iterator[Op]:
-        yield from self.short[: self.begin]
-        for turn in range(self.times):
-            for op in self.short[self.begin : self.end]:
-                yield _later(op, turn * self.microbatches)
-        for op in self.short[self.end :]:
-            yield _later(op, (self.times - 1) * self.microbatches)
-
     def fields(self) -> Fields:
-        """The same as columns."""
-        from penstock.core.schedule.families.in_columns import fields_of_stretched
-
-        return fields_of_stretched(self)
+        """The ops of the rank, in their order, as columns: whose number each has in the short
+        order, and by how much it is later."""
+        count, length = len(self.short), self.end - self.begin
+        tail = count - self.end
+        middle = np.tile(np.arange(self.begin, self.end), self.times)
+        numbers = np.concatenate((np.arange(self.begin), middle, np.arange(self.end, count)))
+        turns = np.repeat(np.arange(self.times, dtype=np.int32), length)
+        turn = np.concatenate(
+            (np.zeros(self.begin, np.int32), turns, np.full(tail, self.times - 1))
+        )
+        stages, kinds, microbatches, _ = zip(*self.short, strict=True)
+        kind = np.array([*map(CODES.__getitem__, kinds)], np.int8)[numbers]
+        microbatch = np.array(microbatches, np.int32)[numbers]
+        microbatch += (turn * self.microbatches).astype(np.int32)
+        return np.array(stages, np.int32)[numbers], kind, microbatch, np.zeros(len(kind), np.int32)
 
 
 def stretched(

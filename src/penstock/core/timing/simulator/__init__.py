@@ -1,20 +1,36 @@
 """Predict: a schedule and its costs become a timeline.
 
-Two ways to the same times: ``events`` follows one op at a time and can be read in a minute;
-``waves`` works on whole columns, for schedules of millions of ops. The tests hold them against each
-other.
+``passage`` lets ranks go through their ops, on columns; ``beside`` is what may make them wait for
+more than each other: ``links`` that are busy, ``sums`` of gradients part by part, ``tiers`` where
+stages leave memory, ``arrivals`` from a live source.
 """
 
 from __future__ import annotations
 
+from array import array
+from itertools import pairwise
+
+import numpy as np
+
 from penstock.base.values import expect
+from penstock.core.schedule.columns.columns import Columns
+from penstock.core.schedule.columns.needs import needs_of
 from penstock.core.schedule.durations import Durations
-from penstock.core.schedule.op import RESIDENCE, STASHES, Kind
-from penstock.core.schedule.schedule import MANY_OPS, Schedule
+from penstock.core.schedule.op import COMMUNICATION, Kind
+from penstock.core.schedule.schedule import Schedule
 from penstock.core.timing.costs import Costs
 from penstock.core.timing.foretold import Foretold, is_foretold
 from penstock.core.timing.simulator.arrivals import Arrivals
-from penstock.core.timing.simulator.events import by_events
+from penstock.core.timing.simulator.beside import MOVES, Surroundings
+from penstock.core.timing.simulator.passage import (
+    Delays,
+    Floats,
+    Sources,
+    durations_of,
+    go_through,
+    in_waves,
+)
+from penstock.core.timing.spans import Row
 from penstock.core.timing.timeline import Timeline
 
 __all__ = ["simulate"]
@@ -62,20 +78,55 @@ def simulate(
         schedule = schedule.build_schedule()
     expect(schedule, Schedule, "the schedule", "build one with penstock.schedules.build")
     assert isinstance(schedule, Schedule)  # nothing else is expected
-    schedule.check_types()
     costs = Costs() if costs is None else costs
     expect(costs, Durations, "costs", "give a penstock.Costs")
     costs.check_stages(schedule.num_stages)
-    if arrivals is not None:
-        return by_events(schedule, costs, Arrivals.of(schedule, costs, arrivals))
-    summed = costs.has_exchanges and Kind.REDUCE in schedule.kinds
-    moves = bool((RESIDENCE | STASHES) & schedule.kinds)
-    followed = costs.has_busy_links or summed or moves
-    if schedule.num_ops >= MANY_OPS and not followed:
-        # Only here, so that everything else starts without numpy.
-        from penstock.core.timing.simulator.waves import by_waves
+    source = None if arrivals is None else Arrivals.of(schedule, costs, arrivals)
+    return _simulated(schedule, costs, source)
 
-        timeline = by_waves(schedule, costs)
-        if timeline is not None:
-            return timeline
-    return by_events(schedule, costs)
+
+def _simulated(schedule: Schedule, costs: Costs, arrivals: Arrivals | None) -> Timeline:
+    columns = schedule.columns
+    needs, beside = needs_of(columns), None
+    summed = costs.has_exchanges and Kind.REDUCE in schedule.kinds
+    if arrivals is not None or summed or costs.has_busy_links or MOVES & schedule.kinds:
+        beside = Surroundings(schedule, costs, arrivals)
+        needs = beside.with_admissions(needs)
+    delays = Delays(columns, costs)
+    delay = delays.of(needs.single, slice(None))
+    duration, times = durations_of(columns, costs), None
+    if beside is None and needs.suit_waves(columns.num_ranks):
+        times = in_waves(columns, needs, duration, delay)
+    if times is None:
+        sources: Sources = delays.of_several(needs.several)
+        if beside is not None:
+            sources = beside.undelayed(sources)
+        times = go_through(schedule, needs, duration, delay, sources, beside=beside)
+    start, end = times
+    _begin_messages_early(columns, start, end)
+    rows = (
+        Row(ops, _column(start[a:b]), _column(end[a:b]))
+        for ops, (a, b) in zip(schedule.rank_ops, pairwise(columns.first.tolist()), strict=True)
+    )
+    frames = range(schedule.num_microbatches)
+    return Timeline(
+        tuple(rows),
+        schedule.name,
+        activations=schedule.activations,
+        arrivals=tuple(arrivals.period * frame for frame in frames) if arrivals else (),
+        transfers=beside.transfers if beside is not None else (),
+    )
+
+
+def _column(values: Floats) -> array[float]:
+    column = array("d")
+    column.frombytes(values.data.cast("B"))
+    return column
+
+
+def _begin_messages_early(columns: Columns, start: Floats, end: Floats) -> None:
+    """A message's time is the wait for it: it begins when the rank is free."""
+    messages = np.flatnonzero(columns.are_of(COMMUNICATION))
+    start[messages] = end[messages - 1]
+    begins = np.isin(messages, columns.first)
+    start[messages[begins]] = 0.0

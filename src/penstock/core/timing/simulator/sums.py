@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from penstock.core.schedule.op import RELEASING, Kind, Op
 from penstock.core.schedule.schedule import Schedule
 from penstock.core.timing.costs import Costs
@@ -36,8 +38,9 @@ class Sums:
         self._there: dict[frozenset[Op], float] = {}
         self._waiting: dict[frozenset[Op], Exchange] = {}
         self.transfers: list[Transfer] = []
-        for update in schedule.where:
-            exchange = costs.exchange(update.stage) if update.kind is Kind.UPDATE else None
+        updates = schedule.columns.ops(np.flatnonzero(schedule.columns.are_of({Kind.UPDATE})))
+        for update in updates:
+            exchange = costs.exchange(update.stage)
             handed = frozenset() if exchange is None else self._of(update)
             # Weights that are tied to other stages' are summed in one, when all are there.
             alone = {op.stage for op in handed} == {update.stage}
@@ -62,6 +65,10 @@ class Sums:
         made = [min(begun + (done - begun) * (part + 1) / count, end) for part in range(count)]
         made[-1] = end
         self._handed_in[op] = tuple(made)
+
+    def in_parts(self, op: Op) -> bool:
+        """Whether an op waits for a sum that is exchanged in parts."""
+        return op.kind is Kind.UPDATE and self._of(op) in self._waiting
 
     def there(self, update: Op) -> float | None:
         """When the sum for an update is there; ``None`` where it is not exchanged in parts."""

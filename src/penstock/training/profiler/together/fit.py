@@ -60,7 +60,7 @@ def plan_of(graph: LayerGraph, mode: Mode, num_ranks: int, microbatches_per_rank
     return plan(
         graph,
         crowd(num_ranks),
-        num_microbatches=microbatches_per_rank * num_ranks,
+        microbatches=microbatches_per_rank * num_ranks,
         schedule=FAMILIES[mode],
         stages=num_ranks,
         recompute="never",

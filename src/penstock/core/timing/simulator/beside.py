@@ -1,0 +1,130 @@
+"""What goes on beside the ranks of a simulation: messages and sums on links, tiers, a source."""
+
+from __future__ import annotations
+
+from penstock.core.schedule.columns.needs import Needs
+from penstock.core.schedule.op import RESIDENCE, STASHES, Kind, Op
+from penstock.core.schedule.schedule import Schedule
+from penstock.core.timing.costs import Costs
+from penstock.core.timing.simulator.arrivals import Arrivals
+from penstock.core.timing.simulator.passage import Sources
+from penstock.core.timing.simulator.sums import Sums
+from penstock.core.timing.simulator.tiers import Tiers
+from penstock.core.timing.spans import Transfer, TransferKind
+
+MOVES = RESIDENCE | STASHES
+
+
+class Surroundings:
+    """All of it, as ``passage.Beside`` wants it.
+
+    Args:
+        schedule: whose ranks.
+        costs: of it.
+        arrivals: when frames come, where they come from a live source.
+
+    Attributes:
+        sums: the exchanges of gradients part by part; ``None`` where there are none.
+    """
+
+    def __init__(self, schedule: Schedule, costs: Costs, arrivals: Arrivals | None) -> None:
+        self._ops = [op for ops in schedule.ranks for op in ops]
+        self._admits: dict[int, int] = {}
+        if arrivals is not None and arrivals.waits_for:
+            number = {op: number for number, op in enumerate(self._ops)}
+            pairs = arrivals.waits_for.items()
+            self._admits = {number[op]: number[other] for op, other in pairs}
+        self._arrivals = arrivals
+        self._links = Links(schedule, costs) if costs.has_busy_links else None
+        self.sums = Sums(schedule, costs) if costs.has_exchanges else None
+        self._tiers = [
+            Tiers(ops, costs, rank, schedule.num_slices) if MOVES & own.kinds else None
+            for rank, (ops, own) in enumerate(zip(schedule.ranks, schedule.rank_ops, strict=True))
+        ]
+
+    def with_admissions(self, needs: Needs) -> Needs:
+        """What ops wait for, where a frame is let in when another one has left."""
+        if not self._admits:
+            return needs
+        single, several = needs.single.copy(), dict(needs.several)
+        for op, other in self._admits.items():
+            several[op] = [*needs.of(op), other]
+            single[op] = needs.absent
+        return Needs(single, several, needs.nothing, needs.absent)
+
+    def undelayed(self, sources: Sources) -> Sources:
+        """Results are under way as long as ``sources`` say, but that a frame is let in at once, and
+        that sums say themselves when they are there."""
+        sources = dict(sources)
+        for op, other in self._admits.items():
+            sources[op] = [(need, 0.0 if need == other else late) for need, late in sources[op]]
+        if self.sums is not None:
+            for op, needs in sources.items():
+                if self.sums.in_parts(self._ops[op]):
+                    sources[op] = [(need, self._late(need, late)) for need, late in needs]
+        return sources
+
+    def _late(self, need: int, late: float) -> float:
+        handed_in = need < len(self._ops) and self._ops[need].kind is Kind.REDUCE
+        return 0.0 if handed_in else late
+
+    def ready(self, rank: int, number: int, ready: float) -> float:
+        """See ``Beside``."""
+        op = self._ops[number]
+        if self._arrivals is not None:
+            ready = max(ready, self._arrivals.time_of(op))
+        if self.sums is not None and op.kind is Kind.UPDATE:
+            ready = max(ready, self.sums.there(op) or 0.0)
+        tier = self._tiers[rank]
+        return ready if tier is None else tier.ready(op, ready)
+
+    def follow(self, rank: int, number: int, start: float, end: float) -> float:
+        """See ``Beside``."""
+        op = self._ops[number]
+        if self.sums is not None:
+            self.sums.follow(op, start, end)
+        return end if self._links is None else self._links.send(rank, op, end)
+
+    @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """What kept links and tiers busy, once all ops are through."""
+        carried = self._links.transfers if self._links is not None else []
+        summed = self.sums.transfers if self.sums is not None else []
+        stored = [
+            transfer for tier in self._tiers if tier is not None for transfer in tier.transfers
+        ]
+        return tuple(sorted([*carried, *summed, *stored]))
+
+
+class Links:
+    """When each message begins its way, where links carry one at a time.
+
+    Attributes:
+        transfers: what kept links busy so far.
+    """
+
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        self._schedule = schedule
+        self._costs = costs
+        self._free: dict[tuple[int, int], float] = {}
+        self._reader = {
+            needed: op
+            for op, rank in schedule.where.items()
+            if op.kind is not Kind.UPDATE  # sums of gradients go another way
+            for needed in schedule.dependencies(op)
+            if schedule.where.get(needed, rank) != rank
+        }
+        self.transfers: list[Transfer] = []
+
+    def send(self, rank: int, op: Op, end: float) -> float:
+        """Put the result of an op of ``rank`` on its way, if another rank gets it; gives when."""
+        reader = self._reader.get(op)
+        if reader is None:
+            return end
+        target = self._schedule.where[reader]
+        left = max(end, self._free.get((rank, target), 0.0))
+        until = left + self._costs.occupies(min(op.stage, reader.stage))
+        self._free[rank, target] = until
+        kind: TransferKind = "gradient" if reader.stage < op.stage else "value"
+        self.transfers.append(Transfer((rank, target), kind, op.stage, op.microbatch, left, until))
+        return left
