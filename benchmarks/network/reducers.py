@@ -35,11 +35,10 @@ import numpy as np
 
 from benchmarks.common.alone import publish
 from benchmarks.network.shaped_network import SKIPPED, ShapedNetwork, end_on_signals, missing
-from penstock.core.summation.division import Owner
 from penstock.core.summation.exchange import Exchange
 from penstock.core.summation.frames import Member, key_of
 from penstock.core.summation.server import SummationServer
-from penstock.core.summation.split import best_split
+from penstock.core.summation.split import Owner, best_split
 
 _PORT, _STREAM_PORT = 5600, 5555
 _KEY = key_of("benchmark", "reducers")

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from penstock import Costs, schedules, simulate
 from penstock.base.errors import InputError
 from penstock.core.schedule.check import check
+from penstock.core.schedule.durations import snake
 from penstock.core.schedule.lower import add_communication, add_update
-from penstock.core.schedule.placement import snake
 from tests.kit.examples import more
 
 any_m = pytest.mark.parametrize("name", ["zb-v", "v-half", "v-min"])

@@ -13,8 +13,7 @@ from penstock import Costs, Kind, Sizes, Timeline, check, schedules, simulate, v
 from penstock.base.errors import InputError, PenstockError
 from penstock.core.schedule.lower import add_communication, add_free, add_updates
 from penstock.core.schedule.memory import changes, peaks
-from penstock.core.schedule.rounds import Rounds, warm_up
-from penstock.core.schedule.segment import Windows
+from penstock.core.schedule.rounds import Rounds, Windows, warm_up
 from penstock.core.versions import USUAL, Place, Sideways
 
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from penstock import Costs, Kind, Op, Schedule, check, schedules, simulate
 from penstock.base.errors import InputError, ScheduleError
-from penstock.core.schedule.channels import other_end
 from penstock.core.schedule.lower import (
     add_communication,
     add_free,
@@ -19,7 +18,7 @@ from penstock.core.schedule.lower import (
     add_update,
     lower,
 )
-from penstock.core.schedule.op import COMMUNICATION
+from penstock.core.schedule.op import COMMUNICATION, other_end
 from tests.kit.examples import examples
 from tests.kit.helpers import amounts, compute_only
 

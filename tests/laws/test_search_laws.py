@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from benchmarks.planning.search_and_scale import gaps_to_the_optimum, length
 from penstock import Costs, Sizes, check, schedules, simulate
 from penstock.base.errors import InputError
+from penstock.core.schedule.durations import loop, snake
 from penstock.core.schedule.lower import lower
 from penstock.core.schedule.memory import peak_activations, peaks
-from penstock.core.schedule.placement import loop, snake
 from penstock.core.schedule.search import OrderingProblem, whole_ranks
 from tests.kit.examples import TIMES, examples
 from tests.kit.helpers import amounts

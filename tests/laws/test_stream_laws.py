@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from penstock import Costs, Kind, check, schedules, simulate, versions
 from penstock.base.errors import InputError
 from penstock.core.schedule.lower import add_communication, add_free, add_updates
-from penstock.core.schedule.rounds import Rounds, warm_up
-from penstock.core.schedule.segment import Windows
+from penstock.core.schedule.rounds import Rounds, Windows, warm_up
 
 replicas = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
 lengths = st.integers(1, 24)

@@ -12,15 +12,18 @@ from itertools import accumulate, islice, repeat, zip_longest
 
 from penstock import Kind, Op, Schedule
 from penstock.base.errors import ScheduleError
-from penstock.core.schedule.channels import RECEIVED_BY, SENDS, SENT_BY, other_end
 from penstock.core.schedule.offload import check_offload
 from penstock.core.schedule.op import (
     BACKWARD,
     COMMUNICATION,
     COMPUTE,
     FORWARDS,
+    RECEIVED_BY,
     RELEASING,
+    SENDS,
+    SENT_BY,
     STASHES,
+    other_end,
 )
 from penstock.core.schedule.residence import check_residence
 from penstock.core.timing.spans import Row

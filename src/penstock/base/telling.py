@@ -1,7 +1,8 @@
-"""What takes long says so: a line on standard error every few seconds, with or without a terminal.
+"""What people read while they wait, and in which lines.
 
+What takes long says so: a line on standard error every few seconds, with or without a terminal.
 Nothing is said of what is done within two seconds, nor where ``PENSTOCK_QUIET`` is set in the
-environment, nor by other ranks than the first of a job.
+environment, nor by other ranks than the first of a job. Prose is wrapped to the window.
 """
 
 from __future__ import annotations
@@ -13,7 +14,34 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
+from textwrap import fill
 from typing import ParamSpec, Self, TypeVar
+
+from penstock.base.errors import printable
+
+WARNING = "! "
+"""Stands before what is doubtful."""
+
+
+def wrap_to(text: str, width: int, beside: str = "") -> str:
+    """A sentence in lines of at most so many columns; a longer word, as a path, stays whole.
+
+    Args:
+        beside: what stands before the first line, under which the others are indented.
+
+    >>> print(wrap_to("ranks wait for each other", 16, "! "))
+    ! ranks wait for
+      each other
+    """
+    return fill(
+        printable(text),  # before a control character passes for a space
+        width,
+        initial_indent=beside,
+        subsequent_indent=" " * len(beside),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
 
 P = ParamSpec("P")
 R = TypeVar("R")

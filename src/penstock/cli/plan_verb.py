@@ -16,7 +16,7 @@ from penstock.cli.input import InputFile, load_cluster, suffix_of, text_of, titl
 from penstock.cli.names import ScheduleName
 from penstock.cli.output import STANDARD_OUTPUT, written
 from penstock.core.cluster import Cluster, Tier
-from penstock.core.cluster.subset import only
+from penstock.core.cluster.cluster import only
 from penstock.core.cluster.tier_speed import measured
 from penstock.core.graph import LayerGraph
 from penstock.planning import planner
@@ -26,7 +26,7 @@ from penstock.planning.plans.summing import REDUCERS
 
 
 def _num_ranks(replicas: str) -> int:
-    from penstock.core.schedule.families.replicated import read_replicas
+    from penstock.core.schedule.families.options import read_replicas
 
     try:
         return sum(read_replicas(replicas))

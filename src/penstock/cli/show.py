@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from penstock.base.errors import printable
-from penstock.base.telling import Telling, is_quiet
+from penstock.base.telling import WARNING, Telling, is_quiet, wrap_to
 from penstock.base.units import format_bytes
 from penstock.base.values import encode
-from penstock.base.wrapping import WARNING, wrap_to
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID

@@ -9,8 +9,7 @@ from penstock.base.errors import InputError
 from penstock.base.values import expect
 from penstock.core.schedule.schedule import Schedule
 from penstock.core.timing.costs import Costs
-from penstock.core.timing.foretold import Foretold, is_foretold
-from penstock.core.timing.simulator import simulate
+from penstock.core.timing.simulator import Foretold, is_foretold, simulate
 from penstock.core.timing.timeline import Timeline
 from penstock.drawing.axes import Titled, unit_for
 

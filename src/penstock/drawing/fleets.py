@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from textwrap import wrap
 from typing import NamedTuple
 
+from penstock.base.telling import wrap_to
 from penstock.base.units import TimeUnit, count_of, unit_of_seconds
-from penstock.base.wrapping import wrap_to
 from penstock.core.timing.fleet_timeline import FleetTimeline, Turn
 from penstock.drawing.axes import tick_label, ticks
 from penstock.drawing.markup import (

@@ -32,7 +32,7 @@ import penstock as pk
 from penstock.base.errors import PenstockError
 from penstock.core.cluster import SpareMachine
 from penstock.core.schedule import Kind
-from penstock.core.summation import portions
+from penstock.core.summation import split
 from penstock.engine.transport import ProcessGroupTransport
 from penstock.planning.plans import Plan
 from penstock.trial.reference.stale_replay import StaleReplay
@@ -299,7 +299,7 @@ def main() -> None:
     case, addresses, pids = sys.argv[1], sys.argv[2].split(","), sys.argv[3].split(",")
     folder = Path(sys.argv[-1])
     torch.set_num_threads(1)
-    portions.LEAST_PORTION_BYTES = 1000  # or these small models would leave in one
+    split.LEAST_PORTION_BYTES = 1000  # or these small models would leave in one
     if case.endswith("devices"):
         register()
         collectives.register()

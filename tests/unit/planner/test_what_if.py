@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from penstock import Cluster, Device, Link
 from penstock.base.errors import InputError, PlanError
 from penstock.core.cluster import Group, Wire
-from penstock.core.cluster.subset import only
+from penstock.core.cluster.cluster import only
 from penstock.core.graph import Contention
 from penstock.planning.planner import what_if
 from tests.kit.planning import KIB, chain, clusters, devices, graphs

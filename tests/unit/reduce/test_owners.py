@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
-from penstock.core.summation import portions as portions_module
+from penstock.core.summation import split as portions_module
 from penstock.engine.model import tree
 from penstock.engine.reduce.owners import OwnerReducer
 from penstock.engine.reduce.reducer import Purpose, SharedWeights

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.core.schedule import Kind, Op, families
 from penstock.core.schedule.lower import add_communication, add_recompute, split_backward
-from penstock.core.schedule.segment import Segment
+from penstock.core.schedule.rounds import Segment
 from penstock.engine.run.rank.program import RankProgram, SkipRoute
 from penstock.engine.stage.stage import Keep
 from tests.kit.helpers import runnable_families

@@ -12,7 +12,7 @@ from torch import nn
 from penstock.base.errors import DeadlineError, ModelError, StageError
 from penstock.core.schedule import Schedule
 from penstock.core.schedule.op import Kind
-from penstock.core.schedule.segment import Segment
+from penstock.core.schedule.rounds import Segment
 from penstock.engine.model.randomness import LayerStreams
 from penstock.engine.model.spine import spine_of
 from penstock.engine.run.minibatch import Minibatch, StreamPosition

@@ -8,9 +8,8 @@ from penstock import Costs, Schedule, check, schedules, simulate
 from penstock.base.errors import InputError
 from penstock.core.schedule import lower
 from penstock.core.schedule.columns.columns import Columns
-from penstock.core.schedule.families.alternate import Turns
-from penstock.core.schedule.families.chimera import Slots
-from penstock.core.schedule.families.phases import Phases
+from penstock.core.schedule.families.bidirectional import Slots
+from penstock.core.schedule.families.layout import Phases, Turns
 from penstock.core.schedule.lower import add_free
 from penstock.core.schedule.memory import Sizes, peak_activations, peaks
 from tests.oracles import op_by_op

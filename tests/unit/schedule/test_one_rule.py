@@ -9,9 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock import Costs, Kind, Op, schedules
-from penstock.core.schedule.channels import RECEIVED_BY, RECEIVES, SENDS, SENT_BY, other_end
 from penstock.core.schedule.lower import lower, split_backward
-from penstock.core.schedule.op import COMPUTE, dependencies
+from penstock.core.schedule.op import (
+    COMPUTE,
+    RECEIVED_BY,
+    RECEIVES,
+    SENDS,
+    SENT_BY,
+    dependencies,
+    other_end,
+)
 from penstock.core.schedule.search import problem as tables
 from penstock.core.schedule.search import whole_ranks
 from tests.kit.paths import ROOT
@@ -134,8 +141,8 @@ def test_no_other_file_spells_the_rule():
                 spelling.add(name)
             if isinstance(node, ast.Name) and node.id in ("NEEDS", "BEFORE"):
                 reading.add(name)
-    # ``channels`` reads the table of needs from the sender's side, ``needs`` for whole columns.
-    assert spelling == {"core/schedule/channels.py"}
-    readers = ("op.py", "channels.py", "columns/needs.py")
+    # ``needs`` reads the tables for whole columns.
+    assert spelling == {"core/schedule/op.py"}
+    readers = ("op.py", "columns/needs.py")
     assert reading == {f"core/schedule/{name}" for name in readers}
     assert set(SENT_BY) == set(RECEIVED_BY) == COMPUTE - {Kind.BACKWARD_WEIGHT}

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from penstock import Costs, Kind, Op, Schedule, check, schedules, simulate
 from penstock.base.errors import InputError, ScheduleError
-from penstock.core.schedule import optimal as search
-from penstock.core.schedule.families.optimal import optimal
-from penstock.core.schedule.placement import snake
+from penstock.core.schedule.durations import snake
+from penstock.core.schedule.families.searched import optimal
+from penstock.core.schedule.search import exact as search
 from tests.kit.examples import examples
 
 FIXED = [name for name in schedules.names() if name not in schedules.SEARCHED]

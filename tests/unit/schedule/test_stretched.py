@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from penstock import check, schedules
 from penstock.core.schedule.families import building_block, stretched
 
-hanayo_family = import_module("penstock.core.schedule.families.hanayo")
+hanayo_family = import_module("penstock.core.schedule.families.bidirectional")
 """The module: the room has a function of the same name."""
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from penstock.base.errors import InputError, ModelError
 from penstock.core.schedule import Schedule, families
 from penstock.core.schedule.lower import add_recompute
-from penstock.core.schedule.segment import Segment
+from penstock.core.schedule.rounds import Segment
 from penstock.demo import GPT
 from penstock.engine.model.microbatches import split_sequence
 from penstock.engine.model.randomness import LayerStreams

@@ -8,8 +8,8 @@ import socket
 import pytest
 
 from penstock.base.errors import RunError
-from penstock.core.summation.bell import Bell, Ring, Ringer
 from penstock.core.summation.frames import Head, Kind, Member, key_of
+from penstock.core.summation.listener import Bell, Ring, Ringer
 
 KEY = key_of("secret", "")
 GROUP = 3

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 
 from penstock.base.errors import DeadlineError, InputError, PeerError, RunError
 from penstock.core.summation.adding import add_to
-from penstock.core.summation.division import Owner, divide
 from penstock.core.summation.exchange import Exchange
 from penstock.core.summation.frames import (
     HEAD_BYTES,
@@ -32,7 +31,7 @@ from penstock.core.summation.frames import (
     receive,
 )
 from penstock.core.summation.server import SummationServer
-from penstock.core.summation.split import MOST_PART_BYTES
+from penstock.core.summation.split import MOST_PART_BYTES, Owner, divide
 
 SECONDS = 60.0
 KEY = key_of("a secret", "a job")

@@ -14,7 +14,7 @@ import penstock as pk
 from penstock.base.errors import InputError
 from penstock.core.schedule.lower import add_update
 from penstock.core.schedule.op import Kind
-from penstock.core.timing.exchange import Exchange, flow_shop
+from penstock.core.timing.costs import Exchange, flow_shop
 from penstock.core.timing.timeline import Timeline
 
 SECONDS = st.integers(0, 9).map(float)

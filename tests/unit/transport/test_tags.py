@@ -9,7 +9,7 @@ import pytest
 
 from penstock import schedules
 from penstock.core.schedule.lower import lower
-from penstock.core.schedule.segment import Segment
+from penstock.core.schedule.rounds import Segment
 from penstock.engine.reduce.reducer import Purpose, SharedWeights
 from penstock.engine.run.rank.program import RankProgram, SkipRoute
 from penstock.engine.run.rank.worker import NUMBERS_PER_RUN

@@ -7,8 +7,7 @@ both, unless a wire of their own is named.
 
 from __future__ import annotations
 
-from penstock.core.cluster.cluster import Cluster
+from penstock.core.cluster.cluster import Cluster, Topology
 from penstock.core.cluster.parts import Device, Group, Link, SpareMachine, Tier, Wire
-from penstock.core.cluster.topology import Topology
 
 __all__ = ["Cluster", "Device", "Group", "Link", "SpareMachine", "Tier", "Topology", "Wire"]

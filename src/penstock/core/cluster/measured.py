@@ -11,9 +11,8 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from penstock.base.errors import InputError
-from penstock.core.cluster.cluster import Cluster
+from penstock.core.cluster.cluster import Cluster, Topology
 from penstock.core.cluster.parts import Device, DeviceKind, Group, Link, Wire
-from penstock.core.cluster.topology import Topology
 
 TYPICAL_BYTES = 2**20
 """A message by which links are compared."""

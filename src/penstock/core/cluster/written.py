@@ -14,8 +14,8 @@ import msgspec
 from penstock.base.errors import InputError
 from penstock.base.units import is_time, to_bytes, to_bytes_per_second, to_seconds
 from penstock.base.values import check_toml, whole
-from penstock.core.cluster.checks import MOST_DEVICES
 from penstock.core.cluster.parts import (
+    MOST_DEVICES,
     Device,
     DeviceKind,
     Group,

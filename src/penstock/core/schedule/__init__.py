@@ -3,7 +3,7 @@
 Decisions:
 
 The table of needs in ``op`` is the only place that says what an op waits for. Messages and their
-two ends (``channels``), whom a search wakes and evaluates (``search.problem``) and the simulator's
+two ends, whom a search wakes and evaluates (``search.problem``) and the simulator's
 arrays are read from it, and a test refuses any file that spells it again.
 
 A schedule is stored as columns, one array per field; its tuples of ops are views, made when

@@ -1,15 +1,13 @@
-"""What a family says about itself, read from its docstrings: the one place where it is written.
+"""Families describe themselves: what ``about`` reads from a docstring is written nowhere else.
 
-The function's docstring begins with the law; paragraphs that begin with ``Wins:`` and ``Loses:``
-say when to take it and when not. The file's docstring begins with the idea; the rest of it names
-the papers.
+It begins with the idea, and the law comes next. Paragraphs that begin with ``Wins:`` and ``Loses:``
+say when to take the family and when not, and ``Source:`` names the papers.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
@@ -150,17 +148,16 @@ def about(name: str) -> About:
         InputError: no family has this name.
     """
     function = family(name)
-    said = _paragraphs(function.__doc__)
-    idea, *citation = _paragraphs(sys.modules[function.__module__].__doc__)
+    idea, law, *said = _paragraphs(function.__doc__)
     return About(
         name=name,
         idea=idea,
-        law=said[0],
-        details=tuple(paragraph for paragraph in said[1:] if not _is_marked(paragraph)),
+        law=law,
+        details=tuple(paragraph for paragraph in said if not _is_marked(paragraph)),
         wins=_marked(said, "Wins:"),
         loses=_marked(said, "Loses:"),
         options=tuple(_options(function, _marked(said, "Args:"))),
-        citation=" ".join(citation),
+        citation=_marked(said, "Source:"),
         drawing=_drawing(function.__doc__),
     )
 
@@ -199,7 +196,7 @@ def _marked(paragraphs: list[str], mark: str) -> str:
 
 def _is_marked(paragraph: str) -> bool:
     # The drawing and the sections for readers of the code are not prose about the schedule.
-    return paragraph.startswith(("Wins:", "Loses:", ">>>", "Args:", "Raises:"))
+    return paragraph.startswith(("Wins:", "Loses:", "Source:", ">>>", "Args:", "Raises:"))
 
 
 def _year(venue: str, arxiv: str | None) -> int:

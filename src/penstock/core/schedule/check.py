@@ -17,24 +17,31 @@ import numpy as np
 
 from penstock.base.errors import ScheduleError
 from penstock.base.values import expect
-from penstock.core.schedule.channels import OTHER_END, check_capacity, other_end
 from penstock.core.schedule.columns.columns import Columns, Longs
 from penstock.core.schedule.columns.messages import bounded, messages_of
 from penstock.core.schedule.columns.needs import (
     MOST_LISTED,
     Needs,
     Numbers,
+    Walk,
     check_once,
     listed,
     needs_of,
 )
-from penstock.core.schedule.columns.walk import Walk
 from penstock.core.schedule.lower import add_communication, last_gradients
 from penstock.core.schedule.offload import check_offload
-from penstock.core.schedule.op import COMMUNICATION, COMPUTE, OF_A_ROUND, Kind, Op
-from penstock.core.schedule.planned import Planned, is_planned
+from penstock.core.schedule.op import (
+    COMMUNICATION,
+    COMPUTE,
+    OF_A_ROUND,
+    OTHER_END,
+    Kind,
+    Op,
+    check_capacity,
+    other_end,
+)
 from penstock.core.schedule.residence import check_residence
-from penstock.core.schedule.schedule import Schedule
+from penstock.core.schedule.schedule import Planned, Schedule, is_planned
 
 
 def check(schedule: Schedule | Planned, capacity: int | None = None) -> None:

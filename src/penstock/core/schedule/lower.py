@@ -14,7 +14,6 @@ import numpy as np
 
 from penstock.base.errors import InputError, ScheduleError
 from penstock.base.values import expect
-from penstock.core.schedule.channels import RECEIVED_BY, SENT_BY, check_capacity
 from penstock.core.schedule.columns.columns import (
     CODES,
     KINDS,
@@ -30,8 +29,16 @@ from penstock.core.schedule.columns.messages import (
     in_new_order,
     messages_of,
 )
-from penstock.core.schedule.columns.walk import Walk
-from penstock.core.schedule.op import BACKWARD, COMMUNICATION, RELEASING, Kind
+from penstock.core.schedule.columns.needs import Walk
+from penstock.core.schedule.op import (
+    BACKWARD,
+    COMMUNICATION,
+    RECEIVED_BY,
+    RELEASING,
+    SENT_BY,
+    Kind,
+    check_capacity,
+)
 from penstock.core.schedule.rounds import Rounds
 from penstock.core.schedule.schedule import Schedule
 

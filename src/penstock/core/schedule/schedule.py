@@ -1,6 +1,8 @@
 """``Schedule``: for every rank, the ops it performs, in order.
 
 The same value is checked, simulated, run, drawn and exchanged with torch as CSV.
+
+A schedule that somebody has planned, as far as rooms below the planner see it.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol, TypeGuard
 
 from penstock.base.errors import ScheduleError
 from penstock.base.lazily import method_provided
@@ -331,3 +333,19 @@ def _by_stage(ranks: Sequence[Sequence[Op]], kind: Kind) -> dict[int, list[list[
                 own[seen[op.stage]].append(op)
                 seen[op.stage] += 1
     return turns
+
+
+class Planned(Protocol):
+    """A ``Plan``, or whatever else builds a schedule of its own."""
+
+    def build_schedule(self, num_microbatches: int | None = None) -> Schedule:
+        """The checked schedule."""
+
+
+def is_planned(value: object) -> TypeGuard[Planned]:
+    """Whether a value builds a schedule of its own.
+
+    >>> is_planned("1f1b")
+    False
+    """
+    return hasattr(type(value), "build_schedule")

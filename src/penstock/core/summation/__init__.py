@@ -4,8 +4,8 @@ This room imports no torch: the planner asks it how long a sum takes, ``penstock
 machine that has only numpy, and ``reduce`` lets ranks take part. It begins with ``split``, which
 says how much of a sum each machine should make.
 
-``staleness`` says which gradients an update gets where workers need not wait for the slowest, and
-``bell`` lets a server hear who has come first. ``listener`` is what everybody who is called shares.
+``staleness`` says which gradients an update gets where workers need not wait for the slowest;
+``listener`` is what everybody who is called shares, and lets a server hear who has come first.
 
 Decisions:
 

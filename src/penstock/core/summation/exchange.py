@@ -31,9 +31,7 @@ from functools import partial
 from operator import attrgetter
 
 from penstock.base.errors import DeadlineError, PeerError, RunError
-from penstock.core.summation.adding import Numbers, bytes_of, room_for
-from penstock.core.summation.division import Division, Owner, divide
-from penstock.core.summation.filling import Filled, Round
+from penstock.core.summation.adding import Filled, Numbers, Round, bytes_of, room_for
 from penstock.core.summation.frames import (
     GREETING_SECONDS,
     HEAD_BYTES,
@@ -47,7 +45,7 @@ from penstock.core.summation.frames import (
     tune,
 )
 from penstock.core.summation.server import SummationServer, _Session
-from penstock.core.summation.split import Part, parts_of
+from penstock.core.summation.split import Division, Owner, Part, divide, parts_of
 
 _Frame = tuple[Head, Numbers | None]
 

@@ -11,6 +11,9 @@ For a time t, the most that each can sum follows, and grows with t: like water i
 different widths. The least t at which they hold M together is the answer, and it is that of the
 linear program. Jiang et al., "A Unified Architecture for Accelerating Distributed DNN Training"
 (BytePS), OSDI'20, section 4.1, has the case in which all links of a kind are alike.
+
+``divide`` is the rule by which all workers divide a round alike, ``parts_of`` cuts each share, and
+``num_portions`` says in how many portions gradients leave where ranks sum alone.
 """
 
 from __future__ import annotations
@@ -23,6 +26,21 @@ from typing import NamedTuple
 
 from penstock.base.errors import InputError
 from penstock.base.values import number
+
+MOST_PORTIONS = 8
+"""Each costs two messages per pair of ranks."""
+
+LEAST_PORTION_BYTES = 256 * 1024
+
+
+def num_portions(num_bytes: float, most: int = MOST_PORTIONS) -> int:
+    """In how many portions so many bytes leave.
+
+    >>> num_portions(1e5), num_portions(1e6), num_portions(1e9)
+    (1, 3, 8)
+    """
+    return max(min(most, int(num_bytes // LEAST_PORTION_BYTES)), 1)
+
 
 PART_OVERHEAD_SECONDS = 100e-6
 """What a part costs besides its bytes, on both ends together."""
@@ -185,3 +203,67 @@ def parts_of(count: int, shares: Sequence[float], most: int) -> tuple[Part, ...]
         Part(owner, start, stop)
         for (_, owner, _), (start, stop) in zip(turns, pairwise(ends), strict=True)
     )
+
+
+_LEAST_RATE = 1e5
+"""Bytes per second that even a flow without a share may send, for what is no part."""
+
+
+class Owner(NamedTuple):
+    """Who sums parts.
+
+    Attributes:
+        name: for errors.
+        address: (host, port).
+        key: what it makes workers prove to know.
+        bytes_per_second: of its link in each direction; 0 if nobody says.
+    """
+
+    name: str
+    address: tuple[str, int]
+    key: bytes
+    bytes_per_second: float = 0.0
+
+
+class Division(NamedTuple):
+    """Who sums how much.
+
+    Attributes:
+        shares: of each owner; 0 for those that are gone.
+        seconds: in which that many bytes are exchanged; 0 if nobody knows how fast links are.
+        part_bytes: the size of a part.
+    """
+
+    shares: tuple[float, ...]
+    seconds: float
+    part_bytes: int
+
+    def rate(self, place: int) -> float:
+        """Bytes per second to and from an owner, at which all are done at once; 0 if nobody
+        knows."""
+        if not self.seconds:
+            return 0.0
+        return max(self.shares[place] / self.seconds, _LEAST_RATE)
+
+
+def divide(
+    num_bytes: int, rates: Sequence[float], num_workers: int, missing: int, part_bytes: int = 0
+) -> Division:
+    """Divide a sum among the owners that are left, by a rule that all workers follow alike.
+
+    Args:
+        rates: bytes per second of each owner's link; where one is 0, all count as equal.
+        num_workers: the first of the owners.
+        missing: a bit for each server that is gone.
+        part_bytes: the size of a part; 0 is the best one.
+    """
+    known = all(rates)
+    each = [*rates] if known else [1.0] * len(rates)
+    there = [p for p in range(num_workers, len(rates)) if not missing >> (p - num_workers) & 1]
+    split = best_split(float(num_bytes), each[:num_workers], [each[place] for place in there])
+    of_servers = dict(zip(there, split.servers, strict=True))
+    shares = [*split.workers, *(of_servers.get(p, 0.0) for p in range(num_workers, len(rates)))]
+    size = part_bytes or best_part_bytes(
+        num_bytes, min(each[:num_workers]) if known else 0.0, num_workers
+    )
+    return Division(tuple(shares), split.seconds if known else 0.0, size)

@@ -1,18 +1,18 @@
 """When ops run: what they cost, a simulator that says when each would run, and what that tells.
 
 ``costs`` are the durations of ops and messages; ``simulator`` turns a schedule and costs into a
-``timeline``, which is made of ``spans`` and has a file (``timeline_file``); of a timeline, ``idle``
-says where its gaps come from, ``measured`` what its ops cost, ``flow`` how fast and how late things
-go through, and ``parting`` where it departs from its prediction.
+``timeline``, which is made of ``spans``; of a timeline, ``idle`` says where its gaps come from and
+what its ops cost, ``flow`` how fast and how late things go through, and ``parting`` where it
+departs from its prediction.
 
-What links carry is a part of a timeline (``Transfer``), beside what ranks do. ``exchange`` has the
+What links carry is a part of a timeline (``Transfer``), beside what ranks do. ``costs`` has the
 flow shop by which sums of gradients pass while backwards run.
 
 Decisions:
 
-Two simulators, one meaning. ``events`` is the one to read. ``waves`` works on the columns of large
-schedules, where every rank takes a step at once in numpy; it asks the same rule, and tests hold it
-to the same bits.
+Two ways through a schedule, one meaning. ``go_through`` is the one to read: rank by rank, as far as
+each can. ``in_waves`` lets all ranks take a step at once in numpy, which is quicker where they are
+many and wait for nothing but each other; tests hold both to the same bits as a third, op by op.
 
 A live source is part of the simulation, and so is the rule by which it lets frames in: of a stream
 whose backwards go through the newest activations, as many at once as there are stages. The order of
@@ -34,15 +34,13 @@ from typing import TYPE_CHECKING
 from penstock.base.lazily import loaded_when_used
 
 if TYPE_CHECKING:
-    from penstock.core.timing.idle import Idle, idle_of
-    from penstock.core.timing.measured import measured_costs
+    from penstock.core.timing.idle import Idle, idle_of, measured_costs
     from penstock.core.timing.parting import TOLERANCE, Cause, Parting, find_parting
 else:
     __getattr__ = loaded_when_used(
         __name__,
         {
-            "penstock.core.timing.idle": ("Idle", "idle_of"),
-            "penstock.core.timing.measured": ("measured_costs",),
+            "penstock.core.timing.idle": ("Idle", "idle_of", "measured_costs"),
             "penstock.core.timing.parting": ("TOLERANCE", "Cause", "Parting", "find_parting"),
         },
     )

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 from penstock.base.errors import InputError
 from penstock.core.schedule.op import COMPUTE, Op
 from penstock.core.schedule.schedule import Schedule
-from penstock.core.timing.measured import usual_lengths
+from penstock.core.timing.idle import usual_lengths
 from penstock.core.timing.spans import BUSY, Span
 from penstock.core.timing.timeline import Timeline
 

@@ -1,12 +1,19 @@
-"""What timelines are made of: ops with their times, one by one or a rank at a time."""
+"""Parts of timelines: ops with their times, one by one or a rank at a time, and the file that lists
+them with the versions of the weights that they read.
+"""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
+import msgspec
+
+from penstock.base.errors import FileError, InputError
+from penstock.base.values import MOST_AMOUNT, Value, amount, decoded, expect, refused_as, whole
 from penstock.core.schedule.op import COMPUTE, Kind, Op
+from penstock.core.schedule.schedule import Activations
 
 BUSY = COMPUTE | {Kind.RECOMPUTE, Kind.UPDATE, Kind.LATE_UPDATE}
 """Kinds that count as work; sends and receives are waiting."""
@@ -87,3 +94,107 @@ def spans_of(row: Row, rank: int) -> Iterator[Span]:
 def version_of(span: Span) -> int:
     """The version that a span says, as rows have it: −1 for none."""
     return NO_VERSION if span.version is None else span.version
+
+
+_MOST_STAGES = 1_000_000
+
+
+class TimelineFile(Value, frozen=True, kw_only=True, omit_defaults=True):
+    """What stands in the file; spans are (op, rank, start, end).
+
+    Attributes:
+        versions: one per span, −1 where it reads none; left out where none are known.
+        activations: which of them backwards go through; left out where it is their own.
+        arrivals: when microbatches came from a source; left out where all were there.
+        transfers: (ranks, kind, stage, number, start, end) of what kept links busy; left out where
+            nothing is known.
+    """
+
+    name: str
+    source: Source
+    num_ranks: int
+    spans: tuple[tuple[str, int, float, float], ...]
+    versions: tuple[int, ...] | None = None
+    activations: Activations = "own"
+    arrivals: tuple[float, ...] = ()
+    transfers: tuple[tuple[tuple[int, ...], TransferKind, int, int, float, float], ...] = ()
+
+
+def encode(
+    spans: Sequence[Span],
+    num_ranks: int,
+    name: str,
+    source: Source,
+    *,
+    with_versions: bool,
+    activations: Activations = "own",
+    arrivals: tuple[float, ...] = (),
+    transfers: Sequence[Transfer] = (),
+) -> str:
+    """A timeline as JSON."""
+    file = TimelineFile(
+        name=name,
+        source=source,
+        num_ranks=num_ranks,
+        spans=tuple((str(span.op), span.rank, span.start, span.end) for span in spans),
+        versions=tuple(map(version_of, spans)) if with_versions else None,
+        activations=activations,
+        arrivals=arrivals,
+        transfers=tuple(transfers),
+    )
+    return msgspec.json.encode(file).decode()
+
+
+def decode(text: str, where: str) -> tuple[TimelineFile, list[Span]]:
+    """What ``encode`` wrote, and its spans.
+
+    Raises:
+        FileError: it is something else; ``where`` is named.
+    """
+    expect(text, str | bytes, "the timeline's text", "read it from its file first")
+    with refused_as(f"{where} is not a timeline"):
+        file = decoded(text, TimelineFile)
+        spans = [Span(Op.parse(op), rank, start, end) for op, rank, start, end in file.spans]
+        num_ranks = whole("num_ranks", file.num_ranks, 0, _MOST_STAGES)
+        _check_spans(spans, num_ranks)
+        _check_transfers(file, num_ranks)
+    if file.versions is not None:
+        spans = _versioned(spans, file.versions, where)
+    return file, spans
+
+
+def _check_spans(spans: Iterable[Span], num_ranks: int) -> None:
+    """Raise ``InputError`` for a span on no rank, of no stage that can be, or at no time."""
+    for op, rank, start, end, _ in spans:
+        if not 0 <= rank < num_ranks:
+            raise InputError(f"{op} is on rank {rank}, but num_ranks is {num_ranks}")
+        whole(f"{op}: its stage", op.stage, 0, _MOST_STAGES)
+        if not -MOST_AMOUNT <= start <= end <= MOST_AMOUNT:
+            raise InputError(
+                f"{op} starts at {start} and ends at {end}; give the earlier one first"
+            )
+        amount(f"{op}: how long it takes", end - start, most=2 * MOST_AMOUNT)
+
+
+def _check_transfers(file: TimelineFile, num_ranks: int) -> None:
+    """Raise ``InputError`` for a transfer between ranks that there are not, or at no time."""
+    for ranks, kind, stage, number, start, end in file.transfers:
+        what = f"the {kind} {number} of stage {stage}"
+        enough = len(ranks) == 1 if kind in ("read", "write", "served") else len(ranks) > 1
+        if not enough or not all(0 <= rank < num_ranks for rank in ranks):
+            raise InputError(f"{what} is of ranks {ranks}, but num_ranks is {num_ranks}")
+        whole(f"{what}: its stage", stage, 0, _MOST_STAGES)
+        if not -MOST_AMOUNT <= start <= end <= MOST_AMOUNT:
+            raise InputError(f"{what} starts at {start} and ends at {end}; give the earlier first")
+
+
+def _versioned(spans: list[Span], versions: Sequence[int], where: str) -> list[Span]:
+    if len(versions) != len(spans):
+        raise FileError(f"{where} has {len(spans)} spans, but {len(versions)} versions")
+    wrong = next((version for version in versions if version < NO_VERSION), None)
+    if wrong is not None:
+        raise FileError(f"{where}: a version is {wrong}, but must be ≥ 0, or −1 for none")
+    return [
+        span if version == NO_VERSION else span._replace(version=version)
+        for span, version in zip(spans, versions, strict=True)
+    ]

@@ -37,10 +37,11 @@ from penstock.core.timing.spans import (
     Source,
     Span,
     Transfer,
+    decode,
+    encode,
     spans_of,
     version_of,
 )
-from penstock.core.timing.timeline_file import decode, encode
 
 
 @dataclass(frozen=True)

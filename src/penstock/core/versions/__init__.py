@@ -40,12 +40,15 @@ the order of ranks, so that the sum has the same bits everywhere and in the repl
 from __future__ import annotations
 
 from penstock.core.versions.base import Place, Updates
-from penstock.core.versions.book import Trace, VersionBook, trace, versions_read
-from penstock.core.versions.fit import (
+from penstock.core.versions.book import (
+    Trace,
+    VersionBook,
     check_policy,
     least_minibatch,
     place_of,
     rounds_of,
+    trace,
+    versions_read,
     weight_copies,
 )
 from penstock.core.versions.policies import (

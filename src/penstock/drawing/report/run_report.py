@@ -11,8 +11,8 @@ from typing import Self
 from penstock.base.errors import InputError
 from penstock.base.lazily import method_loaded_when_used
 from penstock.base.values import Value
+from penstock.core.timing.spans import TimelineFile
 from penstock.core.timing.timeline import Timeline
-from penstock.core.timing.timeline_file import TimelineFile
 
 
 class Fact(Value, frozen=True, kw_only=True):

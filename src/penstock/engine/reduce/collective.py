@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.base.errors import DeadlineError, PeerError
-from penstock.core.summation.filling import Filled
+from penstock.core.summation.adding import Filled
 from penstock.engine.reduce.flat import FlatBuffers, FlatLayout, Placed
 from penstock.engine.reduce.handing import FlatReducer
 from penstock.engine.reduce.reducer import SharedWeights

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from penstock.core.summation.portions import MOST_PORTIONS
+from penstock.core.summation.split import MOST_PORTIONS
 from penstock.engine.reduce.pieces import cut
 from penstock.engine.reduce.reducer import Purpose, SharedWeights
 from penstock.engine.reduce.slices import portions_of

@@ -14,10 +14,10 @@ from contextlib import suppress
 
 from penstock.base.errors import InputError
 from penstock.core.cluster import SpareMachine
-from penstock.core.summation.division import Owner
 from penstock.core.summation.exchange import Exchange
 from penstock.core.summation.frames import Member, is_loopback, key_of, parse_address
 from penstock.core.summation.server import SummationServer
+from penstock.core.summation.split import Owner
 from penstock.engine.reduce.flat import FlatBuffers, FlatLayout, Placed
 from penstock.engine.reduce.handing import FlatReducer
 from penstock.engine.reduce.reducer import Purpose, Served, SharedWeights

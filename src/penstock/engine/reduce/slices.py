@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from penstock.core.summation.portions import num_portions
+from penstock.core.summation.split import num_portions
 
 
 class OwnedPiece(NamedTuple):

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
 from penstock.base.errors import DeadlineError
-from penstock.core.summation.bell import Ring
+from penstock.core.summation.listener import Ring
 from penstock.core.summation.staleness import Answer, Contribution
 from penstock.engine.reduce.stale import StaleReducer
 from penstock.engine.transport import Edge, Transport

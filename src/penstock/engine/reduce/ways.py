@@ -9,7 +9,7 @@ from itertools import accumulate
 from msgspec.structs import replace
 
 from penstock.base.units import count_of
-from penstock.core.summation.portions import MOST_PORTIONS
+from penstock.core.summation.split import MOST_PORTIONS
 from penstock.engine.reduce.collective import AllReducer
 from penstock.engine.reduce.owners import OwnerReducer
 from penstock.engine.reduce.reducer import MakeReducer, Reducer, SharedWeights

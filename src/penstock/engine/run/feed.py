@@ -15,7 +15,7 @@ from typing import Any
 
 from penstock.base.errors import InputError, RunError
 from penstock.core.schedule import Schedule
-from penstock.core.schedule.segment import Segment, Windows
+from penstock.core.schedule.rounds import Segment, Windows
 from penstock.core.versions import PipeMare, least_minibatch
 from penstock.engine.run.drive.driver import Driver
 from penstock.engine.run.layout import Layout

@@ -10,7 +10,7 @@ from penstock.base.units import count_of
 from penstock.base.values import MOST_BYTES, is_whole, shown, whole
 from penstock.core.graph import LayerGraph
 from penstock.core.schedule import families
-from penstock.core.schedule.families.replicated import Replicas, read_replicas
+from penstock.core.schedule.families.options import Replicas, read_replicas
 from penstock.planning.planner.offers import REPLICATED, Options, check_plannable
 from penstock.planning.plans.consistency import MOST_MICROBATCHES
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace as with_fields
 
 from penstock.base.errors import PlanError
 from penstock.core.cluster import Cluster, Device
-from penstock.core.cluster.subset import only
+from penstock.core.cluster.cluster import only
 from penstock.planning.planner.task import Task, TensorGroups
 
 USUAL_BYTES = 2**20

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from penstock.base.telling import WARNING, wrap_to
 from penstock.base.units import format_bytes, format_seconds
 from penstock.base.values import Value, shown
-from penstock.base.wrapping import WARNING, wrap_to
 from penstock.core.graph import Contention
 from penstock.planning.plans.table import WIDTH, as_text, new_table
 

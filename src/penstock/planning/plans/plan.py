@@ -19,7 +19,7 @@ from penstock.core.example import Example
 from penstock.core.graph import Contention
 from penstock.core.schedule import Schedule, families
 from penstock.core.schedule.check import check
-from penstock.core.schedule.families.replicated import read_replicas
+from penstock.core.schedule.families.options import read_replicas
 from penstock.core.schedule.lower import add_recompute, first_microbatches
 from penstock.core.schedule.memory import Sizes
 from penstock.core.schedule.rounds import filling

@@ -6,8 +6,8 @@ import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from penstock.base.telling import wrap_to
 from penstock.base.units import format_bytes, format_rate, format_seconds, format_speed_up
-from penstock.base.wrapping import wrap_to
 from penstock.drawing.layer_names import counted
 from penstock.planning.plans.prediction import Prediction
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from penstock.base.errors import PeerError, RunError
 from penstock.core.schedule import Kind, Op, Schedule
-from penstock.core.schedule.channels import other_end
-from penstock.core.schedule.segment import Segment
+from penstock.core.schedule.op import other_end
+from penstock.core.schedule.rounds import Segment
 from penstock.core.timing.simulator import simulate
 from penstock.engine.model.microbatches import Weighting
 from penstock.engine.model.optimizer_factory import Parameters

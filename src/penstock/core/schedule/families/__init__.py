@@ -30,28 +30,19 @@ import msgspec
 
 from penstock.base.errors import InputError
 from penstock.base.values import expect, is_whole, shown
-from penstock.core.schedule.families.breadth_first import breadth_first
-from penstock.core.schedule.families.chimera import chimera
-from penstock.core.schedule.families.dualpipe_v import dualpipe_v
-from penstock.core.schedule.families.eager_one_f_one_b import eager_one_f_one_b
-from penstock.core.schedule.families.gpipe import gpipe
-from penstock.core.schedule.families.hanayo import hanayo
-from penstock.core.schedule.families.interleaved import interleaved
-from penstock.core.schedule.families.interleaved_zb import interleaved_zb
-from penstock.core.schedule.families.one_f_one_b import one_f_one_b
-from penstock.core.schedule.families.optimal import optimal
+from penstock.core.schedule.families.asynchronous import partime, pipedream, pipedream_2bw
+from penstock.core.schedule.families.bidirectional import chimera, hanayo
+from penstock.core.schedule.families.building_block import v_half, v_min
+from penstock.core.schedule.families.flushed import eager_one_f_one_b, gpipe, one_f_one_b, seq1f1b
+from penstock.core.schedule.families.looped import (
+    breadth_first,
+    interleaved,
+    interleaved_zb,
+    spilled,
+)
 from penstock.core.schedule.families.options import at_least
-from penstock.core.schedule.families.partime import partime
-from penstock.core.schedule.families.pipedream import pipedream
-from penstock.core.schedule.families.pipedream_2bw import pipedream_2bw
-from penstock.core.schedule.families.seq1f1b import seq1f1b
-from penstock.core.schedule.families.spilled import spilled
-from penstock.core.schedule.families.v_half import v_half
-from penstock.core.schedule.families.v_min import v_min
-from penstock.core.schedule.families.zb_auto import zb_auto
-from penstock.core.schedule.families.zb_h1 import zb_h1
-from penstock.core.schedule.families.zb_h2 import zb_h2
-from penstock.core.schedule.families.zb_v import zb_v
+from penstock.core.schedule.families.searched import optimal, zb_auto
+from penstock.core.schedule.families.zero_bubble import dualpipe_v, zb_h1, zb_h2, zb_v
 from penstock.core.schedule.schedule import Schedule
 
 __all__ = [

@@ -9,10 +9,9 @@ from typing import Literal
 
 from penstock.base.errors import InputError
 from penstock.base.values import one_of
-from penstock.core.schedule.durations import Durations
+from penstock.core.schedule.durations import Durations, Placement
 from penstock.core.schedule.memory import Sizes
 from penstock.core.schedule.op import Kind, Op, dependencies
-from penstock.core.schedule.placement import Placement
 from penstock.core.schedule.schedule import Schedule
 
 Objective = Literal["makespan", "stage"]

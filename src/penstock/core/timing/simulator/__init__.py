@@ -1,14 +1,15 @@
 """Predict: a schedule and its costs become a timeline.
 
 ``passage`` lets ranks go through their ops, on columns; ``beside`` is what may make them wait for
-more than each other: ``links`` that are busy, ``sums`` of gradients part by part, ``tiers`` where
-stages leave memory, ``arrivals`` from a live source.
+more than each other: links that are busy, a live source, ``sums`` of gradients part by part,
+``tiers`` where stages leave memory.
 """
 
 from __future__ import annotations
 
 from array import array
 from itertools import pairwise
+from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 import numpy as np
 
@@ -17,11 +18,9 @@ from penstock.core.schedule.columns.columns import Columns
 from penstock.core.schedule.columns.needs import needs_of
 from penstock.core.schedule.durations import Durations
 from penstock.core.schedule.op import COMMUNICATION, Kind
-from penstock.core.schedule.schedule import Schedule
+from penstock.core.schedule.schedule import Planned, Schedule
 from penstock.core.timing.costs import Costs
-from penstock.core.timing.foretold import Foretold, is_foretold
-from penstock.core.timing.simulator.arrivals import Arrivals
-from penstock.core.timing.simulator.beside import MOVES, Surroundings
+from penstock.core.timing.simulator.beside import MOVES, Arrivals, Surroundings
 from penstock.core.timing.simulator.passage import (
     Delays,
     Floats,
@@ -32,6 +31,31 @@ from penstock.core.timing.simulator.passage import (
 )
 from penstock.core.timing.spans import Row
 from penstock.core.timing.timeline import Timeline
+
+if TYPE_CHECKING:
+    from penstock.core.timing.costs import Costs
+    from penstock.core.timing.timeline import Timeline
+
+
+class Foretold(Planned, Protocol):
+    """A ``Plan``: a schedule with costs of its own, and what they come to."""
+
+    @property
+    def costs(self) -> Costs:
+        """Durations of what its stages do."""
+
+    def simulate(self) -> Timeline:
+        """The predicted timeline of a step, or of a stream that shows its steady state."""
+
+
+def is_foretold(value: object) -> TypeGuard[Foretold]:
+    """Whether a value is a plan.
+
+    >>> is_foretold("1f1b")
+    False
+    """
+    return all(hasattr(type(value), name) for name in ("build_schedule", "costs", "simulate"))
+
 
 __all__ = ["simulate"]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.base.errors import DeadlineError, PeerError, RunError
-from penstock.core.schedule.segment import Segment
+from penstock.core.schedule.rounds import Segment
 from penstock.core.timing.spans import TransferKind
 from penstock.engine.device.stamps import happened
 from penstock.engine.run.counting import Peak

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from penstock.base.errors import DeadlineError, PeerError, RunError
-from penstock.core.schedule.segment import Segment
+from penstock.core.schedule.rounds import Segment
 from penstock.engine.device.queue import Moments, taken_up
 from penstock.engine.run.drive.driver import Deadlines, Driver, StageStates, failure_notice, naming
 from penstock.engine.run.minibatch import Harvest, Minibatch, StreamPosition

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from penstock.core.schedule import Kind, Op
 from penstock.core.schedule.op import COMPUTE, RELEASING
-from penstock.core.schedule.segment import Segment
+from penstock.core.schedule.rounds import Segment
 from penstock.engine.run.rank.forward import Forward
 from penstock.engine.run.rank.interpreter import RankStep
 from penstock.engine.run.rank.observers import Observers

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from functools import cached_property
 
-from penstock.core.schedule.segment import Segment
+from penstock.core.schedule.rounds import Segment
 from penstock.engine.reduce.stale_serving import Serving
 from penstock.engine.run.minibatch import Harvest, Minibatch, StreamPosition
 from penstock.engine.run.rank.worker import Worker

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import torch
 
-from penstock.core.schedule.segment import Segment
+from penstock.core.schedule.rounds import Segment
 from penstock.engine.device.queue import NOTHING_ASKED, Moments, moments_of_caller
 from penstock.engine.model import tree
 from penstock.engine.model.replay import SavedBuffer, put_back, saved_buffers

@@ -22,15 +22,16 @@ from time import monotonic
 import numpy as np
 
 from penstock.base.errors import InputError, ScheduleError
-from penstock.core.schedule.optimal.problem import (
+from penstock.core.schedule.search.program import (
     NEVER,
     ExactProblem,
     Floats,
+    LinearProgram,
     Order,
     StartWindows,
+    load_solver,
     objective_of,
 )
-from penstock.core.schedule.optimal.program import LinearProgram, load_solver
 
 __all__ = ["PRECISION", "ExactProblem", "Order", "minimise"]
 
