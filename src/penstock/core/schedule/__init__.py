@@ -31,7 +31,16 @@ on their rank: between the reduction of one stage and the update of another, two
 for each other.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.base.lazily import loaded_when_used
 from penstock.core.schedule.op import Kind, Op
-from penstock.core.schedule.schedule import Schedule
+
+if TYPE_CHECKING:
+    from penstock.core.schedule.schedule import Schedule
+else:  # whoever asks for costs or names alone does not wait for numpy
+    __getattr__ = loaded_when_used(__name__, {"penstock.core.schedule.schedule": ("Schedule",)})
 
 __all__ = ["Kind", "Op", "Schedule"]

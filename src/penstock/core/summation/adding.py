@@ -1,4 +1,4 @@
-"""Numbers that are summed, with the bits that torch makes on a CPU; which a worker has in a round."""
+"""Numbers that are summed, with the bits that torch makes on a CPU; which a worker has."""
 
 from __future__ import annotations
 

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.base.errors import InputError
 from penstock.base.values import amount, is_number, items_of, shown, whole
 from penstock.core.schedule.op import Kind, Op
-from penstock.core.schedule.residence import Stay
+
+if TYPE_CHECKING:
+    from penstock.core.schedule.residence import Stay
 
 
 class Exchange(NamedTuple):

@@ -173,8 +173,8 @@ def optimal(
     rank it may take a minute already at p·m = 16; take zb-auto, which searches without proof.
 
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv 2401.10241, whose
-    appendix writes such a search as an integer program; ``penstock.core.schedule.search.exact`` says
-    how ours is solved.
+    appendix writes such a search as an integer program; ``penstock.core.schedule.search.exact``
+    says how ours is solved.
 
     Args:
         num_ranks, num_microbatches: p and m; p·m may be 16 at most.
