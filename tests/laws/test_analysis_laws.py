@@ -12,6 +12,7 @@ from penstock.core.schedule.lower import add_recompute, add_update, lower
 from penstock.core.timing import find_parting, idle_of, measured_costs
 from penstock.core.timing.spans import BUSY
 from tests.kit.helpers import amounts
+from tests.oracles import op_by_op
 
 FIXED = [name for name in schedules.names() if name not in schedules.SEARCHED]
 seconds = st.floats(0.1, 10)
@@ -48,7 +49,7 @@ def jittered(schedule, costs, draw):
             return super().duration(op) * factors[hash((op.stage, op.microbatch)) % 7]
 
     jitter = Jitter(costs.forward, costs.backward_input, costs.backward_weight, costs.hop)
-    timeline = simulate(schedule, jitter)
+    timeline = op_by_op.simulate(schedule, jitter)
     return Timeline(timeline.rows, timeline.name, "measured")
 
 
@@ -101,7 +102,9 @@ def test_what_one_slow_op_adds_to_the_step_is_waiting_on_the_other_ranks(run, da
             return super().duration(op) * (5 if op == slow.op else 1)
 
     fields = ("forward", "backward_input", "backward_weight", "hop", "update")
-    timeline = simulate(schedule, OneSlow(**{name: getattr(costs, name) for name in fields}))
+    timeline = op_by_op.simulate(
+        schedule, OneSlow(**{name: getattr(costs, name) for name in fields})
+    )
     longer = timeline.makespan - usual.makespan
     for rank, idle in enumerate(idle_of(timeline)):
         assert idle.communication == close(0, timeline)
@@ -142,7 +145,9 @@ def test_the_one_op_that_took_another_time_is_found(run, factor, data):
             return super().duration(op) * (factor if op == other.op else 1)
 
     fields = ("forward", "backward_input", "backward_weight", "hop", "update", "reduce")
-    measured = simulate(schedule, OneOther(**{name: getattr(costs, name) for name in fields}))
+    measured = op_by_op.simulate(
+        schedule, OneOther(**{name: getattr(costs, name) for name in fields})
+    )
     parting = find_parting(predicted, measured)
     assert parting is not None
     cause = parting.cause

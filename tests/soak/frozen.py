@@ -30,7 +30,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-FROZEN = "9e87a51e870b4a6977c995ae2fe74a927abc004b"
+FROZEN = "8485347cad51006800d37f5f00e6b8de2816f4e0"
 """What all steps of a rebuilding are compared with. It moves on when results change on purpose."""
 
 ROOT = Path(__file__).parents[2]
