@@ -1,6 +1,3 @@
-import sys
-import types
-
 import pytest
 
 from penstock import schedules
@@ -36,12 +33,10 @@ def test_every_paper_that_a_family_names_has_an_entry(name):
 
 
 def test_reading_a_family(monkeypatch):
-    module = types.ModuleType("made_up", "Made up: an idea.\n\nOne and Two,\n"
-        '"Fast Pipes", SC 2021,\narXiv 2107.00001; also Three et al., "The\nSlow Pipe", arXiv\n'
-        "2208.00002, section 3.")  # fmt: skip
-
     def made_up(num_ranks, num_microbatches, depth=3, *, other=None):
-        """A law
+        """Made up: an idea.
+
+        A law
         in two lines.
 
         A detail.
@@ -50,6 +45,12 @@ def test_reading_a_family(monkeypatch):
         and there.
 
         Loses: Elsewhere.
+
+        Source: One and Two,
+        "Fast Pipes", SC 2021,
+        arXiv 2107.00001; also Three et al., "The
+        Slow Pipe", arXiv
+        2208.00002, section 3.
 
         >>> draw()
         rank 0 │F0│
@@ -60,8 +61,6 @@ def test_reading_a_family(monkeypatch):
             other: something.
         """
 
-    made_up.__module__ = "made_up"
-    monkeypatch.setitem(sys.modules, "made_up", module)
     monkeypatch.setitem(families.FAMILIES, "made-up", made_up)
     told = about("made-up")
     assert (told.law, told.details) == ("A law in two lines.", ("A detail.",))

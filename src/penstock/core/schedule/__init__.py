@@ -36,11 +36,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.base.lazily import loaded_when_used
-from penstock.core.schedule.op import Kind, Op
 
 if TYPE_CHECKING:
+    from penstock.core.schedule.op import Kind, Op
     from penstock.core.schedule.schedule import Schedule
 else:  # whoever asks for costs or names alone does not wait for numpy
-    __getattr__ = loaded_when_used(__name__, {"penstock.core.schedule.schedule": ("Schedule",)})
+    __getattr__ = loaded_when_used(
+        __name__,
+        {
+            "penstock.core.schedule.op": ("Kind", "Op"),
+            "penstock.core.schedule.schedule": ("Schedule",),
+        },
+    )
 
 __all__ = ["Kind", "Op", "Schedule"]

@@ -12,8 +12,7 @@ import numpy.typing as npt
 from penstock.base.errors import InputError
 from penstock.base.values import amount, items_of, shown
 from penstock.core.schedule.columns.columns import CODES, KINDS, Bools, RankOps
-from penstock.core.schedule.op import FORWARDS, RELEASING, STASHES, Kind, Op
-from penstock.core.schedule.schedule import Activations
+from penstock.core.schedule.op import FORWARDS, RELEASING, STASHES, Activations, Kind, Op
 
 Curve = tuple[tuple[float, float], ...]
 """(time, held from then on)."""

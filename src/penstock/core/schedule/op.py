@@ -11,10 +11,14 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterable
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from penstock.base.errors import InputError, ScheduleError
 from penstock.base.values import expect, is_whole, shown
+
+Activations = Literal["own", "newest"]
+"""Which activations a backward goes through: those of its own microbatch's forward, or those that
+the newest forward of its stage has left."""
 
 
 class Kind(StrEnum):

@@ -21,9 +21,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm
+from typing import TYPE_CHECKING
 
 from penstock.core.schedule.op import Kind, Op
-from penstock.core.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,12 @@ def fewest_per_update(replicas: Sequence[int]) -> int:
     return max(warm_up(replicas, stage) * count for stage, count in enumerate(replicas))
 
 
+if TYPE_CHECKING:
+    from penstock.core.schedule.schedule import Schedule
+
 _ENTRANCES = frozenset({Kind.FORWARD, Kind.RECV_FORWARD})
 
-Lower = Callable[[int, Rounds], Schedule]
+Lower = Callable[[int, Rounds], "Schedule"]
 """From the length of a stream and its rounds to its lowered schedule."""
 
 

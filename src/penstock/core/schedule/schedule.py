@@ -13,17 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, Protocol, TypeGuard
+from typing import Protocol, TypeGuard
 
 from penstock.base.errors import ScheduleError
 from penstock.base.lazily import method_provided
 from penstock.base.values import Value, expect, read_text, refused_as, write_atomically
 from penstock.core.schedule.columns.columns import Columns, RankOps
-from penstock.core.schedule.op import BACKWARD, OF_A_ROUND, Kind, Op, dependencies
-
-Activations = Literal["own", "newest"]
-"""Which activations a backward goes through: those of its own microbatch's forward, or those that
-the newest forward of its stage has left."""
+from penstock.core.schedule.op import BACKWARD, OF_A_ROUND, Activations, Kind, Op, dependencies
 
 
 class ScheduleFile(Value, frozen=True, kw_only=True):

@@ -12,8 +12,7 @@ import msgspec
 
 from penstock.base.errors import FileError, InputError
 from penstock.base.values import MOST_AMOUNT, Value, amount, decoded, expect, refused_as, whole
-from penstock.core.schedule.op import COMPUTE, Kind, Op
-from penstock.core.schedule.schedule import Activations
+from penstock.core.schedule.op import COMPUTE, Activations, Kind, Op
 
 BUSY = COMPUTE | {Kind.RECOMPUTE, Kind.UPDATE, Kind.LATE_UPDATE}
 """Kinds that count as work; sends and receives are waiting."""

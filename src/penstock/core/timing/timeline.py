@@ -27,8 +27,8 @@ from penstock.core.schedule.memory import (
     peaks,
     units,
 )
-from penstock.core.schedule.op import RELEASING, Kind
-from penstock.core.schedule.schedule import Activations, Schedule
+from penstock.core.schedule.op import RELEASING, Activations, Kind
+from penstock.core.schedule.schedule import Schedule
 from penstock.core.timing.flow import beat, entries, outputs, outputs_by_stage, window
 from penstock.core.timing.spans import (
     BUSY,

@@ -7,7 +7,7 @@ from math import ceil
 from typing import ClassVar, Literal
 
 from penstock.base.values import Value, one_of
-from penstock.core.schedule.schedule import Activations
+from penstock.core.schedule.op import Activations
 
 Updates = Literal["microbatch", "minibatch"]
 

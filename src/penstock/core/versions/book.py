@@ -6,13 +6,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from penstock.base.errors import InputError
-from penstock.core.schedule import Kind, Op, Schedule
-from penstock.core.schedule.op import RELEASING
+from penstock.core.schedule.op import RELEASING, Kind, Op
 from penstock.core.schedule.rounds import Rounds, fewest_per_update, warm_up
 from penstock.core.versions.base import Place
 from penstock.core.versions.policies import USUAL, DoubleBuffer, PipeMare, Policy, VerticalSync
+
+if TYPE_CHECKING:
+    from penstock.core.schedule.schedule import Schedule
 
 
 def place_of(policy: Policy, replicas: Sequence[int], stage: int, num_microbatches: int) -> Place:

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal, get_args
 
 from penstock.base.errors import InputError
 from penstock.base.values import is_number, is_whole, one_of, shown
-from penstock.core.schedule.schedule import Activations
+from penstock.core.schedule.op import Activations
 from penstock.core.versions.base import BasePolicy, Place, Updates
 
 Rates = Literal["divided", "given"]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from penstock.base.errors import InputError
 from penstock.core.schedule.memory import Sizes
-from penstock.core.schedule.schedule import Activations
+from penstock.core.schedule.op import Activations
 from penstock.core.timing.timeline import Timeline
 from penstock.engine.run.counting import Peak
 from penstock.engine.run.outcome import MinibatchOutcome, timeline

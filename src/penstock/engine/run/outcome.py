@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.core.schedule import Op
-from penstock.core.schedule.schedule import Activations
+from penstock.core.schedule.op import Activations
 from penstock.core.timing.spans import Row, Transfer, TransferKind
 from penstock.core.timing.timeline import Timeline
 from penstock.engine.device.stamps import Stamps, happened

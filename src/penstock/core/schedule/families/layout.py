@@ -13,8 +13,8 @@ from typing import Protocol
 import numpy as np
 
 from penstock.core.schedule.columns.columns import CODES, Columns, Fields, Ints, codes_of, joined
-from penstock.core.schedule.op import BACKWARD, Kind
-from penstock.core.schedule.schedule import Activations, Schedule
+from penstock.core.schedule.op import BACKWARD, Activations, Kind
+from penstock.core.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True, eq=False)
