@@ -69,6 +69,7 @@ def check(schedule: Schedule | Planned, capacity: int | None = None) -> None:
     if not (numbers.fits and numbers.once):
         check_once(columns)
     _check_complete(schedule, numbers)
+    numbers.check()
     _check_one_rank(columns)
     _check_memory(numbers)
     _check_updates(schedule, numbers)

@@ -162,13 +162,11 @@ def add_updates(schedule: Schedule, rounds: Rounds) -> Schedule:
     """
     _refuse_twice(schedule, {Kind.REDUCE, Kind.UPDATE})
     columns, num_microbatches = schedule.columns, schedule.num_microbatches
-    table = np.array(
-        [
-            [rounds.of(stage, k) for k in range(num_microbatches)]
-            for stage in range(schedule.num_stages)
-        ]
+    most = 1 + int(columns.microbatch.max(initial=-1))
+    pairs, member = np.unique(
+        columns.stage.astype(np.int64) * most + columns.microbatch, return_inverse=True
     )
-    own_round = table[columns.stage, columns.microbatch]
+    own_round = np.array([rounds.of(*divmod(pair, most)) for pair in pairs.tolist()])[member]
     last_round = np.zeros(schedule.num_stages, np.int64)
     np.maximum.at(last_round, columns.stage, own_round)
     closing = []

@@ -101,10 +101,11 @@ def _held(
     """What is held of its microbatch (of its stage, where backwards go through the newest) before
     and behind each op."""
     columns, span = ops.columns, ops.span
-    table = np.full((columns.num_stages, len(KINDS)), np.nan)
-    for (stage, kind), amount_ in _left_behind(ops, sizes, num_slices).items():
-        table[stage, CODES[kind]] = amount_
-    left = table[columns.stage[span], columns.kind[span]]
+    stages, row = np.unique(columns.stage[span], return_inverse=True)
+    table = np.full((len(stages), len(KINDS)), np.nan)
+    for (stage, kind), size in _left_behind(ops, sizes, num_slices).items():
+        table[np.searchsorted(stages, stage), CODES[kind]] = size
+    left = table[row, columns.kind[span]]
     holders = [columns.stage[span]]
     if activations == "own":
         holders = [columns.slice[span], columns.microbatch[span], columns.stage[span]]
@@ -249,4 +250,4 @@ def units(ranks: Iterable[Sequence[Op]], num_slices: int = 1) -> tuple[int, ...]
 def _most_forwards(ops: RankOps) -> int:
     """The most forwards that one microbatch has on a rank."""
     visits = ops.columns.microbatch[ops.span][ops.are_of({Kind.FORWARD})]
-    return int(np.bincount(visits).max(initial=0))
+    return int(np.unique(visits, return_counts=True)[1].max(initial=0))

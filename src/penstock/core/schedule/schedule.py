@@ -235,10 +235,10 @@ class Schedule:
         """The stages that each rank computes, ascending."""
         return tuple(ops.stages for ops in self.rank_ops)
 
-    @cached_property
+    @property
     def copies(self) -> Counter[int]:
         """How many ranks hold each stage's weights."""
-        return Counter(stage for stages in self.stages_of for stage in stages)
+        return self.columns.copies
 
     def ranks_of(self, stage: int) -> tuple[int, ...]:
         """The ranks that compute a stage, ascending."""

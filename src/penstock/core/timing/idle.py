@@ -220,13 +220,13 @@ def _begins(timeline: Timeline) -> list[float]:
     schedule = timeline.schedule
     begins = []
     for rank, row in enumerate(timeline.rows):
-        first = row.ops[0] if row.ops else None
-        waited = first is not None and any(
-            schedule.where.get(needed, rank) != rank for needed in schedule.dependencies(first)
-        )
+        begin = row.starts[0] if row.ops else 0.0
         # A receive's span is its wait: it begins when the rank does.
-        known = first is not None and (first.kind in COMMUNICATION or not waited)
-        begins.append(row.starts[0] if known else 0.0)
+        if row.ops and row.ops[0].kind not in COMMUNICATION:
+            needed = schedule.dependencies(row.ops[0])
+            waited = any(schedule.where.get(need, rank) != rank for need in needed)
+            begin = 0.0 if waited else max(begin, 0.0)
+        begins.append(begin)
     return begins
 
 

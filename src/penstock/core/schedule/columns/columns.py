@@ -7,10 +7,11 @@ columns it takes thirteen bytes, and numpy handles millions of rows in one call.
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from operator import itemgetter
 from typing import overload
 
@@ -120,6 +121,12 @@ class Columns:
         """As ``Schedule.num_slices``."""
         return self.slices_in(_ALL)
 
+    @cached_property
+    def copies(self) -> Counter[int]:
+        """As ``Schedule.copies``."""
+        stages = (self.stages_with(COMPUTE, span) for span in self.spans())
+        return Counter(chain.from_iterable(stages))
+
     def spans(self) -> list[Span]:
         """The numbers of each rank's ops."""
         return [slice(begin, end) for begin, end in pairwise(self.first.tolist())]
@@ -206,7 +213,7 @@ def _fields(rank: int, ops: Sequence[Op]) -> Fields:
     """The columns of one rank's ops."""
     if isinstance(ops, RankOps):
         return ops.columns.fields(ops.span)
-    if any(type(op) is not Op for op in ops):
+    if set(map(type, ops)) - {Op}:
         wrong = next(op for op in ops if type(op) is not Op)
         raise InputError(
             f"rank {rank} has {shown(wrong)} where an op belongs; give a penstock.Op, or read text "

@@ -70,17 +70,21 @@ def _explicit(columns: Columns) -> Messages:
 
 def _implied(columns: Columns) -> Messages:
     needs = needs_of(columns)
-    computes = columns.are_of(COMPUTE)
-    waiting = [op for op in needs.several if computes[op]]
-    if waiting:
-        raise ScheduleError(f"{columns.op(waiting[0])} needs more than one result of other ranks")
-    readers = np.flatnonzero(computes & (needs.single < columns.count))
-    readers = readers[columns.rank[readers] != columns.rank[needs.single[readers]]]
+    single, computes = needs.single.copy(), columns.are_of(COMPUTE)
+    for op in filter(computes.__getitem__, needs.several):
+        there = [need for need in needs.several[op] if need < columns.count]
+        elsewhere = [need for need in there if columns.rank[need] != columns.rank[op]]
+        if len(elsewhere) > 1:
+            raise ScheduleError(f"{columns.op(op)} needs more than one result of other ranks")
+        single[op] = (elsewhere or [needs.nothing])[0]
+    readers = np.flatnonzero(computes & (single < columns.count))
+    readers = readers[columns.rank[readers] != columns.rank[single[readers]]]
+    needed = single[readers]
     reader = np.full(columns.count, -1, np.int64)
-    reader[needs.single[readers]] = readers
+    reader[needed] = readers
     senders = np.flatnonzero(reader >= 0)
     # A message goes from stage to stage, and its result to one op.
-    again = needs.single[readers][reader[needs.single[readers]] != readers]
+    again = needed[reader[needed] != readers]
     inside = senders[columns.stage[senders] == columns.stage[reader[senders]]]
     for odd in (*again[:1].tolist(), *inside[:1].tolist()):
         raise ScheduleError(f"{columns.op(odd)} is needed where no message goes: see check")

@@ -97,7 +97,8 @@ class Numbers:
         """Raise ``ScheduleError`` if an op stands twice, or a number is far beyond all others."""
         if not self.fits:
             check_once(self.columns)
-            farthest = max(self.columns.ops(slice(None)), key=lambda op: (op.stage, op.microbatch))
+            ops = self.columns.ops(slice(None))
+            farthest = max(ops, key=lambda op: max(op.stage, op.microbatch, op.slice))
             raise ScheduleError(f"{farthest} is far beyond all other ops; is a number mistyped?")
         if not self.once:
             check_once(self.columns)
@@ -196,12 +197,6 @@ class Numbers:
         for need in needs:
             need[alone & (need == self.absent)] = self.nothing
 
-    @cached_property
-    def copies(self) -> Counter[int]:
-        """As ``Schedule.copies``."""
-        spans = self.columns.spans()
-        return Counter(stage for span in spans for stage in self.columns.stages_with(COMPUTE, span))
-
     def needs(self) -> Needs:
         """What each op waits for, without what its rank has done before it anyway; ``needs_of``
         keeps it."""
@@ -232,7 +227,7 @@ class Numbers:
         ops = columns.ops(numbers)
         number = dict(zip(ops, numbers.tolist(), strict=True))
         ranks = [ops[a:b] for a, b in pairwise(ends.tolist())]
-        for update, others in exchanges(ranks, self.copies).items():
+        for update, others in exchanges(ranks, columns.copies).items():
             if others:
                 yield number[update], [number[other] for other in others]
 

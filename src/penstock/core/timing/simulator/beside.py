@@ -8,9 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil, inf
 
+import numpy as np
+
 from penstock.base.errors import InputError
 from penstock.base.values import is_number, shown
-from penstock.core.schedule.columns.needs import Needs
+from penstock.core.schedule.columns.columns import Columns
+from penstock.core.schedule.columns.needs import Needs, Numbers
 from penstock.core.schedule.durations import Durations
 from penstock.core.schedule.op import RESIDENCE, STASHES, Kind, Op
 from penstock.core.schedule.schedule import Schedule
@@ -101,7 +104,7 @@ class Surroundings:
             pairs = arrivals.waits_for.items()
             self._admits = {number[op]: number[other] for op, other in pairs}
         self._arrivals = arrivals
-        self._links = Links(schedule, costs) if costs.has_busy_links else None
+        self._links = Links(schedule.columns, costs) if costs.has_busy_links else None
         self.sums = Sums(schedule, costs) if costs.has_exchanges else None
         self._tiers = [
             Tiers(ops, costs, rank, schedule.num_slices) if MOVES & own.kinds else None
@@ -149,7 +152,7 @@ class Surroundings:
         op = self._ops[number]
         if self.sums is not None:
             self.sums.follow(op, start, end)
-        return end if self._links is None else self._links.send(rank, op, end)
+        return end if self._links is None else self._links.send(number, end)
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
@@ -169,28 +172,28 @@ class Links:
         transfers: what kept links busy so far.
     """
 
-    def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        self._schedule = schedule
+    def __init__(self, columns: Columns, costs: Costs) -> None:
         self._costs = costs
         self._free: dict[tuple[int, int], float] = {}
-        self._reader = {
-            needed: op
-            for op, rank in schedule.where.items()
-            if op.kind is not Kind.UPDATE  # sums of gradients go another way
-            for needed in schedule.dependencies(op)
-            if schedule.where.get(needed, rank) != rank
-        }
+        reader = np.full(columns.count, -1, np.int64)
+        for kind, ops, needs in Numbers(columns).rule():
+            for need in needs if kind is not Kind.UPDATE else ():  # sums go another way
+                there = need < columns.count
+                crosses = there & (columns.rank[np.where(there, need, 0)] != columns.rank[ops])
+                np.maximum.at(reader, need[crosses], ops[crosses])
+        fields = reader, columns.rank, columns.stage, columns.microbatch
+        self._reader, self._rank, self._stage, self._microbatch = (each.tolist() for each in fields)
         self.transfers: list[Transfer] = []
 
-    def send(self, rank: int, op: Op, end: float) -> float:
-        """Put the result of an op of ``rank`` on its way, if another rank gets it; gives when."""
-        reader = self._reader.get(op)
-        if reader is None:
+    def send(self, number: int, end: float) -> float:
+        """Put the result of an op on its way, if another rank gets it; gives when."""
+        reader = self._reader[number]
+        if reader < 0:
             return end
-        target = self._schedule.where[reader]
-        left = max(end, self._free.get((rank, target), 0.0))
-        until = left + self._costs.occupies(min(op.stage, reader.stage))
-        self._free[rank, target] = until
-        kind: TransferKind = "gradient" if reader.stage < op.stage else "value"
-        self.transfers.append(Transfer((rank, target), kind, op.stage, op.microbatch, left, until))
+        link = self._rank[number], self._rank[reader]
+        stage, target = self._stage[number], self._stage[reader]
+        left = max(end, self._free.get(link, 0.0))
+        until = self._free[link] = left + self._costs.occupies(min(stage, target))
+        kind: TransferKind = "gradient" if target < stage else "value"
+        self.transfers.append(Transfer(link, kind, stage, self._microbatch[number], left, until))
         return left
