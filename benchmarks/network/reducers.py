@@ -35,7 +35,7 @@ import numpy as np
 
 from benchmarks.common.alone import publish
 from benchmarks.network.shaped_network import SKIPPED, ShapedNetwork, end_on_signals, missing
-from penstock.core.summation.exchange import Exchange
+from penstock.core.summation.exchange import SumExchange
 from penstock.core.summation.frames import Member, key_of
 from penstock.core.summation.server import SummationServer
 from penstock.core.summation.split import Owner, best_split
@@ -119,8 +119,8 @@ def sum_up(case: Case, folder: Path) -> None:
         Owner(f"host {host}", (address_of(host), _PORT), _KEY, case.bytes_per_second)
         for host in range(count)
     ]
-    small = Exchange(Member(bytes(16), 1, rank, case.workers), owners[: case.workers], server)
-    large = Exchange(Member(bytes(16), 0, rank, case.workers), owners, server)
+    small = SumExchange(Member(bytes(16), 1, rank, case.workers), owners[: case.workers], server)
+    large = SumExchange(Member(bytes(16), 0, rank, case.workers), owners, server)
     given = {0: np.full(case.num_bytes // 4, rank + 1, np.float32)}
     sums = {0: np.zeros(case.num_bytes // 4, np.float32)}
     barrier = {0: np.ones(1, np.float32)}, {0: np.zeros(1, np.float32)}

@@ -1,1 +1,1 @@
-"""What every other wing stands on: errors, values as files, quantities as text, progress lines."""
+"""The ground of every other wing: errors, values as files, quantities as text, progress lines."""

@@ -1,4 +1,4 @@
-"""What can go wrong, as a tree.
+"""Errors, as a tree.
 
 ::
 
@@ -97,4 +97,4 @@ class PeerError(RunError):
 
 
 class DeadlineError(RunError):
-    """What an op waits for did not come before the deadline."""
+    """Something that an op waits for did not come before the deadline."""

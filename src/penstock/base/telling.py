@@ -1,4 +1,4 @@
-"""What people read while they wait, and in which lines.
+"""Lines that people read, while they wait and afterwards.
 
 What takes long says so: a line on standard error every few seconds, with or without a terminal.
 Nothing is said of what is done within two seconds, nor where ``PENSTOCK_QUIET`` is set in the
@@ -57,12 +57,12 @@ class Telling:
     """A context in which something takes long.
 
     Args:
-        what: is being done, as ``"profiling"``.
+        activity: what is being done, as ``"profiling"``.
         quiet: say nothing all the same: somebody else does.
     """
 
-    def __init__(self, what: str, *, quiet: bool = False) -> None:
-        self._what = what
+    def __init__(self, activity: str, *, quiet: bool = False) -> None:
+        self._activity = activity
         self._quiet = quiet or is_quiet()
         self._how_far = ""
         self._ended = threading.Event()
@@ -70,7 +70,7 @@ class Telling:
         self._started = time.monotonic()
 
     def update(self, how_far: str) -> None:
-        """What the next line says beside the time, for example ``"3 of 7"``."""
+        """Let the next line say this beside the time, for example ``"3 of 7"``."""
         self._how_far = how_far
 
     def count(self, done: int, total: int) -> None:
@@ -80,7 +80,7 @@ class Telling:
     def __enter__(self) -> Self:
         if not self._quiet:
             self._thread = threading.Thread(
-                target=self._run, name=f"penstock tells of {self._what}", daemon=True
+                target=self._run, name=f"penstock tells of {self._activity}", daemon=True
             )
             self._thread.start()
         return self
@@ -95,18 +95,18 @@ class Telling:
         while not self._ended.wait(seconds):
             seconds = EVERY_SECONDS
             elapsed = f"{time.monotonic() - self._started:.0f} s"
-            told = ", ".join(filter(None, (self._how_far, elapsed)))
+            line = ", ".join(filter(None, (self._how_far, elapsed)))
             with suppress(ValueError, OSError, AttributeError):  # nobody listens any more
-                print(f"penstock: {self._what} … {told}", file=sys.stderr, flush=True)  # noqa: T201
+                print(f"penstock: {self._activity} … {line}", file=sys.stderr, flush=True)  # noqa: T201
 
 
-def tells(what: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A function that says so while it runs long; ``what`` is being done then."""
+def tells(activity: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A function that says so while it runs long; ``activity`` is what is being done."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)
         def telling(*args: P.args, **kwargs: P.kwargs) -> R:
-            with Telling(what):
+            with Telling(activity):
                 return function(*args, **kwargs)
 
         return telling

@@ -77,12 +77,12 @@ def is_time(text: str) -> bool:
     return match is not None and match[2] in _TIMES
 
 
-def _quantity(value: object, units: _Readable, what: str, example: str) -> float:
+def _quantity(value: object, units: _Readable, subject: str, example: str) -> float:
     quantity = _read(value, units)
     if quantity is None or not isfinite(quantity):
-        raise InputError(f"{shown(value)} is not a {what}; write for example {example}")
+        raise InputError(f"{shown(value)} is not a {subject}; write for example {example}")
     if quantity < 0:
-        raise InputError(f"a {what} is {shown(value)}, but must be ≥ 0")
+        raise InputError(f"a {subject} is {shown(value)}, but must be ≥ 0")
     return quantity
 
 

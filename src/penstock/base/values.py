@@ -84,11 +84,11 @@ class Value(
                 bytes or bytes per second is negative, or larger than anything.
         """
         for name, kind in _types(type(self)).items():
-            value, what = getattr(self, name), f"{whose or type(self).__name__}: {name}"
+            value, subject = getattr(self, name), f"{whose or type(self).__name__}: {name}"
             if type(value) is not kind:
-                value = _converted(what, value, kind)
+                value = _converted(subject, value, kind)
                 force_setattr(self, name, value)
-            _check_size(what, value, name)
+            _check_size(subject, value, name)
 
     def to_json(self) -> str:
         """This value as indented JSON text."""
@@ -124,32 +124,32 @@ class Value(
         return cls.from_json(read_text(path), where=str(path))
 
 
-def _converted(what: str, value: object, kind: Any) -> object:
+def _converted(subject: str, value: object, kind: Any) -> object:
     plain = value.item() if isinstance(value, Real) and hasattr(value, "item") else value
     try:
         return msgspec.convert(plain, kind)
     except msgspec.ValidationError as error:
         said = str(error)
         raise InputError(
-            f"{what} is {shown(value)}, which it cannot be: {said[:1].lower()}{said[1:]}"
+            f"{subject} is {shown(value)}, which it cannot be: {said[:1].lower()}{said[1:]}"
         ) from None
 
 
-def _check_size(what: str, value: Any, name: str) -> None:
+def _check_size(subject: str, value: Any, name: str) -> None:
     """Raise ``InputError`` for a number out of all reason; its unit ends its name."""
     if isinstance(value, dict):
         for key, number in value.items():
-            _check_size(f"{what}[{key!r}]", number, name)
+            _check_size(f"{subject}[{key!r}]", number, name)
     elif not is_number(value):
         return
     elif name.endswith("_bytes"):
-        whole(what, value, 0, MOST_BYTES)
+        whole(subject, value, 0, MOST_BYTES)
     elif name.endswith(("_seconds", "_per_second")):
-        amount(what, value)
+        amount(subject, value)
     elif isinstance(value, int):
-        whole(what, abs(value), 0, MOST_BYTES)
+        whole(subject, abs(value), 0, MOST_BYTES)
     elif not -MOST_AMOUNT <= value <= MOST_AMOUNT:
-        raise InputError(f"{what} is {value}, but must be finite, and ≤ {MOST_AMOUNT:g}")
+        raise InputError(f"{subject} is {value}, but must be finite, and ≤ {MOST_AMOUNT:g}")
 
 
 @cache
@@ -159,14 +159,14 @@ def _types(kind: type[Value]) -> dict[str, Any]:
 
 
 @contextmanager
-def refused_as(what: str) -> Iterator[None]:
-    """Within, text that cannot be read becomes a ``FileError`` that begins with ``what``."""
+def refused_as(subject: str) -> Iterator[None]:
+    """Within, text that cannot be read becomes a ``FileError`` that begins with ``subject``."""
     try:
         yield
     except (msgspec.DecodeError, InputError) as error:
-        raise FileError(f"{what}: {error}") from None
+        raise FileError(f"{subject}: {error}") from None
     except RecursionError:
-        raise FileError(f"{what}: it is nested too deeply; write it flat") from None
+        raise FileError(f"{subject}: it is nested too deeply; write it flat") from None
 
 
 def decoded(text: str | bytes, kind: type[T]) -> T:
@@ -303,21 +303,21 @@ def encode(value: Any) -> str:
     return msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
 
 
-def expect(value: object, kind: Any, what: str, remedy: str) -> None:
+def expect(value: object, kind: Any, subject: str, remedy: str) -> None:
     """Raise ``InputError`` unless ``value`` is of a kind: for arguments people often mistake."""
     if not isinstance(value, kind):
         if isinstance(value, type):
-            raise InputError(f"{what} is the class {value.__name__}; {remedy}")
-        raise InputError(f"{what} is of type {type(value).__name__}; {remedy}")
+            raise InputError(f"{subject} is the class {value.__name__}; {remedy}")
+        raise InputError(f"{subject} is of type {type(value).__name__}; {remedy}")
 
 
-def one_of(what: str, value: object, choices: Sequence[str]) -> None:
+def one_of(subject: str, value: object, choices: Sequence[str]) -> None:
     """Raise ``InputError`` unless ``value`` is one of the choices."""
     if not isinstance(value, str) or value not in choices:
-        raise InputError(f"{what} is {shown(value)}; use {' or '.join(choices)}")
+        raise InputError(f"{subject} is {shown(value)}; use {' or '.join(choices)}")
 
 
-def whole(what: str, value: Any, least: int, most: int | None = None) -> int:
+def whole(subject: str, value: Any, least: int, most: int | None = None) -> int:
     """An argument as a plain whole number.
 
     Raises:
@@ -328,19 +328,19 @@ def whole(what: str, value: Any, least: int, most: int | None = None) -> int:
     penstock.errors.InputError: ranks is '2', but must be a whole number ≥ 1
     """
     if not is_whole(value):
-        raise InputError(f"{what} is {shown(value)}, but must be a whole number ≥ {least}")
+        raise InputError(f"{subject} is {shown(value)}, but must be a whole number ≥ {least}")
     if value < least:
-        raise InputError(f"{what} is {shown(value)}, but must be ≥ {least}")
+        raise InputError(f"{subject} is {shown(value)}, but must be ≥ {least}")
     if most is not None and value > most:
-        raise InputError(f"{what} is {shown(value)}, but may be {most:,} at most")
+        raise InputError(f"{subject} is {shown(value)}, but may be {most:,} at most")
     return int(value)
 
 
-def number(what: str, value: Any, *, most: float = _LARGEST, positive: bool = False) -> float:
+def number(subject: str, value: Any, *, most: float = _LARGEST, positive: bool = False) -> float:
     """An argument as a plain number that is ≥ 0 and finite.
 
     Args:
-        what: the argument, for errors.
+        subject: the argument, for errors.
         value: as the caller gave it.
         most: the largest that it may be.
         positive: whether it may not be 0 either.
@@ -354,32 +354,32 @@ def number(what: str, value: Any, *, most: float = _LARGEST, positive: bool = Fa
     """
     least = "> 0" if positive else "≥ 0"
     if not is_number(value):
-        raise InputError(f"{what} is {shown(value)}, but must be a number {least}")
+        raise InputError(f"{subject} is {shown(value)}, but must be a number {least}")
     if not (value > 0 or (value == 0 and not positive)) or value == inf:
-        raise InputError(f"{what} is {shown(value)}, but must be {least} and finite")
+        raise InputError(f"{subject} is {shown(value)}, but must be {least} and finite")
     if value > most:
-        raise InputError(f"{what} is {shown(value)}, but may be {most:g} at most")
+        raise InputError(f"{subject} is {shown(value)}, but may be {most:g} at most")
     return float(value)
 
 
 def amount(
-    what: str, value: object, *, least: float = LEAST_AMOUNT, most: float = MOST_AMOUNT
+    subject: str, value: object, *, least: float = LEAST_AMOUNT, most: float = MOST_AMOUNT
 ) -> float:
     """An argument as a plain number that is 0, or something that people can mean.
 
     Raises:
         InputError: it is no number, negative, or not 0 and not from ``least`` to ``most``.
     """
-    plain = number(what, value, most=most)
+    plain = number(subject, value, most=most)
     if 0 < plain < least:
-        raise InputError(f"{what} is {shown(value)}, but must be 0 or ≥ {least:g}")
+        raise InputError(f"{subject} is {shown(value)}, but must be 0 or ≥ {least:g}")
     return plain
 
 
-def flag(what: str, value: object) -> None:
+def flag(subject: str, value: object) -> None:
     """Raise ``InputError`` unless ``value`` is True or False."""
     if not isinstance(value, bool):
-        raise InputError(f"{what} is {shown(value)}; give True or False")
+        raise InputError(f"{subject} is {shown(value)}; give True or False")
 
 
 def shown(value: object) -> str:

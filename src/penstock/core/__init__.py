@@ -1,1 +1,1 @@
-"""What everything is said in: models, clusters, schedules, weight versions, timelines, sums."""
+"""Words in which all is said: models, clusters, schedules, weight versions, timelines, sums."""

@@ -44,7 +44,7 @@ class Example(Value, frozen=True, kw_only=True):
 
 
 def _odd(part: Any) -> Iterator[Any]:
-    """What does not describe an input."""
+    """The parts that do not describe an input."""
     match part:
         case None | bool() | int() | float() | str():
             return

@@ -1,4 +1,4 @@
-"""What a model costs, layer by layer: ``Layer`` and ``LayerGraph``.
+"""Costs of a model, layer by layer: ``Layer`` and ``LayerGraph``.
 
 A profile lists layers in execution order. A cut behind any of them makes two stages; what has to
 travel there is the output of every layer before the cut that one behind it reads. It knows nothing
@@ -198,7 +198,7 @@ class Contention(Value, frozen=True, kw_only=True):
         }[mode]  # fmt: skip
 
     def shifted(self, num_spreads: float) -> Contention:
-        """What it would be if every factor of passes were off by so many of its spreads."""
+        """The contention if every factor of passes were off by so many of its spreads."""
 
         def moved(mode: Mode) -> float:
             factor = self.of_passes(mode) * (1 + num_spreads * self.spread_of(mode))
@@ -328,8 +328,8 @@ class LayerGraph(Value, frozen=True, kw_only=True):
 
     @property
     def crossing_bytes(self) -> tuple[int, ...]:
-        """What travels over a cut behind each layer but the last: every output that is read behind
-        it, once, and every skip."""
+        """The bytes that travel over a cut behind each layer but the last: every output that is
+        read behind it, once, and every skip."""
         change = [0] * (len(self.layers) + 1)
         for start, stop, num_bytes in self._spans():
             change[start] += num_bytes
@@ -365,8 +365,8 @@ class LayerGraph(Value, frozen=True, kw_only=True):
             raise InputError("an order of layers must name each of them once")
         before = ("", *(layer.name for layer in self.layers))
         named = {
-            layer.name: (layer.inputs if layer.inputs is not None else (one,) if one else ())
-            for layer, one in zip(self.layers, before, strict=False)
+            layer.name: (layer.inputs if layer.inputs is not None else (last,) if last else ())
+            for layer, last in zip(self.layers, before, strict=False)
         }
         return replace(
             self,
@@ -404,7 +404,7 @@ class LayerGraph(Value, frozen=True, kw_only=True):
 
             def text(words: str) -> str:
                 return own.sub(
-                    lambda found: f"{name}.{int(found[1]) + by * (int(found[1]) >= since)}", words
+                    lambda block: f"{name}.{int(block[1]) + by * (int(block[1]) >= since)}", words
                 )
 
             return replace(

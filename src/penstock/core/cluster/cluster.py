@@ -201,7 +201,7 @@ _WHOLE = -1
 
 @dataclass(frozen=True)
 class Topology:
-    """What a cluster's tree says, by the indices of its devices.
+    """The tree of a cluster, by the indices of its devices.
 
     Args:
         cluster: whose. What is asked often is worked out once per ``Topology``; keep it.

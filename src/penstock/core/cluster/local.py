@@ -1,4 +1,4 @@
-"""What this machine has: cores, memory, and accelerators.
+"""This machine: its cores, its memory, and its accelerators.
 
 NVIDIA's driver is asked about its GPUs, which takes it less than a second.
 """
@@ -22,7 +22,7 @@ _MIB = 2**20
 
 
 class Gpu(NamedTuple):
-    """What the driver says of one GPU."""
+    """A GPU, as the driver tells of it."""
 
     number: str
     uuid: str
@@ -136,9 +136,15 @@ def accelerators_of_loaded_torch() -> tuple[str, int] | None:
     torch: Any = sys.modules.get("torch")
     if not hasattr(torch, "accelerator"):
         return None
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if not torch.accelerator.is_available():
+        return "", 0
+    accelerator = torch.accelerator.current_accelerator()
     # The module of a kind can often tell without beginning to use the devices.
-    return ("", 0) if found is None else (found.type, torch.get_device_module(found).device_count())
+    return (
+        ("", 0)
+        if accelerator is None
+        else (accelerator.type, torch.get_device_module(accelerator).device_count())
+    )
 
 
 def memories_of_loaded_torch(kind: str, count: int) -> list[int]:

@@ -52,7 +52,7 @@ class Seat(NamedTuple):
 
     @property
     def shared_bytes(self) -> int:
-        """What the host's ranks share; 0 where each has its own."""
+        """The memory that the host's ranks share; 0 where each has its own."""
         return 0 if self.memory_bytes else self.host_memory_bytes
 
 

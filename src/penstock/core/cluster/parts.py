@@ -96,7 +96,7 @@ class Group(Value, frozen=True, kw_only=True):
 
 
 class Wire(Value, frozen=True, kw_only=True):
-    """What joins two devices, instead of what their groups say.
+    """A wire that joins two devices, instead of what their groups say.
 
     Attributes:
         between: their names.

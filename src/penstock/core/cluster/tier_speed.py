@@ -126,7 +126,7 @@ def _speeds_of(handle: int, beside: AbstractContextManager[None]) -> tuple[float
 
 
 def _sum(memory: memoryview) -> None:
-    """What guards every page of a tier, in the same thread as the transfer."""
+    """Add up every page, as what guards tiers does in the thread of the transfer."""
     import numpy as np
 
     np.add.reduce(np.frombuffer(memory, np.uint64).reshape(-1, 512), axis=1)

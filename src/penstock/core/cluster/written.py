@@ -313,13 +313,14 @@ def _link(value: object) -> Link:
 
 
 def _square(
-    what: str, rows: Sequence[Sequence[float | str]], names: Sequence[str]
+    subject: str, rows: Sequence[Sequence[float | str]], names: Sequence[str]
 ) -> Sequence[Sequence[float | str]]:
     size = len(names)
     if len(rows) != size or any(len(row) != size for row in rows):
         raise InputError(
-            f"matrix: {what} has {len(rows)} rows of {', '.join({str(len(row)) for row in rows})} "
-            f"numbers; write {size} rows of {size}, for {', '.join(names[:6])}"
+            f"matrix: {subject} has {len(rows)} rows of "
+            f"{', '.join({str(len(row)) for row in rows})} numbers; "
+            f"write {size} rows of {size}, for {', '.join(names[:6])}"
         )
     return rows
 

@@ -61,7 +61,7 @@ class Paper:
 
 @dataclass(frozen=True)
 class Option:
-    """What a family takes besides ranks and microbatches."""
+    """An option that a family takes besides ranks and microbatches."""
 
     name: str
     default: str
@@ -70,7 +70,7 @@ class Option:
 
 @dataclass(frozen=True)
 class About:
-    """What a family says about itself.
+    """A family, as its docstring describes it.
 
     Attributes:
         name: as ``schedules.build`` takes it.
@@ -95,12 +95,12 @@ class About:
 
     @property
     def title(self) -> str:
-        """What people call the family."""
+        """The name by which people call the family."""
         return self.idea.partition(": ")[0] if ": " in self.idea else self.name
 
     @property
     def summary(self) -> str:
-        """What the family does, without the title."""
+        """The idea without the title."""
         said = self.idea.partition(": ")[2] or self.idea
         return said[:1].upper() + said[1:]
 
@@ -179,7 +179,7 @@ def _paragraphs(docstring: str | None) -> list[str]:
 
 
 def _drawing(docstring: str | None) -> str:
-    """What the last example of a docstring prints."""
+    """The output of the last example of a docstring."""
     examples = [
         paragraph
         for paragraph in inspect.cleandoc(docstring or "").split("\n\n")

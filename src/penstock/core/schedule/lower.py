@@ -327,7 +327,7 @@ class _Further(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """What a rank has made of a stage's gradient, when it is done with it.
+    """The gradient that a rank has made of a stage, when it is done with it.
 
     Attributes:
         rank, stage: whose.

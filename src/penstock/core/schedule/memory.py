@@ -1,4 +1,4 @@
-"""What ops keep in memory, and when it comes back."""
+"""Memory that ops keep, and when it comes back."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ def changes(
 def _held(
     ops: RankOps, sizes: Sizes, num_slices: int, activations: Activations
 ) -> tuple[Floats, Floats]:
-    """What is held of its microbatch (of its stage, where backwards go through the newest) before
-    and behind each op."""
+    """How much is held of its microbatch (of its stage, where backwards go through the newest)
+    before and behind each op."""
     columns, span = ops.columns, ops.span
     stages, row = np.unique(columns.stage[span], return_inverse=True)
     table = np.full((len(stages), len(KINDS)), np.nan)
@@ -142,7 +142,7 @@ def _left_behind(ops: RankOps, sizes: Sizes, num_slices: int) -> Mapping[tuple[i
 
 
 def curve(timed: Iterable[tuple[float, float, bool, float]]) -> Curve:
-    """What is held over time, from (start, end, whether at the start, change) of each op."""
+    """How much is held over time, from (start, end, whether at the start, change) of each op."""
     held, points = 0.0, [(0.0, 0.0)]
     for start, end, at_start, change in timed:
         if change:
@@ -174,7 +174,7 @@ def _most_held(ops: Sequence[Op], sizes: Sizes, num_slices: int, activations: Ac
 
 
 class Load(NamedTuple):
-    """What a rank holds at one moment.
+    """The load of a rank at one moment.
 
     Attributes:
         inputs: microbatches of which it has the stage's input only, and will run forward again.
@@ -196,8 +196,8 @@ _CHANGES = {
 
 
 def loads(ops: Sequence[Op], activations: Activations = "own") -> tuple[Load, ...]:
-    """What a rank holds at its worst moments: whatever the sizes are, the most that is held is held
-    at one of these.
+    """The loads of a rank at its worst moments: whatever the sizes are, the most that is held is
+    held at one of these.
 
     Args:
         ops: those of one rank with one stage: compute only, whole microbatches.

@@ -22,7 +22,7 @@ the newest forward of its stage has left."""
 
 
 class Kind(StrEnum):
-    """What an op does. Families emit the first four, passes add the others."""
+    """The kind of an op. Families emit the first four, passes add the others."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -74,7 +74,7 @@ class Kind(StrEnum):
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
 """Kinds that a schedule family emits."""
 FORWARDS = frozenset({Kind.FORWARD, Kind.RECOMPUTE})
-"""What runs a stage's layers: the first time, or again."""
+"""Kinds that run a stage's layers: the first time, or again."""
 BACKWARD = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
 """Kinds that make the gradient of a stage's input."""
 COMMUNICATION = frozenset(
@@ -168,7 +168,7 @@ NEEDS: dict[Kind, tuple[tuple[tuple[int, Kind], ...], ...]] = {
     Kind.LEAVE_STASH: (((0, _F),),),
     Kind.FETCH_STASH: (((0, Kind.LEAVE_STASH),),),
 }
-"""What each kind needs. Every need lists (stages further, kind) of the ops that can meet it; the
+"""The needs of each kind. Every need lists (stages further, kind) of the ops that can meet it; the
 first that is present does."""
 
 BEFORE: dict[Kind, tuple[tuple[Kind, int], ...]] = {
@@ -209,7 +209,7 @@ Op(stage=1, kind=<Kind.BACKWARD: 'B'>, microbatch=3, slice=0))
         # The chain ends here: the first stage reads the batch, the last one makes its gradient.
         if op.kind in COMPUTE and not 0 <= ops[-1].stage <= last_stage:
             continue
-        needed.append(next((one for one in ops if one in present), ops[-1]))
+        needed.append(next((choice for choice in ops if choice in present), ops[-1]))
     for other, further in BEFORE.get(kind, ()):
         before = Op(stage, other, microbatch, slice_ + further)
         if before in present or 0 <= before.slice < slice_:

@@ -38,7 +38,7 @@ _MOST_AHEAD = 1000
 
 @dataclass(frozen=True)
 class Stay:
-    """What a stage is in memory for, from a fetch to the leave that belongs to it.
+    """A stay of a stage in memory, from a fetch to the leave that belongs to it.
 
     Attributes:
         stage: which.
@@ -141,8 +141,10 @@ def leaving_stages(
     absent = sorted(set(chosen) - set(range(schedule.num_stages)))
     if absent:
         stage = f"stage {absent[0]}"
-        what = f"{part} of {stage} cannot leave" if part else f"{stage} cannot leave memory"
-        raise InputError(f"{what}: the schedule has {schedule.num_stages} stages, numbered from 0")
+        refused = f"{part} of {stage} cannot leave" if part else f"{stage} cannot leave memory"
+        raise InputError(
+            f"{refused}: the schedule has {schedule.num_stages} stages, numbered from 0"
+        )
     return set(chosen)
 
 
@@ -207,7 +209,7 @@ def _joined(visits: Sequence[_Visit], ahead: int) -> list[_Visit]:
 
 
 def stays_of(ops: Sequence[Op]) -> dict[Op, Stay]:
-    """What each fetch and each leave of a rank is for.
+    """The stay that each fetch and each leave of a rank is for.
 
     Args:
         ops: those of one rank, with their fetches and leaves.
@@ -230,7 +232,7 @@ def stays_of(ops: Sequence[Op]) -> dict[Op, Stay]:
         elif op.kind in LEAVES:
             if there is None:
                 raise ScheduleError(f"{op} lets a stage go that no fetch has brought in")
-            where = {one.kind: places[one] for one in there}
+            where = {need.kind: places[need] for need in there}
             last = op.kind is Kind.LEAVE_BACKWARD and there[-1] == needing[-1]
             stays[there[0]] = stays[op] = Stay(
                 op.stage,
@@ -281,7 +283,7 @@ def resident_bytes(ops: Sequence[Op], sizes: StageBytes) -> list[int]:
 
 
 class _Account:
-    """What a rank holds of its stages, op by op."""
+    """An account of what a rank holds of its stages, op by op."""
 
     def __init__(self, sizes: StageBytes, stays: Mapping[Op, Stay]) -> None:
         self._sizes = sizes
@@ -294,7 +296,7 @@ class _Account:
         self._leaving = 0
 
     def perform(self, op: Op) -> int:
-        """What is held once an op has begun."""
+        """Go on by an op; how much is held once it has begun."""
         stage, sizes = op.stage, self._sizes
         if op.kind in FETCHES:
             stay = self._stay[stage] = self._stays[op]

@@ -100,7 +100,7 @@ Lower = Callable[[int, Rounds], "Schedule"]
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """What the ranks do for one minibatch.
+    """The ops that ranks perform for one minibatch.
 
     Attributes:
         schedule: the whole window's; for a synchronous minibatch, all there is.

@@ -23,7 +23,7 @@ from penstock.core.schedule.op import BACKWARD, OF_A_ROUND, Activations, Kind, O
 
 
 class ScheduleFile(Value, frozen=True, kw_only=True):
-    """What stands in the file of a schedule; of each rank, its ops with commas between them."""
+    """The file of a schedule; of each rank, its ops with commas between them."""
 
     name: str
     ranks: tuple[str, ...]
@@ -287,8 +287,8 @@ class Schedule:
 
 
 def exchanges(ranks: Sequence[Sequence[Op]], copies: Mapping[int, int]) -> dict[Op, list[Op]]:
-    """What each update waits for: the gradients of the stage's copies, or if it has none but hands
-    in gradients, of the stages that share weights; and all ranks' agreement. The n-th update of a
+    """The ops that each update waits for: the gradients of the stage's copies, or if it has none but
+    hands in gradients, of the stages that share weights; and all ranks' agreement. The n-th update of a
     stage on a rank is made of the n-th hand-in of every rank.
 
     Args:

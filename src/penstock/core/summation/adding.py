@@ -85,7 +85,7 @@ class Filled:
 
 @dataclass
 class Round:
-    """What one worker sums.
+    """A round of one worker: what it sums.
 
     Attributes:
         number: the round's.

@@ -37,8 +37,8 @@ from penstock.core.summation.frames import (
     HEAD_BYTES,
     ITEM_BYTES,
     MOST_SERVERS,
+    FrameKind,
     Head,
-    Kind,
     Member,
     greet,
     receive,
@@ -50,7 +50,7 @@ from penstock.core.summation.split import Division, Owner, Part, divide, parts_o
 _Frame = tuple[Head, Numbers | None]
 
 
-class Exchange:
+class SumExchange:
     """A worker's connections to all owners.
 
     Args:
@@ -182,7 +182,7 @@ class Exchange:
 
     def _head(self, round_: Round, dtype: int, part: Part) -> Head:
         length = part.stop - part.start
-        return Head(Kind.PUSH, dtype, self.missing, round_.number, part.start, length)
+        return Head(FrameKind.PUSH, dtype, self.missing, round_.number, part.start, length)
 
     def _push(self, round_: Round, *, wanted: bool) -> None:
         """Queue the parts of a round that are there; if they are ``wanted``, the sums of all parts
@@ -258,7 +258,7 @@ class Exchange:
         connection = self._connections.get(place)
         while (frame := frames.get()) is not None:
             head, numbers = frame
-            if head.kind is Kind.PUSH and head.missing != self.missing:
+            if head.kind is FrameKind.PUSH and head.missing != self.missing:
                 continue  # another division holds by now
             if connection is None:
                 if numbers is not None:
@@ -279,11 +279,11 @@ class Exchange:
     def _receive_all(self, place: int) -> None:
         """Receive what one owner sends."""
         connection = self._connections[place]
-        kinds = {Kind.SUM, Kind.GONE, Kind.ABORT}
+        kinds = {FrameKind.SUM, FrameKind.GONE, FrameKind.ABORT}
         try:
             while (head := Head.received(connection, kinds)) is not None:
                 numbers = None
-                if head.kind is Kind.SUM:
+                if head.kind is FrameKind.SUM:
                     numbers = room_for(head.length, head.dtype)
                     receive(connection, bytes_of(numbers))
                     self.received += HEAD_BYTES + head.num_bytes
@@ -296,16 +296,16 @@ class Exchange:
         self._lost(place)
 
     def take(self, head: Head, numbers: Numbers | None, place: int) -> None:
-        """What an owner tells.
+        """Hear what an owner tells.
 
         Raises:
             RunError: it tells what it cannot know.
         """
-        if head.kind is Kind.ABORT:
+        if head.kind is FrameKind.ABORT:
             if not head.start < self._member.num_members:
                 raise RunError(f"it says that worker {head.start} has left, which there is not")
             self._end(place, self._owners[head.start].name)  # [5]
-        elif head.kind is Kind.GONE:
+        elif head.kind is FrameKind.GONE:
             if not self._member.num_members <= head.start < len(self._owners):
                 raise RunError(f"it says that owner {head.start} is gone, which is no server")
             self._divide_anew(head.start)
@@ -346,9 +346,9 @@ class Exchange:
                 if rate:
                     with suppress(OSError):
                         tune(connection, rate)
-                    self._queues[other].put((Head(Kind.PACE, start=round(rate)), None))
+                    self._queues[other].put((Head(FrameKind.PACE, start=round(rate)), None))
             for frames in self._queues:  # those that are gone do not read theirs
-                frames.put((Head(Kind.GONE, start=place), None))
+                frames.put((Head(FrameKind.GONE, start=place), None))
             if self._previous is not None:
                 self._push(self._previous, wanted=False)
             if self._current is not None:
@@ -392,7 +392,7 @@ class Exchange:
 class _ToSelf:
     """Where this worker's own server puts what it tells it."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: SumExchange) -> None:
         self._exchange = exchange
 
     def put(self, item: _Frame | None, /) -> None:

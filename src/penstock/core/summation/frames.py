@@ -1,4 +1,4 @@
-"""What workers and summation servers say to each other: a greeting, then frames.
+"""The protocol of workers and summation servers: a greeting, then frames.
 
 The greeting, with numbers as they stand at the lines of ``greet`` and ``receive_greeting``:
 
@@ -57,8 +57,8 @@ _MOST_AT_ONCE = 1 << 17
 """Bytes that may lie in the kernel before they are read: more would close TCP's window."""
 
 
-class Kind(IntEnum):
-    """What a frame is."""
+class FrameKind(IntEnum):
+    """The meaning of a frame."""
 
     PUSH = 1
     """A worker's numbers of a part."""
@@ -93,7 +93,7 @@ class Head(NamedTuple):
         length: how many numbers follow.
     """
 
-    kind: Kind
+    kind: FrameKind
     dtype: int = 0
     missing: int = 0
     round: int = 0
@@ -111,11 +111,11 @@ class Head(NamedTuple):
 
     @property
     def part(self) -> Head:
-        """What is the same in all frames about one part of one sum."""
-        return self._replace(kind=Kind.PUSH)
+        """The fields that are the same in all frames about one part of one sum."""
+        return self._replace(kind=FrameKind.PUSH)
 
     @classmethod
-    def received(cls, connection: socket.socket, kinds: Iterable[Kind]) -> Head | None:
+    def received(cls, connection: socket.socket, kinds: Iterable[FrameKind]) -> Head | None:
         """Wait for the next head; ``None`` at the end of the connection.
 
         Raises:
@@ -127,8 +127,8 @@ class Head(NamedTuple):
         kind, *numbers = _HEAD.unpack(head)
         if kind not in {*kinds}:
             raise RunError(f"it sent a frame of kind {kind}, which is none that it may send")
-        read = cls(Kind(kind), *numbers)
-        if read.kind in {Kind.PUSH, Kind.SUM}:
+        read = cls(FrameKind(kind), *numbers)
+        if read.kind in {FrameKind.PUSH, FrameKind.SUM}:
             if read.dtype >= len(ITEM_BYTES):
                 raise RunError(f"it sent numbers of type {read.dtype}, which there is not")
             if not 0 < read.num_bytes <= MOST_PART_BYTES:
@@ -138,7 +138,7 @@ class Head(NamedTuple):
                 )
         elif read.length:
             raise RunError(f"it announced {read.length} numbers behind a frame that has none")
-        elif read.kind is Kind.PACE and read.start >= _MOST_PACE:
+        elif read.kind is FrameKind.PACE and read.start >= _MOST_PACE:
             raise RunError(f"it asks for {read.start:,} bytes per second, which nothing sends")
         return read
 
@@ -162,7 +162,7 @@ class Member(NamedTuple):
 
 
 def key_of(secret: str, job: str) -> bytes:
-    """What proofs of a job are made with."""
+    """The key that proofs of a job are made with."""
     return hmac.digest(secret.encode(), b"penstock job " + job.encode(), hashlib.sha256)
 
 

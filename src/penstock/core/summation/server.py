@@ -20,8 +20,8 @@ from penstock.core.summation.adding import Numbers, add_to, bytes_of, room_for
 from penstock.core.summation.frames import (
     GREETING_SECONDS,
     HEAD_BYTES,
+    FrameKind,
     Head,
-    Kind,
     Member,
     receive,
     tune,
@@ -30,7 +30,7 @@ from penstock.core.summation.listener import Listener
 
 _END = None
 _OLD_ROUNDS = 2
-_OF_WORKERS = frozenset({Kind.PUSH, Kind.GONE, Kind.PACE})
+_OF_WORKERS = frozenset({FrameKind.PUSH, FrameKind.GONE, FrameKind.PACE})
 
 
 class Outlet(Protocol):
@@ -95,7 +95,7 @@ class _Session:
                 self._forget(part.round)
                 outlets = [*self.members.values()]
             for outlet in outlets:
-                outlet.put((part._replace(kind=Kind.SUM), under_way.total))
+                outlet.put((part._replace(kind=FrameKind.SUM), under_way.total))
 
     def _forget(self, newest: int) -> None:
         """Drop what nobody will complete: parts of divisions among owners that are gone."""
@@ -118,7 +118,7 @@ class _Session:
             self._sums.clear()
             outlets = [outlet for other, outlet in self.members.items() if other != place]
         for outlet in outlets:
-            outlet.put((Head(Kind.ABORT, start=place), None))
+            outlet.put((Head(FrameKind.ABORT, start=place), None))
             outlet.put(_END)
 
 
@@ -249,10 +249,10 @@ class SummationServer(Listener):
 
     @staticmethod
     def _take(connection: socket.socket, member: Member, session: _Session, head: Head) -> None:
-        if head.kind is Kind.GONE:
+        if head.kind is FrameKind.GONE:
             session.tell_all(head)
             return
-        if head.kind is Kind.PACE:
+        if head.kind is FrameKind.PACE:
             tune(connection, float(head.start))
             return
         numbers = room_for(head.length, head.dtype)

@@ -43,7 +43,7 @@ def num_portions(num_bytes: float, most: int = MOST_PORTIONS) -> int:
 
 
 PART_OVERHEAD_SECONDS = 100e-6
-"""What a part costs besides its bytes, on both ends together."""
+"""The cost of a part besides its bytes, on both ends together."""
 
 LEAST_PART_BYTES, MOST_PART_BYTES = 16 * 1024, 16 * 1024 * 1024
 

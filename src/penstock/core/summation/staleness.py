@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 
 class Contribution(NamedTuple):
-    """What a worker computed in one minibatch; in this order contributions are added.
+    """The gradients of a worker and a minibatch; in this order contributions are added.
 
     Attributes:
         minibatch: its number in the stream, from 0.
@@ -48,7 +48,7 @@ class Answer(NamedTuple):
 
 @dataclass
 class StaleStream:
-    """What happened to the gradients of one stage in one stream: enough to do it again.
+    """The way of the gradients of one stage in one stream: enough to go it again.
 
     Attributes:
         updates: what each update has added up, in its order.
@@ -74,17 +74,17 @@ class StaleStream:
 
     def packed(self) -> list[int]:
         """As plain numbers."""
-        told = [len(self.updates)]
+        numbers = [len(self.updates)]
         for own in self.updates:
-            told += [len(own), *(number for contribution in own for number in contribution)]
+            numbers += [len(own), *(number for contribution in own for number in contribution)]
         for (minibatch, worker), version in self.reads.items():
-            told += [minibatch, worker, version]
-        return told
+            numbers += [minibatch, worker, version]
+        return numbers
 
     @classmethod
-    def unpacked(cls, told: Sequence[int]) -> StaleStream:
+    def unpacked(cls, packed: Sequence[int]) -> StaleStream:
         """Undo ``packed``."""
-        numbers = iter(told)
+        numbers = iter(packed)
         updates = [
             tuple(Contribution(next(numbers), next(numbers)) for _ in range(next(numbers)))
             for _ in range(next(numbers))
@@ -118,7 +118,7 @@ class StaleClock:
         return len(self.stream.updates)
 
     def next_of(self, worker: int) -> Contribution:
-        """What a worker hands in next."""
+        """The contribution that a worker hands in next."""
         return Contribution(self._given[worker], worker)
 
     def arrive(self, worker: int) -> list[tuple[Contribution, ...] | Answer]:
@@ -169,7 +169,7 @@ class StaleClock:
         return min(self._given) > (number if number == self._last else number - self._most_stale)
 
     def _answers(self) -> list[tuple[Contribution, ...] | Answer]:
-        due = [one for one in self._to_answer if one.minibatch < self.num_updates]
+        due = [own for own in self._to_answer if own.minibatch < self.num_updates]
         for contribution in due:
             self._to_answer.remove(contribution)
             after = Contribution(contribution.minibatch + 1, contribution.worker)

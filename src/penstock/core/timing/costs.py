@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Exchange(NamedTuple):
-    """What a stage's copies exchange before an update.
+    """The exchange of a stage's copies before an update.
 
     Attributes:
         num_parts: of equal size.
@@ -156,12 +156,15 @@ class Costs:
 
     def _check_exchanges(self) -> None:
         exchanges = items_of(self.exchanges)
-        if exchanges is None or not all(isinstance(one, Exchange | None) for one in exchanges):
+        if exchanges is None or not all(
+            isinstance(exchange, Exchange | None) for exchange in exchanges
+        ):
             raise InputError(
                 f"costs: exchanges is {shown(self.exchanges)}; give an Exchange or None per stage"
             )
         checked = tuple(
-            None if one is None else one.checked("costs: exchanges") for one in exchanges
+            None if exchange is None else exchange.checked("costs: exchanges")
+            for exchange in exchanges
         )
         object.__setattr__(self, "exchanges", checked)
 
@@ -261,7 +264,7 @@ class Costs:
 
     def scaled(self, factor: float) -> Costs:
         """These costs with all durations times ``factor``."""
-        exchanges = [one and one.scaled(factor) for one in self.exchanges]
+        exchanges = [exchange and exchange.scaled(factor) for exchange in self.exchanges]
         names = [field.name for field in fields(self)]
         return replace(self._multiplied(factor, names), exchanges=exchanges)
 

@@ -38,7 +38,7 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def label(self) -> str:
-        """What is done, as in ``2F``: stage 2 forward."""
+        """The work, as in ``2F``: stage 2 forward."""
         return label_of_visit(self.stage, self.backward)
 
 
@@ -49,7 +49,7 @@ def label_of_visit(stage: int, backward: bool) -> str:
 
 # With ``dict``, what follows from the fields is kept beside them.
 class FleetTimeline(Value, frozen=True, kw_only=True, dict=True):
-    """What a fleet's devices did, predicted or measured. A file like all values.
+    """The turns of a fleet's devices, predicted or measured. A file like all values.
 
     Attributes:
         jobs: their names, in the fleet's order.

@@ -1,4 +1,4 @@
-"""What goes through a pipeline: when microbatches enter and leave it, how fast, and how late."""
+"""Flow through a pipeline: when microbatches enter and leave it, how fast, and how late."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def slowest_beat(rows: Sequence[Row]) -> tuple[float, bool]:
 
 
 def window(rows: Sequence[Row], begins: float, ends: float) -> Iterator[Row]:
-    """What starts between two times, so that the first of them is 0."""
+    """The part of rows that starts between two times, so that the first of them is 0."""
     for row in rows:
         first, last = (bisect_left(row.starts, time * (1 - _SAME)) for time in (begins, ends))
         yield Row(

@@ -21,13 +21,13 @@ from penstock.core.timing.spans import BUSY, Span
 from penstock.core.timing.timeline import Timeline
 
 TOLERANCE = 0.02
-"""What does not count as a difference, as a share of the predicted step."""
+"""Less than this share of the predicted step is no difference."""
 
 _NOISES = 4.0
 
 
 class Cause(NamedTuple):
-    """What took another time than predicted.
+    """Something that took another time than predicted.
 
     Attributes:
         what: ``"op"``: the op itself; ``"pause"``: from the end of ``after`` until the op started;

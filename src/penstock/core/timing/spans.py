@@ -99,7 +99,7 @@ _MOST_STAGES = 1_000_000
 
 
 class TimelineFile(Value, frozen=True, kw_only=True, omit_defaults=True):
-    """What stands in the file; spans are (op, rank, start, end).
+    """The file of a timeline; spans are (op, rank, start, end).
 
     Attributes:
         versions: one per span, −1 where it reads none; left out where none are known.
@@ -145,7 +145,7 @@ def encode(
 
 
 def decode(text: str, where: str) -> tuple[TimelineFile, list[Span]]:
-    """What ``encode`` wrote, and its spans.
+    """Read what ``encode`` wrote; also its spans.
 
     Raises:
         FileError: it is something else; ``where`` is named.
@@ -178,13 +178,15 @@ def _check_spans(spans: Iterable[Span], num_ranks: int) -> None:
 def _check_transfers(file: TimelineFile, num_ranks: int) -> None:
     """Raise ``InputError`` for a transfer between ranks that there are not, or at no time."""
     for ranks, kind, stage, number, start, end in file.transfers:
-        what = f"the {kind} {number} of stage {stage}"
+        subject = f"the {kind} {number} of stage {stage}"
         enough = len(ranks) == 1 if kind in ("read", "write", "served") else len(ranks) > 1
         if not enough or not all(0 <= rank < num_ranks for rank in ranks):
-            raise InputError(f"{what} is of ranks {ranks}, but num_ranks is {num_ranks}")
-        whole(f"{what}: its stage", stage, 0, _MOST_STAGES)
+            raise InputError(f"{subject} is of ranks {ranks}, but num_ranks is {num_ranks}")
+        whole(f"{subject}: its stage", stage, 0, _MOST_STAGES)
         if not -MOST_AMOUNT <= start <= end <= MOST_AMOUNT:
-            raise InputError(f"{what} starts at {start} and ends at {end}; give the earlier first")
+            raise InputError(
+                f"{subject} starts at {start} and ends at {end}; give the earlier first"
+            )
 
 
 def _versioned(spans: list[Span], versions: Sequence[int], where: str) -> list[Span]:

@@ -46,7 +46,7 @@ from penstock.core.timing.spans import (
 
 @dataclass(frozen=True)
 class Timeline:
-    """What happened, or is predicted to happen, on every rank during one minibatch.
+    """Ops with their times, measured or predicted, on every rank during one minibatch.
 
     Attributes:
         rows: one per rank, each in order of start. Times are kept as columns, so that a schedule
@@ -94,7 +94,10 @@ class Timeline:
             )
             for spans in ranks
         )
-        moved = (one._replace(start=one.start - zero, end=one.end - zero) for one in transfers)
+        moved = (
+            transfer._replace(start=transfer.start - zero, end=transfer.end - zero)
+            for transfer in transfers
+        )
         return cls(
             tuple(rows),
             name,
@@ -268,9 +271,9 @@ class Timeline:
         rows = window(self.rows, begins[first], begins[first + num_ticks])
         begin, end = begins[first], begins[first + num_ticks]
         moved = (
-            one._replace(start=one.start - begin, end=one.end - begin)
-            for one in self.transfers
-            if begin <= one.start and one.end <= end
+            transfer._replace(start=transfer.start - begin, end=transfer.end - begin)
+            for transfer in self.transfers
+            if begin <= transfer.start and transfer.end <= end
         )
         return replace(self, rows=tuple(rows), arrivals=(), transfers=tuple(moved))
 

@@ -1,4 +1,4 @@
-"""What every policy answers, and where a stage stands that it is asked about."""
+"""``BasePolicy``: the questions that all policies answer; ``Place``: the stage they are about."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Place:
 
 
 class BasePolicy(Value, frozen=True, tag_field="policy"):
-    """What every policy answers."""
+    """The questions that every policy answers."""
 
     asynchronous: ClassVar[bool] = True
     stashes: ClassVar[bool] = True
@@ -67,7 +67,7 @@ class BasePolicy(Value, frozen=True, tag_field="policy"):
         return place.warm_up / place.per_update
 
     def damping(self, place: Place) -> float:
-        """What the learning rates of a stage are multiplied by because its gradients are old."""
+        """The factor of a stage's learning rates, because its gradients are old."""
         return 1.0
 
     def versions_held(self, place: Place) -> int:

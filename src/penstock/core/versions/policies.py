@@ -233,7 +233,7 @@ class PipeMare(BasePolicy, frozen=True, tag="pipemare"):
         return (2 * (place.num_stages - 1 - place.stage) + 1) / place.per_update
 
     def rate_factor(self, place: Place, update: int) -> float:
-        """What T1 multiplies the learning rate by at an update, counted from 0."""
+        """The factor by which T1 multiplies the learning rate at an update, counted from 0."""
         return 1.0 if self.t1 is None else rate_factor(self.tau(place), update, self.t1)
 
     def versions_held(self, place: Place) -> int:

@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from penstock.base.errors import InputError
 from penstock.core.cluster import SpareMachine
-from penstock.core.summation.exchange import Exchange
+from penstock.core.summation.exchange import SumExchange
 from penstock.core.summation.frames import Member, is_loopback, key_of, parse_address
 from penstock.core.summation.server import SummationServer
 from penstock.core.summation.split import Owner
@@ -58,7 +58,7 @@ class ServerReducer(FlatReducer):
         self._summing = summing
         self._session = bytes.fromhex(attempt)[:16]
         self._server: SummationServer | None = None
-        self._exchange: Exchange | None = None
+        self._exchange: SumExchange | None = None
         self._round = 0
         self._buffers: tuple[FlatLayout, list[FlatBuffers]] | None = None
 
@@ -93,7 +93,7 @@ class ServerReducer(FlatReducer):
         assert self._server is not None
         place = self._shared.ranks.index(self._rank)
         member = Member(self._session, self._sum, place, len(holders))
-        self._exchange = Exchange(member, [*holders, *spare], self._server)
+        self._exchange = SumExchange(member, [*holders, *spare], self._server)
 
     def _listen(self, word: str) -> tuple[str, int, str]:
         self._server = SummationServer(own_host(), 0, key_of(word, ""))

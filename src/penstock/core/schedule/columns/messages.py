@@ -99,7 +99,7 @@ def _implied(columns: Columns) -> Messages:
 
 
 def bounded(columns: Columns, messages: Messages, capacity: int) -> tuple[Needs, Ints]:
-    """What ops and messages wait for where a channel holds so many messages; and for each of them,
+    """The needs of ops and messages where a channel holds so many messages; and for each of them,
     the receive that makes room for it, or ``Needs.nothing``.
 
     With a capacity of 0, nothing lies in a channel: a message passes once its receive is posted.

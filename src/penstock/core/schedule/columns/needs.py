@@ -31,7 +31,7 @@ _BLOCK = 1 << 15
 
 @dataclass(frozen=True, eq=False)
 class Needs:
-    """What must be done before each op of its own rank's order can run.
+    """Ops that must be done before each op of its own rank's order can run.
 
     An op that stands earlier on the same rank is done anyway, so that nearly every op waits for
     one other at most; those that wait for several are listed.
@@ -181,7 +181,7 @@ class Numbers:
         return need
 
     def _before(self, ops: Longs, other: Kind, further: int) -> Ints:
-        """What other slices, and the other part of what is freed, come first."""
+        """The other slice, or the other part of what is freed, that comes first."""
         need = np.full(len(ops), self.nothing, np.int32)
         slices = self.columns.slice[ops] + further
         inside = np.flatnonzero((slices >= 0) & (slices < self.columns.num_slices))
@@ -198,7 +198,7 @@ class Numbers:
             need[alone & (need == self.absent)] = self.nothing
 
     def needs(self) -> Needs:
-        """What each op waits for, without what its rank has done before it anyway; ``needs_of``
+        """The needs of each op, without what its rank has done before it anyway; ``needs_of``
         keeps it."""
         single = np.full(self.columns.count, self.nothing, np.int32)
         several: dict[int, list[int]] = {}
@@ -233,7 +233,7 @@ class Numbers:
 
 
 def needs_of(columns: Columns) -> Needs:
-    """What the ops of some columns wait for, worked out once.
+    """The needs of the ops of some columns, worked out once.
 
     Raises:
         ScheduleError: an op stands twice, a number is far beyond all others, or a rank hands in
@@ -395,7 +395,9 @@ class _RankByRank:
             for op in range(position[rank], limit[rank]):
                 need = single[op]
                 if not done[need]:
-                    need = next((one for one in several.get(op, (need,)) if not done[one]), -1)
+                    need = next(
+                        (other for other in several.get(op, (need,)) if not done[other]), -1
+                    )
                     if need >= 0:
                         waiting.setdefault(need, []).append(rank)
                         position[rank] = op

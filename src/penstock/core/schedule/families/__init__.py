@@ -164,13 +164,13 @@ def named(text: str) -> tuple[str, dict[str, Any]]:
     return name, options
 
 
-def _value_of(what: str, text: str, kind: Any) -> Any:
+def _value_of(subject: str, text: str, kind: Any) -> Any:
     if get_origin(kind) is Literal and text not in get_args(kind):
-        raise InputError(f"{what} is {shown(text)}; take {' or '.join(get_args(kind))}")
+        raise InputError(f"{subject} is {shown(text)}; take {' or '.join(get_args(kind))}")
     try:
         return msgspec.convert(text, kind, strict=False)
     except (msgspec.ValidationError, TypeError) as error:
-        raise InputError(f"{what} cannot be {shown(text)}: {error}") from None
+        raise InputError(f"{subject} cannot be {shown(text)}: {error}") from None
 
 
 def build(name: str, *, num_ranks: int, num_microbatches: int, **options: Any) -> Schedule:

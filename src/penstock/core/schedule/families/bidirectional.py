@@ -190,7 +190,7 @@ def _undivided(ranks: Iterable[Sequence[Op]]) -> list[list[Op]]:
 
 
 def _middle(placement: Placement, few: int) -> Middle | None:
-    """What ranks do from one moment to the first at which all stands as it stood then."""
+    """The ops from one moment to the first at which all stands as it stood then."""
     seen: dict[object, Phase] = {}
     again: list[tuple[Phase, Phase]] = []
 

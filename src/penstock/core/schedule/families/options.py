@@ -112,21 +112,21 @@ def one_per_rank(family: str, option: str, value: Any, num_ranks: int) -> tuple[
     Raises:
         InputError: another count, no numbers, or a negative one.
     """
-    what = f"{family}: {option}"
+    subject = f"{family}: {option}"
     if is_number(value):
-        return (_limit(what, value),) * num_ranks
+        return (_limit(subject, value),) * num_ranks
     numbers = items_of(value)
     if numbers is None:
-        raise InputError(f"{what} is {shown(value)}; give one number, or one per rank")
+        raise InputError(f"{subject} is {shown(value)}; give one number, or one per rank")
     if len(numbers) != num_ranks:
         raise InputError(
-            f"{what} has {len(numbers)} numbers for {num_ranks} ranks; give one, or one per rank"
+            f"{subject} has {len(numbers)} numbers for {num_ranks} ranks; give one, or one per rank"
         )
-    return tuple(_limit(what, limit) for limit in numbers)
+    return tuple(_limit(subject, limit) for limit in numbers)
 
 
-def _limit(what: str, value: Any) -> float:
-    return inf if is_number(value) and value == inf else number(what, value)
+def _limit(subject: str, value: Any) -> float:
+    return inf if is_number(value) and value == inf else number(subject, value)
 
 
 def placed(family: str, num_ranks: int, placement: Any) -> Placement:

@@ -33,7 +33,7 @@ class Moment(NamedTuple):
 
 
 class Middle(NamedTuple):
-    """What ranks do again and again: all that they do between two moments.
+    """The middle of an order, which ranks repeat: all that they do between two moments.
 
     Attributes:
         begin, end: how many ops each rank has run before and at the end of it.

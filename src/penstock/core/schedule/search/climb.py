@@ -172,7 +172,7 @@ UNKNOWN = -1.0
 
 
 class OrderScore(NamedTuple):
-    """What an order comes to. Compares as a tuple."""
+    """The score of an order. Compares as a tuple."""
 
     objective: float
     """The makespan, or the longest time any rank needs from its first op to its last."""

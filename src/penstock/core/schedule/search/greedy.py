@@ -24,7 +24,7 @@ from penstock.core.schedule.search.problem import (
 
 
 class Rules(NamedTuple):
-    """What a free rank prefers.
+    """The preferences of a free rank.
 
     Attributes:
         forward_first: while fewer than this many forwards are ahead of backwards, a forward goes
@@ -84,7 +84,7 @@ def greedy(
 
 
 class _Run:
-    """What has happened so far."""
+    """A run of the list scheduler, as far as it has come."""
 
     def __init__(self, problem: OrderingProblem, rules: Sequence[Rules]) -> None:
         self.problem, self.rules, self.sizes = problem, rules, problem.sizes
@@ -185,7 +185,7 @@ class _Run:
         return awake
 
     def _account(self, kind: int, stage: int, rank: int) -> None:
-        """What an op changes in what its rank holds and has waiting."""
+        """Change what the rank of an op holds and has waiting."""
         whole, kept = self.sizes.activation[stage], self.sizes.kept_for_weight[stage]
         if kind == FORWARD:
             self.held[rank] += whole

@@ -1,4 +1,4 @@
-"""What a search is asked: which ops on which rank, how long they take, what may be held."""
+"""The question of a search: which ops on which rank, how long they take, what may be held."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ _KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 @dataclass(frozen=True, eq=False)
 class ExactProblem:
-    """What is to be ordered; op number n is ``ops[n]``.
+    """Ops that are to be ordered; number n is ``ops[n]``.
 
     Attributes:
         ops: all of them, by stage, kind and microbatch.
@@ -190,7 +190,7 @@ Solver = Callable[["LinearProgram", float, float], tuple[str, float, Floats]]
 neither is known; the objective; the value of every column."""
 
 _SCALE = 1000.0
-"""What the highest objective becomes in the solver, whose tolerances are absolute."""
+"""The highest objective, as the solver has it, whose tolerances are absolute."""
 _ANSWERS = {0: "optimal", 2: "infeasible"}
 _INFEASIBLE_OR_UNBOUNDED = 4
 

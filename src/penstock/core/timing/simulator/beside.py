@@ -41,7 +41,7 @@ class Arrivals:
 
     @classmethod
     def of(cls, schedule: Schedule, costs: Durations, rate: float) -> Arrivals:
-        """What a source of so many frames per unit of time does to a schedule.
+        """The arrivals from a source of so many frames per unit of time.
 
         A live stream (one whose backwards go through the newest activations) has at most as many
         frames inside as it has stages: more would queue between stages, where each makes all later
@@ -112,7 +112,7 @@ class Surroundings:
         ]
 
     def with_admissions(self, needs: Needs) -> Needs:
-        """What ops wait for, where a frame is let in when another one has left."""
+        """The needs of ops, where a frame is let in when another one has left."""
         if not self._admits:
             return needs
         single, several = needs.single.copy(), dict(needs.several)
@@ -156,7 +156,7 @@ class Surroundings:
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
-        """What kept links and tiers busy, once all ops are through."""
+        """All that kept links and tiers busy, once all ops are through."""
         carried = self._links.transfers if self._links is not None else []
         summed = self.sums.transfers if self.sums is not None else []
         stored = [

@@ -26,7 +26,7 @@ SLICED = COMPUTE | {Kind.RECOMPUTE}
 
 
 class Beside(Protocol):
-    """What goes on beside the ranks, and may make an op wait: links, sums, tiers, a source."""
+    """Things that go on beside the ranks, and may make an op wait: links, sums, tiers, a source."""
 
     def ready(self, rank: int, number: int, ready: float) -> float:
         """When an op of a rank can begin that could begin at ``ready`` for all other reasons."""

@@ -36,11 +36,11 @@ class Served:
         if not any(self.counts):
             return timeline
         first: dict[tuple[int, int], float] = {}
-        for one in timeline.transfers:
-            if one.kind == "sum":
-                for rank in one.ranks:
-                    key = rank, one.stage
-                    first[key] = min(one.start, first.get(key, one.start))
+        for part in timeline.transfers:
+            if part.kind == "sum":
+                for rank in part.ranks:
+                    key = rank, part.stage
+                    first[key] = min(part.start, first.get(key, part.start))
         served = [
             transfer
             for rank, row in enumerate(timeline.rows)
@@ -106,7 +106,7 @@ class Sums:
         exchange = self._costs.exchange(op.stage)
         if exchange is None or op.kind is not Kind.REDUCE:
             return
-        makers = [self._times.get(one, (end, end)) for one in self._schedule.dependencies(op)]
+        makers = [self._times.get(need, (end, end)) for need in self._schedule.dependencies(op)]
         begun, done = max(makers, key=lambda span: span[1], default=(end, end))
         count = exchange.num_parts
         made = [min(begun + (done - begun) * (part + 1) / count, end) for part in range(count)]

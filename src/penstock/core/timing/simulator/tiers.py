@@ -19,7 +19,7 @@ _Key = TypeVar("_Key")
 
 
 class Tiers:
-    """What one rank reads and writes.
+    """The reads and writes of one rank.
 
     A fetch can begin when the stage's last write is done; what an op needs first comes first
     (``Reader``). A leave waits until what left before it is written, whose room comes back then.
@@ -54,7 +54,7 @@ class Tiers:
 
     @property
     def transfers(self) -> list[Transfer]:
-        """What has kept reader and writer busy, once all ops are through."""
+        """All that has kept reader and writer busy, once all ops are through."""
         self._reader.finish()
         return self._transfers
 
