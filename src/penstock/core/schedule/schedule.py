@@ -287,9 +287,9 @@ class Schedule:
 
 
 def exchanges(ranks: Sequence[Sequence[Op]], copies: Mapping[int, int]) -> dict[Op, list[Op]]:
-    """The ops that each update waits for: the gradients of the stage's copies, or if it has none but
-    hands in gradients, of the stages that share weights; and all ranks' agreement. The n-th update of a
-    stage on a rank is made of the n-th hand-in of every rank.
+    """The ops that updates wait for: the gradients of the stage's copies, or if it has none but
+    hands in gradients, of the stages that share weights; and all ranks' agreement. The n-th update
+    of a stage on a rank is made of the n-th hand-in of every rank.
 
     Args:
         ranks: the ops of each rank, or its reductions, agreements and updates alone.
