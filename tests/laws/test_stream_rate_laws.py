@@ -10,7 +10,7 @@ from penstock import Costs, Timeline, schedules, simulate, versions
 from penstock.base.errors import InputError
 from penstock.core.schedule.lower import add_updates
 from penstock.core.schedule.rounds import Rounds
-from penstock.core.timing.flow import beat
+from penstock.core.timing.spans import beat
 from penstock.planning.plans.steady import steady_seconds
 from tests.kit.examples import examples
 

@@ -17,7 +17,7 @@ from torch import nn
 import penstock as pk
 from penstock.base.errors import InputError, ModelError, StageError
 from penstock.core.schedule import Kind, Op, Schedule, families
-from penstock.core.schedule.families.flushed import seq1f1b
+from penstock.core.schedule.families.straight import seq1f1b
 from penstock.core.schedule.lower import split_backward
 from penstock.demo import GPT, loss
 from penstock.engine.model.spine import run_spine

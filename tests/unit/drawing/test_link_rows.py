@@ -13,7 +13,7 @@ from penstock.base.errors import FileError
 from penstock.core.schedule import Kind
 from penstock.core.schedule.lower import add_update
 from penstock.core.timing.costs import Exchange
-from penstock.core.timing.simulator.sums import Served
+from penstock.core.timing.simulator.beside import Served
 from penstock.core.timing.spans import Transfer
 from penstock.core.timing.timeline import Timeline
 from penstock.drawing.timeline.link_rows import link_rows

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from penstock import Costs, Schedule, check, schedules, simulate
 from penstock.base.errors import InputError
 from penstock.core.schedule import lower
-from penstock.core.schedule.columns.columns import Columns
+from penstock.core.schedule.columns import Columns
 from penstock.core.schedule.families.bidirectional import Slots
 from penstock.core.schedule.families.layout import Phases, Turns
 from penstock.core.schedule.lower import add_free

@@ -143,6 +143,6 @@ def test_no_other_file_spells_the_rule():
                 reading.add(name)
     # ``needs`` reads the tables for whole columns.
     assert spelling == {"core/schedule/op.py"}
-    readers = ("op.py", "columns/needs.py")
+    readers = ("op.py", "needs.py")
     assert reading == {f"core/schedule/{name}" for name in readers}
     assert set(SENT_BY) == set(RECEIVED_BY) == COMPUTE - {Kind.BACKWARD_WEIGHT}

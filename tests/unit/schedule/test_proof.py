@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 
 from penstock import Kind, Op, Schedule, check, schedules, simulate
 from penstock.base.errors import InputError, ScheduleError
-from penstock.core.schedule.columns import needs as columns_needs
-from penstock.core.schedule.columns.messages import bounded, messages_of
-from penstock.core.schedule.columns.needs import Numbers
+from penstock.core.schedule import needs as columns_needs
 from penstock.core.schedule.lower import (
     add_agreement,
     add_communication,
@@ -23,6 +21,8 @@ from penstock.core.schedule.lower import (
     lower,
     split_backward,
 )
+from penstock.core.schedule.messages import bounded, messages_of
+from penstock.core.schedule.needs import Numbers
 from penstock.core.schedule.op import COMMUNICATION
 from penstock.core.schedule.rounds import Rounds
 from tests.oracles import op_by_op

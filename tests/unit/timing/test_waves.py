@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from penstock import Costs, Schedule, schedules, simulate
 from penstock.base.errors import InputError, ScheduleError
-from penstock.core.schedule.columns import needs as columns_needs
+from penstock.core.schedule import needs as columns_needs
 from penstock.core.schedule.lower import add_agreement, add_recompute, add_update, lower
 from tests.oracles import op_by_op
 

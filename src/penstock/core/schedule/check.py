@@ -17,9 +17,10 @@ import numpy as np
 
 from penstock.base.errors import ScheduleError
 from penstock.base.values import expect
-from penstock.core.schedule.columns.columns import Columns, Longs
-from penstock.core.schedule.columns.messages import bounded, messages_of
-from penstock.core.schedule.columns.needs import (
+from penstock.core.schedule.columns import Columns, Longs
+from penstock.core.schedule.lower import add_communication, last_gradients
+from penstock.core.schedule.messages import bounded, messages_of
+from penstock.core.schedule.needs import (
     MOST_LISTED,
     Needs,
     Numbers,
@@ -28,7 +29,6 @@ from penstock.core.schedule.columns.needs import (
     listed,
     needs_of,
 )
-from penstock.core.schedule.lower import add_communication, last_gradients
 from penstock.core.schedule.offload import check_offload
 from penstock.core.schedule.op import (
     COMMUNICATION,

@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock.base.errors import InputError, ScheduleError
 from penstock.base.values import expect
-from penstock.core.schedule.columns.columns import (
+from penstock.core.schedule.columns import (
     CODES,
     KINDS,
     Codes,
@@ -22,14 +22,14 @@ from penstock.core.schedule.columns.columns import (
     Ints,
     Longs,
 )
-from penstock.core.schedule.columns.messages import (
+from penstock.core.schedule.messages import (
     Messages,
     bounded,
     hoist,
     in_new_order,
     messages_of,
 )
-from penstock.core.schedule.columns.needs import Walk
+from penstock.core.schedule.needs import Walk
 from penstock.core.schedule.op import (
     BACKWARD,
     COMMUNICATION,

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from penstock.base.errors import InputError
 from penstock.base.values import amount, items_of, shown
-from penstock.core.schedule.columns.columns import CODES, KINDS, Bools, RankOps
+from penstock.core.schedule.columns import CODES, KINDS, Bools, RankOps
 from penstock.core.schedule.op import FORWARDS, RELEASING, STASHES, Activations, Kind, Op
 
 Curve = tuple[tuple[float, float], ...]

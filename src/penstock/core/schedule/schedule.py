@@ -18,7 +18,7 @@ from typing import Protocol, TypeGuard
 from penstock.base.errors import ScheduleError
 from penstock.base.lazily import method_provided
 from penstock.base.values import Value, expect, read_text, refused_as, write_atomically
-from penstock.core.schedule.columns.columns import Columns, RankOps
+from penstock.core.schedule.columns import Columns, RankOps
 from penstock.core.schedule.op import BACKWARD, OF_A_ROUND, Activations, Kind, Op, dependencies
 
 

@@ -2,8 +2,7 @@
 
 ``costs`` are the durations of ops and messages; ``simulator`` turns a schedule and costs into a
 ``timeline``, which is made of ``spans``; of a timeline, ``idle`` says where its gaps come from and
-what its ops cost, ``flow`` how fast and how late things go through, and ``parting`` where it
-departs from its prediction.
+what its ops cost, and ``parting`` where it departs from its prediction.
 
 What links carry is a part of a timeline (``Transfer``), beside what ranks do. ``costs`` has the
 flow shop by which sums of gradients pass while backwards run.
@@ -18,7 +17,7 @@ A live source is part of the simulation, and so is the rule by which it lets fra
 whose backwards go through the newest activations, as many at once as there are stages. The order of
 its ops alone would let twice as many in, which then wait between stages.
 
-The pace of a stream is read off its forwards, over whole periods of their rhythm (``flow.beat``): a
+The pace of a stream is read off its forwards, over whole periods of their rhythm (``spans.beat``): a
 loop of n microbatches has a rhythm of n, and any other length tells another pace. Forwards know
 nothing of how a stream ends.
 

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.core.schedule.columns.needs import needs_of
+from penstock.core.schedule.needs import needs_of
 from penstock.core.schedule.op import COMMUNICATION, RECEIVES, SENDS, Kind, Op
 from penstock.core.schedule.schedule import Schedule
 from penstock.core.timing.costs import Costs

@@ -16,7 +16,7 @@ from operator import sub
 from penstock.base.errors import InputError
 from penstock.base.lazily import method_provided
 from penstock.base.values import expect, read_text, whole, write_atomically
-from penstock.core.schedule.columns.columns import RankOps
+from penstock.core.schedule.columns import RankOps
 from penstock.core.schedule.memory import (
     Curve,
     Sizes,
@@ -29,7 +29,6 @@ from penstock.core.schedule.memory import (
 )
 from penstock.core.schedule.op import RELEASING, Activations, Kind
 from penstock.core.schedule.schedule import Schedule
-from penstock.core.timing.flow import beat, entries, outputs, outputs_by_stage, window
 from penstock.core.timing.spans import (
     BUSY,
     NO_VERSION,
@@ -37,10 +36,15 @@ from penstock.core.timing.spans import (
     Source,
     Span,
     Transfer,
+    beat,
     decode,
     encode,
+    entries,
+    outputs,
+    outputs_by_stage,
     spans_of,
     version_of,
+    window,
 )
 
 

@@ -39,7 +39,6 @@ the order of ranks, so that the sum has the same bits everywhere and in the repl
 
 from __future__ import annotations
 
-from penstock.core.versions.base import Place, Updates
 from penstock.core.versions.book import (
     Trace,
     VersionBook,
@@ -58,11 +57,13 @@ from penstock.core.versions.policies import (
     Flush,
     Latest,
     PipeMare,
+    Place,
     Policy,
     Predict,
     Rates,
     Sideways,
     Stash,
+    Updates,
     VerticalSync,
     rate_factor,
 )

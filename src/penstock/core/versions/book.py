@@ -11,8 +11,14 @@ from typing import TYPE_CHECKING
 from penstock.base.errors import InputError
 from penstock.core.schedule.op import RELEASING, Kind, Op
 from penstock.core.schedule.rounds import Rounds, fewest_per_update, warm_up
-from penstock.core.versions.base import Place
-from penstock.core.versions.policies import USUAL, DoubleBuffer, PipeMare, Policy, VerticalSync
+from penstock.core.versions.policies import (
+    USUAL,
+    DoubleBuffer,
+    PipeMare,
+    Place,
+    Policy,
+    VerticalSync,
+)
 
 if TYPE_CHECKING:
     from penstock.core.schedule.schedule import Schedule

@@ -17,8 +17,7 @@ from typing import NamedTuple
 
 from penstock.core.schedule.memory import Curve
 from penstock.core.schedule.op import COMPUTE
-from penstock.core.timing.flow import entries, outputs_by_stage
-from penstock.core.timing.spans import Row
+from penstock.core.timing.spans import Row, entries, outputs_by_stage
 from penstock.core.timing.timeline import Timeline
 from penstock.drawing.axes import Titled, unit_for
 

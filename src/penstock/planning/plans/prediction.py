@@ -12,7 +12,7 @@ from penstock.core.schedule import Schedule
 from penstock.core.schedule.lower import add_update
 from penstock.core.timing.costs import Costs
 from penstock.core.timing.simulator import simulate
-from penstock.core.timing.simulator.sums import Served
+from penstock.core.timing.simulator.beside import Served
 from penstock.core.timing.timeline import Timeline
 from penstock.core.versions import Policy, place_of, versions_read
 from penstock.planning.plans.offloading import Offload, offloading_costs

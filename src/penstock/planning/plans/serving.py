@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.core.timing.simulator.sums import Served
+from penstock.core.timing.simulator.beside import Served
 from penstock.planning.plans.shape import Shape
 
 

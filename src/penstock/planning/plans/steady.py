@@ -9,8 +9,8 @@ from penstock.core.schedule import Schedule
 from penstock.core.schedule.lower import add_updates
 from penstock.core.schedule.rounds import Rounds, filling
 from penstock.core.timing.costs import Costs
-from penstock.core.timing.flow import slowest_beat
 from penstock.core.timing.simulator import simulate
+from penstock.core.timing.spans import slowest_beat
 from penstock.core.versions import Policy, rounds_of
 
 Build = Callable[[int], Schedule]

@@ -30,10 +30,8 @@ import msgspec
 
 from penstock.base.errors import InputError
 from penstock.base.values import expect, is_whole, shown
-from penstock.core.schedule.families.asynchronous import partime, pipedream, pipedream_2bw
 from penstock.core.schedule.families.bidirectional import chimera, hanayo
 from penstock.core.schedule.families.building_block import v_half, v_min
-from penstock.core.schedule.families.flushed import eager_one_f_one_b, gpipe, one_f_one_b, seq1f1b
 from penstock.core.schedule.families.looped import (
     breadth_first,
     interleaved,
@@ -42,6 +40,15 @@ from penstock.core.schedule.families.looped import (
 )
 from penstock.core.schedule.families.options import at_least
 from penstock.core.schedule.families.searched import optimal, zb_auto
+from penstock.core.schedule.families.straight import (
+    eager_one_f_one_b,
+    gpipe,
+    one_f_one_b,
+    partime,
+    pipedream,
+    pipedream_2bw,
+    seq1f1b,
+)
 from penstock.core.schedule.families.zero_bubble import dualpipe_v, zb_h1, zb_h2, zb_v
 from penstock.core.schedule.schedule import Schedule
 

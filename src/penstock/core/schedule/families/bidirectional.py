@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.base.errors import InputError
-from penstock.core.schedule.columns.columns import Fields, joined
+from penstock.core.schedule.columns import Fields, joined
 from penstock.core.schedule.durations import Placement, WholeBackward, snake
 from penstock.core.schedule.families.layout import Line, laid_out, numbers
 from penstock.core.schedule.families.options import at_least

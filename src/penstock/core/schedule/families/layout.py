@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from penstock.core.schedule.columns.columns import CODES, Columns, Fields, Ints, codes_of, joined
+from penstock.core.schedule.columns import CODES, Columns, Fields, Ints, codes_of, joined
 from penstock.core.schedule.op import BACKWARD, Activations, Kind
 from penstock.core.schedule.schedule import Schedule
 
@@ -28,7 +28,7 @@ class Phases:
         phases: patterns, and how often each repeats.
         stages: of the rank.
 
-    >>> from penstock.core.schedule.columns.columns import Columns
+    >>> from penstock.core.schedule.columns import Columns
     >>> order = Phases((("F0", 1), ("F0 I0", 2), ("W", 2)), stages=(7,))
     >>> print(*Columns.of_fields([order.fields()]).ops(slice(None)))
     7F0 7F1 7I0 7F2 7I1 7W0 7W1

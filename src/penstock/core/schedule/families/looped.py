@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from penstock.core.schedule.columns.columns import Columns, Fields, joined
+from penstock.core.schedule.columns import Columns, Fields, joined
 from penstock.core.schedule.families.layout import Line, alternate, laid_out
 from penstock.core.schedule.families.options import at_least
 from penstock.core.schedule.op import Kind

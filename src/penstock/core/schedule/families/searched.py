@@ -10,9 +10,9 @@ from penstock.core.schedule.check import check
 from penstock.core.schedule.durations import Durations, Placement, UnitDurations, loop, snake
 from penstock.core.schedule.families.bidirectional import hanayo
 from penstock.core.schedule.families.building_block import v_half, v_min
-from penstock.core.schedule.families.flushed import eager_one_f_one_b, gpipe, one_f_one_b
 from penstock.core.schedule.families.looped import breadth_first, interleaved, interleaved_zb
 from penstock.core.schedule.families.options import one_per_rank, placed
+from penstock.core.schedule.families.straight import eager_one_f_one_b, gpipe, one_f_one_b
 from penstock.core.schedule.families.zero_bubble import dualpipe_v, zb_h1, zb_h2, zb_v
 from penstock.core.schedule.lower import split_backward
 from penstock.core.schedule.memory import Sizes

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.core.schedule.columns.columns import CODES, Fields
+from penstock.core.schedule.columns import CODES, Fields
 from penstock.core.schedule.families.layout import laid_out
 from penstock.core.schedule.op import Kind, Op
 from penstock.core.schedule.schedule import Schedule

@@ -1,7 +1,7 @@
 """Predict: a schedule and its costs become a timeline.
 
 ``passage`` lets ranks go through their ops, on columns; ``beside`` is what may make them wait for
-more than each other: links that are busy, a live source, ``sums`` of gradients part by part,
+more than each other: links that are busy, sums of gradients part by part, a live source, and
 ``tiers`` where stages leave memory.
 """
 
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Protocol, TypeGuard
 import numpy as np
 
 from penstock.base.values import expect
-from penstock.core.schedule.columns.columns import Columns
-from penstock.core.schedule.columns.needs import needs_of
+from penstock.core.schedule.columns import Columns
 from penstock.core.schedule.durations import Durations
+from penstock.core.schedule.needs import needs_of
 from penstock.core.schedule.op import COMMUNICATION, Kind
 from penstock.core.schedule.schedule import Planned, Schedule
 from penstock.core.timing.costs import Costs

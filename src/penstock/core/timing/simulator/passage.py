@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.core.schedule.check import deadlock
-from penstock.core.schedule.columns.columns import CODES, Columns, Ints, Longs
-from penstock.core.schedule.columns.needs import Needs
+from penstock.core.schedule.columns import CODES, Columns, Ints, Longs
+from penstock.core.schedule.needs import Needs
 from penstock.core.schedule.op import COMPUTE, Kind, Op
 from penstock.core.schedule.schedule import Schedule
 from penstock.core.timing.costs import Costs

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.base.errors import ScheduleError
-from penstock.core.schedule.columns.columns import Bools, Columns, Ints, Longs, codes_of
-from penstock.core.schedule.columns.needs import Needs, Numbers, Walk, needs_of
+from penstock.core.schedule.columns import Bools, Columns, Ints, Longs, codes_of
+from penstock.core.schedule.needs import Needs, Numbers, Walk, needs_of
 from penstock.core.schedule.op import COMMUNICATION, COMPUTE, OTHER_END, RECEIVES, Kind
 
 _FORWARD = codes_of({Kind.FORWARD, Kind.SEND_FORWARD})

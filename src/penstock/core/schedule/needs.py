@@ -17,7 +17,7 @@ from itertools import pairwise, product
 import numpy as np
 
 from penstock.base.errors import ScheduleError
-from penstock.core.schedule.columns.columns import CODES, Bools, Columns, Ints, Longs
+from penstock.core.schedule.columns import CODES, Bools, Columns, Ints, Longs
 from penstock.core.schedule.op import BEFORE, COMPUTE, NEEDS, OF_A_ROUND, Kind, Op
 from penstock.core.schedule.schedule import exchanges
 
