@@ -9,7 +9,8 @@ arrays are read from it, and a test refuses any file that spells it again.
 A schedule is stored as columns, one array per field; its tuples of ops are views, made when
 somebody first asks for ``ranks``. ``needs`` reads the one dependency rule for all ops at once and
 lets ranks go on as far as it allows, ``messages`` says what crosses ranks. Families, passes, the
-check, memory and the simulator work on these. Tests hold them to the same written op by op (``tests/oracles/op_by_op.py``).
+check, memory and the simulator work on these. Tests hold them to the same written op by op
+(``tests/oracles/op_by_op.py``).
 
 When a stage is in memory is said by ops, too (``residence``; of activations, ``offload``): whoever
 reads a schedule sees when they come and go, and the check proves that none is missed. Both ends of

@@ -17,7 +17,7 @@ A live source is part of the simulation, and so is the rule by which it lets fra
 whose backwards go through the newest activations, as many at once as there are stages. The order of
 its ops alone would let twice as many in, which then wait between stages.
 
-The pace of a stream is read off its forwards, over whole periods of their rhythm (``spans.beat``): a
+The pace of a stream is read off its forwards, over whole periods of their rhythm (``beat``): a
 loop of n microbatches has a rhythm of n, and any other length tells another pace. Forwards know
 nothing of how a stream ends.
 

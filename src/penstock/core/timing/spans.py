@@ -1,8 +1,8 @@
 """Parts of timelines: ops with their times, one by one or a rank at a time.
 
 ``encode`` and ``decode`` are the file that lists them with the versions of the weights that they
-read; ``entries``, ``outputs`` and ``beat`` say when microbatches enter and leave a pipeline, and how
-fast they follow each other.
+read; ``entries``, ``outputs`` and ``beat`` say when microbatches enter and leave a pipeline, and
+how fast they follow each other.
 """
 
 from __future__ import annotations

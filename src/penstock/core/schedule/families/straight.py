@@ -1,5 +1,5 @@
-"""One stage per rank, whole backwards: GPipe, 1F1B and its kin with a flush behind each minibatch, and
-PipeDream, PipeDream-2BW and PARTIME, which never flush.
+"""One stage per rank, whole backwards: GPipe, 1F1B and its kin with a flush behind each minibatch,
+and PipeDream, PipeDream-2BW and PARTIME, which never flush.
 """
 
 from __future__ import annotations
