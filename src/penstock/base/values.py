@@ -362,17 +362,15 @@ def number(subject: str, value: Any, *, most: float = _LARGEST, positive: bool =
     return float(value)
 
 
-def amount(
-    subject: str, value: object, *, least: float = LEAST_AMOUNT, most: float = MOST_AMOUNT
-) -> float:
+def amount(subject: str, value: object, *, most: float = MOST_AMOUNT) -> float:
     """An argument as a plain number that is 0, or something that people can mean.
 
     Raises:
-        InputError: it is no number, negative, or not 0 and not from ``least`` to ``most``.
+        InputError: it is no number, negative, or not 0 and not from ``LEAST_AMOUNT`` to ``most``.
     """
     plain = number(subject, value, most=most)
-    if 0 < plain < least:
-        raise InputError(f"{subject} is {shown(value)}, but must be 0 or ≥ {least:g}")
+    if 0 < plain < LEAST_AMOUNT:
+        raise InputError(f"{subject} is {shown(value)}, but must be 0 or ≥ {LEAST_AMOUNT:g}")
     return plain
 
 

@@ -46,6 +46,18 @@ def test_a_schedule_without_ops():
         check(Schedule.of([[], []]))
 
 
+@pytest.mark.parametrize(
+    ("text", "mistyped"),
+    [
+        ("0F0,0B0,0UPDATE2147483647", "0UPDATE2147483647"),
+        ("1F0,1B0\n0F0,0B0,0FREE99999999", "0FREE99999999"),
+    ],
+)
+def test_a_number_far_beyond_all_others_takes_no_memory(text, mistyped):
+    message = refused(text)
+    assert message == f"{mistyped} is far beyond all other ops; is a number mistyped?"
+
+
 def test_a_mistyped_microbatch_is_not_searched_for_ever():
     message = refused("0F0,0B0,0F999999999,0B999999999")
     assert message.startswith("0B1, 0B2, 0B3, 0F1, 0F2 and more missing")

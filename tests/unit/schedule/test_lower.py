@@ -40,6 +40,12 @@ def test_a_full_backward_is_its_two_halves():
     assert split_backward(build("zb-h1")) == build("zb-h1")
 
 
+def test_an_order_that_deadlocks_is_lowered_all_the_same():
+    """What is wrong is for ``check`` to say."""
+    sent = add_communication(Schedule.parse("0B0,0F0\n1F0,1B0"))
+    assert str(sent) == "0RECV_B0,0B0,0F0,0SEND_F0\n1RECV_F0,1F0,1B0,1SEND_B0\n"
+
+
 def test_stages_on_one_rank_need_no_messages():
     v_shape = Schedule.parse("0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0")
     lowered = add_communication(v_shape)

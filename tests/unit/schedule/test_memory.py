@@ -25,6 +25,10 @@ def test_bytes_count_the_part_kept_for_the_weight_gradient_at_its_own_size():
     assert peaks(early.ranks, Sizes([10.0])) == (20,)
 
 
+def test_a_microbatch_with_a_large_number_counts_as_one():
+    assert peak_activations(Schedule.parse("0F2147483647,0B2147483647").ranks) == (1,)
+
+
 def test_explicit_free_points_count_where_they_are():
     late = Schedule.parse("0F0,0B0,0F1,0FREE0,0B1,0FREE1")
     assert peak_activations(late.ranks) == (2,)

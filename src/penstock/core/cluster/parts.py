@@ -183,6 +183,8 @@ class Tier(Value, frozen=True, kw_only=True):
 
 T = TypeVar("T")
 
+_MOST_SHOWN = 6
+
 MOST_DEVICES = 100_000
 """No cluster has more; a file that says so has a slip in it, and would fill the memory."""
 
@@ -224,7 +226,6 @@ def check_groups(devices: Collection[str], groups: Sequence[Group]) -> None:
 
 
 def _check_ends(names: Iterable[str], parent: Mapping[str, str]) -> None:
-    """Raise ``InputError`` if a group is inside itself."""
     done: set[str] = set()
     for first in names:
         way: dict[str, None] = {}
@@ -259,6 +260,6 @@ def _repeated(values: Iterable[T]) -> T | None:
     return next((value for value, count in Counter(values).items() if count > 1), None)
 
 
-def _some(names: Collection[str], most: int = 6) -> str:
-    shown = ", ".join(sorted(names)[:most])
-    return shown + (", …" if len(names) > most else "")
+def _some(names: Collection[str]) -> str:
+    shown = ", ".join(sorted(names)[:_MOST_SHOWN])
+    return shown + (", …" if len(names) > _MOST_SHOWN else "")

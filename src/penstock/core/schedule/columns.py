@@ -210,7 +210,6 @@ def joined(parts: Iterable[Fields]) -> Fields:
 
 
 def _fields(rank: int, ops: Sequence[Op]) -> Fields:
-    """The columns of one rank's ops."""
     if isinstance(ops, RankOps):
         return ops.columns.fields(ops.span)
     if set(map(type, ops)) - {Op}:

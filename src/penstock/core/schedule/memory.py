@@ -248,6 +248,5 @@ def units(ranks: Iterable[Sequence[Op]], num_slices: int = 1) -> tuple[int, ...]
 
 
 def _most_forwards(ops: RankOps) -> int:
-    """The most forwards that one microbatch has on a rank."""
     visits = ops.columns.microbatch[ops.span][ops.are_of({Kind.FORWARD})]
     return int(np.unique(visits, return_counts=True)[1].max(initial=0))

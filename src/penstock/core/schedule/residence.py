@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
 
 from penstock.base.errors import InputError, ScheduleError
 from penstock.base.values import expect, whole
@@ -283,8 +282,6 @@ def resident_bytes(ops: Sequence[Op], sizes: StageBytes) -> list[int]:
 
 
 class _Account:
-    """An account of what a rank holds of its stages, op by op."""
-
     def __init__(self, sizes: StageBytes, stays: Mapping[Op, Stay]) -> None:
         self._sizes = sizes
         self._stays = stays
@@ -329,24 +326,3 @@ class _Account:
             self._leaving = weights + (state if stay.updates else 0)
         self._leaving += self._gradients.pop(stay.stage, 0)
         return self._held  # [3]
-
-
-def check_room(schedule: Schedule, sizes: StageBytes, limits: Sequence[float]) -> None:
-    """Raise ``ScheduleError`` unless every fetch has room.
-
-    Args:
-        schedule: with its fetches and leaves.
-        sizes: of all stages.
-        limits: bytes that each rank may hold of stages that come and go; infinite where there is no
-            limit.
-    """
-    for rank, (ops, limit) in enumerate(zip(schedule.ranks, limits, strict=True)):
-        if limit == inf or not any(op.kind in RESIDENCE for op in ops):
-            continue
-        for op, held in zip(ops, resident_bytes(ops, sizes), strict=True):
-            if held > limit:
-                raise ScheduleError(
-                    f"rank {rank} has no room for {op}: it would hold {held} bytes of its stages, "
-                    f"{round(held - limit)} more than it may; cut the model into more stages, or "
-                    "fetch fewer ahead"
-                )

@@ -253,7 +253,6 @@ class SumExchange:
         return self._news != seen
 
     def _send_all(self, place: int) -> None:
-        """Send what is queued for one owner."""
         frames = self._queues[place]
         connection = self._connections.get(place)
         while (frame := frames.get()) is not None:

@@ -1,4 +1,4 @@
-"""Every schedule family, by name. To add one: a file here, and a line in ``FAMILIES``.
+"""Every schedule family, by name. To add one: a function here, and a line in ``FAMILIES``.
 
 A family is a pure function ``(num_ranks, num_microbatches, **options) -> Schedule`` that emits
 compute only.

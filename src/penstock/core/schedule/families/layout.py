@@ -121,7 +121,6 @@ class Turns:
         return stage[order], kind[order], microbatch[order], part[order]
 
     def _places(self) -> list[Ints]:
-        """Where the ops of each line stand."""
         warm_up = min(self.warm_up, len(self.lines[0]))
         lengths = [len(line) for line in self.lines]
         lengths[0] -= warm_up

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import ne
 from typing import NamedTuple
 
 import numpy as np
@@ -174,7 +175,7 @@ class MiddleFinder:
                 return False
             further = now.next_ops[rank][0].microbatch - before.next_ops[rank][0].microbatch
             again = row[begin_again:calm]
-            if any(map(_differ, again, (_later(op, further) for op in row[begin:calm]))):
+            if any(map(ne, again, (_later(op, further) for op in row[begin:calm]))):
                 return False
         return True
 
@@ -183,10 +184,6 @@ def _in_common(row: Sequence[Op], longer: Sequence[Op]) -> int:
     """How many ops two rows begin with alike."""
     pairs = enumerate(zip(row, longer, strict=False))
     return next((place for place, (op, other) in pairs if op != other), len(row))
-
-
-def _differ(op: Op, other: Op) -> bool:
-    return op != other
 
 
 def _later(op: Op, microbatches: int) -> Op:

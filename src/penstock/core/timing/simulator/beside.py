@@ -232,9 +232,6 @@ class Surroundings:
         schedule: whose ranks.
         costs: of it.
         arrivals: when frames come, where they come from a live source.
-
-    Attributes:
-        sums: the exchanges of gradients part by part; ``None`` where there are none.
     """
 
     def __init__(self, schedule: Schedule, costs: Costs, arrivals: Arrivals | None) -> None:
@@ -246,7 +243,7 @@ class Surroundings:
             self._admits = {number[op]: number[other] for op, other in pairs}
         self._arrivals = arrivals
         self._links = Links(schedule.columns, costs) if costs.has_busy_links else None
-        self.sums = Sums(schedule, costs) if costs.has_exchanges else None
+        self._sums = Sums(schedule, costs) if costs.has_exchanges else None
         self._tiers = [
             Tiers(ops, costs, rank, schedule.num_slices) if MOVES & own.kinds else None
             for rank, (ops, own) in enumerate(zip(schedule.ranks, schedule.rank_ops, strict=True))
@@ -268,9 +265,9 @@ class Surroundings:
         sources = dict(sources)
         for op, other in self._admits.items():
             sources[op] = [(need, 0.0 if need == other else late) for need, late in sources[op]]
-        if self.sums is not None:
+        if self._sums is not None:
             for op, needs in sources.items():
-                if self.sums.in_parts(self._ops[op]):
+                if self._sums.in_parts(self._ops[op]):
                     sources[op] = [(need, self._late(need, late)) for need, late in needs]
         return sources
 
@@ -283,23 +280,23 @@ class Surroundings:
         op = self._ops[number]
         if self._arrivals is not None:
             ready = max(ready, self._arrivals.time_of(op))
-        if self.sums is not None and op.kind is Kind.UPDATE:
-            ready = max(ready, self.sums.there(op) or 0.0)
+        if self._sums is not None and op.kind is Kind.UPDATE:
+            ready = max(ready, self._sums.there(op) or 0.0)
         tier = self._tiers[rank]
         return ready if tier is None else tier.ready(op, ready)
 
     def follow(self, rank: int, number: int, start: float, end: float) -> float:
         """See ``Beside``."""
         op = self._ops[number]
-        if self.sums is not None:
-            self.sums.follow(op, start, end)
+        if self._sums is not None:
+            self._sums.follow(op, start, end)
         return end if self._links is None else self._links.send(number, end)
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
         """All that kept links and tiers busy, once all ops are through."""
         carried = self._links.transfers if self._links is not None else []
-        summed = self.sums.transfers if self.sums is not None else []
+        summed = self._sums.transfers if self._sums is not None else []
         stored = [
             transfer for tier in self._tiers if tier is not None for transfer in tier.transfers
         ]
