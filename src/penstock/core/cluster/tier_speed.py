@@ -134,28 +134,28 @@ def _sum(memory: memoryview) -> None:
 
 def _timed(read: _Move, write: _Move, beside: AbstractContextManager[None]) -> tuple[float, float]:
     """Bytes per second of reading and of writing, both at once and beside something else."""
-    lanes = [_Lane(read), _Lane(write)]
+    threads = [_TransferThread(read), _TransferThread(write)]
     with beside:
         begin = time.perf_counter()
-        for lane in lanes:
-            lane.start()
-        while not all(lane.num_rounds >= _LEAST_ROUNDS for lane in lanes) or (
+        for thread in threads:
+            thread.start()
+        while not all(thread.num_rounds >= _LEAST_ROUNDS for thread in threads) or (
             time.perf_counter() - begin < _LEAST_SECONDS
         ):
-            if not all(lane.is_alive() for lane in lanes):
+            if not all(thread.is_alive() for thread in threads):
                 break
             time.sleep(0.005)
-        for lane in lanes:
-            lane.ends = True
-        for lane in lanes:
-            lane.join()
-    for lane in lanes:
-        if lane.error is not None:
-            raise lane.error
-    return lanes[0].speed, lanes[1].speed
+        for thread in threads:
+            thread.ends = True
+        for thread in threads:
+            thread.join()
+    for thread in threads:
+        if thread.error is not None:
+            raise thread.error
+    return threads[0].speed, threads[1].speed
 
 
-class _Lane(threading.Thread):
+class _TransferThread(threading.Thread):
     """Moves the sample again and again until it is told to end.
 
     Attributes:

@@ -188,14 +188,14 @@ def parts_of(count: int, shares: Sequence[float], most: int) -> tuple[Part, ...]
     turns: list[tuple[float, int, int]] = []
     for owner, (first, last) in enumerate(pairwise(borders)):
         size = last - first
-        pieces = -(-size // most)
+        num_parts = -(-size // most)
         turns += [
             (
-                (piece + 0.5) / pieces,
+                (part + 0.5) / num_parts,
                 owner,
-                size * (piece + 1) // pieces - size * piece // pieces,
+                size * (part + 1) // num_parts - size * part // num_parts,
             )
-            for piece in range(pieces)
+            for part in range(num_parts)
         ]
     turns.sort()
     ends = accumulate((size for _, _, size in turns), initial=0)

@@ -59,8 +59,8 @@ class Phases:
             np.flatnonzero(kind == CODES[half])
             for half in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
         )
-        owed = inputs[: len(weights)]
-        stage[weights], microbatch[weights] = stage[owed], microbatch[owed]
+        oldest = inputs[: len(weights)]
+        stage[weights], microbatch[weights] = stage[oldest], microbatch[oldest]
         return stage, kind, microbatch, np.zeros(len(steps), np.int32)
 
 

@@ -208,7 +208,7 @@ def optimal(
     costs.check_stages(len(stages))
     _check_costs(stages, num_microbatches, costs)
     room = _room(num_ranks, num_microbatches, stages, activation_limit)
-    # Only here, so that everything else starts without numpy.
+    # Only here, since few search exactly.
     from penstock.core.schedule.search.exact import ExactProblem, minimise
 
     problem = ExactProblem.of(stages, num_microbatches, costs, room, objective == "stage")
