@@ -101,14 +101,14 @@ def _planned(table: JobTable) -> Plan:
         plan = sources.load_plan(table.plan)
     else:
         from penstock.core.cluster import Cluster, Tier
-        from penstock.core.cluster.tier_speed import measured
+        from penstock.core.cluster.local import measured_tier
         from penstock.core.graph import LayerGraph
         from penstock.planning import planner
 
         tiers = []
         if table.tier is not None:
             host = table.tier == "host"
-            tiers = [measured(Tier(kind="host") if host else Tier(folder=table.tier))]
+            tiers = [measured_tier(Tier(kind="host") if host else Tier(folder=table.tier))]
         plan = planner.plan(
             LayerGraph.load(str(table.graph)),
             Cluster.local(1, tiers=tiers),

@@ -17,7 +17,7 @@ from penstock.cli.names import ScheduleName
 from penstock.cli.output import STANDARD_OUTPUT, written
 from penstock.core.cluster import Cluster, Tier
 from penstock.core.cluster.cluster import only
-from penstock.core.cluster.tier_speed import measured
+from penstock.core.cluster.local import measured_tier
 from penstock.core.graph import LayerGraph
 from penstock.planning import planner
 from penstock.planning.partition.cost_models import COST_MODELS
@@ -171,7 +171,7 @@ def plan(
         there = _first_devices(there, ranks)
     if tiers:
         on_host = any(device.kind == "cpu" for device in there.devices)
-        timed = [measured(_tier(name), computes_on_host=on_host) for name in tiers]
+        timed = [measured_tier(_tier(name), computes_on_host=on_host) for name in tiers]
         there = replace(there, tiers=(*there.tiers, *timed))
     from penstock.planning.planner.live import is_live
 

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import pytest
 
 from penstock.base.errors import FileError
-from penstock.core.cluster import tier_speed
+from penstock.core.cluster import local
+from penstock.core.cluster.local import measured_tier
 from penstock.core.cluster.parts import Tier
-from penstock.core.cluster.tier_speed import measured
 
 
 @pytest.fixture(params=["disk", "host"])
@@ -22,7 +22,7 @@ def tier(request, tmp_path):
 @pytest.fixture
 def looks(monkeypatch):
     """For each piece that is moved, (the thread, whether cores compute meanwhile)."""
-    computing, seen = tier_speed._computing, []
+    computing, seen = local._computing, []
     state = {"computes": False}
 
     @contextmanager
@@ -32,20 +32,20 @@ def looks(monkeypatch):
             yield
             state["computes"] = False
 
-    original = tier_speed._sum
+    original = local._sum
 
     def summed(memory):
         seen.append((threading.current_thread(), state["computes"]))
         original(memory)
 
-    monkeypatch.setattr(tier_speed, "_computing", noted)
-    monkeypatch.setattr(tier_speed, "_sum", summed)
+    monkeypatch.setattr(local, "_computing", noted)
+    monkeypatch.setattr(local, "_sum", summed)
     return seen
 
 
 @pytest.mark.parametrize("computes", [True, False])
 def test_both_ways_at_once_beside_compute(tier, looks, computes, tmp_path):
-    timed = measured(tier, computes_on_host=computes)
+    timed = measured_tier(tier, computes_on_host=computes)
     assert 1e5 < timed.read_bytes_per_second < 1e12
     assert 1e5 < timed.write_bytes_per_second < 1e12
     in_lanes = [one for one in looks if one[0] is not threading.main_thread()]
@@ -61,8 +61,8 @@ def test_both_ways_at_once_beside_compute(tier, looks, computes, tmp_path):
 
 def test_what_is_written_down_stays(tmp_path):
     known = Tier(folder=str(tmp_path / "absent"), read_bytes_per_second=3, write_bytes_per_second=4)
-    assert measured(known) == known
-    half = measured(Tier(folder=str(tmp_path), read_bytes_per_second=7))
+    assert measured_tier(known) == known
+    half = measured_tier(Tier(folder=str(tmp_path), read_bytes_per_second=7))
     assert half.read_bytes_per_second == 7
     assert half.write_bytes_per_second > 0
 
@@ -73,5 +73,5 @@ def test_a_disk_that_fails_while_it_is_measured_is_told(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "preadv", broken)
     with pytest.raises(FileError, match=r"cannot measure the tier in .*: Input/output error"):
-        measured(Tier(folder=str(tmp_path)))
+        measured_tier(Tier(folder=str(tmp_path)))
     assert not list(tmp_path.iterdir())

@@ -22,6 +22,7 @@ from penstock.base.errors import InputError
 from penstock.base.lazily import method_provided
 from penstock.base.values import MOST_TOML_BYTES, Value, expect, read_text, refused_as, whole
 from penstock.core.cluster import local
+from penstock.core.cluster.local import measured_tier
 from penstock.core.cluster.parts import (
     MOST_DEVICES,
     Device,
@@ -35,7 +36,6 @@ from penstock.core.cluster.parts import (
     check_names,
     check_wires,
 )
-from penstock.core.cluster.tier_speed import measured
 
 
 class Cluster(Value, frozen=True, kw_only=True):
@@ -174,7 +174,7 @@ class Cluster(Value, frozen=True, kw_only=True):
         expect(tiers, list | tuple, "tiers", "give a list, as in [pk.Tier(folder='/scratch')]")
         for tier in tiers:
             expect(tier, Tier, "one of tiers", "give a penstock.Tier for each")
-        timed = tuple(measured(tier, computes_on_host=kind == "cpu") for tier in tiers)
+        timed = tuple(measured_tier(tier, computes_on_host=kind == "cpu") for tier in tiers)
         return cls(devices=devices, memory_bytes=memory_bytes, tiers=timed)
 
 

@@ -1,8 +1,8 @@
 """When ops run: what they cost, a simulator that says when each would run, and what that tells.
 
 ``costs`` are the durations of ops and messages; ``simulator`` turns a schedule and costs into a
-``timeline``, which is made of ``spans``; of a timeline, ``idle`` says where its gaps come from and
-what its ops cost, and ``parting`` where it departs from its prediction.
+``timeline``, which is made of ``spans``; of a timeline, ``analysis`` says where its gaps come from,
+what its ops cost, and where it departs from its prediction.
 
 What links carry is a part of a timeline (``Transfer``), beside what ranks do. ``costs`` has the
 flow shop by which sums of gradients pass while backwards run.
@@ -33,14 +33,28 @@ from typing import TYPE_CHECKING
 from penstock.base.lazily import loaded_when_used
 
 if TYPE_CHECKING:
-    from penstock.core.timing.idle import Idle, idle_of, measured_costs
-    from penstock.core.timing.parting import TOLERANCE, Cause, Parting, find_parting
+    from penstock.core.timing.analysis import (
+        TOLERANCE,
+        Cause,
+        Idle,
+        Parting,
+        find_parting,
+        idle_of,
+        measured_costs,
+    )
 else:
     __getattr__ = loaded_when_used(
         __name__,
         {
-            "penstock.core.timing.idle": ("Idle", "idle_of", "measured_costs"),
-            "penstock.core.timing.parting": ("TOLERANCE", "Cause", "Parting", "find_parting"),
+            "penstock.core.timing.analysis": (
+                "TOLERANCE",
+                "Cause",
+                "Idle",
+                "Parting",
+                "find_parting",
+                "idle_of",
+                "measured_costs",
+            ),
         },
     )
 
