@@ -33,7 +33,7 @@ _DRIVER_SECONDS = 10.0
 _MIB = 2**20
 
 
-class Gpu(NamedTuple):
+class _Gpu(NamedTuple):
     """A GPU, as the driver tells of it."""
 
     number: str
@@ -41,7 +41,7 @@ class Gpu(NamedTuple):
     memory_bytes: int
 
 
-def gpus() -> list[Gpu]:
+def gpus() -> list[_Gpu]:
     """The GPUs that this process may use; none where NVIDIA's driver is not, or does not answer.
 
     ``CUDA_VISIBLE_DEVICES`` is obeyed; its numbers are taken in the order of ``nvidia-smi``, which
@@ -65,22 +65,22 @@ def gpus() -> list[Gpu]:
     return there if visible is None else _chosen(there, visible)
 
 
-def gpus_of(kind: str) -> list[Gpu]:
+def _gpus_of(kind: str) -> list[_Gpu]:
     """The same, if torch's accelerators of this kind are the driver's; else none."""
     return gpus() if kind == "cuda" else []
 
 
-def _gpu(line: str) -> Gpu | None:
+def _gpu(line: str) -> _Gpu | None:
     """One line of the answer; ``None`` for a warning, or a device without a memory of its own."""
     cells = [cell.strip() for cell in line.split(",")]
     if len(cells) != 3 or not cells[2].isdigit():
         return None
-    return Gpu(cells[0], cells[1], int(cells[2]) * _MIB)
+    return _Gpu(cells[0], cells[1], int(cells[2]) * _MIB)
 
 
-def _chosen(there: list[Gpu], visible: str) -> list[Gpu]:
+def _chosen(there: list[_Gpu], visible: str) -> list[_Gpu]:
     """As CUDA reads the list: what comes after the first name that means nothing is not seen."""
-    chosen: list[Gpu] = []
+    chosen: list[_Gpu] = []
     for name in (part.strip() for part in visible.split(",")):
         match = next(
             (gpu for gpu in there if name == gpu.number or (name and gpu.uuid.startswith(name))),
@@ -134,7 +134,7 @@ def _memories() -> tuple[list[int], str]:
         return memories, "the driver's program and torch know"
     kind, count = here
     # In this order: who asks a device for its memory himself takes some of it.
-    memories = [gpu.memory_bytes for gpu in gpus_of(kind)] if count else []
+    memories = [gpu.memory_bytes for gpu in _gpus_of(kind)] if count else []
     if len(memories) != count:
         memories = memories_known_to_torch()
     if len(memories) != count:

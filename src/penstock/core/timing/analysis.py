@@ -44,7 +44,7 @@ from penstock.core.timing.spans import BUSY, Span
 from penstock.core.timing.timeline import Timeline
 
 
-def usual_lengths(timeline: Timeline) -> dict[Op, float]:
+def _usual_lengths(timeline: Timeline) -> dict[Op, float]:
     """For every op that counts as work, the median length of its kind, stage and rank."""
     alike: dict[tuple[int, int, Kind], list[Span]] = defaultdict(list)
     for span in timeline.spans:
@@ -199,7 +199,7 @@ def idle_of(timeline: Timeline) -> tuple[Idle, ...]:
     Raises:
         ScheduleError: it lacks ops that others need.
     """
-    usual = usual_lengths(timeline)
+    usual = _usual_lengths(timeline)
     took = {span.op: span.end - span.start for span in timeline.spans if span.op.kind in BUSY}
     schedule = timeline.schedule
     # The three steps of the module's docstring; the third is the timeline itself.
@@ -330,7 +330,7 @@ def find_parting(
 
 
 def _scatter(timeline: Timeline) -> float:
-    usual = usual_lengths(timeline)
+    usual = _usual_lengths(timeline)
     busy = [span for span in timeline.spans if span.op.kind in BUSY]
     return median([abs(span.end - span.start - usual[span.op]) for span in busy] or [0.0])
 

@@ -244,7 +244,7 @@ def slowest_beat(rows: Sequence[Row]) -> tuple[float, bool]:
     """(the beat that a stream comes to, whether it has come to it by now): that of the stage which
     is slowest. The others go faster only until they have worked off what lies between them."""
     stages = [list(ends.values()) for ends in outputs_by_stage(rows).values()]
-    regular = [regular_beat(times) for times in stages]
+    regular = [_regular_beat(times) for times in stages]
     beats = (
         _mean_beat(times) if same is None else same
         for times, same in zip(stages, regular, strict=True)
@@ -265,8 +265,8 @@ def window(rows: Sequence[Row], begins: float, ends: float) -> Iterator[Row]:
 
 
 def beat(times: Sequence[float]) -> float:
-    """From one of many regular events to the next, in the second half of them: ``regular_beat``, or
-    the mean where no period shows.
+    """From one of many regular events to the next, in the second half of them: the mean over whole
+    periods, or over all where no period shows.
 
     Args:
         times: of events, ascending.
@@ -274,7 +274,7 @@ def beat(times: Sequence[float]) -> float:
     Returns:
         Seconds, or whatever the times are in; 0 of fewer than two events.
     """
-    regular = regular_beat(times)
+    regular = _regular_beat(times)
     return _mean_beat(times) if regular is None else regular
 
 
@@ -284,7 +284,7 @@ def _mean_beat(times: Sequence[float]) -> float:
     return (later[-1] - later[0]) / (len(later) - 1) if len(later) > 1 else 0.0
 
 
-def regular_beat(times: Sequence[float]) -> float | None:
+def _regular_beat(times: Sequence[float]) -> float | None:
     """The mean of events over whole periods, and so exact; ``None`` where no period shows in the
     second half of them.
 

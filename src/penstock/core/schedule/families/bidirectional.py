@@ -73,7 +73,7 @@ def chimera(num_ranks: int, num_microbatches: int) -> Schedule:
     ranks = (
         Slots(
             tuple(
-                Timed(Line(kind, ways[up], stage), starts[up], offset)
+                _Timed(Line(kind, ways[up], stage), starts[up], offset)
                 for up, stage in enumerate((rank, p - 1 - rank))
                 for kind, offset in ((Kind.FORWARD, stage), (Kind.BACKWARD, 2 * p - 1 - stage))
             )
@@ -83,7 +83,7 @@ def chimera(num_ranks: int, num_microbatches: int) -> Schedule:
     return laid_out(ranks, "chimera")
 
 
-class Timed(NamedTuple):
+class _Timed(NamedTuple):
     """A line of ops, and when each has its slot.
 
     Attributes:
@@ -101,7 +101,7 @@ class Timed(NamedTuple):
 class Slots:
     """The order of a rank, by the slots of its ops."""
 
-    lines: tuple[Timed, ...]
+    lines: tuple[_Timed, ...]
 
     def fields(self) -> Fields:
         """The ops of the rank, in their order, as columns."""

@@ -28,7 +28,7 @@ Starts = tuple[int, int, int, int]
 """The slots of one rank's F of the way there, F and I of the way back, and I of the way there."""
 
 
-def from_block(starts: Iterable[Starts], num_microbatches: int, name: str) -> Schedule:
+def _from_block(starts: Iterable[Starts], num_microbatches: int, name: str) -> Schedule:
     """The schedule that repeats a block of ops for each microbatch."""
     rows = tuple(starts)
 
@@ -186,7 +186,7 @@ def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
     block = [
         (2 * i, 3 * p - i - 2, 3 * p + delay + 2 * i - 1, 6 * p + delay - i - 2) for i in range(p)
     ]
-    return from_block(block, num_microbatches, "v-half")
+    return _from_block(block, num_microbatches, "v-half")
 
 
 def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -218,4 +218,4 @@ def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
     # Keeps the ops of a rank in different slots of the block.
     delay = 0 if p % 3 else 2
     block = [(i, 2 * p - i - 1, 2 * p + delay + i, 4 * p + delay - i - 1) for i in range(p)]
-    return from_block(block, num_microbatches, "v-min")
+    return _from_block(block, num_microbatches, "v-min")

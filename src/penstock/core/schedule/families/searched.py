@@ -209,7 +209,8 @@ def optimal(
     _check_costs(stages, num_microbatches, costs)
     room = _room(num_ranks, num_microbatches, stages, activation_limit)
     # Only here, since few search exactly.
-    from penstock.core.schedule.search.exact import ExactProblem, minimise
+    from penstock.core.schedule.search.exact import minimise
+    from penstock.core.schedule.search.program import ExactProblem
 
     problem = ExactProblem.of(stages, num_microbatches, costs, room, objective == "stage")
     limits = [has / stages.count(rank) for rank, has in enumerate(room)]

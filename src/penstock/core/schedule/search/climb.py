@@ -49,7 +49,7 @@ class _Climb:
         self.moves = round(effort * min(_MOST_MOVES, _MOVE_OPS // count))
         self.good_enough = problem.least * _CLOSE
         self.best: Orders = []
-        self.outcome = OrderScore(inf, inf)
+        self.outcome = _DEADLOCK
         self.rules: list[Rules] = []
         self.rules_outcome = self.outcome
         often = (self._patience, self._gap, self._eager)
@@ -79,12 +79,9 @@ class _Climb:
         for _ in range(self.moves):
             yield self._move
 
-    def _offer(self, orders: Orders) -> OrderScore:
+    def _offer(self, orders: Orders) -> _OrderScore:
         """Keep these orders if none better are known."""
-        evaluated = evaluate(self.problem, orders)
-        if evaluated is None:
-            return OrderScore(inf, inf)
-        score, _ = evaluated
+        score = _evaluate(self.problem, orders)
         if score < self.outcome:
             self.outcome, self.best = score, orders
         return score
@@ -156,9 +153,9 @@ class _Climb:
         else:
             if problem.fits(rank, order):
                 moved = [order if r == rank else present for r, present in enumerate(self.best)]
-                evaluated = evaluate(problem, moved)
-                if evaluated is not None and evaluated[0] <= self.outcome:
-                    self.outcome, self.best = evaluated[0], moved
+                score = _evaluate(problem, moved)
+                if score <= self.outcome:
+                    self.outcome, self.best = score, moved
 
     def _may_swap(self, first: int, second: int) -> bool:
         # Microbatches are alike: that each kind runs them in order loses nothing.
@@ -168,10 +165,10 @@ class _Climb:
         return not same_microbatch and not same_kind
 
 
-UNKNOWN = -1.0
+_UNKNOWN = -1.0
 
 
-class OrderScore(NamedTuple):
+class _OrderScore(NamedTuple):
     """The score of an order. Compares as a tuple."""
 
     objective: float
@@ -180,14 +177,17 @@ class OrderScore(NamedTuple):
     """The sum over ranks of what the objective is the largest of: among equals, slack is better."""
 
 
-def evaluate(problem: OrderingProblem, orders: Orders) -> tuple[OrderScore, list[float]] | None:
-    """The outcome of ``orders``, and the end of each op by its number; ``None`` for a deadlock.
+_DEADLOCK = _OrderScore(inf, inf)
+
+
+def _evaluate(problem: OrderingProblem, orders: Orders) -> _OrderScore:
+    """The score of ``orders``.
 
     Within a rank, each microbatch must run F, then I, then W; that is not checked.
     """
     arcs, period = problem.arcs, NUM_KINDS * problem.num_stages
-    end = [UNKNOWN] * (period * problem.num_microbatches)
-    first = [UNKNOWN] * problem.num_ranks
+    end = [_UNKNOWN] * (period * problem.num_microbatches)
+    first = [_UNKNOWN] * problem.num_ranks
     free = [0.0] * problem.num_ranks
     position = [0] * problem.num_ranks
     waiting: dict[int, int] = {}
@@ -216,9 +216,9 @@ def evaluate(problem: OrderingProblem, orders: Orders) -> tuple[OrderScore, list
                 runnable.append(waiting.pop(number))
         position[rank], free[rank] = place, time
     if any(done < len(order) for done, order in zip(position, orders, strict=True)):
-        return None
+        return _DEADLOCK
     if problem.objective == "makespan":
         lengths = free
     else:
         lengths = [last - start for last, start in zip(free, first, strict=True)]
-    return OrderScore(max(lengths), sum(lengths)), end
+    return _OrderScore(max(lengths), sum(lengths))

@@ -33,8 +33,6 @@ from penstock.core.schedule.search.program import (
     objective_of,
 )
 
-__all__ = ["PRECISION", "ExactProblem", "Order", "minimise"]
-
 PRECISION = 1e-6
 """An order may exceed the optimum by this part of it, to which the solver computes."""
 

@@ -22,7 +22,7 @@ Floats = npt.NDArray[np.float64]
 Sources = Mapping[int, Sequence[tuple[int, float]]]
 """For ops that need several others: their numbers, and how long their results are under way."""
 
-SLICED = COMPUTE | {Kind.RECOMPUTE}
+_SLICED = COMPUTE | {Kind.RECOMPUTE}
 
 
 class Beside(Protocol):
@@ -137,7 +137,7 @@ def durations_of(columns: Columns, costs: Costs) -> Floats:
     """How long each op keeps its rank busy."""
     table = np.zeros((columns.num_stages, len(CODES)))
     for kind in columns.kinds:
-        shares = columns.num_slices if kind in SLICED else 1
+        shares = columns.num_slices if kind in _SLICED else 1
         for stage in range(columns.num_stages):
             table[stage, CODES[kind]] = costs.duration(Op(stage, kind, 0)) / shares
     return table[columns.stage, columns.kind]
