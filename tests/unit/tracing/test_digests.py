@@ -12,6 +12,7 @@ from torch import nn
 import penstock as pk
 from penstock.base.errors import ModelError
 from penstock.engine.run.drive.offers import _other_graph
+from penstock.engine.tracing.entrance import as_planned
 
 INPUTS = torch.randn(3, 6)
 
@@ -19,12 +20,12 @@ INPUTS = torch.randn(3, 6)
 class Net(nn.Module):
     """Has in its graph what no weight tells of."""
 
-    def __init__(self, scale=0.5, chunks=2, shift=1, kind=torch.float32) -> None:
+    def __init__(self, scale=0.5, chunks=2, kind=torch.float32) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 8)
         self.scale, self.chunks, self.kind = scale, chunks, kind
-        self.shift = torch.tensor([shift])
+        self.shift = torch.tensor([1])  # a constant of the graph
 
     def forward(self, value):
         value = F.relu(self.first(value)).to(self.kind).float() + self.shift
@@ -32,8 +33,11 @@ class Net(nn.Module):
         return value + self.scale * torch.cat([left, right] * (self.chunks // 2), -1)
 
 
-def traced_as(model, inputs=INPUTS, **options):
-    captured = pk.capture(model, inputs, verify=False, **options)
+def traced_as(model, inputs=INPUTS):
+    return digests_of(pk.capture(model, inputs, verify=False))
+
+
+def digests_of(captured):
     return {layer.spine_name: layer.traced_as for layer in captured.spine()}
 
 
@@ -52,13 +56,23 @@ def test_the_same_model_is_traced_alike_with_other_weights_rows_and_numbers():
     [
         ({"scale": 0.25}, {"second"}),
         ({"chunks": 4}, {"second"}),
-        ({"shift": 2}, {"first"}),
         ({"kind": torch.bfloat16}, {"first"}),
     ],
 )
 def test_what_is_in_the_graph_alone_tells_models_apart(options, odd):
     ours, theirs = traced_as(Net()), traced_as(Net(**options))
     assert {name for name in ours if ours[name] != theirs[name]} == odd
+
+
+def test_whoever_has_the_plan_from_a_file_traces_as_who_has_profiled():
+    model = Net()
+    plan = pk.plan(pk.profile(model, INPUTS), pk.Cluster.local(2), microbatches=2)
+    expected = digests_of(as_planned(model, plan))
+    with torch.device("meta"):
+        on_meta = Net()
+    on_meta.shift = model.shift  # what is no state of a model is nowhere else
+    for other in (copy.deepcopy(model), on_meta):
+        assert digests_of(as_planned(other, plan)) == expected
 
 
 def test_the_first_rank_and_layer_that_differ_are_named_and_others_counted():

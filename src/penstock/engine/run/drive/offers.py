@@ -104,6 +104,6 @@ def _other_graph(traced: Sequence[Mapping[str, str]]) -> ModelError:
     rest = f" (and {count_of(len(odd) - 1, 'more layer')})" if len(odd) > 1 else ""
     return ModelError(
         f"rank {rank} has traced {where} to another graph than rank 0{rest}, so stages would not "
-        "compute one model; build it with the same settings on every rank, with the same version "
-        "of torch, and profile it with inputs of the same shapes"
+        "compute one model; build it with the same settings and on the same kind of device on "
+        "every rank, with the same version of torch, and profile it with inputs of the same shapes"
     )
