@@ -21,7 +21,7 @@ from penstock.base.errors import RunError
 from tests.kit.helpers import make_batch, make_mlp, make_plan
 from tests.kit.training import sgd
 
-DEADLINE_SECONDS = 1.0
+DEADLINE_SECONDS = 2.0
 
 
 def batches(rank: int):
@@ -31,7 +31,7 @@ def batches(rank: int):
     if rank == 1:
         raise OSError("disk gone")
     if rank == 0:
-        time.sleep(3 * DEADLINE_SECONDS)
+        time.sleep(2 * DEADLINE_SECONDS)
     yield make_batch(8)
 
 
