@@ -266,8 +266,9 @@ def _in_processes(
 ) -> Assembly:
     settings = {**recipe.settings, **running.settings}
     plan, seed, attempt = agree(
-        meeting, plan, spine_fingerprint(layers), running.seed, _new_name(), settings
-    )
+        meeting, plan, spine_fingerprint(layers), running.seed, _new_name(), settings,
+        _traced(layers),
+    )  # fmt: skip
     check_processes(plan, meeting.num_ranks)
     check_updates(plan, recipe, one_process=False)
     seats = seats_of(plan)
@@ -391,6 +392,12 @@ def _settled(
 def _sentence(parts: Iterable[str]) -> str:
     text = "; ".join(filter(None, parts))
     return f"{text[:1].upper()}{text[1:]}."
+
+
+def _traced(layers: tuple[NamedLayer, ...]) -> dict[str, str]:
+    """What layers of a model were traced as, if it was, by their names."""
+    digests = ((layer.name, getattr(layer.module, "traced_as", None)) for layer in layers)
+    return {name: digest for name, digest in digests if isinstance(digest, str)}
 
 
 def _modules_of(layers: tuple[NamedLayer, ...]) -> Iterator[nn.Module]:
