@@ -12,6 +12,7 @@ from penstock.core.schedule.families.bidirectional import Slots
 from penstock.core.schedule.families.layout import Phases, Turns
 from penstock.core.schedule.lower import add_free
 from penstock.core.schedule.memory import Sizes, peak_activations, peaks
+from penstock.core.schedule.rounds import Rounds
 from tests.oracles import op_by_op
 
 FAMILIES = [name for name in schedules.names() if name not in schedules.SEARCHED]
@@ -115,6 +116,40 @@ def test_passes_do_to_columns_what_they_do_to_ops(case, p, m, before, together, 
         )
         held = peaks(own.rank_ops, sizes, own.num_slices)
         assert held == op_by_op.peaks(own.ranks, sizes, own.num_slices)
+
+
+@settings(max_examples=60)
+@given(
+    case=st.sampled_from(CASES),
+    p=st.integers(1, 5),
+    m=st.integers(1, 9),
+    fewer=st.integers(1, 9),
+    late=st.booleans(),
+    per_update=st.sampled_from([None, 3]),
+)
+def test_updates_and_halves_are_the_same_in_columns(case, p, m, fewer, late, per_update):
+    name, options = case
+    p = sum(options.get("replicas", (p,)))
+    try:
+        schedule, _ = both(name, p, m, options)
+    except InputError:
+        return
+    copies = [schedule.copies[stage] for stage in range(schedule.num_stages)]
+    rounds = Rounds(tuple(copies))
+    if per_update is not None:
+        rounds = Rounds.of_minibatches(copies, per_update, schedule.num_microbatches)
+
+    def passed(by):
+        return (
+            by.split_backward(schedule),
+            by.forward_only(schedule),
+            by.first_microbatches(schedule, fewer),
+            by.add_agreement(by.add_update(schedule, together=not late), late=late),
+            by.add_late_agreement(by.add_late_update(schedule)),
+            by.add_updates(schedule, rounds),
+        )
+
+    assert passed(lower) == passed(op_by_op)
 
 
 def test_ops_are_not_made_before_somebody_looks_at_them():
