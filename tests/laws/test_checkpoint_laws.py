@@ -13,9 +13,8 @@ import penstock as pk
 from penstock.base.errors import FileError
 from penstock.training.checkpoint.contents import Contents
 from penstock.training.checkpoint.folder import checkpoint_in
-from penstock.training.checkpoint.header import FORMAT, Extent, Header, Identity
+from penstock.training.checkpoint.header import FORMAT, Extent, Header, Identity, of_json, to_json
 from penstock.training.checkpoint.piece import Piece, assembled, write_piece
-from penstock.training.checkpoint.plain import of_json, to_json
 from tests.kit.examples import examples
 from tests.kit.helpers import make_plan
 from tests.kit.training import adamw

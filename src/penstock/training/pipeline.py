@@ -43,14 +43,13 @@ from penstock.engine.run.step_loss import StepLoss
 from penstock.engine.run.work import Work
 from penstock.engine.weights.store import Held
 from penstock.planning.plans import Plan
-from penstock.training.checkpoint.in_course import InCourse
 from penstock.training.checkpoint.keeper import Keeper
 from penstock.training.checkpoint.pretrained import save_pretrained
-from penstock.training.checkpoint.wanted import Checkpoints
+from penstock.training.checkpoint.saving import Checkpoints, InCourse
 from penstock.training.habits import nothing_like
 
 if TYPE_CHECKING:
-    from penstock.training.checkpoint.on_mesh import MeshEdge
+    from penstock.training.checkpoint.export import MeshEdge
 
 
 class Pipeline:
@@ -745,7 +744,7 @@ class Pipeline:
 
     @cached_property
     def _mesh_edge(self) -> MeshEdge:
-        from penstock.training.checkpoint.on_mesh import MeshEdge  # DTensors take long to import
+        from penstock.training.checkpoint.export import MeshEdge  # DTensors take long to import
 
         return MeshEdge(self._parts)
 

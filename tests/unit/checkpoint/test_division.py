@@ -9,8 +9,8 @@ from torch import nn
 
 from penstock.engine.reduce.slices import row_slices_of
 from penstock.engine.tensor.cuts import Cut
-from penstock.training.checkpoint.division import Division
 from penstock.training.checkpoint.header import Extent
+from penstock.training.checkpoint.taking import Division
 
 
 def rows_of(name, parameter, copy, num_copies):

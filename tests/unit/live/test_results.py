@@ -10,9 +10,8 @@ import torch
 
 from penstock.base.errors import InputError, RunError
 from penstock.training.live.frames import Frame, News, Result
-from penstock.training.live.ledger import Ledger
-from penstock.training.live.loop import Arrival
-from penstock.training.live.results import Results
+from penstock.training.live.loop import Arrival, Results
+from penstock.training.live.report import Ledger
 
 FAILED = RunError("rank 2 failed")
 

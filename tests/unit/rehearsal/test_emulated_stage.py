@@ -7,8 +7,7 @@ import torch
 from penstock.core.schedule import Op
 from penstock.engine.stage.protocol import RunnableStage
 from penstock.engine.stage.stage import Stage
-from penstock.training.rehearsal.emulated_stage import EmulatedStage
-from penstock.training.rehearsal.waits import Waits
+from penstock.training.rehearsal.emulated import EmulatedStage, Waits
 
 
 class Noting(Waits):

@@ -30,11 +30,8 @@ from penstock.core.schedule.rounds import Rounds
 from penstock.core.timing.spans import BUSY
 from penstock.planning.plans import StagePlan
 from penstock.training.rehearsal import rehearse
-from penstock.training.rehearsal.conduct import default_costs, performable
-from penstock.training.rehearsal.job import Job, flattened
-from penstock.training.rehearsal.performance import perform
-from penstock.training.rehearsal.result import rehearsal_of
-from penstock.training.rehearsal.stream import Steady
+from penstock.training.rehearsal.conduct import Job, default_costs, flattened, perform, performable
+from penstock.training.rehearsal.result import Steady, rehearsal_of
 from tests.kit.examples import more
 from tests.kit.helpers import amounts
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from penstock.engine.run.logbook import Failure, Notes
-from penstock.training.supervisor.causes import Ended, cause_of, first_cause
-from penstock.training.supervisor.job import Job
-from penstock.training.supervisor.script import Script
+from penstock.training.supervisor.job import Job, Script
+from penstock.training.supervisor.processes import Ended, cause_of, first_cause
 
 
 def failed(rank, reason, *, step=5, followed=False):

@@ -12,11 +12,10 @@ from torch import Tensor
 from penstock.base.errors import FileError
 from penstock.engine.run.rank.mail import Letter
 from penstock.engine.transport import Edge
-from penstock.training.checkpoint.division import DRIFT, OPTIMIZER, UNDER_WAY
 from penstock.training.checkpoint.folder import Checkpoint
-from penstock.training.checkpoint.header import Extent, Optimizing
+from penstock.training.checkpoint.header import Extent, Optimizing, of_json
 from penstock.training.checkpoint.piece import Piece, assembled
-from penstock.training.checkpoint.plain import of_json
+from penstock.training.checkpoint.taking import DRIFT, OPTIMIZER, UNDER_WAY
 
 
 class Contents:

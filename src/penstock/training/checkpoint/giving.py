@@ -17,10 +17,8 @@ from penstock.base.errors import FileError, InputError
 from penstock.base.values import is_number, shown
 from penstock.engine.weights.store import WeightStore
 from penstock.training.checkpoint.contents import Contents
-from penstock.training.checkpoint.division import DRIFT, OPTIMIZER
-from penstock.training.checkpoint.header import extent_of
-from penstock.training.checkpoint.plain import of_json, to_json
-from penstock.training.checkpoint.taking import TrainedStage
+from penstock.training.checkpoint.header import extent_of, of_json, to_json
+from penstock.training.checkpoint.taking import DRIFT, OPTIMIZER, TrainedStage
 
 _RATES = ("lr", "initial_lr")
 

@@ -16,9 +16,8 @@ from penstock.base.values import flag, whole, write_atomically
 from penstock.engine.run.assembly import Assembly
 from penstock.engine.run.minibatch import Mark
 from penstock.engine.run.recipe import LossScale
-from penstock.training.checkpoint.agreeing import agreed
+from penstock.training.checkpoint.agreeing import PiecesHere, agreed
 from penstock.training.checkpoint.contents import Contents
-from penstock.training.checkpoint.division import PartState
 from penstock.training.checkpoint.folder import (
     PLAN,
     Checkpoint,
@@ -34,8 +33,7 @@ from penstock.training.checkpoint.folder import (
     step_of,
 )
 from penstock.training.checkpoint.giving import give
-from penstock.training.checkpoint.header import FORMAT, Header, Identity, extent_of
-from penstock.training.checkpoint.marking import StreamMark
+from penstock.training.checkpoint.header import FORMAT, Header, Identity, extent_of, to_json
 from penstock.training.checkpoint.piece import (
     apart,
     flush,
@@ -43,11 +41,8 @@ from penstock.training.checkpoint.piece import (
     piece_name,
     write_piece,
 )
-from penstock.training.checkpoint.pieces_here import PiecesHere
-from penstock.training.checkpoint.plain import to_json
-from penstock.training.checkpoint.saver import Saver
-from penstock.training.checkpoint.taking import StageState, TrainedStage, state_of
-from penstock.training.checkpoint.wanted import Checkpoints
+from penstock.training.checkpoint.saving import Checkpoints, Saver, StreamMark
+from penstock.training.checkpoint.taking import PartState, StageState, TrainedStage, state_of
 
 
 class Loaded(NamedTuple):

@@ -14,7 +14,7 @@ from penstock.base.telling import is_quiet
 from penstock.base.values import expect, flag, whole
 from penstock.engine.model.batches import is_batch
 from penstock.engine.run.drive.driver import told
-from penstock.training.checkpoint.wanted import Checkpoints
+from penstock.training.checkpoint.saving import Checkpoints
 from penstock.training.fitting.callbacks import Callback, EarlyStopping, ProgressLines
 from penstock.training.fitting.watching import Watch
 from penstock.training.pipeline import Pipeline

@@ -24,12 +24,10 @@ from penstock.planning.turns.simulator import Task, bound_of, simulate_fleet
 from penstock.planning.turns.stop import Stop, settled
 from penstock.planning.turns.visits import check_name
 from penstock.training.fleet.dispatcher import Dispatcher, overdue
-from penstock.training.fleet.job import Job
-from penstock.training.fleet.referee import Referee
+from penstock.training.fleet.job import FleetDevices, Job, homes_of, seats_of
 from penstock.training.fleet.results import FleetResults, JobResult
-from penstock.training.fleet.seats import FleetDevices, homes_of, seats_of
 from penstock.training.fleet.table import Shown
-from penstock.training.fleet.trainee import Saving, Trainee
+from penstock.training.fleet.trainee import Referee, Saving, Trainee
 from penstock.training.pipeline import Pipeline
 
 _LOOK_SECONDS = 0.05

@@ -1,4 +1,7 @@
-"""Lets frames into the pipeline as soon as its first stage is free for them."""
+"""Lets frames into the pipeline as soon as its first stage is free for them.
+
+Takes what a stream gives: results in the order of their frames, and the news between them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.base.errors import DeadlineError
+from penstock.base.errors import DeadlineError, InputError, RunError
 from penstock.engine.device.queue import taken_up
 from penstock.engine.model import tree
 from penstock.engine.run.assembly import Assembly
@@ -23,9 +26,9 @@ from penstock.engine.run.history import History
 from penstock.engine.run.minibatch import Minibatch
 from penstock.engine.run.outcome import MinibatchOutcome
 from penstock.training.checkpoint.keeper import Keeper
-from penstock.training.checkpoint.wanted import Checkpoints
-from penstock.training.live.frames import Frame, News, Result, WhenLate
-from penstock.training.live.intake import Intake
+from penstock.training.checkpoint.saving import Checkpoints
+from penstock.training.live.frames import Frame, Intake, News, Result, WhenLate
+from penstock.training.live.report import Ledger
 
 
 class Saving(NamedTuple):
@@ -246,3 +249,107 @@ def late(rank: int, deadlines: Deadlines) -> DeadlineError:
         f"{deadlines.step.seconds:g} s, so that its weights cannot be read; raise deadline_seconds "
         "if its layers take so long"
     )
+
+
+class Results:
+    """What has left the last stage, for whoever takes it.
+
+    Args:
+        loop: puts arrivals and news in their order.
+        ledger: is told of each result that is taken.
+
+    Attributes:
+        num_taken: how many results somebody has taken.
+        closed: whether the stream is over in this process.
+    """
+
+    def __init__(self, loop: Loop, ledger: Ledger) -> None:
+        self.num_taken = 0
+        self.closed = False
+        self._loop = loop
+        self._ledger = ledger
+        self._set_aside: News | None = None
+
+    def close(self) -> None:
+        """The stream is over: whoever waits for a result waits no more."""
+        self.closed = True
+        self._loop.arrivals.put(News.CHANGED)
+
+    def check_open(self) -> None:
+        """Raise ``InputError`` if the stream is over in this process."""
+        if self.closed:
+            raise InputError("this stream is closed; make a new one")
+
+    def at_once(self) -> Result | None:
+        """The next result; ``None`` if there is none yet."""
+        self.check_open()
+        paused: News | None = None
+        while (news := self._news(wait=False)) is not None:
+            if isinstance(news, Arrival):
+                return self._taken(news)
+            if news is not News.CHANGED:
+                paused = news
+            if news is News.ENDED:
+                break
+        self._set_aside = paused  # for who takes all that is under way
+        self._loop.raise_failure()
+        return None
+
+    def next(self) -> Result:
+        """Wait for the next result.
+
+        Raises:
+            RunError: no more will come; or the first failure of any rank.
+        """
+        while True:
+            news = self._news()
+            if isinstance(news, Arrival):
+                return self._taken(news)
+            if news is News.ENDED:
+                self._set_aside = news
+                raise RunError(
+                    f"{self._loop.name} waits for the result of another frame, but rank 0 has left "
+                    "the stream; all processes must call it equally often"
+                )
+            self.check_open()
+            self._loop.raise_failure()
+
+    def until(self, is_over: Callable[[], bool]) -> Iterator[Result]:
+        """Results, until a condition holds that news tell of, or the stream is closed."""
+        while not is_over():
+            news = self._news()
+            if isinstance(news, Arrival):
+                yield self._taken(news)
+            elif self.closed:
+                return
+            else:
+                self._loop.raise_failure()
+
+    def followed(self) -> Iterator[Result]:
+        """Results, until rank 0 has taken all that were under way there, or has left."""
+        while True:
+            news = self._news()
+            if isinstance(news, Arrival):
+                yield self._taken(news)
+            elif news is News.CHANGED and not self.closed:
+                self._loop.raise_failure()
+            else:
+                self._set_aside = news if news is News.ENDED else None
+                return
+
+    def _news(self, *, wait: bool = True) -> Arrival | News | None:
+        """What has come; ``None`` if nothing has, and nobody waits."""
+        if self._set_aside is not None:
+            news, self._set_aside = self._set_aside, None
+            return news
+        try:
+            return self._loop.arrivals.get(block=wait)
+        except queue.Empty:
+            return None
+
+    def _taken(self, arrival: Arrival) -> Result:
+        result = arrival.settled()
+        self.num_taken += 1
+        self._loop.taken()
+        self._ledger.told(result, None if result.loss is None else float(result.loss))
+        return result

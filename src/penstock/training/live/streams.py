@@ -22,15 +22,10 @@ from penstock.engine.run.drive.driver import told
 from penstock.engine.run.history import History
 from penstock.planning.plans import Plan
 from penstock.training.checkpoint.keeper import Keeper
-from penstock.training.live.dashboard import Dashboard
-from penstock.training.live.frames import Frame, News, Result, WhenLate
-from penstock.training.live.ledger import Ledger
-from penstock.training.live.loop import Engine, Loop, Saving
-from penstock.training.live.process_loop import ProcessLoop
-from penstock.training.live.reader import Reader
-from penstock.training.live.report import StreamReport
-from penstock.training.live.results import Results
-from penstock.training.live.thread_loop import ThreadLoop
+from penstock.training.live.frames import Frame, News, Reader, Result, WhenLate
+from penstock.training.live.loop import Engine, Loop, Results, Saving
+from penstock.training.live.loops import ProcessLoop, ThreadLoop
+from penstock.training.live.report import Dashboard, Ledger, StreamReport
 
 
 class Stream:

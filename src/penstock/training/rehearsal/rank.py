@@ -25,10 +25,16 @@ from penstock.engine.run.rank.updater import Holding, Updater
 from penstock.engine.run.rank.worker import Worker
 from penstock.engine.run.recipe import Recipe
 from penstock.engine.transport import Transport
-from penstock.training.rehearsal.emulated_stage import EmulatedOptimizer, EmulatedStage
-from penstock.training.rehearsal.job import Job
-from penstock.training.rehearsal.links import PlannedLinks
-from penstock.training.rehearsal.waits import Alarm, LogicalWaits, RelativeWaits, Waits
+from penstock.training.rehearsal.conduct import Job
+from penstock.training.rehearsal.emulated import (
+    Alarm,
+    EmulatedOptimizer,
+    EmulatedStage,
+    LogicalWaits,
+    PlannedLinks,
+    RelativeWaits,
+    Waits,
+)
 
 
 class Failure(NamedTuple):

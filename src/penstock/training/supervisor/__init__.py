@@ -26,11 +26,9 @@ Decisions:
   (``run.logbook``). The same error at the same step, twice, ends the job; a kill is no error.
 """
 
-from penstock.training.supervisor.attempt import Account, Moments, Rank
-from penstock.training.supervisor.causes import Cause
-from penstock.training.supervisor.job import Job
-from penstock.training.supervisor.script import Script
-from penstock.training.supervisor.supervising import Result, supervise
+from penstock.training.supervisor.job import Job, Script
+from penstock.training.supervisor.processes import Cause
+from penstock.training.supervisor.supervising import Account, Moments, Rank, Result, supervise
 
 __all__ = [
     "Account",

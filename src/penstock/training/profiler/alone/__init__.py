@@ -9,12 +9,11 @@ it was.
 """
 
 from penstock.training.profiler.alone.bench import Progress
-from penstock.training.profiler.alone.conditions import device_of
+from penstock.training.profiler.alone.conditions import Sample, device_of
 from penstock.training.profiler.alone.measuring import measure_alone
 from penstock.training.profiler.alone.overheads import measure_hand_over
+from penstock.training.profiler.alone.passes import Alone, measure_uncut
 from penstock.training.profiler.alone.rounds import LONG_SECONDS, WARM_UP
-from penstock.training.profiler.alone.sample import Sample
-from penstock.training.profiler.alone.uncut import Alone, measure_uncut
 
 __all__ = [
     "LONG_SECONDS",

@@ -17,8 +17,13 @@ from penstock.engine.tensor.ways import trait_of
 from penstock.engine.tracing.layers import CapturedLayer
 from penstock.engine.tracing.units import units_of
 from penstock.training.profiler.alone.bench import Bench, Measured, Progress
-from penstock.training.profiler.alone.chain import num_bytes
-from penstock.training.profiler.alone.conditions import device_of, name_of, software, undisturbed
+from penstock.training.profiler.alone.conditions import (
+    Sample,
+    device_of,
+    name_of,
+    software,
+    undisturbed,
+)
 from penstock.training.profiler.alone.overheads import (
     Update,
     measure_hand_over,
@@ -26,7 +31,7 @@ from penstock.training.profiler.alone.overheads import (
     measure_sum,
     measure_updates,
 )
-from penstock.training.profiler.alone.sample import Sample
+from penstock.training.profiler.alone.passes import num_bytes
 
 
 class MeasuredAlone(NamedTuple):
