@@ -16,7 +16,7 @@ from penstock.base.errors import DeadlineError, FileError, InputError
 from penstock.planning.plans.spilling import Spill
 from penstock.planning.turns import POLICIES
 from penstock.training.fleet.dispatcher import Place
-from penstock.training.fleet.table import Shown
+from penstock.training.fleet.results import Shown
 from tests.kit.spilling import HOST, make_net, make_tied, spilled_plan
 from tests.kit.training import adamw
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.base.errors import InputError, RunError
-from penstock.training.live.frames import Intake
+from penstock.training.live.intake import Intake
 from tests.kit.examples import examples
 
 ACTIONS = st.lists(st.sampled_from(["take", "wait", "drop-oldest"]), max_size=30)

@@ -25,8 +25,7 @@ from penstock.planning.turns.stop import Stop, settled
 from penstock.planning.turns.visits import check_name
 from penstock.training.fleet.dispatcher import Dispatcher, overdue
 from penstock.training.fleet.job import FleetDevices, Job, homes_of, seats_of
-from penstock.training.fleet.results import FleetResults, JobResult
-from penstock.training.fleet.table import Shown
+from penstock.training.fleet.results import FleetResults, JobResult, Shown
 from penstock.training.fleet.trainee import Referee, Saving, Trainee
 from penstock.training.pipeline import Pipeline
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from penstock.base.lazily import loaded_when_used
 
 if TYPE_CHECKING:
-    from penstock.training.live.frames import Result
+    from penstock.training.live.intake import Result
     from penstock.training.live.opening import stream
     from penstock.training.live.report import StreamReport
     from penstock.training.live.streams import Stream
@@ -27,7 +27,7 @@ __all__ = ["Result", "Stream", "StreamReport", "stream"]
 __getattr__ = loaded_when_used(
     __name__,
     {
-        "penstock.training.live.frames": ("Result",),
+        "penstock.training.live.intake": ("Result",),
         "penstock.training.live.report": ("StreamReport",),
         "penstock.training.live.opening": ("stream",),
         "penstock.training.live.streams": ("Stream",),

@@ -27,7 +27,7 @@ from penstock.engine.run.minibatch import Minibatch
 from penstock.engine.run.outcome import MinibatchOutcome
 from penstock.training.checkpoint.keeper import Keeper
 from penstock.training.checkpoint.saving import Checkpoints
-from penstock.training.live.frames import Frame, Intake, News, Result, WhenLate
+from penstock.training.live.intake import Frame, Intake, News, Result, WhenLate
 from penstock.training.live.report import Ledger
 
 

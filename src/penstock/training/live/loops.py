@@ -23,7 +23,7 @@ from penstock.engine.run.drive.processes import ProcessDriver
 from penstock.engine.run.drive.threads import ThreadDriver
 from penstock.engine.run.minibatch import Minibatch
 from penstock.engine.run.outcome import MinibatchOutcome
-from penstock.training.live.frames import Frame, News
+from penstock.training.live.intake import Frame, News
 from penstock.training.live.loop import Admitted, Engine, Loop, Saving, late
 
 

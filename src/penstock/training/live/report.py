@@ -22,7 +22,7 @@ from penstock.base.units import format_seconds
 from penstock.base.values import Value
 from penstock.engine.model import tree
 from penstock.planning.plans import Plan
-from penstock.training.live.frames import Result
+from penstock.training.live.intake import Result
 
 if TYPE_CHECKING:
     from rich.live import Live

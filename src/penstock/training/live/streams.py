@@ -22,7 +22,7 @@ from penstock.engine.run.drive.driver import told
 from penstock.engine.run.history import History
 from penstock.planning.plans import Plan
 from penstock.training.checkpoint.keeper import Keeper
-from penstock.training.live.frames import Frame, News, Reader, Result, WhenLate
+from penstock.training.live.intake import Frame, News, Reader, Result, WhenLate
 from penstock.training.live.loop import Engine, Loop, Results, Saving
 from penstock.training.live.loops import ProcessLoop, ThreadLoop
 from penstock.training.live.report import Dashboard, Ledger, StreamReport

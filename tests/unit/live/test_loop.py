@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock.base.errors import InputError, RunError
-from penstock.training.live.frames import Frame, News, Result
+from penstock.training.live.intake import Frame, News, Result
 from penstock.training.live.loop import Arrival, Results
 from penstock.training.live.report import Ledger
 

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 
-from penstock.training.live.frames import Result
+from penstock.training.live.intake import Result
 from penstock.training.live.report import Ledger
 
 COUNTS = {"num_given": 5, "num_dropped": 2, "num_late": 3, "num_waiting": 1, "longest_queue": 4}
