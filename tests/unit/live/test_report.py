@@ -7,20 +7,20 @@ import pytest
 import torch
 
 from penstock.training.live.intake import Result
-from penstock.training.live.report import Ledger
+from penstock.training.live.report import StreamLedger
 
 COUNTS = {"num_given": 5, "num_dropped": 2, "num_late": 3, "num_waiting": 1, "longest_queue": 4}
 
 
 def ledger_of(values, age):
-    ledger = Ledger(age)
+    ledger = StreamLedger(age)
     for number, value in enumerate(values):
         ledger.entered(number, torch.tensor([value]))
     return ledger
 
 
 def test_the_quantiles_are_those_of_the_latencies():
-    ledger = Ledger(0)
+    ledger = StreamLedger(0)
     for number in range(100):
         ledger.told(Result(number, None, None, (99 - number) / 1000), 2.0 if number % 2 else None)
     report = ledger.report(**COUNTS)
@@ -31,7 +31,7 @@ def test_the_quantiles_are_those_of_the_latencies():
 
 
 def test_before_the_first_frame_there_is_nothing_to_tell():
-    report = Ledger(4).report(**COUNTS)
+    report = StreamLedger(4).report(**COUNTS)
     assert report.frames_per_second is report.mean_loss is report.latency_p50_seconds is None
     assert "not compared" in str(report)
 
@@ -62,7 +62,7 @@ def test_a_frame_that_is_no_number_spoils_nothing():
 
 
 def test_what_holds_no_numbers_is_not_compared():
-    ledger = Ledger(2)
+    ledger = StreamLedger(2)
     for number in range(100):
         ledger.entered(number, torch.tensor([number]))
     assert ledger.report(**COUNTS).mean_change is None

@@ -20,7 +20,7 @@ import penstock as pk
 from penstock.base.errors import InputError
 from penstock.core.graph import Contention
 from penstock.training.profiler.alone import Alone
-from penstock.training.profiler.calibrating import Judgement, Round
+from penstock.training.profiler.calibrating import CalibrationRound, Judgement
 from penstock.training.profiler.disturbance import Usage, share_of_others
 from penstock.training.profiler.runs import (
     FAMILIES,
@@ -316,7 +316,9 @@ def test_layers_alone_and_pipelines_take_turns():
 
 def rounds_of(*passes, others=0.0, reference=1.0, by_cpu=1.1):
     return [
-        Round({"whole": Factors(factor, 1.2, by_cpu)}, Alone(1.0, 2.0, 1.5), others, reference)
+        CalibrationRound(
+            {"whole": Factors(factor, 1.2, by_cpu)}, Alone(1.0, 2.0, 1.5), others, reference
+        )
         for factor in passes
     ]
 

@@ -29,7 +29,7 @@ from penstock.training.checkpoint.folder import (
     seen_in,
 )
 from penstock.training.checkpoint.giving import check_fits, check_model, check_settings
-from penstock.training.checkpoint.taking import Division, TrainedStage
+from penstock.training.checkpoint.taking import StageShard, TrainedStage
 
 
 class PiecesHere:
@@ -66,11 +66,11 @@ class PiecesHere:
                     ),
                 )
 
-    def _division(self, stage: int, seat: Seat) -> Division | None:
+    def _division(self, stage: int, seat: Seat) -> StageShard | None:
         sharings = self._parts.layout.sharings
         if sharings is None:
             return None
-        return Division(
+        return StageShard(
             sharings.cut_keys,
             sharings.shapes,
             sharings.num_blocks[stage],

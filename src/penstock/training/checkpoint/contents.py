@@ -13,8 +13,8 @@ from penstock.base.errors import FileError
 from penstock.engine.run.rank.mail import Letter
 from penstock.engine.transport import Edge
 from penstock.training.checkpoint.folder import Checkpoint
-from penstock.training.checkpoint.header import Extent, Optimizing, of_json
-from penstock.training.checkpoint.piece import Piece, assembled
+from penstock.training.checkpoint.header import Optimizing, TensorExtent, of_json
+from penstock.training.checkpoint.piece import CheckpointPiece, assembled
 from penstock.training.checkpoint.taking import DRIFT, OPTIMIZER, UNDER_WAY
 
 
@@ -61,7 +61,7 @@ class Contents:
         """What a module kept beside parameters and buffers, a tensor or not."""
         return self.tensor(key) if key in self._pieces_with else self.extra[key]
 
-    def extent(self, name: str) -> Extent | None:
+    def extent(self, name: str) -> TensorExtent | None:
         """Type and shape of a tensor; ``None`` if the checkpoint has none of this name."""
         pieces = self._pieces_with.get(name)
         return None if pieces is None else pieces[0].header.tensors[name]
@@ -123,7 +123,7 @@ class Contents:
         return {}
 
 
-def _check_whole(name: str, pieces: Sequence[Piece]) -> None:
+def _check_whole(name: str, pieces: Sequence[CheckpointPiece]) -> None:
     """Raise ``FileError`` unless pieces have as many numbers of a tensor as it has."""
     extents = {
         (extent.start, extent.own_shape)

@@ -21,7 +21,7 @@ from penstock.base.errors import FileError
 from penstock.base.values import expect, read_text
 from penstock.planning.plans import Plan
 from penstock.training.checkpoint.header import Identity
-from penstock.training.checkpoint.piece import Piece, flush, piece_name
+from penstock.training.checkpoint.piece import CheckpointPiece, flush, piece_name
 
 PLAN = "plan.json"
 
@@ -69,7 +69,7 @@ class Checkpoint:
 
     folder: Path
     plan: Plan
-    pieces: tuple[Piece, ...]
+    pieces: tuple[CheckpointPiece, ...]
 
     @classmethod
     def opened(cls, folder: Path) -> Checkpoint:
@@ -115,9 +115,9 @@ class Checkpoint:
         return self.identity.step
 
     @cached_property
-    def pieces_with(self) -> dict[str, list[Piece]]:
+    def pieces_with(self) -> dict[str, list[CheckpointPiece]]:
         """The pieces that have some of a tensor, by its name."""
-        pieces: dict[str, list[Piece]] = {}
+        pieces: dict[str, list[CheckpointPiece]] = {}
         for piece in self.pieces:
             for name in piece.header.tensors:
                 pieces.setdefault(name, []).append(piece)
@@ -140,19 +140,19 @@ def is_incomplete(folder: Path) -> bool:
     return False
 
 
-def _pieces_of(folder: Path, stage: int) -> list[Piece]:
+def _pieces_of(folder: Path, stage: int) -> list[CheckpointPiece]:
     """All pieces of a stage."""
     whole = folder / piece_name(stage)
     first = whole if whole.exists() else folder / piece_name(stage, 0, 2)
     if not first.exists():
         raise IncompleteError(f"{folder} is not complete: {whole.name} is missing")
-    pieces = [Piece.opened(first)]
+    pieces = [CheckpointPiece.opened(first)]
     num_parts = pieces[0].header.num_parts
     for part in range(1, num_parts):
         path = folder / piece_name(stage, part, num_parts)
         if not path.exists():
             raise IncompleteError(f"{folder} is not complete: {path.name} is missing")
-        pieces.append(Piece.opened(path))
+        pieces.append(CheckpointPiece.opened(path))
     for part, piece in enumerate(pieces):
         header = piece.header
         if (header.stage, header.part, header.num_parts) != (stage, part, num_parts):
@@ -183,7 +183,7 @@ def generation_of(folder: Path) -> int:
 
 
 @dataclass(frozen=True)
-class Seen:
+class SeenCheckpoint:
     """A folder of a checkpoint, complete or not, with what its first piece says.
 
     Attributes:
@@ -211,17 +211,17 @@ def folders_in(run: Path) -> list[Path]:
         raise FileError(f"cannot read {run}: {error.strerror}") from None
 
 
-def seen_in(run: Path) -> list[Seen]:
+def seen_in(run: Path) -> list[SeenCheckpoint]:
     """The checkpoints in a run's folder, complete or not, the latest first: those of the latest
     pipeline, and of these that of the highest step.
 
     Raises:
         FileError: the folder cannot be read.
     """
-    seen = [Seen(path, step_of(path), _first_identity(path)) for path in folders_in(run)]
+    seen = [SeenCheckpoint(path, step_of(path), _first_identity(path)) for path in folders_in(run)]
     latest = max((one.identity.generation for one in seen if one.identity), default=0)
 
-    def age(one: Seen) -> tuple[int, int, str]:
+    def age(one: SeenCheckpoint) -> tuple[int, int, str]:
         # What cannot be read is taken for new, so that a warning tells of it.
         generation = one.identity.generation if one.identity else latest
         return generation, one.step, one.folder.name
@@ -232,7 +232,7 @@ def seen_in(run: Path) -> list[Seen]:
 def _first_identity(folder: Path) -> Identity | None:
     for name in (piece_name(0), piece_name(0, 0, 2)):
         with suppress(FileError):
-            return Piece.opened(folder / name).header.identity
+            return CheckpointPiece.opened(folder / name).header.identity
     return None
 
 

@@ -142,7 +142,7 @@ def dtype_named(name: Any) -> torch.dtype:
 FORMAT = 1
 
 
-class Extent(Value, frozen=True, kw_only=True, array_like=True):
+class TensorExtent(Value, frozen=True, kw_only=True, array_like=True):
     """Where a tensor of a piece lies in the whole one.
 
     Attributes:
@@ -177,9 +177,9 @@ class Extent(Value, frozen=True, kw_only=True, array_like=True):
             )
 
 
-def extent_of(tensor: Tensor | Shelved) -> Extent:
+def extent_of(tensor: Tensor | Shelved) -> TensorExtent:
     """The extent of a tensor that a piece has all of."""
-    return Extent(dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
+    return TensorExtent(dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
 
 
 class Identity(Value, frozen=True, kw_only=True):
@@ -282,7 +282,7 @@ class Header(Value, frozen=True, kw_only=True):
     stage: int
     part: int = 0
     num_parts: int = 1
-    tensors: dict[str, Extent]
+    tensors: dict[str, TensorExtent]
     extra: dict[str, Any] = field(default_factory=dict)
     optimizing: Optimizing | None = None
     under_way: tuple[UnderWay, ...] = ()

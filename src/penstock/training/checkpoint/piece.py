@@ -196,14 +196,14 @@ def _refused(path: Path, doing: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Piece:
+class CheckpointPiece:
     """A file of a checkpoint, of which the head was read."""
 
     path: Path
     header: Header
 
     @classmethod
-    def opened(cls, path: Path) -> Piece:
+    def opened(cls, path: Path) -> CheckpointPiece:
         """Read the head of a file.
 
         Raises:
@@ -259,7 +259,7 @@ class Piece:
 
 
 def assembled(
-    name: str, pieces: Sequence[Piece], start: Sequence[int], size: Sequence[int]
+    name: str, pieces: Sequence[CheckpointPiece], start: Sequence[int], size: Sequence[int]
 ) -> Tensor:
     """A part of a tensor that may lie in several pieces; only what is needed is read.
 

@@ -32,7 +32,7 @@ _ALONE = "model.safetensors"
 _PURPOSE = "writing weights"
 
 
-class _Contents(NamedTuple):
+class _PretrainedFiles(NamedTuple):
     """What the files of a folder have.
 
     Attributes:
@@ -94,7 +94,7 @@ def _save(parts: Assembly, model: nn.Module, folder: Path, meeting: Rendezvous |
     meet("to see all weights written")
 
 
-def _contents(parts: Assembly, model: nn.Module) -> _Contents:
+def _contents(parts: Assembly, model: nn.Module) -> _PretrainedFiles:
     """Which stage writes what: of a tied weight the first stage that has it under the name that
     comes first in the model, under which transformers looks for it."""
     layers = spine_of(model)
@@ -115,7 +115,7 @@ def _contents(parts: Assembly, model: nn.Module) -> _Contents:
         for number, stage in enumerate(keys, start=1)
     }
     written = [every[key] for own in keys.values() for key in own]
-    return _Contents(
+    return _PretrainedFiles(
         files, keys, sum(one.nbytes for one in written), sum(one.numel() for one in written)
     )
 
@@ -125,7 +125,7 @@ def _all_places(layers: Sequence[NamedLayer]) -> Iterator[tuple[str, Tensor]]:
         yield from places(layer)
 
 
-def _clear(folder: Path, contents: _Contents) -> None:
+def _clear(folder: Path, contents: _PretrainedFiles) -> None:
     """See that nobody will take older files for these, and that nothing is complete before all
     are."""
     own = {*contents.files.values()}
@@ -153,7 +153,7 @@ def _held(parts: Assembly) -> Iterator[tuple[Worker, Stage]]:
 
 
 def _write(
-    folder: Path, contents: _Contents, parts: Assembly, worker: Worker, stage: Stage
+    folder: Path, contents: _PretrainedFiles, parts: Assembly, worker: Worker, stage: Stage
 ) -> None:
     index = stage.index
     with worker.visiting(index):
@@ -172,7 +172,7 @@ def _write(
         del state, tensors  # nothing may see a stage when it leaves
 
 
-def _finish(folder: Path, contents: _Contents, model: nn.Module) -> None:
+def _finish(folder: Path, contents: _PretrainedFiles, model: nn.Module) -> None:
     """Write what says how the files belong together, and what makes a model of them."""
     for name in contents.files.values():
         if not (folder / name).is_file():

@@ -25,7 +25,13 @@ from penstock.engine.stage.stage import Stage
 from penstock.engine.tensor.cuts import Cut
 from penstock.engine.weights.shelf import Shelved
 from penstock.engine.weights.store import WeightStore
-from penstock.training.checkpoint.header import Extent, Optimizing, UnderWay, extent_of, to_json
+from penstock.training.checkpoint.header import (
+    Optimizing,
+    TensorExtent,
+    UnderWay,
+    extent_of,
+    to_json,
+)
 
 OPTIMIZER, DRIFT, UNDER_WAY = "optimizer/", "drift/", "under-way/"
 """How the names of tensors begin that are not the model's own."""
@@ -43,11 +49,11 @@ class PartState(NamedTuple):
 
     part: int
     num_parts: int
-    tensors: dict[str, tuple[Extent, Tensor]]
+    tensors: dict[str, tuple[TensorExtent, Tensor]]
     tells: bool = True
 
 
-class Division(NamedTuple):
+class StageShard(NamedTuple):
     """One member's part of a stage.
 
     Attributes:
@@ -79,7 +85,7 @@ class Division(NamedTuple):
     def pieces(
         self,
         tensors: Mapping[str, Tensor],
-        extents: Mapping[str, Extent],
+        extents: Mapping[str, TensorExtent],
         copy: int = 0,
         num_copies: int = 1,
     ) -> Iterator[PartState]:
@@ -93,7 +99,7 @@ class Division(NamedTuple):
         """
         own_pieces = self.size * self.num_blocks
         for block in range(self.num_blocks):
-            own: dict[str, tuple[Extent, Tensor]] = {}
+            own: dict[str, tuple[TensorExtent, Tensor]] = {}
             for name, tensor in tensors.items():
                 key, within = _key(name), extents.get(name) or extent_of(tensor)
                 if key in self.cuts and within.shape == self._own_shape(key):
@@ -106,8 +112,8 @@ class Division(NamedTuple):
             yield PartState(copy * own_pieces + number, num_copies * own_pieces, own, not number)
 
     def _placed(
-        self, key: str, tensor: Tensor, within: Extent, block: int
-    ) -> tuple[Extent, Tensor] | None:
+        self, key: str, tensor: Tensor, within: TensorExtent, block: int
+    ) -> tuple[TensorExtent, Tensor] | None:
         """What of a tensor lies in a block, and where in the whole; ``None`` if nothing does.
 
         Args:
@@ -127,7 +133,7 @@ class Division(NamedTuple):
         start = [*own_start]
         start[cut.dim] = places[block].start + first - before
         size = tuple(piece.shape)
-        extent = Extent(dtype=within.dtype, shape=shape, start=tuple(start), size=size)
+        extent = TensorExtent(dtype=within.dtype, shape=shape, start=tuple(start), size=size)
         return extent, piece
 
     def _own_shape(self, key: str) -> tuple[int, ...]:
@@ -170,7 +176,7 @@ class TrainedStage(NamedTuple):
     rate: float
     store: WeightStore | None
     letters: Callable[[], Sequence[Letter]] = tuple
-    division: Division | None = None
+    division: StageShard | None = None
     shards: Mapping[nn.Parameter, Shard] = MappingProxyType({})
     groups: Sequence[Sequence[nn.Parameter]] = ()
     part: int = 0
@@ -185,7 +191,7 @@ class TrainedStage(NamedTuple):
         }
         return {name: part for name, part in own.items() if part is not None}
 
-    def extent(self, name: str, value: Tensor) -> Extent:
+    def extent(self, name: str, value: Tensor) -> TensorExtent:
         """Where something that is kept for a parameter lies, by the parameter's name."""
         whole = extent_of(value)
         shard = self.shards.get(self.named[name])
@@ -198,7 +204,7 @@ class TrainedStage(NamedTuple):
             return whole
         shape = tuple(self.named[name].shape)
         start = (shard.start,) + (0,) * (len(shape) - 1)
-        return Extent(dtype=whole.dtype, shape=shape, start=start, size=tuple(value.shape))
+        return TensorExtent(dtype=whole.dtype, shape=shape, start=start, size=tuple(value.shape))
 
     @property
     def whose(self) -> str:
@@ -233,7 +239,7 @@ class StageState(NamedTuple):
     extra: dict[str, Any]
     optimizing: Optimizing | None
     under_way: tuple[UnderWay, ...] = ()
-    extents: Mapping[str, Extent] = MappingProxyType({})
+    extents: Mapping[str, TensorExtent] = MappingProxyType({})
     shelved: Mapping[str, Shelved] = MappingProxyType({})
 
 
@@ -261,7 +267,7 @@ def state_of(trained: TrainedStage, elsewhere: Collection[str]) -> StageState:
         else:
             extra[key] = to_json(value, f"{key!r} in the model's state_dict")
     own = {name: one for name, one in trained.optimized.items() if name not in elsewhere}
-    extents: dict[str, Extent] = {}
+    extents: dict[str, TensorExtent] = {}
     if trained.store is not None:
         for name, parameter in own.items():
             drift = trained.store.drift_of(parameter)
@@ -333,7 +339,7 @@ def _state_by_name(
     trained: TrainedStage,
     named: Mapping[str, nn.Parameter],
     tensors: dict[str, Tensor],
-    extents: dict[str, Extent],
+    extents: dict[str, TensorExtent],
 ) -> dict[str, dict[str, Any]]:
     """What is no tensor, by parameter; tensors go to the others."""
     optimizer = trained.optimizer

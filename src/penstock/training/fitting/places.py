@@ -23,7 +23,7 @@ _FRAME_SECONDS, _LINE_SECONDS = 0.5, 5.0
 _MOST_RANKS = 8
 
 
-class Place(Protocol):
+class LogTarget(Protocol):
     """Takes numbers by their names, step by step."""
 
     def is_due(self) -> bool:
@@ -76,7 +76,7 @@ class TensorBoard:
             self._writer = None
 
 
-class Run:
+class LoggedRun:
     """A run that has ``log(numbers, step=…)``, as those of ``wandb``, ``swanlab`` and ``trackio``
     have; whoever began it ends it.
 

@@ -15,8 +15,8 @@ from penstock.engine.run.work import Work
 from penstock.training.fitting.callbacks import Callback, numbers_of
 from penstock.training.fitting.places import (
     MEMORY,
-    Place,
-    Run,
+    LoggedRun,
+    LogTarget,
     TensorBoard,
     Terminal,
     WeightsAndBiases,
@@ -74,7 +74,7 @@ class Watch(Callback):
         listed = where if isinstance(where, list | tuple) else [where]
         if not listed:
             raise InputError(f"watch is {shown(where)}; {_HOW}")
-        self._outlets = [_Outlet(_place(one, folder), _Rates()) for one in listed]
+        self._outlets = [_RatedTarget(_place(one, folder), _Rates()) for one in listed]
         self._measured: dict[str, float] = {}
         self._next = float("-inf")
 
@@ -146,7 +146,7 @@ class Watch(Callback):
 _HOW = f"give {', '.join(map(repr, _NAMES))}, a run with log(numbers, step=…), or a list of them"
 
 
-def _place(where: Any, folder: str | os.PathLike[str] | None) -> Place:
+def _place(where: Any, folder: str | os.PathLike[str] | None) -> LogTarget:
     if where == "terminal":
         return Terminal()
     if where == "tensorboard":
@@ -155,13 +155,13 @@ def _place(where: Any, folder: str | os.PathLike[str] | None) -> Place:
         return WeightsAndBiases()
     if not callable(getattr(where, "log", None)):
         raise InputError(f"watch is {shown(where)}; {_HOW}")
-    return Run(where)
+    return LoggedRun(where)
 
 
-class _Outlet(NamedTuple):
+class _RatedTarget(NamedTuple):
     """A place, and what has been done since it was last written to."""
 
-    place: Place
+    place: LogTarget
     rates: _Rates
 
 

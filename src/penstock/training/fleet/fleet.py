@@ -25,8 +25,8 @@ from penstock.planning.turns.stop import Stop, settled
 from penstock.planning.turns.visits import check_name
 from penstock.training.fleet.dispatcher import Dispatcher, overdue
 from penstock.training.fleet.job import FleetDevices, Job, homes_of, seats_of
-from penstock.training.fleet.results import FleetResults, JobResult, Shown
-from penstock.training.fleet.trainee import Referee, Saving, Trainee
+from penstock.training.fleet.results import FleetResults, FleetTable, JobResult
+from penstock.training.fleet.trainee import FleetSaving, Referee, Trainee
 from penstock.training.pipeline import Pipeline
 
 _LOOK_SECONDS = 0.05
@@ -176,7 +176,7 @@ class Fleet:
         ends = settled(stop, steps, epochs, [job.steps is not None for job in jobs])
         for trainee in self._trainees:
             _check_metric(trainee, ends)
-        saving = None if folder is None else Saving(folder, whole("every", every, 1))
+        saving = None if folder is None else FleetSaving(folder, whole("every", every, 1))
         if self._is_closed or not self._running.acquire(blocking=False):
             state = "is closed" if self._is_closed else "runs already"
             raise InputError(f"this fleet {state}; make another one, or wait")
@@ -188,7 +188,7 @@ class Fleet:
         finally:
             self._running.release()
 
-    def _train(self, stop: Stop, saving: Saving | None, show: bool | None) -> None:
+    def _train(self, stop: Stop, saving: FleetSaving | None, show: bool | None) -> None:
         referee = Referee(stop, [*self._names])
         self._dispatcher.open()
         begun = [trainee for trainee in self._trainees if trainee.begin()]
@@ -202,14 +202,14 @@ class Fleet:
                     name=f"penstock job {trainee.name}",
                     daemon=True,
                 ).start()
-            with Shown(self._trainees, self._dispatcher, show) as table:
+            with FleetTable(self._trainees, self._dispatcher, show) as table:
                 self._watch(begun, referee, table)
         except BaseException:
             self._end(referee, "the fleet was interrupted")
             raise
         self._dispatcher.rest()
 
-    def _watch(self, begun: list[Trainee], referee: Referee, table: Shown) -> None:
+    def _watch(self, begun: list[Trainee], referee: Referee, table: FleetTable) -> None:
         """Look on until all jobs have ended; give up those that hang."""
         left = begun
         while left:

@@ -154,7 +154,7 @@ _HEADER = ("job", "now", "steps", "of", "loss", "device time", "")
 _LEFT = ("job", "now", "")
 
 
-class Shown:
+class FleetTable:
     """Shows trainees while its ``with`` block lasts, whenever it is asked to ``update``.
 
     Args:

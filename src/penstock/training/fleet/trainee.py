@@ -166,7 +166,9 @@ class Trainee:
         """Minibatches that it was trained on."""
         return len(self.losses)
 
-    def train(self, stop: Stop, referee: Referee, num_jobs: int, saving: Saving | None) -> None:
+    def train(
+        self, stop: Stop, referee: Referee, num_jobs: int, saving: FleetSaving | None
+    ) -> None:
         """Go from decision to decision until the end; raises nothing."""
         try:
             targets: list[int | None] = [*stop.targets(num_jobs, self.job.most_steps(stop))]
@@ -220,7 +222,7 @@ class Trainee:
         )  # fmt: skip
 
     def _train_to(
-        self, target: int | None, batches: Iterator[tuple[Any, Any]], saving: Saving | None
+        self, target: int | None, batches: Iterator[tuple[Any, Any]], saving: FleetSaving | None
     ) -> None:
         self._dispatcher.begin_stretch(self.place, self.step, target)
         while target is None or self.step < target:
@@ -307,7 +309,7 @@ class Trainee:
         )
 
 
-class Saving:
+class FleetSaving:
     """When and where trainees save in the course of a run.
 
     Args:

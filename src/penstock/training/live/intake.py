@@ -25,7 +25,7 @@ _LOOK_AGAIN_SECONDS = 0.2
 _PARTING_SECONDS = 5.0
 
 
-class Reader:
+class SourceReader:
     """Gives the frames of a source to a stream, in a thread of its own: a camera lets its reader
     wait for the next frame, and results are wanted meanwhile.
 
@@ -54,7 +54,7 @@ class Reader:
         give: Callable[[Any, Any], object],
         has_room: Callable[[float], bool],
         ended: Callable[[], None],
-        before: Reader | None = None,
+        before: SourceReader | None = None,
     ) -> None:
         self.source = source
         self._period = None if rate is None else 1 / rate
@@ -144,7 +144,7 @@ WhenLate = Literal["wait", "drop-oldest", "raise"]
 
 
 @dataclass(frozen=True, eq=False)
-class Frame:
+class LiveFrame:
     """What somebody has given to a stream.
 
     Attributes:

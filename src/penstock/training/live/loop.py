@@ -27,11 +27,11 @@ from penstock.engine.run.minibatch import Minibatch
 from penstock.engine.run.outcome import MinibatchOutcome
 from penstock.training.checkpoint.keeper import Keeper
 from penstock.training.checkpoint.saving import Checkpoints
-from penstock.training.live.intake import Frame, Intake, News, Result, WhenLate
-from penstock.training.live.report import Ledger
+from penstock.training.live.intake import Intake, LiveFrame, News, Result, WhenLate
+from penstock.training.live.report import StreamLedger
 
 
-class Saving(NamedTuple):
+class SaveRequest(NamedTuple):
     """A wish to save behind the frames that the first stage has begun.
 
     Attributes:
@@ -53,11 +53,11 @@ class Admitted(NamedTuple):
         minibatch: the same, copied for the ranks of this process; its number is not known yet.
     """
 
-    frame: Frame
+    frame: LiveFrame
     minibatch: Minibatch
 
 
-class Arrival(NamedTuple):
+class FrameOutput(NamedTuple):
     """An output that has left the last stage.
 
     Attributes:
@@ -67,7 +67,7 @@ class Arrival(NamedTuple):
     """
 
     result: Result
-    frame: Frame
+    frame: LiveFrame
     moment: torch.Event | None
 
     def settled(self) -> Result:
@@ -109,7 +109,7 @@ class Loop(ABC):
 
     def __init__(self, engine: Engine) -> None:
         self.intake: Intake[Admitted] = Intake(self._changed)
-        self.arrivals: queue.SimpleQueue[Arrival | News] = queue.SimpleQueue()
+        self.arrivals: queue.SimpleQueue[FrameOutput | News] = queue.SimpleQueue()
         self.num_begun = 0
         self.most_within = engine.parts.plan.num_ranks
         self._most_untaken: int | None = None
@@ -117,7 +117,7 @@ class Loop(ABC):
         self._failure: BaseException | None = None
         self._is_told = False
 
-    def put(self, frame: Frame, when_late: WhenLate) -> bool:
+    def put(self, frame: LiveFrame, when_late: WhenLate) -> bool:
         """Let a frame wait for the first stage; see ``Intake.put``.
 
         Raises:
@@ -125,7 +125,7 @@ class Loop(ABC):
         """
         return self.intake.put(Admitted(frame, self._cut(frame)), when_late)
 
-    def _cut(self, frame: Frame) -> Minibatch:
+    def _cut(self, frame: LiveFrame) -> Minibatch:
         return self._parts.cutter.frame(
             frame.value,
             frame.target,
@@ -136,10 +136,10 @@ class Loop(ABC):
         )
 
     def _heard(
-        self, frame: Frame, output: Any, loss: Tensor | None, moment: torch.Event | None
+        self, frame: LiveFrame, output: Any, loss: Tensor | None, moment: torch.Event | None
     ) -> None:
         latency = time.perf_counter() - frame.arrived_seconds
-        self.arrivals.put(Arrival(Result(frame.number, output, loss, latency), frame, moment))
+        self.arrivals.put(FrameOutput(Result(frame.number, output, loss, latency), frame, moment))
 
     def _remember(self, outcome: MinibatchOutcome) -> None:
         # What the model gave for a frame is its caller's; of long streams it would fill the memory.
@@ -180,7 +180,7 @@ class Loop(ABC):
         self.num_begun += 1
         return replace(minibatch, step=self.num_begun - 1)
 
-    def _mark(self, saving: Saving) -> Minibatch:
+    def _mark(self, saving: SaveRequest) -> Minibatch:
         """What makes every stage save itself behind the frames that were begun."""
         wanted = Checkpoints(saving.folder, every=1, keep=saving.keep)
         mark = self._keeper.mark(wanted, self.num_begun, position=saving.position)
@@ -216,7 +216,7 @@ class Loop(ABC):
         """
 
     @abstractmethod
-    def save(self, saving: Saving) -> None:
+    def save(self, saving: SaveRequest) -> None:
         """Let every stage save itself behind the frames that the first stage has begun."""
 
     def raise_failure(self) -> None:
@@ -263,7 +263,7 @@ class Results:
         closed: whether the stream is over in this process.
     """
 
-    def __init__(self, loop: Loop, ledger: Ledger) -> None:
+    def __init__(self, loop: Loop, ledger: StreamLedger) -> None:
         self.num_taken = 0
         self.closed = False
         self._loop = loop
@@ -285,7 +285,7 @@ class Results:
         self.check_open()
         paused: News | None = None
         while (news := self._news(wait=False)) is not None:
-            if isinstance(news, Arrival):
+            if isinstance(news, FrameOutput):
                 return self._taken(news)
             if news is not News.CHANGED:
                 paused = news
@@ -303,7 +303,7 @@ class Results:
         """
         while True:
             news = self._news()
-            if isinstance(news, Arrival):
+            if isinstance(news, FrameOutput):
                 return self._taken(news)
             if news is News.ENDED:
                 self._set_aside = news
@@ -318,7 +318,7 @@ class Results:
         """Results, until a condition holds that news tell of, or the stream is closed."""
         while not is_over():
             news = self._news()
-            if isinstance(news, Arrival):
+            if isinstance(news, FrameOutput):
                 yield self._taken(news)
             elif self.closed:
                 return
@@ -329,7 +329,7 @@ class Results:
         """Results, until rank 0 has taken all that were under way there, or has left."""
         while True:
             news = self._news()
-            if isinstance(news, Arrival):
+            if isinstance(news, FrameOutput):
                 yield self._taken(news)
             elif news is News.CHANGED and not self.closed:
                 self._loop.raise_failure()
@@ -337,7 +337,7 @@ class Results:
                 self._set_aside = news if news is News.ENDED else None
                 return
 
-    def _news(self, *, wait: bool = True) -> Arrival | News | None:
+    def _news(self, *, wait: bool = True) -> FrameOutput | News | None:
         """What has come; ``None`` if nothing has, and nobody waits."""
         if self._set_aside is not None:
             news, self._set_aside = self._set_aside, None
@@ -347,7 +347,7 @@ class Results:
         except queue.Empty:
             return None
 
-    def _taken(self, arrival: Arrival) -> Result:
+    def _taken(self, arrival: FrameOutput) -> Result:
         result = arrival.settled()
         self.num_taken += 1
         self._loop.taken()

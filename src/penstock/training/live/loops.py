@@ -23,8 +23,8 @@ from penstock.engine.run.drive.processes import ProcessDriver
 from penstock.engine.run.drive.threads import ThreadDriver
 from penstock.engine.run.minibatch import Minibatch
 from penstock.engine.run.outcome import MinibatchOutcome
-from penstock.training.live.intake import Frame, News
-from penstock.training.live.loop import Admitted, Engine, Loop, Saving, late
+from penstock.training.live.intake import LiveFrame, News
+from penstock.training.live.loop import Admitted, Engine, Loop, SaveRequest, late
 
 
 class ThreadLoop(Loop):
@@ -82,7 +82,7 @@ class ThreadLoop(Loop):
         self._changed()
 
     def _heard(
-        self, frame: Frame, output: Any, loss: Tensor | None, moment: torch.Event | None
+        self, frame: LiveFrame, output: Any, loss: Tensor | None, moment: torch.Event | None
     ) -> None:
         super()._heard(frame, output, loss, moment)
         with self._turn:
@@ -110,7 +110,7 @@ class ThreadLoop(Loop):
                 raise late(rank, self._parts.deadlines) from None
         return states
 
-    def save(self, saving: Saving) -> None:
+    def save(self, saving: SaveRequest) -> None:
         self.raise_failure()
         with self._turn:
             self._begin(self._mark(saving))
@@ -147,7 +147,7 @@ _JOIN_SECONDS = 1.0
 _LOOK_AGAIN_SECONDS = 0.0005
 
 
-class _Order(IntEnum):
+class _StreamOrder(IntEnum):
     """What rank 0 tells the others to do next."""
 
     BEGIN = 0
@@ -168,9 +168,9 @@ class ProcessLoop(Loop):
         self._driver = parts.driver
         self._rank = parts.workers[0].rank
         self._last_rank = parts.plan.placement.ranks_of(len(parts.plan.stages) - 1)[0]
-        self._wishes: deque[Saving | News | None] = deque()  # ``None``: to end
+        self._wishes: deque[SaveRequest | News | None] = deque()  # ``None``: to end
         self._news = threading.Condition()
-        self._begun: deque[Frame | None] = deque()  # ``None``: no frame, but a mark
+        self._begun: deque[LiveFrame | None] = deque()  # ``None``: no frame, but a mark
         self._num_orders = 0
         self._looks_until = 0.0
         self._abandoned = False
@@ -185,19 +185,19 @@ class ProcessLoop(Loop):
         if not self._thread.is_alive():
             self._thread.start()
 
-    def put(self, frame: Frame, when_late: Any) -> bool:
+    def put(self, frame: LiveFrame, when_late: Any) -> bool:
         return True if self.follows else super().put(frame, when_late)
 
     def _changed(self) -> None:
         with self._news:
             self._news.notify_all()
 
-    def _wish(self, wish: Saving | News | None) -> None:
+    def _wish(self, wish: SaveRequest | News | None) -> None:
         with self._news:
             self._wishes.append(wish)
             self._news.notify_all()
 
-    def save(self, saving: Saving) -> None:
+    def save(self, saving: SaveRequest) -> None:
         self.raise_failure()
         if not self.follows:
             self._wish(saving)
@@ -266,24 +266,24 @@ class ProcessLoop(Loop):
                 with self._news:
                     has_news = self._news.wait_for(self._has_news, idle_seconds)
                 if not has_news:
-                    self._tell(_Order.WAIT)
+                    self._tell(_StreamOrder.WAIT)
 
     def _lead_collecting(self) -> None:
-        self._tell(_Order.COLLECT)
+        self._tell(_StreamOrder.COLLECT)
         self._collect()
 
     def _has_news(self) -> bool:
         waits = len(self.intake) and self._is_heard
         return bool(self._wishes or waits or self._abandoned)
 
-    def _grant(self, wish: Saving | News | None) -> None:
-        if isinstance(wish, Saving):
-            self._tell(_Order.SAVE, tuple(wish))
+    def _grant(self, wish: SaveRequest | News | None) -> None:
+        if isinstance(wish, SaveRequest):
+            self._tell(_StreamOrder.SAVE, tuple(wish))
             self._begin(self._mark(wish), None)
         elif wish is News.PAUSED:
-            self._tell(_Order.PAUSE)
+            self._tell(_StreamOrder.PAUSE)
         else:
-            self._tell(_Order.END)
+            self._tell(_StreamOrder.END)
             self._drain()
 
     def _lead_with(self, admitted: Admitted) -> None:
@@ -292,10 +292,10 @@ class ProcessLoop(Loop):
             kind: str(dtype).removeprefix("torch.") for kind, dtype in frame.autocast.items()
         }
         told = frame.number, frame.learns, autocast
-        self._tell(_Order.BEGIN, told, to_last=frame.target)
+        self._tell(_StreamOrder.BEGIN, told, to_last=frame.target)
         self._begin(self._numbered(admitted.minibatch), frame)
 
-    def _tell(self, order: _Order, what: Any = None, to_last: Any = None) -> None:
+    def _tell(self, order: _StreamOrder, what: Any = None, to_last: Any = None) -> None:
         """Give an order to all other ranks; only the last one needs a target."""
         orders = {
             rank: (int(order), what, to_last if rank == self._last_rank else None)
@@ -312,16 +312,16 @@ class ProcessLoop(Loop):
                 self._num_orders, self._parts.feed.expected()
             )
             self._num_orders += 1
-            order = _Order(heard)
-            if order is _Order.BEGIN:
+            order = _StreamOrder(heard)
+            if order is _StreamOrder.BEGIN:
                 self._follow_with(what, target)
-            elif order is _Order.COLLECT:
+            elif order is _StreamOrder.COLLECT:
                 self._collect()
-            elif order is _Order.SAVE:
-                self._begin(self._mark(Saving(*what)), None)
-            elif order is _Order.PAUSE:
+            elif order is _StreamOrder.SAVE:
+                self._begin(self._mark(SaveRequest(*what)), None)
+            elif order is _StreamOrder.PAUSE:
                 self.arrivals.put(News.PAUSED)
-            elif order is _Order.END:
+            elif order is _StreamOrder.END:
                 self.arrivals.put(News.PAUSED)  # no more will come for who waits here
                 self._drain()
                 self.arrivals.put(News.ENDED)
@@ -330,12 +330,12 @@ class ProcessLoop(Loop):
     def _follow_with(self, told: Any, target: Any) -> None:
         number, learns, autocast = told
         dtypes = {kind: getattr(torch, dtype) for kind, dtype in autocast.items()}
-        frame = Frame(number, None, target, learns, time.perf_counter(), dtypes)
+        frame = LiveFrame(number, None, target, learns, time.perf_counter(), dtypes)
         self._begin(self._numbered(self._cut(frame)), frame)
 
     # All
 
-    def _begin(self, minibatch: Minibatch, frame: Frame | None) -> None:
+    def _begin(self, minibatch: Minibatch, frame: LiveFrame | None) -> None:
         self._begun.append(frame)
         self._looks_until = time.monotonic() + self._parts.deadlines.step.seconds
         with self._performing:

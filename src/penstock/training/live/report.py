@@ -106,7 +106,7 @@ FAST_CHANGE = 0.6
 they go through: docs/streams.md has cosines of 0.8 at 0.5, and of 0.5 at 0.85."""
 
 
-class Ledger:
+class StreamLedger:
     """Keeps account of a stream; any thread may use it.
 
     Args:

@@ -22,10 +22,10 @@ from penstock.engine.run.drive.driver import told
 from penstock.engine.run.history import History
 from penstock.planning.plans import Plan
 from penstock.training.checkpoint.keeper import Keeper
-from penstock.training.live.intake import Frame, News, Reader, Result, WhenLate
-from penstock.training.live.loop import Engine, Loop, Results, Saving
+from penstock.training.live.intake import LiveFrame, News, Result, SourceReader, WhenLate
+from penstock.training.live.loop import Engine, Loop, Results, SaveRequest
 from penstock.training.live.loops import ProcessLoop, ThreadLoop
-from penstock.training.live.report import Dashboard, Ledger, StreamReport
+from penstock.training.live.report import Dashboard, StreamLedger, StreamReport
 
 
 class Stream:
@@ -46,7 +46,9 @@ class Stream:
         self.plan: Plan = self._parts.plan
         self.transport: str = self._parts.transport
         policy = self.plan.versions
-        self._ledger = Ledger(self.plan.place(0).warm_up if policy.activations == "newest" else 0)
+        self._ledger = StreamLedger(
+            self.plan.place(0).warm_up if policy.activations == "newest" else 0
+        )
         self._history = History(self.plan.schedule, policy.activations)
         self._keeper = Keeper(self._parts, None)
         make = ProcessLoop if self._parts.in_processes else ThreadLoop
@@ -56,7 +58,7 @@ class Stream:
         self._results = Results(self._loop, self._ledger)
         self._num_given = self._num_lost = 0
         self._numbering = threading.Lock()
-        self._readers: list[Reader] = []
+        self._readers: list[SourceReader] = []
         self._has_begun = False
 
     def __call__(self, frame: Any, target: Any = None, *, learn: bool = True) -> Result | None:
@@ -127,7 +129,7 @@ class Stream:
             _check_tensors(frame, "the frame")
             _check_tensors(torch.empty(0) if target is None else target, "its target")
         with self._numbering:  # numbers are in the order in which frames wait
-            given = Frame(self._num_given, frame, target, learn, time.perf_counter(), autocast)
+            given = LiveFrame(self._num_given, frame, target, learn, time.perf_counter(), autocast)
             kept = self._loop.put(given, when_late)
             self._num_given += 1
             self._num_lost += not kept
@@ -197,7 +199,7 @@ class Stream:
 
         self._readers = [reader for reader in self._readers if not reader.is_settled]
         same = [reader for reader in self._readers if reader.source is source]
-        reader = Reader(
+        reader = SourceReader(
             source,
             rate=rate,
             waits=when_late == "wait",
@@ -287,7 +289,7 @@ class Stream:
         """
         self._begin()
         self._keeper.check()
-        self._loop.save(Saving(os.fspath(path), keep, position))
+        self._loop.save(SaveRequest(os.fspath(path), keep, position))
 
     def load(self, path: str | os.PathLike[str]) -> Any:
         """Go on from a checkpoint; before the first frame. All processes must call it.

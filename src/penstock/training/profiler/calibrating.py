@@ -53,7 +53,7 @@ _LEAST_QUIET = 2
 _OR_LONGER = ", or for longer (patience_seconds=…, --patience)"
 
 
-class Round(NamedTuple):
+class CalibrationRound(NamedTuple):
     """What was measured in one round, in which the layers alone and every pipeline had a turn.
 
     Attributes:
@@ -82,7 +82,7 @@ class Judgement:
         num_ranks: of the pipelines.
     """
 
-    def __init__(self, rounds: Sequence[Round], num_ranks: int) -> None:
+    def __init__(self, rounds: Sequence[CalibrationRound], num_ranks: int) -> None:
         self._rounds = rounds
         self._num_ranks = num_ranks
         limit = SLOWER_REFERENCE * min(measured.reference_seconds for measured in rounds)
@@ -153,7 +153,7 @@ class Judgement:
             )
 
     @property
-    def _counted(self) -> Sequence[Round]:
+    def _counted(self) -> Sequence[CalibrationRound]:
         return self._rounds if self.by_cpu else self._quiet
 
     @property
@@ -257,7 +257,7 @@ def calibrate(
             warnings.append(_only_whole(pass_seconds, needed))
     try:
         with torch.inference_mode(False), torch.enable_grad():
-            rounds = _Rounds(runner, graph, modes, count, effort)
+            rounds = _CalibrationRounds(runner, graph, modes, count, effort)
             judgement = _until_steady(rounds, count, patience_seconds, tell)
     except Exception as error:  # a model may refuse in any way
         return uncalibrated(graph, error)
@@ -292,10 +292,10 @@ def _refusal(of_what: str, error: BaseException) -> str:
 
 
 def _until_steady(
-    rounds: _Rounds, count: int, patience_seconds: float, tell: Advance
+    rounds: _CalibrationRounds, count: int, patience_seconds: float, tell: Advance
 ) -> Judgement | None:
     """Measure rounds until they are steady; ``None`` if no pipeline could be run."""
-    judgement, measured = None, list[Round]()
+    judgement, measured = None, list[CalibrationRound]()
     begun = time.perf_counter()
 
     def tell_turn(share_of_round: float) -> None:
@@ -320,7 +320,7 @@ def _until_steady(
     return judgement
 
 
-class _Rounds:
+class _CalibrationRounds:
     """Measures round by round; a mode that cannot be run is left out of the next ones.
 
     Attributes:
@@ -353,7 +353,7 @@ class _Rounds:
         refused = (_refusal(f" of {FAMILIES[mode]}", why) for mode, why in self._refused.items())
         return (*refused, *["interrupted while contention was measured"] * self.interrupted)
 
-    def measure(self, tell: Advance) -> Round:
+    def measure(self, tell: Advance) -> CalibrationRound:
         """Measure one round, and tell after each turn what share of it is done."""
         before, first = Usage.now(), self._reference.seconds()
         modes, laps = tuple(self.modes), dict[Mode, Lap]()
@@ -378,7 +378,7 @@ class _Rounds:
         factors: dict[Mode, Factors] = {
             mode: factors_of(self._graph, self._plan(mode), lap) for mode, lap in laps.items()
         }
-        return Round(factors, _mean(alone), others, max(first, last))
+        return CalibrationRound(factors, _mean(alone), others, max(first, last))
 
     def _alone(self) -> Alone:
         return self._runner.alone(self._graph.num_threads, self._effort)

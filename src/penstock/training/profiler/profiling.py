@@ -203,7 +203,7 @@ def profile(  # noqa: PLR0913 - each has a default that most callers keep
     spine_of(model)  # before anything is asked of its parameters
     keep_freed_pages()
     count = num_ranks(model, sample, num_threads, ranks)
-    asked = _Asked(model, sample, others, optimizer, repeats, num_threads)
+    asked = _ProfileRequest(model, sample, others, optimizer, repeats, num_threads)
     if progress is not None:
         graph = _measured(asked, count, patience_seconds, progress)
     else:
@@ -218,7 +218,7 @@ def profile(  # noqa: PLR0913 - each has a default that most callers keep
     return replace(graph, example=example, other_sizes=others_too)
 
 
-class _Asked(NamedTuple):
+class _ProfileRequest(NamedTuple):
     """What to measure, and how; arguments as of ``profile``."""
 
     model: nn.Module
@@ -230,7 +230,7 @@ class _Asked(NamedTuple):
 
 
 def _measured(
-    asked: _Asked, count: int, patience_seconds: float | None, report: Progress
+    asked: _ProfileRequest, count: int, patience_seconds: float | None, report: Progress
 ) -> LayerGraph:
     """The layers alone, and ``count`` ranks together."""
     model, sample, others, optimizer, repeats, num_threads = asked

@@ -26,17 +26,23 @@ Decisions:
   (``run.logbook``). The same error at the same step, twice, ends the job; a kill is no error.
 """
 
-from penstock.training.supervisor.job import Job, Script
-from penstock.training.supervisor.processes import Cause
-from penstock.training.supervisor.supervising import Account, Moments, Rank, Result, supervise
+from penstock.training.supervisor.job import Script, SupervisedJob
+from penstock.training.supervisor.processes import FailureCause
+from penstock.training.supervisor.supervising import (
+    AttemptMoments,
+    AttemptRecord,
+    Rank,
+    SupervisionResult,
+    supervise,
+)
 
 __all__ = [
-    "Account",
-    "Cause",
-    "Job",
-    "Moments",
+    "AttemptMoments",
+    "AttemptRecord",
+    "FailureCause",
     "Rank",
-    "Result",
     "Script",
+    "SupervisedJob",
+    "SupervisionResult",
     "supervise",
 ]

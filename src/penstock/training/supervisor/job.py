@@ -152,7 +152,7 @@ def _new_name() -> str:
 
 
 @dataclass(frozen=True)
-class Job:
+class SupervisedJob:
     """A script on some ranks of this host.
 
     Attributes:
@@ -184,7 +184,7 @@ class Job:
         if not self.slots:
             object.__setattr__(self, "slots", tuple(range(self.num_ranks)))
 
-    def without(self, rank: int) -> Job:
+    def without(self, rank: int) -> SupervisedJob:
         """The same job on one rank fewer; nobody takes the slot of this one any more."""
         slots = self.slots[:rank] + self.slots[rank + 1 :]
         return replace(self, num_ranks=self.num_ranks - 1, slots=slots)

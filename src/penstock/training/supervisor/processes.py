@@ -53,7 +53,7 @@ class Ended(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Cause:
+class FailureCause:
     """Why an attempt ended.
 
     Attributes:
@@ -83,7 +83,7 @@ class Cause:
         return f"{self.reason}{where}{hint}"
 
 
-def cause_of(ended: Ended) -> Cause:
+def cause_of(ended: Ended) -> FailureCause:
     """Why one process ended, which is not with 0."""
     step = None if ended.notes is None else ended.notes.step
     failure = None if ended.notes is None else ended.notes.failure
@@ -93,14 +93,14 @@ def cause_of(ended: Ended) -> Cause:
         reason = f"{ended.name} was ended by {name}"
         own_fault = number in _OWN_FAULTS
         killed = None if own_fault else ended.rank
-        return Cause(reason, step, 128 + number, own_fault=own_fault, killed=killed)
+        return FailureCause(reason, step, 128 + number, own_fault=own_fault, killed=killed)
     if failure is None:
         reason = f"{ended.name} ended with exit code {ended.code}"
-        return Cause(reason, step, ended.code or 1, own_fault=True)
-    return Cause(failure.reason, step, ended.code, own_fault=True, followed=failure.followed)
+        return FailureCause(reason, step, ended.code or 1, own_fault=True)
+    return FailureCause(failure.reason, step, ended.code, own_fault=True, followed=failure.followed)
 
 
-def first_cause(ended: Sequence[Ended]) -> Cause:
+def first_cause(ended: Sequence[Ended]) -> FailureCause:
     """Why an attempt ended, of all processes that did not end with 0: a kill, which raises errors
     everywhere else; then what is no consequence; then what came first."""
     causes = [cause_of(process) for process in ended]

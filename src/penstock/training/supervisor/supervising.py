@@ -21,10 +21,10 @@ from penstock.base.errors import RunError
 from penstock.base.units import count_of
 from penstock.engine.run.logbook import PAGE_BYTES, Logbook, Notes
 from penstock.engine.transport.private_store import empty_store
-from penstock.training.supervisor.job import Job
+from penstock.training.supervisor.job import SupervisedJob
 from penstock.training.supervisor.processes import (
-    Cause,
     Ended,
+    FailureCause,
     Forked,
     Signals,
     door,
@@ -43,7 +43,7 @@ class Rank(NamedTuple):
     number: int
 
 
-class Moments(NamedTuple):
+class AttemptMoments(NamedTuple):
     """When what happened to an attempt, as by ``time.monotonic``; ``None``: it did not.
 
     Attributes:
@@ -61,7 +61,7 @@ class Moments(NamedTuple):
     ended: float
 
 
-class Account(NamedTuple):
+class AttemptRecord(NamedTuple):
     """What became of an attempt.
 
     Attributes:
@@ -72,10 +72,10 @@ class Account(NamedTuple):
         num_ranks: how many there were.
     """
 
-    cause: Cause | None
+    cause: FailureCause | None
     interrupted: signal.Signals | None
     first_step: int | None
-    moments: Moments
+    moments: AttemptMoments
     num_ranks: int
 
 
@@ -88,7 +88,7 @@ class Attempt:
         signals: those to this process.
     """
 
-    def __init__(self, job: Job, number: int, signals: Signals) -> None:
+    def __init__(self, job: SupervisedJob, number: int, signals: Signals) -> None:
         self._job = job
         self._number = number
         self._signals = signals
@@ -148,7 +148,7 @@ class Attempt:
             os.close(descriptor)
         os.environ |= self._job.environment(rank, self._number, port, self._memory, self._store)
 
-    def wait(self) -> Account:
+    def wait(self) -> AttemptRecord:
         """Wait until all ranks have ended; if one has failed, or somebody wants the job to end, end
         the others."""
         while self._are_running() and not self._failed and self._interrupted is None:
@@ -162,11 +162,11 @@ class Attempt:
         os.close(self._store)
         built = [note.built for note in notes if note.built is not None]
         first_steps = [note.first_step for note in notes if note.first_step is not None]
-        return Account(
+        return AttemptRecord(
             first_cause(self._failed) if self._failed else None,
             self._interrupted,
             min(first_steps, default=None),
-            Moments(
+            AttemptMoments(
                 self._started,
                 self._forked,
                 max(built) if len(built) == len(notes) else None,
@@ -248,7 +248,7 @@ class Attempt:
                 rank.send(number)
 
 
-class Result(NamedTuple):
+class SupervisionResult(NamedTuple):
     """What became of a job.
 
     Attributes:
@@ -257,12 +257,12 @@ class Result(NamedTuple):
         verdict: why it ended before all ranks ended well; empty if they did.
     """
 
-    accounts: tuple[Account, ...]
+    accounts: tuple[AttemptRecord, ...]
     code: int
     verdict: str = ""
 
 
-def supervise(job: Job, say: Callable[[str], None]) -> Result | Rank:
+def supervise(job: SupervisedJob, say: Callable[[str], None]) -> SupervisionResult | Rank:
     """Run a job, and start all ranks again when one has failed.
 
     This returns in every rank, too, where the caller must run the job's script and then end: an
@@ -284,10 +284,12 @@ def supervise(job: Job, say: Callable[[str], None]) -> Result | Rank:
         signals.give_back()
 
 
-def _attempts(job: Job, say: Callable[[str], None], signals: Signals) -> Result | Rank:
-    accounts: list[Account] = []
+def _attempts(
+    job: SupervisedJob, say: Callable[[str], None], signals: Signals
+) -> SupervisionResult | Rank:
+    accounts: list[AttemptRecord] = []
     causes: set[tuple[str, int | None]] = set()
-    before: Cause | None = None
+    before: FailureCause | None = None
     for number in range(job.restarts + 1):
         attempt, supervisor = Attempt(job, number, signals), os.getpid()
         try:
@@ -302,13 +304,13 @@ def _attempts(job: Job, say: Callable[[str], None], signals: Signals) -> Result 
         accounts.append(account)
         if account.interrupted is not None:
             code = 128 + account.interrupted
-            return Result((*accounts,), code, f"ended by {account.interrupted.name}")
+            return SupervisionResult((*accounts,), code, f"ended by {account.interrupted.name}")
         if account.cause is None:
-            return Result((*accounts,), 0)
+            return SupervisionResult((*accounts,), 0)
         cause = account.cause
         if cause.own_fault and cause.known_as in causes:
             again = "the same error as before, so it would come again"
-            return Result((*accounts,), cause.code, f"{cause}: {again}")
+            return SupervisionResult((*accounts,), cause.code, f"{cause}: {again}")
         causes.add(cause.known_as)
         if number < job.restarts:
             goes_on, is_lost = "all ranks start again", _is_lost(before, cause)
@@ -320,10 +322,10 @@ def _attempts(job: Job, say: Callable[[str], None], signals: Signals) -> Result 
             say(f"{cause}; {goes_on} ({number + 1} of {job.restarts})")
             before = None if is_lost else cause  # of those that are left, each begins anew
     spent = f"; {job.restarts} restarts are spent" if job.restarts else ""
-    return Result((*accounts,), cause.code, f"{cause}{spent}")
+    return SupervisionResult((*accounts,), cause.code, f"{cause}{spent}")
 
 
-def _is_lost(before: Cause | None, cause: Cause) -> bool:
+def _is_lost(before: FailureCause | None, cause: FailureCause) -> bool:
     """Whether a slot is lost for good: its rank was killed from outside in two attempts, one after
     the other. Once may be bad luck, and whoever kills at random seldom hits the same rank again."""
     return before is not None and cause.killed is not None and before.killed == cause.killed
