@@ -1,4 +1,4 @@
-"""What people try on a ``Pipeline``, because a module or an optimizer has it, and what does it."""
+"""Remedies for what people try on a ``Pipeline`` because a module or an optimizer has it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""What all ranks of a job load: the same checkpoint, which fits each one's stages.
-
-Which pieces of a checkpoint the ranks of this process have, and which of them they write.
+"""The pieces of a checkpoint that this process's ranks have, and the one checkpoint that all ranks of
+a job load, which fits each one's stages.
 """
 
 from __future__ import annotations

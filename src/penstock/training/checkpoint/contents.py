@@ -1,4 +1,4 @@
-"""What a checkpoint holds, by the names of the model, whatever plan wrote it."""
+"""The contents of a checkpoint, by the names of the model, whatever plan wrote it."""
 
 from __future__ import annotations
 

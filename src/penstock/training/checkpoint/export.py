@@ -1,12 +1,10 @@
-"""A pipeline's weights at its edge: tensors of ``torch.distributed.tensor`` on a mesh of processes.
+"""A pipeline's weights and checkpoints for programs that know nothing of Penstock.
 
 Inside, members of groups have their parts as plain tensors (``engine.tensor`` says why). Other
 programs, ``torch.distributed.checkpoint`` among them, know ``DTensor``: which process of a mesh of
 pipe × data × tensor has which part of which tensor. Its parts are those of ``torch.chunk``: the
 first ⌈n/t⌉ of n, and so on. Where a member's part is another one (it lies in several blocks, as
 queries, keys and values do, or n is no multiple of t), members exchange what they have.
-
-Checkpoints for programs that know nothing of Penstock.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""What stands at the head of a piece: everything that is no tensor, as strict JSON.
-
-What optimizers and schedulers keep beside their tensors, as JSON that gives back the same value.
+"""The head of a piece: everything that is no tensor, as strict JSON that gives back the same value.
 
 JSON knows no tuples, no infinities and only text as keys: ``MultiStepLR`` counts milestones in a
 ``Counter`` by whole numbers, which would come back as text. These are written as an object with a

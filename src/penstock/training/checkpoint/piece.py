@@ -6,10 +6,9 @@ How a piece is written; a kill between any two steps leaves what was there befor
 2. The file is flushed to the disk.
 3. It is renamed, which is atomic, and then the folder is flushed.
 
-Safetensors files from tensors that are never in memory as a whole.
-
-The format is a head in JSON and the bytes of all tensors, one behind the other; its own writer
-wants all of them at once. Whoever reads the files sees no difference.
+The format is a head in JSON and the bytes of all tensors, one behind the other. Its own writer
+wants all tensors in memory at once; where some lie on a tier, the file is written here. Whoever
+reads it sees no difference.
 """
 
 from __future__ import annotations

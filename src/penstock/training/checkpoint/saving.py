@@ -1,18 +1,13 @@
-"""Writing beside training: state is copied, and a thread writes the copy.
+"""Saving beside training: when a loop over ``Pipeline.steps`` saves, and how state is copied so that a
+thread can write the copy.
 
-The copies stay for the next checkpoint, since memory that is mapped anew costs as much again as the
+Copies stay for the next checkpoint, since memory that is mapped anew costs as much again as the
 copying itself. So a process that saves holds its part of the state twice.
 
-Checkpoints of a stream that goes on: each stage's state is copied when the stage comes to it.
-
-Stages come to the end of a minibatch at different times. What a stage holds then is what it would
-hold if the stream ended there: its updates depend on no later microbatch, and neither do its
-buffers before it has run a later forward. So pieces that are copied at different times make one
-checkpoint, as in PipeDream (SOSP 2019, section 4).
-
-When a loop over ``Pipeline.steps`` saves.
-
-Checkpoints that are saved in the course of a loop: behind a stretch, or while it goes on.
+In a stream that goes on, stages come to the end of a minibatch at different times. What a stage
+holds then is what it would hold if the stream ended there: its updates depend on no later
+microbatch, and neither do its buffers before it has run a later forward. So pieces that are copied
+at different times make one checkpoint, as in PipeDream (SOSP 2019, section 4).
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Out of the engine: the state of one stage, as tensors and the head of a piece.
 
-Which part of a stage's state a tensor rank has, and where it lies in the whole.
-
-Checkpoints know whole tensors only, so that any layout can go on from them. A member writes its own
-parts, each with its place; what all members repeat, the first one writes. A part of a tensor that
-is divided block by block (queries, keys and values) lies in several places: of those after the
-first, each goes to a piece of its own.
+Checkpoints know whole tensors only, so that any layout can go on from them. A tensor rank writes
+its own parts, each with its place; what all members repeat, the first one writes. A part of a
+tensor that is divided block by block (queries, keys and values) lies in several places: of those
+after the first, each goes to a piece of its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who looks on while a pipeline is fitted, and may end it."""
+"""Callbacks look on while a pipeline is fitted, and may end it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where numbers of a training go: TensorBoard, a run of Weights & Biases or alike, the terminal."""
+"""Places for the numbers of a training: TensorBoard, a run of Weights & Biases or alike, the terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``Watch``: what a training says of itself, in one place or several."""
+"""``Watch``: shows the numbers of a training in one place or several."""
 
 from __future__ import annotations
 

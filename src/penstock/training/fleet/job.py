@@ -1,6 +1,5 @@
-"""``Job``: one model of a fleet, with its data and everything that training it needs.
-
-Where the jobs of a fleet compute: on cores, of which each takes any job, or on accelerators.
+"""``Job``: one model of a fleet, with its data and everything that training it needs; and where it
+computes: on cores, of which each takes any job, or on an accelerator.
 
 A job on an accelerator stays there: what its microbatches keep between forward and backward lies in
 that device's memory, and its optimizer's tensors are made there. Which one it gets is settled when

@@ -1,6 +1,5 @@
-"""What comes out of a fleet: a value per job, as a table.
-
-A fleet while it runs, on standard error: a table in a terminal, lines elsewhere.
+"""The results of a fleet: a value per job, as a table, which follows the run on standard error in a
+terminal; elsewhere a line tells of each end.
 """
 
 from __future__ import annotations

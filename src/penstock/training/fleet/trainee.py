@@ -1,6 +1,5 @@
-"""One job at work: from decision to decision, in a thread of its own.
-
-Decides which jobs go on, where all of them stand still.
+"""One job at work, from decision to decision in a thread of its own; and the referee, who decides
+which jobs go on where all of them stand still.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""What goes into a live stream and what comes out of it, as values.
-
-Where frames wait until the first stage is free for them, and what happens if more come.
-
-Reads frames from a source while the pipeline works on those before.
+"""Frames of a live stream: read from a source while the pipeline works on those before, and waiting
+until the first stage is free for them; and the results that come of them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Frames for ranks that are processes: rank 0 has the frames, and tells the others of each.
+"""The two loops: for ranks that are threads of this process, and for ranks that are processes.
 
-All ranks begin frames, and collect their results, in the order that rank 0 says. So nobody but rank
-0 needs a camera, and all agree on which frames were dropped.
-
-Frames for ranks that are threads of this process.
+Between processes rank 0 has the frames, and tells the others of each. All ranks begin frames, and
+collect their results, in the order that rank 0 says. So nobody but rank 0 needs a camera, and all
+agree on which frames were dropped.
 """
 
 from __future__ import annotations

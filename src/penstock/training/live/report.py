@@ -1,8 +1,5 @@
-"""What a live stream tells of itself.
-
-What a live stream has done so far: rates, drops, latency, losses, and how fast frames change.
-
-The report of a stream, live in the terminal.
+"""The account of a live stream: rates, drops, latency, losses, how fast frames change; as a value, and
+live in the terminal.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """``profile``: measures a model on a sample microbatch and gives its ``LayerGraph``.
 
-Losses in which a row's term depends on other rows: a pipeline computes them per microbatch.
+It warns of losses in which a row's term depends on other rows, since a pipeline computes them per
+microbatch.
 """
 
 from __future__ import annotations

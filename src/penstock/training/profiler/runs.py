@@ -1,6 +1,5 @@
-"""Runs a copy of a model for a few steps: alone, and as a pipeline in every mode.
-
-By which factor ranks of one machine are slower than their layers alone, from one measurement.
+"""Runs a copy of a model for a few steps, alone and as a pipeline in every mode, and says by which
+factor the pipeline's ranks are slower than their layers alone.
 
 The planner's own ``Candidate`` says how long a step takes if passes take so many times longer, and
 the factor with which it says what was measured is the answer.

@@ -5,9 +5,9 @@ after a death; a fresh interpreter would load torch for seconds. Scripts load th
 checkpoint themselves, as under torchrun, whose place this takes on one host only: several hosts
 always go through torchrun.
 
-``script`` is what ranks run, ``job`` what is asked for. ``attempt`` is all ranks once, ``forking``
-a process of it, ``signals`` what comes from outside. ``causes`` says why an attempt ended, and
-``supervising`` whether there is another one.
+``job`` is what is asked for, with the script that ranks run. ``processes`` forks one of them, takes
+signals from outside and says why a process ended; ``supervising`` is an attempt of all ranks, and
+whether there is another one.
 
 Decisions:
 

@@ -1,10 +1,8 @@
-"""What a supervisor is asked for, and what each rank finds in its environment.
+"""The job of a supervisor: the script that its ranks run, and what each finds in its environment.
 
-The script of a job, and how a forked process becomes the one that runs it.
-
-The process has an interpreter already, so what ``python script.py`` does is done here: the first
-entry of ``sys.path``, ``sys.argv``, a module ``__main__`` that stays, and a traceback that begins
-with the script.
+A forked process has an interpreter already, so what ``python script.py`` does is done here: the
+first entry of ``sys.path``, ``sys.argv``, a module ``__main__`` that stays, and a traceback that
+begins with the script.
 """
 
 from __future__ import annotations

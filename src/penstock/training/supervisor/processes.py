@@ -1,8 +1,5 @@
-"""Processes forked from the supervisor: the ranks of an attempt, and the keeper of its store.
-
-Signals to the supervisor, as something to wait for beside the ends of its ranks.
-
-How a rank ended, and whether that would happen again at the same step.
+"""Processes forked from the supervisor (ranks, and the keeper of their store): how they begin, the
+signals that are meant for them, and why they ended.
 
 What a program does wrong it does wrong again: an exception with the same words, an exit code, or a
 signal that a fault of its own raises. A kill comes from outside, from the system that is out of

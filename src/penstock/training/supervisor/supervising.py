@@ -1,6 +1,6 @@
 """The supervisor: it loads everything once, and forks the ranks from itself as often as needed.
 
-One attempt: all ranks from their start until the last of them has ended.
+An attempt is all ranks once, from their start until the last of them has ended.
 """
 
 from __future__ import annotations

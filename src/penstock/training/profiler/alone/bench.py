@@ -1,12 +1,5 @@
-"""All measurements of a model's layers, for one sample after another.
-
-Whether a layer draws random numbers that only a whole value can have.
-
-Warnings about what is odd in a layer's measurements.
-
-The memory that a layer needs only while it runs, on devices that can tell.
-
-The memory that each layer keeps for its backward, measured by unique storages.
+"""All measurements of a model's layers, for one sample after another: the times of their passes, the
+memory that they keep or need while they run, whether they draw random numbers, and what is odd.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""The device and the software of a measurement, and leaving the model as it was.
-
-Clocks: the time of a host, and the time of an accelerator that works behind the host's back.
-
-One microbatch to measure with.
+"""The conditions of a measurement: one microbatch as a sample, the device with its clock, the
+software; and leaving the model as it was.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a training step takes beyond its layers: ops, messages and updates."""
+"""The seconds of a training step beyond its layers: ops, messages and updates."""
 
 from __future__ import annotations
 

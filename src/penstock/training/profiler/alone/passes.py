@@ -1,8 +1,6 @@
-"""Timed passes through a model, layer by layer: whole, with a split backward, and recomputing.
-
-Times the whole model without cuts, for comparison with pipelines that run in turns with it.
-
-A model's layers as functions that can be run one by one, with skips handed along.
+"""A model's layers as functions that can be run one by one, with skips handed along, and timed passes
+through them: whole, with a split backward, recomputing; and through all of them as one, for
+comparison with pipelines that run in turns with the model.
 """
 
 from __future__ import annotations
