@@ -1,5 +1,5 @@
-"""Saving beside training: when a loop over ``Pipeline.steps`` saves, and how state is copied so that a
-thread can write the copy.
+"""Saving beside training: when a loop over ``Pipeline.steps`` saves, and how state is copied so
+that a thread can write the copy.
 
 Copies stay for the next checkpoint, since memory that is mapped anew costs as much again as the
 copying itself. So a process that saves holds its part of the state twice.

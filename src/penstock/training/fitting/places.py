@@ -1,4 +1,5 @@
-"""Places for the numbers of a training: TensorBoard, a run of Weights & Biases or alike, the terminal."""
+"""Places for the numbers of a training: TensorBoard, a run of Weights & Biases or alike, the
+terminal."""
 
 from __future__ import annotations
 

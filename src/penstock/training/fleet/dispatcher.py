@@ -1,4 +1,5 @@
-"""The dispatcher of a fleet: it gives a device for one visit at a time, by the policies of ``turns``."""
+"""The dispatcher of a fleet: it gives a device for one visit at a time, by the policies of
+``turns``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""The account of a live stream: rates, drops, latency, losses, how fast frames change; as a value, and
-live in the terminal.
-"""
+"""The account of a live stream: rates, drops, latency, losses, how fast frames change; as a value,
+and live in the terminal. """
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""All measurements of a model's layers, for one sample after another: the times of their passes, the
-memory that they keep or need while they run, whether they draw random numbers, and what is odd.
+"""All measurements of a model's layers, for one sample after another: the times of their passes,
+the memory that they keep or need while they run, whether they draw random numbers, and what is odd.
 """
 
 from __future__ import annotations
