@@ -19,7 +19,7 @@ from penstock.core.timing.simulator import simulate
 from penstock.core.versions import USUAL
 from penstock.planning import plans
 from penstock.training import rehearsal
-from penstock.training.rehearsal.conduct import RehearsalTransport, UpdateMode
+from penstock.training.rehearsal import RehearsalTransport, UpdateMode
 
 if TYPE_CHECKING:
     from penstock.drawing import Fact

@@ -1,5 +1,5 @@
 """The pieces of a checkpoint that this process's ranks have, and the one checkpoint that all ranks
-of a job load, which fits each one's stages. """
+of a job load, which fits each one's stages."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Lets frames into the pipeline as soon as its first stage is free for them, and gives their
-results in order, with the news between them. """
+results in order, with the news between them."""
 
 from __future__ import annotations
 

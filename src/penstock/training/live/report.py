@@ -1,5 +1,5 @@
 """The account of a live stream: rates, drops, latency, losses, how fast frames change; as a value,
-and live in the terminal. """
+and live in the terminal."""
 
 from __future__ import annotations
 

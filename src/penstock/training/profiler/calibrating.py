@@ -1,5 +1,5 @@
 """Runs rounds of pipelines in turns with the layers alone until contention is steady, and judges
-which rounds count, what contention they show, and how sure that is. """
+which rounds count, what contention they show, and how sure that is."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ hide all overhead.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from penstock.base.lazily import loaded_when_used
 
@@ -25,5 +25,10 @@ else:
             "penstock.training.rehearsal.result": ("Comparison", "Rehearsal"),
         },
     )
+
+
+RehearsalTransport = Literal["shared-memory", "threads"]
+WaitsName = Literal["relative", "logical"]
+UpdateMode = Literal["separate", "agreed", "post-validated"]
 
 __all__ = ["Comparison", "Rehearsal", "rehearse"]

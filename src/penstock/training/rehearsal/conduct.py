@@ -1,39 +1,24 @@
-"""``rehearse``: perform a plan with every rank a real process and only the compute a wait.
-
-What a rehearsal's processes need to know: one value, which travels as a line of JSON.
-
-Where the ranks of a rehearsal live: in processes of their own, or in threads of this one.
-
-What the launcher of a rehearsal's processes writes, a line of JSON each.
-"""
+"""``rehearse``: perform a plan with every rank a real process and only the compute a wait."""
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import tempfile
-import threading
-from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
-from typing import IO, Any, Literal, get_args
+from typing import Any, get_args
 
-import msgspec
-from msgspec import field
-
-from penstock.base import errors
-from penstock.base.errors import InputError, RunError
-from penstock.base.values import Value, expect, is_number, is_whole, one_of
+from penstock.base.errors import InputError
+from penstock.base.values import expect, is_number, is_whole, one_of
 from penstock.core.schedule import Kind, Op, Schedule
 from penstock.core.schedule.check import check
 from penstock.core.schedule.lower import add_agreement, add_communication, add_update, add_updates
 from penstock.core.schedule.op import COMPUTE
 from penstock.core.timing.costs import Costs
 from penstock.core.timing.simulator import simulate
-from penstock.core.versions import Flush, Policy
+from penstock.core.versions import Flush
 from penstock.planning.plans import Plan
+from penstock.training.rehearsal import RehearsalTransport, UpdateMode, WaitsName
+from penstock.training.rehearsal.conductor import RehearsalJob, perform
 from penstock.training.rehearsal.result import (
     Rehearsal,
     Stream,
@@ -41,56 +26,6 @@ from penstock.training.rehearsal.result import (
     rehearsal_of,
     stream_of,
 )
-
-RehearsalTransport = Literal["shared-memory", "threads"]
-WaitsName = Literal["relative", "logical"]
-UpdateMode = Literal["separate", "agreed", "post-validated"]
-
-
-class Job(Value, frozen=True, kw_only=True):
-    """One rehearsal.
-
-    Attributes:
-        ops: a lowered schedule as CSV; slices are microbatches of their own (``flattened``).
-        costs: seconds of these ops.
-        num_steps: how often to perform them, warm-up included.
-        message_bytes: the size of an output, and of its gradient.
-        waits: what ops do instead of computing.
-        updates: whether stages update each for itself, when all ranks have agreed, or on trust. In
-            the last case ranks go from step to step without waiting for each other's ends.
-        versions: the policy of a stream, all of which is one step.
-        deadline_seconds: how long a receive waits.
-    """
-
-    ops: str
-    costs: Costs
-    num_steps: int
-    message_bytes: int
-    waits: WaitsName
-    updates: UpdateMode = "separate"
-    versions: Policy = field(default_factory=Flush)
-    deadline_seconds: float
-
-    @property
-    def overlapping(self) -> bool:
-        """Whether steps follow each other without a common start."""
-        return self.updates == "post-validated"
-
-    def schedule(self) -> Schedule:
-        """The ops, read."""
-        return Schedule.parse(self.ops)
-
-
-def flattened(schedule: Schedule) -> Schedule:
-    """Each slice as a microbatch of its own, so that two numbers name all work. What slices need of
-    each other within a stage, the order of their rank already gives."""
-    num_slices = schedule.num_slices
-
-    def flat(op: Op) -> Op:
-        return op._replace(microbatch=op.microbatch * num_slices + op.slice, slice=0)
-
-    return schedule.with_ranks([flat(op) for op in ops] for ops in schedule.ranks)
-
 
 MOST_RANKS = 128
 """More processes than this would only show how this machine switches between them."""
@@ -177,7 +112,7 @@ def rehearse(  # noqa: PLR0913 - each has a default that most callers keep
         )
     costs = costs.scaled(scale)
     lowered = performable(schedule, updates, stream)
-    job = Job(
+    job = RehearsalJob(
         ops=str(flattened(lowered)),
         costs=costs.of_slices(schedule.num_slices),
         num_steps=steps,
@@ -216,6 +151,17 @@ def performable(
     return add_communication(updated)
 
 
+def flattened(schedule: Schedule) -> Schedule:
+    """Each slice as a microbatch of its own, so that two numbers name all work. What slices need of
+    each other within a stage, the order of their rank already gives."""
+    num_slices = schedule.num_slices
+
+    def flat(op: Op) -> Op:
+        return op._replace(microbatch=op.microbatch * num_slices + op.slice, slice=0)
+
+    return schedule.with_ranks([flat(op) for op in ops] for ops in schedule.ranks)
+
+
 def _check_arguments(steps: Any, scale: Any, message_bytes: Any) -> None:
     if not is_whole(steps) or steps < 1:
         raise InputError(f"steps is {steps!r}, but must be a whole number ≥ 1")
@@ -233,118 +179,3 @@ def _check_schedule(schedule: Schedule, costs: Costs) -> None:
             f"the schedule has {schedule.num_ranks} ranks, and each is a process here; rehearse "
             f"with {MOST_RANKS} at most, and simulate what is larger"
         )
-
-
-StepTimes = list[list[float]]
-"""For each rank, when its ops start and end: start, end, start, end, …"""
-
-
-class StepDone(msgspec.Struct, tag="step"):
-    """One step has ended."""
-
-    times: StepTimes
-
-
-class Failed(msgspec.Struct, tag="failed"):
-    """Nothing more will come; ``kind`` is a class of ``penstock.errors``."""
-
-    kind: str
-    message: str
-
-
-Line = StepDone | Failed
-
-
-_GRACE_SECONDS = 2.0
-
-
-def perform(job: Job, transport: RehearsalTransport) -> Generator[StepTimes]:
-    """The times of each step as it ends. Close it to end the rehearsal; no rank stays behind.
-
-    Raises:
-        RunError: a rank has failed or died; the first failure.
-    """
-    return _in_threads(job) if transport == "threads" else _in_processes(job)
-
-
-def _in_processes(job: Job) -> Generator[StepTimes]:
-    with tempfile.TemporaryFile() as complaints, _launcher(complaints) as launcher:
-        assert launcher.stdin is not None and launcher.stdout is not None
-        with suppress(BrokenPipeError):  # then the reason stands among the complaints
-            launcher.stdin.write(msgspec.json.encode(job) + b"\n")
-            launcher.stdin.flush()
-        for _ in range(job.num_steps):
-            line = launcher.stdout.readline()
-            if not line:
-                raise RunError(_last_words(launcher, complaints))
-            report = msgspec.json.decode(line, type=Line)
-            if isinstance(report, Failed):
-                raise getattr(errors, report.kind, RunError)(report.message)
-            yield report.times
-
-
-@contextmanager
-def _launcher(complaints: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    """The process that forks the ranks, in a group of its own: an interrupt at the keyboard reaches
-    only this process, which then ends them all."""
-    launcher = subprocess.Popen(
-        # -P: no file in the current folder may stand in for one of Python's modules.
-        [sys.executable, "-P", "-m", "penstock.training.rehearsal.launch"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=complaints,
-        start_new_session=True,
-    )
-    assert launcher.stdin is not None and launcher.stdout is not None
-    try:
-        yield launcher
-    finally:
-        with suppress(BrokenPipeError):
-            launcher.stdin.close()  # asks it to end its ranks, and itself
-        with suppress(subprocess.TimeoutExpired):
-            launcher.wait(_GRACE_SECONDS)
-        with suppress(ProcessLookupError):  # as it should be: nobody of the group is left
-            os.killpg(launcher.pid, signal.SIGKILL)
-        launcher.wait()
-        launcher.stdout.close()
-
-
-def _last_words(launcher: subprocess.Popen[bytes], complaints: IO[bytes]) -> str:
-    code = launcher.wait()
-    complaints.seek(0)
-    lines = complaints.read().decode(errors="replace").strip().splitlines()
-    return f"the rehearsal's processes ended with exit code {code}: {lines[-1] if lines else '–'}"
-
-
-def _in_threads(job: Job) -> Generator[StepTimes]:
-    # Here, so that who rehearses in processes starts without torch.
-    from multiprocessing import Pipe
-
-    from penstock.engine.transport import ThreadExchange
-    from penstock.training.rehearsal.emulated import Alarm
-    from penstock.training.rehearsal.launch import Conductor
-    from penstock.training.rehearsal.rank import play
-
-    num_ranks = job.schedule().num_ranks
-    exchange = ThreadExchange(num_ranks, job.deadline_seconds)
-    alarm = Alarm.calibrated()
-    pipes = [Pipe() for _ in range(num_ranks)]
-    threads = [
-        threading.Thread(
-            target=play, args=(job, rank, lambda own=own: own, alarm, there), daemon=True
-        )
-        for rank, (own, (_, there)) in enumerate(zip(exchange.transports, pipes, strict=True))
-    ]
-    try:
-        for thread in threads:
-            thread.start()
-        yield from Conductor([here for here, _ in pipes]).steps(
-            job.num_steps, overlapping=job.overlapping
-        )
-    finally:
-        for transport in exchange.transports:
-            transport.fail("the rehearsal has ended", ())
-        for here, _ in pipes:
-            here.close()
-        for thread in threads:
-            thread.join(_GRACE_SECONDS)

@@ -26,7 +26,6 @@ from penstock.core.timing.spans import BUSY, Span
 from penstock.core.timing.timeline import Timeline
 from penstock.core.versions import USUAL, Policy, rounds_of
 from penstock.planning.plans import Plan
-from penstock.training.rehearsal.conduct import StepTimes
 
 _MICROBATCHES_PER_RANK = 8
 _FEWEST_MINIBATCHES = 4
@@ -148,6 +147,9 @@ def _refuse(minibatch: object, why: str) -> None:
     if minibatch is not None:
         raise InputError(f"minibatch is {minibatch!r}, but {why}; leave it out")
 
+
+StepTimes = list[list[float]]
+"""For each rank, when its ops start and end: start, end, start, end, …"""
 
 _HELD_UP_SECONDS = 1e-3
 

@@ -1,6 +1,6 @@
 """A model's layers as functions that can be run one by one, with skips handed along, and timed
 passes through them: whole, with a split backward, recomputing; and through all of them as one, for
-comparison with pipelines that run in turns with the model. """
+comparison with pipelines that run in turns with the model."""
 
 from __future__ import annotations
 
