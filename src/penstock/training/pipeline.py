@@ -571,8 +571,8 @@ class Pipeline:
 
     @property
     def stale_streams(self) -> dict[int, StaleStream]:
-        """What the updates of a parameter server were made of in the last training step, or the
-        last loop over ``steps`` that has ended: by stage, of the stages with copies that this
+        """The gradients that made the updates of a parameter server in the last training step, or
+        the last loop over ``steps`` that has ended: by stage, of the stages with copies that this
         process has. Empty unless the plan's ``summing.stale`` allows for late gradients."""
         return {
             stage: reducer.stream
@@ -611,8 +611,8 @@ class Pipeline:
             yield
 
     def dump(self) -> str:
-        """What each rank of this process did last and does now, one line per rank; may be called
-        from any thread, such as a watchdog's, while a step is running."""
+        """The last and the present op of each rank of this process, one line per rank; may be
+        called from any thread, such as a watchdog's, while a step is running."""
         return "\n".join(worker.dump() for worker in self._parts.workers)
 
     @property

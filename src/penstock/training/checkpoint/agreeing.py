@@ -125,7 +125,7 @@ _PURPOSE = "loading a checkpoint"
 
 
 class SeenByRank(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a rank sees in a run's folder; rank 0's counts.
+    """The checkpoints that a rank sees in a run's folder; rank 0's view counts.
 
     Attributes:
         folder: the name of the checkpoint that it would load; empty if there is none.
@@ -147,7 +147,7 @@ class SeenByRank(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def agreed(
     parts: Assembly, path: Path, scaler: torch.amp.GradScaler | None, *, weights_only: bool
 ) -> tuple[Contents | None, SeenByRank]:
-    """What all ranks load, and what they see in the folder: they must see the same.
+    """The contents that all ranks load, and what they see in the folder: they must see the same.
 
     Args:
         parts: the pipeline.
@@ -173,21 +173,21 @@ def agreed(
         raise
     if meeting is None:
         return contents, own
-    found = meeting.exchange(own, SeenByRank, "to load a checkpoint")
-    for rank, other in enumerate(found):
-        if (other.folder, other.attempt) != (found[0].folder, found[0].attempt):
+    seen = meeting.exchange(own, SeenByRank, "to load a checkpoint")
+    for rank, other in enumerate(seen):
+        if (other.folder, other.attempt) != (seen[0].folder, seen[0].attempt):
             raise FileError(
-                f"rank 0 sees {found[0].folder or 'no checkpoint'} in {path} as the latest, "
+                f"rank 0 sees {seen[0].folder or 'no checkpoint'} in {path} as the latest, "
                 f"and rank {rank} {other.folder or 'none'}; put the folder where all hosts see "
                 "the same files"
             )
-    return contents, found[0]
+    return contents, seen[0]
 
 
 def _fitting(
     parts: Assembly, path: Path, scaler: torch.amp.GradScaler | None, *, weights_only: bool
 ) -> Contents | None:
-    """What the checkpoint holds that a path names, if it fits this process's stages."""
+    """The contents of the checkpoint that a path names, if it fits this process's stages."""
     checkpoint = checkpoint_in(path)
     if checkpoint is None:
         return None
@@ -209,16 +209,20 @@ def _fitting(
 
 def _seen_by_rank(run: Path, contents: Contents | None, *, looks: bool) -> SeenByRank:
     seen = seen_in(run)
-    identities = [one.identity for one in seen if one.identity is not None]
+    identities = [checkpoint.identity for checkpoint in seen if checkpoint.identity is not None]
     # By name as well, so that nobody writes into a folder of which only a part can be read.
-    generations = [one.generation for one in identities] + [
-        generation_of(one.folder) for one in seen
+    generations = [checkpoint.generation for checkpoint in identities] + [
+        generation_of(checkpoint.folder) for checkpoint in seen
     ]
     return SeenByRank(
         "" if contents is None else contents.checkpoint.folder.name,
         "" if contents is None else contents.checkpoint.identity.attempt,
         1 + max(generations, default=-1),
-        sorted(one.folder.name for one in seen),
-        sorted(one.folder.name for one in seen if looks and is_incomplete(one.folder)),
+        sorted(checkpoint.folder.name for checkpoint in seen),
+        sorted(
+            checkpoint.folder.name
+            for checkpoint in seen
+            if looks and is_incomplete(checkpoint.folder)
+        ),
         sorted({identity.attempt for identity in identities}),
     )

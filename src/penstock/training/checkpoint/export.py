@@ -82,12 +82,12 @@ def export_dcp(checkpoint: Checkpoint, target: Path) -> None:
 def _flattened(checkpoint: Checkpoint) -> dict[str, Any]:
     contents = Contents(checkpoint)
     flat: dict[str, Any] = {name: contents.tensor(name) for name in contents.weights}
-    for name, told in contents.trainer_of.items():
+    for name, trainer in contents.trainer_of.items():
         for key in contents.state_keys.get(name, ()):
             flat[f"state.{name}.{key}"] = contents.tensor(f"{OPTIMIZER}{name}/{key}")
         for key, value in contents.plain_state(name).items():
             flat[f"state.{name}.{key}"] = value
-        for key, value in told.options[name].items():
+        for key, value in trainer.options[name].items():
             flat[f"param_groups.{name}.{key}"] = of_json(value)
     return flat
 
@@ -189,18 +189,18 @@ class MeshEdge:
                 whole = sharings.shapes[key] if sharings and cut else tuple(value.shape)
                 yield _Own(key, value, whole, cut)
 
-    def _mesh(self, what: str) -> DeviceMesh:
+    def _mesh(self, purpose: str) -> DeviceMesh:
         """That of all processes, which come together here."""
         seats = self._by_axes()
-        meeting = self._parts.meet(what)
+        meeting = self._parts.meet(purpose)
         assert meeting is not None
-        meeting.exchange(None, NoneType, f"for {what}")
+        meeting.exchange(None, NoneType, f"for {purpose}")
         for worker in self._parts.workers:
             number, group = worker.next_number(), _group(worker)
             if group is not None:
                 group.begin(number)
         if self._made is None:
-            seconds, where = self._parts.deadlines.step.seconds, f"rank {meeting.rank}, {what}"
+            seconds, where = self._parts.deadlines.step.seconds, f"rank {meeting.rank}, {purpose}"
             with translated(where, seconds, "raise deadline_seconds"):
                 self._made = within(
                     seconds,
@@ -229,9 +229,9 @@ class MeshEdge:
         shapes = sorted({(len(home), len(group)) for home in seats for group in home})
         numbers = [seat for home in seats for seat in chain(*home)]
         if len(shapes) > 1 or len({*numbers}) < len(numbers):
-            told = " and ".join(f"{data} × {tensor}" for data, tensor in shapes)
+            sizes = " and ".join(f"{data} × {tensor}" for data, tensor in shapes)
             raise InputError(
-                f"stages have {told} copies × tensor ranks, or some of their ranks in common, "
+                f"stages have {sizes} copies × tensor ranks, or some of their ranks in common, "
                 "which is no mesh of pipe × data × tensor; take gather_state_dict(), or save"
             )
         return seats
@@ -262,7 +262,7 @@ def _lies_in_chunks(own: _Own, cut: Cut, group: Group) -> bool:
 
 
 def _chunk(own: _Own, group: Group) -> Tensor:
-    """What a member gives of a value."""
+    """The part of a value that a member gives."""
     part, cut = own.value.detach(), own.cut
     if cut is None or _lies_in_chunks(own, cut, group):
         return part

@@ -53,7 +53,7 @@ def is_folder_name(name: str) -> bool:
 
 
 def digest(plan: Plan) -> str:
-    """What tells a plan from others."""
+    """A text that tells a plan from others."""
     return hashlib.blake2b(plan.to_json().encode(), digest_size=16).hexdigest()
 
 
@@ -106,7 +106,7 @@ class Checkpoint:
 
     @property
     def identity(self) -> Identity:
-        """What all pieces say of the checkpoint."""
+        """The identity on which all pieces of the checkpoint agree."""
         return self.pieces[0].header.identity
 
     @property
@@ -163,9 +163,9 @@ def _pieces_of(folder: Path, stage: int) -> list[CheckpointPiece]:
     return pieces
 
 
-def _difference(one: Identity, other: Identity) -> str:
+def _difference(first: Identity, other: Identity) -> str:
     names = [
-        name for name in Identity.__struct_fields__ if getattr(one, name) != getattr(other, name)
+        name for name in Identity.__struct_fields__ if getattr(first, name) != getattr(other, name)
     ]
     return " and ".join(names[:2])
 
@@ -219,12 +219,14 @@ def seen_in(run: Path) -> list[SeenCheckpoint]:
         FileError: the folder cannot be read.
     """
     seen = [SeenCheckpoint(path, step_of(path), _first_identity(path)) for path in folders_in(run)]
-    latest = max((one.identity.generation for one in seen if one.identity), default=0)
+    latest = max(
+        (checkpoint.identity.generation for checkpoint in seen if checkpoint.identity), default=0
+    )
 
-    def age(one: SeenCheckpoint) -> tuple[int, int, str]:
+    def age(checkpoint: SeenCheckpoint) -> tuple[int, int, str]:
         # What cannot be read is taken for new, so that a warning tells of it.
-        generation = one.identity.generation if one.identity else latest
-        return generation, one.step, one.folder.name
+        generation = checkpoint.identity.generation if checkpoint.identity else latest
+        return generation, checkpoint.step, checkpoint.folder.name
 
     return sorted(seen, key=age, reverse=True)
 
@@ -239,9 +241,9 @@ def _first_identity(folder: Path) -> Identity | None:
 def complete(run: Path) -> Iterator[Checkpoint]:
     """The complete checkpoints of a run, the latest first; of others a warning says what is
     missing."""
-    for one in seen_in(run):
+    for checkpoint in seen_in(run):
         try:
-            yield Checkpoint.opened(one.folder)
+            yield Checkpoint.opened(checkpoint.folder)
         except FileError as error:
             warnings.warn(f"skipped: {error}", RuntimeWarning, stacklevel=3)
 
@@ -275,12 +277,12 @@ def prune(run: Path, keep: int) -> None:
         keep: how many stay.
     """
     num_complete = 0
-    for one in seen_in(run):
+    for checkpoint in seen_in(run):
         if num_complete >= keep:
-            remove(one.folder)
+            remove(checkpoint.folder)
             continue
         with suppress(FileError):
-            Checkpoint.opened(one.folder)
+            Checkpoint.opened(checkpoint.folder)
             num_complete += 1
 
 

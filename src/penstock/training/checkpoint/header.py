@@ -27,13 +27,13 @@ _TUPLE, _MAP, _COUNTER, _FLOAT, _TENSOR = "$tuple", "$map", "$counter", "$float"
 _MOST_NUMBERS = 64
 
 
-def to_json(value: Any, what: str) -> Any:
+def to_json(value: Any, whose: str) -> Any:
     """A value as one that JSON gives back unchanged, by ``of_json``.
 
     Args:
         value: numbers, texts, ``None`` and tensors with a few numbers, in lists, tuples,
             dictionaries and counters.
-        what: whose value it is, for errors.
+        whose: names the value in errors.
 
     Raises:
         InputError: it is something else.
@@ -42,34 +42,34 @@ def to_json(value: Any, what: str) -> Any:
     {'betas': (0.9, 0.999), 3: inf}
     """
     try:
-        return _as_json(value, what)
+        return _as_json(value, whose)
     except RecursionError:
-        raise InputError(f"{what} is nested too deeply for a checkpoint") from None
+        raise InputError(f"{whose} is nested too deeply for a checkpoint") from None
     except UnicodeEncodeError:
-        raise InputError(f"{what} has a text in it that is no Unicode") from None
+        raise InputError(f"{whose} has a text in it that is no Unicode") from None
 
 
-def _as_json(value: Any, what: str) -> Any:
+def _as_json(value: Any, whose: str) -> Any:
     if isinstance(value, str):
         value.encode()
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, Tensor) and value.numel() <= _MOST_NUMBERS and not value.is_complex():
         dtype = str(value.dtype).removeprefix("torch.")
-        return {_TENSOR: [dtype, _as_json(value.tolist(), what)]}
+        return {_TENSOR: [dtype, _as_json(value.tolist(), whose)]}
     if is_number(value):
         return _number(value)
     if type(value) in (list, tuple):
-        items = [_as_json(item, what) for item in value]
+        items = [_as_json(item, whose) for item in value]
         return items if type(value) is list else {_TUPLE: items}
     if type(value) in (dict, Counter):
-        pairs = [[_as_json(key, what), _as_json(item, what)] for key, item in value.items()]
+        pairs = [[_as_json(key, whose), _as_json(item, whose)] for key, item in value.items()]
         is_plain = all(type(key) is str and not key.startswith("$") for key in value)
         if type(value) is dict:
             return dict(pairs) if is_plain else {_MAP: pairs}
         return {_COUNTER: pairs}
     raise InputError(
-        f"{what} is {shown(value)}, of type {type(value).__name__}; here a checkpoint holds "
+        f"{whose} is {shown(value)}, of type {type(value).__name__}; here a checkpoint holds "
         f"numbers, texts and tensors of at most {_MOST_NUMBERS} numbers, and these in lists, "
         "tuples and dictionaries"
     )
@@ -83,7 +83,7 @@ def _number(value: Any) -> Any:
 
 
 def of_json(value: Any) -> Any:
-    """What ``to_json`` was given.
+    """Give back the value that ``to_json`` was given.
 
     Raises:
         FileError: it is nothing that ``to_json`` writes.

@@ -46,7 +46,7 @@ from penstock.training.checkpoint.taking import PartState, StageState, TrainedSt
 
 
 class Loaded(NamedTuple):
-    """What a pipeline goes on from.
+    """The point from which a pipeline goes on.
 
     Attributes:
         step: how many minibatches were trained on.
@@ -139,7 +139,7 @@ class Keeper:
             with worker.visiting(trained.stage.index):
                 state = self._state(trained)
                 there = worker.residence.shelved(trained.stage.index, state.tensors)
-                rest = {name: one for name, one in state.tensors.items() if name not in there}
+                rest = {name: tensor for name, tensor in state.tensors.items() if name not in there}
                 copies = self._saver.copied(trained.whose, rest)
                 taken = state._replace(tensors=copies, shelved=there)
                 del state, rest  # nothing may see a stage when it leaves
@@ -189,7 +189,7 @@ class Keeper:
 
     def _folder(self, run: Path, step: int) -> Path:
         """Where the checkpoint of a step goes: never over one that an earlier pipeline wrote."""
-        taken = any(step_of(one) == step for one in self._before if one.parent == run)
+        taken = any(step_of(folder) == step for folder in self._before if folder.parent == run)
         return run / folder_name(step, self._generation if taken else 0)
 
     def _identity(self, step: int, position: Any) -> Identity:
@@ -238,7 +238,7 @@ class Keeper:
         self, folder: Path, identity: Identity, trained: TrainedStage, state: StageState
     ) -> None:
         tensors, extra, optimizing, under_way, extents, shelved = state
-        on_tier = {name: extents.get(name) or extent_of(one) for name, one in shelved.items()}
+        on_tier = {name: extents.get(name) or extent_of(tensor) for name, tensor in shelved.items()}
         if trained.division is None:
             placed = {
                 name: (extents.get(name) or extent_of(tensor), tensor)
@@ -260,11 +260,11 @@ class Keeper:
                 optimizing=optimizing if piece.tells else None,
                 under_way=under_way if piece.tells else (),
             )
-            in_memory = apart({name: one for name, (_, one) in piece.tensors.items()})
+            in_memory = apart({name: tensor for name, (_, tensor) in piece.tensors.items()})
             write_piece(folder, header, {**in_memory, **shelved})
 
     def mark(self, wanted: Checkpoints, step: int, *, position: Any = None) -> Mark:
-        """What saves every stage behind a minibatch of a stream that goes on.
+        """A mark that saves every stage behind a minibatch of a stream that goes on.
 
         Args:
             wanted: where to save.
@@ -320,11 +320,11 @@ class Keeper:
         folder = as_path(path)
         flag("weights_only", weights_only)
         self._saver.wait()
-        contents, found = agreed(self._parts, folder, self._grad_scaler, weights_only=weights_only)
+        contents, seen = agreed(self._parts, folder, self._grad_scaler, weights_only=weights_only)
         if not weights_only:
-            self._generation = found.generation
-            self._before = frozenset(run_of(folder) / name for name in found.folders)
-            self._abandoned = frozenset(run_of(folder) / name for name in found.incomplete)
+            self._generation = seen.generation
+            self._before = frozenset(run_of(folder) / name for name in seen.folders)
+            self._abandoned = frozenset(run_of(folder) / name for name in seen.incomplete)
         if contents is None:
             return None
         for worker in self._parts.workers:
@@ -337,7 +337,7 @@ class Keeper:
             return Loaded(0, 0)
         identity = contents.checkpoint.identity
         self._run = identity.run
-        self._attempts = {self._parts.attempt, *found.attempts}
+        self._attempts = {self._parts.attempt, *seen.attempts}
         self._parts.streams.seed = identity.seed
         self._resume(contents, identity)
         if self._grad_scaler is not None and identity.scaler:

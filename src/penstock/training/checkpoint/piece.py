@@ -40,7 +40,7 @@ _NAMES = {
     torch.uint8: "U8", torch.bool: "BOOL", torch.complex64: "C64",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
-"""What the format calls types."""
+"""The names of types in the format."""
 
 
 def save_streamed(
@@ -150,7 +150,9 @@ def write_tensors(
         try:
             mode = _usual_mode(beside)
             # [1]
-            in_memory = {name: one for name, one in tensors.items() if isinstance(one, Tensor)}
+            in_memory = {
+                name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)
+            }
             if len(in_memory) == len(tensors):
                 save_file(in_memory, beside, metadata=metadata)
             else:
@@ -215,11 +217,11 @@ class CheckpointPiece:
         if text is None:
             raise FileError(f"{path} was not written by Penstock: it has no head of its own")
         header = Header.of_text(text, f"the head of {path}")
-        told = {name: extent.own_shape for name, extent in header.tensors.items()}
-        for name in sorted({*told, *shapes}):
-            if told.get(name) != shapes.get(name):
+        said = {name: extent.own_shape for name, extent in header.tensors.items()}
+        for name in sorted({*said, *shapes}):
+            if said.get(name) != shapes.get(name):
                 raise FileError(
-                    f"{path}: its head gives {name!r} the shape {told.get(name)}, but the file has "
+                    f"{path}: its head gives {name!r} the shape {said.get(name)}, but the file has "
                     f"{shapes.get(name)}"
                 )
         return cls(path, header)

@@ -33,7 +33,7 @@ _PURPOSE = "writing weights"
 
 
 class _PretrainedFiles(NamedTuple):
-    """What the files of a folder have.
+    """The names of a folder's files, and the keys in them.
 
     Attributes:
         files: the name of each stage's, of those that have anything.
@@ -116,7 +116,10 @@ def _contents(parts: Assembly, model: nn.Module) -> _PretrainedFiles:
     }
     written = [every[key] for own in keys.values() for key in own]
     return _PretrainedFiles(
-        files, keys, sum(one.nbytes for one in written), sum(one.numel() for one in written)
+        files,
+        keys,
+        sum(tensor.nbytes for tensor in written),
+        sum(tensor.numel() for tensor in written),
     )
 
 

@@ -36,7 +36,7 @@ OPTIMIZER, DRIFT, UNDER_WAY = "optimizer/", "drift/", "under-way/"
 
 
 class PartState(NamedTuple):
-    """What goes into one piece of a stage that has several.
+    """The content of one piece of a stage that has several.
 
     Attributes:
         part: the piece's number.
@@ -74,7 +74,7 @@ class StageShard(NamedTuple):
         return self.shapes[key] if key in self.cuts and own == self._own_shape(key) else own
 
     def own(self, name: str, whole: Tensor) -> Tensor:
-        """What the member has of a whole tensor."""
+        """The member's part of a whole tensor."""
         key = _key(name)
         if key not in self.cuts or tuple(whole.shape) != self.shapes[key]:
             return whole
@@ -87,7 +87,7 @@ class StageShard(NamedTuple):
         copy: int = 0,
         num_copies: int = 1,
     ) -> Iterator[PartState]:
-        """What the member writes, piece by piece; its first one has all but further blocks.
+        """The pieces that the member writes; its first one has all but further blocks.
 
         Args:
             tensors: by their names.
@@ -112,7 +112,8 @@ class StageShard(NamedTuple):
     def _placed(
         self, key: str, tensor: Tensor, within: TensorExtent, block: int
     ) -> tuple[TensorExtent, Tensor] | None:
-        """What of a tensor lies in a block, and where in the whole; ``None`` if nothing does.
+        """The part of a tensor in a block, and where it lies in the whole; ``None`` if there is
+        none.
 
         Args:
             within: where the tensor lies in the member's part.
@@ -182,10 +183,11 @@ class TrainedStage(NamedTuple):
 
     @property
     def optimized(self) -> dict[str, nn.Parameter]:
-        """What the optimizer may have in the place of each parameter, by the parameter's name."""
+        """The tensors that the optimizer may have in place of parameters, by the parameters'
+        names."""
         own = {
-            name: self.shards[one].part if one in self.shards else one
-            for name, one in self.named.items()
+            name: self.shards[parameter].part if parameter in self.shards else parameter
+            for name, parameter in self.named.items()
         }
         return {name: part for name, part in own.items() if part is not None}
 
@@ -211,7 +213,7 @@ class TrainedStage(NamedTuple):
         return f"stage {self.stage.index}{member}"
 
     def own(self, name: str, whole: Tensor) -> Tensor:
-        """What the stage has here of a whole tensor."""
+        """The part of a whole tensor that the stage has here."""
         return whole if self.division is None else self.division.own(name, whole)
 
     def whole_shape(self, name: str, tensor: Tensor) -> tuple[int, ...]:
@@ -222,7 +224,7 @@ class TrainedStage(NamedTuple):
 
 
 class StageState(NamedTuple):
-    """What a piece will hold.
+    """The state of a stage, as a piece will hold it.
 
     Attributes:
         tensors: by their names in the file; still the engine's own.
@@ -264,7 +266,9 @@ def state_of(trained: TrainedStage, elsewhere: Collection[str]) -> StageState:
             tensors[key] = value
         else:
             extra[key] = to_json(value, f"{key!r} in the model's state_dict")
-    own = {name: one for name, one in trained.optimized.items() if name not in elsewhere}
+    own = {
+        name: parameter for name, parameter in trained.optimized.items() if name not in elsewhere
+    }
     extents: dict[str, TensorExtent] = {}
     if trained.store is not None:
         for name, parameter in own.items():
@@ -339,7 +343,7 @@ def _state_by_name(
     tensors: dict[str, Tensor],
     extents: dict[str, TensorExtent],
 ) -> dict[str, dict[str, Any]]:
-    """What is no tensor, by parameter; tensors go to the others."""
+    """All that is no tensor, by parameter; tensors go to the others."""
     optimizer = trained.optimizer
     assert optimizer is not None
     others: dict[str, dict[str, Any]] = {}
@@ -354,8 +358,8 @@ def _state_by_name(
                 tensors[f"{OPTIMIZER}{name}/{key}"] = value
                 extents[f"{OPTIMIZER}{name}/{key}"] = trained.extent(name, value)
             else:
-                what = f"{type(optimizer).__name__}'s {key!r} of {name!r}"
-                others.setdefault(name, {})[key] = to_json(value, what)
+                whose = f"{type(optimizer).__name__}'s {key!r} of {name!r}"
+                others.setdefault(name, {})[key] = to_json(value, whose)
     return others
 
 

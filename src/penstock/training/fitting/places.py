@@ -162,10 +162,10 @@ class Terminal:
         if is_quiet():
             return
         if not self._draws:
-            told = ", ".join(
+            line = ", ".join(
                 f"{name} {text}".strip() for name, text in _told(numbers, in_line=True)
             )
-            print(printable(f"step {step}: {told}"), file=self._out, flush=True)
+            print(printable(f"step {step}: {line}"), file=self._out, flush=True)
             return
         self._shown |= numbers
         if self._live is None:

@@ -74,7 +74,7 @@ class Watch(Callback):
         listed = where if isinstance(where, list | tuple) else [where]
         if not listed:
             raise InputError(f"watch is {shown(where)}; {_HOW}")
-        self._outlets = [_RatedTarget(_place(one, folder), _Rates()) for one in listed]
+        self._outlets = [_RatedTarget(_place(place, folder), _Rates()) for place in listed]
         self._measured: dict[str, float] = {}
         self._next = float("-inf")
 
@@ -115,7 +115,7 @@ class Watch(Callback):
                 stack.callback(place.close)
 
     def _measure(self, pipeline: Pipeline) -> dict[str, float]:
-        """What costs more than to look it up: as it was within the last second."""
+        """The figures that cost more than a look, as they were within the last second."""
         now = time.monotonic()
         if now < self._next:
             return self._measured
@@ -190,7 +190,7 @@ class _Rates:
         )
 
     def taken(self, peak_flops: float | None) -> dict[str, float]:
-        """What was done a second since this was last asked; empty after no step.
+        """Rates since this was last asked, by name; empty after no step.
 
         Args:
             peak_flops: of all devices; ``None`` where nobody knows.

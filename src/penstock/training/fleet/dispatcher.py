@@ -322,9 +322,9 @@ class Dispatcher:
 
     def _guess(self, place: JobPlace, device: int) -> None:
         """Have the stage fetched that this device most likely visits next."""
-        waiting = [one for one in self._places if one.state == "waiting"]
-        fetched = {one.number for one in waiting if one.fetches or one.goes_on}
-        candidates = [one.standing() for one in waiting]
+        waiting = [other for other in self._places if other.state == "waiting"]
+        fetched = {other.number for other in waiting if other.fetches or other.goes_on}
+        candidates = [other.standing() for other in waiting]
         if place.visit + 1 < place.num_visits:
             candidates.append(place.standing(after_visit=True))
         chosen = guess(self._policy, device, candidates, fetched, self._num_devices, self._owned())
@@ -339,7 +339,7 @@ class Dispatcher:
 
 
 def overdue(place: JobPlace, seconds: float) -> DeadlineError:
-    """What a job has done whose visit does not end."""
+    """The error of a job whose visit does not end."""
     stage, backward = place.label()
     way = "backwards" if backward else "forwards"
     return DeadlineError(

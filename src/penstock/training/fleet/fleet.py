@@ -130,12 +130,12 @@ class Fleet:
 
     def _share_memory(self) -> None:
         """Let jobs hand slabs on to each other: no more are free than devices work with."""
-        slabs = [one.residence.slabs for one in self._trainees if one.residence is not None]
-        most = max((one.budget_bytes for one in slabs), default=0.0)
-        devices = {one.device for one in slabs}
+        slabs = [own.residence.slabs for own in self._trainees if own.residence is not None]
+        most = max((own.budget_bytes for own in slabs), default=0.0)
+        devices = {own.device for own in slabs}
         spare = {device: Spare(self._num_devices * most / len(devices)) for device in devices}
-        for one in slabs:
-            one.spare = spare[one.device]
+        for own in slabs:
+            own.spare = spare[own.device]
 
     @property
     def pipelines(self) -> dict[str, Pipeline]:
@@ -264,8 +264,8 @@ class Fleet:
     def simulate(
         self, stop: Stop | None = None, *, steps: int | None = None, epochs: int | None = None
     ) -> FleetTimeline:
-        """What ``run`` is predicted to do with these arguments, from the beginning of all jobs; of
-        a halving, that those jobs go on that take longest.
+        """The prediction of what ``run`` does with these arguments, from the beginning of all jobs;
+        of a halving, that those jobs go on that take longest.
 
         Raises:
             InputError: nobody says how long jobs train, or the length of a job's data is unknown.
@@ -276,7 +276,8 @@ class Fleet:
     def bound(
         self, stop: Stop | None = None, *, steps: int | None = None, epochs: int | None = None
     ) -> Bound:
-        """What no order of the visits could undercut, as predicted, where no job stops early.
+        """The time that no order of the visits could undercut, as predicted, where no job stops
+        early.
 
         Raises:
             InputError: as ``simulate``.
@@ -290,8 +291,10 @@ class Fleet:
         jobs = [trainee.job for trainee in self._trainees]
         ends = settled(stop, steps, epochs, [job.steps is not None for job in jobs])
         return ends, [
-            task_of(one.name, one.job, ends, len(jobs))._replace(only=self._homes[one.name])
-            for one in self._trainees
+            task_of(trainee.name, trainee.job, ends, len(jobs))._replace(
+                only=self._homes[trainee.name]
+            )
+            for trainee in self._trainees
         ]
 
     def save(self, folder: str | os.PathLike[str]) -> None:

@@ -31,7 +31,7 @@ data or tier raised an error; or its loss is no number."""
 
 @dataclass(frozen=True)
 class JobResult:
-    """What came out of one job.
+    """The result of one job.
 
     Attributes:
         name: of the job.
@@ -186,8 +186,8 @@ class FleetTable:
                 self._told.add(trainee.name)
                 name, status, steps, loss, seconds, why = row_of(trainee.result())
                 line = f"{name}: {status} at step {steps}, loss {loss}, {seconds} on devices"
-                told = f"{line}: {why}" if why else line
-                console.print(printable(told), markup=False, highlight=False, soft_wrap=True)
+                text = f"{line}: {why}" if why else line
+                console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
     def _table(self) -> Table:
         from rich.table import Table

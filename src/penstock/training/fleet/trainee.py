@@ -24,7 +24,7 @@ from penstock.training.pipeline import Pipeline
 
 
 class Decision(NamedTuple):
-    """What was decided at some step.
+    """A decision that was taken at some step.
 
     Attributes:
         step: at which all jobs stood.
@@ -78,11 +78,11 @@ class Referee:
         with self._turned:
             self._here[name] = step, value()
             self._decide()
-            while not any(step == one.step for one in self.decisions):
+            while not any(step == decision.step for decision in self.decisions):
                 if self._why_closed is not None:
                     raise RunError(f"job {name}: {self._why_closed}")
                 self._turned.wait()
-            (decision,) = (one for one in self.decisions if one.step == step)
+            (decision,) = (decision for decision in self.decisions if decision.step == step)
             return name in decision.survivors
 
     def gone(self, name: str) -> None:
@@ -213,7 +213,7 @@ class Trainee:
         return self.error is None
 
     def result(self) -> JobResult:
-        """What has come out up to now."""
+        """The result up to now."""
         metrics = {name: tuple(values) for name, values in self.metrics.items()}
         return JobResult(
             self.name, self.status, tuple(self.losses), metrics, self.value, self.place.seconds,
@@ -269,7 +269,7 @@ class Trainee:
         return bool(wanted) and self._is_on_accelerator
 
     def _mean(self, stop: Stop, step: int) -> float:
-        """What halving compares: the mean over the minibatches before a step."""
+        """The figure that halving compares: the mean over the minibatches before a step."""
         values = self.losses if stop.metric == "loss" else self.metrics[stop.metric]
         recent = values[step - stop.every : step]
         self.value = math.fsum(recent) / len(recent)

@@ -142,7 +142,7 @@ WhenLate = Literal["wait", "drop-oldest", "raise"]
 
 @dataclass(frozen=True, eq=False)
 class LiveFrame:
-    """What somebody has given to a stream.
+    """A frame as somebody has given it to a stream.
 
     Attributes:
         number: how many were given before it, dropped ones included.
@@ -162,7 +162,7 @@ class LiveFrame:
 
 
 class News(Enum):
-    """What is told between results to who waits for one."""
+    """News between results, for who waits for one."""
 
     CHANGED = "something has gone wrong, or no more frames come"
     PAUSED = "all results so far are taken on rank 0"
@@ -170,7 +170,7 @@ class News(Enum):
 
 
 class Result(NamedTuple):
-    """What the model gives for one frame.
+    """The model's output for one frame, with its loss.
 
     Attributes:
         frame: how many frames were given before this one, dropped ones included.
@@ -246,7 +246,7 @@ class Intake(Generic[T]):
         return not (is_late and when_late == "drop-oldest")
 
     def take(self) -> T | None:
-        """What has waited longest; ``None`` if nothing waits."""
+        """The item that has waited longest; ``None`` if none waits."""
         with self._room:
             if not self._waiting:
                 return None

@@ -79,7 +79,7 @@ class FrameOutput(NamedTuple):
 
 
 class Engine(NamedTuple):
-    """What a loop runs, and who is told of it.
+    """The engine that a loop runs, and who is told of it.
 
     Attributes:
         parts: the pipeline.
@@ -95,7 +95,7 @@ class Engine(NamedTuple):
 
 
 class Loop(ABC):
-    """What threads and processes have in common.
+    """The part of a loop that threads and processes have in common.
 
     Attributes:
         intake: frames that wait for the first stage.
@@ -179,7 +179,7 @@ class Loop(ABC):
         return replace(minibatch, step=self.num_begun - 1)
 
     def _mark(self, saving: SaveRequest) -> Minibatch:
-        """What makes every stage save itself behind the frames that were begun."""
+        """A mark that makes every stage save itself behind the frames that were begun."""
         wanted = Checkpoints(saving.folder, every=1, keep=saving.keep)
         mark = self._keeper.mark(wanted, self.num_begun, position=saving.position)
         return Minibatch(self.num_begun, (), mark=mark)
@@ -241,7 +241,7 @@ class Loop(ABC):
 
 
 def late(rank: int, deadlines: Deadlines) -> DeadlineError:
-    """What to say of a rank that is not through with its frames."""
+    """The error of a rank that is not through with its frames."""
     return DeadlineError(
         f"rank {rank} was not through with the frames that it has begun after "
         f"{deadlines.step.seconds:g} s, so that its weights cannot be read; raise deadline_seconds "
@@ -250,7 +250,7 @@ def late(rank: int, deadlines: Deadlines) -> DeadlineError:
 
 
 class Results:
-    """What has left the last stage, for whoever takes it.
+    """The outputs that have left the last stage, for whoever takes them.
 
     Args:
         loop: puts arrivals and news in their order.
@@ -336,7 +336,7 @@ class Results:
                 return
 
     def _news(self, *, wait: bool = True) -> FrameOutput | News | None:
-        """What has come; ``None`` if nothing has, and nobody waits."""
+        """The next output or news; ``None`` if there is none, and nobody waits."""
         if self._set_aside is not None:
             news, self._set_aside = self._set_aside, None
             return news

@@ -147,7 +147,7 @@ _LOOK_AGAIN_SECONDS = 0.0005
 
 
 class _StreamOrder(IntEnum):
-    """What rank 0 tells the others to do next."""
+    """Orders of rank 0 to the others."""
 
     BEGIN = 0
     COLLECT = 1
@@ -290,14 +290,14 @@ class ProcessLoop(Loop):
         autocast = {
             kind: str(dtype).removeprefix("torch.") for kind, dtype in frame.autocast.items()
         }
-        told = frame.number, frame.learns, autocast
-        self._tell(_StreamOrder.BEGIN, told, to_last=frame.target)
+        about = frame.number, frame.learns, autocast
+        self._tell(_StreamOrder.BEGIN, about, to_last=frame.target)
         self._begin(self._numbered(admitted.minibatch), frame)
 
-    def _tell(self, order: _StreamOrder, what: Any = None, to_last: Any = None) -> None:
+    def _tell(self, order: _StreamOrder, about: Any = None, to_last: Any = None) -> None:
         """Give an order to all other ranks; only the last one needs a target."""
         orders = {
-            rank: (int(order), what, to_last if rank == self._last_rank else None)
+            rank: (int(order), about, to_last if rank == self._last_rank else None)
             for rank in range(1, self._parts.plan.num_ranks)
         }
         self._driver.announce(self._num_orders, orders, self._parts.feed.expected())
@@ -307,17 +307,17 @@ class ProcessLoop(Loop):
 
     def _follow(self) -> None:
         while True:
-            heard, what, target = self._driver.announced(
+            heard, about, target = self._driver.announced(
                 self._num_orders, self._parts.feed.expected()
             )
             self._num_orders += 1
             order = _StreamOrder(heard)
             if order is _StreamOrder.BEGIN:
-                self._follow_with(what, target)
+                self._follow_with(about, target)
             elif order is _StreamOrder.COLLECT:
                 self._collect()
             elif order is _StreamOrder.SAVE:
-                self._begin(self._mark(SaveRequest(*what)), None)
+                self._begin(self._mark(SaveRequest(*about)), None)
             elif order is _StreamOrder.PAUSE:
                 self.arrivals.put(News.PAUSED)
             elif order is _StreamOrder.END:
@@ -326,8 +326,8 @@ class ProcessLoop(Loop):
                 self.arrivals.put(News.ENDED)
                 return
 
-    def _follow_with(self, told: Any, target: Any) -> None:
-        number, learns, autocast = told
+    def _follow_with(self, about: Any, target: Any) -> None:
+        number, learns, autocast = about
         dtypes = {kind: getattr(torch, dtype) for kind, dtype in autocast.items()}
         frame = LiveFrame(number, None, target, learns, time.perf_counter(), dtypes)
         self._begin(self._numbered(self._cut(frame)), frame)

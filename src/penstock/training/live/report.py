@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class StreamReport(Value, frozen=True, kw_only=True):
-    """What has become of the frames of a stream so far; printed, it is a table.
+    """The account of the frames of a stream so far; printed, it is a table.
 
     Attributes:
         num_given: frames that somebody has given to the stream.
@@ -65,7 +65,7 @@ class StreamReport(Value, frozen=True, kw_only=True):
     mean_change: float | None
 
     def rows(self) -> list[tuple[str, str]]:
-        """What there is to say, as pairs (what, how much)."""
+        """All figures, as pairs (name, text)."""
         quantiles = (
             self.latency_p50_seconds,
             self.latency_p95_seconds,

@@ -223,7 +223,7 @@ class Stream:
 
     @property
     def report(self) -> StreamReport:
-        """What has become of the frames so far: rates, drops, latency, loss; printed, a table."""
+        """The account of the frames so far: rates, drops, latency, loss; printed, a table."""
         intake = self._loop.intake
         return self._ledger.report(
             num_given=self._num_given,
@@ -372,9 +372,9 @@ class Stream:
             error.add_note(f"The last checkpoint was not written: {told(failure)}")
 
 
-def _check_tensors(value: Any, what: str) -> None:
+def _check_tensors(value: Any, name: str) -> None:
     """Raise ``InputError`` if a frame or a target holds no tensor."""
     if not tree.tensors(value):
         kind = type(value).__name__
         remedy = "torch.from_numpy makes one" if kind == "ndarray" else "give a tensor"
-        raise InputError(f"{what} is a {kind} and holds no tensor; {remedy}, or skip it")
+        raise InputError(f"{name} is a {kind} and holds no tensor; {remedy}, or skip it")

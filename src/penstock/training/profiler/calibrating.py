@@ -52,7 +52,7 @@ _OR_LONGER = ", or for longer (patience_seconds=…, --patience)"
 
 
 class CalibrationRound(NamedTuple):
-    """What was measured in one round, in which the layers alone and every pipeline had a turn.
+    """The measurements of one round, in which the layers alone and every pipeline had a turn.
 
     Attributes:
         factors: for each mode that could be run.
@@ -132,7 +132,7 @@ class Judgement:
         )
 
     def warnings(self) -> Iterator[str]:
-        """What people should know about the figures, and what helps."""
+        """Sentences on how far the figures can be trusted, and what helps."""
         disturbed = len(self._rounds) - len(self._quiet)
         if self.by_cpu or self._others_share > QUIET_SHARE:
             instead = ", so contention is estimated from processor time" if self.by_cpu else ""
@@ -285,8 +285,8 @@ def uncalibrated(graph: LayerGraph, error: BaseException) -> Calibrated:
 
 
 def _refusal(of_what: str, error: BaseException) -> str:
-    told = str(error) or type(error).__name__
-    return f"contention{of_what} was not measured: {told.splitlines()[0]}"
+    text = str(error) or type(error).__name__
+    return f"contention{of_what} was not measured: {text.splitlines()[0]}"
 
 
 def _until_steady(

@@ -220,7 +220,7 @@ def profile(  # noqa: PLR0913 - each has a default that most callers keep
 
 
 class _ProfileRequest(NamedTuple):
-    """What to measure, and how; arguments as of ``profile``."""
+    """The arguments of ``profile``, checked."""
 
     model: nn.Module
     sample: Sample
@@ -276,7 +276,7 @@ def _patience_seconds(alone_seconds: float) -> float:
 def _runner(
     model: nn.Module, sample: Sample, optimizer: OptimizerFactory | None
 ) -> Runner | Exception:
-    """What trains a copy of the model, or why no copy can be made.
+    """A runner, which trains a copy of the model; or the reason why no copy can be made.
 
     The copy is made before anything is measured: that may leave something on the model that cannot
     be copied.

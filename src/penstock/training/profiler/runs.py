@@ -79,7 +79,7 @@ SHORT = Effort(2, 1, steps=2, streamed=4, warm_up_passes=0, passes=1, stays=True
 
 
 class Ran(NamedTuple):
-    """What training by a plan took; medians over some minibatches.
+    """The seconds of training by a plan; medians over some minibatches.
 
     Attributes:
         step_seconds: one minibatch.
@@ -275,7 +275,7 @@ class Factors(NamedTuple):
 
 
 class Lap(NamedTuple):
-    """What a pipeline took, and what the layers alone took right before and after that."""
+    """The seconds of a pipeline, and of the layers alone right before and after it."""
 
     alone: Alone
     ran: Ran

@@ -31,7 +31,7 @@ MOST_RANKS = 128
 """More processes than this would only show how this machine switches between them."""
 _DEADLINE_SECONDS = 30.0
 OP_SECONDS = 10e-3
-"""What F, I and W of all of a rank's layers take where nobody says."""
+"""The seconds of F, I and W of all of a rank's layers where nobody gives costs."""
 
 
 def rehearse(  # noqa: PLR0913 - each has a default that most callers keep
@@ -139,7 +139,7 @@ def default_costs(schedule: Schedule) -> Costs:
 def performable(
     schedule: Schedule, updates: UpdateMode = "separate", stream: Stream | None = None
 ) -> Schedule:
-    """What a rank performs of a schedule: its compute in its order, and all that this takes."""
+    """A schedule as ranks perform it: its compute in its order, and all that this takes."""
     kept = COMPUTE | {Kind.RECOMPUTE}
     ranks = (tuple(op for op in ops if op.kind in kept) for ops in schedule.ranks)
     compute = schedule.with_ranks(ranks)

@@ -147,7 +147,7 @@ class Conductor:
         return any(channel in self._watched for channel in ready)
 
     def _cause(self, answers: dict[Connection, Any], when: str) -> RunError:
-        """What happened first: news of it may have come to a neighbour sooner than here."""
+        """The first failure: news of it may have come to a neighbour sooner than here."""
         end = time.monotonic() + _CAUSE_SECONDS
         while True:
             failures = [answer for answer in answers.values() if isinstance(answer, RankFailure)]
@@ -265,7 +265,7 @@ def _launcher(ends: Sequence[int], complaints: IO[bytes]) -> Iterator[subprocess
 
 
 def _death(launcher: subprocess.Popen[bytes], complaints: IO[bytes]) -> str:
-    """What has ended that must not have, as the launcher says; empty if nothing has.
+    """Which rank has ended that must not have, as the launcher says; empty if none has.
 
     Raises:
         RunError: the launcher itself has.
@@ -273,8 +273,8 @@ def _death(launcher: subprocess.Popen[bytes], complaints: IO[bytes]) -> str:
     assert launcher.stdout is not None
     if not wait([launcher.stdout.fileno()], 0):
         return ""
-    if told := launcher.stdout.readline():
-        return told.decode().strip()
+    if line := launcher.stdout.readline():
+        return line.decode().strip()
     code = launcher.wait()
     complaints.seek(0)
     lines = complaints.read().decode(errors="replace").strip().splitlines()

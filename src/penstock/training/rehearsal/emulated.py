@@ -63,7 +63,7 @@ class Alarm:
 
 
 class Waits(ABC):
-    """What an emulated op does instead of computing."""
+    """Waits stand for the compute of emulated ops."""
 
     @abstractmethod
     def begin(self, start: float) -> None:

@@ -1,4 +1,4 @@
-"""What a rehearsal gives: the step as it went, beside the step as it was predicted.
+"""The result of a rehearsal: the step as it went, beside the step as it was predicted.
 
 Streams: how a schedule that never flushes is rehearsed, and what its steady state takes.
 
@@ -63,7 +63,8 @@ class Stream:
 
 
 class Steady(NamedTuple):
-    """What counts as the steady state of a stream, and what one device would need for it.
+    """The stretch of a stream that counts as its steady state, and the seconds of one device for
+    it.
 
     Attributes:
         first, last: microbatches. The steady state goes from the end of the backward of one at
@@ -104,7 +105,7 @@ class Steady(NamedTuple):
 
 
 def compute_of(plan: Plan | Schedule) -> Schedule:
-    """What is performed. Of a plan that never flushes, a stream that is long enough to show its
+    """The ops to perform. Of a plan that never flushes, a stream that is long enough to show its
     steady state; a schedule is as long as it is."""
     if isinstance(plan, Schedule):
         return plan
@@ -231,7 +232,7 @@ class Rehearsal:
                 ("stage bubble", "stage_bubble"),
             )
         )
-        return (*whole, *(one for one in steady if one is not None))
+        return (*whole, *(comparison for comparison in steady if comparison is not None))
 
 
 def rehearsal_of(

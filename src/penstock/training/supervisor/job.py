@@ -32,7 +32,7 @@ _INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class Script:
-    """What every rank runs.
+    """The script that every rank runs.
 
     Attributes:
         name: a file, or the name of a module.
@@ -51,8 +51,8 @@ class Script:
         if self.is_module:
             self._check_module()
         elif not Path(self.name).is_file():
-            what = "a folder" if Path(self.name).is_dir() else "not there"
-            raise FileError(f"the script {self.name} is {what}; give the path of a Python file")
+            state = "a folder" if Path(self.name).is_dir() else "not there"
+            raise FileError(f"the script {self.name} is {state}; give the path of a Python file")
 
     def _check_module(self) -> None:
         sys.path.insert(0, os.getcwd())
@@ -190,7 +190,8 @@ class SupervisedJob:
     def environment(
         self, rank: int, attempt: int, port: int, logbook: int, store: int
     ) -> dict[str, str]:
-        """What torchrun would tell a rank, and where its logbook is and it meets the others.
+        """The environment of a rank: all that torchrun would tell it, where its logbook is, and
+        where it meets the others.
 
         Args:
             rank: this process's.

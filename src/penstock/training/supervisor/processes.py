@@ -112,7 +112,7 @@ def _name_of(number: int) -> str:
 
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""What ends a job from outside: Ctrl-C, ``kill``, and a terminal that is closed."""
+"""The signals that end a job from outside: Ctrl-C, ``kill``, and a terminal that is closed."""
 
 _Handler = Callable[[int, FrameType | None], Any] | int | None
 

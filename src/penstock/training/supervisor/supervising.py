@@ -62,7 +62,7 @@ class AttemptMoments(NamedTuple):
 
 
 class AttemptRecord(NamedTuple):
-    """What became of an attempt.
+    """The record of an attempt that is over.
 
     Attributes:
         cause: why it ended; ``None`` if every rank ended well.
@@ -249,7 +249,7 @@ class Attempt:
 
 
 class SupervisionResult(NamedTuple):
-    """What became of a job.
+    """The outcome of a job.
 
     Attributes:
         accounts: of each attempt, in order.

@@ -189,15 +189,16 @@ def watching_draws(module: nn.Module) -> Iterator[RandomStream]:
     which tensor ranks know to keep the part of their rows."""
     with RandomStream(_SEED) as stream:
         before: list[bool] = []
-        known = [one for one in module.modules() if isinstance(one, DROPOUTS)]
+        known = [layer for layer in module.modules() if isinstance(layer, DROPOUTS)]
         hooks = [
-            one.register_forward_pre_hook(lambda *_: before.append(stream.drew)) for one in known
+            layer.register_forward_pre_hook(lambda *_: before.append(stream.drew))
+            for layer in known
         ]
 
         def forget(*_: object) -> None:
             stream.drew = before.pop()
 
-        hooks += [one.register_forward_hook(forget) for one in known]
+        hooks += [layer.register_forward_hook(forget) for layer in known]
         try:
             yield stream
         finally:
@@ -210,7 +211,7 @@ Progress = Callable[[int, int], None]
 
 
 class Measured(NamedTuple):
-    """What was measured of one layer with one microbatch.
+    """The measurements of one layer with one microbatch.
 
     Attributes:
         times: seconds of its passes.

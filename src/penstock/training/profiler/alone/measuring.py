@@ -114,7 +114,7 @@ def _with_samples(
 def _shortness(
     graph: LayerGraph, bench: Bench, repeats: int, left_out: Sequence[Sample]
 ) -> Iterator[str]:
-    """What was measured less often than asked for, and why."""
+    """Sentences on measurements that are fewer than asked for, and why."""
     times = f"layers were timed {bench.num_rounds} times instead of {repeats}"
     if bench.interrupted:
         sizes = ", ".join(str(sample.num_rows) for sample in left_out)
@@ -218,10 +218,10 @@ def _kind(module: nn.Module, draws: bool) -> str:
     by the same name, and a captured layer cannot be divided as its module could. In brackets stands
     what else decides how a layer can be divided."""
     name = getattr(module, "kind", type(module).__name__)
-    told = trait_of(module)
+    trait = trait_of(module)
     if isinstance(module, CapturedLayer):
         name = f"captured {name}"
     elif not type(module).__module__.startswith("torch.") and hasattr(nn, name):
-        name, told = f"own {name}", ""
-    traits = ", ".join(filter(None, [told, "draws" if draws else ""]))
+        name, trait = f"own {name}", ""
+    traits = ", ".join(filter(None, [trait, "draws" if draws else ""]))
     return f"{name}({traits})" if traits else name

@@ -34,7 +34,7 @@ RunLayer = Callable[[Any], Any]
 
 
 class Carried(NamedTuple):
-    """What crosses a cut while skips are open: the layer's output, and the skips by their key."""
+    """A value that crosses a cut while skips are open: the layer's output, and the skips by key."""
 
     value: Any
     skips: dict[str, Skip]

@@ -168,7 +168,7 @@ class Overhead(NamedTuple):
 
 
 class Overheads(NamedTuple):
-    """What measuring adds to a layer's forward, backward, and halves of a backward."""
+    """The seconds that measuring adds to a layer's forward, backward, and halves of a backward."""
 
     forward: Overhead
     backward: Overhead
