@@ -14,6 +14,7 @@ from torch import Tensor
 from penstock.base.errors import FileError, InputError
 from penstock.base.values import flag, whole, write_atomically
 from penstock.engine.run.assembly import Assembly
+from penstock.engine.run.drive.driver import told
 from penstock.engine.run.minibatch import Mark
 from penstock.engine.run.recipe import LossScale
 from penstock.training.checkpoint.agreeing import PiecesHere, agreed
@@ -371,13 +372,21 @@ class Keeper:
         """
         self._saver.check()
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """Wait until the last checkpoint is on the disk.
 
+        Args:
+            error: one that is on its way; it learns in a note what could not be written.
+
         Raises:
-            FileError: it could not be written.
+            FileError: it could not be written, and no other error is on its way.
         """
-        self._saver.close()
+        try:
+            self._saver.close()
+        except FileError as failure:
+            if error is None:
+                raise
+            error.add_note(f"The last checkpoint was not written: {told(failure)}")
 
 
 def _run_folder(path: object) -> Path:

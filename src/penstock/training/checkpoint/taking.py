@@ -275,26 +275,34 @@ def state_of(trained: TrainedStage, elsewhere: Collection[str]) -> StageState:
             drift = trained.store.drift_of(parameter)
             if drift is not None:
                 tensors[f"{DRIFT}{name}"] = drift
-    optimizing = None
-    if trained.optimizer is not None:
-        _check_per_parameter(trained)
-        state = _state_by_name(trained, own, tensors, extents)
-        scheduler = trained.scheduler
-        optimizing = Optimizing(
-            kind=type(trained.optimizer).__name__,
-            rate=trained.rate,
-            options=_options_by_name(trained),
-            state=state,
-            scheduler=None
-            if scheduler is None
-            else to_json(
-                scheduler.state_dict(),
-                f"the state of {trained.whose}'s {type(scheduler).__name__}",
-            ),
-            num_lowered=0 if trained.store is None else trained.store.num_lowered,
-        )
+    optimizing = _optimizing(trained, own, tensors, extents)
     under_way = tuple(_under_way(letter, tensors) for letter in trained.letters())
     return StageState(tensors, extra, optimizing, under_way, extents)
+
+
+def _optimizing(
+    trained: TrainedStage,
+    own: Mapping[str, nn.Parameter],
+    tensors: dict[str, Tensor],
+    extents: dict[str, TensorExtent],
+) -> Optimizing | None:
+    """The optimizer of a stage, but for its tensors, which go to the others."""
+    if trained.optimizer is None:
+        return None
+    _check_per_parameter(trained)
+    state = _state_by_name(trained, own, tensors, extents)
+    scheduler, schedule = trained.scheduler, None
+    if scheduler is not None:
+        whose = f"the state of {trained.whose}'s {type(scheduler).__name__}"
+        schedule = to_json(scheduler.state_dict(), whose)
+    return Optimizing(
+        kind=type(trained.optimizer).__name__,
+        rate=trained.rate,
+        options=_options_by_name(trained),
+        state=state,
+        scheduler=schedule,
+        num_lowered=0 if trained.store is None else trained.store.num_lowered,
+    )
 
 
 def _under_way(letter: Letter, tensors: dict[str, Tensor]) -> UnderWay:

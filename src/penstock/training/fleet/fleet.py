@@ -176,7 +176,7 @@ class Fleet:
         ends = settled(stop, steps, epochs, [job.steps is not None for job in jobs])
         for trainee in self._trainees:
             _check_metric(trainee, ends)
-        saving = None if folder is None else FleetSaving(folder, whole("every", every, 1))
+        saving = None if folder is None else FleetSaving(Path(folder), whole("every", every, 1))
         if self._is_closed or not self._running.acquire(blocking=False):
             state = "is closed" if self._is_closed else "runs already"
             raise InputError(f"this fleet {state}; make another one, or wait")

@@ -5,9 +5,8 @@ which jobs go on where all of them stand still.
 from __future__ import annotations
 
 import math
-import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -23,29 +22,12 @@ from penstock.training.fleet.results import JobResult, Status
 from penstock.training.pipeline import Pipeline
 
 
-class Decision(NamedTuple):
-    """A decision that was taken at some step.
-
-    Attributes:
-        step: at which all jobs stood.
-        values: by job, what was compared.
-        survivors: those that go on, best first.
-    """
-
-    step: int
-    values: Mapping[str, float]
-    survivors: tuple[str, ...]
-
-
 class Referee:
     """Waits until all jobs that are left have come to a decision, and takes it.
 
     Args:
         stop: how it is taken.
         names: of all jobs, in the fleet's order.
-
-    Attributes:
-        decisions: those that were taken.
     """
 
     def __init__(self, stop: Stop, names: list[str]) -> None:
@@ -55,7 +37,7 @@ class Referee:
         self._here: dict[str, tuple[int, float]] = {}
         self._turned = threading.Condition()
         self._why_closed: str | None = None
-        self.decisions: list[Decision] = []
+        self._survivors: dict[int, frozenset[str]] = {}
 
     def is_decision(self, step: int) -> bool:
         """Whether jobs stop at this step."""
@@ -78,12 +60,11 @@ class Referee:
         with self._turned:
             self._here[name] = step, value()
             self._decide()
-            while not any(step == decision.step for decision in self.decisions):
+            while step not in self._survivors:
                 if self._why_closed is not None:
                     raise RunError(f"job {name}: {self._why_closed}")
                 self._turned.wait()
-            (decision,) = (decision for decision in self.decisions if decision.step == step)
-            return name in decision.survivors
+            return name in self._survivors[step]
 
     def gone(self, name: str) -> None:
         """A job has ended, however that was: nobody waits for it."""
@@ -103,9 +84,8 @@ class Referee:
             return
         step = max(step for step, _ in self._here.values())
         values = {name: self._here[name][1] for name in self._names if name in self._here}
-        survivors = tuple(self._stop.survivors(values, self._num_begun))
-        self.decisions.append(Decision(step, values, survivors))
-        self._left &= set(survivors)
+        survivors = self._survivors[step] = frozenset(self._stop.survivors(values, self._num_begun))
+        self._left &= survivors
         self._num_begun = len(survivors)
         self._here.clear()
         self._turned.notify_all()
@@ -233,7 +213,7 @@ class Trainee:
             for loss in self.pipeline.steps(stretch):
                 self._note(float(loss.detach()) if loss is not None else math.nan)
             if saving is not None and self.step > before:
-                saving.save(self)
+                self.save(saving.folder)
             if end is None or self.step < end:
                 return  # the data has ended
 
@@ -289,10 +269,9 @@ class Trainee:
                 f"{folder / self.name} holds a checkpoint that no fleet has written; load it with "
                 "Pipeline.load, or take another folder"
             )
-        self.losses = [_number(loss) for loss in position["losses"]]
+        self.losses = [float(loss) for loss in position["losses"]]
         self.metrics = {
-            name: [_number(value) for value in values]
-            for name, values in position["metrics"].items()
+            name: [float(value) for value in values] for name, values in position["metrics"].items()
         }
 
     def save(self, folder: Path) -> None:
@@ -308,30 +287,22 @@ class Trainee:
         )
 
 
-class FleetSaving:
+class FleetSaving(NamedTuple):
     """When and where trainees save in the course of a run.
 
-    Args:
+    Attributes:
         folder: of the fleet; each job has one in it.
         every: minibatches between two checkpoints of a job.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], every: int) -> None:
-        self.folder, self.every = Path(folder), every
+    folder: Path
+    every: int
 
     def next_after(self, step: int) -> int:
         """The next step at which a checkpoint is due."""
         return (step // self.every + 1) * self.every
 
-    def save(self, trainee: Trainee) -> None:
-        """Save a job."""
-        trainee.save(self.folder)
-
 
 def _text(value: float) -> float | str:
     """JSON has no word for what is not finite."""
     return value if math.isfinite(value) else str(value)
-
-
-def _number(value: float | str) -> float:
-    return float(value)

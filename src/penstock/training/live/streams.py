@@ -11,7 +11,7 @@ from typing import Any, Self, get_args
 import torch
 from torch import Tensor
 
-from penstock.base.errors import FileError, InputError
+from penstock.base.errors import InputError
 from penstock.base.values import expect, flag, number, one_of
 from penstock.core.timing.timeline import Timeline
 from penstock.engine.model import tree
@@ -366,10 +366,7 @@ class Stream:
         self._loop.abandon()
         self._results.close()
         self._parts.driver.close(f"{type(error).__name__}: {told(error)}")
-        try:
-            self._keeper.close()
-        except FileError as failure:
-            error.add_note(f"The last checkpoint was not written: {told(failure)}")
+        self._keeper.close(error)
 
 
 def _check_tensors(value: Any, name: str) -> None:

@@ -82,17 +82,7 @@ def rehearse(  # noqa: PLR0913 - each has a default that most callers keep
         ScheduleError: the schedule is incomplete or deadlocks.
         RunError: a rank failed or died.
     """
-    expect(plan, Plan | Schedule, "the plan", "give a penstock.Plan or a penstock.Schedule")
-    if isinstance(plan, Plan) and plan.spill is not None:
-        raise InputError(
-            "stages of this plan come from a tier and leave again, and emulated devices have none; "
-            "simulate it, or rehearse it as if all stayed: take spill out of the plan"
-        )
-    if isinstance(plan, Plan) and plan.offload is not None:
-        raise InputError(
-            "activations of this plan wait in a tier, and emulated devices have none; simulate it, "
-            "or rehearse it as if all stayed: plan.offloading(None)"
-        )
+    _check_plan(plan)
     schedule = compute_of(plan)
     if costs is None:
         costs = plan.costs if isinstance(plan, Plan) else default_costs(schedule)
@@ -160,6 +150,20 @@ def flattened(schedule: Schedule) -> Schedule:
         return op._replace(microbatch=op.microbatch * num_slices + op.slice, slice=0)
 
     return schedule.with_ranks([flat(op) for op in ops] for ops in schedule.ranks)
+
+
+def _check_plan(plan: Any) -> None:
+    expect(plan, Plan | Schedule, "the plan", "give a penstock.Plan or a penstock.Schedule")
+    if isinstance(plan, Plan) and plan.spill is not None:
+        raise InputError(
+            "stages of this plan come from a tier and leave again, and emulated devices have none; "
+            "simulate it, or rehearse it as if all stayed: take spill out of the plan"
+        )
+    if isinstance(plan, Plan) and plan.offload is not None:
+        raise InputError(
+            "activations of this plan wait in a tier, and emulated devices have none; simulate it, "
+            "or rehearse it as if all stayed: plan.offloading(None)"
+        )
 
 
 def _check_arguments(steps: Any, scale: Any, message_bytes: Any) -> None:
