@@ -16,9 +16,6 @@ class Noting(Waits):
     def __init__(self):
         self.ops = []
 
-    def begin(self, start):
-        """Nothing to note."""
-
     def wait(self, op):
         self.ops.append(op)
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 import os
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from penstock.base.errors import InputError, printable
 from penstock.base.telling import is_quiet
@@ -24,23 +25,22 @@ _FRAME_SECONDS, _LINE_SECONDS = 0.5, 5.0
 _MOST_RANKS = 8
 
 
-class LogTarget(Protocol):
+class LogTarget(ABC):
     """Takes numbers by their names, step by step."""
 
     def is_due(self) -> bool:
         """Whether it wants those of the step that has just been made."""
-        ...
+        return True
 
+    @abstractmethod
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         """Show or keep numbers of a step."""
-        ...
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - a run is ended by whoever began it
         """No more will come, unless another training begins."""
-        ...
 
 
-class TensorBoard:
+class TensorBoard(LogTarget):
     """Events for TensorBoard, by ``torch.utils.tensorboard``; their file is made when the first
     numbers come.
 
@@ -62,9 +62,6 @@ class TensorBoard:
         self._folder = None if folder is None else os.fspath(folder)
         self._writer: Any = None
 
-    def is_due(self) -> bool:
-        return True
-
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         if self._writer is None:
             self._writer = self._opened(self._folder)
@@ -77,7 +74,7 @@ class TensorBoard:
             self._writer = None
 
 
-class LoggedRun:
+class LoggedRun(LogTarget):
     """A run that has ``log(numbers, step=…)``, as those of ``wandb``, ``swanlab`` and ``trackio``
     have; whoever began it ends it.
 
@@ -93,17 +90,11 @@ class LoggedRun:
             )
         self._run = run
 
-    def is_due(self) -> bool:
-        return True
-
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         self._run.log(dict(numbers), step=step)
 
-    def close(self) -> None:
-        """It is not ours."""
 
-
-class WeightsAndBiases:
+class WeightsAndBiases(LogTarget):
     """The run of ``wandb`` that is under way; without one, one is begun and ended here.
 
     Raises:
@@ -118,9 +109,6 @@ class WeightsAndBiases:
         self._wandb: Any = wandb
         self._own: Any = None
 
-    def is_due(self) -> bool:
-        return True
-
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         if self._wandb.run is None:
             self._own = self._wandb.init()
@@ -132,7 +120,7 @@ class WeightsAndBiases:
             self._own = None
 
 
-class Terminal:
+class Terminal(LogTarget):
     """A table on standard error that is drawn anew twice a second; without a terminal, a line every
     five seconds. ``PENSTOCK_QUIET`` switches it off.
 

@@ -18,7 +18,7 @@ from penstock.base.units import format_seconds
 from penstock.base.values import Value
 from penstock.engine.model import tree
 from penstock.planning.plans import Plan
-from penstock.training.live.intake import Result
+from penstock.training.live.intake import Intake, Result
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -176,28 +176,25 @@ class StreamLedger:
                 self._num_labelled += 1
                 self._loss_sum += loss
 
-    def report(
-        self,
-        *,
-        num_given: int,
-        num_dropped: int,
-        num_late: int,
-        num_waiting: int,
-        longest_queue: int,
-    ) -> StreamReport:
-        """All of it, as of now."""
+    def report(self, num_given: int, intake: Intake[Any]) -> StreamReport:
+        """All of it, as of now.
+
+        Args:
+            num_given: frames that somebody has given to the stream.
+            intake: where they wait.
+        """
         with self._lock:
             latencies = sorted(self._latencies)
             results, labelled, changes = self._num_results, self._num_labelled, self._num_changes
             seconds = self._last_result - self._first_result
             return StreamReport(
                 num_given=num_given,
-                num_dropped=num_dropped,
-                num_late=num_late,
+                num_dropped=intake.num_dropped,
+                num_late=intake.num_late,
                 num_results=results,
                 num_labelled=labelled,
-                num_waiting=num_waiting,
-                longest_queue=longest_queue,
+                num_waiting=len(intake),
+                longest_queue=intake.longest,
                 frames_per_second=(results - 1) / seconds if results > 1 and seconds else None,
                 latency_p50_seconds=_quantile(latencies, 0.5),
                 latency_p95_seconds=_quantile(latencies, 0.95),

@@ -224,14 +224,7 @@ class Stream:
     @property
     def report(self) -> StreamReport:
         """The account of the frames so far: rates, drops, latency, loss; printed, a table."""
-        intake = self._loop.intake
-        return self._ledger.report(
-            num_given=self._num_given,
-            num_dropped=intake.num_dropped,
-            num_late=intake.num_late,
-            num_waiting=len(intake),
-            longest_queue=intake.longest,
-        )
+        return self._ledger.report(self._num_given, self._loop.intake)
 
     def dashboard(self, every_seconds: float = 0.5) -> Dashboard:
         """The report, live in the terminal for as long as the ``with`` block lasts that it opens.

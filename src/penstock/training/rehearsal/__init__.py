@@ -16,13 +16,13 @@ from penstock.base.lazily import loaded_when_used
 
 if TYPE_CHECKING:
     from penstock.training.rehearsal.conduct import rehearse
-    from penstock.training.rehearsal.result import Comparison, Rehearsal
+    from penstock.training.rehearsal.result import FigureComparison, Rehearsal
 else:
     __getattr__ = loaded_when_used(
         __name__,
         {
             "penstock.training.rehearsal.conduct": ("rehearse",),
-            "penstock.training.rehearsal.result": ("Comparison", "Rehearsal"),
+            "penstock.training.rehearsal.result": ("FigureComparison", "Rehearsal"),
         },
     )
 
@@ -31,4 +31,4 @@ RehearsalTransport = Literal["shared-memory", "threads"]
 WaitsName = Literal["relative", "logical"]
 UpdateMode = Literal["separate", "agreed", "post-validated"]
 
-__all__ = ["Comparison", "Rehearsal", "rehearse"]
+__all__ = ["FigureComparison", "Rehearsal", "rehearse"]

@@ -21,7 +21,7 @@ from penstock.training.rehearsal import RehearsalTransport, UpdateMode, WaitsNam
 from penstock.training.rehearsal.conductor import RehearsalJob, perform
 from penstock.training.rehearsal.result import (
     Rehearsal,
-    Stream,
+    RehearsedStream,
     compute_of,
     rehearsal_of,
     stream_of,
@@ -127,7 +127,7 @@ def default_costs(schedule: Schedule) -> Costs:
 
 
 def performable(
-    schedule: Schedule, updates: UpdateMode = "separate", stream: Stream | None = None
+    schedule: Schedule, updates: UpdateMode = "separate", stream: RehearsedStream | None = None
 ) -> Schedule:
     """A schedule as ranks perform it: its compute in its order, and all that this takes."""
     kept = COMPUTE | {Kind.RECOMPUTE}

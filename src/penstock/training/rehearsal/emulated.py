@@ -1,16 +1,12 @@
-"""How emulated compute passes its time: to the microsecond where the machine lets it.
-
-A transport whose messages take as long as planned, though this machine's are faster.
-
-A stage without layers: it takes its time and hands over as much as a real one would.
-"""
+"""Emulated parts of a rank: stages and optimizers that wait instead of computing, to the
+microsecond where the machine lets them, and hand over as much as real ones; and links on which
+messages take as long as planned, though this machine's are faster."""
 
 from __future__ import annotations
 
 import itertools
 import statistics
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -62,50 +58,34 @@ class Alarm:
             pass
 
 
-class Waits(ABC):
-    """Waits stand for the compute of emulated ops."""
+class Waits:
+    """Lets the time of emulated ops pass.
 
-    @abstractmethod
-    def begin(self, start: float) -> None:
-        """A step begins at ``start``, on every rank."""
+    Each op takes its time from when it starts, as real compute does: whatever comes between ops
+    (messages, the interpreter) makes the step longer.
 
-    @abstractmethod
-    def wait(self, op: Op) -> None:
-        """Let the time of ``op`` pass."""
+    Args:
+        costs: the seconds of each op.
+        ends: when each op ends according to the prediction, counted from the start of the step; if
+            given, it ends then: exact by construction and blind to overhead. For tests of order
+            only.
 
+    Attributes:
+        start: when the step began, on every rank.
+    """
 
-class RelativeWaits(Waits):
-    """Each op takes its time from when it starts, as real compute does: whatever comes between ops
-    (messages, the interpreter) makes the step longer."""
-
-    def __init__(self, alarm: Alarm, costs: Costs) -> None:
+    def __init__(self, alarm: Alarm, costs: Costs, ends: Mapping[Op, float] | None = None) -> None:
         self._alarm = alarm
         self._costs = costs
-
-    def begin(self, start: float) -> None:
-        """Nothing to note: an op waits from whenever it starts."""
-
-    def wait(self, op: Op) -> None:
-        """As ``Waits`` promises."""
-        self._alarm.until(time.perf_counter() + self._costs.duration(op))
-
-
-class LogicalWaits(Waits):
-    """Each op ends when the prediction says: exact by construction and blind to overhead. For
-    tests of order only."""
-
-    def __init__(self, alarm: Alarm, ends: Mapping[Op, float]) -> None:
-        self._alarm = alarm
         self._ends = ends
-        self._start = 0.0
-
-    def begin(self, start: float) -> None:
-        """As ``Waits`` promises."""
-        self._start = start
+        self.start = 0.0
 
     def wait(self, op: Op) -> None:
-        """As ``Waits`` promises."""
-        self._alarm.until(self._start + self._ends[op])
+        """Let the time of ``op`` pass."""
+        if self._ends is None:
+            self._alarm.until(time.perf_counter() + self._costs.duration(op))
+        else:
+            self._alarm.until(self.start + self._ends[op])
 
 
 class PlannedLinks(OnTop):

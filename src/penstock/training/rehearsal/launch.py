@@ -42,9 +42,7 @@ from penstock.training.rehearsal.emulated import (
     Alarm,
     EmulatedOptimizer,
     EmulatedStage,
-    LogicalWaits,
     PlannedLinks,
-    RelativeWaits,
     Waits,
 )
 
@@ -152,7 +150,10 @@ def _perform_steps(
     job: RehearsalJob, rank: int, transport: Transport, alarm: Alarm, channel: Connection
 ) -> None:
     schedule = job.schedule()
-    waits = _waits(job, schedule, alarm)
+    ends = None
+    if job.waits == "logical":
+        ends = {span.op: span.end for span in simulate(schedule, job.costs).spans}
+    waits = Waits(alarm, job.costs, ends)
     worker = _worker(job, schedule, rank, transport, alarm, waits)
     segment = Segment.whole(schedule)
     count = schedule.num_microbatches
@@ -163,7 +164,7 @@ def _perform_steps(
     channel.send(None)
     for step, start in enumerate(iter(partial(_next_start, channel), None)):
         minibatch = Minibatch(step, [nothing] * count, [nothing] * count, [1.0] * count)
-        waits.begin(start)
+        waits.start = start
         alarm.until(start)
         harvest = worker.run(segment, minibatch, position)
         pairs = zip(harvest.starts, harvest.ends, strict=True)
@@ -176,13 +177,6 @@ def _next_start(channel: Connection) -> float | None:
     except EOFError:
         return None
     return start
-
-
-def _waits(job: RehearsalJob, schedule: Schedule, alarm: Alarm) -> Waits:
-    if job.waits == "relative":
-        return RelativeWaits(alarm, job.costs)
-    planned = simulate(schedule, job.costs)
-    return LogicalWaits(alarm, {span.op: span.end for span in planned.spans})
 
 
 def _worker(
@@ -241,7 +235,7 @@ def _planned_links(
 ) -> Transport:
     """The transport, slowed down where the plan's links are slower."""
     edges = RankProgram(Segment.whole(schedule), rank).edges.items()
-    hops = {edge: _hop(job, op) for op, edge in edges}
+    hops = {edge: job.costs.delay(op, other_end(op)) for op, edge in edges}
     busy = {edge: job.costs.occupies(min(op.stage, other_end(op).stage)) for op, edge in edges}
     for weights in shared:
         # What is planned is all of the sum: its first messages take as long, its second no time.
@@ -252,11 +246,6 @@ def _planned_links(
     if not any(hops.values()):
         return transport
     return PlannedLinks(transport, alarm, hops, busy)
-
-
-def _hop(job: RehearsalJob, op: Op) -> float:
-    """Seconds that the message takes which a send sends or a receive receives."""
-    return job.costs.delay(op, other_end(op))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ _FEWEST_MINIBATCHES = 4
 
 
 @dataclass(frozen=True)
-class Stream:
+class RehearsedStream:
     """A stream of microbatches as it is rehearsed.
 
     Attributes:
@@ -46,7 +46,7 @@ class Stream:
     period: int
 
     @classmethod
-    def of(cls, schedule: Schedule, policy: Policy, minibatch: int) -> Stream:
+    def of(cls, schedule: Schedule, policy: Policy, minibatch: int) -> RehearsedStream:
         """The stream that a schedule of compute ops is.
 
         Args:
@@ -116,7 +116,9 @@ def compute_of(plan: Plan | Schedule) -> Schedule:
     return plan.build_schedule(size * max(_FEWEST_MINIBATCHES, ceil(least / size)))
 
 
-def stream_of(plan: Plan | Schedule, schedule: Schedule, minibatch: int | None) -> Stream | None:
+def stream_of(
+    plan: Plan | Schedule, schedule: Schedule, minibatch: int | None
+) -> RehearsedStream | None:
     """How what is performed streams; ``None`` if it flushes.
 
     Args:
@@ -141,7 +143,7 @@ def stream_of(plan: Plan | Schedule, schedule: Schedule, minibatch: int | None) 
         return None
     if not is_whole(size) or size < 1:
         raise InputError(f"minibatch is {size!r}, but must be a whole number ≥ 1")
-    return Stream.of(schedule, policy, size)
+    return RehearsedStream.of(schedule, policy, size)
 
 
 def _refuse(minibatch: object, why: str) -> None:
@@ -155,7 +157,7 @@ StepTimes = list[list[float]]
 _HELD_UP_SECONDS = 1e-3
 
 
-class Comparison(NamedTuple):
+class FigureComparison(NamedTuple):
     """One figure, predicted and measured.
 
     Attributes:
@@ -206,8 +208,8 @@ class Rehearsal:
     step_seconds: tuple[float, ...]
     pace_seconds: float
     hop_seconds: float
-    steady_seconds: Comparison | None = None
-    steady_efficiency: Comparison | None = None
+    steady_seconds: FigureComparison | None = None
+    steady_efficiency: FigureComparison | None = None
 
     @property
     def num_held_up(self) -> int:
@@ -221,11 +223,11 @@ class Rehearsal:
         )
 
     @property
-    def comparisons(self) -> tuple[Comparison, ...]:
+    def comparisons(self) -> tuple[FigureComparison, ...]:
         """Makespan and both bubbles; of a stream, its steady state too."""
         steady = (self.steady_seconds, self.steady_efficiency)
         whole = (
-            Comparison(name, getattr(self.predicted, field), getattr(self.measured, field))
+            FigureComparison(name, getattr(self.predicted, field), getattr(self.measured, field))
             for name, field in (
                 ("makespan", "makespan"),
                 ("bubble", "bubble"),
@@ -264,12 +266,14 @@ def rehearsal_of(
 
 def _steady(
     steady: Steady, predicted: Timeline, timelines: Sequence[Timeline]
-) -> tuple[Comparison, Comparison]:
+) -> tuple[FigureComparison, FigureComparison]:
     foreseen = steady.seconds(predicted)
     measured = statistics.median(map(steady.seconds, timelines))
     return (
-        Comparison("steady seconds", foreseen, measured),
-        Comparison("steady efficiency", steady.efficiency(foreseen), steady.efficiency(measured)),
+        FigureComparison("steady seconds", foreseen, measured),
+        FigureComparison(
+            "steady efficiency", steady.efficiency(foreseen), steady.efficiency(measured)
+        ),
     )
 
 
