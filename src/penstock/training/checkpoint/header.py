@@ -11,7 +11,6 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from math import inf
 from typing import Any
 
 import msgspec
@@ -23,7 +22,178 @@ from penstock.base.errors import FileError, InputError
 from penstock.base.values import MOST_BYTES, Value, is_number, is_whole, shown
 from penstock.engine.weights.shelf import Shelved
 
+FORMAT = 1
+
+
+class TensorExtent(Value, frozen=True, kw_only=True, array_like=True):
+    """Where a tensor of a piece lies in the whole one.
+
+    Attributes:
+        dtype: the type of its numbers, such as ``"float32"``.
+        shape: of the whole tensor.
+        start: for each dimension, where this piece begins; empty if this is all of it.
+        size: for each dimension, how much of it there is here; empty if this is all of it.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: tuple[int, ...] = ()
+    size: tuple[int, ...] = ()
+
+    @property
+    def own_shape(self) -> tuple[int, ...]:
+        """The shape of the tensor in the piece."""
+        return self.size or self.shape
+
+    def __post_init__(self) -> None:
+        if not self.start and not self.size:
+            return
+        dimensions = zip(self.shape, self.start, self.size, strict=True)
+        try:
+            fits = all(first >= 0 and first + count <= most for most, first, count in dimensions)
+        except ValueError:
+            fits = False
+        if not fits:
+            raise ValueError(
+                f"a part that begins at {self.start} and has the shape {self.size} does not lie in "
+                f"a tensor of shape {self.shape}"
+            )
+
+
+def extent_of(tensor: Tensor | Shelved) -> TensorExtent:
+    """The extent of a tensor that a piece has all of."""
+    return TensorExtent(dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
+
+
+class Identity(Value, frozen=True, kw_only=True):
+    """Which checkpoint a piece belongs to. All of its pieces have an equal one.
+
+    Attributes:
+        format: the version of the format.
+        run: what goes on from a checkpoint has the name of the run that wrote it.
+        attempt: the pipeline that wrote it, which is another one after each restart.
+        generation: how many pipelines wrote into the run's folder before that one. What a later one
+            wrote is newer, whatever its step: somebody may have gone back.
+        step: how many minibatches were trained on.
+        num_stages: how many stages its plan has.
+        plan: digest of the plan.
+        seed: of all random layers.
+        position: where the run was in its data, as the caller gave it.
+        scaler: the state of the loss scaler; empty without one.
+    """
+
+    format: int
+    run: str
+    attempt: str
+    generation: int
+    step: int
+    num_stages: int
+    plan: str
+    seed: int
+    position: Any = None
+    scaler: dict[str, int | float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("generation", "step", "num_stages"):
+            if not 0 <= getattr(self, name) <= MOST_BYTES:
+                raise ValueError(f"{name} is {getattr(self, name)}")
+        if self.scaler and self.scaler.keys() != torch.amp.GradScaler("cpu").state_dict().keys():
+            raise ValueError(f"scaler has the keys {sorted(self.scaler)}")
+
+
+class Optimizing(Value, frozen=True, kw_only=True):
+    """The optimizer of a stage, but for its tensors.
+
+    Attributes:
+        kind: the name of its class.
+        rate: what its learning rates were multiplied by when it was made.
+        options: those of each parameter, by the parameter's name.
+        state: what each parameter has that is no tensor, by the parameter's name.
+        scheduler: the state of the learning-rate scheduler.
+        num_lowered: how many updates had a lowered rate (PipeMare's T1).
+    """
+
+    kind: str
+    rate: float
+    options: dict[str, dict[str, Any]]
+    state: dict[str, dict[str, Any]]
+    scheduler: dict[str, Any] | None = None
+    num_lowered: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.rate < math.inf or self.num_lowered < 0:
+            raise ValueError(f"rate is {self.rate}, num_lowered {self.num_lowered}")
+
+
+class UnderWay(Value, frozen=True, kw_only=True):
+    """Gradients that one rank had sent to another when a live stream was saved, and that the other
+    had not taken yet.
+
+    Attributes:
+        source, target: the ranks.
+        tag: which of the ways between them it was.
+        unit: the frame that they are of.
+        gradients: the name of each one's tensor; ``None`` where nothing flows back.
+    """
+
+    source: int
+    target: int
+    tag: int
+    unit: int
+    gradients: tuple[str | None, ...]
+
+    def __post_init__(self) -> None:
+        if min(self.source, self.target, self.tag, self.unit) < 0:
+            raise ValueError(f"{self} has a negative number")
+
+
+class Header(Value, frozen=True, kw_only=True):
+    """The head of one piece.
+
+    Attributes:
+        identity: of its checkpoint.
+        stage: the number of the stage.
+        part: which part of the stage's state it is.
+        num_parts: how many parts there are.
+        tensors: where each tensor of the file lies in the whole one.
+        extra: entries of the stage's ``state_dict`` that are no tensors.
+        optimizing: the stage's optimizer; ``None`` if it has none.
+        under_way: gradients on their way from this stage, where a live stream was saved.
+    """
+
+    identity: Identity
+    stage: int
+    part: int = 0
+    num_parts: int = 1
+    tensors: dict[str, TensorExtent]
+    extra: dict[str, Any] = field(default_factory=dict)
+    optimizing: Optimizing | None = None
+    under_way: tuple[UnderWay, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.part < self.num_parts:
+            raise ValueError(f"part is {self.part} of {self.num_parts}")
+
+    def text(self) -> str:
+        """As one line of JSON."""
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def of_text(cls, text: str, where: str) -> Header:
+        """Read back what ``text`` wrote.
+
+        Raises:
+            FileError: it is no header, or of a version that this one does not know.
+        """
+        header = cls.from_json(text, where)
+        version = header.identity.format
+        if version != FORMAT:
+            raise FileError(f"{where} has format {version}; this Penstock reads format {FORMAT}")
+        return header
+
+
 _TUPLE, _MAP, _COUNTER, _FLOAT, _TENSOR = "$tuple", "$map", "$counter", "$float", "$tensor"
+
 _MOST_NUMBERS = 64
 
 
@@ -135,173 +305,3 @@ def dtype_named(name: Any) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise FileError(f"{shown(name)} is no type of numbers")
     return dtype
-
-
-FORMAT = 1
-
-
-class TensorExtent(Value, frozen=True, kw_only=True, array_like=True):
-    """Where a tensor of a piece lies in the whole one.
-
-    Attributes:
-        dtype: the type of its numbers, such as ``"float32"``.
-        shape: of the whole tensor.
-        start: for each dimension, where this piece begins; empty if this is all of it.
-        size: for each dimension, how much of it there is here; empty if this is all of it.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    start: tuple[int, ...] = ()
-    size: tuple[int, ...] = ()
-
-    @property
-    def own_shape(self) -> tuple[int, ...]:
-        """The shape of the tensor in the piece."""
-        return self.size or self.shape
-
-    def __post_init__(self) -> None:
-        if not self.start and not self.size:
-            return
-        dimensions = zip(self.shape, self.start, self.size, strict=True)
-        try:
-            fits = all(first >= 0 and first + count <= most for most, first, count in dimensions)
-        except ValueError:
-            fits = False
-        if not fits:
-            raise ValueError(
-                f"a part that begins at {self.start} and has the shape {self.size} does not lie in "
-                f"a tensor of shape {self.shape}"
-            )
-
-
-def extent_of(tensor: Tensor | Shelved) -> TensorExtent:
-    """The extent of a tensor that a piece has all of."""
-    return TensorExtent(dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
-
-
-class Identity(Value, frozen=True, kw_only=True):
-    """Which checkpoint a piece belongs to. All of its pieces have an equal one.
-
-    Attributes:
-        format: the version of the format.
-        run: what goes on from a checkpoint has the name of the run that wrote it.
-        attempt: the pipeline that wrote it, which is another one after each restart.
-        generation: how many pipelines wrote into the run's folder before that one. What a later one
-            wrote is newer, whatever its step: somebody may have gone back.
-        step: how many minibatches were trained on.
-        num_stages: how many stages its plan has.
-        plan: digest of the plan.
-        seed: of all random layers.
-        position: where the run was in its data, as the caller gave it.
-        scaler: the state of the loss scaler; empty without one.
-    """
-
-    format: int
-    run: str
-    attempt: str
-    generation: int
-    step: int
-    num_stages: int
-    plan: str
-    seed: int
-    position: Any = None
-    scaler: dict[str, int | float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name in ("generation", "step", "num_stages"):
-            if not 0 <= getattr(self, name) <= MOST_BYTES:
-                raise ValueError(f"{name} is {getattr(self, name)}")
-        if self.scaler and self.scaler.keys() != torch.amp.GradScaler("cpu").state_dict().keys():
-            raise ValueError(f"scaler has the keys {sorted(self.scaler)}")
-
-
-class Optimizing(Value, frozen=True, kw_only=True):
-    """The optimizer of a stage, but for its tensors.
-
-    Attributes:
-        kind: the name of its class.
-        rate: what its learning rates were multiplied by when it was made.
-        options: those of each parameter, by the parameter's name.
-        state: what each parameter has that is no tensor, by the parameter's name.
-        scheduler: the state of the learning-rate scheduler.
-        num_lowered: how many updates had a lowered rate (PipeMare's T1).
-    """
-
-    kind: str
-    rate: float
-    options: dict[str, dict[str, Any]]
-    state: dict[str, dict[str, Any]]
-    scheduler: dict[str, Any] | None = None
-    num_lowered: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 < self.rate < inf or self.num_lowered < 0:
-            raise ValueError(f"rate is {self.rate}, num_lowered {self.num_lowered}")
-
-
-class UnderWay(Value, frozen=True, kw_only=True):
-    """Gradients that one rank had sent to another when a live stream was saved, and that the other
-    had not taken yet.
-
-    Attributes:
-        source, target: the ranks.
-        tag: which of the ways between them it was.
-        unit: the frame that they are of.
-        gradients: the name of each one's tensor; ``None`` where nothing flows back.
-    """
-
-    source: int
-    target: int
-    tag: int
-    unit: int
-    gradients: tuple[str | None, ...]
-
-    def __post_init__(self) -> None:
-        if min(self.source, self.target, self.tag, self.unit) < 0:
-            raise ValueError(f"{self} has a negative number")
-
-
-class Header(Value, frozen=True, kw_only=True):
-    """The head of one piece.
-
-    Attributes:
-        identity: of its checkpoint.
-        stage: the number of the stage.
-        part: which part of the stage's state it is.
-        num_parts: how many parts there are.
-        tensors: where each tensor of the file lies in the whole one.
-        extra: entries of the stage's ``state_dict`` that are no tensors.
-        optimizing: the stage's optimizer; ``None`` if it has none.
-        under_way: gradients on their way from this stage, where a live stream was saved.
-    """
-
-    identity: Identity
-    stage: int
-    part: int = 0
-    num_parts: int = 1
-    tensors: dict[str, TensorExtent]
-    extra: dict[str, Any] = field(default_factory=dict)
-    optimizing: Optimizing | None = None
-    under_way: tuple[UnderWay, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.part < self.num_parts:
-            raise ValueError(f"part is {self.part} of {self.num_parts}")
-
-    def text(self) -> str:
-        """As one line of JSON."""
-        return msgspec.json.encode(self).decode()
-
-    @classmethod
-    def of_text(cls, text: str, where: str) -> Header:
-        """Read back what ``text`` wrote.
-
-        Raises:
-            FileError: it is no header, or of a version that this one does not know.
-        """
-        header = cls.from_json(text, where)
-        version = header.identity.format
-        if version != FORMAT:
-            raise FileError(f"{where} has format {version}; this Penstock reads format {FORMAT}")
-        return header
