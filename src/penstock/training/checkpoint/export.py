@@ -262,7 +262,6 @@ def _lies_in_chunks(own: _Own, cut: Cut, group: Group) -> bool:
 
 
 def _chunk(own: _Own, group: Group) -> Tensor:
-    """The part of a value that a member gives."""
     part, cut = own.value.detach(), own.cut
     if cut is None or _lies_in_chunks(own, cut, group):
         return part

@@ -141,7 +141,6 @@ def is_incomplete(folder: Path) -> bool:
 
 
 def _pieces_of(folder: Path, stage: int) -> list[CheckpointPiece]:
-    """All pieces of a stage."""
     whole = folder / piece_name(stage)
     first = whole if whole.exists() else folder / piece_name(stage, 0, 2)
     if not first.exists():

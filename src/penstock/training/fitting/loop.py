@@ -217,7 +217,6 @@ def _batches(
 
 
 def _epoch(loader: Iterable[Any], number: int) -> Iterator[Any]:
-    """The batches of one epoch."""
     there_are_some = False
     for batch in loader:
         there_are_some = True

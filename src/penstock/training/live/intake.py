@@ -257,7 +257,6 @@ class SourceReader:
 
 
 def _pair(item: Any) -> tuple[Any, Any]:
-    """A frame and its target."""
     if isinstance(item, tuple | list) and len(item) == 2:  # a DataLoader makes lists
         frame, target = item
         return frame, target
