@@ -69,7 +69,7 @@ class RehearsalJob(Value, frozen=True, kw_only=True):
         return Schedule.parse(self.ops)
 
 
-class RankFailure(NamedTuple):
+class ReportedFailure(NamedTuple):
     """The last words of a rank that fails.
 
     Attributes:
@@ -133,7 +133,7 @@ class Conductor:
         answers: dict[Connection, Any] = {}
         while len(answers) < len(self._channels):
             trouble = self._listen(answers, None)
-            if trouble or any(isinstance(answer, RankFailure) for answer in answers.values()):
+            if trouble or any(isinstance(answer, ReportedFailure) for answer in answers.values()):
                 raise self._cause(answers, when)
         return [answers[channel] for channel in self._channels]
 
@@ -150,7 +150,9 @@ class Conductor:
         """The first failure: news of it may have come to a neighbour sooner than here."""
         end = time.monotonic() + _CAUSE_SECONDS
         while True:
-            failures = [answer for answer in answers.values() if isinstance(answer, RankFailure)]
+            failures = [
+                answer for answer in answers.values() if isinstance(answer, ReportedFailure)
+            ]
             first = next((failure for failure in failures if not failure.followed), None)
             if first is not None:
                 return _error(first)
@@ -167,10 +169,10 @@ def _received(channel: Connection) -> Any:
     try:
         return channel.recv()
     except (EOFError, OSError):
-        return RankFailure("RunError", "a rank has ended without a word", followed=True)
+        return ReportedFailure("RunError", "a rank has ended without a word", followed=True)
 
 
-def _error(failure: RankFailure) -> RunError:
+def _error(failure: ReportedFailure) -> RunError:
     """The error that a rank told of, in its own class if that is one of ours."""
     kind = getattr(errors, failure.kind, RunError)
     return kind(failure.message) if issubclass(kind, RunError) else RunError(failure.message)

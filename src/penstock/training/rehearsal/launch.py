@@ -37,7 +37,7 @@ from penstock.engine.run.rank.updater import Holding, Updater
 from penstock.engine.run.rank.worker import Worker
 from penstock.engine.run.recipe import Recipe
 from penstock.engine.transport import SharedMemoryExchange, Transport
-from penstock.training.rehearsal.conductor import RankFailure, RehearsalJob
+from penstock.training.rehearsal.conductor import RehearsalJob, ReportedFailure
 from penstock.training.rehearsal.emulated import (
     Alarm,
     EmulatedOptimizer,
@@ -141,7 +141,7 @@ def play(
         _perform_steps(job, rank, connect(), alarm, channel)
     except Exception as error:
         said = str(error) if isinstance(error, RunError) else f"rank {rank}: {error}"
-        failure = RankFailure(type(error).__name__, said, isinstance(error, PeerError))
+        failure = ReportedFailure(type(error).__name__, said, isinstance(error, PeerError))
         with suppress(OSError):  # nobody listens any more
             channel.send(failure)
 
