@@ -16,7 +16,7 @@ from penstock.base.errors import DeadlineError, FileError, InputError
 from penstock.planning.plans.spilling import Spill
 from penstock.planning.turns import POLICIES
 from penstock.training.fleet.dispatcher import JobPlace
-from penstock.training.fleet.results import FleetTable
+from penstock.training.fleet.results import FleetDisplay
 from tests.kit.spilling import HOST, make_net, make_tied, spilled_plan
 from tests.kit.training import adamw
 
@@ -240,7 +240,7 @@ def test_interrupted_it_ends_at_once_and_resumes_to_the_same_losses(
             raise KeyboardInterrupt
 
     with pk.Fleet(jobs, devices=2) as fleet, monkeypatch.context() as patch:
-        patch.setattr(FleetTable, "update", update)
+        patch.setattr(FleetDisplay, "update", update)
         with pytest.raises(KeyboardInterrupt):
             fleet.run(steps=200, folder=tmp_path, every=1)
         assert not [one for one in threading.enumerate() if one.name.startswith("penstock job")]

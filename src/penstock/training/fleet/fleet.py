@@ -25,7 +25,7 @@ from penstock.planning.turns.stop import Stop, settled
 from penstock.planning.turns.visits import check_name
 from penstock.training.fleet.dispatcher import Dispatcher, overdue
 from penstock.training.fleet.job import FleetDevices, Job, homes_of, seats_of
-from penstock.training.fleet.results import FleetResults, FleetTable, JobResult
+from penstock.training.fleet.results import FleetDisplay, FleetResults, JobResult
 from penstock.training.fleet.trainee import FleetSaving, Referee, Trainee
 from penstock.training.pipeline import Pipeline
 
@@ -202,14 +202,14 @@ class Fleet:
                     name=f"penstock job {trainee.name}",
                     daemon=True,
                 ).start()
-            with FleetTable(self._trainees, self._dispatcher, show) as table:
+            with FleetDisplay(self._trainees, self._dispatcher, show) as table:
                 self._watch(begun, referee, table)
         except BaseException:
             self._end(referee, "the fleet was interrupted")
             raise
         self._dispatcher.rest()
 
-    def _watch(self, begun: list[Trainee], referee: Referee, table: FleetTable) -> None:
+    def _watch(self, begun: list[Trainee], referee: Referee, table: FleetDisplay) -> None:
         """Look on until all jobs have ended; give up those that hang."""
         left = begun
         while left:

@@ -153,7 +153,7 @@ _HEADER = ("job", "now", "steps", "of", "loss", "device time", "")
 _LEFT = ("job", "now", "")
 
 
-class FleetTable:
+class FleetDisplay:
     """Shows trainees while its ``with`` block lasts, whenever it is asked to ``update``.
 
     Args:
