@@ -4,6 +4,7 @@ of a job load, which fits each one's stages."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from penstock.engine.run.rank.mail import Letter
 from penstock.engine.run.rank.worker import Worker
 from penstock.engine.run.seating import Seat
 from penstock.engine.stage.stage import Stage
+from penstock.engine.transport.rendezvous import Rendezvous
 from penstock.planning.plans.serving import servers_of
 from penstock.training.checkpoint.contents import Contents
 from penstock.training.checkpoint.folder import (
@@ -121,7 +123,17 @@ def _letters(worker: Worker) -> Sequence[Letter]:
     return worker.letters
 
 
-_PURPOSE = "loading a checkpoint"
+@contextmanager
+def met(parts: Assembly, purpose: str) -> Iterator[Rendezvous | None]:
+    """A meeting of all processes, where others hear of what fails within; ``None`` if there is only
+    this one."""
+    meeting = parts.meet(purpose)
+    try:
+        yield meeting
+    except Exception as error:
+        if meeting is not None:
+            meeting.fail(f"rank {meeting.rank} failed {purpose}: {told(error)}")
+        raise
 
 
 class SeenByRank(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -162,15 +174,10 @@ def agreed(
         FileError, InputError: it does not fit, or ranks see different folders.
         PeerError, DeadlineError: another rank failed or did not come.
     """
-    meeting = parts.meet(_PURPOSE)
-    try:
+    with met(parts, "loading a checkpoint") as meeting:
         contents = _fitting(parts, path, scaler, weights_only=weights_only)
         looks = meeting is None or meeting.rank == 0
         own = _seen_by_rank(run_of(path), contents, looks=looks)
-    except Exception as error:
-        if meeting is not None:
-            meeting.fail(f"rank {meeting.rank} failed {_PURPOSE}: {told(error)}")
-        raise
     if meeting is None:
         return contents, own
     seen = meeting.exchange(own, SeenByRank, "to load a checkpoint")

@@ -20,16 +20,15 @@ from penstock.base.errors import FileError, InputError
 from penstock.base.values import write_atomically
 from penstock.engine.model.spine import NamedLayer, spine_of
 from penstock.engine.run.assembly import Assembly
-from penstock.engine.run.drive.driver import told
 from penstock.engine.run.given_weights import INDEX, Index, names_by_tensor, places
 from penstock.engine.run.rank.worker import Worker
 from penstock.engine.stage.stage import Stage
 from penstock.engine.transport.rendezvous import Rendezvous
+from penstock.training.checkpoint.agreeing import met
 from penstock.training.checkpoint.folder import as_path
 from penstock.training.checkpoint.piece import apart, flush, write_tensors
 
 _ALONE = "model.safetensors"
-_PURPOSE = "writing weights"
 
 
 class _PretrainedFiles(NamedTuple):
@@ -60,13 +59,8 @@ def save_pretrained(parts: Assembly, model: nn.Module, path: object) -> None:
         FileError: the folder has files of another model, or one cannot be written.
         PeerError, DeadlineError: another rank failed or did not come.
     """
-    meeting = parts.meet(_PURPOSE)
-    try:
+    with met(parts, "writing weights") as meeting:
         _save(parts, model, as_path(path), meeting)
-    except Exception as error:
-        if meeting is not None:
-            meeting.fail(f"rank {meeting.rank} failed {_PURPOSE}: {told(error)}")
-        raise
 
 
 def _save(parts: Assembly, model: nn.Module, folder: Path, meeting: Rendezvous | None) -> None:
