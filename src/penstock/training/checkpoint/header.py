@@ -193,7 +193,6 @@ class Header(Value, frozen=True, kw_only=True):
 
 
 _TUPLE, _MAP, _COUNTER, _FLOAT, _TENSOR = "$tuple", "$map", "$counter", "$float", "$tensor"
-
 _MOST_NUMBERS = 64
 
 

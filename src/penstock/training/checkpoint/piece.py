@@ -34,7 +34,6 @@ from penstock.engine.weights.shelf import Shelved
 from penstock.training.checkpoint.header import Header, dtype_named
 
 _KEY = "penstock"
-
 _NAME = re.compile(r"stage-(\d+)(?:\.part-(\d+))?\.safetensors")
 
 
@@ -252,7 +251,6 @@ def assembled(
 
 
 _ALIGNED = 8
-
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",

@@ -145,7 +145,6 @@ class Intake(Generic[T]):
 
 
 _LOOK_AGAIN_SECONDS = 0.2
-
 _PARTING_SECONDS = 5.0
 
 

@@ -41,9 +41,7 @@ from penstock.training.profiler.runs import (
 )
 
 _MOST_RANKS = 8
-
 _LEAST_ROUNDS, _MOST_ROUNDS = 2, 40
-
 _PASSES_OF_SHORT_TURN = 7
 """About as long as so many passes of a microbatch through all layers a short turn takes."""
 
@@ -254,9 +252,7 @@ _UNSTEADY = 0.04
 """A spread from which on people are warned."""
 
 _ENOUGH_ROUNDS = 3
-
 _LEAST_QUIET = 2
-
 _OR_LONGER = ", or for longer (patience_seconds=…, --patience)"
 
 

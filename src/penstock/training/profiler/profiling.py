@@ -39,9 +39,7 @@ _SHARES = 40
 """Steps of a progress bar while pipelines run: how many rounds there will be, nobody knows."""
 
 _PATIENCE_PER_SECOND_ALONE = 6.0
-
 _PATIENCE_SECONDS = (2.0, 20.0)
-
 _MOST_REPEATS, _MOST_THREADS = 100_000, 4096
 
 
@@ -266,7 +264,6 @@ def traced_unless_a_chain(model: nn.Module, inputs: Any) -> nn.Module:
 
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
-
 _LOW_PRECISION = 3e-2
 
 

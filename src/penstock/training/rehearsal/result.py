@@ -204,7 +204,6 @@ def _measured_hop(schedule: Schedule, costs: Costs, timelines: Sequence[Timeline
 
 
 _MICROBATCHES_PER_RANK = 8
-
 _FEWEST_MINIBATCHES = 4
 
 

@@ -28,7 +28,6 @@ import torch.distributed as dist
 from penstock.engine.run.logbook import Notes
 
 _PR_SET_PDEATHSIG = 1
-
 _STORE_SECONDS = 300.0
 
 

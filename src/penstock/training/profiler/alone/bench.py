@@ -301,7 +301,6 @@ def watching_draws(module: nn.Module) -> Iterator[RandomStream]:
 
 
 _WIDE = 0.15
-
 _FAR_BELOW = 0.5
 
 
