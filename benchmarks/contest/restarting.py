@@ -98,10 +98,10 @@ def say(path: Path, value: object) -> None:
 
 def be_supervisor(folder: Path, num_ranks: int, num_kills: int) -> None:
     """What ``penstock run`` does, and write down when."""
-    from penstock.training.supervisor import Job, Rank, Script, supervise
+    from penstock.training.supervisor import Rank, Script, SupervisedJob, supervise
 
     script = Script(MODULE, (str(folder), str(num_kills)), is_module=True)
-    outcome = supervise(Job(script, num_ranks, num_kills), lambda text: None)
+    outcome = supervise(SupervisedJob(script, num_ranks, num_kills), lambda text: None)
     if isinstance(outcome, Rank):
         script.run(outcome.number)
         return

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from penstock.planning.planner import plan, replan
     from penstock.planning.plans import Plan
     from penstock.planning.turns import stop
-    from penstock.training.checkpoint.wanted import Checkpoints
+    from penstock.training.checkpoint.saving import Checkpoints
     from penstock.training.fitting.callbacks import Callback, EarlyStopping
     from penstock.training.fitting.loop import fit
     from penstock.training.fitting.watching import Watch
@@ -139,7 +139,7 @@ if not TYPE_CHECKING:  # which would take every name for one that is there
     __getattr__ = loaded_when_used(
         __name__,
         {
-            "penstock.training.checkpoint.wanted": ("Checkpoints",),
+            "penstock.training.checkpoint.saving": ("Checkpoints",),
             "penstock.core.cluster": (
                 "Cluster", "Device", "Group", "Link", "SpareMachine", "Tier", "Wire",
             ),

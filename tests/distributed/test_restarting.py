@@ -107,7 +107,7 @@ def test_the_same_error_at_the_same_step_ends_the_job_at_its_second_time(tmp_pat
     assert not (tmp_path / "3-0").exists()
     # As Python does: a traceback begins with the script.
     assert 'restarting.py", line' in said
-    assert "supervisor/script.py" not in said
+    assert "supervisor/job.py" not in said
 
 
 def test_a_script_that_exits_is_started_again_and_its_code_is_that_of_the_job(tmp_path):

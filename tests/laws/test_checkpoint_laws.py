@@ -13,9 +13,15 @@ import penstock as pk
 from penstock.base.errors import FileError
 from penstock.training.checkpoint.contents import Contents
 from penstock.training.checkpoint.folder import checkpoint_in
-from penstock.training.checkpoint.header import FORMAT, Extent, Header, Identity
-from penstock.training.checkpoint.piece import Piece, assembled, write_piece
-from penstock.training.checkpoint.plain import of_json, to_json
+from penstock.training.checkpoint.header import (
+    FORMAT,
+    Header,
+    Identity,
+    TensorExtent,
+    of_json,
+    to_json,
+)
+from penstock.training.checkpoint.piece import CheckpointPiece, assembled, write_piece
 from tests.kit.examples import examples
 from tests.kit.helpers import make_plan
 from tests.kit.training import adamw
@@ -68,12 +74,12 @@ def test_any_part_is_read_from_any_parts(grid, data, tmp_path_factory):
     parts = boxes(shape, cuts)
     pieces = []
     for part, (start, size) in enumerate(parts):
-        extent = Extent(dtype="float64", shape=shape, start=start, size=size)
+        extent = TensorExtent(dtype="float64", shape=shape, start=start, size=size)
         header = Header(
             identity=identity(), stage=0, part=part, num_parts=len(parts), tensors={"w": extent}
         )
         own = {"w": within(whole, start, size).clone()}
-        pieces.append(Piece.opened(write_piece(folder, header, own)))
+        pieces.append(CheckpointPiece.opened(write_piece(folder, header, own)))
     assert torch.equal(assembled("w", pieces, (0,) * len(shape), shape), whole)
     start = tuple(data.draw(st.integers(0, max(0, n - 1))) for n in shape)
     size = tuple(
@@ -97,13 +103,13 @@ def test_nothing_is_read_that_is_not_asked_for(grid, data, tmp_path_factory):
     start, size = data.draw(st.sampled_from(parts))
     read = []
 
-    class Counting(Piece):
+    class Counting(CheckpointPiece):
         def read(self, name, own_start, own_size):
             read.append(math.prod(own_size))
             return super().read(name, own_start, own_size)
 
     folder = tmp_path_factory.mktemp("pieces")
-    extent = Extent(dtype="float32", shape=shape)
+    extent = TensorExtent(dtype="float32", shape=shape)
     header = Header(identity=identity(), stage=0, tensors={"w": extent})
     piece = Counting.opened(write_piece(folder, header, {"w": torch.zeros(shape)}))
     assembled("w", [piece], start, size)

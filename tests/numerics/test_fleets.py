@@ -15,8 +15,8 @@ import penstock as pk
 from penstock.base.errors import DeadlineError, FileError, InputError
 from penstock.planning.plans.spilling import Spill
 from penstock.planning.turns import POLICIES
-from penstock.training.fleet.dispatcher import Place
-from penstock.training.fleet.table import Shown
+from penstock.training.fleet.dispatcher import JobPlace
+from penstock.training.fleet.results import FleetDisplay
 from tests.kit.spilling import HOST, make_net, make_tied, spilled_plan
 from tests.kit.training import adamw
 
@@ -240,7 +240,7 @@ def test_interrupted_it_ends_at_once_and_resumes_to_the_same_losses(
             raise KeyboardInterrupt
 
     with pk.Fleet(jobs, devices=2) as fleet, monkeypatch.context() as patch:
-        patch.setattr(Shown, "update", update)
+        patch.setattr(FleetDisplay, "update", update)
         with pytest.raises(KeyboardInterrupt):
             fleet.run(steps=200, folder=tmp_path, every=1)
         assert not [one for one in threading.enumerate() if one.name.startswith("penstock job")]
@@ -375,7 +375,7 @@ def test_what_a_fleet_refuses():
 def test_the_next_visit_is_fetched_meanwhile_and_few_wait_with_a_stage(num_devices, monkeypatch):
     """Of each visit of a stage that comes: when its fetch began, and how many jobs had one then.
     Jobs go by the plan alone, or guesses would depend on how busy the machine is."""
-    monkeypatch.setattr(Place, "reckon", lambda place: None)
+    monkeypatch.setattr(JobPlace, "reckon", lambda place: None)
     jobs = {f"j{seed}": job(seed) for seed in range(4)}
     with pk.Fleet(jobs, num_devices) as fleet:
         began = {name: [] for name in jobs}

@@ -14,7 +14,7 @@ from torch import nn
 from penstock.base.errors import DeadlineError
 from penstock.core.versions import Sideways, Stash
 from penstock.engine.run.drive.driver import Deadlines
-from penstock.training.live import reader
+from penstock.training.live import intake
 from tests.kit.live import (
     LEARN,
     differences,
@@ -93,7 +93,7 @@ def test_every_frame_that_was_read_is_given_or_dropped(when_late):
 
 def test_a_source_that_gives_nothing_holds_nobody_back(monkeypatch):
     """Its frame comes when it comes, before those that another loop reads."""
-    monkeypatch.setattr(reader, "_PARTING_SECONDS", 0.05)
+    monkeypatch.setattr(intake, "_PARTING_SECONDS", 0.05)
     model, goes_on = layered_model(), threading.Event()
     plan = live_plan(model, 2)
 

@@ -19,12 +19,12 @@ from penstock.core.timing.simulator import simulate
 from penstock.core.versions import USUAL
 from penstock.planning import plans
 from penstock.training import rehearsal
-from penstock.training.rehearsal.job import RehearsalTransport, UpdateMode
+from penstock.training.rehearsal import RehearsalTransport, UpdateMode
 
 if TYPE_CHECKING:
     from penstock.drawing import Fact
     from penstock.planning.plans import Plan
-    from penstock.training.rehearsal import Comparison, Rehearsal
+    from penstock.training.rehearsal import FigureComparison, Rehearsal
 
 _SOURCE_HELP = (
     "SOURCE is a .json plan, a schedule's name, a .csv of ops, or -, standard input. A plan "
@@ -182,11 +182,11 @@ def _print(performed: Rehearsal) -> None:
     show.echo("\n" + "\n".join(facts))
 
 
-def _unit(comparison: Comparison) -> str:
+def _unit(comparison: FigureComparison) -> str:
     return "points" if comparison.is_share else "%"
 
 
-def _shown(comparison: Comparison) -> tuple[str, str]:
+def _shown(comparison: FigureComparison) -> tuple[str, str]:
     if comparison.is_share:
         return f"{comparison.predicted:.1%}", f"{comparison.measured:.1%}"
     return picture_seconds(comparison.predicted), picture_seconds(comparison.measured)

@@ -14,7 +14,7 @@ from penstock.cli import options, show
 from penstock.cli.output import OutputFile, written
 
 if TYPE_CHECKING:
-    from penstock.training.supervisor import Account
+    from penstock.training.supervisor import AttemptRecord
 
 _WORDS_HELP = (
     "Options stand before SCRIPT or directly behind it; from the first word that is none of these, "
@@ -105,7 +105,7 @@ def run(
         options.check_figure(picture)
     if ranks > 1:  # before torch reads it
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from penstock.training.supervisor import Job, Rank, Script, supervise
+    from penstock.training.supervisor import Rank, Script, SupervisedJob, supervise
 
     if module is not None:
         script = Script(module, words, is_module=True)
@@ -113,7 +113,7 @@ def run(
         script = Script(words[0], words[1:])
     else:
         raise InputError("there is no script; try penstock run train.py -n 4")
-    job = Job(script, ranks, restarts, grace, elastic)
+    job = SupervisedJob(script, ranks, restarts, grace, elastic)
     outcome = supervise(job, lambda text: show.say(f"penstock: {text}"))
     if isinstance(outcome, Rank):
         script.run(outcome.number)
@@ -130,7 +130,7 @@ def run(
     sys.exit(outcome.code)
 
 
-def _picture(accounts: Sequence[Account]) -> str:
+def _picture(accounts: Sequence[AttemptRecord]) -> str:
     """Attempts over one axis of time."""
     from penstock.drawing.attempts import AttemptBar, attempts
 
@@ -152,11 +152,11 @@ def _picture(accounts: Sequence[Account]) -> str:
     return attempts(bars)
 
 
-def _how_it_ended(account: Account) -> str:
+def _how_it_ended(account: AttemptRecord) -> str:
     return str(account.cause or account.interrupted or "all ranks ended well")
 
 
-def _table(accounts: Sequence[Account]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def _table(accounts: Sequence[AttemptRecord]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Attempts, a row each: how it began, and how it ended."""
     columns = (
         "how it ended",

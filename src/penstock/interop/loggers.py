@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from penstock.base.errors import FileError
 from penstock.base.values import whole
 from penstock.training.fitting.callbacks import Callback, numbers_of
-from penstock.training.fitting.places import Run, TensorBoard
+from penstock.training.fitting.places import LoggedRun, TensorBoard
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -141,7 +141,7 @@ class RunLogger(Logger):
 
     def __init__(self, run: Any, every: int = 1) -> None:
         super().__init__(every)
-        self._run = None if run is None else Run(run)
+        self._run = None if run is None else LoggedRun(run)
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         if self._run is not None:

@@ -1,1 +1,2 @@
-"""What a script holds: pipelines, streams, the loop around them, checkpoints, profiles, jobs."""
+"""Objects that a script holds: pipelines, streams, the loop around them, checkpoints, profiles,
+jobs."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from penstock.core.timing.timeline import Timeline
 from penstock.planning.plans import Plan
 from penstock.training.pipeline import Pipeline
-from penstock.training.profiler.together.disturbance import QUIET_SHARE, Usage, share_of_others
+from penstock.training.profiler.disturbance import QUIET_SHARE, Usage, share_of_others
 from penstock.trial.reference.single_device import SingleDevice
 from penstock.trial.workload import Batch, Workload
 

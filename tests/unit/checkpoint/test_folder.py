@@ -18,7 +18,7 @@ from penstock.base.errors import FileError, InputError
 from penstock.training.checkpoint import folder as folders
 from penstock.training.checkpoint.contents import Contents
 from penstock.training.checkpoint.folder import Checkpoint, checkpoint_in, folder_name
-from penstock.training.checkpoint.piece import Piece, write_piece
+from penstock.training.checkpoint.piece import CheckpointPiece, write_piece
 from tests.kit.helpers import make_batch, make_mlp
 from tests.kit.training import adamw, pipeline_of
 
@@ -473,7 +473,7 @@ def test_a_checkpoint_names_its_pieces(run):
         "stage-0.safetensors", "stage-1.safetensors",
     ]  # fmt: skip
     assert checkpoint.num_bytes == sum(path.stat().st_size for path in checkpoint.folder.glob("s*"))
-    assert isinstance(checkpoint.pieces[0], Piece)
+    assert isinstance(checkpoint.pieces[0], CheckpointPiece)
 
 
 HEADS = {

@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 
 from penstock.cli import penstock
-from penstock.training.supervisor import Account, Cause, Moments, Result
+from penstock.training.supervisor import (
+    AttemptMoments,
+    AttemptRecord,
+    FailureCause,
+    SupervisionResult,
+)
 from tests.kit.command_line import refused, run
 
 VERB = penstock.get_command(None, "run")
@@ -77,11 +82,11 @@ def test_options_that_the_script_would_miss_are_refused(line):
 def test_attempts_are_drawn(tmp_path, monkeypatch):
     """Two attempts: a rank is killed, and one that goes on to the end."""
     target = tmp_path / "it.svg"
-    cause = Cause("rank 1 was ended by SIGKILL", 61, 137, own_fault=False)
-    killed = Account(cause, None, 0, Moments(10.0, 10.1, 12.0, 18.0, 18.1), 2)
-    well = Account(None, None, 60, Moments(18.1, 18.2, 19.0, None, 25.0), 2)
+    cause = FailureCause("rank 1 was ended by SIGKILL", 61, 137, own_fault=False)
+    killed = AttemptRecord(cause, None, 0, AttemptMoments(10.0, 10.1, 12.0, 18.0, 18.1), 2)
+    well = AttemptRecord(None, None, 60, AttemptMoments(18.1, 18.2, 19.0, None, 25.0), 2)
     monkeypatch.setattr(
-        "penstock.training.supervisor.supervise", lambda *_: Result((killed, well), 0)
+        "penstock.training.supervisor.supervise", lambda *_: SupervisionResult((killed, well), 0)
     )
     (tmp_path / "train.py").touch()
     run("run", "-n", "2", "--draw", target, tmp_path / "train.py")

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import penstock as pk
-from penstock.training.habits import REMEDIES
+from penstock.training.pipeline.habits import REMEDIES
 from tests.kit.helpers import make_plan
 
 

@@ -20,10 +20,17 @@ import penstock as pk
 from penstock.base.errors import InputError
 from penstock.core.graph import Contention
 from penstock.training.profiler.alone import Alone
-from penstock.training.profiler.together.disturbance import Usage, share_of_others
-from penstock.training.profiler.together.fit import Factors, Lap, factors_of, paced, plan_of
-from penstock.training.profiler.together.judgement import Judgement, Round
-from penstock.training.profiler.together.runs import FAMILIES, Ran
+from penstock.training.profiler.calibrating import CalibrationRound, Judgement
+from penstock.training.profiler.disturbance import Usage, share_of_others
+from penstock.training.profiler.runs import (
+    FAMILIES,
+    Factors,
+    Lap,
+    Ran,
+    factors_of,
+    paced,
+    plan_of,
+)
 from tests.kit.planning import chain, devices
 
 factors = st.floats(0.5, 5)
@@ -40,8 +47,8 @@ def squared(output, targets):
 @pytest.fixture
 def undisturbed(monkeypatch):
     """However busy the machine is that runs the tests, what these measure is not about that."""
-    monkeypatch.setattr("penstock.training.profiler.together.judgement.QUIET_SHARE", 1.0)
-    monkeypatch.setattr("penstock.training.profiler.together.judgement.SLOWER_REFERENCE", 1e9)
+    monkeypatch.setattr("penstock.training.profiler.calibrating.QUIET_SHARE", 1.0)
+    monkeypatch.setattr("penstock.training.profiler.calibrating.SLOWER_REFERENCE", 1e9)
 
 
 def alone_of(graph, times=1.0):
@@ -158,7 +165,7 @@ def test_what_cannot_run_without_a_flush_is_measured_with_one():
 
 
 def test_without_memory_for_copies_nothing_is_run(monkeypatch):
-    monkeypatch.setattr("penstock.training.profiler.together.runs.host_memory_bytes", lambda: 100)
+    monkeypatch.setattr("penstock.training.profiler.runs.host_memory_bytes", lambda: 100)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     graph = pk.profile(model, torch.randn(2, 4), repeats=1, ranks=2)
     assert "a copy of the model with its versions may need" in graph.warnings[-1]
@@ -309,7 +316,9 @@ def test_layers_alone_and_pipelines_take_turns():
 
 def rounds_of(*passes, others=0.0, reference=1.0, by_cpu=1.1):
     return [
-        Round({"whole": Factors(factor, 1.2, by_cpu)}, Alone(1.0, 2.0, 1.5), others, reference)
+        CalibrationRound(
+            {"whole": Factors(factor, 1.2, by_cpu)}, Alone(1.0, 2.0, 1.5), others, reference
+        )
         for factor in passes
     ]
 

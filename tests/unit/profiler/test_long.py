@@ -16,7 +16,7 @@ from penstock.core.graph import Contention
 
 MODULES = (
     "penstock.training.profiler.alone.rounds",
-    "penstock.training.profiler.together.calibrating",
+    "penstock.training.profiler.calibrating",
 )
 FOOTPRINT, USUAL_ROUND, SHORT_ROUND = 2, 5, 2
 """Forwards of each layer."""

@@ -7,8 +7,8 @@ from torch import nn
 
 import penstock as pk
 from penstock.engine.model.spine import spine_of
-from penstock.training.profiler.alone.chain import runs_of
-from penstock.training.profiler.alone.workspace import measure_workspaces
+from penstock.training.profiler.alone.bench import measure_workspaces
+from penstock.training.profiler.alone.passes import runs_of
 from tests.kit.helpers import Net
 
 ROWS, WIDTH, FLOAT = 8, 16, 4

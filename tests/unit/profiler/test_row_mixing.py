@@ -11,7 +11,7 @@ from torch import nn
 
 import penstock as pk
 from penstock.training.profiler.alone import Sample
-from penstock.training.profiler.row_mixing import mixed_rows
+from penstock.training.profiler.profiling import mixed_rows
 
 
 def contrastive(output, targets):

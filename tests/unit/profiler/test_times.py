@@ -11,10 +11,9 @@ from torch import nn
 import penstock as pk
 from penstock.engine.model.spine import spine_of
 from penstock.engine.stage.deferral import undeferred_parameters
-from penstock.training.profiler.alone.chain import runs_of
-from penstock.training.profiler.alone.clock import AcceleratorClock, WallClock, clock_of
-from penstock.training.profiler.alone.flags import flags_of
-from penstock.training.profiler.alone.passes import Passes, SplitPass, WholePass
+from penstock.training.profiler.alone.bench import flags_of
+from penstock.training.profiler.alone.conditions import AcceleratorClock, WallClock, clock_of
+from penstock.training.profiler.alone.passes import Passes, SplitPass, WholePass, runs_of
 from penstock.training.profiler.alone.rounds import (
     LayerTimes,
     Overhead,

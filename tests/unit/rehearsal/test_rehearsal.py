@@ -30,11 +30,9 @@ from penstock.core.schedule.rounds import Rounds
 from penstock.core.timing.spans import BUSY
 from penstock.planning.plans import StagePlan
 from penstock.training.rehearsal import rehearse
-from penstock.training.rehearsal.conduct import default_costs, performable
-from penstock.training.rehearsal.job import Job, flattened
-from penstock.training.rehearsal.performance import perform
-from penstock.training.rehearsal.result import rehearsal_of
-from penstock.training.rehearsal.stream import Steady
+from penstock.training.rehearsal.conduct import default_costs, flattened, performable
+from penstock.training.rehearsal.conductor import RehearsalJob, perform
+from penstock.training.rehearsal.result import Steady, rehearsal_of
 from tests.kit.examples import more
 from tests.kit.helpers import amounts
 
@@ -251,11 +249,11 @@ def test_scaled_costs_scale_the_timeline(factor, per_stage):
 
 def test_a_job_travels_as_text():
     costs = Costs(0.1, [0.1, 0.2], 0.3)
-    job = Job(
+    job = RehearsalJob(
         ops=str(build("zb-h1")), costs=costs, num_steps=2, message_bytes=7, waits="logical",
         versions=versions.PipeMare(t2=0.5), deadline_seconds=3.0,
     )  # fmt: skip
-    assert Job.from_json(job.to_json()) == job
+    assert RehearsalJob.from_json(job.to_json()) == job
     assert job.schedule() == build("zb-h1")
 
 
@@ -387,7 +385,7 @@ def test_whoever_ends_the_asking_process_ends_the_ranks(how, nothing_left_behind
 
 def test_steps_on_trust_overlap():
     schedule = build("zb-h2", 2, 4)
-    job = Job(
+    job = RehearsalJob(
         ops=str(performable(schedule, "post-validated")),
         costs=Costs(0.004, 0.004, 0.004),
         num_steps=6,

@@ -12,7 +12,7 @@ from penstock.core.schedule import Kind
 from penstock.core.schedule.op import COMPUTE
 from penstock.training.rehearsal import rehearse
 from penstock.training.rehearsal.conduct import performable
-from penstock.training.rehearsal.stream import Steady, compute_of, stream_of
+from penstock.training.rehearsal.result import Steady, compute_of, stream_of
 from tests.kit.examples import in_turns
 
 SPEEDS = (1.0, 0.5, 1.0, 0.7)

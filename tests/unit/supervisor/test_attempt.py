@@ -5,12 +5,10 @@ from __future__ import annotations
 import gc
 import os
 
-from penstock.training.supervisor import attempt
-from penstock.training.supervisor.attempt import Attempt
-from penstock.training.supervisor.forking import Forked, door
-from penstock.training.supervisor.job import Job
-from penstock.training.supervisor.script import Script
-from penstock.training.supervisor.signals import Signals
+from penstock.training.supervisor import supervising as attempt
+from penstock.training.supervisor.job import Job, Script
+from penstock.training.supervisor.processes import Forked, Signals, door
+from penstock.training.supervisor.supervising import Attempt
 
 
 def test_only_the_keeper_of_the_store_has_its_door(monkeypatch):

@@ -2,12 +2,11 @@
 
 A folder of a run has one folder per checkpoint, ``step-00000100``, and that has a ``plan.json`` and
 one safetensors file per stage of the plan. ``header`` is what stands at the head of such a file,
-``piece`` the file, ``folder`` what is there and what of it is complete. ``taking`` reads a stage's
-state out of the engine, ``giving`` puts a checkpoint's into it, ``plain`` writes what is neither
-tensor nor JSON. ``saver`` writes beside training, ``keeper`` is what ``Pipeline`` speaks to;
-``pieces_here`` says which pieces its process has, ``agreeing`` which checkpoint all processes load.
-``in_course`` saves while a loop trains, as ``wanted`` says.
-``on_mesh`` gives weights to programs that know torch's distributed tensors, and takes them.
+``piece`` the file, ``folder`` what is there and what of it is complete, ``contents`` what it holds.
+``taking`` reads a stage's state out of the engine, ``giving`` puts a checkpoint's into it.
+``keeper`` is what ``Pipeline`` speaks to; ``agreeing`` says which pieces its process has and which
+checkpoint all processes load, ``saving`` when a loop saves, and writes beside it. ``export`` and
+``pretrained`` are for other programs.
 
 Decisions:
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, by the names of the model, whatever plan wrote it."""
+"""The contents of a checkpoint, by the names of the model, whatever plan wrote it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from torch import Tensor
 from penstock.base.errors import FileError
 from penstock.engine.run.rank.mail import Letter
 from penstock.engine.transport import Edge
-from penstock.training.checkpoint.division import DRIFT, OPTIMIZER, UNDER_WAY
 from penstock.training.checkpoint.folder import Checkpoint
-from penstock.training.checkpoint.header import Extent, Optimizing
-from penstock.training.checkpoint.piece import Piece, assembled
-from penstock.training.checkpoint.plain import of_json
+from penstock.training.checkpoint.header import Optimizing, TensorExtent, of_json
+from penstock.training.checkpoint.piece import CheckpointPiece, assembled
+from penstock.training.checkpoint.taking import DRIFT, OPTIMIZER, UNDER_WAY
 
 
 class Contents:
@@ -59,10 +58,10 @@ class Contents:
         }
 
     def extra_state(self, key: str) -> Any:
-        """What a module kept beside parameters and buffers, a tensor or not."""
+        """The value that a module kept beside parameters and buffers, a tensor or not."""
         return self.tensor(key) if key in self._pieces_with else self.extra[key]
 
-    def extent(self, name: str) -> Extent | None:
+    def extent(self, name: str) -> TensorExtent | None:
         """Type and shape of a tensor; ``None`` if the checkpoint has none of this name."""
         pieces = self._pieces_with.get(name)
         return None if pieces is None else pieces[0].header.tensors[name]
@@ -81,13 +80,13 @@ class Contents:
         """
         return [
             Letter(
-                Edge(told.source, told.target, told.tag),
-                told.unit,
-                [None if name is None else self._gradient(name) for name in told.gradients],
+                Edge(heading.source, heading.target, heading.tag),
+                heading.unit,
+                [None if name is None else self._gradient(name) for name in heading.gradients],
             )
             for piece in self.checkpoint.pieces
-            for told in piece.header.under_way
-            if told.source == rank
+            for heading in piece.header.under_way
+            if heading.source == rank
         ]
 
     def _gradient(self, name: str) -> Tensor:
@@ -109,22 +108,22 @@ class Contents:
     def optimizing(self) -> tuple[Optimizing, ...]:
         """The optimizers of all stages that have one."""
         every = (piece.header.optimizing for piece in self.checkpoint.pieces)
-        return tuple(told for told in every if told is not None)
+        return tuple(optimizing for optimizing in every if optimizing is not None)
 
     @cached_property
     def trainer_of(self) -> dict[str, Optimizing]:
         """By parameter, the optimizer that trained it."""
-        return {name: told for told in self.optimizing for name in told.options}
+        return {name: optimizing for optimizing in self.optimizing for name in optimizing.options}
 
     def plain_state(self, parameter: str) -> dict[str, Any]:
-        """What an optimizer had for a parameter that is no tensor."""
-        for told in self.optimizing:
-            if parameter in told.state:
-                return {key: of_json(value) for key, value in told.state[parameter].items()}
+        """The values that an optimizer kept for a parameter and that are no tensors."""
+        for optimizing in self.optimizing:
+            if parameter in optimizing.state:
+                return {key: of_json(value) for key, value in optimizing.state[parameter].items()}
         return {}
 
 
-def _check_whole(name: str, pieces: Sequence[Piece]) -> None:
+def _check_whole(name: str, pieces: Sequence[CheckpointPiece]) -> None:
     """Raise ``FileError`` unless pieces have as many numbers of a tensor as it has."""
     extents = {
         (extent.start, extent.own_shape)

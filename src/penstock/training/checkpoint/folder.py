@@ -21,7 +21,7 @@ from penstock.base.errors import FileError
 from penstock.base.values import expect, read_text
 from penstock.planning.plans import Plan
 from penstock.training.checkpoint.header import Identity
-from penstock.training.checkpoint.piece import Piece, flush, piece_name
+from penstock.training.checkpoint.piece import CheckpointPiece, flush, piece_name
 
 PLAN = "plan.json"
 
@@ -53,7 +53,7 @@ def is_folder_name(name: str) -> bool:
 
 
 def digest(plan: Plan) -> str:
-    """What tells a plan from others."""
+    """A text that tells a plan from others."""
     return hashlib.blake2b(plan.to_json().encode(), digest_size=16).hexdigest()
 
 
@@ -69,7 +69,7 @@ class Checkpoint:
 
     folder: Path
     plan: Plan
-    pieces: tuple[Piece, ...]
+    pieces: tuple[CheckpointPiece, ...]
 
     @classmethod
     def opened(cls, folder: Path) -> Checkpoint:
@@ -106,7 +106,7 @@ class Checkpoint:
 
     @property
     def identity(self) -> Identity:
-        """What all pieces say of the checkpoint."""
+        """The identity on which all pieces of the checkpoint agree."""
         return self.pieces[0].header.identity
 
     @property
@@ -115,9 +115,9 @@ class Checkpoint:
         return self.identity.step
 
     @cached_property
-    def pieces_with(self) -> dict[str, list[Piece]]:
+    def pieces_with(self) -> dict[str, list[CheckpointPiece]]:
         """The pieces that have some of a tensor, by its name."""
-        pieces: dict[str, list[Piece]] = {}
+        pieces: dict[str, list[CheckpointPiece]] = {}
         for piece in self.pieces:
             for name in piece.header.tensors:
                 pieces.setdefault(name, []).append(piece)
@@ -140,19 +140,18 @@ def is_incomplete(folder: Path) -> bool:
     return False
 
 
-def _pieces_of(folder: Path, stage: int) -> list[Piece]:
-    """All pieces of a stage."""
+def _pieces_of(folder: Path, stage: int) -> list[CheckpointPiece]:
     whole = folder / piece_name(stage)
     first = whole if whole.exists() else folder / piece_name(stage, 0, 2)
     if not first.exists():
         raise IncompleteError(f"{folder} is not complete: {whole.name} is missing")
-    pieces = [Piece.opened(first)]
+    pieces = [CheckpointPiece.opened(first)]
     num_parts = pieces[0].header.num_parts
     for part in range(1, num_parts):
         path = folder / piece_name(stage, part, num_parts)
         if not path.exists():
             raise IncompleteError(f"{folder} is not complete: {path.name} is missing")
-        pieces.append(Piece.opened(path))
+        pieces.append(CheckpointPiece.opened(path))
     for part, piece in enumerate(pieces):
         header = piece.header
         if (header.stage, header.part, header.num_parts) != (stage, part, num_parts):
@@ -163,9 +162,9 @@ def _pieces_of(folder: Path, stage: int) -> list[Piece]:
     return pieces
 
 
-def _difference(one: Identity, other: Identity) -> str:
+def _difference(first: Identity, other: Identity) -> str:
     names = [
-        name for name in Identity.__struct_fields__ if getattr(one, name) != getattr(other, name)
+        name for name in Identity.__struct_fields__ if getattr(first, name) != getattr(other, name)
     ]
     return " and ".join(names[:2])
 
@@ -183,7 +182,7 @@ def generation_of(folder: Path) -> int:
 
 
 @dataclass(frozen=True)
-class Seen:
+class SeenCheckpoint:
     """A folder of a checkpoint, complete or not, with what its first piece says.
 
     Attributes:
@@ -211,20 +210,22 @@ def folders_in(run: Path) -> list[Path]:
         raise FileError(f"cannot read {run}: {error.strerror}") from None
 
 
-def seen_in(run: Path) -> list[Seen]:
+def seen_in(run: Path) -> list[SeenCheckpoint]:
     """The checkpoints in a run's folder, complete or not, the latest first: those of the latest
     pipeline, and of these that of the highest step.
 
     Raises:
         FileError: the folder cannot be read.
     """
-    seen = [Seen(path, step_of(path), _first_identity(path)) for path in folders_in(run)]
-    latest = max((one.identity.generation for one in seen if one.identity), default=0)
+    seen = [SeenCheckpoint(path, step_of(path), _first_identity(path)) for path in folders_in(run)]
+    latest = max(
+        (checkpoint.identity.generation for checkpoint in seen if checkpoint.identity), default=0
+    )
 
-    def age(one: Seen) -> tuple[int, int, str]:
+    def age(checkpoint: SeenCheckpoint) -> tuple[int, int, str]:
         # What cannot be read is taken for new, so that a warning tells of it.
-        generation = one.identity.generation if one.identity else latest
-        return generation, one.step, one.folder.name
+        generation = checkpoint.identity.generation if checkpoint.identity else latest
+        return generation, checkpoint.step, checkpoint.folder.name
 
     return sorted(seen, key=age, reverse=True)
 
@@ -232,16 +233,16 @@ def seen_in(run: Path) -> list[Seen]:
 def _first_identity(folder: Path) -> Identity | None:
     for name in (piece_name(0), piece_name(0, 0, 2)):
         with suppress(FileError):
-            return Piece.opened(folder / name).header.identity
+            return CheckpointPiece.opened(folder / name).header.identity
     return None
 
 
 def complete(run: Path) -> Iterator[Checkpoint]:
     """The complete checkpoints of a run, the latest first; of others a warning says what is
     missing."""
-    for one in seen_in(run):
+    for checkpoint in seen_in(run):
         try:
-            yield Checkpoint.opened(one.folder)
+            yield Checkpoint.opened(checkpoint.folder)
         except FileError as error:
             warnings.warn(f"skipped: {error}", RuntimeWarning, stacklevel=3)
 
@@ -275,12 +276,12 @@ def prune(run: Path, keep: int) -> None:
         keep: how many stay.
     """
     num_complete = 0
-    for one in seen_in(run):
+    for checkpoint in seen_in(run):
         if num_complete >= keep:
-            remove(one.folder)
+            remove(checkpoint.folder)
             continue
         with suppress(FileError):
-            Checkpoint.opened(one.folder)
+            Checkpoint.opened(checkpoint.folder)
             num_complete += 1
 
 

@@ -17,10 +17,8 @@ from penstock.base.errors import FileError, InputError
 from penstock.base.values import is_number, shown
 from penstock.engine.weights.store import WeightStore
 from penstock.training.checkpoint.contents import Contents
-from penstock.training.checkpoint.division import DRIFT, OPTIMIZER
-from penstock.training.checkpoint.header import extent_of
-from penstock.training.checkpoint.plain import of_json, to_json
-from penstock.training.checkpoint.taking import TrainedStage
+from penstock.training.checkpoint.header import extent_of, of_json, to_json
+from penstock.training.checkpoint.taking import DRIFT, OPTIMIZER, TrainedStage
 
 _RATES = ("lr", "initial_lr")
 
@@ -29,12 +27,12 @@ def check_model(contents: Contents, keys: Iterable[str]) -> None:
     """Raise ``FileError`` unless a checkpoint has these parameters and buffers and no others."""
     wanted, there = set(keys), {*contents.weights, *contents.extra}
     folder = contents.checkpoint.folder
-    for what, names in (("lacks", wanted - there), ("has, beside the model's,", there - wanted)):
+    for verb, names in (("lacks", wanted - there), ("has, beside the model's,", there - wanted)):
         if names:
             some = ", ".join(map(repr, sorted(names)[:3]))
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise FileError(
-                f"{folder} is of another model: it {what} {some}{more}; build the model that was "
+                f"{folder} is of another model: it {verb} {some}{more}; build the model that was "
                 "trained, or use another folder"
             )
 
@@ -55,15 +53,15 @@ def check_fits(contents: Contents, trained: TrainedStage, *, weights_only: bool)
         return
     kind = type(trained.optimizer).__name__
     for name in _optimized(trained):
-        told = contents.trainer_of.get(name)
-        if told is None:
+        trainer = contents.trainer_of.get(name)
+        if trainer is None:
             raise InputError(
                 f"{folder} has no optimizer state of {name!r}, which {kind} trains here; load it "
                 "with weights_only=True, or give the optimizer what it trained"
             )
-        if told.kind != kind:
+        if trainer.kind != kind:
             raise InputError(
-                f"{folder} was trained with {told.kind}, and this pipeline trains with {kind}; "
+                f"{folder} was trained with {trainer.kind}, and this pipeline trains with {kind}; "
                 "give the same optimizer, or load with weights_only=True"
             )
     for number, names in enumerate(_groups(trained)):
@@ -93,15 +91,15 @@ def check_settings(
             f"{folder} has trained {apart[0]!r} for itself, and here it is tied to another "
             "parameter; build the model that was trained, or load with weights_only=True"
         )
-    saved = any(told.scheduler is not None for told in contents.optimizing)
-    for what, there, here in (
+    saved = any(trainer.scheduler is not None for trainer in contents.optimizing)
+    for kind, there, here in (
         ("learning-rate scheduler", saved, schedules),
         ("grad_scaler", bool(contents.checkpoint.identity.scaler), scales),
     ):
         if there != here and contents.optimizing:
             has, lacks = ("it", "this pipeline") if there else ("this pipeline", "it")
             raise InputError(
-                f"{folder}: {has} has a {what}, and {lacks} has none; build the pipeline as the "
+                f"{folder}: {has} has a {kind}, and {lacks} has none; build the pipeline as the "
                 "one that was saved, or load with weights_only=True"
             )
 
@@ -174,9 +172,10 @@ def _give_weights(contents: Contents, trained: TrainedStage) -> None:
 
 
 def _give_corrections(contents: Contents, trained: TrainedStage, store: WeightStore) -> None:
-    """What PipeMare knows of the stage's weights; drift that nobody followed begins at 0."""
-    told = next((contents.trainer_of[name] for name in _optimized(trained)), None)
-    store.num_lowered = 0 if told is None else told.num_lowered
+    """Give PipeMare's corrections of the stage's weights; drift that nobody followed begins at
+    0."""
+    trainer = next((contents.trainer_of[name] for name in _optimized(trained)), None)
+    store.num_lowered = 0 if trainer is None else trainer.num_lowered
     for name, parameter in trained.named.items():
         drift = store.drift_of(parameter)
         if drift is not None and contents.extent(f"{DRIFT}{name}") is not None:
@@ -207,7 +206,8 @@ def _give_optimizer(contents: Contents, trained: TrainedStage) -> None:
 
 
 def _own_part(contents: Contents, trained: TrainedStage, name: str, key: str) -> Tensor:
-    """What an optimizer keeps for a parameter, or for those of its rows that this rank updates."""
+    """The state that an optimizer keeps for a parameter, or for those of its rows that this rank
+    updates."""
     value = trained.own(name, contents.tensor(f"{OPTIMIZER}{name}/{key}"))
     whole = trained.named[name]
     shard = trained.shards.get(whole)
@@ -276,12 +276,14 @@ def _group_options(
 
 def _options_here(contents: Contents, name: str, rate: float) -> dict[str, Any]:
     """A parameter's options with its learning rates as this layout multiplies them."""
-    told = contents.trainer_of[name]
-    options = {key: of_json(value) for key, value in told.options[name].items()}
+    trainer = contents.trainer_of[name]
+    options = {key: of_json(value) for key, value in trainer.options[name].items()}
     if "params" in options or not is_number(_number_of(options.get("lr", 0.0))):
         raise FileError(f"{contents.checkpoint.folder}: {name!r} has impossible options")
-    if told.rate != rate:
-        options.update({key: options[key] / told.rate * rate for key in _RATES if key in options})
+    if trainer.rate != rate:
+        options.update(
+            {key: options[key] / trainer.rate * rate for key in _RATES if key in options}
+        )
     return options
 
 
@@ -308,9 +310,11 @@ def _scheduler_state(contents: Contents, trained: TrainedStage) -> dict[str, Any
         return {}
     assert trained.optimizer is not None
     names = _optimized(trained)
-    told = [one for one in contents.optimizing if not one.options.keys().isdisjoint(names)]
+    trainers = [
+        trainer for trainer in contents.optimizing if not trainer.options.keys().isdisjoint(names)
+    ]
     folder, kind = contents.checkpoint.folder, type(trained.scheduler).__name__
-    states = [of_json(one.scheduler) for one in told]
+    states = [of_json(trainer.scheduler) for trainer in trainers]
     own = trained.scheduler.state_dict()
     if not states:
         return own
@@ -326,11 +330,11 @@ def _merged(
     states: Sequence[Any],
     own: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]],
-    what: str,
+    whose: str,
 ) -> dict[str, Any]:
     first = states[0]
     if not isinstance(first, dict) or any(state.keys() != own.keys() for state in states):
-        raise InputError(f"{what} is that of another kind of scheduler; give the one it was")
+        raise InputError(f"{whose} is that of another kind of scheduler; give the one it was")
     merged: dict[str, Any] = {}
     for key, value in first.items():
         if key == "base_lrs":
@@ -342,20 +346,20 @@ def _merged(
         elif key == "_schedulers":
             if any(len(state[key]) != len(own[key]) for state in states):
                 raise InputError(
-                    f"{what} has {len(value)} schedulers in it, and this pipeline's has "
+                    f"{whose} has {len(value)} schedulers in it, and this pipeline's has "
                     f"{len(own[key])}; give the ones it had, or load with weights_only=True"
                 )
             parts = zip(*(state[key] for state in states), own[key], strict=True)
-            merged[key] = [_merged(part[:-1], part[-1], groups, what) for part in parts]
+            merged[key] = [_merged(part[:-1], part[-1], groups, whose) for part in parts]
         else:
             alike = all(_same(state[key], value) for state in states[1:])
             if not alike or (key == "lr_lambdas" and len(value) != len(groups)):
                 raise InputError(
-                    f"{what} differs between stages in {key!r}, so that stages cut elsewhere have "
+                    f"{whose} differs between stages in {key!r}, so that stages cut elsewhere have "
                     "none; load it with the plan it was trained with"
                 )
             if is_number(own[key]) != is_number(value):
-                raise FileError(f"{what} has {key!r} as {shown(value)}")
+                raise FileError(f"{whose} has {key!r} as {shown(value)}")
             merged[key] = value
     return merged
 

@@ -1,8 +1,16 @@
-"""What stands at the head of a piece: everything that is no tensor, as strict JSON."""
+"""The head of a piece: everything that is no tensor, as strict JSON that gives back the same value.
+
+JSON knows no tuples, no infinities and only text as keys: ``MultiStepLR`` counts milestones in a
+``Counter`` by whole numbers, which would come back as text. These are written as an object with a
+single key that begins with ``$``.
+"""
 
 from __future__ import annotations
 
-from math import inf
+import math
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -10,14 +18,14 @@ import torch
 from msgspec import field
 from torch import Tensor
 
-from penstock.base.errors import FileError
-from penstock.base.values import MOST_BYTES, Value
+from penstock.base.errors import FileError, InputError
+from penstock.base.values import MOST_BYTES, Value, is_number, is_whole, shown
 from penstock.engine.weights.shelf import Shelved
 
 FORMAT = 1
 
 
-class Extent(Value, frozen=True, kw_only=True, array_like=True):
+class TensorExtent(Value, frozen=True, kw_only=True, array_like=True):
     """Where a tensor of a piece lies in the whole one.
 
     Attributes:
@@ -52,9 +60,9 @@ class Extent(Value, frozen=True, kw_only=True, array_like=True):
             )
 
 
-def extent_of(tensor: Tensor | Shelved) -> Extent:
+def extent_of(tensor: Tensor | Shelved) -> TensorExtent:
     """The extent of a tensor that a piece has all of."""
-    return Extent(dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
+    return TensorExtent(dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
 
 
 class Identity(Value, frozen=True, kw_only=True):
@@ -113,7 +121,7 @@ class Optimizing(Value, frozen=True, kw_only=True):
     num_lowered: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 < self.rate < inf or self.num_lowered < 0:
+        if not 0 < self.rate < math.inf or self.num_lowered < 0:
             raise ValueError(f"rate is {self.rate}, num_lowered {self.num_lowered}")
 
 
@@ -157,7 +165,7 @@ class Header(Value, frozen=True, kw_only=True):
     stage: int
     part: int = 0
     num_parts: int = 1
-    tensors: dict[str, Extent]
+    tensors: dict[str, TensorExtent]
     extra: dict[str, Any] = field(default_factory=dict)
     optimizing: Optimizing | None = None
     under_way: tuple[UnderWay, ...] = ()
@@ -182,3 +190,117 @@ class Header(Value, frozen=True, kw_only=True):
         if version != FORMAT:
             raise FileError(f"{where} has format {version}; this Penstock reads format {FORMAT}")
         return header
+
+
+_TUPLE, _MAP, _COUNTER, _FLOAT, _TENSOR = "$tuple", "$map", "$counter", "$float", "$tensor"
+_MOST_NUMBERS = 64
+
+
+def to_json(value: Any, whose: str) -> Any:
+    """A value as one that JSON gives back unchanged, by ``of_json``.
+
+    Args:
+        value: numbers, texts, ``None`` and tensors with a few numbers, in lists, tuples,
+            dictionaries and counters.
+        whose: names the value in errors.
+
+    Raises:
+        InputError: it is something else.
+
+    >>> of_json(to_json({"betas": (0.9, 0.999), 3: float("inf")}, "a group"))
+    {'betas': (0.9, 0.999), 3: inf}
+    """
+    try:
+        return _as_json(value, whose)
+    except RecursionError:
+        raise InputError(f"{whose} is nested too deeply for a checkpoint") from None
+    except UnicodeEncodeError:
+        raise InputError(f"{whose} has a text in it that is no Unicode") from None
+
+
+def _as_json(value: Any, whose: str) -> Any:
+    if isinstance(value, str):
+        value.encode()
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, Tensor) and value.numel() <= _MOST_NUMBERS and not value.is_complex():
+        dtype = str(value.dtype).removeprefix("torch.")
+        return {_TENSOR: [dtype, _as_json(value.tolist(), whose)]}
+    if is_number(value):
+        return _number(value)
+    if type(value) in (list, tuple):
+        items = [_as_json(item, whose) for item in value]
+        return items if type(value) is list else {_TUPLE: items}
+    if type(value) in (dict, Counter):
+        pairs = [[_as_json(key, whose), _as_json(item, whose)] for key, item in value.items()]
+        is_plain = all(type(key) is str and not key.startswith("$") for key in value)
+        if type(value) is dict:
+            return dict(pairs) if is_plain else {_MAP: pairs}
+        return {_COUNTER: pairs}
+    raise InputError(
+        f"{whose} is {shown(value)}, of type {type(value).__name__}; here a checkpoint holds "
+        f"numbers, texts and tensors of at most {_MOST_NUMBERS} numbers, and these in lists, "
+        "tuples and dictionaries"
+    )
+
+
+def _number(value: Any) -> Any:
+    if is_whole(value):
+        return int(value)
+    number = float(value)
+    return number if math.isfinite(number) else {_FLOAT: repr(number)}
+
+
+def of_json(value: Any) -> Any:
+    """Give back the value that ``to_json`` was given.
+
+    Raises:
+        FileError: it is nothing that ``to_json`` writes.
+    """
+    try:
+        return _restored(value)
+    except RecursionError:
+        raise FileError("a value of a checkpoint is nested too deeply") from None
+
+
+def _restored(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_restored(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if not any(key.startswith("$") for key in value):
+        return {key: _restored(item) for key, item in value.items()}
+    with suppress(TypeError, ValueError, KeyError, RuntimeError):
+        ((mark, content),) = value.items()
+        return _MARKED[mark](content)
+    raise FileError(f"{shown(value)} is no value that a checkpoint holds")
+
+
+def _map_of(pairs: Any) -> dict[Any, Any]:
+    return {_restored(key): _restored(item) for key, item in pairs}
+
+
+def _tensor_of(content: Any) -> Tensor:
+    dtype, numbers = content
+    return torch.tensor(_restored(numbers), dtype=dtype_named(dtype))
+
+
+_MARKED: dict[str, Callable[[Any], Any]] = {
+    _TUPLE: lambda items: tuple(_restored(list(items))),
+    _MAP: _map_of,
+    _COUNTER: lambda pairs: Counter(_map_of(pairs)),
+    _FLOAT: {repr(number): number for number in (math.inf, -math.inf, math.nan)}.__getitem__,
+    _TENSOR: _tensor_of,
+}
+
+
+def dtype_named(name: Any) -> torch.dtype:
+    """torch's type of numbers with this name, such as ``"float32"``.
+
+    Raises:
+        FileError: there is none.
+    """
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(dtype, torch.dtype):
+        raise FileError(f"{shown(name)} is no type of numbers")
+    return dtype

@@ -14,11 +14,11 @@ from torch import Tensor
 from penstock.base.errors import FileError, InputError
 from penstock.base.values import flag, whole, write_atomically
 from penstock.engine.run.assembly import Assembly
+from penstock.engine.run.drive.driver import told
 from penstock.engine.run.minibatch import Mark
 from penstock.engine.run.recipe import LossScale
-from penstock.training.checkpoint.agreeing import agreed
+from penstock.training.checkpoint.agreeing import PiecesHere, agreed
 from penstock.training.checkpoint.contents import Contents
-from penstock.training.checkpoint.division import PartState
 from penstock.training.checkpoint.folder import (
     PLAN,
     Checkpoint,
@@ -34,8 +34,7 @@ from penstock.training.checkpoint.folder import (
     step_of,
 )
 from penstock.training.checkpoint.giving import give
-from penstock.training.checkpoint.header import FORMAT, Header, Identity, extent_of
-from penstock.training.checkpoint.marking import StreamMark
+from penstock.training.checkpoint.header import FORMAT, Header, Identity, extent_of, to_json
 from penstock.training.checkpoint.piece import (
     apart,
     flush,
@@ -43,15 +42,12 @@ from penstock.training.checkpoint.piece import (
     piece_name,
     write_piece,
 )
-from penstock.training.checkpoint.pieces_here import PiecesHere
-from penstock.training.checkpoint.plain import to_json
-from penstock.training.checkpoint.saver import Saver
-from penstock.training.checkpoint.taking import StageState, TrainedStage, state_of
-from penstock.training.checkpoint.wanted import Checkpoints
+from penstock.training.checkpoint.saving import Checkpoints, Saver, StreamMark
+from penstock.training.checkpoint.taking import PartState, StageState, TrainedStage, state_of
 
 
 class Loaded(NamedTuple):
-    """What a pipeline goes on from.
+    """The point from which a pipeline goes on.
 
     Attributes:
         step: how many minibatches were trained on.
@@ -144,7 +140,7 @@ class Keeper:
             with worker.visiting(trained.stage.index):
                 state = self._state(trained)
                 there = worker.residence.shelved(trained.stage.index, state.tensors)
-                rest = {name: one for name, one in state.tensors.items() if name not in there}
+                rest = {name: tensor for name, tensor in state.tensors.items() if name not in there}
                 copies = self._saver.copied(trained.whose, rest)
                 taken = state._replace(tensors=copies, shelved=there)
                 del state, rest  # nothing may see a stage when it leaves
@@ -194,7 +190,7 @@ class Keeper:
 
     def _folder(self, run: Path, step: int) -> Path:
         """Where the checkpoint of a step goes: never over one that an earlier pipeline wrote."""
-        taken = any(step_of(one) == step for one in self._before if one.parent == run)
+        taken = any(step_of(folder) == step for folder in self._before if folder.parent == run)
         return run / folder_name(step, self._generation if taken else 0)
 
     def _identity(self, step: int, position: Any) -> Identity:
@@ -243,7 +239,7 @@ class Keeper:
         self, folder: Path, identity: Identity, trained: TrainedStage, state: StageState
     ) -> None:
         tensors, extra, optimizing, under_way, extents, shelved = state
-        on_tier = {name: extents.get(name) or extent_of(one) for name, one in shelved.items()}
+        on_tier = {name: extents.get(name) or extent_of(tensor) for name, tensor in shelved.items()}
         if trained.division is None:
             placed = {
                 name: (extents.get(name) or extent_of(tensor), tensor)
@@ -265,11 +261,11 @@ class Keeper:
                 optimizing=optimizing if piece.tells else None,
                 under_way=under_way if piece.tells else (),
             )
-            in_memory = apart({name: one for name, (_, one) in piece.tensors.items()})
+            in_memory = apart({name: tensor for name, (_, tensor) in piece.tensors.items()})
             write_piece(folder, header, {**in_memory, **shelved})
 
     def mark(self, wanted: Checkpoints, step: int, *, position: Any = None) -> Mark:
-        """What saves every stage behind a minibatch of a stream that goes on.
+        """A mark that saves every stage behind a minibatch of a stream that goes on.
 
         Args:
             wanted: where to save.
@@ -325,11 +321,11 @@ class Keeper:
         folder = as_path(path)
         flag("weights_only", weights_only)
         self._saver.wait()
-        contents, found = agreed(self._parts, folder, self._grad_scaler, weights_only=weights_only)
+        contents, seen = agreed(self._parts, folder, self._grad_scaler, weights_only=weights_only)
         if not weights_only:
-            self._generation = found.generation
-            self._before = frozenset(run_of(folder) / name for name in found.folders)
-            self._abandoned = frozenset(run_of(folder) / name for name in found.incomplete)
+            self._generation = seen.generation
+            self._before = frozenset(run_of(folder) / name for name in seen.folders)
+            self._abandoned = frozenset(run_of(folder) / name for name in seen.incomplete)
         if contents is None:
             return None
         for worker in self._parts.workers:
@@ -342,7 +338,7 @@ class Keeper:
             return Loaded(0, 0)
         identity = contents.checkpoint.identity
         self._run = identity.run
-        self._attempts = {self._parts.attempt, *found.attempts}
+        self._attempts = {self._parts.attempt, *seen.attempts}
         self._parts.streams.seed = identity.seed
         self._resume(contents, identity)
         if self._grad_scaler is not None and identity.scaler:
@@ -376,13 +372,21 @@ class Keeper:
         """
         self._saver.check()
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """Wait until the last checkpoint is on the disk.
 
+        Args:
+            error: one that is on its way; it learns in a note what could not be written.
+
         Raises:
-            FileError: it could not be written.
+            FileError: it could not be written, and no other error is on its way.
         """
-        self._saver.close()
+        try:
+            self._saver.close()
+        except FileError as failure:
+            if error is None:
+                raise
+            error.add_note(f"The last checkpoint was not written: {told(failure)}")
 
 
 def _run_folder(path: object) -> Path:

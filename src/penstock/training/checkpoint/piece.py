@@ -5,10 +5,15 @@ How a piece is written; a kill between any two steps leaves what was there befor
 1. All of it goes to a file beside, whose name begins with a dot.
 2. The file is flushed to the disk.
 3. It is renamed, which is atomic, and then the folder is flushed.
+
+The format is a head in JSON and the bytes of all tensors, one behind the other. Its own writer
+wants all tensors in memory at once; where some lie on a tier, the file is written here. Whoever
+reads it sees no difference.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import stat
@@ -26,9 +31,7 @@ from torch import Tensor
 
 from penstock.base.errors import FileError
 from penstock.engine.weights.shelf import Shelved
-from penstock.training.checkpoint.header import Header
-from penstock.training.checkpoint.plain import dtype_named
-from penstock.training.checkpoint.streamed import save_streamed
+from penstock.training.checkpoint.header import Header, dtype_named
 
 _KEY = "penstock"
 _NAME = re.compile(r"stage-(\d+)(?:\.part-(\d+))?\.safetensors")
@@ -94,7 +97,9 @@ def write_tensors(
         try:
             mode = _usual_mode(beside)
             # [1]
-            in_memory = {name: one for name, one in tensors.items() if isinstance(one, Tensor)}
+            in_memory = {
+                name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)
+            }
             if len(in_memory) == len(tensors):
                 save_file(in_memory, beside, metadata=metadata)
             else:
@@ -139,14 +144,14 @@ def _refused(path: Path, doing: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Piece:
+class CheckpointPiece:
     """A file of a checkpoint, of which the head was read."""
 
     path: Path
     header: Header
 
     @classmethod
-    def opened(cls, path: Path) -> Piece:
+    def opened(cls, path: Path) -> CheckpointPiece:
         """Read the head of a file.
 
         Raises:
@@ -159,11 +164,11 @@ class Piece:
         if text is None:
             raise FileError(f"{path} was not written by Penstock: it has no head of its own")
         header = Header.of_text(text, f"the head of {path}")
-        told = {name: extent.own_shape for name, extent in header.tensors.items()}
-        for name in sorted({*told, *shapes}):
-            if told.get(name) != shapes.get(name):
+        said = {name: extent.own_shape for name, extent in header.tensors.items()}
+        for name in sorted({*said, *shapes}):
+            if said.get(name) != shapes.get(name):
                 raise FileError(
-                    f"{path}: its head gives {name!r} the shape {told.get(name)}, but the file has "
+                    f"{path}: its head gives {name!r} the shape {said.get(name)}, but the file has "
                     f"{shapes.get(name)}"
                 )
         return cls(path, header)
@@ -202,7 +207,7 @@ class Piece:
 
 
 def assembled(
-    name: str, pieces: Sequence[Piece], start: Sequence[int], size: Sequence[int]
+    name: str, pieces: Sequence[CheckpointPiece], start: Sequence[int], size: Sequence[int]
 ) -> Tensor:
     """A part of a tensor that may lie in several pieces; only what is needed is read.
 
@@ -243,3 +248,56 @@ def assembled(
         files = ", ".join(str(piece.path) for piece in pieces)
         raise FileError(f"{files} do not hold all of {name!r}")
     return result
+
+
+_ALIGNED = 8
+_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint8: "U8", torch.bool: "BOOL", torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+"""The names of types in the format."""
+
+
+def save_streamed(
+    tensors: Mapping[str, Tensor | Shelved], path: Path, metadata: Mapping[str, str]
+) -> None:
+    """Write a safetensors file.
+
+    Args:
+        tensors: by name; those in memory dense and in main memory.
+
+    Raises:
+        KeyError: the format has no name for a type.
+        FileError, OSError: something could not be read or written.
+    """
+    # As torch's writer has them: the widest first, so that all are aligned.
+    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    head: dict[str, object] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name in order:
+        tensor, begin = tensors[name], end
+        end += tensor.nbytes
+        offsets = [begin, end]
+        head[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": offsets,
+        }
+    text = json.dumps(head, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNED)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            for piece in _bytes_of(tensors[name]):
+                file.write(piece)
+
+
+def _bytes_of(tensor: Tensor | Shelved) -> Iterator[memoryview]:
+    if isinstance(tensor, Shelved):
+        if tensor.is_contiguous:
+            yield from tensor.pieces()
+            return
+        tensor = tensor.tensor()
+    yield tensor.reshape(-1).view(torch.uint8).numpy().data

@@ -20,20 +20,19 @@ from penstock.base.errors import FileError, InputError
 from penstock.base.values import write_atomically
 from penstock.engine.model.spine import NamedLayer, spine_of
 from penstock.engine.run.assembly import Assembly
-from penstock.engine.run.drive.driver import told
 from penstock.engine.run.given_weights import INDEX, Index, names_by_tensor, places
 from penstock.engine.run.rank.worker import Worker
 from penstock.engine.stage.stage import Stage
 from penstock.engine.transport.rendezvous import Rendezvous
+from penstock.training.checkpoint.agreeing import met
 from penstock.training.checkpoint.folder import as_path
 from penstock.training.checkpoint.piece import apart, flush, write_tensors
 
 _ALONE = "model.safetensors"
-_PURPOSE = "writing weights"
 
 
-class _Contents(NamedTuple):
-    """What the files of a folder have.
+class _PretrainedFiles(NamedTuple):
+    """The names of a folder's files, and the keys in them.
 
     Attributes:
         files: the name of each stage's, of those that have anything.
@@ -60,13 +59,8 @@ def save_pretrained(parts: Assembly, model: nn.Module, path: object) -> None:
         FileError: the folder has files of another model, or one cannot be written.
         PeerError, DeadlineError: another rank failed or did not come.
     """
-    meeting = parts.meet(_PURPOSE)
-    try:
+    with met(parts, "writing weights") as meeting:
         _save(parts, model, as_path(path), meeting)
-    except Exception as error:
-        if meeting is not None:
-            meeting.fail(f"rank {meeting.rank} failed {_PURPOSE}: {told(error)}")
-        raise
 
 
 def _save(parts: Assembly, model: nn.Module, folder: Path, meeting: Rendezvous | None) -> None:
@@ -94,7 +88,7 @@ def _save(parts: Assembly, model: nn.Module, folder: Path, meeting: Rendezvous |
     meet("to see all weights written")
 
 
-def _contents(parts: Assembly, model: nn.Module) -> _Contents:
+def _contents(parts: Assembly, model: nn.Module) -> _PretrainedFiles:
     """Which stage writes what: of a tied weight the first stage that has it under the name that
     comes first in the model, under which transformers looks for it."""
     layers = spine_of(model)
@@ -115,8 +109,11 @@ def _contents(parts: Assembly, model: nn.Module) -> _Contents:
         for number, stage in enumerate(keys, start=1)
     }
     written = [every[key] for own in keys.values() for key in own]
-    return _Contents(
-        files, keys, sum(one.nbytes for one in written), sum(one.numel() for one in written)
+    return _PretrainedFiles(
+        files,
+        keys,
+        sum(tensor.nbytes for tensor in written),
+        sum(tensor.numel() for tensor in written),
     )
 
 
@@ -125,7 +122,7 @@ def _all_places(layers: Sequence[NamedLayer]) -> Iterator[tuple[str, Tensor]]:
         yield from places(layer)
 
 
-def _clear(folder: Path, contents: _Contents) -> None:
+def _clear(folder: Path, contents: _PretrainedFiles) -> None:
     """See that nobody will take older files for these, and that nothing is complete before all
     are."""
     own = {*contents.files.values()}
@@ -153,7 +150,7 @@ def _held(parts: Assembly) -> Iterator[tuple[Worker, Stage]]:
 
 
 def _write(
-    folder: Path, contents: _Contents, parts: Assembly, worker: Worker, stage: Stage
+    folder: Path, contents: _PretrainedFiles, parts: Assembly, worker: Worker, stage: Stage
 ) -> None:
     index = stage.index
     with worker.visiting(index):
@@ -172,7 +169,7 @@ def _write(
         del state, tensors  # nothing may see a stage when it leaves
 
 
-def _finish(folder: Path, contents: _Contents, model: nn.Module) -> None:
+def _finish(folder: Path, contents: _PretrainedFiles, model: nn.Module) -> None:
     """Write what says how the files belong together, and what makes a model of them."""
     for name in contents.files.values():
         if not (folder / name).is_file():

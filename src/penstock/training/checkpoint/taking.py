@@ -1,8 +1,14 @@
-"""Out of the engine: the state of one stage, as tensors and the head of a piece."""
+"""Out of the engine: the state of one stage, as tensors and the head of a piece.
+
+Checkpoints know whole tensors only, so that any layout can go on from them. A tensor rank writes
+its own parts, each with its place; what all members repeat, the first one writes. A part of a
+tensor that is divided block by block (queries, keys and values) lies in several places: of those
+after the first, each goes to a piece of its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -14,11 +20,133 @@ from penstock.base.values import shown
 from penstock.engine.reduce.sharding import Shard
 from penstock.engine.run.rank.mail import Letter
 from penstock.engine.stage.stage import Stage
+from penstock.engine.tensor.cuts import Cut
 from penstock.engine.weights.shelf import Shelved
 from penstock.engine.weights.store import WeightStore
-from penstock.training.checkpoint.division import DRIFT, OPTIMIZER, UNDER_WAY, Division
-from penstock.training.checkpoint.header import Extent, Optimizing, UnderWay, extent_of
-from penstock.training.checkpoint.plain import to_json
+from penstock.training.checkpoint.header import (
+    Optimizing,
+    TensorExtent,
+    UnderWay,
+    extent_of,
+    to_json,
+)
+
+OPTIMIZER, DRIFT, UNDER_WAY = "optimizer/", "drift/", "under-way/"
+"""How the names of tensors begin that are not the model's own."""
+
+
+class PartState(NamedTuple):
+    """The content of one piece of a stage that has several.
+
+    Attributes:
+        part: the piece's number.
+        num_parts: how many pieces the stage has.
+        tensors: by their names, with their places.
+        tells: whether what is no tensor goes there, too.
+    """
+
+    part: int
+    num_parts: int
+    tensors: dict[str, tuple[TensorExtent, Tensor]]
+    tells: bool = True
+
+
+class StageShard(NamedTuple):
+    """One member's part of a stage.
+
+    Attributes:
+        cuts: how tensors of the model are divided, by their keys.
+        shapes: of these, whole.
+        num_blocks: the most pieces in which a tensor of the stage is divided.
+        coordinate: the member's.
+        size: how many members there are.
+    """
+
+    cuts: Mapping[str, Cut]
+    shapes: Mapping[str, tuple[int, ...]]
+    num_blocks: int
+    coordinate: int
+    size: int
+
+    def whole_shape(self, name: str, tensor: Tensor) -> tuple[int, ...]:
+        """The shape of the whole tensor of which a member has this."""
+        key, own = _key(name), tuple(tensor.shape)
+        return self.shapes[key] if key in self.cuts and own == self._own_shape(key) else own
+
+    def own(self, name: str, whole: Tensor) -> Tensor:
+        """The member's part of a whole tensor."""
+        key = _key(name)
+        if key not in self.cuts or tuple(whole.shape) != self.shapes[key]:
+            return whole
+        return self.cuts[key].part(whole, self.size, self.coordinate)
+
+    def pieces(
+        self,
+        tensors: Mapping[str, Tensor],
+        extents: Mapping[str, TensorExtent],
+        copy: int = 0,
+        num_copies: int = 1,
+    ) -> Iterator[PartState]:
+        """The pieces that the member writes; its first one has all but further blocks.
+
+        Args:
+            tensors: by their names.
+            extents: where they lie in the member's part, if they are not all of it.
+            copy: which of the stage's copies writes, where each has rows of its own.
+            num_copies: how many write.
+        """
+        own_pieces = self.size * self.num_blocks
+        for block in range(self.num_blocks):
+            own: dict[str, tuple[TensorExtent, Tensor]] = {}
+            for name, tensor in tensors.items():
+                key, within = _key(name), extents.get(name) or extent_of(tensor)
+                if key in self.cuts and within.shape == self._own_shape(key):
+                    placed = self._placed(key, tensor, within, block)
+                    if placed is not None:
+                        own[name] = placed
+                elif block == self.coordinate == 0:
+                    own[name] = within, tensor
+            number = self.coordinate * self.num_blocks + block
+            yield PartState(copy * own_pieces + number, num_copies * own_pieces, own, not number)
+
+    def _placed(
+        self, key: str, tensor: Tensor, within: TensorExtent, block: int
+    ) -> tuple[TensorExtent, Tensor] | None:
+        """The part of a tensor in a block, and where it lies in the whole; ``None`` if there is
+        none.
+
+        Args:
+            within: where the tensor lies in the member's part.
+        """
+        cut, shape = self.cuts[key], self.shapes[key]
+        if block >= cut.blocks:
+            return None
+        places = cut.bounds(shape[cut.dim], self.size, self.coordinate)
+        before = sum(place.length for place in places[:block])
+        own_start = [*within.start] or [0] * len(shape)
+        first = max(own_start[cut.dim], before)
+        last = min(own_start[cut.dim] + within.own_shape[cut.dim], before + places[block].length)
+        if first >= last and tensor.numel():
+            return None
+        piece = tensor.narrow(cut.dim, first - own_start[cut.dim], max(last - first, 0))
+        start = [*own_start]
+        start[cut.dim] = places[block].start + first - before
+        size = tuple(piece.shape)
+        extent = TensorExtent(dtype=within.dtype, shape=shape, start=tuple(start), size=size)
+        return extent, piece
+
+    def _own_shape(self, key: str) -> tuple[int, ...]:
+        cut, shape = self.cuts[key], list(self.shapes[key])
+        places = cut.bounds(shape[cut.dim], self.size, self.coordinate)
+        shape[cut.dim] = sum(place.length for place in places)
+        return tuple(shape)
+
+
+def _key(name: str) -> str:
+    """The key of the model's tensor that a tensor of a piece belongs to."""
+    if name.startswith(OPTIMIZER):
+        return name.removeprefix(OPTIMIZER).rpartition("/")[0]
+    return name.removeprefix(DRIFT)
 
 
 class TrainedStage(NamedTuple):
@@ -47,7 +175,7 @@ class TrainedStage(NamedTuple):
     rate: float
     store: WeightStore | None
     letters: Callable[[], Sequence[Letter]] = tuple
-    division: Division | None = None
+    division: StageShard | None = None
     shards: Mapping[nn.Parameter, Shard] = MappingProxyType({})
     groups: Sequence[Sequence[nn.Parameter]] = ()
     part: int = 0
@@ -55,14 +183,15 @@ class TrainedStage(NamedTuple):
 
     @property
     def optimized(self) -> dict[str, nn.Parameter]:
-        """What the optimizer may have in the place of each parameter, by the parameter's name."""
+        """The tensors that the optimizer may have in place of parameters, by the parameters'
+        names."""
         own = {
-            name: self.shards[one].part if one in self.shards else one
-            for name, one in self.named.items()
+            name: self.shards[parameter].part if parameter in self.shards else parameter
+            for name, parameter in self.named.items()
         }
         return {name: part for name, part in own.items() if part is not None}
 
-    def extent(self, name: str, value: Tensor) -> Extent:
+    def extent(self, name: str, value: Tensor) -> TensorExtent:
         """Where something that is kept for a parameter lies, by the parameter's name."""
         whole = extent_of(value)
         shard = self.shards.get(self.named[name])
@@ -75,7 +204,7 @@ class TrainedStage(NamedTuple):
             return whole
         shape = tuple(self.named[name].shape)
         start = (shard.start,) + (0,) * (len(shape) - 1)
-        return Extent(dtype=whole.dtype, shape=shape, start=start, size=tuple(value.shape))
+        return TensorExtent(dtype=whole.dtype, shape=shape, start=start, size=tuple(value.shape))
 
     @property
     def whose(self) -> str:
@@ -84,7 +213,7 @@ class TrainedStage(NamedTuple):
         return f"stage {self.stage.index}{member}"
 
     def own(self, name: str, whole: Tensor) -> Tensor:
-        """What the stage has here of a whole tensor."""
+        """The part of a whole tensor that the stage has here."""
         return whole if self.division is None else self.division.own(name, whole)
 
     def whole_shape(self, name: str, tensor: Tensor) -> tuple[int, ...]:
@@ -95,7 +224,7 @@ class TrainedStage(NamedTuple):
 
 
 class StageState(NamedTuple):
-    """What a piece will hold.
+    """The state of a stage, as a piece will hold it.
 
     Attributes:
         tensors: by their names in the file; still the engine's own.
@@ -110,7 +239,7 @@ class StageState(NamedTuple):
     extra: dict[str, Any]
     optimizing: Optimizing | None
     under_way: tuple[UnderWay, ...] = ()
-    extents: Mapping[str, Extent] = MappingProxyType({})
+    extents: Mapping[str, TensorExtent] = MappingProxyType({})
     shelved: Mapping[str, Shelved] = MappingProxyType({})
 
 
@@ -137,33 +266,43 @@ def state_of(trained: TrainedStage, elsewhere: Collection[str]) -> StageState:
             tensors[key] = value
         else:
             extra[key] = to_json(value, f"{key!r} in the model's state_dict")
-    own = {name: one for name, one in trained.optimized.items() if name not in elsewhere}
-    extents: dict[str, Extent] = {}
+    own = {
+        name: parameter for name, parameter in trained.optimized.items() if name not in elsewhere
+    }
+    extents: dict[str, TensorExtent] = {}
     if trained.store is not None:
         for name, parameter in own.items():
             drift = trained.store.drift_of(parameter)
             if drift is not None:
                 tensors[f"{DRIFT}{name}"] = drift
-    optimizing = None
-    if trained.optimizer is not None:
-        _check_per_parameter(trained)
-        state = _state_by_name(trained, own, tensors, extents)
-        scheduler = trained.scheduler
-        optimizing = Optimizing(
-            kind=type(trained.optimizer).__name__,
-            rate=trained.rate,
-            options=_options_by_name(trained),
-            state=state,
-            scheduler=None
-            if scheduler is None
-            else to_json(
-                scheduler.state_dict(),
-                f"the state of {trained.whose}'s {type(scheduler).__name__}",
-            ),
-            num_lowered=0 if trained.store is None else trained.store.num_lowered,
-        )
+    optimizing = _optimizing(trained, own, tensors, extents)
     under_way = tuple(_under_way(letter, tensors) for letter in trained.letters())
     return StageState(tensors, extra, optimizing, under_way, extents)
+
+
+def _optimizing(
+    trained: TrainedStage,
+    own: Mapping[str, nn.Parameter],
+    tensors: dict[str, Tensor],
+    extents: dict[str, TensorExtent],
+) -> Optimizing | None:
+    """The optimizer of a stage, but for its tensors, which go to the others."""
+    if trained.optimizer is None:
+        return None
+    _check_per_parameter(trained)
+    state = _state_by_name(trained, own, tensors, extents)
+    scheduler, schedule = trained.scheduler, None
+    if scheduler is not None:
+        whose = f"the state of {trained.whose}'s {type(scheduler).__name__}"
+        schedule = to_json(scheduler.state_dict(), whose)
+    return Optimizing(
+        kind=type(trained.optimizer).__name__,
+        rate=trained.rate,
+        options=_options_by_name(trained),
+        state=state,
+        scheduler=schedule,
+        num_lowered=0 if trained.store is None else trained.store.num_lowered,
+    )
 
 
 def _under_way(letter: Letter, tensors: dict[str, Tensor]) -> UnderWay:
@@ -210,9 +349,9 @@ def _state_by_name(
     trained: TrainedStage,
     named: Mapping[str, nn.Parameter],
     tensors: dict[str, Tensor],
-    extents: dict[str, Extent],
+    extents: dict[str, TensorExtent],
 ) -> dict[str, dict[str, Any]]:
-    """What is no tensor, by parameter; tensors go to the others."""
+    """All that is no tensor, by parameter; tensors go to the others."""
     optimizer = trained.optimizer
     assert optimizer is not None
     others: dict[str, dict[str, Any]] = {}
@@ -227,8 +366,8 @@ def _state_by_name(
                 tensors[f"{OPTIMIZER}{name}/{key}"] = value
                 extents[f"{OPTIMIZER}{name}/{key}"] = trained.extent(name, value)
             else:
-                what = f"{type(optimizer).__name__}'s {key!r} of {name!r}"
-                others.setdefault(name, {})[key] = to_json(value, what)
+                whose = f"{type(optimizer).__name__}'s {key!r} of {name!r}"
+                others.setdefault(name, {})[key] = to_json(value, whose)
     return others
 
 

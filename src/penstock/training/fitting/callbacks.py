@@ -1,4 +1,4 @@
-"""Who looks on while a pipeline is fitted, and may end it."""
+"""Callbacks look on while a pipeline is fitted, and may end it."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Callback:
 
 
 def numbers_of(loss: Tensor | None, pipeline: Pipeline) -> dict[str, float]:
-    """What a pipeline tells of its last step, by name: ``loss``, ``lr`` of the process's first
-    group, ``grad_norm`` where it clips, and its metrics.
+    """The numbers that a pipeline tells of its last step, by name: ``loss``, ``lr`` of the
+    process's first group, ``grad_norm`` where it clips, and its metrics.
 
     Args:
         loss: as ``on_step`` gets it.

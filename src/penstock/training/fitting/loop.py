@@ -14,14 +14,14 @@ from penstock.base.telling import is_quiet
 from penstock.base.values import expect, flag, whole
 from penstock.engine.model.batches import is_batch
 from penstock.engine.run.drive.driver import told
-from penstock.training.checkpoint.wanted import Checkpoints
+from penstock.training.checkpoint.saving import Checkpoints
 from penstock.training.fitting.callbacks import Callback, EarlyStopping, ProgressLines
 from penstock.training.fitting.watching import Watch
 from penstock.training.pipeline import Pipeline
 
 
 class Fitted(NamedTuple):
-    """What ``fit`` has done.
+    """The outcome of ``fit``.
 
     Attributes:
         num_steps: minibatches trained on.
@@ -90,7 +90,7 @@ def fit(  # noqa: PLR0913 - each has a default that most callers keep
     if evaluate is None:
         _check_nobody_waits(evaluate_every, callbacks)
     watches = [] if watch is None else [Watch.of(watch)]
-    tells = progress and not is_quiet() and not any(one.in_terminal for one in watches)
+    tells = progress and not is_quiet() and not any(watching.in_terminal for watching in watches)
     everybody = [*callbacks, *watches, *[ProgressLines()] * tells]
     batches = _batches(loader, epochs, evaluate_every)
     try:
@@ -161,7 +161,9 @@ class _Fitting:
             with closing(pipeline.steps(batches, checkpoints=self._checkpoints)) as losses:
                 for step, loss in enumerate(losses, first + 1):
                     # All are told, also when the first one wants to stop.
-                    wishes = [one.on_step(step, loss, pipeline) for one in self._callbacks]
+                    wishes = [
+                        callback.on_step(step, loss, pipeline) for callback in self._callbacks
+                    ]
                     if any(wishes):
                         return True
         finally:
@@ -180,7 +182,7 @@ class _Fitting:
         self._held_out.append((step, loss))
         if self._schedules and loss is not None:
             pipeline.schedulers.step(loss)
-        wishes = [one.on_evaluate(step, loss, pipeline) for one in self._callbacks]
+        wishes = [callback.on_evaluate(step, loss, pipeline) for callback in self._callbacks]
         return pipeline.any_process(any(wishes))
 
 
@@ -188,7 +190,7 @@ def _check_nobody_waits(evaluate_every: int | None, callbacks: Sequence[Callback
     """Raise ``InputError`` for wishes that only held-out data can fulfil."""
     if evaluate_every is not None:
         raise _nothing_to_evaluate(f"evaluate_every is {evaluate_every}")
-    if any(isinstance(one, EarlyStopping) for one in callbacks):
+    if any(isinstance(callback, EarlyStopping) for callback in callbacks):
         raise _nothing_to_evaluate("EarlyStopping waits for a held-out loss")
 
 
@@ -215,7 +217,6 @@ def _batches(
 
 
 def _epoch(loader: Iterable[Any], number: int) -> Iterator[Any]:
-    """The batches of one epoch."""
     there_are_some = False
     for batch in loader:
         there_are_some = True

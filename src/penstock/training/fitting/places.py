@@ -1,12 +1,14 @@
-"""Where numbers of a training go: TensorBoard, a run of Weights & Biases or alike, the terminal."""
+"""Places for the numbers of a training: TensorBoard, a run of Weights & Biases or alike, the
+terminal."""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from penstock.base.errors import InputError, printable
 from penstock.base.telling import is_quiet
@@ -23,23 +25,22 @@ _FRAME_SECONDS, _LINE_SECONDS = 0.5, 5.0
 _MOST_RANKS = 8
 
 
-class Place(Protocol):
+class LogTarget(ABC):
     """Takes numbers by their names, step by step."""
 
     def is_due(self) -> bool:
         """Whether it wants those of the step that has just been made."""
-        ...
+        return True
 
+    @abstractmethod
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         """Show or keep numbers of a step."""
-        ...
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - a run is ended by whoever began it
         """No more will come, unless another training begins."""
-        ...
 
 
-class TensorBoard:
+class TensorBoard(LogTarget):
     """Events for TensorBoard, by ``torch.utils.tensorboard``; their file is made when the first
     numbers come.
 
@@ -61,9 +62,6 @@ class TensorBoard:
         self._folder = None if folder is None else os.fspath(folder)
         self._writer: Any = None
 
-    def is_due(self) -> bool:
-        return True
-
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         if self._writer is None:
             self._writer = self._opened(self._folder)
@@ -76,7 +74,7 @@ class TensorBoard:
             self._writer = None
 
 
-class Run:
+class LoggedRun(LogTarget):
     """A run that has ``log(numbers, step=…)``, as those of ``wandb``, ``swanlab`` and ``trackio``
     have; whoever began it ends it.
 
@@ -92,17 +90,11 @@ class Run:
             )
         self._run = run
 
-    def is_due(self) -> bool:
-        return True
-
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         self._run.log(dict(numbers), step=step)
 
-    def close(self) -> None:
-        """It is not ours."""
 
-
-class WeightsAndBiases:
+class WeightsAndBiases(LogTarget):
     """The run of ``wandb`` that is under way; without one, one is begun and ended here.
 
     Raises:
@@ -117,9 +109,6 @@ class WeightsAndBiases:
         self._wandb: Any = wandb
         self._own: Any = None
 
-    def is_due(self) -> bool:
-        return True
-
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         if self._wandb.run is None:
             self._own = self._wandb.init()
@@ -131,7 +120,7 @@ class WeightsAndBiases:
             self._own = None
 
 
-class Terminal:
+class Terminal(LogTarget):
     """A table on standard error that is drawn anew twice a second; without a terminal, a line every
     five seconds. ``PENSTOCK_QUIET`` switches it off.
 
@@ -161,10 +150,10 @@ class Terminal:
         if is_quiet():
             return
         if not self._draws:
-            told = ", ".join(
+            line = ", ".join(
                 f"{name} {text}".strip() for name, text in _told(numbers, in_line=True)
             )
-            print(printable(f"step {step}: {told}"), file=self._out, flush=True)
+            print(printable(f"step {step}: {line}"), file=self._out, flush=True)
             return
         self._shown |= numbers
         if self._live is None:

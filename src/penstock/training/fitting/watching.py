@@ -1,4 +1,4 @@
-"""``Watch``: what a training says of itself, in one place or several."""
+"""``Watch``: shows the numbers of a training in one place or several."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from penstock.engine.run.work import Work
 from penstock.training.fitting.callbacks import Callback, numbers_of
 from penstock.training.fitting.places import (
     MEMORY,
-    Place,
-    Run,
+    LoggedRun,
+    LogTarget,
     TensorBoard,
     Terminal,
     WeightsAndBiases,
@@ -74,7 +74,7 @@ class Watch(Callback):
         listed = where if isinstance(where, list | tuple) else [where]
         if not listed:
             raise InputError(f"watch is {shown(where)}; {_HOW}")
-        self._outlets = [_Outlet(_place(one, folder), _Rates()) for one in listed]
+        self._outlets = [_RatedTarget(_place(place, folder), _Rates()) for place in listed]
         self._measured: dict[str, float] = {}
         self._next = float("-inf")
 
@@ -115,7 +115,7 @@ class Watch(Callback):
                 stack.callback(place.close)
 
     def _measure(self, pipeline: Pipeline) -> dict[str, float]:
-        """What costs more than to look it up: as it was within the last second."""
+        """The figures that cost more than a look, as they were within the last second."""
         now = time.monotonic()
         if now < self._next:
             return self._measured
@@ -146,7 +146,7 @@ class Watch(Callback):
 _HOW = f"give {', '.join(map(repr, _NAMES))}, a run with log(numbers, step=…), or a list of them"
 
 
-def _place(where: Any, folder: str | os.PathLike[str] | None) -> Place:
+def _place(where: Any, folder: str | os.PathLike[str] | None) -> LogTarget:
     if where == "terminal":
         return Terminal()
     if where == "tensorboard":
@@ -155,13 +155,13 @@ def _place(where: Any, folder: str | os.PathLike[str] | None) -> Place:
         return WeightsAndBiases()
     if not callable(getattr(where, "log", None)):
         raise InputError(f"watch is {shown(where)}; {_HOW}")
-    return Run(where)
+    return LoggedRun(where)
 
 
-class _Outlet(NamedTuple):
+class _RatedTarget(NamedTuple):
     """A place, and what has been done since it was last written to."""
 
-    place: Place
+    place: LogTarget
     rates: _Rates
 
 
@@ -190,7 +190,7 @@ class _Rates:
         )
 
     def taken(self, peak_flops: float | None) -> dict[str, float]:
-        """What was done a second since this was last asked; empty after no step.
+        """Rates since this was last asked, by name; empty after no step.
 
         Args:
             peak_flops: of all devices; ``None`` where nobody knows.

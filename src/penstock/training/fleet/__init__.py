@@ -3,8 +3,8 @@
 Every job is a ``Pipeline`` of one rank with a thread of its own, whose worker stands still between
 two visits until a device is free for it (``pace``). ``dispatcher`` gives devices to jobs, by the
 policies of ``turns/``, and has the next visit's stage fetched meanwhile; ``trainee`` feeds one job
-from decision to decision, ``referee`` decides who goes on; ``results`` is what comes out, ``table``
-shows it while it runs. ``fleet`` is the façade.
+from decision to decision, and its ``Referee`` decides who goes on; ``results`` is what comes out,
+and the table that shows it while it runs. ``fleet`` is the façade.
 
 Decisions:
 

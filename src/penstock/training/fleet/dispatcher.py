@@ -1,4 +1,5 @@
-"""Who has which device: given for one visit at a time, by the policies of ``turns``."""
+"""The dispatcher of a fleet: it gives a device for one visit at a time, by the policies of
+``turns``."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ _KEPT_SECONDS = 0.05
 """How long a job may keep its device between two minibatches; longer, and others go first."""
 
 
-class Place:
+class JobPlace:
     """Where one job stands among the others. Everything is read and written under the lock of its
     dispatcher.
 
@@ -124,20 +125,20 @@ class Dispatcher:
     def __init__(self, num_devices: int, policy: PolicyName) -> None:
         self._lock = threading.RLock()
         self._num_devices, self._policy = num_devices, policy
-        self._places: list[Place] = []
+        self._places: list[JobPlace] = []
         self._free: list[int] = []
         self._start = 0.0
         self._why_closed: str | None = None
         self._is_resting = True
         self.turns: list[Turn] = []
 
-    def place(self, name: str, visits: Sequence[Visit], only: int | None = None) -> Place:
+    def place(self, name: str, visits: Sequence[Visit], only: int | None = None) -> JobPlace:
         """A place for one more job, which may compute on one device only."""
-        place = Place(name, len(self._places), visits, self._lock, only)
+        place = JobPlace(name, len(self._places), visits, self._lock, only)
         self._places.append(place)
         return place
 
-    def is_free(self, place: Place) -> bool:
+    def is_free(self, place: JobPlace) -> bool:
         """Whether a job may do what it likes, since no fleet runs: its caller trains or evaluates
         it by itself. One that was given up never may."""
         return self._is_resting and place.why_gone is None
@@ -165,7 +166,7 @@ class Dispatcher:
             for place in self._places:
                 place.turned.notify_all()
 
-    def come(self, place: Place, visit: int) -> None:
+    def come(self, place: JobPlace, visit: int) -> None:
         """A job is through with a visit, if it had one, and waits to begin the next one.
 
         Args:
@@ -180,7 +181,9 @@ class Dispatcher:
             place.goes_on = place.goes_on and visit > 0
             self._dispatch()
 
-    def await_news(self, place: Place, *, or_to_fetch: bool, seconds: float | None = None) -> bool:
+    def await_news(
+        self, place: JobPlace, *, or_to_fetch: bool, seconds: float | None = None
+    ) -> bool:
         """Wait until a job has a device, or is to fetch its next stage; gives whether it has one.
 
         Args:
@@ -199,7 +202,7 @@ class Dispatcher:
             place.turned.wait_for(is_there, seconds)
             return place.device is not None
 
-    def finish_minibatch(self, place: Place) -> None:
+    def finish_minibatch(self, place: JobPlace) -> None:
         """A job is through with its last visit; it keeps its device if the next minibatch is about
         to begin, so that it is not overtaken by all others each time."""
         with self._lock:
@@ -214,7 +217,7 @@ class Dispatcher:
             self._dispatch()
 
     @contextmanager
-    def loading(self, place: Place) -> Iterator[None]:
+    def loading(self, place: JobPlace) -> Iterator[None]:
         """While a job loads its next minibatch, it keeps no device idle."""
         with self._lock:
             place.is_loading = True
@@ -225,24 +228,24 @@ class Dispatcher:
             with self._lock:
                 place.is_loading = False
 
-    def loaded(self, place: Place) -> None:
+    def loaded(self, place: JobPlace) -> None:
         """A job has one more minibatch to begin."""
         with self._lock:
             place.num_ready += 1
 
-    def begin_stretch(self, place: Place, step: int, target: int | None) -> None:
+    def begin_stretch(self, place: JobPlace, step: int, target: int | None) -> None:
         """A job trains from a step up to the next decision about it."""
         with self._lock:
             place.step = place.began_stretch = step
             place.target, place.num_ready = target, 0
 
-    def give_up(self, place: Place, why: str) -> None:
+    def give_up(self, place: JobPlace, why: str) -> None:
         """A job gets no device any more, and is told so if it asks for one again."""
         with self._lock:
             place.why_gone = why
             self.leave(place)
 
-    def leave(self, place: Place) -> None:
+    def leave(self, place: JobPlace) -> None:
         """A job takes no device for now, wherever it is; others may."""
         with self._lock:
             if place.state == "visiting":
@@ -252,7 +255,7 @@ class Dispatcher:
             place.turned.notify_all()
             self._dispatch()
 
-    def look_around(self, deadline_seconds: float) -> Place | None:
+    def look_around(self, deadline_seconds: float) -> JobPlace | None:
         """Free devices that are kept for too long, and find a job whose visit takes too long."""
         with self._lock:
             now = time.perf_counter()
@@ -273,13 +276,13 @@ class Dispatcher:
         with self._lock:
             return {place.name: (place.state, place.device) for place in self._places}
 
-    def _release_kept(self, place: Place) -> None:
+    def _release_kept(self, place: JobPlace) -> None:
         if place.state == "kept":
             place.state = "away"
             self._give_back(place)
             self._dispatch()
 
-    def _end_visit(self, place: Place) -> None:
+    def _end_visit(self, place: JobPlace) -> None:
         if place.state != "visiting" or place.device is None:
             return
         now = time.perf_counter()
@@ -288,7 +291,7 @@ class Dispatcher:
         self.turns.append(Turn(place.device, place.name, place.step, *place.label(), begin, end))
         place.state = "away"
 
-    def _give_back(self, place: Place) -> None:
+    def _give_back(self, place: JobPlace) -> None:
         if place.device is not None:
             self._free.append(place.device)
             self._free.sort()
@@ -309,7 +312,7 @@ class Dispatcher:
     def _owned(self) -> set[int]:
         return {place.home for place in self._places if place.home is not None}
 
-    def _give(self, place: Place, device: int) -> None:
+    def _give(self, place: JobPlace, device: int) -> None:
         place.state, place.device, place.since = "visiting", device, time.perf_counter()
         place.fetches = place.goes_on = False
         if self._policy == "whole":
@@ -317,11 +320,11 @@ class Dispatcher:
         self._guess(place, device)
         place.turned.notify_all()
 
-    def _guess(self, place: Place, device: int) -> None:
+    def _guess(self, place: JobPlace, device: int) -> None:
         """Have the stage fetched that this device most likely visits next."""
-        waiting = [one for one in self._places if one.state == "waiting"]
-        fetched = {one.number for one in waiting if one.fetches or one.goes_on}
-        candidates = [one.standing() for one in waiting]
+        waiting = [other for other in self._places if other.state == "waiting"]
+        fetched = {other.number for other in waiting if other.fetches or other.goes_on}
+        candidates = [other.standing() for other in waiting]
         if place.visit + 1 < place.num_visits:
             candidates.append(place.standing(after_visit=True))
         chosen = guess(self._policy, device, candidates, fetched, self._num_devices, self._owned())
@@ -335,8 +338,8 @@ class Dispatcher:
             other.turned.notify_all()
 
 
-def overdue(place: Place, seconds: float) -> DeadlineError:
-    """What a job has done whose visit does not end."""
+def overdue(place: JobPlace, seconds: float) -> DeadlineError:
+    """The error of a job whose visit does not end."""
     stage, backward = place.label()
     way = "backwards" if backward else "forwards"
     return DeadlineError(

@@ -24,12 +24,9 @@ from penstock.planning.turns.simulator import Task, bound_of, simulate_fleet
 from penstock.planning.turns.stop import Stop, settled
 from penstock.planning.turns.visits import check_name
 from penstock.training.fleet.dispatcher import Dispatcher, overdue
-from penstock.training.fleet.job import Job
-from penstock.training.fleet.referee import Referee
-from penstock.training.fleet.results import FleetResults, JobResult
-from penstock.training.fleet.seats import FleetDevices, homes_of, seats_of
-from penstock.training.fleet.table import Shown
-from penstock.training.fleet.trainee import Saving, Trainee
+from penstock.training.fleet.job import FleetDevices, Job, homes_of, seats_of
+from penstock.training.fleet.results import FleetDisplay, FleetResults, JobResult
+from penstock.training.fleet.trainee import FleetSaving, Referee, Trainee
 from penstock.training.pipeline import Pipeline
 
 _LOOK_SECONDS = 0.05
@@ -133,12 +130,12 @@ class Fleet:
 
     def _share_memory(self) -> None:
         """Let jobs hand slabs on to each other: no more are free than devices work with."""
-        slabs = [one.residence.slabs for one in self._trainees if one.residence is not None]
-        most = max((one.budget_bytes for one in slabs), default=0.0)
-        devices = {one.device for one in slabs}
+        slabs = [own.residence.slabs for own in self._trainees if own.residence is not None]
+        most = max((own.budget_bytes for own in slabs), default=0.0)
+        devices = {own.device for own in slabs}
         spare = {device: Spare(self._num_devices * most / len(devices)) for device in devices}
-        for one in slabs:
-            one.spare = spare[one.device]
+        for own in slabs:
+            own.spare = spare[own.device]
 
     @property
     def pipelines(self) -> dict[str, Pipeline]:
@@ -179,7 +176,7 @@ class Fleet:
         ends = settled(stop, steps, epochs, [job.steps is not None for job in jobs])
         for trainee in self._trainees:
             _check_metric(trainee, ends)
-        saving = None if folder is None else Saving(folder, whole("every", every, 1))
+        saving = None if folder is None else FleetSaving(Path(folder), whole("every", every, 1))
         if self._is_closed or not self._running.acquire(blocking=False):
             state = "is closed" if self._is_closed else "runs already"
             raise InputError(f"this fleet {state}; make another one, or wait")
@@ -191,7 +188,7 @@ class Fleet:
         finally:
             self._running.release()
 
-    def _train(self, stop: Stop, saving: Saving | None, show: bool | None) -> None:
+    def _train(self, stop: Stop, saving: FleetSaving | None, show: bool | None) -> None:
         referee = Referee(stop, [*self._names])
         self._dispatcher.open()
         begun = [trainee for trainee in self._trainees if trainee.begin()]
@@ -205,14 +202,14 @@ class Fleet:
                     name=f"penstock job {trainee.name}",
                     daemon=True,
                 ).start()
-            with Shown(self._trainees, self._dispatcher, show) as table:
+            with FleetDisplay(self._trainees, self._dispatcher, show) as table:
                 self._watch(begun, referee, table)
         except BaseException:
             self._end(referee, "the fleet was interrupted")
             raise
         self._dispatcher.rest()
 
-    def _watch(self, begun: list[Trainee], referee: Referee, table: Shown) -> None:
+    def _watch(self, begun: list[Trainee], referee: Referee, table: FleetDisplay) -> None:
         """Look on until all jobs have ended; give up those that hang."""
         left = begun
         while left:
@@ -267,8 +264,8 @@ class Fleet:
     def simulate(
         self, stop: Stop | None = None, *, steps: int | None = None, epochs: int | None = None
     ) -> FleetTimeline:
-        """What ``run`` is predicted to do with these arguments, from the beginning of all jobs; of
-        a halving, that those jobs go on that take longest.
+        """The prediction of what ``run`` does with these arguments, from the beginning of all jobs;
+        of a halving, that those jobs go on that take longest.
 
         Raises:
             InputError: nobody says how long jobs train, or the length of a job's data is unknown.
@@ -279,7 +276,8 @@ class Fleet:
     def bound(
         self, stop: Stop | None = None, *, steps: int | None = None, epochs: int | None = None
     ) -> Bound:
-        """What no order of the visits could undercut, as predicted, where no job stops early.
+        """The time that no order of the visits could undercut, as predicted, where no job stops
+        early.
 
         Raises:
             InputError: as ``simulate``.
@@ -293,8 +291,10 @@ class Fleet:
         jobs = [trainee.job for trainee in self._trainees]
         ends = settled(stop, steps, epochs, [job.steps is not None for job in jobs])
         return ends, [
-            task_of(one.name, one.job, ends, len(jobs))._replace(only=self._homes[one.name])
-            for one in self._trainees
+            task_of(trainee.name, trainee.job, ends, len(jobs))._replace(
+                only=self._homes[trainee.name]
+            )
+            for trainee in self._trainees
         ]
 
     def save(self, folder: str | os.PathLike[str]) -> None:

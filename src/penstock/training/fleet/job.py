@@ -1,9 +1,15 @@
-"""``Job``: one model of a fleet, with its data and everything that training it needs."""
+"""``Job``: one model of a fleet, with its data and everything that training it needs; and where it
+computes: on cores, of which each takes any job, or on an accelerator.
+
+A job on an accelerator stays there: what its microbatches keep between forward and backward lies in
+that device's memory, and its optimizer's tensors are made there. Which one it gets is settled when
+the fleet is made, the longest minibatches first, each to the device that has least to do.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from math import inf
 from typing import Any
@@ -13,6 +19,9 @@ from torch import nn
 
 from penstock.base.errors import InputError
 from penstock.base.values import expect, whole
+from penstock.core.timing.fleet_timeline import MOST_FLEET_DEVICES
+from penstock.engine.device.accelerators import accelerators, is_on_host
+from penstock.engine.device.placement import HOST, devices_of_ranks
 from penstock.engine.model.optimizer_factory import OptimizerFactory
 from penstock.engine.model.randomness import RandomStream, stream_seed
 from penstock.engine.run.recipe import Loss
@@ -157,3 +166,62 @@ class Job:
                 except StopIteration:
                     return
             yield batch
+
+
+FleetDevices = int | Sequence[str | int | torch.device]
+"""How many devices, or which ones; one that is named twice computes two jobs at once."""
+
+
+def seats_of(devices: FleetDevices, jobs: Mapping[str, Job]) -> list[torch.device]:
+    """The device behind each number.
+
+    Args:
+        devices: as ``Fleet`` takes them: of a number of devices, what they are follows the plans.
+
+    Raises:
+        InputError: there are no such devices, or some are cores and others are not.
+    """
+    if isinstance(devices, str) or not isinstance(devices, Sequence):
+        return _planned(whole("devices", devices, 1, MOST_FLEET_DEVICES), jobs)
+    count = whole("the number of devices", len(devices), 1, MOST_FLEET_DEVICES)
+    chosen = devices_of_ranks([*devices], (False,) * count, range(count))
+    if len({is_on_host(device) for device in chosen.values()}) > 1:
+        raise InputError(
+            "devices: some are cores and others accelerators, and a job that begins on one could "
+            "not go on with the other; make a fleet of each"
+        )
+    return [chosen[number] for number in range(count)]
+
+
+def _planned(count: int, jobs: Mapping[str, Job]) -> list[torch.device]:
+    on_accelerators = [name for name, job in jobs.items() if any(job.plan.on_accelerator)]
+    on_cores = [name for name in jobs if name not in on_accelerators]
+    if not on_accelerators:
+        return [HOST] * count
+    if on_cores:
+        raise InputError(
+            f"job {on_accelerators[0]} is planned for an accelerator and job {on_cores[0]} for "
+            "cores; plan all for the same, or name the devices, as in devices=[0]"
+        )
+    here = accelerators()
+    if len(here) < count:
+        have = f"{len(here)} ({here[0].type})" if here else "none that torch knows of"
+        raise InputError(
+            f"jobs are planned for accelerators, and of {count} this machine has {have}; give "
+            "fewer devices, or devices=['cpu', 'cpu'] to train on cores all the same"
+        )
+    return [*here[:count]]
+
+
+def homes_of(jobs: Mapping[str, Job], seats: Sequence[torch.device]) -> dict[str, int | None]:
+    """The number of the device on which each job computes; ``None`` where any may take it."""
+    if all(map(is_on_host, seats)):
+        return dict.fromkeys(jobs)
+    seconds = {name: sum(visit.seconds for visit in job.visits) for name, job in jobs.items()}
+    loads = [(0.0, 0, number) for number in range(len(seats))]
+    homes: dict[str, int | None] = {}
+    for name in sorted(jobs, key=lambda name: -seconds[name]):
+        load, count, number = min(loads)  # without a profile, the one with the fewest jobs
+        loads[number] = load + seconds[name], count + 1, number
+        homes[name] = number
+    return homes

@@ -12,13 +12,13 @@ from penstock.engine.device.queue import DeviceQueue
 from penstock.engine.run.rank.interpreter import RankStep
 from penstock.engine.weights.residence import Residence
 from penstock.planning.turns.visits import beginnings, visited
-from penstock.training.fleet.dispatcher import Dispatcher, Place
+from penstock.training.fleet.dispatcher import Dispatcher, JobPlace
 
 _LOOK_AGAIN_SECONDS = 0.005
 
 
 @dataclass(frozen=True, slots=True)
-class HeldBack:
+class DelayedFetch:
     """A fetch for a later visit that begins when the dispatcher says so.
 
     Attributes:
@@ -51,7 +51,7 @@ class VisitPace:
     """
 
     dispatcher: Dispatcher
-    place: Place
+    place: JobPlace
     residence: Residence | None = None
     queue: DeviceQueue | None = None
     _held: list[tuple[RankStep[Any], Any]] = field(default_factory=list)
@@ -105,7 +105,7 @@ class VisitPace:
         stage, goes_on = visited([step.op for step in steps]), self.place.goes_on
         for step in steps:
             early = step.op.kind in FETCHES and step.op.stage != stage
-            yield HeldBack(step, self._held) if early and not goes_on else step
+            yield DelayedFetch(step, self._held) if early and not goes_on else step
 
     def _catch_up(self) -> None:
         """Begin the fetches that were held back."""

@@ -1,15 +1,16 @@
-"""One job at work: from decision to decision, in a thread of its own."""
+"""One job at work, from decision to decision in a thread of its own; and the referee, who decides
+which jobs go on where all of them stand still.
+"""
 
 from __future__ import annotations
 
 import math
-import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.base.errors import FileError, RunError
 from penstock.engine.run.rank.work import is_not_finite
@@ -17,7 +18,6 @@ from penstock.planning.turns.stop import Stop
 from penstock.training.fleet.dispatcher import Dispatcher
 from penstock.training.fleet.job import Job
 from penstock.training.fleet.pace import VisitPace
-from penstock.training.fleet.referee import Referee
 from penstock.training.fleet.results import JobResult, Status
 from penstock.training.pipeline import Pipeline
 
@@ -75,7 +75,9 @@ class Trainee:
         """Minibatches that it was trained on."""
         return len(self.losses)
 
-    def train(self, stop: Stop, referee: Referee, num_jobs: int, saving: Saving | None) -> None:
+    def train(
+        self, stop: Stop, referee: Referee, num_jobs: int, saving: FleetSaving | None
+    ) -> None:
         """Go from decision to decision until the end; raises nothing."""
         try:
             targets: list[int | None] = [*stop.targets(num_jobs, self.job.most_steps(stop))]
@@ -121,7 +123,7 @@ class Trainee:
         return self.error is None
 
     def result(self) -> JobResult:
-        """What has come out up to now."""
+        """The result up to now."""
         metrics = {name: tuple(values) for name, values in self.metrics.items()}
         return JobResult(
             self.name, self.status, tuple(self.losses), metrics, self.value, self.place.seconds,
@@ -129,7 +131,7 @@ class Trainee:
         )  # fmt: skip
 
     def _train_to(
-        self, target: int | None, batches: Iterator[tuple[Any, Any]], saving: Saving | None
+        self, target: int | None, batches: Iterator[tuple[Any, Any]], saving: FleetSaving | None
     ) -> None:
         self._dispatcher.begin_stretch(self.place, self.step, target)
         while target is None or self.step < target:
@@ -141,7 +143,7 @@ class Trainee:
             for loss in self.pipeline.steps(stretch):
                 self._note(float(loss.detach()) if loss is not None else math.nan)
             if saving is not None and self.step > before:
-                saving.save(self)
+                self.save(saving.folder)
             if end is None or self.step < end:
                 return  # the data has ended
 
@@ -177,7 +179,7 @@ class Trainee:
         return bool(wanted) and self._is_on_accelerator
 
     def _mean(self, stop: Stop, step: int) -> float:
-        """What halving compares: the mean over the minibatches before a step."""
+        """The figure that halving compares: the mean over the minibatches before a step."""
         values = self.losses if stop.metric == "loss" else self.metrics[stop.metric]
         recent = values[step - stop.every : step]
         self.value = math.fsum(recent) / len(recent)
@@ -197,10 +199,9 @@ class Trainee:
                 f"{folder / self.name} holds a checkpoint that no fleet has written; load it with "
                 "Pipeline.load, or take another folder"
             )
-        self.losses = [_number(loss) for loss in position["losses"]]
+        self.losses = [float(loss) for loss in position["losses"]]
         self.metrics = {
-            name: [_number(value) for value in values]
-            for name, values in position["metrics"].items()
+            name: [float(value) for value in values] for name, values in position["metrics"].items()
         }
 
     def save(self, folder: Path) -> None:
@@ -216,24 +217,20 @@ class Trainee:
         )
 
 
-class Saving:
+class FleetSaving(NamedTuple):
     """When and where trainees save in the course of a run.
 
-    Args:
+    Attributes:
         folder: of the fleet; each job has one in it.
         every: minibatches between two checkpoints of a job.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], every: int) -> None:
-        self.folder, self.every = Path(folder), every
+    folder: Path
+    every: int
 
     def next_after(self, step: int) -> int:
         """The next step at which a checkpoint is due."""
         return (step // self.every + 1) * self.every
-
-    def save(self, trainee: Trainee) -> None:
-        """Save a job."""
-        trainee.save(self.folder)
 
 
 def _text(value: float) -> float | str:
@@ -241,5 +238,70 @@ def _text(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
 
 
-def _number(value: float | str) -> float:
-    return float(value)
+class Referee:
+    """Waits until all jobs that are left have come to a decision, and takes it.
+
+    Args:
+        stop: how it is taken.
+        names: of all jobs, in the fleet's order.
+    """
+
+    def __init__(self, stop: Stop, names: list[str]) -> None:
+        self._stop, self._names = stop, names
+        self._left = set(names)
+        self._num_begun = len(names)
+        self._here: dict[str, tuple[int, float]] = {}
+        self._turned = threading.Condition()
+        self._why_closed: str | None = None
+        self._survivors: dict[int, frozenset[str]] = {}
+
+    def is_decision(self, step: int) -> bool:
+        """Whether jobs stop at this step."""
+        if not self._stop.every:
+            return False
+        rung, rest = divmod(step, self._stop.every)
+        return not rest and 1 <= rung <= self._stop.num_decisions(len(self._names))
+
+    def goes_on(self, name: str, step: int, value: Callable[[], float]) -> bool:
+        """Wait for the decision about a job that has come to a step, if there is one there.
+
+        Args:
+            value: what is compared, of this job.
+
+        Raises:
+            RunError: the fleet was ended meanwhile.
+        """
+        if not self.is_decision(step):
+            return True
+        with self._turned:
+            self._here[name] = step, value()
+            self._decide()
+            while step not in self._survivors:
+                if self._why_closed is not None:
+                    raise RunError(f"job {name}: {self._why_closed}")
+                self._turned.wait()
+            return name in self._survivors[step]
+
+    def gone(self, name: str) -> None:
+        """A job has ended, however that was: nobody waits for it."""
+        with self._turned:
+            self._left.discard(name)
+            self._here.pop(name, None)
+            self._decide()
+
+    def close(self, why: str) -> None:
+        """Nobody is to wait any more."""
+        with self._turned:
+            self._why_closed = why
+            self._turned.notify_all()
+
+    def _decide(self) -> None:
+        if not self._here or set(self._here) != self._left:
+            return
+        step = max(step for step, _ in self._here.values())
+        values = {name: self._here[name][1] for name in self._names if name in self._here}
+        survivors = self._survivors[step] = frozenset(self._stop.survivors(values, self._num_begun))
+        self._left &= survivors
+        self._num_begun = len(survivors)
+        self._here.clear()
+        self._turned.notify_all()

@@ -1,15 +1,72 @@
-"""Where frames wait until the first stage is free for them, and what happens if more come."""
+"""Frames of a live stream: read from a source while the pipeline works on those before, and waiting
+until the first stage is free for them; and the results that come of them.
+"""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
-from typing import Generic, TypeVar, get_args
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Generic, Literal, NamedTuple, Self, TypeVar, get_args
+
+import torch
+from torch import Tensor
 
 from penstock.base.errors import RunError
 from penstock.base.values import one_of
-from penstock.training.live.frames import WhenLate
+
+WhenLate = Literal["wait", "drop-oldest", "raise"]
+
+
+@dataclass(frozen=True, eq=False)
+class LiveFrame:
+    """A frame as somebody has given it to a stream.
+
+    Attributes:
+        number: how many were given before it, dropped ones included.
+        value: what the first stage takes.
+        target: what the model should give for it; ``None`` if nobody says.
+        learns: whether anything may be learned from it.
+        arrived_seconds: when it was given, on this process's clock.
+        autocast: under which autocast it was given.
+    """
+
+    number: int
+    value: Any
+    target: Any
+    learns: bool
+    arrived_seconds: float
+    autocast: Mapping[str, torch.dtype] = field(default_factory=dict)
+
+
+class News(Enum):
+    """News between results, for who waits for one."""
+
+    CHANGED = "something has gone wrong, or no more frames come"
+    PAUSED = "all results so far are taken on rank 0"
+    ENDED = "rank 0 has left the stream"
+
+
+class Result(NamedTuple):
+    """The model's output for one frame, with its loss.
+
+    Attributes:
+        frame: how many frames were given before this one, dropped ones included.
+        output: the model's output, detached.
+        loss: that of the output, before anything was learned from the frame; ``None`` if nobody
+            has said what the frame should give.
+        latency_seconds: from when the frame was given until its output was there; under
+            ``torchrun``, until this process knew of it.
+    """
+
+    frame: int
+    output: Any
+    loss: Tensor | None
+    latency_seconds: float
+
 
 T = TypeVar("T")
 
@@ -70,7 +127,7 @@ class Intake(Generic[T]):
         return not (is_late and when_late == "drop-oldest")
 
     def take(self) -> T | None:
-        """What has waited longest; ``None`` if nothing waits."""
+        """The item that has waited longest; ``None`` if none waits."""
         with self._room:
             if not self._waiting:
                 return None
@@ -85,3 +142,121 @@ class Intake(Generic[T]):
         """
         with self._room:
             return self._room.wait_for(lambda: not self._waiting, seconds)
+
+
+_LOOK_AGAIN_SECONDS = 0.2
+_PARTING_SECONDS = 5.0
+
+
+class SourceReader:
+    """Gives the frames of a source to a stream, in a thread of its own: a camera lets its reader
+    wait for the next frame, and results are wanted meanwhile.
+
+    Who leaves it early gets what was being read: a frame that has left its source is given to the
+    stream in any case.
+
+    Args:
+        source: gives frames, or pairs (frame, target).
+        rate: how many frames per second it gives at most; ``None``: as many as it can.
+        waits: whether a frame waits until the pipeline has room for it.
+        give: takes a frame and its target.
+        has_room: waits for so many seconds until the pipeline has room; whether it has.
+        ended: called when no more frames come.
+        before: one that was left while it waited for the same source, which can give to one only.
+
+    Attributes:
+        source: as given.
+    """
+
+    def __init__(
+        self,
+        source: Iterable[Any],
+        *,
+        rate: float | None,
+        waits: bool,
+        give: Callable[[Any, Any], object],
+        has_room: Callable[[float], bool],
+        ended: Callable[[], None],
+        before: SourceReader | None = None,
+    ) -> None:
+        self.source = source
+        self._period = None if rate is None else 1 / rate
+        self._waits = waits
+        self._give = give
+        self._has_room = has_room
+        self._ended = ended
+        self._before = before
+        self._leaves = threading.Event()
+        self._is_done = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._read, name="penstock reader", daemon=True)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no more frames come."""
+        return self._is_done
+
+    @property
+    def is_left(self) -> bool:
+        """Whether nobody waits for frames any more."""
+        return self._leaves.is_set()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing of it is left to come or to be told."""
+        return self._is_done and self._failure is None
+
+    def raise_failure(self) -> None:
+        """Raise what the source has raised, or what the pipeline has said to a frame, if nobody has
+        heard of it."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _read(self) -> None:
+        try:
+            if self._before is not None:
+                self._before._thread.join()
+                self._before.raise_failure()
+                self._before = None
+            self._read_all()
+        except BaseException as error:
+            self._failure = error
+        finally:
+            self._is_done = True
+            self._ended()
+
+    def _read_all(self) -> None:
+        begin, number, items = time.perf_counter(), 0, iter(self.source)
+        while not self._leaves.is_set():
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+            self._await_turn(begin, number)
+            self._give(*_pair(item))
+            number += 1
+
+    def _await_turn(self, begin: float, number: int) -> None:
+        if self._period is not None:
+            self._leaves.wait(max(0.0, begin + number * self._period - time.perf_counter()))
+        while self._waits and not self._leaves.is_set():
+            if self._has_room(_LOOK_AGAIN_SECONDS):
+                return
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._leaves.set()
+        if threading.current_thread() is not self._thread:
+            # Who goes on may read the source, too. A dead one nobody can interrupt.
+            self._thread.join(_PARTING_SECONDS)
+
+
+def _pair(item: Any) -> tuple[Any, Any]:
+    if isinstance(item, tuple | list) and len(item) == 2:  # a DataLoader makes lists
+        frame, target = item
+        return frame, target
+    return item, None

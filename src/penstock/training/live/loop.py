@@ -1,4 +1,5 @@
-"""Lets frames into the pipeline as soon as its first stage is free for them."""
+"""Lets frames into the pipeline as soon as its first stage is free for them, and gives their
+results in order, with the news between them."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.base.errors import DeadlineError
+from penstock.base.errors import DeadlineError, InputError, RunError
 from penstock.engine.device.queue import taken_up
 from penstock.engine.model import tree
 from penstock.engine.run.assembly import Assembly
@@ -23,12 +24,12 @@ from penstock.engine.run.history import History
 from penstock.engine.run.minibatch import Minibatch
 from penstock.engine.run.outcome import MinibatchOutcome
 from penstock.training.checkpoint.keeper import Keeper
-from penstock.training.checkpoint.wanted import Checkpoints
-from penstock.training.live.frames import Frame, News, Result, WhenLate
-from penstock.training.live.intake import Intake
+from penstock.training.checkpoint.saving import Checkpoints
+from penstock.training.live.intake import Intake, LiveFrame, News, Result, WhenLate
+from penstock.training.live.report import StreamLedger
 
 
-class Saving(NamedTuple):
+class SaveRequest(NamedTuple):
     """A wish to save behind the frames that the first stage has begun.
 
     Attributes:
@@ -50,11 +51,11 @@ class Admitted(NamedTuple):
         minibatch: the same, copied for the ranks of this process; its number is not known yet.
     """
 
-    frame: Frame
+    frame: LiveFrame
     minibatch: Minibatch
 
 
-class Arrival(NamedTuple):
+class FrameOutput(NamedTuple):
     """An output that has left the last stage.
 
     Attributes:
@@ -64,7 +65,7 @@ class Arrival(NamedTuple):
     """
 
     result: Result
-    frame: Frame
+    frame: LiveFrame
     moment: torch.Event | None
 
     def settled(self) -> Result:
@@ -78,7 +79,7 @@ class Arrival(NamedTuple):
 
 
 class Engine(NamedTuple):
-    """What a loop runs, and who is told of it.
+    """The engine that a loop runs, and who is told of it.
 
     Attributes:
         parts: the pipeline.
@@ -94,7 +95,7 @@ class Engine(NamedTuple):
 
 
 class Loop(ABC):
-    """What threads and processes have in common.
+    """The part of a loop that threads and processes have in common.
 
     Attributes:
         intake: frames that wait for the first stage.
@@ -106,7 +107,7 @@ class Loop(ABC):
 
     def __init__(self, engine: Engine) -> None:
         self.intake: Intake[Admitted] = Intake(self._changed)
-        self.arrivals: queue.SimpleQueue[Arrival | News] = queue.SimpleQueue()
+        self.arrivals: queue.SimpleQueue[FrameOutput | News] = queue.SimpleQueue()
         self.num_begun = 0
         self.most_within = engine.parts.plan.num_ranks
         self._most_untaken: int | None = None
@@ -114,7 +115,7 @@ class Loop(ABC):
         self._failure: BaseException | None = None
         self._is_told = False
 
-    def put(self, frame: Frame, when_late: WhenLate) -> bool:
+    def put(self, frame: LiveFrame, when_late: WhenLate) -> bool:
         """Let a frame wait for the first stage; see ``Intake.put``.
 
         Raises:
@@ -122,7 +123,7 @@ class Loop(ABC):
         """
         return self.intake.put(Admitted(frame, self._cut(frame)), when_late)
 
-    def _cut(self, frame: Frame) -> Minibatch:
+    def _cut(self, frame: LiveFrame) -> Minibatch:
         return self._parts.cutter.frame(
             frame.value,
             frame.target,
@@ -133,10 +134,10 @@ class Loop(ABC):
         )
 
     def _heard(
-        self, frame: Frame, output: Any, loss: Tensor | None, moment: torch.Event | None
+        self, frame: LiveFrame, output: Any, loss: Tensor | None, moment: torch.Event | None
     ) -> None:
         latency = time.perf_counter() - frame.arrived_seconds
-        self.arrivals.put(Arrival(Result(frame.number, output, loss, latency), frame, moment))
+        self.arrivals.put(FrameOutput(Result(frame.number, output, loss, latency), frame, moment))
 
     def _remember(self, outcome: MinibatchOutcome) -> None:
         # What the model gave for a frame is its caller's; of long streams it would fill the memory.
@@ -177,8 +178,8 @@ class Loop(ABC):
         self.num_begun += 1
         return replace(minibatch, step=self.num_begun - 1)
 
-    def _mark(self, saving: Saving) -> Minibatch:
-        """What makes every stage save itself behind the frames that were begun."""
+    def _mark(self, saving: SaveRequest) -> Minibatch:
+        """A mark that makes every stage save itself behind the frames that were begun."""
         wanted = Checkpoints(saving.folder, every=1, keep=saving.keep)
         mark = self._keeper.mark(wanted, self.num_begun, position=saving.position)
         return Minibatch(self.num_begun, (), mark=mark)
@@ -213,7 +214,7 @@ class Loop(ABC):
         """
 
     @abstractmethod
-    def save(self, saving: Saving) -> None:
+    def save(self, saving: SaveRequest) -> None:
         """Let every stage save itself behind the frames that the first stage has begun."""
 
     def raise_failure(self) -> None:
@@ -240,9 +241,113 @@ class Loop(ABC):
 
 
 def late(rank: int, deadlines: Deadlines) -> DeadlineError:
-    """What to say of a rank that is not through with its frames."""
+    """The error of a rank that is not through with its frames."""
     return DeadlineError(
         f"rank {rank} was not through with the frames that it has begun after "
         f"{deadlines.step.seconds:g} s, so that its weights cannot be read; raise deadline_seconds "
         "if its layers take so long"
     )
+
+
+class Results:
+    """The outputs that have left the last stage, for whoever takes them.
+
+    Args:
+        loop: puts arrivals and news in their order.
+        ledger: is told of each result that is taken.
+
+    Attributes:
+        num_taken: how many results somebody has taken.
+        closed: whether the stream is over in this process.
+    """
+
+    def __init__(self, loop: Loop, ledger: StreamLedger) -> None:
+        self.num_taken = 0
+        self.closed = False
+        self._loop = loop
+        self._ledger = ledger
+        self._set_aside: News | None = None
+
+    def close(self) -> None:
+        """The stream is over: whoever waits for a result waits no more."""
+        self.closed = True
+        self._loop.arrivals.put(News.CHANGED)
+
+    def check_open(self) -> None:
+        """Raise ``InputError`` if the stream is over in this process."""
+        if self.closed:
+            raise InputError("this stream is closed; make a new one")
+
+    def at_once(self) -> Result | None:
+        """The next result; ``None`` if there is none yet."""
+        self.check_open()
+        paused: News | None = None
+        while (news := self._news(wait=False)) is not None:
+            if isinstance(news, FrameOutput):
+                return self._taken(news)
+            if news is not News.CHANGED:
+                paused = news
+            if news is News.ENDED:
+                break
+        self._set_aside = paused  # for who takes all that is under way
+        self._loop.raise_failure()
+        return None
+
+    def next(self) -> Result:
+        """Wait for the next result.
+
+        Raises:
+            RunError: no more will come; or the first failure of any rank.
+        """
+        while True:
+            news = self._news()
+            if isinstance(news, FrameOutput):
+                return self._taken(news)
+            if news is News.ENDED:
+                self._set_aside = news
+                raise RunError(
+                    f"{self._loop.name} waits for the result of another frame, but rank 0 has left "
+                    "the stream; all processes must call it equally often"
+                )
+            self.check_open()
+            self._loop.raise_failure()
+
+    def until(self, is_over: Callable[[], bool]) -> Iterator[Result]:
+        """Results, until a condition holds that news tell of, or the stream is closed."""
+        while not is_over():
+            news = self._news()
+            if isinstance(news, FrameOutput):
+                yield self._taken(news)
+            elif self.closed:
+                return
+            else:
+                self._loop.raise_failure()
+
+    def followed(self) -> Iterator[Result]:
+        """Results, until rank 0 has taken all that were under way there, or has left."""
+        while True:
+            news = self._news()
+            if isinstance(news, FrameOutput):
+                yield self._taken(news)
+            elif news is News.CHANGED and not self.closed:
+                self._loop.raise_failure()
+            else:
+                self._set_aside = news if news is News.ENDED else None
+                return
+
+    def _news(self, *, wait: bool = True) -> FrameOutput | News | None:
+        """The next output or news; ``None`` if there is none, and nobody waits."""
+        if self._set_aside is not None:
+            news, self._set_aside = self._set_aside, None
+            return news
+        try:
+            return self._loop.arrivals.get(block=wait)
+        except queue.Empty:
+            return None
+
+    def _taken(self, arrival: FrameOutput) -> Result:
+        result = arrival.settled()
+        self.num_taken += 1
+        self._loop.taken()
+        self._ledger.told(result, None if result.loss is None else float(result.loss))
+        return result

@@ -11,7 +11,7 @@ from typing import Any, Self, get_args
 import torch
 from torch import Tensor
 
-from penstock.base.errors import FileError, InputError
+from penstock.base.errors import InputError
 from penstock.base.values import expect, flag, number, one_of
 from penstock.core.timing.timeline import Timeline
 from penstock.engine.model import tree
@@ -22,15 +22,10 @@ from penstock.engine.run.drive.driver import told
 from penstock.engine.run.history import History
 from penstock.planning.plans import Plan
 from penstock.training.checkpoint.keeper import Keeper
-from penstock.training.live.dashboard import Dashboard
-from penstock.training.live.frames import Frame, News, Result, WhenLate
-from penstock.training.live.ledger import Ledger
-from penstock.training.live.loop import Engine, Loop, Saving
-from penstock.training.live.process_loop import ProcessLoop
-from penstock.training.live.reader import Reader
-from penstock.training.live.report import StreamReport
-from penstock.training.live.results import Results
-from penstock.training.live.thread_loop import ThreadLoop
+from penstock.training.live.intake import LiveFrame, News, Result, SourceReader, WhenLate
+from penstock.training.live.loop import Engine, Loop, Results, SaveRequest
+from penstock.training.live.loops import ProcessLoop, ThreadLoop
+from penstock.training.live.report import Dashboard, StreamLedger, StreamReport
 
 
 class Stream:
@@ -51,7 +46,9 @@ class Stream:
         self.plan: Plan = self._parts.plan
         self.transport: str = self._parts.transport
         policy = self.plan.versions
-        self._ledger = Ledger(self.plan.place(0).warm_up if policy.activations == "newest" else 0)
+        self._ledger = StreamLedger(
+            self.plan.place(0).warm_up if policy.activations == "newest" else 0
+        )
         self._history = History(self.plan.schedule, policy.activations)
         self._keeper = Keeper(self._parts, None)
         make = ProcessLoop if self._parts.in_processes else ThreadLoop
@@ -61,7 +58,7 @@ class Stream:
         self._results = Results(self._loop, self._ledger)
         self._num_given = self._num_lost = 0
         self._numbering = threading.Lock()
-        self._readers: list[Reader] = []
+        self._readers: list[SourceReader] = []
         self._has_begun = False
 
     def __call__(self, frame: Any, target: Any = None, *, learn: bool = True) -> Result | None:
@@ -132,7 +129,7 @@ class Stream:
             _check_tensors(frame, "the frame")
             _check_tensors(torch.empty(0) if target is None else target, "its target")
         with self._numbering:  # numbers are in the order in which frames wait
-            given = Frame(self._num_given, frame, target, learn, time.perf_counter(), autocast)
+            given = LiveFrame(self._num_given, frame, target, learn, time.perf_counter(), autocast)
             kept = self._loop.put(given, when_late)
             self._num_given += 1
             self._num_lost += not kept
@@ -202,7 +199,7 @@ class Stream:
 
         self._readers = [reader for reader in self._readers if not reader.is_settled]
         same = [reader for reader in self._readers if reader.source is source]
-        reader = Reader(
+        reader = SourceReader(
             source,
             rate=rate,
             waits=when_late == "wait",
@@ -226,15 +223,8 @@ class Stream:
 
     @property
     def report(self) -> StreamReport:
-        """What has become of the frames so far: rates, drops, latency, loss; printed, a table."""
-        intake = self._loop.intake
-        return self._ledger.report(
-            num_given=self._num_given,
-            num_dropped=intake.num_dropped,
-            num_late=intake.num_late,
-            num_waiting=len(intake),
-            longest_queue=intake.longest,
-        )
+        """The account of the frames so far: rates, drops, latency, loss; printed, a table."""
+        return self._ledger.report(self._num_given, self._loop.intake)
 
     def dashboard(self, every_seconds: float = 0.5) -> Dashboard:
         """The report, live in the terminal for as long as the ``with`` block lasts that it opens.
@@ -292,7 +282,7 @@ class Stream:
         """
         self._begin()
         self._keeper.check()
-        self._loop.save(Saving(os.fspath(path), keep, position))
+        self._loop.save(SaveRequest(os.fspath(path), keep, position))
 
     def load(self, path: str | os.PathLike[str]) -> Any:
         """Go on from a checkpoint; before the first frame. All processes must call it.
@@ -369,15 +359,12 @@ class Stream:
         self._loop.abandon()
         self._results.close()
         self._parts.driver.close(f"{type(error).__name__}: {told(error)}")
-        try:
-            self._keeper.close()
-        except FileError as failure:
-            error.add_note(f"The last checkpoint was not written: {told(failure)}")
+        self._keeper.close(error)
 
 
-def _check_tensors(value: Any, what: str) -> None:
+def _check_tensors(value: Any, name: str) -> None:
     """Raise ``InputError`` if a frame or a target holds no tensor."""
     if not tree.tensors(value):
         kind = type(value).__name__
         remedy = "torch.from_numpy makes one" if kind == "ndarray" else "give a tensor"
-        raise InputError(f"{what} is a {kind} and holds no tensor; {remedy}, or skip it")
+        raise InputError(f"{name} is a {kind} and holds no tensor; {remedy}, or skip it")

@@ -1,32 +1,39 @@
-"""``profile``: measures a model on a sample microbatch and gives its ``LayerGraph``."""
+"""``profile``: measures a model on a sample microbatch and gives its ``LayerGraph``.
+
+It warns of losses in which a row's term depends on other rows, since a pipeline computes them per
+microbatch.
+"""
 
 from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from msgspec.structs import replace
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.base.telling import Telling
 from penstock.base.values import expect, number, whole
 from penstock.core.graph import LayerGraph
+from penstock.engine.device.accelerators import generators_kept
 from penstock.engine.device.allocator import keep_freed_pages
+from penstock.engine.model import microbatches, tree
 from penstock.engine.model.batches import LABELS, Parting, model_loss, parted_if_inside, plain
+from penstock.engine.model.ignored_labels import IGNORED
 from penstock.engine.model.optimizer_factory import OptimizerFactory
-from penstock.engine.model.spine import names_a_spine, spine_of
+from penstock.engine.model.spine import evaluation_mode, names_a_spine, run_spine, spine_of
 from penstock.engine.run.recipe import Loss
 from penstock.training.profiler.alone import WARM_UP, Progress, Sample, measure_alone
-from penstock.training.profiler.row_mixing import mixed_rows
-from penstock.training.profiler.together.calibrating import (
+from penstock.training.profiler.calibrating import (
     Calibrated,
     calibrate,
     num_ranks,
     uncalibrated,
 )
-from penstock.training.profiler.together.runs import Runner
+from penstock.training.profiler.runs import Runner
 
 _SHARES = 40
 """Steps of a progress bar while pipelines run: how many rounds there will be, nobody knows."""
@@ -129,7 +136,7 @@ def profile(  # noqa: PLR0913 - each has a default that most callers keep
     spine_of(model)  # before anything is asked of its parameters
     keep_freed_pages()
     count = num_ranks(model, sample, num_threads, ranks)
-    asked = _Asked(model, sample, others, optimizer, repeats, num_threads)
+    asked = _ProfileRequest(model, sample, others, optimizer, repeats, num_threads)
     if progress is not None:
         graph = _measured(asked, count, patience_seconds, progress)
     else:
@@ -144,8 +151,8 @@ def profile(  # noqa: PLR0913 - each has a default that most callers keep
     return replace(graph, example=example, other_sizes=others_too)
 
 
-class _Asked(NamedTuple):
-    """What to measure, and how; arguments as of ``profile``."""
+class _ProfileRequest(NamedTuple):
+    """The arguments of ``profile``, checked."""
 
     model: nn.Module
     sample: Sample
@@ -156,7 +163,7 @@ class _Asked(NamedTuple):
 
 
 def _measured(
-    asked: _Asked, count: int, patience_seconds: float | None, report: Progress
+    asked: _ProfileRequest, count: int, patience_seconds: float | None, report: Progress
 ) -> LayerGraph:
     """The layers alone, and ``count`` ranks together."""
     model, sample, others, optimizer, repeats, num_threads = asked
@@ -201,7 +208,7 @@ def _patience_seconds(alone_seconds: float) -> float:
 def _runner(
     model: nn.Module, sample: Sample, optimizer: OptimizerFactory | None
 ) -> Runner | Exception:
-    """What trains a copy of the model, or why no copy can be made.
+    """A runner, which trains a copy of the model; or the reason why no copy can be made.
 
     The copy is made before anything is measured: that may leave something on the model that cannot
     be copied.
@@ -254,3 +261,71 @@ def traced_unless_a_chain(model: nn.Module, inputs: Any) -> nn.Module:
     from penstock.engine.tracing.entrance import traced_for_profile
 
     return traced_for_profile(model, inputs)
+
+
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+_LOW_PRECISION = 3e-2
+
+
+def mixed_rows(model: nn.Module, sample: Sample) -> str | None:
+    """A warning if the loss of a sample is neither the mean nor the sum of those of its halves.
+
+    Args:
+        model: it is run in evaluation mode, in which rows do not meet in batch norm.
+        sample: with fewer than two rows, without a loss, or where the model does not take half of
+            the rows, nothing can be said.
+    """
+    if sample.loss is None or sample.num_rows < 2:
+        return None
+    inputs, targets = (microbatches.split(part, 2) for part in (sample.inputs, sample.targets))
+    try:
+        with (
+            evaluation_mode(model),
+            torch.no_grad(),
+            generators_kept(tensor.device for tensor in tree.tensors(sample.inputs)),
+        ):
+            layers = [layer.module for layer in spine_of(model)]
+            whole = _loss(layers, sample, sample.inputs, sample.targets)
+            halves = [_loss(layers, sample, *half) for half in zip(inputs, targets, strict=True)]
+    except Exception:  # a model may refuse so few rows in any way, and nobody has asked for them
+        return None
+    tolerance = _TOLERANCE.get(whole.dtype, _LOW_PRECISION)
+    whole, both = whole.double().cpu(), torch.stack(halves).double().cpu()
+    for weights in _weights(inputs, targets):
+        # Where a half has no labels, its mean over them is no number, and counts for nothing.
+        expected = torch.where(weights > 0, both * weights, 0.0).sum()
+        if torch.allclose(whole, expected, rtol=tolerance, atol=tolerance):
+            return None
+    return (
+        f"the loss of the sample is {float(whole):.4g}, but those of its halves are "
+        f"{float(both[0]):.4g} and {float(both[1]):.4g}, and it is neither their mean nor their "
+        "sum: the term of a row depends on other rows, as in a contrastive loss with negatives of "
+        "the batch. A pipeline computes the loss of each microbatch for itself, so it trains "
+        "something else. Take larger microbatches, as many rows as the loss should see, or a loss "
+        "of single rows; where rows only count differently, give Pipeline(…, weight=…)"
+    )
+
+
+def _loss(layers: Sequence[nn.Module], sample: Sample, inputs: Any, targets: Any) -> Tensor:
+    assert sample.loss is not None
+    # Layers may work in place on what they are given.
+    own = tree.replace(Tensor, Tensor.clone, inputs)
+    return sample.loss(run_spine(layers, own), targets)
+
+
+def _weights(inputs: list[Any], targets: list[Any]) -> Iterator[Tensor]:
+    """Factors on the losses of two halves: of a mean over rows, a sum, and a mean over labels."""
+    rows = [microbatches.num_rows(half, "inputs") for half in inputs]
+    yield torch.tensor(rows).double() / sum(rows)
+    yield torch.ones(2).double()
+    for first in (0, 1):  # a causal language model has no label for the first word
+        counts = [_num_labels(half, first) for half in targets]
+        if sum(counts):
+            yield torch.tensor(counts).double() / sum(counts)
+
+
+def _num_labels(targets: Any, first: int) -> int:
+    """Labels that a loss does not leave out, in sequences from the position ``first`` on."""
+    labels = (tensor for tensor in tree.tensors(targets) if not tensor.is_floating_point())
+    sequences = (tensor[:, first:] if tensor.dim() > 1 else tensor for tensor in labels)
+    return sum(int((tensor != IGNORED).sum()) for tensor in sequences)

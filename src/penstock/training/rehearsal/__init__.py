@@ -10,20 +10,25 @@ hide all overhead.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from penstock.base.lazily import loaded_when_used
 
 if TYPE_CHECKING:
     from penstock.training.rehearsal.conduct import rehearse
-    from penstock.training.rehearsal.result import Comparison, Rehearsal
+    from penstock.training.rehearsal.result import FigureComparison, Rehearsal
 else:
     __getattr__ = loaded_when_used(
         __name__,
         {
             "penstock.training.rehearsal.conduct": ("rehearse",),
-            "penstock.training.rehearsal.result": ("Comparison", "Rehearsal"),
+            "penstock.training.rehearsal.result": ("FigureComparison", "Rehearsal"),
         },
     )
 
-__all__ = ["Comparison", "Rehearsal", "rehearse"]
+
+RehearsalTransport = Literal["shared-memory", "threads"]
+WaitsName = Literal["relative", "logical"]
+UpdateMode = Literal["separate", "agreed", "post-validated"]
+
+__all__ = ["FigureComparison", "Rehearsal", "rehearse"]

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from penstock.base.errors import InputError
 from penstock.base.values import expect, is_number, is_whole, one_of
-from penstock.core.schedule import Kind, Schedule
+from penstock.core.schedule import Kind, Op, Schedule
 from penstock.core.schedule.check import check
 from penstock.core.schedule.lower import add_agreement, add_communication, add_update, add_updates
 from penstock.core.schedule.op import COMPUTE
@@ -17,22 +17,21 @@ from penstock.core.timing.costs import Costs
 from penstock.core.timing.simulator import simulate
 from penstock.core.versions import Flush
 from penstock.planning.plans import Plan
-from penstock.training.rehearsal.job import (
-    Job,
-    RehearsalTransport,
-    UpdateMode,
-    WaitsName,
-    flattened,
+from penstock.training.rehearsal import RehearsalTransport, UpdateMode, WaitsName
+from penstock.training.rehearsal.conductor import RehearsalJob, perform
+from penstock.training.rehearsal.result import (
+    Rehearsal,
+    RehearsedStream,
+    compute_of,
+    rehearsal_of,
+    stream_of,
 )
-from penstock.training.rehearsal.performance import perform
-from penstock.training.rehearsal.result import Rehearsal, rehearsal_of
-from penstock.training.rehearsal.stream import Stream, compute_of, stream_of
 
 MOST_RANKS = 128
 """More processes than this would only show how this machine switches between them."""
 _DEADLINE_SECONDS = 30.0
 OP_SECONDS = 10e-3
-"""What F, I and W of all of a rank's layers take where nobody says."""
+"""The seconds of F, I and W of all of a rank's layers where nobody gives costs."""
 
 
 def rehearse(  # noqa: PLR0913 - each has a default that most callers keep
@@ -83,17 +82,7 @@ def rehearse(  # noqa: PLR0913 - each has a default that most callers keep
         ScheduleError: the schedule is incomplete or deadlocks.
         RunError: a rank failed or died.
     """
-    expect(plan, Plan | Schedule, "the plan", "give a penstock.Plan or a penstock.Schedule")
-    if isinstance(plan, Plan) and plan.spill is not None:
-        raise InputError(
-            "stages of this plan come from a tier and leave again, and emulated devices have none; "
-            "simulate it, or rehearse it as if all stayed: take spill out of the plan"
-        )
-    if isinstance(plan, Plan) and plan.offload is not None:
-        raise InputError(
-            "activations of this plan wait in a tier, and emulated devices have none; simulate it, "
-            "or rehearse it as if all stayed: plan.offloading(None)"
-        )
+    _check_plan(plan)
     schedule = compute_of(plan)
     if costs is None:
         costs = plan.costs if isinstance(plan, Plan) else default_costs(schedule)
@@ -113,7 +102,7 @@ def rehearse(  # noqa: PLR0913 - each has a default that most callers keep
         )
     costs = costs.scaled(scale)
     lowered = performable(schedule, updates, stream)
-    job = Job(
+    job = RehearsalJob(
         ops=str(flattened(lowered)),
         costs=costs.of_slices(schedule.num_slices),
         num_steps=steps,
@@ -138,9 +127,9 @@ def default_costs(schedule: Schedule) -> Costs:
 
 
 def performable(
-    schedule: Schedule, updates: UpdateMode = "separate", stream: Stream | None = None
+    schedule: Schedule, updates: UpdateMode = "separate", stream: RehearsedStream | None = None
 ) -> Schedule:
-    """What a rank performs of a schedule: its compute in its order, and all that this takes."""
+    """A schedule as ranks perform it: its compute in its order, and all that this takes."""
     kept = COMPUTE | {Kind.RECOMPUTE}
     ranks = (tuple(op for op in ops if op.kind in kept) for ops in schedule.ranks)
     compute = schedule.with_ranks(ranks)
@@ -150,6 +139,31 @@ def performable(
     if updates != "separate":
         updated = add_agreement(updated, late=updates == "post-validated")
     return add_communication(updated)
+
+
+def flattened(schedule: Schedule) -> Schedule:
+    """Each slice as a microbatch of its own, so that two numbers name all work. What slices need of
+    each other within a stage, the order of their rank already gives."""
+    num_slices = schedule.num_slices
+
+    def flat(op: Op) -> Op:
+        return op._replace(microbatch=op.microbatch * num_slices + op.slice, slice=0)
+
+    return schedule.with_ranks([flat(op) for op in ops] for ops in schedule.ranks)
+
+
+def _check_plan(plan: Any) -> None:
+    expect(plan, Plan | Schedule, "the plan", "give a penstock.Plan or a penstock.Schedule")
+    if isinstance(plan, Plan) and plan.spill is not None:
+        raise InputError(
+            "stages of this plan come from a tier and leave again, and emulated devices have none; "
+            "simulate it, or rehearse it as if all stayed: take spill out of the plan"
+        )
+    if isinstance(plan, Plan) and plan.offload is not None:
+        raise InputError(
+            "activations of this plan wait in a tier, and emulated devices have none; simulate it, "
+            "or rehearse it as if all stayed: plan.offloading(None)"
+        )
 
 
 def _check_arguments(steps: Any, scale: Any, message_bytes: Any) -> None:

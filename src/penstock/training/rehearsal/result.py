@@ -1,4 +1,10 @@
-"""What a rehearsal gives: the step as it went, beside the step as it was predicted."""
+"""The result of a rehearsal: the step as it went, beside the step as it was predicted.
+
+Streams: how a schedule that never flushes is rehearsed, and what its steady state takes.
+
+A stream has no steps: what a microbatch takes shows in its middle, between the warm-up and the
+draining at its end.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +12,28 @@ import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil, lcm
 from typing import NamedTuple
 
+from penstock.base.errors import InputError
+from penstock.base.values import is_whole
 from penstock.core.schedule import Kind, Schedule
+from penstock.core.schedule.op import COMPUTE, RELEASING
+from penstock.core.schedule.rounds import Rounds
 from penstock.core.timing.costs import Costs
 from penstock.core.timing.simulator import simulate
 from penstock.core.timing.spans import BUSY, Span
 from penstock.core.timing.timeline import Timeline
-from penstock.training.rehearsal.reports import StepTimes
-from penstock.training.rehearsal.stream import Steady
+from penstock.core.versions import USUAL, Policy, rounds_of
+from penstock.planning.plans import Plan
+
+StepTimes = list[list[float]]
+"""For each rank, when its ops start and end: start, end, start, end, …"""
 
 _HELD_UP_SECONDS = 1e-3
 
 
-class Comparison(NamedTuple):
+class FigureComparison(NamedTuple):
     """One figure, predicted and measured.
 
     Attributes:
@@ -70,8 +84,8 @@ class Rehearsal:
     step_seconds: tuple[float, ...]
     pace_seconds: float
     hop_seconds: float
-    steady_seconds: Comparison | None = None
-    steady_efficiency: Comparison | None = None
+    steady_seconds: FigureComparison | None = None
+    steady_efficiency: FigureComparison | None = None
 
     @property
     def num_held_up(self) -> int:
@@ -85,18 +99,18 @@ class Rehearsal:
         )
 
     @property
-    def comparisons(self) -> tuple[Comparison, ...]:
+    def comparisons(self) -> tuple[FigureComparison, ...]:
         """Makespan and both bubbles; of a stream, its steady state too."""
         steady = (self.steady_seconds, self.steady_efficiency)
         whole = (
-            Comparison(name, getattr(self.predicted, field), getattr(self.measured, field))
+            FigureComparison(name, getattr(self.predicted, field), getattr(self.measured, field))
             for name, field in (
                 ("makespan", "makespan"),
                 ("bubble", "bubble"),
                 ("stage bubble", "stage_bubble"),
             )
         )
-        return (*whole, *(one for one in steady if one is not None))
+        return (*whole, *(comparison for comparison in steady if comparison is not None))
 
 
 def rehearsal_of(
@@ -128,12 +142,14 @@ def rehearsal_of(
 
 def _steady(
     steady: Steady, predicted: Timeline, timelines: Sequence[Timeline]
-) -> tuple[Comparison, Comparison]:
+) -> tuple[FigureComparison, FigureComparison]:
     foreseen = steady.seconds(predicted)
     measured = statistics.median(map(steady.seconds, timelines))
     return (
-        Comparison("steady seconds", foreseen, measured),
-        Comparison("steady efficiency", steady.efficiency(foreseen), steady.efficiency(measured)),
+        FigureComparison("steady seconds", foreseen, measured),
+        FigureComparison(
+            "steady efficiency", steady.efficiency(foreseen), steady.efficiency(measured)
+        ),
     )
 
 
@@ -185,3 +201,127 @@ def _measured_hop(schedule: Schedule, costs: Costs, timelines: Sequence[Timeline
                 if span.start < made:
                     hops.append(span.end - made - costs.delay(send, span.op))
     return max(0.0, statistics.median(hops)) if hops else 0.0
+
+
+_MICROBATCHES_PER_RANK = 8
+_FEWEST_MINIBATCHES = 4
+
+
+@dataclass(frozen=True)
+class RehearsedStream:
+    """A stream of microbatches as it is rehearsed.
+
+    Attributes:
+        policy: which weights passes read, and when stages update.
+        rounds: when each stage updates.
+        period: after how many microbatches the steady state repeats itself.
+    """
+
+    policy: Policy
+    rounds: Rounds
+    period: int
+
+    @classmethod
+    def of(cls, schedule: Schedule, policy: Policy, minibatch: int) -> RehearsedStream:
+        """The stream that a schedule of compute ops is.
+
+        Args:
+            schedule: one of a family that never flushes.
+            policy: for that family.
+            minibatch: microbatches per update, if the policy updates once per minibatch.
+
+        Raises:
+            InputError: the policy does not go with the schedule.
+        """
+        rounds = rounds_of(policy, schedule, minibatch)
+        size = minibatch if policy.updates == "minibatch" else 1
+        return cls(policy, rounds, lcm(size, *rounds.replicas))
+
+
+class Steady(NamedTuple):
+    """The stretch of a stream that counts as its steady state, and the seconds of one device for
+    it.
+
+    Attributes:
+        first, last: microbatches. The steady state goes from the end of the backward of one at
+            stage 0 to that of the other: about a quarter and three quarters into the stream, whole
+            periods apart.
+        device_seconds: what a device would need per microbatch if it shared the compute of one
+            device evenly with the others; updates are not in it.
+    """
+
+    first: int
+    last: int
+    device_seconds: float
+
+    @classmethod
+    def of(cls, schedule: Schedule, costs: Costs, period: int) -> Steady | None:
+        """The steady state of a stream; ``None`` if it is too short to have one."""
+        first = schedule.num_microbatches // 4
+        last = first + (schedule.num_microbatches // 2) // period * period
+        if last == first:
+            return None
+        ops = (op for ops in schedule.ranks for op in ops if op.kind in COMPUTE)
+        compute = sum(costs.duration(op) for op in ops)
+        return cls(first, last, compute / schedule.num_microbatches / schedule.num_ranks)
+
+    def seconds(self, timeline: Timeline) -> float:
+        """Seconds per microbatch, as the backwards at stage 0 end."""
+        ends = {}
+        for row in timeline.rows:
+            for op, end in zip(row.ops, row.ends, strict=True):
+                if op.stage == 0 and op.kind in RELEASING:
+                    ends[op.microbatch] = end
+        return (ends[self.last] - ends[self.first]) / (self.last - self.first)
+
+    def efficiency(self, seconds: float) -> float:
+        """The share of the devices' time in which they compute: 1 is as many devices, each as fast
+        as one alone."""
+        return self.device_seconds / seconds
+
+
+def compute_of(plan: Plan | Schedule) -> Schedule:
+    """The ops to perform. Of a plan that never flushes, a stream that is long enough to show its
+    steady state; a schedule is as long as it is."""
+    if isinstance(plan, Schedule):
+        return plan
+    if not plan.versions.asynchronous:
+        return plan.build_schedule()
+    size = plan.num_microbatches
+    least = _MICROBATCHES_PER_RANK * plan.num_ranks
+    return plan.build_schedule(size * max(_FEWEST_MINIBATCHES, ceil(least / size)))
+
+
+def stream_of(
+    plan: Plan | Schedule, schedule: Schedule, minibatch: int | None
+) -> RehearsedStream | None:
+    """How what is performed streams; ``None`` if it flushes.
+
+    Args:
+        plan: a plan, which says so, or a schedule by the name of a family.
+        schedule: what is performed.
+        minibatch: microbatches per update, for a schedule that updates once per minibatch; by
+            default as many as it has stages. A plan says it itself.
+
+    Raises:
+        InputError: ``minibatch`` where it has no meaning, or too small a one.
+    """
+    if isinstance(plan, Plan):
+        _refuse(minibatch, "the plan has its own num_microbatches")
+        policy: Policy | None = plan.versions
+        size = plan.num_microbatches
+    else:
+        policy = USUAL.get(plan.name.partition(":")[0])  # the name may have options
+        if policy is None or policy.updates == "microbatch":
+            _refuse(minibatch, f"{plan.name or 'the schedule'} does not update once per so many")
+        size = schedule.num_stages if minibatch is None else minibatch
+    if policy is None or not policy.asynchronous:
+        return None
+    if not is_whole(size) or size < 1:
+        raise InputError(f"minibatch is {size!r}, but must be a whole number ≥ 1")
+    return RehearsedStream.of(schedule, policy, size)
+
+
+def _refuse(minibatch: object, why: str) -> None:
+    if minibatch is not None:
+        raise InputError(f"minibatch is {minibatch!r}, but {why}; leave it out")

@@ -5,9 +5,9 @@ after a death; a fresh interpreter would load torch for seconds. Scripts load th
 checkpoint themselves, as under torchrun, whose place this takes on one host only: several hosts
 always go through torchrun.
 
-``script`` is what ranks run, ``job`` what is asked for. ``attempt`` is all ranks once, ``forking``
-a process of it, ``signals`` what comes from outside. ``causes`` says why an attempt ended, and
-``supervising`` whether there is another one.
+``job`` is what is asked for, with the script that ranks run. ``processes`` forks one of them, takes
+signals from outside and says why a process ended; ``supervising`` is an attempt of all ranks, and
+whether there is another one.
 
 Decisions:
 
@@ -26,19 +26,23 @@ Decisions:
   (``run.logbook``). The same error at the same step, twice, ends the job; a kill is no error.
 """
 
-from penstock.training.supervisor.attempt import Account, Moments, Rank
-from penstock.training.supervisor.causes import Cause
-from penstock.training.supervisor.job import Job
-from penstock.training.supervisor.script import Script
-from penstock.training.supervisor.supervising import Result, supervise
+from penstock.training.supervisor.job import Script, SupervisedJob
+from penstock.training.supervisor.processes import FailureCause
+from penstock.training.supervisor.supervising import (
+    AttemptMoments,
+    AttemptRecord,
+    Rank,
+    SupervisionResult,
+    supervise,
+)
 
 __all__ = [
-    "Account",
-    "Cause",
-    "Job",
-    "Moments",
+    "AttemptMoments",
+    "AttemptRecord",
+    "FailureCause",
     "Rank",
-    "Result",
     "Script",
+    "SupervisedJob",
+    "SupervisionResult",
     "supervise",
 ]

@@ -1,20 +1,18 @@
 """Measure the layers of a model, in place, while nothing else works.
 
-``measure_alone`` (``measuring``) is the entrance. ``chain`` makes functions of layers, ``passes``
-times them by a ``clock`` with the graph cut between them, ``rounds`` lets all kinds of pass take
-turns and takes medians; ``overheads`` measures what comes on top of layers, ``workspace`` and
-``footprint`` count memory, ``flags`` says what is odd, ``bench`` does all that with one
-``sample``, ``uncut`` times the whole model for comparisons, and ``conditions`` leaves everything as
-it was.
+``measure_alone`` (``measuring``) is the entrance. ``passes`` makes functions of layers and times
+passes through them, with the graph cut between them or through all of them as one; ``rounds`` lets
+all kinds of pass take turns and takes medians; ``overheads`` measures what comes on top of layers.
+``bench`` does all that with one sample after another, counts memory and says what is odd.
+``conditions`` has the sample and the clock, and leaves everything as it was.
 """
 
 from penstock.training.profiler.alone.bench import Progress
-from penstock.training.profiler.alone.conditions import device_of
+from penstock.training.profiler.alone.conditions import Sample, device_of
 from penstock.training.profiler.alone.measuring import measure_alone
 from penstock.training.profiler.alone.overheads import measure_hand_over
+from penstock.training.profiler.alone.passes import Alone, measure_uncut
 from penstock.training.profiler.alone.rounds import LONG_SECONDS, WARM_UP
-from penstock.training.profiler.alone.sample import Sample
-from penstock.training.profiler.alone.uncut import Alone, measure_uncut
 
 __all__ = [
     "LONG_SECONDS",

@@ -1,37 +1,41 @@
-"""All measurements of a model's layers, for one sample after another."""
+"""All measurements of a model's layers, for one sample after another: the times of their passes,
+the memory that they keep or need while they run, whether they draw random numbers, and what is odd.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 
-from penstock.engine.device.memory import gauge_of
+from penstock.engine.device.memory import Gauge, gauge_of
+from penstock.engine.model import tree
+from penstock.engine.model.randomness import RandomStream
 from penstock.engine.model.spine import NamedLayer
-from penstock.engine.stage.deferral import undeferred_parameters
-from penstock.training.profiler.alone.chain import HandedOn, RunLayer, handed_on, runs_of
-from penstock.training.profiler.alone.clock import clock_of
-from penstock.training.profiler.alone.draws import watching_draws
-from penstock.training.profiler.alone.flags import flags_of
-from penstock.training.profiler.alone.footprint import Footprint, measure_footprints
+from penstock.engine.stage.deferral import Deferral, undeferred_parameters
+from penstock.engine.stage.microbatch_graph import MicrobatchGraph, cut, edges
+from penstock.engine.tensor.dropout import DROPOUTS
+from penstock.training.profiler.alone.conditions import Sample, clock_of
+from penstock.training.profiler.alone.passes import HandedOn, RunLayer, handed_on, runs_of
 from penstock.training.profiler.alone.rounds import (
     WARM_UP,
     LayerTimes,
+    Overheads,
     measure_overheads,
     measure_rounds,
     times_of,
 )
-from penstock.training.profiler.alone.sample import Sample
-from penstock.training.profiler.alone.workspace import measure_workspaces
 
 Progress = Callable[[int, int], None]
 """Called with (done, total)."""
 
 
 class Measured(NamedTuple):
-    """What was measured of one layer with one microbatch.
+    """The measurements of one layer with one microbatch.
 
     Attributes:
         times: seconds of its passes.
@@ -146,3 +150,179 @@ class Bench:
         self._done = done
         if self._progress is not None:
             self._progress(done, self._rounds_of_sample * self._num_samples)
+
+
+_NOBODY = -1
+
+
+class Footprint(NamedTuple):
+    """Bytes that one layer keeps of one microbatch.
+
+    Attributes:
+        activation: what autograd keeps from forward to backward and no earlier layer keeps.
+        held_input: its input, if neither it nor an earlier layer keeps that anyway. A stage that
+            begins with the layer holds it, because the gradient is handed back by it.
+        weight_kept: what stays from the input gradient until the weight gradient of a split
+            backward.
+    """
+
+    activation: int
+    held_input: int
+    weight_kept: int
+
+
+def measure_footprints(
+    modules: Sequence[nn.Module], runs: Sequence[RunLayer], inputs: Any
+) -> list[Footprint]:
+    """Run layers one after the other, and measure what each keeps.
+
+    Args:
+        runs: the same as functions, cut off from each other; the last may go on to the loss.
+        inputs: the first layer's; they are not overwritten.
+    """
+    owners = {
+        tensor.untyped_storage().data_ptr(): _NOBODY
+        for module in modules
+        for tensor in (*module.parameters(), *module.buffers())
+    }
+    alive, kept, values = [], [], [_cloned(inputs)]
+    for index, run in enumerate(runs):
+        sizes: list[int] = []
+
+        def keep(tensor: Tensor, index: int = index, sizes: list[int] = sizes) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in owners:
+                owners[storage.data_ptr()] = index
+                sizes.append(storage.nbytes())
+            return tensor
+
+        _, value = cut(values[index], index > 0)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            values.append(run(value))
+        alive.append(value)  # so that no storage address is used twice
+        kept.append(sum(sizes))
+    return [
+        Footprint(
+            kept[index],
+            sum(
+                size
+                for address, size in _storages(tree.tensors(values[index])).items()
+                if owners.get(address, _NOBODY) < index
+            ),
+            _weight_kept(modules[index], run, values[index], index > 0),
+        )
+        for index, run in enumerate(runs)
+    ]
+
+
+def _weight_kept(module: nn.Module, run: RunLayer, value: Any, wants_gradient: bool) -> int:
+    _, own = cut(_cloned(value), wants_gradient)
+    deferral = Deferral(undeferred_parameters(module.modules()))
+    with deferral:
+        output = run(own)
+    pairs = [
+        (edge, torch.ones_like(tensor))
+        for edge, tensor in zip(edges(output), tree.flatten(output)[0], strict=True)
+        if edge is not None
+    ]
+    if pairs:
+        ends, seeds = zip(*pairs, strict=True)
+        with deferral:
+            torch.autograd.backward(ends, seeds)
+        deferral.settle()
+    return sum(_storages(deferral.held()).values())
+
+
+def _cloned(value: Any) -> Any:
+    return tree.replace(Tensor, Tensor.clone, value)
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+
+def measure_workspaces(runs: Sequence[RunLayer], inputs: Any, gauge: Gauge) -> list[int]:
+    """Measure the bytes that every layer's forward or backward takes beyond what was taken before
+    and what is left after it, whichever is more."""
+    value, graphs, workspaces = tree.replace(Tensor, Tensor.clone, inputs), [], []
+    for index, run in enumerate(runs):
+        leaves, value = cut(value, index > 0)
+        before = _begin(gauge)
+        value = run(value)
+        workspaces.append(_beyond(gauge, before))
+        graphs.append(MicrobatchGraph(leaves, {}, edges(value), {}, False, None))
+    gradients: Sequence[Tensor | None] = [
+        torch.ones_like(leaf) if isinstance(leaf, Tensor) else None
+        for leaf in tree.flatten(value)[0]
+    ]
+    del value
+    for index in reversed(range(len(graphs))):
+        graph = graphs.pop()
+        before = _begin(gauge)
+        gradients = graph.backward(gradients, {}).inputs
+        workspaces[index] = max(workspaces[index], _beyond(gauge, before))
+    return workspaces
+
+
+def _begin(gauge: Gauge) -> int:
+    gauge.forget_peak()
+    return gauge.taken()
+
+
+def _beyond(gauge: Gauge, before: int) -> int:
+    return max(0, gauge.peak() - max(before, gauge.taken()))
+
+
+_SEED = 0
+
+
+@contextmanager
+def watching_draws(module: nn.Module) -> Iterator[RandomStream]:
+    """Within, ``drew`` of the stream tells whether a module draws but by dropout of torch's, of
+    which tensor ranks know to keep the part of their rows."""
+    with RandomStream(_SEED) as stream:
+        before: list[bool] = []
+        known = [layer for layer in module.modules() if isinstance(layer, DROPOUTS)]
+        hooks = [
+            layer.register_forward_pre_hook(lambda *_: before.append(stream.drew))
+            for layer in known
+        ]
+
+        def forget(*_: object) -> None:
+            stream.drew = before.pop()
+
+        hooks += [layer.register_forward_hook(forget) for layer in known]
+        try:
+            yield stream
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+_WIDE = 0.15
+_FAR_BELOW = 0.5
+
+
+def flags_of(times: LayerTimes, trains: bool, overheads: Overheads) -> Iterator[str]:
+    """A sentence for each thing about a layer that somebody should look at.
+
+    Args:
+        times: the layer's.
+        trains: whether the layer has parameters that need gradients.
+        overheads: what measuring a layer adds to its times.
+    """
+    if trains and not times.backward:
+        yield "it has parameters, but no gradient comes to it"
+    if times.forward + times.backward < overheads.forward.of(1) + overheads.backward.of(1):
+        yield "it takes less time than measuring it does"
+        return
+    # What was taken off for measuring may have been too much.
+    if trains and 0 < times.backward < _FAR_BELOW * times.forward - overheads.backward.of(1):
+        share = times.backward / times.forward
+        yield (
+            f"its backward takes {share:.0%} of its forward, which is odd for a layer with "
+            "parameters: is something detached?"
+        )
+    if times.spread > _WIDE:
+        yield f"its times spread by {times.spread:.0%}: a busy machine? more repeats help"

@@ -1,21 +1,145 @@
-"""The device and the software of a measurement, and leaving the model as it was."""
+"""The conditions of a measurement: one microbatch as a sample, the device with its clock, the
+software; and leaving the model as it was.
+"""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib.metadata import version
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.base.errors import InputError
+from penstock.base.values import is_whole
 from penstock.engine.device.accelerators import accelerator_name, generators_kept, is_on_host
-from penstock.engine.model import tree
+from penstock.engine.device.stamps import timed_event
+from penstock.engine.model import microbatches, tree
 from penstock.engine.model.replay import put_back, saved_buffers
+from penstock.engine.run.recipe import Loss
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The inputs of one microbatch, and what the loss takes beside the output.
+
+    Raises:
+        InputError: a loss without targets or targets without a loss, or inputs without rows.
+    """
+
+    inputs: Any
+    targets: Any
+    loss: Loss | None
+
+    def __post_init__(self) -> None:
+        if (self.loss is None) != (self.targets is None):
+            raise InputError("give loss and targets together, or neither")
+        microbatches.num_rows(self.inputs, "inputs")
+
+    @cached_property
+    def num_rows(self) -> int:
+        """The number of rows of the microbatch."""
+        return microbatches.num_rows(self.inputs, "inputs")
+
+    def of_sizes(self, sizes: Iterable[int]) -> list[Sample]:
+        """Samples of the first rows, smaller than this one, in ascending order.
+
+        Raises:
+            InputError: there are not so many.
+        """
+        given = {size: self.of(size) for size in sizes}
+        return [given[size] for size in sorted(given) if size != self.num_rows]
+
+    def of(self, size: int) -> Sample:
+        """A sample of the first ``size`` rows.
+
+        Raises:
+            InputError: there are not so many.
+        """
+        if not is_whole(size) or not 1 <= size <= self.num_rows:
+            raise InputError(
+                f"sizes: {size!r} rows cannot be taken from a sample of {self.num_rows}; give a "
+                "larger sample, or smaller sizes"
+            )
+        taken = [
+            tree.replace(Tensor, lambda tensor: tensor[:size], value)
+            for value in (self.inputs, self.targets)
+        ]
+        return replace(self, inputs=taken[0], targets=taken[1])
+
+
+class Clock(Protocol):
+    """Takes stamps, and tells afterwards how far they are apart.
+
+    Attributes:
+        tick_seconds: the least that it can tell apart.
+    """
+
+    tick_seconds: float
+
+    def now(self) -> Any:
+        """A stamp of this moment."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until everything that was stamped has happened."""
+        ...
+
+    def seconds(self, start: Any, stop: Any) -> float:
+        """The seconds between two stamps; call ``settle`` first."""
+        ...
+
+
+class WallClock:
+    """The clock of a CPU, which has done its work when a call returns."""
+
+    def __init__(self) -> None:
+        self.tick_seconds = time.get_clock_info("perf_counter").resolution
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def settle(self) -> None:
+        """Nothing is under way."""
+
+    def seconds(self, start: float, stop: float) -> float:
+        return stop - start
+
+
+class AcceleratorClock:
+    """The clock of an accelerator: events in its queue, read when the queue has run empty.
+
+    Waiting after each layer instead would add the time of a launch to each of them.
+
+    Args:
+        device: whose current stream the work is queued in.
+    """
+
+    tick_seconds = 0.5e-6  # as the best documented of them says of its events
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def now(self) -> torch.Event:
+        return timed_event(torch.accelerator.current_stream(self._device))
+
+    def settle(self) -> None:
+        torch.accelerator.synchronize(self._device)
+
+    def seconds(self, start: torch.Event, stop: torch.Event) -> float:
+        return float(start.elapsed_time(stop)) / 1e3
+
+
+def clock_of(device: torch.device) -> Clock:
+    """The clock by which a device's work is timed."""
+    return WallClock() if is_on_host(device) else AcceleratorClock(device)
 
 
 def device_of(model: nn.Module, inputs: Any) -> torch.device:

@@ -17,8 +17,13 @@ from penstock.engine.tensor.ways import trait_of
 from penstock.engine.tracing.layers import CapturedLayer
 from penstock.engine.tracing.units import units_of
 from penstock.training.profiler.alone.bench import Bench, Measured, Progress
-from penstock.training.profiler.alone.chain import num_bytes
-from penstock.training.profiler.alone.conditions import device_of, name_of, software, undisturbed
+from penstock.training.profiler.alone.conditions import (
+    Sample,
+    device_of,
+    name_of,
+    software,
+    undisturbed,
+)
 from penstock.training.profiler.alone.overheads import (
     Update,
     measure_hand_over,
@@ -26,7 +31,7 @@ from penstock.training.profiler.alone.overheads import (
     measure_sum,
     measure_updates,
 )
-from penstock.training.profiler.alone.sample import Sample
+from penstock.training.profiler.alone.passes import num_bytes
 
 
 class MeasuredAlone(NamedTuple):
@@ -109,7 +114,7 @@ def _with_samples(
 def _shortness(
     graph: LayerGraph, bench: Bench, repeats: int, left_out: Sequence[Sample]
 ) -> Iterator[str]:
-    """What was measured less often than asked for, and why."""
+    """Sentences on measurements that are fewer than asked for, and why."""
     times = f"layers were timed {bench.num_rounds} times instead of {repeats}"
     if bench.interrupted:
         sizes = ", ".join(str(sample.num_rows) for sample in left_out)
@@ -213,10 +218,10 @@ def _kind(module: nn.Module, draws: bool) -> str:
     by the same name, and a captured layer cannot be divided as its module could. In brackets stands
     what else decides how a layer can be divided."""
     name = getattr(module, "kind", type(module).__name__)
-    told = trait_of(module)
+    trait = trait_of(module)
     if isinstance(module, CapturedLayer):
         name = f"captured {name}"
     elif not type(module).__module__.startswith("torch.") and hasattr(nn, name):
-        name, told = f"own {name}", ""
-    traits = ", ".join(filter(None, [told, "draws" if draws else ""]))
+        name, trait = f"own {name}", ""
+    traits = ", ".join(filter(None, [trait, "draws" if draws else ""]))
     return f"{name}({traits})" if traits else name

@@ -1,4 +1,4 @@
-"""What a training step takes beyond its layers: ops, messages and updates."""
+"""The seconds of a training step beyond its layers: ops, messages and updates."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from penstock.base.errors import InputError
 from penstock.engine.model.optimizer_factory import OptimizerFactory, Parameters, make_optimizer
 from penstock.engine.model.spine import NamedLayer
 from penstock.engine.stage.microbatch_graph import MicrobatchGraph, cut, edges, sent
-from penstock.training.profiler.alone.chain import num_bytes
-from penstock.training.profiler.alone.clock import Clock
+from penstock.training.profiler.alone.conditions import Clock
+from penstock.training.profiler.alone.passes import num_bytes
 
 # Adam keeps two numbers per parameter; assumed where no optimizer is given to measure.
 _ASSUMED_STATE_PER_PARAMETER = 2

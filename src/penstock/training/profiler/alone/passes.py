@@ -1,19 +1,144 @@
-"""Timed passes through a model, layer by layer: whole, with a split backward, and recomputing."""
+"""A model's layers as functions that can be run one by one, with skips handed along, and timed
+passes through them: whole, with a split backward, recomputing; and through all of them as one, for
+comparison with pipelines that run in turns with the model."""
 
 from __future__ import annotations
 
+import statistics
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from penstock.base.errors import ModelError
 from penstock.engine.model import tree
+from penstock.engine.model.spine import NamedLayer, Skip, run_layer, spine_of
+from penstock.engine.run.recipe import Loss
 from penstock.engine.stage.deferral import Deferral
 from penstock.engine.stage.microbatch_graph import MicrobatchGraph, cut, edges
-from penstock.training.profiler.alone.chain import RunLayer
-from penstock.training.profiler.alone.clock import Clock
+from penstock.training.profiler.alone.conditions import (
+    Clock,
+    Sample,
+    clock_of,
+    device_of,
+    undisturbed,
+)
+
+RunLayer = Callable[[Any], Any]
+"""Takes what the layer before gave, and gives what this one gives."""
+
+
+class Carried(NamedTuple):
+    """A value that crosses a cut while skips are open: the layer's output, and the skips by key."""
+
+    value: Any
+    skips: dict[str, Skip]
+
+
+def runs_of(layers: Sequence[NamedLayer], loss: Loss | None, targets: Any) -> list[RunLayer]:
+    """The layers as functions that name themselves when they fail; the last goes on to the loss."""
+    runs = [_run_of(layer) for layer in layers]
+    if loss is not None:
+        last = runs[-1]
+        runs[-1] = lambda value: loss(_without_skips(last(value)), targets)
+    return [partial(_run_named, layer, run) for layer, run in zip(layers, runs, strict=True)]
+
+
+def in_one(runs: Sequence[RunLayer]) -> RunLayer:
+    """All layers as one function, without a cut between them."""
+
+    def run_all(value: Any) -> Any:
+        for run in runs:
+            value = run(value)
+        return value
+
+    return run_all
+
+
+class HandedOn(NamedTuple):
+    """Bytes that a layer hands on.
+
+    Attributes:
+        output: to the next layer.
+        skips: past the next layer, by the name of the layer that takes them.
+    """
+
+    output: int
+    skips: dict[str, int]
+
+
+def handed_on(layers: Sequence[NamedLayer], index: int, output: Any, is_loss: bool) -> HandedOn:
+    """The bytes of a layer's result that it made itself; it may pass on those of others.
+
+    Args:
+        index: the layer's position among them.
+        output: what the layer's function gave.
+        is_loss: whether ``output`` is the loss that follows the last layer.
+    """
+    layer, value = layers[index], _without_skips(output)
+    if not is_loss and hasattr(layer.module, "readers") and index + 1 < len(layers):
+        return _handed_on_by_captured(layer.module, index, layers[index + 1].name, value)
+    takers = {key: other.name for other in layers for key in other.recalls}
+    skips = output.skips if isinstance(output, Carried) else {}
+    sizes: Counter[str] = Counter()
+    for key in layer.stashes if skips else ():
+        sizes[takers[key]] += num_bytes(skips[key].value)
+    return HandedOn(num_bytes(value), dict(sizes))
+
+
+def _handed_on_by_captured(module: Any, index: int, following: str, value: Any) -> HandedOn:
+    """A captured layer passes on what others made; each value travels to its last reader."""
+    leaves, _ = tree.flatten(value)
+    # What the first one passes on is the model's own input.
+    own = range(len(leaves)) if index == 0 else module.produces
+    sizes: Counter[str] = Counter()
+    for position in own:
+        sizes[module.readers[position]] += num_bytes(leaves[position])
+    return HandedOn(sizes.pop(following, 0), {name: size for name, size in sizes.items() if size})
+
+
+def num_bytes(value: Any) -> int:
+    """The bytes of all tensors in a value."""
+    return sum(tensor.nbytes for tensor in tree.tensors(value))
+
+
+def _without_skips(value: Any) -> Any:
+    return value.value if isinstance(value, Carried) else value
+
+
+def _run_of(layer: NamedLayer) -> RunLayer:
+    if layer.stashes or layer.recalls:
+        return partial(_run_with_skips, layer)
+    return partial(_run_beside_skips, layer.module)
+
+
+def _run_beside_skips(module: nn.Module, value: Any) -> Any:
+    if isinstance(value, Carried):
+        return Carried(module(value.value), value.skips)
+    return module(value)
+
+
+def _run_with_skips(layer: NamedLayer, value: Any) -> Any:
+    skips = dict(value.skips) if isinstance(value, Carried) else {}
+    output = run_layer(layer, _without_skips(value), skips)
+    return Carried(output, skips) if skips else output
+
+
+def _run_named(layer: NamedLayer, run: RunLayer, value: Any) -> Any:
+    try:
+        return run(value)
+    except Exception as error:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tree.tensors(value))
+        raise ModelError(
+            f"layer {layer.name!r} ({type(layer.module).__name__}) failed on an input of shape "
+            f"{shapes}: {type(error).__name__}: {error}"
+        ) from error
+
 
 LayerSeconds = list[float]
 """The seconds of every layer."""
@@ -149,3 +274,56 @@ class Passes:
 
 def _num_gradients(leaves: Sequence[Any]) -> int:
     return sum(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+
+
+_MOST_PASSES = 20
+_ENOUGH_SECONDS = 0.1
+
+
+class Alone(NamedTuple):
+    """How long one microbatch takes through all layers.
+
+    Attributes:
+        forward_seconds: a forward.
+        backward_seconds: a full backward.
+        cpu_seconds: processor time of both, of all threads of this process.
+    """
+
+    forward_seconds: float
+    backward_seconds: float
+    cpu_seconds: float
+
+
+def measure_uncut(
+    model: nn.Module, sample: Sample, num_threads: int, *, warm_up: int = 1, at_least: int = 2
+) -> Alone:
+    """Time some passes through the whole model after a warm-up, and take medians.
+
+    Nothing is left on the model.
+
+    Args:
+        warm_up: passes that do not count: something else has had the caches.
+        at_least: how many do, however long they take.
+
+    Raises:
+        ModelError: a layer fails on its input.
+    """
+    layers, device = spine_of(model), device_of(model, sample.inputs)
+    with undisturbed(model, num_threads, device):
+        run = in_one(runs_of(layers, sample.loss, sample.targets))
+        passes = Passes([run], sample.inputs, clock_of(device), frozenset())
+        measured: list[tuple[WholePass, float]] = []
+        start = time.perf_counter()
+        for number in range(warm_up + _MOST_PASSES):
+            cpu = time.process_time()
+            whole = passes.whole()
+            if number >= warm_up:
+                measured.append((whole, time.process_time() - cpu))
+            enough = time.perf_counter() - start > _ENOUGH_SECONDS
+            if len(measured) >= at_least and enough:
+                break
+    return Alone(
+        statistics.median(sum(whole.forward) for whole, _ in measured),
+        statistics.median(sum(whole.backward) for whole, _ in measured),
+        statistics.median(cpu for _, cpu in measured),
+    )

@@ -10,9 +10,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from penstock.training.profiler.alone.chain import RunLayer, in_one
-from penstock.training.profiler.alone.clock import Clock
-from penstock.training.profiler.alone.passes import LayerSeconds, Passes, SplitPass, WholePass
+from penstock.training.profiler.alone.conditions import Clock
+from penstock.training.profiler.alone.passes import (
+    LayerSeconds,
+    Passes,
+    RunLayer,
+    SplitPass,
+    WholePass,
+    in_one,
+)
 
 WARM_UP = 1
 """Rounds that are forgotten; in each, layers run at least six times."""
@@ -162,7 +168,7 @@ class Overhead(NamedTuple):
 
 
 class Overheads(NamedTuple):
-    """What measuring adds to a layer's forward, backward, and halves of a backward."""
+    """The seconds that measuring adds to a layer's forward, backward, and halves of a backward."""
 
     forward: Overhead
     backward: Overhead

@@ -1,4 +1,4 @@
-"""How to tell that other programs disturbed a measurement.
+"""Signs that other programs disturbed a measurement.
 
 Ranks that share a machine slow each other down, which is to be measured; other programs slow them
 down as well, which is not. Times alone cannot tell which it was. Two other figures can: the

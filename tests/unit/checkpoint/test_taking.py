@@ -9,8 +9,8 @@ from torch import nn
 
 from penstock.engine.reduce.slices import row_slices_of
 from penstock.engine.tensor.cuts import Cut
-from penstock.training.checkpoint.division import Division
-from penstock.training.checkpoint.header import Extent
+from penstock.training.checkpoint.header import TensorExtent
+from penstock.training.checkpoint.taking import StageShard
 
 
 def rows_of(name, parameter, copy, num_copies):
@@ -21,7 +21,7 @@ def rows_of(name, parameter, copy, num_copies):
         shape = tuple(parameter.shape)
         first = (start // row, *(0 for _ in shape[1:]))
         value = parameter.detach()[start // row : stop // row]
-        extent = Extent(dtype="float64", shape=shape, start=first, size=tuple(value.shape))
+        extent = TensorExtent(dtype="float64", shape=shape, start=first, size=tuple(value.shape))
         return {name: value}, {name: extent}
     return {}, {}
 
@@ -46,7 +46,7 @@ def test_pieces_of_all_copies_and_members_are_the_whole(
     numbers = set()
     for copy in range(num_copies):
         for coordinate in range(size):
-            division = Division({"weight": cut}, {"weight": tuple(shape)}, 3, coordinate, size)
+            division = StageShard({"weight": cut}, {"weight": tuple(shape)}, 3, coordinate, size)
             part = nn.Parameter(cut.part(whole, size, coordinate))
             if not part.numel():
                 continue

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from penstock.base.errors import InputError, RunError
-from penstock.training.live.frames import Frame, News, Result
-from penstock.training.live.ledger import Ledger
-from penstock.training.live.loop import Arrival
-from penstock.training.live.results import Results
+from penstock.training.live.intake import LiveFrame, News, Result
+from penstock.training.live.loop import FrameOutput, Results
+from penstock.training.live.report import StreamLedger
 
 FAILED = RunError("rank 2 failed")
 
@@ -37,13 +36,13 @@ class FakeLoop:
 
 
 def arrival(number):
-    frame = Frame(number, torch.ones(1), None, True, 0.0)
-    return Arrival(Result(number, torch.ones(1), None, 0.0), frame, None)
+    frame = LiveFrame(number, torch.ones(1), None, True, 0.0)
+    return FrameOutput(Result(number, torch.ones(1), None, 0.0), frame, None)
 
 
 def results_of(*told):
     loop = FakeLoop(*told)
-    return Results(loop, Ledger(0)), loop
+    return Results(loop, StreamLedger(0)), loop
 
 
 def numbers(results):

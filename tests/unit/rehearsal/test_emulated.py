@@ -7,8 +7,7 @@ import torch
 from penstock.core.schedule import Op
 from penstock.engine.stage.protocol import RunnableStage
 from penstock.engine.stage.stage import Stage
-from penstock.training.rehearsal.emulated_stage import EmulatedStage
-from penstock.training.rehearsal.waits import Waits
+from penstock.training.rehearsal.emulated import EmulatedStage, Waits
 
 
 class Noting(Waits):
@@ -16,9 +15,6 @@ class Noting(Waits):
 
     def __init__(self):
         self.ops = []
-
-    def begin(self, start):
-        """Nothing to note."""
 
     def wait(self, op):
         self.ops.append(op)

@@ -3,57 +3,37 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
+from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.base.errors import FileError, InputError, RunError
-from penstock.base.telling import Telling, tells
-from penstock.base.values import MOST_AMOUNT, expect, flag, number, whole
-from penstock.core.summation.staleness import StaleStream
-from penstock.core.timing.timeline import Timeline
-from penstock.engine.device.placement import HOST, Devices
+from penstock.base.errors import InputError, RunError
+from penstock.base.telling import Telling
+from penstock.base.values import MOST_AMOUNT, expect, flag, number
+from penstock.engine.device.placement import Devices
 from penstock.engine.model import microbatches
 from penstock.engine.model.batches import LABELS, Parting, is_batch, model_loss
 from penstock.engine.model.microbatches import Microbatches, Weight, Weighting
 from penstock.engine.model.optimizer_factory import OptimizerFactory, SchedulerFactory
 from penstock.engine.model.randomness import Audit
-from penstock.engine.model.spine import evaluation_mode, spine_of
+from penstock.engine.model.spine import evaluation_mode
 from penstock.engine.run.assembly import Results, Running
 from penstock.engine.run.building import build
-from penstock.engine.run.copied_states import by_key, copied_states
-from penstock.engine.run.counting import Peak, memory_of_ranks
 from penstock.engine.run.drive.driver import Deadlines, told
 from penstock.engine.run.drive.joining import TransportName
-from penstock.engine.run.elsewhere import Elsewhere
-from penstock.engine.run.handles import StageOptimizers, StageSchedulers
-from penstock.engine.run.history import History
 from penstock.engine.run.materialising import Init
 from penstock.engine.run.minibatch import Minibatch, StreamPosition
 from penstock.engine.run.outcome import MinibatchOutcome
-from penstock.engine.run.own_rows import OwnRows, Rows, own_rows
 from penstock.engine.run.recipe import BatchNormStatistics, Loss, LossScale, Metric, Recipe
 from penstock.engine.run.step_loss import StepLoss
-from penstock.engine.run.work import Work
-from penstock.engine.weights.store import Held
 from penstock.planning.plans import Plan
-from penstock.training.checkpoint.in_course import InCourse
-from penstock.training.checkpoint.keeper import Keeper
-from penstock.training.checkpoint.pretrained import save_pretrained
-from penstock.training.checkpoint.wanted import Checkpoints
-from penstock.training.habits import nothing_like
-
-if TYPE_CHECKING:
-    from penstock.training.checkpoint.on_mesh import MeshEdge
+from penstock.training.checkpoint.saving import Checkpoints, InCourse
+from penstock.training.pipeline.state import PipelineState
 
 
-class Pipeline:
+class Pipeline(PipelineState):
     """Trains a model as a plan says, with the results of one device.
 
     Under plain ``python`` every rank runs in a thread of this process; under ``torchrun`` each
@@ -215,36 +195,9 @@ class Pipeline:
 
         with Telling("building a Pipeline"):
             built = build(model, plan, transport, deadlines, described)
-        self._model, self._parts, self._recipe, self._outside = built
+        super().__init__(built, grad_scaler, results)
         self._parting = Parting.by(labels, self._recipe.loss, self._model)
-        self.plan = self._parts.plan
-        self.stages = self._parts.stages
-        self.transport = self._parts.transport
-        self._grad_scaler = grad_scaler
-        self._results = results
-        self._step = 0
-        self._accumulates = False
-        self._history = History(self.plan.schedule, self.plan.versions.activations)
-        self._closed = False
         self._joins_outputs: bool | None = None  # not known yet
-        self._running = threading.Lock()
-        self._keeper = Keeper(self._parts, grad_scaler)
-        self._elsewhere = Elsewhere.watching(
-            self._model, self.stages, len(self.plan.stages), in_parts=self._parts.in_parts
-        )
-
-    if not TYPE_CHECKING:  # which would take every name for one that is there
-
-        def __getattr__(self, name: str) -> object:
-            raise nothing_like(name)
-
-    def __call__(self, *_: object, **__: object) -> NoReturn:
-        """A pipeline is no module.
-
-        Raises:
-            InputError: always; it says what to call instead.
-        """
-        raise nothing_like("__call__")
 
     def step(
         self, inputs: Any, targets: Any = None, *, update: bool = True, share: float = 1.0
@@ -455,438 +408,9 @@ class Pipeline:
         if self._recipe.loss is None:
             raise InputError("Pipeline was built without a loss; give loss=… to train")
 
-    def _check_as_captured(self) -> None:
-        """See that a captured model has the attributes that are in its graphs."""
-        check = getattr(self._model, "check_as_captured", None)
-        if check is not None:
-            check()
-
-    @contextmanager
-    def _exclusively(self) -> Iterator[None]:
-        """Nothing else may run meanwhile; afterwards, everything is settled."""
-        self._check_open()
-        if not self._running.acquire(blocking=False):
-            raise _busy()
-        updaters = [worker.updater for worker in self._parts.workers]
-        try:
-            self._keeper.check()
-            self._outside.check()
-            self._check_as_captured()
-            self._parts.layout.follow()
-            if self._grad_scaler is not None:  # its state may have been loaded meanwhile
-                for updater in updaters:
-                    updater.loss_scale = LossScale.of(self._grad_scaler)
-            yield
-        finally:
-            scale = updaters[0].loss_scale
-            if scale is not None and self._grad_scaler is not None:
-                scale.store(self._grad_scaler)
-            self._parts.layout.let_go()
-            self._running.release()
-
     def _loss_of(self, outcome: MinibatchOutcome) -> Tensor | None:
         self._history.add(outcome)
         self._history.work.end(self._step)
         self._elsewhere.stale = True
         self._step += 1
         return StepLoss.of(outcome.loss) if self._results == "every rank" else None
-
-    @property
-    def timeline(self) -> Timeline:
-        """The measured timeline of the last training step; without a flush, of the last loop over
-        ``steps`` (its last 256 minibatches), with the weight versions that passes read.
-
-        Raises:
-            InputError: there has been no step yet, or recording is off.
-        """
-        return self._history.timeline
-
-    @property
-    def held_versions(self) -> tuple[Held, ...]:
-        """The most versions of its stage's weights that each rank held at once during the last loop
-        over ``steps``, and their bytes.
-
-        Raises:
-            InputError: there has been no step yet, or the plan flushes, so that there is only one.
-        """
-        return self._history.held_versions
-
-    @property
-    def metrics(self) -> dict[str, Tensor]:
-        """The metrics of the last training step, weighted like its loss; empty if the pipeline has
-        none or tells no results."""
-        return self._history.metrics if self._results == "every rank" else {}
-
-    @property
-    def peaks(self) -> tuple[Peak, ...]:
-        """The most that each rank held for backwards during the last training step, in bytes of
-        activations and in microbatches; beside ``Timeline.peak_bytes(plan.sizes)``.
-
-        Raises:
-            InputError: there has been no step yet, or memory is not counted.
-        """
-        return self._history.peaks
-
-    @property
-    def work(self) -> Work:
-        """Rows, tokens and floating-point operations of the last training step, those of all
-        processes. Operations are counted when this is first asked for, once, on one microbatch.
-
-        Raises:
-            InputError: there has been no step yet.
-        """
-        return self._history.work.last(lambda: [layer.module for layer in spine_of(self._model)])
-
-    @property
-    def memory_bytes(self) -> tuple[int, ...]:
-        """The memory that each rank has needed at most: of one that computes on an accelerator of
-        this process what torch has allocated there so far, for all of its ranks; of any other what
-        its stages hold (weights, gradients, optimizer state, as the plan has them), and the most
-        activations of the last training step, as counted for ``peaks``, or else by the order of its
-        ops and the sizes in the profile. Where stages come and go, what the plan says.
-
-        Raises:
-            InputError: there has been no step yet, or recording is off and memory is not counted.
-        """
-        activations = self._history.activation_bytes(self.plan.sizes)
-        return memory_of_ranks(self.plan, activations, self.devices)
-
-    @property
-    def devices(self) -> dict[int, torch.device]:
-        """Where the ranks of this process compute, by their numbers."""
-        return {
-            worker.rank: HOST if worker.queue is None else worker.queue.device
-            for worker in self._parts.workers
-        }
-
-    @property
-    def grad_norm(self) -> Tensor:
-        """The norm of all gradients of the last training step, before clipping; in a loop over
-        ``steps`` with ``post_validate``, of the step before.
-
-        Raises:
-            InputError: there has been no step yet, or neither clip_norm nor a grad_scaler asks for
-                it.
-        """
-        return self._history.grad_norm
-
-    @property
-    def stale_streams(self) -> dict[int, StaleStream]:
-        """What the updates of a parameter server were made of in the last training step, or the
-        last loop over ``steps`` that has ended: by stage, of the stages with copies that this
-        process has. Empty unless the plan's ``summing.stale`` allows for late gradients."""
-        return {
-            stage: reducer.stream
-            for worker in self._parts.workers
-            for reducer in worker.updater.sums.stale
-            for stage in reducer.stages
-        }
-
-    @property
-    def optimizers(self) -> StageOptimizers:
-        """The optimizers of this process's stages as one, to read and set learning rates; see
-        ``StageOptimizers``. Without ``optimizer`` it has no groups."""
-        return StageOptimizers(self._parts.workers, self._come_to_rest)
-
-    @property
-    def schedulers(self) -> StageSchedulers:
-        """The learning-rate schedulers of this process's stages as one; see ``StageSchedulers``."""
-        meet = partial(self._parts.meet, "stepping schedulers")
-        return StageSchedulers(self._parts.workers, self._settled, meet)
-
-    def _come_to_rest(self) -> None:
-        """Return when the options of optimizers may be read and set."""
-        if self.plan.spill is not None:
-            with self._settled():
-                return
-        self._check_open()
-        if self._running.locked():
-            raise _busy()
-
-    @contextmanager
-    def _settled(self) -> Iterator[None]:
-        """Nothing else may run meanwhile, and all updates have been made."""
-        with self._exclusively():
-            for worker in self._parts.workers:
-                worker.settle()  # updates that are late
-            yield
-
-    def dump(self) -> str:
-        """What each rank of this process did last and does now, one line per rank; may be called
-        from any thread, such as a watchdog's, while a step is running."""
-        return "\n".join(worker.dump() for worker in self._parts.workers)
-
-    @property
-    def num_steps(self) -> int:
-        """How many minibatches have been trained on, those before a loaded checkpoint included; in
-        a loop over ``steps``, as far as their losses have been given.
-
-        It is the number of the next minibatch in the run, too, from which random layers draw:
-        whoever counts minibatches elsewhere, and resumes there, may set it between steps.
-        """
-        return self._step
-
-    @num_steps.setter
-    def num_steps(self, number: int) -> None:
-        whole("num_steps", number, 0)
-        with self._exclusively():
-            self._step = number
-
-    def any_process(self, wish: bool) -> bool:
-        """Whether any process wishes something: to stop, say. All must ask, between steps.
-
-        Raises:
-            PeerError, DeadlineError: another process did not.
-        """
-        self._check_open()
-        meeting = self._parts.meet("deciding together")
-        if meeting is None:
-            return wish
-        return any(meeting.exchange(wish, bool, "to decide together"))
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this process should print and write files: rank 0, or the only process."""
-        return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
-
-    def own_rows(self, rows: Rows) -> OwnRows:
-        """A data set of which this process loads only rows that its stages compute with, where all
-        processes ask for the same minibatches. Others hold a copy of a row that was loaded.
-
-        It is for a ``DataLoader`` that makes minibatches of rows (``batch_size=…``, or a batch
-        sampler), shuffled alike on all processes, and needs ``compare_data=False``. In one process,
-        and without a flush, all rows are loaded.
-
-        Args:
-            rows: a data set with ``__getitem__`` and ``__len__``.
-
-        Raises:
-            InputError: rows have no numbers, processes compare their data, or ``weight`` counts the
-                targets of all rows.
-        """
-        return own_rows(self._parts, self._recipe, rows)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Parameters and buffers of this process's stages under the unsplit model's keys: in
-        threads, which share the process, of all stages.
-
-        They are those that are trained on; copies in main memory, where stages come and go.
-
-        Raises:
-            InputError: other tensor ranks have parts of the same layers; see ``gather_state_dict``.
-        """
-        if self._parts.in_parts:
-            raise InputError(
-                "this process has parts of its stages' layers, which it shares with other tensor "
-                "ranks; gather them with gather_state_dict(), which every rank must call"
-            )
-        if self.plan.spill is None:
-            return by_key(self._parts.states())
-        with self._exclusively():
-            return by_key(copied_states(self._parts))
-
-    def gather_state_dict(self, *, rank: int | None = None) -> dict[str, Tensor]:
-        """Copies of the whole model's parameters and buffers in main memory, under its keys and in
-        its order, as ``model.load_state_dict`` takes them. All processes must call it, between
-        steps.
-
-        Args:
-            rank: of the process that gets them, which saves the others time and memory; they get
-                an empty dictionary. By default every process gets them.
-
-        Raises:
-            InputError: there is no such process.
-            RunError: another process did not call it, or with another ``rank``.
-        """
-        if rank is not None:
-            num_processes = dist.get_world_size() if self._parts.in_processes else 1
-            whole("rank", rank, 0, num_processes - 1)
-        with self._exclusively():
-            states = copied_states(self._parts)
-            gathered = self._parts.driver.gather(states, self._parts.feed.expected(), rank)
-        return by_key(self._parts.joined(gathered))
-
-    def dtensor_state_dict(self) -> dict[str, Tensor]:
-        """Copies of parameters and buffers in main memory, under the unsplit model's keys, as
-        ``torch.distributed.checkpoint`` saves them and loads into them.
-
-        Returns:
-            Those of this process's stages, as ``DTensor``s over the axes ``("data", "tensor")`` of
-            a ``DeviceMesh`` of all processes, whose other axis is ``"pipe"``. Where one process has
-            all ranks there is no mesh: whole tensors of all stages.
-
-        Raises:
-            InputError: stages have different numbers of copies or of tensor ranks.
-            PeerError, DeadlineError: another process did not call it; all must, between steps.
-        """
-        if not self._parts.in_processes:
-            state = self.state_dict().items()
-            tensors = {key: value for key, value in state if isinstance(value, Tensor)}
-            return {key: value.detach().to("cpu", copy=True) for key, value in tensors.items()}
-        with self._exclusively():
-            return self._mesh_edge.taken()
-
-    def load_dtensor_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take parameters and buffers from what ``dtensor_state_dict`` gave, on this pipeline or
-        another one, after ``torch.distributed.checkpoint`` has loaded into it; or from whole
-        tensors. Optimizers keep their state.
-
-        Args:
-            state: by the unsplit model's keys; it may have more than this process's stages need.
-
-        Raises:
-            InputError: a key is missing, or a value has another shape or other placements; nothing
-                has changed then.
-            PeerError, DeadlineError: another process did not call it; all must, between steps.
-        """
-        with self._exclusively():
-            self._mesh_edge.give(state)
-            self._elsewhere.stale = True
-
-    @cached_property
-    def _mesh_edge(self) -> MeshEdge:
-        from penstock.training.checkpoint.on_mesh import MeshEdge  # DTensors take long to import
-
-        return MeshEdge(self._parts)
-
-    def save(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        keep: int | None = None,
-        position: Any = None,
-        background: bool = True,
-    ) -> None:
-        """Write a checkpoint: weights, buffers, optimizer state, schedulers, loss scale, and what
-        resumes random layers. Every process writes its own stages; all must call it after the same
-        step.
-
-        Args:
-            path: the folder of the run, the same on all ranks. The checkpoint of step 100 becomes
-                ``step-00000100`` in it, and is complete once all of its files are there.
-            keep: how many complete checkpoints stay, the latest ones; by default all.
-            position: where the run is in its data: numbers, texts or ``None``, in lists, tuples and
-                dictionaries. By default how many minibatches were trained on.
-            background: copy the state to main memory, return, and write the copy while training
-                goes on; it stays allocated for the next time. Stages that come and go are read
-                from their tier instead, which keeps what is to be read beside what is new.
-                Otherwise return when the files are on the disk.
-
-        Raises:
-            InputError: gradients of ``step(update=False)`` wait for their update, or something is
-                neither tensor nor JSON.
-            FileError: the folder is another run's, or a file could not be written; of a checkpoint
-                in the background, the next call of this pipeline raises it, or ``close``.
-        """
-        with self._exclusively():
-            if self._accumulates:
-                raise InputError(
-                    "gradients of step(…, update=False) wait for their update, and a checkpoint "
-                    "holds none; save after the step that updates"
-                )
-            self._keeper.save(path, self._step, keep=keep, position=position, background=background)
-
-    @tells("writing weights")
-    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write the weights as ``save_pretrained`` of transformers does, and a model's ``config``
-        beside them: ``from_pretrained`` loads the folder, and so does ``initial_weights``. Every
-        process writes the files of its own stages, rank 0 the index; all must call it, between
-        steps.
-
-        Args:
-            folder: the same on all ranks, where all hosts see it. What an earlier call with as many
-                stages has written there is replaced.
-
-        Raises:
-            InputError: tensor ranks in processes have parts of layers, or a layer keeps what is
-                neither parameter nor buffer.
-            FileError: the folder has weights of another save, or a file could not be written.
-            PeerError, DeadlineError: another process failed, or did not call it.
-        """
-        with self._settled():
-            save_pretrained(self._parts, self._model, folder)
-
-    @tells("loading a checkpoint")
-    def load(self, path: str | os.PathLike[str], *, weights_only: bool = False) -> Any:
-        """Go on from a checkpoint, whatever plan and transport wrote it: what follows is what would
-        have followed there. All processes must call it.
-
-        Args:
-            path: the folder of a run, of which the latest complete checkpoint is taken (a warning
-                names what was skipped); or a checkpoint's own, such as ``runs/a/step-00000100``.
-            weights_only: take parameters and buffers only, and begin at step 0; the position is 0.
-
-        Returns:
-            The position that ``save`` was given; ``None`` if there is no complete checkpoint.
-
-        Raises:
-            FileError: a file cannot be read, or is of another model; nothing has changed then.
-            InputError: the optimizer or the scheduler is another one; nothing has changed then.
-            PeerError, DeadlineError: another rank failed, or did not call it.
-        """
-        with self._exclusively():
-            loaded = self._keeper.load(path, weights_only=weights_only)
-        if loaded is None:
-            return None
-        self._elsewhere.stale = True
-        self._step = loaded.step
-        if not weights_only:
-            self._accumulates = False
-            for worker in self._parts.workers:
-                worker.updater.drop_gradients()
-        return loaded.position
-
-    def close(self) -> None:
-        """End the workers, and wait until the last checkpoint is written. Leaving the ``with``
-        block does it.
-
-        Raises:
-            FileError: that checkpoint could not be written.
-        """
-        try:
-            self._close()
-        finally:
-            self._finish()
-
-    def _close(self, why: str = "") -> None:
-        if not self._closed:
-            self._closed = True
-            self._parts.driver.close(why)
-
-    def _finish(self) -> None:
-        """Wait for the last checkpoint, and give back the tiers from which it may be read."""
-        try:
-            self._keeper.close()
-        finally:
-            for worker in self._parts.workers:
-                worker.close()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise InputError("this Pipeline is closed; build a new one")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is None:
-            self.close()
-            return
-        try:
-            self._close(f"{type(error).__name__}: {told(error)}")
-        finally:
-            self._finish_quietly(error)
-
-    def _finish_quietly(self, error: BaseException) -> None:
-        """``_finish`` while an error is on its way, which learns what went wrong."""
-        try:
-            self._finish()
-        except FileError as failure:
-            error.add_note(f"The last checkpoint was not written: {told(failure)}")
-
-
-def _busy() -> InputError:
-    return InputError(
-        "this Pipeline is running already, in another thread or a loop over steps(); wait for it, "
-        "or leave the loop"
-    )

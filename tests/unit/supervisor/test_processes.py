@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from penstock.engine.run.logbook import Failure, Notes
-from penstock.training.supervisor.causes import Ended, cause_of, first_cause
-from penstock.training.supervisor.job import Job
-from penstock.training.supervisor.script import Script
+from penstock.training.supervisor.job import Script, SupervisedJob
+from penstock.training.supervisor.processes import Ended, cause_of, first_cause
 
 
 def failed(rank, reason, *, step=5, followed=False):
@@ -59,7 +58,7 @@ def test_words_for_people():
 
 
 def test_who_is_left_keeps_its_slot():
-    job = Job(Script(__file__, ()), 4, elastic=True).without(1)
+    job = SupervisedJob(Script(__file__, ()), 4, elastic=True).without(1)
     local = [job.environment(rank, 2, 1, 1, 1)["LOCAL_RANK"] for rank in range(3)]
     assert local == ["0", "2", "3"]
     assert job.environment(0, 2, 1, 1, 1)["WORLD_SIZE"] == "3"

@@ -1,4 +1,4 @@
-"""What people try on a ``Pipeline``, because a module or an optimizer has it, and what does it."""
+"""Remedies for what people try on a ``Pipeline`` because a module or an optimizer has it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _MODES = (
     "step() trains in the modes that the model's layers have; evaluate() and evaluate_loss() "
     "switch to evaluation and back"
 )
+
 _ADD_UP = "step() updates by itself and leaves no gradients; step(…, update=False) lets them add up"
 _DEVICES = "each stage goes to its rank's device by itself; Pipeline(…, devices=…) says which"
-
 REMEDIES = {
     "forward": _CALL,
     "backward": "step(inputs, targets) runs forwards, backwards and the update, and gives the loss",
