@@ -19,7 +19,7 @@ HEAVY = (
     "numpy",
     "penstock.drawing.formats",
     "penstock.drawing.plan.svg",
-    "penstock.drawing.report.page",
+    "penstock.drawing.report_page",
     "penstock.drawing.timeline.svg",
     "penstock.planning.partition.steady.search",
     "penstock.planning.planner.search",
@@ -42,7 +42,7 @@ PLANNED = PLAN | {
     "penstock.planning.partition.steady.search",
     "penstock.planning.planner.search",
 }
-PAGE = {"penstock.drawing.report.page", "penstock.drawing.timeline.svg"}
+PAGE = {"penstock.drawing.report_page", "penstock.drawing.timeline.svg"}
 
 MAY_LOAD = {
     "--help": SCHEDULE,

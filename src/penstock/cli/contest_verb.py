@@ -17,15 +17,8 @@ from penstock.cli import options, show
 from penstock.cli.output import STANDARD_OUTPUT, written
 from penstock.cli.workloads import load_workload
 from penstock.core.cluster import Link
-from penstock.drawing.contest import (
-    COLUMNS,
-    ContestRecord,
-    check_output,
-    legend,
-    summary,
-    table_rows,
-    write_contest,
-)
+from penstock.drawing.contest import COLUMNS, ContestRecord, legend, summary, table_rows
+from penstock.drawing.contest_page import check_output, write_contest
 
 if TYPE_CHECKING:
     from penstock.trial.contest import ContestStep

@@ -12,7 +12,7 @@ from penstock.base.errors import ModelError
 from penstock.base.units import format_bytes
 from penstock.cli import options, show, sources
 from penstock.cli.input import InputFile
-from penstock.drawing.layer_names import counted
+from penstock.drawing.plan.picture import counted
 
 if TYPE_CHECKING:
     from penstock.planning.plans import Plan

@@ -215,6 +215,6 @@ def check_figure(path: str) -> None:
     if suffix not in (".svg", ".pdf", ".png"):
         raise InputError(f"{path} must end in .svg, .pdf or .png, since a figure is drawn")
     if suffix != ".svg":
-        from penstock.drawing.rendering import check_installed
+        from penstock.drawing.formats import check_installed
 
         check_installed(suffix)

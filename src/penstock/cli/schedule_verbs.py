@@ -20,7 +20,7 @@ from penstock.core.timing.costs import Costs
 
 if TYPE_CHECKING:
     from penstock.cli.sources import Drawable
-    from penstock.drawing.axes import Titled
+    from penstock.drawing.markup import Titled
     from penstock.planning.plans import Plan
 
 _SOURCE_HELP = (

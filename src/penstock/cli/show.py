@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from penstock.core.timing.costs import Costs
     from penstock.core.timing.timeline import Timeline
     from penstock.drawing import Fact
-    from penstock.drawing.axes import Titled
+    from penstock.drawing.markup import Titled
     from penstock.trial import Contestant
 
 

@@ -5,8 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from penstock.drawing.axes import tick_label, ticks
-from penstock.drawing.markup import coordinate, document, lines, shortened, tag, text_width, write
+from penstock.drawing.markup import (
+    coordinate,
+    document,
+    lines,
+    shortened,
+    tag,
+    text_width,
+    tick_label,
+    ticks,
+    write,
+)
 
 _WIDTH, _MARGIN, _TOP = 860.0, 16.0, 40.0
 _ROW, _BAR, _SIZE = 46.0, 22.0, 12.0

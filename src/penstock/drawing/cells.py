@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from penstock.base.units import count_of
-from penstock.drawing.axes import Titled
-from penstock.drawing.cluster_tables import cluster_tables
-from penstock.drawing.markup import escaped, lines, tag
+from penstock.drawing.inputs import cluster_tables
+from penstock.drawing.markup import Titled, escaped, lines, tag
 from penstock.drawing.timeline.svg import CELL_WIDTHS, stacked
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from penstock.core.timing.fleet_timeline import FleetTimeline
     from penstock.core.timing.timeline import Timeline
     from penstock.drawing.plan.picture import PlanPicture
-    from penstock.drawing.report.run_report import Report
+    from penstock.drawing.report import Report
 
 _WORDS = re.compile(r'aria-label="([^"]*)"')
 _CELL = "margin:.25em 0"
@@ -104,7 +103,7 @@ def schedule_cell(schedule: Schedule) -> str:
 
 def graph_cell(graph: LayerGraph) -> str:
     """The layers of a profile as bars, below what its ``str`` says first."""
-    from penstock.drawing.graph_bars import graph_svg
+    from penstock.drawing.inputs import graph_svg
 
     summary, *_ = str(graph).splitlines()
     return cell(note(summary), image(graph_svg(graph)), *map(note, graph.warnings))

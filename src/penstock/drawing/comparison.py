@@ -12,7 +12,7 @@ from penstock.core.timing.costs import Costs
 from penstock.core.timing.foretold import Foretold, is_foretold
 from penstock.core.timing.simulator import simulate
 from penstock.core.timing.timeline import Timeline
-from penstock.drawing.axes import Titled, unit_for
+from penstock.drawing.markup import Titled, unit_for
 
 COLUMNS = ("", "makespan", "bubble", "stage bubble", "peak activations")
 """What is said of each timeline."""

@@ -14,7 +14,6 @@ from typing import NamedTuple
 from penstock.base.units import TimeUnit, count_of, unit_of_seconds
 from penstock.base.wrapping import wrap_to
 from penstock.core.timing.fleet_timeline import FleetTimeline, Turn
-from penstock.drawing.axes import tick_label, ticks
 from penstock.drawing.markup import (
     coordinate,
     document,
@@ -23,6 +22,8 @@ from penstock.drawing.markup import (
     shortened,
     tag,
     text_width,
+    tick_label,
+    ticks,
     write,
 )
 

@@ -11,8 +11,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from penstock.drawing.axes import Titled, tick_label, ticks
-from penstock.drawing.markup import coordinate, document, lines, tag, text_width, write
+from penstock.drawing.markup import (
+    Titled,
+    coordinate,
+    document,
+    lines,
+    tag,
+    text_width,
+    tick_label,
+    ticks,
+    write,
+)
 
 _WIDTH, _HEIGHT, _MARGIN = 760.0, 500.0, 16.0
 _TOP, _BOTTOM, _LEFT = 54.0, 54.0, 62.0

@@ -14,7 +14,7 @@ import torch
 from penstock.core.timing import find_parting, idle_of
 from penstock.core.timing.timeline import Timeline
 from penstock.drawing import Fact, Report, Series, StageRow, TimelineRecord
-from penstock.drawing.report.words import reason
+from penstock.drawing.report import reason
 from penstock.planning.plans import Plan
 from penstock.trial.contestants import Contestant
 from penstock.trial.workload import Workload

@@ -18,8 +18,7 @@ from penstock.drawing.contest import (
     table_rows,
     write_contest,
 )
-from penstock.drawing.contest.curves import loss_panels
-from penstock.drawing.contest.page import contest_page
+from penstock.drawing.contest_page import contest_page, loss_panels
 from penstock.drawing.markup import resource, text_width
 
 

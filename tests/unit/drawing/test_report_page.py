@@ -19,8 +19,7 @@ from penstock.drawing import (
     read_report,
     write_report,
 )
-from penstock.drawing.report.page import report_page
-from penstock.drawing.report.sections import WORDS, explained
+from penstock.drawing.report_page import WORDS, explained, report_page
 
 FILES = {"index.html", "predicted.svg", "measured.svg", "timelines.svg", "run.json"}
 CHROMIUM = next(

@@ -1,16 +1,55 @@
-"""``PlanPicture``: what the picture of a plan shows, as plain values.
+"""``PlanPicture``: the picture of a plan as plain values.
 
 Drawing knows nothing of plans; ``plans.picture`` makes these of one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from penstock.base.units import picture_bytes, picture_seconds
 from penstock.core.schedule.op import Kind
-from penstock.drawing.layer_names import first_to_last
+from penstock.drawing.markup import text_width, without_beginning
+
+
+def first_to_last(names: Sequence[str]) -> str:
+    """The first and the last layer, and how many there are, for sentences and headings.
+
+    >>> first_to_last(["a"]), first_to_last(["a", "b", "c"])
+    ('a', 'a … c (3 layers)')
+    """
+    return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}{_how_many(names)}"
+
+
+def shortened_layers(names: Sequence[str], size: float, width: float) -> str:
+    """The first and last layer and how many, in at most ``width``. Names give up their beginnings,
+    because layers of one model differ at their ends."""
+    if len(names) == 1:
+        return without_beginning(names[0], size, width)
+    if text_width(first_to_last(names), size) <= width:
+        return first_to_last(names)
+    count = _how_many(names)
+    each = (width - text_width(f" … {count}", size)) / 2
+    first, last = (without_beginning(name, size, each) for name in (names[0], names[-1]))
+    return f"{first} … {last}{count}"
+
+
+def counted(names: Sequence[str]) -> str:
+    """How many layers there are, the first and the last, for the narrow column of a table, where
+    the end may be cut off.
+
+    >>> counted(["a"]), counted(["a", "b", "c"])
+    ('1: a', '3: a … c')
+    """
+    return f"{len(names)}: {names[0]}{f' … {names[-1]}' if len(names) > 1 else ''}"
+
+
+def _how_many(names: Sequence[str]) -> str:
+    """The words behind the last of several names."""
+    return f" ({len(names)} layers)"
+
 
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "other")
 """What memory is spent on, in the order of ``DeviceRow.memory``. Other: buffers, and room to

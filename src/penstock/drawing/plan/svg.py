@@ -9,24 +9,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 
 from penstock.base.units import TimeUnit, picture_bytes, picture_seconds, unit_of_seconds
 from penstock.core.schedule.op import Kind
-from penstock.drawing.axes import tick_label, ticks
 from penstock.drawing.markup import (
     Rectangle,
     coordinate,
     document,
     escaped,
+    legend_entries,
     lines,
     resource,
     shortened,
     tag,
     text_width,
+    tick_label,
+    ticks,
+    without_beginning,
+    wrapped,
     write,
 )
 from penstock.drawing.plan.picture import (
     MEMORY_PARTS,
+    Choices,
     DeviceRow,
     Flow,
     Heading,
@@ -34,13 +40,7 @@ from penstock.drawing.plan.picture import (
     RankGroup,
     RankRow,
     StageBlock,
-)
-from penstock.drawing.plan.sheet import (
-    choices_table,
-    legend_lines,
     shortened_layers,
-    without_beginning,
-    wrapped,
 )
 from penstock.drawing.timeline.boxes import LETTERS, WORDS, ink, paint, patterns
 
@@ -55,6 +55,7 @@ _FLOW = 20.0
 _WIDEST_NAME, _MEMORY_SHARE, _AFTER_BLOCKS = 170.0, 0.15, 52.0
 _LANE = 14.0
 _TICK_DISTANCE = 80.0
+_CELL_SIZE, _BETWEEN, _LEAST_WORDS = 11.5, 16.0, 90.0
 
 _OVER_FILL = "url(#penstock-over)"
 _OVER = (
@@ -110,13 +111,14 @@ def plan_svg(
         top = _card(sheet, index, group, top)
     _far_flows(sheet)
     top = _axis(sheet, top)
-    for drawn in legend_lines(_entries(picture), _MARGIN, top, width):
-        sheet.parts.append(drawn.markup)
-        top = drawn.bottom
+    for entries in (_work_entries(picture), _memory_entries(picture)):
+        parts, bottom = legend_entries(entries, _MARGIN, top, width)
+        if parts:
+            sheet.parts.append(tag("g", lines(parts), class_="legend"))
+            top = bottom
     if choices and picture.choices:
-        drawn = choices_table(picture.choices, _MARGIN, top + 12, width - 2 * _MARGIN)
-        sheet.parts.append(drawn.markup)
-        top = drawn.bottom
+        table, top = _choices_table(picture.choices, _MARGIN, top + 12, width - 2 * _MARGIN)
+        sheet.parts.append(table)
     words = f"{picture.title}: {'; '.join(picture.facts)}"
     style = tag("style", f"\n{resource('plan.css')}\n")
     definitions = lines([style, tag("defs", patterns(picture.kinds) + _OVER)])
@@ -343,12 +345,6 @@ def _axis(sheet: _Sheet, top: float) -> float:
     return top + 32
 
 
-def _entries(picture: PlanPicture) -> Iterator[Iterator[tuple[str, str]]]:
-    """The lines of the legend, each of (swatch, words)."""
-    yield _work_entries(picture)
-    yield _memory_entries(picture)
-
-
 def _work_entries(picture: PlanPicture) -> Iterator[tuple[str, str]]:
     present = {kind for kind, _ in picture.kinds}
     for kind, letter in LETTERS.items():
@@ -373,3 +369,47 @@ def _memory_entries(picture: PlanPicture) -> Iterator[tuple[str, str]]:
         swatch = (1.0, 1.0, 18.0, 13.0)
         mark = _rectangle(swatch, fill=_OVER_FILL) + _rectangle(swatch, class_="over")
         yield mark, "does not fit"
+
+
+def _choices_table(choices: Choices, left: float, top: float, width: float) -> tuple[str, float]:
+    """A table of what else could have been done, and where it ends; words give way where it is too
+    wide."""
+    rows = (choices.columns, *choices.rows)
+    widths = _column_widths(choices, rows, width)
+    parts, rules = [], ""
+    for index, row in enumerate(rows):
+        x, deepest = left, 1
+        for column, (cell, room) in enumerate(zip(row, widths, strict=True)):
+            text = choices.is_text(column)
+            texts = wrapped(cell, _CELL_SIZE, room) if text else [cell]
+            deepest = max(deepest, len(texts))
+            class_ = "muted small" if index == 0 else _style(choices, index - 1, column)
+            end = x if text else x + room
+            anchor = {} if text else {"text_anchor": "end"}
+            parts += [
+                write(end, top + 14 + 15 * number, line, class_, **anchor)
+                for number, line in enumerate(texts)
+                if line
+            ]
+            x += room + _BETWEEN
+        top += 7 + 15 * deepest
+        rules += f"M{coordinate(left)} {coordinate(top)}h{coordinate(width)}"
+    return lines([*parts, tag("path", class_="rule", d=rules)]), top
+
+
+def _style(choices: Choices, row: int, column: int) -> str:
+    return "strong small" if row == choices.chosen or column == 0 else "small"
+
+
+def _column_widths(choices: Choices, rows: Sequence[Sequence[str]], width: float) -> list[float]:
+    """The width of each column; those of words shrink by the same share until all fit."""
+    wanted = [
+        max(text_width(cell, _CELL_SIZE * 1.04) for cell in cells)
+        for cells in zip(*rows, strict=True)
+    ]
+    shrinks = [column > 0 and choices.is_text(column) for column in range(len(wanted))]
+    room = width - _BETWEEN * (len(wanted) - 1)
+    words = sum(compress(wanted, shrinks))
+    numbers = sum(own for own, does in zip(wanted, shrinks, strict=True) if not does)
+    share = min(1.0, max(room - numbers, _LEAST_WORDS) / words) if words else 1.0
+    return [own * share if does else own for own, does in zip(wanted, shrinks, strict=True)]

@@ -20,7 +20,7 @@ from penstock.core.schedule.op import COMPUTE
 from penstock.core.timing.flow import entries, outputs_by_stage
 from penstock.core.timing.spans import Row
 from penstock.core.timing.timeline import Timeline
-from penstock.drawing.axes import Titled, unit_for
+from penstock.drawing.markup import Titled, unit_for
 
 MOST_OPS = 50_000
 """More than these are not drawn."""

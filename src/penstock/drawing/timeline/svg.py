@@ -18,13 +18,31 @@ from penstock.base.units import TimeUnit
 from penstock.core.schedule.op import COMPUTE, WAITING, Kind
 from penstock.core.timing.spans import BUSY, Span
 from penstock.core.timing.timeline import Timeline
-from penstock.drawing.axes import Titled, UnitName, longest, tick_label, ticks, unit_for
-from penstock.drawing.markup import document, lines, shortened, tag, text_width, write
-from penstock.drawing.timeline import link_rows, version_marks
-from penstock.drawing.timeline.boxes import LabelStyle, box, hatches, label_styles, widest_label
+from penstock.drawing.markup import (
+    Titled,
+    UnitName,
+    document,
+    lines,
+    longest,
+    shortened,
+    tag,
+    text_width,
+    tick_label,
+    ticks,
+    unit_for,
+    write,
+)
+from penstock.drawing.timeline import labels, link_rows
+from penstock.drawing.timeline.boxes import (
+    LabelStyle,
+    box,
+    hatches,
+    label_styles,
+    legend,
+    widest_label,
+)
 from penstock.drawing.timeline.excerpt import Excerpt, excerpts, shortened_to, whole_of
 from penstock.drawing.timeline.labels import Names
-from penstock.drawing.timeline.legend import legend
 
 FIGURE_WIDTHS, PAGE_WIDTHS, CELL_WIDTHS = (800.0, 2400.0), (1000.0, 6000.0), (640.0, 1000.0)
 """The least and the most pixels that a picture is wide: one for paper, one that can be scrolled,
@@ -140,7 +158,7 @@ def _frame(
     width = round(max(width, left + after + 100))
     bar, area = (26.0, 13.0) if ranks <= 8 else (20.0, 10.0)
     if versions:
-        bar += version_marks.BAND
+        bar += labels.BAND
     held = max(peaks, default=0.0)
     unit_of_times = unit_for(timelines, unit)
     right = width - after
@@ -182,7 +200,7 @@ def _document(frame: _Frame, height: float, parts: list[str], panels: list[Title
     used = hatches([timeline for _, timeline in panels])
     definitions = tag("defs", used) if used else ""
     if frame.versions:
-        definitions = lines([version_marks.style(), definitions])
+        definitions = lines([labels.version_style(), definitions])
     if any(timeline.transfers for _, timeline in panels):
         definitions = lines([link_rows.style(), definitions])
     size = frame.width, round(height)

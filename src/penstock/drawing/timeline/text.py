@@ -10,11 +10,10 @@ from typing import NamedTuple
 from penstock.core.schedule.op import Kind
 from penstock.core.timing.spans import BUSY, Span
 from penstock.core.timing.timeline import Timeline
-from penstock.drawing.axes import Titled, longest
+from penstock.drawing.markup import Titled, longest
 from penstock.drawing.timeline.excerpt import excerpts
-from penstock.drawing.timeline.labels import Names, headline, without_kind
+from penstock.drawing.timeline.labels import READING, Names, headline, without_kind
 from penstock.drawing.timeline.link_rows import LETTERS, LinkRow, label_of, link_rows
-from penstock.drawing.timeline.version_marks import READING
 
 IDLE, FILL = "·", "─"
 _WIDEST_GRID = 240

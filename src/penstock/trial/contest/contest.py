@@ -17,7 +17,7 @@ from penstock.base.units import count_of
 from penstock.base.values import one_of, whole
 from penstock.core.cluster import Cluster, Link
 from penstock.core.cluster.local import usable_cores
-from penstock.drawing.contest.record import ONE_DEVICE, ContestRecord
+from penstock.drawing.contest import ONE_DEVICE, ContestRecord
 from penstock.engine.model import microbatches as cutting
 from penstock.planning.plans import Plan
 from penstock.trial.contest.emulated import pace_of

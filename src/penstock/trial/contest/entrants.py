@@ -10,7 +10,7 @@ from typing import Protocol
 
 from penstock.base.errors import PenstockError
 from penstock.core.timing.timeline import Timeline
-from penstock.drawing.contest.record import LossPoint
+from penstock.drawing.contest import LossPoint
 from penstock.planning.plans import Plan
 from penstock.training.pipeline import Pipeline
 from penstock.trial.contest.methods import Method

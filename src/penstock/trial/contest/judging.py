@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from penstock.base.units import count_of, format_bytes_per_second
 from penstock.core.cluster.local import usable_cores
 from penstock.core.timing.timeline import Timeline
-from penstock.drawing.contest.record import ONE_DEVICE, ContestRecord, Entry
+from penstock.drawing.contest import ONE_DEVICE, ContestRecord, Entry
 from penstock.planning.plans import Plan
 from penstock.trial.contest.entrants import Entrant
 from penstock.trial.contest.methods import WHOLE

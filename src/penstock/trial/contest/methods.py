@@ -11,7 +11,7 @@ from msgspec.structs import replace as replaced
 from penstock.base.errors import InputError, PlanError
 from penstock.core.cluster import Cluster, SpareMachine
 from penstock.core.versions import DoubleBuffer, PipeMare, Policy, Predict, Stash
-from penstock.drawing.contest.record import ONE_DEVICE, WHOLE_BATCH
+from penstock.drawing.contest import ONE_DEVICE, WHOLE_BATCH
 from penstock.planning import planner
 from penstock.planning.plans import Plan
 from penstock.planning.plans.summing import ReducerName
