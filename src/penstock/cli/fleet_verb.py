@@ -14,8 +14,7 @@ from penstock.base.errors import InputError
 from penstock.base.units import format_seconds
 from penstock.base.values import MOST_TOML_BYTES
 from penstock.cli import options, show, sources
-from penstock.cli.given import refuse_useless
-from penstock.cli.input import STANDARD_INPUT, InputFile, text_of, title_of
+from penstock.cli.input import STANDARD_INPUT, InputFile, refuse_useless, text_of, title_of
 from penstock.cli.output import STANDARD_OUTPUT, written
 from penstock.planning.turns.policies import POLICIES, PolicyName
 

@@ -11,7 +11,7 @@ from penstock import drawing
 from penstock.base.errors import InputError
 from penstock.base.units import picture_seconds
 from penstock.cli import options, show, sources
-from penstock.cli.names import Source
+from penstock.cli.options import Source
 from penstock.cli.output import STANDARD_OUTPUT, written
 from penstock.core.schedule import Kind, Schedule, families
 from penstock.core.timing.costs import Costs

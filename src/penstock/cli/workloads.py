@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from penstock.base.errors import InputError, ModelError, PenstockError
 from penstock.base.telling import Telling
-from penstock.cli.given import is_given
+from penstock.cli.input import is_given
 
 if TYPE_CHECKING:
     from penstock.planning.plans import Plan

@@ -1,5 +1,5 @@
-"""A profile and a cluster, as they are looked at before a plan is made of them: bars for the layers,
-tables for the devices.
+"""A profile and a cluster, as they are looked at before a plan is made of them: bars for layers,
+and tables for devices.
 
 A cut goes between two bars: what stands to its left is one stage's work, what stands to its right
 the next one's. The terminal and a notebook show the same tables of a cluster.

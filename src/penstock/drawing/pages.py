@@ -1,5 +1,5 @@
-"""HTML pages of a timeline, of several, and of a plan with its predicted timeline: one file each, no
-network, readable without JavaScript.
+"""HTML pages of a timeline, of several, and of a plan with its predicted timeline: one file each,
+with no network, readable without JavaScript.
 
 The script only adds to the picture: zoom, panning, the facts of the op under the pointer, and the
 way of its microbatch through all ranks.

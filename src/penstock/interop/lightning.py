@@ -19,9 +19,8 @@ from torch import Tensor
 from penstock.base.errors import InputError, ModelError
 from penstock.base.values import expect
 from penstock.engine.model.microbatches import Weight
-from penstock.interop.extras import need
 from penstock.interop.loss_pipeline import LossPipeline, OutputsAreGone, let_state_follow
-from penstock.interop.spread import Spread
+from penstock.interop.spread import Spread, need
 from penstock.planning.plans import Plan
 from penstock.training.pipeline import Pipeline
 

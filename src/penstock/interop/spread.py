@@ -1,8 +1,13 @@
-"""How a model that another library trains is to be spread, and the pipeline that this makes."""
+"""How a model that another library trains is to be spread, and the pipeline that this makes.
+
+Libraries that an extra brings: one sentence where one of them is not there.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,3 +147,25 @@ def check_one_process(what: str) -> None:
             f"{what} has its ranks as threads of one process, and this is one of {processes}; "
             "start it with plain python, or train with penstock.Pipeline under torchrun"
         )
+
+
+def need(libraries: Sequence[str], extra: str, what: str) -> None:
+    """See that libraries can be imported, and that nothing else is said if they cannot.
+
+    Args:
+        libraries: as they are imported.
+        extra: of Penstock, which brings them.
+        what: needs them, for the error.
+
+    Raises:
+        InputError: one is not installed.
+    """
+    for library in libraries:
+        try:
+            importlib.import_module(library)
+        except ModuleNotFoundError as error:
+            if error.name != library:  # it is there, and lacks something itself
+                raise
+            raise InputError(
+                f"{what} needs {library}, which is not installed; pip install 'penstock[{extra}]'"
+            ) from None

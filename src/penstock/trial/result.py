@@ -16,8 +16,7 @@ from penstock.core.timing.timeline import Timeline
 from penstock.drawing import Fact, Report, Series, StageRow, TimelineRecord
 from penstock.drawing.report import reason
 from penstock.planning.plans import Plan
-from penstock.trial.contestants import Contestant
-from penstock.trial.workload import Workload
+from penstock.trial.workload import Contestant, Workload
 
 
 @dataclass(frozen=True)

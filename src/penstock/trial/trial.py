@@ -7,9 +7,8 @@ from itertools import islice
 
 from penstock.base.errors import InputError
 from penstock.planning.plans import Plan
-from penstock.trial.contestants import Contestant, on_one_device, pipelined
 from penstock.trial.result import Trial
-from penstock.trial.workload import Batch, Workload
+from penstock.trial.workload import Batch, Contestant, Workload, on_one_device, pipelined
 
 ContestProgress = Callable[[Contestant], None]
 """Called after every step of every contestant."""

@@ -16,9 +16,8 @@ from penstock.drawing.contest import (
     markdown,
     summary,
     table_rows,
-    write_contest,
 )
-from penstock.drawing.contest_page import contest_page, loss_panels
+from penstock.drawing.contest_page import contest_page, loss_panels, write_contest
 from penstock.drawing.markup import resource, text_width
 
 

@@ -12,9 +12,15 @@ from penstock.core.schedule.lower import add_communication, add_recompute, add_u
 from penstock.core.timing.spans import BUSY
 from penstock.drawing import draw_stacked, markup, stacked
 from penstock.drawing.chart import line_chart, thinned
-from penstock.drawing.markup import escaped, shortened, text_width, tick_label, ticks
+from penstock.drawing.markup import (
+    escaped,
+    shortened,
+    text_width,
+    tick_label,
+    ticks,
+    without_beginning,
+)
 from penstock.drawing.pages import page
-from penstock.drawing.plan.sheet import without_beginning
 from penstock.drawing.timeline.labels import Names
 from penstock.drawing.timeline.svg import svg
 from penstock.drawing.timeline.text import columns_of_shortest, stacked_text, text

@@ -1,5 +1,5 @@
-"""One op as a box (its fill, its hatching, its label if that fits, its tooltip), and the legend that
-says what the marks of a timeline's figure mean.
+"""One op as a box (its fill, its hatching, its label if that fits, its tooltip), and the legend,
+which says what the marks of a timeline's figure mean.
 """
 
 from __future__ import annotations

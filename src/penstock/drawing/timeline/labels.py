@@ -1,5 +1,5 @@
-"""The text on a span, the same in every kind of picture, and the mark of the weights that it read: a
-coloured band at the foot of its box.
+"""The text on a span, the same in every kind of picture, and the mark of the weights that it read,
+a coloured band at the foot of its box.
 
 Neighbouring versions differ in colour and the colours come round again, so that one sees at a
 glance where a rank goes on to new weights and which backward reads what which forward read.

@@ -23,8 +23,7 @@ differ by more than rounding is stopped, and its row says so.
 """
 
 from penstock.trial.contest.contest import ContestStep, run_contest
-from penstock.trial.contest.methods import METHODS, Method, chosen_methods
-from penstock.trial.contest.setting import Setting, Stage
+from penstock.trial.contest.methods import METHODS, Method, Setting, Stage, chosen_methods
 
 __all__ = [
     "METHODS",

@@ -1,4 +1,7 @@
-"""``run_contest``: methods train in turns, and what each of them gave becomes a record."""
+"""``run_contest``: methods train in turns, and what each of them gave becomes a record.
+
+The pace of a plan on devices that are not here: every rank a process, compute a wait.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,11 @@ from penstock.base.units import count_of
 from penstock.base.values import one_of, whole
 from penstock.core.cluster import Cluster, Link
 from penstock.core.cluster.local import usable_cores
+from penstock.core.timing.timeline import Timeline
 from penstock.drawing.contest import ONE_DEVICE, ContestRecord
 from penstock.engine.model import microbatches as cutting
 from penstock.planning.plans import Plan
-from penstock.trial.contest.emulated import pace_of
+from penstock.training.rehearsal import rehearse
 from penstock.trial.contest.entrants import (
     Entrant,
     Trainer,
@@ -29,11 +33,39 @@ from penstock.trial.contest.entrants import (
     on_a_device,
 )
 from penstock.trial.contest.judging import check_sameness, judged, references
-from penstock.trial.contest.methods import ALL_CORES, Method, chosen_methods
+from penstock.trial.contest.methods import ALL_CORES, Method, Setting, Stage, chosen_methods
 from penstock.trial.contest.process_group import InProcesses
-from penstock.trial.contest.setting import Setting, Stage
-from penstock.trial.repeating import check_repeats
-from penstock.trial.workload import Batch, Workload
+from penstock.trial.workload import Batch, Workload, check_repeats
+
+_STEPS = 4
+_KIB = 1024
+
+
+class Pace(NamedTuple):
+    """What a step takes on emulated devices.
+
+    Attributes:
+        seconds: of a minibatch; without a flush, in the steady state.
+        timeline: as it was measured.
+    """
+
+    seconds: float
+    timeline: Timeline
+
+
+def pace_of(plan: Plan) -> Pace:
+    """Rehearse a plan with its own times.
+
+    Raises:
+        InputError: it has something that emulated devices do not have.
+        RunError: a process failed.
+    """
+    largest = max((stage.transfer_bytes for stage in plan.stages), default=0)
+    performed = rehearse(plan, steps=_STEPS, message_bytes=max(_KIB, largest))
+    if performed.steady_seconds is not None:
+        return Pace(performed.steady_seconds.measured * plan.num_microbatches, performed.measured)
+    return Pace(performed.measured.makespan, performed.measured)
+
 
 _REPEATS, _PATIENCE_SECONDS = 3, 1.0
 """How often layers are measured, and how long what sharing a machine costs: a contest is no place

@@ -13,10 +13,15 @@ from penstock.core.timing.timeline import Timeline
 from penstock.drawing.contest import LossPoint
 from penstock.planning.plans import Plan
 from penstock.training.pipeline import Pipeline
-from penstock.trial.contest.methods import Method
-from penstock.trial.contest.setting import Setting
-from penstock.trial.contestants import Contestant, intra_op_threads, on_one_device, pipelined
-from penstock.trial.workload import Batch, Workload
+from penstock.trial.contest.methods import Method, Setting
+from penstock.trial.workload import (
+    Batch,
+    Contestant,
+    Workload,
+    intra_op_threads,
+    on_one_device,
+    pipelined,
+)
 
 
 class Trainer(Protocol):

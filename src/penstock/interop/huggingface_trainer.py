@@ -8,16 +8,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from penstock.base.errors import InputError
 from penstock.base.values import expect
 from penstock.engine.model.spine import evaluation_mode
-from penstock.interop.huggingface.items import items_of
 from penstock.interop.loss_pipeline import LossPipeline, in_microbatches, let_state_follow
 from penstock.interop.spread import Spread, check_one_process
 from penstock.planning.plans import Plan
 from penstock.training.pipeline import Pipeline
 
+_DOES_NOT_COUNT = -100
+"""A label of transformers that is no item."""
 _UPDATES_IN_BACKWARD = ("lomo", "adalomo")
 
 
@@ -321,3 +323,25 @@ def _check(args: TrainingArguments) -> None:
             "for several microbatches at once; take another optimizer"
         )
     check_one_process("PenstockTrainer")
+
+
+def items_of(model: nn.Module, inputs: Mapping[str, Any]) -> int:
+    """Over how many items the loss of these inputs is a mean.
+
+    Labels that are −100 do not count, nor do the first ones of rows from which the next token is
+    predicted. Without labels, rows count.
+
+    Args:
+        inputs: keywords of the model's ``forward``.
+    """
+    labels = inputs.get("labels")
+    if not isinstance(labels, Tensor):
+        return next(len(value) for value in inputs.values() if isinstance(value, Tensor))
+    counted = labels[..., 1:] if _predicts_the_next(model) else labels
+    return int(counted.ne(_DOES_NOT_COUNT).sum())
+
+
+def _predicts_the_next(model: nn.Module) -> bool:
+    shifts = getattr(model, "loss_function", None) is ForCausalLMLoss
+    # Decoders behind an encoder are given what they see shifted already.
+    return shifts and not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
