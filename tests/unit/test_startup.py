@@ -18,7 +18,7 @@ from tests.kit.paths import ROOT
 HEAVY = (
     "numpy",
     "penstock.drawing.formats",
-    "penstock.drawing.plan.svg",
+    "penstock.drawing.plan_svg",
     "penstock.drawing.report_page",
     "penstock.drawing.timeline.svg",
     "penstock.planning.partition.steady.search",

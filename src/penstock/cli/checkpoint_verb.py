@@ -17,7 +17,7 @@ from penstock.cli.input import InputFile
 from penstock.cli.output import OutputFile, OutputPlace, written
 
 if TYPE_CHECKING:
-    from penstock.drawing.readings import Reader
+    from penstock.drawing.runs import CheckpointReader
     from penstock.planning.plans import Plan
     from penstock.training.checkpoint.folder import Checkpoint
 
@@ -119,14 +119,14 @@ def _as_json(path: Path, what: Checkpoint | FileError) -> dict[str, object]:
 def draw(folder: str, plans: tuple[str, ...], output: str) -> None:
     """Draw which files of the latest complete checkpoint in FOLDER the stages of PLANS read."""
     from penstock.drawing.formats import write_figure
-    from penstock.drawing.readings import Block, readings
+    from penstock.drawing.runs import CheckpointBlock, readings
     from penstock.training.checkpoint.piece import piece_name
 
     options.check_figure(output)
     latest = _latest(folder)
     writer = _reader(latest.plan, "written by")
     files = [
-        Block(piece_name(number), block.first, block.stop)
+        CheckpointBlock(piece_name(number), block.first, block.stop)
         for number, block in enumerate(writer.stages)
     ]
     others = [_fitting(latest.plan, path, sources.load_plan(path)) for path in plans]
@@ -135,15 +135,15 @@ def draw(folder: str, plans: tuple[str, ...], output: str) -> None:
         write_figure(str(path), picture)
 
 
-def _reader(plan: Plan, what: str) -> Reader:
-    from penstock.drawing.readings import Block, Reader
+def _reader(plan: Plan, what: str) -> CheckpointReader:
+    from penstock.drawing.runs import CheckpointBlock, CheckpointReader
 
     borders = accumulate((len(stage.layers) for stage in plan.stages), initial=0)
     stages = [
-        Block(f"stage {number}", first, stop)
+        CheckpointBlock(f"stage {number}", first, stop)
         for number, (first, stop) in enumerate(pairwise(borders))
     ]
-    return Reader(f"{what} {plan.schedule}, {count_of(plan.num_ranks, 'rank')}", stages)
+    return CheckpointReader(f"{what} {plan.schedule}, {count_of(plan.num_ranks, 'rank')}", stages)
 
 
 def _fitting(plan: Plan, path: str, other: Plan) -> Plan:

@@ -254,7 +254,7 @@ def _print_results(results: FleetResults) -> None:
 
 
 def _job(name: str, plan: Plan, table: JobTable) -> Job:
-    from penstock.cli.workloads import load_workload
+    from penstock.cli.input import load_workload
     from penstock.training.fleet import Job
 
     if table.workload is None:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import click
 
 from penstock.cli import options, show
+from penstock.cli.input import DEFAULT_WORKLOAD, load_workload
 from penstock.cli.output import STANDARD_OUTPUT, written
-from penstock.cli.workloads import DEFAULT_WORKLOAD, load_workload
 from penstock.core.cluster import Cluster
 from penstock.planning import planner
 
@@ -27,10 +27,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from penstock import drawing
 from penstock.base.values import write_atomically
-from penstock.cli.input import InputFile
+from penstock.cli.input import InputFile, load_workload_of
 from penstock.cli.options import ScheduleName
 from penstock.cli.output import OutputFile
-from penstock.cli.workloads import load_workload_of
 
 if TYPE_CHECKING:
     from penstock.core.versions import Policy

@@ -240,7 +240,7 @@ def _write_picture(loaded: Drawable, path: str, versions: bool, width: float | N
 def _in_terminal(loaded: Drawable, versions: bool) -> str:
     if loaded.plan is None:
         return show.in_terminal(loaded.shown, versions)
-    from penstock.drawing.plan.text import plan_with_timeline_text
+    from penstock.drawing.plan_text import plan_with_timeline_text
     from penstock.planning.plans.picture import picture_of
 
     pictured = picture_of(loaded.plan)

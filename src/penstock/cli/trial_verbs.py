@@ -17,8 +17,8 @@ import click
 from penstock.base.errors import InputError
 from penstock.base.units import to_bytes_per_second
 from penstock.cli import options, show
+from penstock.cli.input import load_workload
 from penstock.cli.output import STANDARD_OUTPUT, written
-from penstock.cli.workloads import load_workload
 from penstock.core.cluster import Link
 from penstock.drawing.contest import COLUMNS, ContestRecord, legend, summary, table_rows
 from penstock.drawing.contest_page import check_output, write_contest
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 
 from penstock.cli import sources
-from penstock.cli.input import InputFile
-from penstock.cli.workloads import DEFAULT_WORKLOAD, load_workload_of
+from penstock.cli.input import DEFAULT_WORKLOAD, InputFile, load_workload_of
 
 DEFAULT_CONTEST = "penstock.demo:small_workload"
 _QUICK_STEPS, _FULL_STEPS = 40, 200

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         draw_scatter,
         draw_stacked,
     )
-    from penstock.drawing.plan.picture import PlanPicture
+    from penstock.drawing.plan_picture import PlanPicture
     from penstock.drawing.report import Fact, Report, Series, StageRow, TimelineRecord
     from penstock.drawing.report_page import read_report, write_report
     from penstock.drawing.timeline.svg import stacked
@@ -42,7 +42,7 @@ else:
                 "draw_scatter",
                 "draw_stacked",
             ),
-            "penstock.drawing.plan.picture": ("PlanPicture",),
+            "penstock.drawing.plan_picture": ("PlanPicture",),
             "penstock.drawing.report": (
                 "Fact",
                 "Report",

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from penstock.core.schedule.schedule import Schedule
     from penstock.core.timing.fleet_timeline import FleetTimeline
     from penstock.core.timing.timeline import Timeline
-    from penstock.drawing.plan.picture import PlanPicture
+    from penstock.drawing.plan_picture import PlanPicture
     from penstock.drawing.report import Report
 
 _WORDS = re.compile(r'aria-label="([^"]*)"')
@@ -117,7 +117,7 @@ def cluster_cell(cluster: Cluster) -> str:
 
 def plan_cell(picture: PlanPicture, timeline: Timeline) -> str:
     """A plan with its predicted timeline."""
-    from penstock.drawing.plan.svg import plan_svg
+    from penstock.drawing.plan_svg import plan_svg
 
     title = f"{timeline.name or 'schedule'}, {timeline.source}"
     return cell(image(plan_svg(picture)), timelines_image([(title, timeline)]))

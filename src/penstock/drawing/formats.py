@@ -23,7 +23,7 @@ from penstock.drawing.markup import Titled
 
 if TYPE_CHECKING:
     from penstock.drawing.fleets import TitledFleet
-    from penstock.drawing.plan.picture import PlanPicture
+    from penstock.drawing.plan_picture import PlanPicture
 
 
 import re
@@ -240,7 +240,7 @@ def _of_plan(
     width: float | None,
 ) -> str:
     if suffix == ".txt":
-        from penstock.drawing.plan.text import plan_with_timeline_text
+        from penstock.drawing.plan_text import plan_with_timeline_text
 
         return plan_with_timeline_text(picture, timeline, versions=versions)
     if suffix == ".json":
@@ -278,7 +278,7 @@ def _of_several(suffix: str, timelines: Sequence[Titled], *, width: float | None
 def draw_scatter(timelines: Sequence[Titled], path: str | os.PathLike[str]) -> str:
     """Draw the peak of activations of each timeline against its bubbles into a figure; otherwise
     as ``draw``."""
-    from penstock.drawing.scatter import scatter_timelines
+    from penstock.drawing.comparison import scatter_timelines
 
     return _drawn(_FIGURES, lambda _, scattered: scatter_timelines(scattered), timelines, path)
 

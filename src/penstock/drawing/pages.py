@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from penstock.core.timing.timeline import Timeline
 from penstock.drawing.comparison import COLUMNS, Comparison
 from penstock.drawing.markup import Titled, escaped, lines, resource, tag
-from penstock.drawing.plan.picture import Choices, PlanPicture
-from penstock.drawing.plan.svg import NARROWEST, NARROWEST_AT_ALL, WIDEST, plan_svg
+from penstock.drawing.plan_picture import Choices, PlanPicture
+from penstock.drawing.plan_svg import NARROWEST, NARROWEST_AT_ALL, WIDEST, plan_svg
 from penstock.drawing.timeline.svg import PAGE_WIDTHS, stacked, svg
 
 _WIDE, _SHRINKS_TO, _GROWS_TO = 1200, 0.8, 1.35

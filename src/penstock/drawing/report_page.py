@@ -21,7 +21,7 @@ from penstock.core.timing.timeline import Timeline
 from penstock.drawing.chart import line_chart
 from penstock.drawing.markup import UnitName, escaped, lines, tag
 from penstock.drawing.pages import html_document, scroll, viewer
-from penstock.drawing.plan.picture import first_to_last
+from penstock.drawing.plan_picture import first_to_last
 from penstock.drawing.report import Fact, Report, Series, StageRow, departure
 from penstock.drawing.timeline.svg import PAGE_WIDTHS, stacked, svg
 

@@ -15,9 +15,9 @@ from penstock.core.schedule import families
 from penstock.core.schedule.op import Kind
 from penstock.drawing import draw_plan
 from penstock.drawing.markup import wrapped
-from penstock.drawing.plan.picture import shortened_layers
-from penstock.drawing.plan.svg import plan_svg
-from penstock.drawing.plan.text import plan_text
+from penstock.drawing.plan_picture import shortened_layers
+from penstock.drawing.plan_svg import plan_svg
+from penstock.drawing.plan_text import plan_text
 from penstock.planning.plans import Alternative, Plan, StagePlan
 from penstock.planning.plans.picture import picture_of
 from tests.kit.command_line import run

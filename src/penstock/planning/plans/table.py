@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from penstock.base.units import format_bytes, format_rate, format_seconds, format_speed_up
 from penstock.base.wrapping import wrap_to
-from penstock.drawing.plan.picture import counted
+from penstock.drawing.plan_picture import counted
 from penstock.planning.plans.prediction import Prediction
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from penstock.drawing.markup import (
     wrapped,
     write,
 )
-from penstock.drawing.plan.picture import (
+from penstock.drawing.plan_picture import (
     MEMORY_PARTS,
     Choices,
     DeviceRow,

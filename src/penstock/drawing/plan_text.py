@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from penstock.base.units import picture_seconds
 from penstock.core.timing.timeline import Timeline
-from penstock.drawing.plan.picture import (
+from penstock.drawing.plan_picture import (
     MEMORY_PARTS,
     Choices,
     DeviceRow,
