@@ -1,6 +1,5 @@
-"""The command line: one function per verb, and one place where errors become messages.
-
-For each verb, what it is most often called with; the last thing that its help shows.
+"""The command line: one function per verb with the examples that end its help, and one place where
+errors become messages.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ _PLACES = {
     "report": ("model_verbs", "report"),
     "run": ("run_verb", "run"),
     "schedules": ("schedule_verbs", "schedules"),
-    "serve": ("run_verb", "serve"),
+    "serve": ("serve_verb", "serve"),
     "simulate": ("schedule_verbs", "simulate"),
     "train": ("model_verbs", "train"),
     "verify": ("trial_verbs", "verify"),

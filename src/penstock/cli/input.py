@@ -1,9 +1,6 @@
-"""What verbs read: a file by its name, or ``-``, standard input, whose beginning tells what kind of
-file it is.
-
-Which options somebody gave, so that one which changes nothing is refused and not passed over.
-
-Workloads by name: a user's model with its data, as a function of a module.
+"""The inputs of verbs: a file by its name, or ``-``, standard input, whose beginning tells the kind
+of file; a workload, as a function of a module; and the options that were given, so that one which
+changes nothing is refused and not passed over.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The verb that measures a model.
-
-Verbs that train, and the report of what was trained.
-"""
+"""Verbs that measure and train a model, and the report of what was trained."""
 
 from __future__ import annotations
 

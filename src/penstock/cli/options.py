@@ -1,6 +1,5 @@
-"""Options that several verbs share, and the values behind them.
-
-Names that verbs take, in upper or lower case, and that a shell completes.
+"""Options that several verbs share, and the values behind them: costs, and names in upper or lower
+case that a shell completes.
 """
 
 from __future__ import annotations

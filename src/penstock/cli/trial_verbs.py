@@ -1,6 +1,5 @@
-"""``penstock contest``: all methods on one workload, side by side.
-
-``penstock verify``: the proof, in one command, on the user's own model and plan.
+"""``penstock contest``: all methods on one workload, side by side; and ``penstock verify``: the
+proof, in one command, on the user's own model and plan.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from penstock.cli.input import load_workload
 from penstock.cli.output import STANDARD_OUTPUT, written
 from penstock.core.cluster import Link
 from penstock.drawing.contest import COLUMNS, ContestRecord, legend, summary, table_rows
-from penstock.drawing.contest_page import check_output, write_contest
 
 if TYPE_CHECKING:
     from penstock.trial.contest import ContestStep
@@ -103,6 +101,8 @@ def contest(
     equal updates, after equal time, and the time to a target.
     """
     if output not in (None, STANDARD_OUTPUT):
+        from penstock.drawing.contest_page import check_output
+
         check_output(output)
     if microbatches < 1:
         raise InputError(f"the number of microbatches is {microbatches}, but must be ≥ 1")
@@ -130,6 +130,8 @@ def contest(
         _print(record)
     with written(output, ".json") as path:
         if path is not None:
+            from penstock.drawing.contest_page import write_contest
+
             write_contest(record, path)
     if record.unequal or not record.finished:
         context.exit(1)

@@ -1,9 +1,8 @@
-"""Real text without a download: the source code of Python's own standard library.
+"""The demo's workload: a small GPT, and real text without a download, the source code of Python's
+own standard library.
 
 Every machine that runs Penstock has it, several megabytes of it. It is read when asked for, in
 sorted order, so the same Python gives the same bytes, batches and losses.
-
-The demo's GPT, text and optimizer as a workload.
 """
 
 from __future__ import annotations

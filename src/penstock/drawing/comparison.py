@@ -1,9 +1,9 @@
-"""Schedules beside each other: numbers in a table, timelines on one axis.
+"""Schedules beside each other: their numbers in a table, and memory against bubble in a figure,
+which is what a choice between schedules weighs.
 
-Memory against bubble, a point per schedule: what a choice between schedules weighs.
-
-Both bubbles are shown: a filled mark for the makespan bubble and, where the stage bubble is
-another, a hollow one joined to it. Every point bears its name; names move out of each other's way.
+The figure has a point per schedule and both bubbles: a filled mark for the makespan bubble and,
+where the stage bubble is another, a hollow one joined to it. Every point bears its name; names move
+out of each other's way.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""A run that was started again: an attempt per row over one axis of time, and what ended each.
-
-Who reads which file of a checkpoint: its files between the plan that wrote it and those that
-read it, all over the same layers.
+"""Pictures of a run: its attempts over one axis of time, with the end of each; and the files of its
+checkpoint between the plan that wrote them and those that read them, all over the same layers.
 """
 
 from __future__ import annotations

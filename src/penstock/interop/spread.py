@@ -1,6 +1,5 @@
-"""How a model that another library trains is to be spread, and the pipeline that this makes.
-
-Libraries that an extra brings: one sentence where one of them is not there.
+"""How a model that another library trains is to be spread, and the pipeline that this makes; and
+``need``, for libraries that an extra brings.
 """
 
 from __future__ import annotations

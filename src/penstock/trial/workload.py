@@ -1,10 +1,9 @@
-"""``Workload``: everything a training script holds, as one value that the command line can take.
+"""``Workload``: everything a training script holds, as one value that the command line can take;
+and ``Contestant``: one way to train it.
 
-What is trained several times must begin the same each time.
-
-What trains in a trial: the pipeline, and single devices beside it.
-
-All start from the same weights and see the same minibatches.
+The contestants of a trial, the pipeline and single devices beside it, all start from the same
+weights and see the same minibatches. So whatever is trained several times must begin the same each
+time, which ``check_repeats`` sees to.
 """
 
 from __future__ import annotations

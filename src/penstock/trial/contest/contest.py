@@ -1,6 +1,5 @@
-"""``run_contest``: methods train in turns, and what each of them gave becomes a record.
-
-The pace of a plan on devices that are not here: every rank a process, compute a wait.
+"""``run_contest``: methods train in turns, and what each of them gave becomes a record. Devices
+that are not here are emulated: every rank a process, compute a wait.
 """
 
 from __future__ import annotations

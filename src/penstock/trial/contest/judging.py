@@ -1,6 +1,5 @@
-"""From what methods did to the figures of their rows, and whether they did what they should.
-
-How many bytes the devices of a plan send each other for a minibatch.
+"""From the training of each method to the figures of its row, the bytes that its devices send among
+them; and whether a method computes what it should.
 """
 
 from __future__ import annotations

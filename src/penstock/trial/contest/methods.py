@@ -1,6 +1,5 @@
 """The methods that a contest compares: for each, its plan on the devices that there are.
-
-``Setting``: the workload of a contest, its profile, and the devices that methods may take.
+``Setting`` has these, the workload and its profile.
 """
 
 from __future__ import annotations

@@ -15,10 +15,6 @@ go on to the last stage; gradients that are still on their way find no graph and
 Malinowski et al., "Sideways: Depth-Parallel Training of Video Models", CVPR 2020, arXiv 2001.06232;
 Meloni et al., "PARTIME: Scalable and Parallel Processing Over Time with Deep Neural Networks",
 arXiv 2210.09147.
-
-One stage of a live stream's replay: its layers, its optimizer, and the newest graph.
-
-The other half of ``sideways_replay``, which says whose gradient goes through whose graph.
 """
 
 from __future__ import annotations
