@@ -6,11 +6,12 @@ keeps its row, with the reason, because what is impossible here is an answer, to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from penstock.base.units import count_of, format_bytes, format_seconds
 from penstock.base.values import Value
+from penstock.drawing.report import doubt_of
 
 ONE_DEVICE = "one-device"
 """The key of the method that all others are compared with."""
@@ -53,6 +54,8 @@ class Entry(Value, frozen=True, kw_only=True):
         difference: the largest difference of a training loss from that of one device with as many
             microbatches, relative to the largest; ``None`` where nothing was compared.
         losses: in the order of steps.
+        others: the most of the cores' time that other programs had while it trained, where that
+            disturbed so many of its steps that its times say little; otherwise 0.
     """
 
     method: str
@@ -73,6 +76,7 @@ class Entry(Value, frozen=True, kw_only=True):
     recorded_delay: float | None = None
     difference: float | None = None
     losses: tuple[LossPoint, ...] = ()
+    others: float = 0.0
 
     @property
     def ran(self) -> bool:
@@ -148,9 +152,14 @@ class ContestRecord(Value, frozen=True, kw_only=True):
         return tuple(entry for entry in self.entries if entry.ran)
 
     @property
+    def fastest(self) -> Entry:
+        """The entry whose steps took the least time, of those that trained to the end."""
+        return min(self.finished, key=_step_seconds)
+
+    @property
     def equal_seconds(self) -> float | None:
         """The time that every method had at least: that of the fastest for all of its steps."""
-        return least_seconds(self.finished, self.num_steps)
+        return _step_seconds(self.fastest) * self.num_steps if self.finished else None
 
     @property
     def unequal(self) -> tuple[Entry, ...]:
@@ -160,29 +169,50 @@ class ContestRecord(Value, frozen=True, kw_only=True):
         )
 
 
-def least_seconds(entries: Sequence[Entry], num_steps: int) -> float | None:
-    """The shortest time of these entries for so many steps."""
-    times = [entry.step_seconds for entry in entries if entry.step_seconds is not None]
-    return min(times) * num_steps if times else None
-
-
 _MUCH = 1.03
 """Medians that differ by less than this are called equal."""
 
 
+class Sentence(NamedTuple):
+    """One sentence about a contest.
+
+    Attributes:
+        text: the sentence.
+        doubt: why its ratios and times say little; empty where they say how long something takes.
+    """
+
+    text: str
+    doubt: str = ""
+
+    def __str__(self) -> str:
+        if not self.doubt:
+            return self.text
+        return f"{self.text.removesuffix('.')} (how fast says little: {self.doubt})."
+
+
 def summary(record: ContestRecord) -> str:
     """Who was fastest, what that costs, who needed least memory, and who learned soonest."""
+    return " ".join(map(str, sentences(record)))
+
+
+def sentences(record: ContestRecord) -> list[Sentence]:
+    """The sentences of ``summary``."""
     ran = record.finished
     if not ran:
-        return "No method ran; each row says why."
-    sentences = [_fastest(record), _same(record), _smallest(record), _soonest(record)]
+        return [Sentence("No method ran; each row says why.")]
+    listed = [_fastest(record), _same(record), _smallest(record), _soonest(record)]
     missing = len(record.entries) - len(ran)
     if missing:
-        sentences.append(f"{count_of(missing, 'method')} could not run here; the rows say why.")
+        count = count_of(missing, "method")
+        listed.append(Sentence(f"{count} could not run here; the rows say why."))
     if record.unequal:
         names = ", ".join(entry.title for entry in record.unequal)
-        sentences.insert(0, f"NOT what one device computes: {names}.")
-    return " ".join(sentence[:1].upper() + sentence[1:] for sentence in sentences if sentence)
+        listed.insert(0, Sentence(f"NOT what one device computes: {names}."))
+    return [
+        sentence._replace(text=sentence.text[:1].upper() + sentence.text[1:])
+        for sentence in listed
+        if sentence is not None
+    ]
 
 
 def _step_seconds(entry: Entry) -> float:
@@ -190,65 +220,73 @@ def _step_seconds(entry: Entry) -> float:
     return entry.step_seconds
 
 
-def _fastest(record: ContestRecord) -> str:
-    best = min(record.finished, key=_step_seconds)
-    one = record.one_device
+def _doubt(*entries: Entry) -> str:
+    """Why a ratio of the times of these entries says little."""
+    return doubt_of(max(entry.others for entry in entries))
+
+
+def _fastest(record: ContestRecord) -> Sentence:
+    best, alone = record.fastest, record.one_device
     said = f"{best.title} took the least time per step, {format_seconds(_step_seconds(best))}"
-    if one is None or best is one:
-        return f"{said}." if one is None else f"{said}: nothing was faster here than one device."
-    ratio = _step_seconds(one) / _step_seconds(best)
+    if alone is None:
+        return Sentence(f"{said}.", _doubt(best))
+    doubt = _doubt(best, alone)
+    if best is alone:
+        return Sentence(f"{said}: nothing was faster here than one device.", doubt)
+    ratio = _step_seconds(alone) / _step_seconds(best)
     said += f", {ratio:.2f} times as fast as one device"
     if not best.synchronous:
         updates = "an update" if (best.delay or 0) == 1 else f"up to {best.delay or 0:.2g} updates"
         said += f", and pays with gradients that are {updates} old"
-    return f"{said}."
+    return Sentence(f"{said}.", doubt)
 
 
-def _same(record: ContestRecord) -> str:
+def _same(record: ContestRecord) -> Sentence | None:
     """The fastest of those that compute what one device computes, where another one was faster."""
-    best = min(record.finished, key=_step_seconds)
     exact = [entry for entry in record.finished if entry.synchronous]
-    if best.synchronous or not exact:
-        return ""
+    if record.fastest.synchronous or not exact:
+        return None
     first = min(exact, key=_step_seconds)
-    return (
+    return Sentence(
         f"Of those that compute what one device computes, {first.title} was fastest "
-        f"({format_seconds(_step_seconds(first))})."
+        f"({format_seconds(_step_seconds(first))}).",
+        _doubt(first),
     )
 
 
-def _smallest(record: ContestRecord) -> str:
+def _smallest(record: ContestRecord) -> Sentence | None:
     sized = [entry for entry in record.finished if _held(entry)]
     if len(sized) < 2:
-        return ""
-    least = min(sized, key=_held)
-    one = record.one_device
+        return None
+    least, alone, doubt = min(sized, key=_held), record.one_device, ""
     said = f"{least.title} needed the least memory per device, {format_bytes(_held(least))}"
-    if one is not None and least is not one and _held(one):
-        said += f" instead of {format_bytes(_held(one))}"
-        slower = _step_seconds(least) / min(map(_step_seconds, record.finished))
+    if alone is not None and least is not alone and _held(alone):
+        said += f" instead of {format_bytes(_held(alone))}"
+        slower = _step_seconds(least) / _step_seconds(record.fastest)
         if slower > _MUCH:
             said += f", at {slower:.2g} times the fastest one's time"
-    return f"{said}."
+            doubt = _doubt(least, record.fastest)
+    return Sentence(f"{said}.", doubt)
 
 
 def _held(entry: Entry) -> int:
     return (entry.memory_bytes if entry.memory_bytes is not None else entry.predicted_bytes) or 0
 
 
-def _soonest(record: ContestRecord) -> str:
+def _soonest(record: ContestRecord) -> Sentence | None:
     """Who reached the target first."""
     target = record.target
     if target is None:
-        return ""
-    times = {entry.title: entry.seconds_to(target) for entry in record.finished}
-    reached = {title: seconds for title, seconds in times.items() if seconds is not None}
+        return None
+    times = [(entry.seconds_to(target), entry) for entry in record.finished]
+    reached = [(seconds, entry) for seconds, entry in times if seconds is not None]
     if not reached:
-        return f"No method reached a {record.loss_name} of {target:.4g}."
-    first = min(reached, key=lambda title: reached[title])
-    return (
-        f"{first} reached a {record.loss_name} of {target:.4g} first, after "
-        f"{format_seconds(reached[first])}."
+        return Sentence(f"No method reached a {record.loss_name} of {target:.4g}.")
+    seconds, first = min(reached, key=lambda pair: pair[0])
+    return Sentence(
+        f"{first.title} reached a {record.loss_name} of {target:.4g} first, after "
+        f"{format_seconds(seconds)}.",
+        _doubt(first),
     )
 
 
@@ -276,7 +314,7 @@ def markdown(record: ContestRecord) -> str:
 
 
 def legend(record: ContestRecord) -> str:
-    """What the columns mean, in a few sentences."""
+    """The meaning of the columns, in a few sentences."""
     name = record.loss_name
     equal = record.equal_seconds
     parts = [
@@ -295,7 +333,26 @@ def legend(record: ContestRecord) -> str:
     if record.target is not None:
         parts[-1] += f"; the target is {record.target:.4g}"
     parts[-1] += "."
-    return " ".join(parts)
+    return " ".join(parts) + _doubtful_times(record)
+
+
+def doubts(record: ContestRecord, entry: Entry) -> dict[str, str]:
+    """By the columns of its row that rest on times which say little, why they do."""
+    if not entry.ran:
+        return {}
+    own = _doubt(entry)
+    equal = _doubt(entry, record.fastest)  # whose time all have
+    columns = {"time per step": own, "after equal time": equal, "to target": own}
+    return {column: doubt for column, doubt in columns.items() if doubt}
+
+
+def _doubtful_times(record: ContestRecord) -> str:
+    """The sentence about methods that other programs disturbed; empty where none was."""
+    disturbed = [entry for entry in record.finished if entry.others]
+    if not disturbed:
+        return ""
+    names = ", ".join(entry.title for entry in disturbed)
+    return f" Times of {names} say little, and are grey on a page: {_doubt(*disturbed)}."
 
 
 def _row(record: ContestRecord, entry: Entry) -> tuple[str, ...]:

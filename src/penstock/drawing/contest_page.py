@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,8 +21,10 @@ from penstock.drawing.contest import (
     COLUMNS,
     ContestRecord,
     Entry,
+    doubts,
     legend,
-    summary,
+    markdown,
+    sentences,
     table_rows,
 )
 from penstock.drawing.markup import (
@@ -56,7 +58,7 @@ def contest_page(record: ContestRecord) -> str:
     parts = [
         tag("style", f"\n{resource('contest_page.css')}\n"),
         f"<header>{head}</header>",
-        tag("section", tag("p", escaped(summary(record)), class_="verdict"), class_="card"),
+        tag("section", _verdict(record), class_="card"),
         _table(record),
         _curves(record),
         _circumstances(record),
@@ -64,10 +66,22 @@ def contest_page(record: ContestRecord) -> str:
     return html_document(title, lines(parts))
 
 
+def _verdict(record: ContestRecord) -> str:
+    """The sentences, grey where other programs disturbed what they tell of."""
+    said = (
+        tag("span", escaped(str(sentence)), class_="doubtful")
+        if sentence.doubt
+        else escaped(sentence.text)
+        for sentence in sentences(record)
+    )
+    return tag("p", " ".join(said), class_="verdict")
+
+
 def _table(record: ContestRecord) -> str:
     heads = "".join(tag("th", escaped(name), scope="col") for name in COLUMNS)
     rows = lines(
-        _row(entry, cells) for entry, cells in zip(record.entries, table_rows(record), strict=True)
+        _row(entry, cells, doubts(record, entry))
+        for entry, cells in zip(record.entries, table_rows(record), strict=True)
     )
     table = f'<table class="contest"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>'
     return tag(
@@ -78,19 +92,22 @@ def _table(record: ContestRecord) -> str:
     )
 
 
-def _row(entry: Entry, cells: tuple[str, ...]) -> str:
+def _row(entry: Entry, cells: tuple[str, ...], doubted: Mapping[str, str]) -> str:
     title = tag("th", escaped(cells[0]), scope="row")
     if not entry.ran:
         reason = tag("td", escaped(cells[1]), class_="words", colspan=len(cells) - 1)
         return tag("tr", title + reason, class_="absent")
     columns = zip(COLUMNS[1:], cells[1:], strict=True)
-    figures = "".join(
-        tag("td", escaped(cell), data_name=name, class_="words")
-        if name == "where"
-        else tag("td", _unbroken(cell), data_name=name, class_="figure")
-        for name, cell in columns
-    )
-    return tag("tr", title + figures)
+    return tag("tr", title + "".join(_cell(*column, doubted) for column in columns))
+
+
+def _cell(name: str, text: str, doubted: Mapping[str, str]) -> str:
+    if name == "where":
+        return tag("td", escaped(text), data_name=name, class_="words")
+    if name not in doubted:
+        return tag("td", _unbroken(text), data_name=name, class_="figure")
+    style = "figure doubtful"
+    return tag("td", _unbroken(text), data_name=name, class_=style, title=doubted[name])
 
 
 def _unbroken(cell: str) -> str:
@@ -153,8 +170,6 @@ def _drawn(record: ContestRecord, suffix: str) -> str:
     if suffix == ".svg":
         return loss_panels(record)
     if suffix == ".md":
-        from penstock.drawing.contest import markdown
-
         return markdown(record)
     return record.to_json()
 

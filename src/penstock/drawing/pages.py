@@ -14,7 +14,6 @@ from penstock.core.timing.timeline import Timeline
 from penstock.drawing.comparison import COLUMNS, Comparison
 from penstock.drawing.markup import Titled, escaped, lines, resource, tag
 from penstock.drawing.plan_picture import Choices, PlanPicture
-from penstock.drawing.plan_svg import NARROWEST, NARROWEST_AT_ALL, WIDEST, plan_svg
 from penstock.drawing.timeline.svg import PAGE_WIDTHS, stacked, svg
 
 _WIDE, _SHRINKS_TO, _GROWS_TO = 1200, 0.8, 1.35
@@ -107,7 +106,7 @@ def viewer(picture: str, name: str, wheel: str = "", start: str = "") -> str:
     """A picture in a box with zoom and hover details.
 
     Args:
-        picture: an SVG html_document.
+        picture: an SVG document.
         name: for readers who do not see it.
         wheel: ``"plain"`` if the wheel zooms; otherwise it scrolls the page, and zooms with Ctrl.
         start: ``"fit"`` if all of it is to be seen at first; otherwise in its own size, unless it
@@ -142,7 +141,7 @@ def scroll(picture: str, name: str) -> str:
 
 
 def inline(picture: str) -> str:
-    """An SVG html_document as part of an HTML page, which needs no name space."""
+    """An SVG document as part of an HTML page, which needs no name space."""
     return picture.replace(' xmlns="http://www.w3.org/2000/svg"', "", 1)
 
 
@@ -152,12 +151,14 @@ _SIZE = re.compile(r'width="(\d+)" height="(\d+)"')
 def plan_with_timeline_svg(
     picture: PlanPicture, timeline: Timeline, versions: bool = False, width: float | None = None
 ) -> str:
-    """Draw a plan and its predicted timeline as one standalone SVG html_document.
+    """Draw a plan and its predicted timeline as one standalone SVG document.
 
     Args:
         versions: whether to show which version of the weights each op read.
         width: in pixels, at least 700; by default as wide as the timeline's labels need.
     """
+    from penstock.drawing.plan_svg import NARROWEST, NARROWEST_AT_ALL, WIDEST, plan_svg
+
     if width is not None:
         width = max(width, NARROWEST_AT_ALL)
         steps = svg(timeline, width, versions=versions, whole=False)
@@ -168,7 +169,7 @@ def plan_with_timeline_svg(
 
 
 def _size(picture: str) -> tuple[int, int]:
-    """Width and height of an SVG html_document."""
+    """Width and height of an SVG document."""
     match = _SIZE.search(picture)
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
@@ -180,7 +181,7 @@ def _below_each_other(documents: Sequence[str], words: str) -> str:
         own_width, own_height = _size(picture)
         parts.append(inline(picture).replace("<svg", f'<svg y="{top}"', 1))
         width, top = max(width, own_width), top + own_height
-    # The style sheets inside hold for the whole html_document, so this ground has their colour.
+    # The style sheets inside hold for the whole document, so this ground has their colour.
     paper = tag("rect", class_="paper", width=width, height=top)
     return tag(
         "svg",
@@ -197,6 +198,8 @@ def _below_each_other(documents: Sequence[str], words: str) -> str:
 
 def plan_page(picture: PlanPicture, timeline: Timeline, versions: bool = False) -> str:
     """Draw a plan and its predicted timeline as a self-contained HTML page."""
+    from penstock.drawing.plan_svg import plan_svg
+
     facts = tag("p", escaped(" · ".join(picture.facts)), class_="subtitle")
     reason = tag("p", escaped(picture.reason)) if picture.reason else ""
     head = f"<header>{tag('h1', escaped(picture.title))}{facts}{reason}</header>"

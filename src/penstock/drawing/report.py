@@ -33,6 +33,16 @@ class Fact(Value, frozen=True, kw_only=True):
     doubtful: bool = False
 
 
+def doubt_of(others: float) -> str:
+    """Why times say little; empty where they say how long something takes.
+
+    Args:
+        others: the most of the cores' time that other programs had, where that disturbed so many
+            steps that too few are left; otherwise 0.
+    """
+    return f"other programs had up to {others:.0%} of the cores meanwhile" if others else ""
+
+
 class StageRow(Value, frozen=True, kw_only=True):
     """One stage of the plan that was run.
 

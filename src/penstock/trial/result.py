@@ -14,7 +14,7 @@ import torch
 from penstock.core.timing import find_parting, idle_of
 from penstock.core.timing.timeline import Timeline
 from penstock.drawing import Fact, Report, Series, StageRow, TimelineRecord
-from penstock.drawing.report import reason
+from penstock.drawing.report import doubt_of, reason
 from penstock.planning.plans import Plan
 from penstock.trial.workload import Contestant, Workload
 
@@ -76,7 +76,7 @@ class Trial:
         """Why times of the pipeline, and of who is compared with it, say little; empty if they say
         how fast it is."""
         others = max(contestant.pace.others for contestant in (self.pipeline, *beside))
-        return f"other programs had up to {others:.0%} of the cores meanwhile" if others else ""
+        return doubt_of(others)
 
     def _timed(self, label: str, value: str, note: str, *beside: Contestant) -> Fact:
         """A number that is as good as the times that it comes from."""

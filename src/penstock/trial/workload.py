@@ -181,7 +181,7 @@ _ENOUGH = 0.5
 """The share of the steps that must be undisturbed, for these to stand for all."""
 
 
-class Pace(NamedTuple):
+class StepPace(NamedTuple):
     """How fast somebody trains.
 
     Attributes:
@@ -192,6 +192,22 @@ class Pace(NamedTuple):
 
     seconds: float
     others: float = 0.0
+
+    @classmethod
+    def of(cls, seconds: Sequence[float], others: Sequence[float]) -> StepPace:
+        """By the steps that nobody disturbed, if there are enough of them.
+
+        Args:
+            seconds: of each step.
+            others: for each step, the share of the cores' time that other programs had meanwhile;
+                empty where nobody looked.
+        """
+        if not others:
+            return cls(median(seconds))
+        quiet = [step for step, share in zip(seconds, others, strict=True) if share <= QUIET_SHARE]
+        if len(quiet) >= _ENOUGH * len(seconds):
+            return cls(median(quiet))
+        return cls(median(seconds), max(others))
 
 
 @dataclass
@@ -254,15 +270,9 @@ class Contestant:
         self.others += [share] * (len(self.seconds) - len(self.others))
 
     @property
-    def pace(self) -> Pace:
-        """How fast it is, by the steps that nobody disturbed, if there are enough of them."""
-        if not self.others:
-            return Pace(median(self.seconds))
-        steps = zip(self.seconds, self.others, strict=True)
-        quiet = [seconds for seconds, share in steps if share <= QUIET_SHARE]
-        if len(quiet) >= _ENOUGH * len(self.seconds):
-            return Pace(median(quiet))
-        return Pace(median(self.seconds), max(self.others))
+    def pace(self) -> StepPace:
+        """How fast it is."""
+        return StepPace.of(self.seconds, self.others)
 
     @property
     def flushes(self) -> bool:

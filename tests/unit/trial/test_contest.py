@@ -17,6 +17,7 @@ from penstock.base.errors import InputError
 from penstock.core.cluster import Cluster, Link
 from penstock.drawing.contest import ContestRecord, markdown, summary, table_rows
 from penstock.planning import planner
+from penstock.trial import workload as workload_module
 from penstock.trial.contest import METHODS, run_contest
 from penstock.trial.contest import contest as contest_module
 from penstock.trial.contest.judging import moved_bytes, splits_nothing
@@ -74,6 +75,13 @@ def test_a_record_is_a_file(record, tmp_path):
     assert all(entry.title in text for entry in record.entries)
     assert len(table_rows(record)) == len(record.entries)
     assert summary(record) in text
+
+
+def test_a_method_that_others_disturbed_tells_how_much(monkeypatch):
+    taken = iter([0.5, 0.0])  # of one device's turn, of the other's
+    monkeypatch.setattr(workload_module, "share_of_others", lambda *_: next(taken))
+    disturbed, quiet = run_contest(workload, methods=["whole"], num_steps=2).entries
+    assert (disturbed.others, quiet.others) == (0.5, 0.0)
 
 
 def failing(setting):

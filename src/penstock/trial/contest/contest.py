@@ -40,7 +40,7 @@ _STEPS = 4
 _KIB = 1024
 
 
-class Pace(NamedTuple):
+class EmulatedPace(NamedTuple):
     """What a step takes on emulated devices.
 
     Attributes:
@@ -52,7 +52,7 @@ class Pace(NamedTuple):
     timeline: Timeline
 
 
-def pace_of(plan: Plan) -> Pace:
+def pace_of(plan: Plan) -> EmulatedPace:
     """Rehearse a plan with its own times.
 
     Raises:
@@ -62,8 +62,10 @@ def pace_of(plan: Plan) -> Pace:
     largest = max((stage.transfer_bytes for stage in plan.stages), default=0)
     performed = rehearse(plan, steps=_STEPS, message_bytes=max(_KIB, largest))
     if performed.steady_seconds is not None:
-        return Pace(performed.steady_seconds.measured * plan.num_microbatches, performed.measured)
-    return Pace(performed.measured.makespan, performed.measured)
+        return EmulatedPace(
+            performed.steady_seconds.measured * plan.num_microbatches, performed.measured
+        )
+    return EmulatedPace(performed.measured.makespan, performed.measured)
 
 
 _REPEATS, _PATIENCE_SECONDS = 3, 1.0

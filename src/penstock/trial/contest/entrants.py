@@ -25,10 +25,16 @@ from penstock.trial.workload import (
 
 
 class Trainer(Protocol):
-    """Something that trains, wherever its ranks are."""
+    """Something that trains, wherever its ranks are.
+
+    Attributes:
+        losses, seconds: an entry per step.
+        others: an entry per step: the share of the cores' time that other programs had meanwhile.
+    """
 
     losses: list[float]
     seconds: list[float]
+    others: list[float]
 
     def take_turn(self, batches: Sequence[Batch]) -> None:
         """Train on these minibatches."""
@@ -50,14 +56,16 @@ class InThreads:
     def __init__(self, workload: Workload, contestant: Contestant) -> None:
         self._workload, self._contestant = workload, contestant
         self.losses, self.seconds = contestant.losses, contestant.seconds
+        self.others = contestant.others
 
     def take_turn(self, batches: Sequence[Batch]) -> None:
         """Train on these minibatches; those that never flush drain at the end of the turn."""
-        if self._contestant.flushes:
-            for batch in batches:
-                self._contestant.step(batch)
-        else:
-            self._contestant.stream(batches)
+        with self._contestant.taking_turn():
+            if self._contestant.flushes:
+                for batch in batches:
+                    self._contestant.step(batch)
+            else:
+                self._contestant.stream(batches)
 
     def held_out_loss(self) -> float | None:
         """The loss on the workload's held-out data; ``None`` without any."""

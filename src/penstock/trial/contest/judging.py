@@ -26,7 +26,7 @@ from penstock.planning.plans import Plan
 from penstock.planning.plans.spilling import traffic
 from penstock.trial.contest.entrants import Entrant
 from penstock.trial.contest.methods import WHOLE, Setting
-from penstock.trial.workload import on_one_device
+from penstock.trial.workload import StepPace, on_one_device
 
 _TOLERANCE = sqrt(torch.finfo(torch.float32).eps)
 """By how much losses may differ where sums have another order, relative to the largest."""
@@ -154,11 +154,14 @@ def _entry(entrant: Entrant, setting: Setting) -> Entry:
     if entrant.paced_seconds is not None:
         seconds, bubble = plan.step_seconds, plan.prediction.bubble
     graph = setting.graph if plan.num_microbatches > 1 else setting.whole
+    # On emulated devices compute is a wait, which others do not make longer.
+    paced = entrant.paced_seconds
+    pace = StepPace.of(trainer.seconds, trainer.others) if paced is None else StepPace(paced)
     return replace(
         named,
         num_devices=plan.num_seats,
         predicted_seconds=seconds,
-        step_seconds=entrant.paced_seconds or statistics.median(trainer.seconds),
+        step_seconds=pace.seconds,
         predicted_bytes=max(plan.rank_bytes),
         memory_bytes=_memory(plan, entrant.activation_bytes),
         moved_bytes=moved_bytes(plan, graph, method.num_servers, setting.cluster.link),
@@ -167,6 +170,7 @@ def _entry(entrant: Entrant, setting: Setting) -> Entry:
         delay=plan.prediction.delay,
         recorded_delay=_recorded_delay(plan, timelines) if plan.versions.asynchronous else 0.0,
         losses=tuple(entrant.points),
+        others=pace.others,
     )
 
 

@@ -19,7 +19,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from penstock.core.timing.timeline import Timeline
 from penstock.engine.device.collectives import HOST_BACKEND
 from penstock.planning.plans import Plan
 from penstock.training.pipeline import Pipeline
+from penstock.training.profiler.together.disturbance import Usage, share_of_others
 from penstock.trial.workload import Batch, Workload
 
 _JOB = "contest"
@@ -55,6 +56,21 @@ class _Seat:
     meeting: str
     load: Callable[[], Workload]
     plan: str
+
+
+class _Turn(NamedTuple):
+    """What a process tells of a turn.
+
+    Attributes:
+        seconds, losses: an entry per step.
+        timeline: of the last step, as JSON.
+        processor_seconds: that the process has worked meanwhile.
+    """
+
+    seconds: list[float]
+    losses: list[float]
+    timeline: str
+    processor_seconds: float
 
 
 class InProcesses:
@@ -85,6 +101,7 @@ class InProcesses:
         self.losses: list[float] = []
         self.seconds: list[float] = []
         self.timelines: list[Timeline] = []
+        self.others: list[float] = []
         self._deadline_seconds = deadline_seconds
         self._server, plan = _with_server(plan)
         started = multiprocessing.get_context("spawn")
@@ -109,14 +126,20 @@ class InProcesses:
 
     def take_turn(self, batches: Sequence[Batch]) -> None:
         """Train on as many minibatches, which each process makes itself."""
-        seconds, losses, recorded = self._ask(("train", len(batches)))
-        self.seconds += seconds
-        self.losses += losses
-        self.timelines.append(Timeline.from_json(recorded))
+        before = Usage.now()
+        turns: list[_Turn] = self._ask(("train", len(batches)))
+        # What the processes of this trainer had is its own.
+        own = before.own_seconds - sum(turn.processor_seconds for turn in turns)
+        share = share_of_others(before._replace(own_seconds=own), Usage.now())
+        first = turns[0]
+        self.seconds += first.seconds
+        self.losses += first.losses
+        self.others += [share] * len(first.seconds)
+        self.timelines.append(Timeline.from_json(first.timeline))
 
     def held_out_loss(self) -> float | None:
         """The loss on the workload's held-out data; ``None`` without any."""
-        value: float | None = self._ask(("evaluate", 0))
+        value: float | None = self._ask(("evaluate", 0))[0]
         return value
 
     def close(self) -> None:
@@ -141,13 +164,13 @@ class InProcesses:
             self._server.close()
             self._server = None
 
-    def _ask(self, request: tuple[str, int]) -> Any:
+    def _ask(self, request: tuple[str, int]) -> list[Any]:
         if self._start_seconds is not None:  # several groups begin at once, and nobody waits
             self._answers(self._start_seconds)
             self._start_seconds = None
         for connection in self._connections:
             connection.send(request)
-        return self._answers(self._deadline_seconds)[0]
+        return self._answers(self._deadline_seconds)
 
     def _answers(self, seconds: float) -> list[Any]:
         """What each process answers, by rank; the first failure ends the wait."""
@@ -239,15 +262,16 @@ class _Member:
                 return
             connection.send(("", self._train(count) if asked == "train" else self._evaluate()))
 
-    def _train(self, count: int) -> tuple[list[float], list[float], str]:
-        seconds, losses = [], []
+    def _train(self, count: int) -> _Turn:
+        seconds, losses, before = [], [], time.process_time()
         for batch in islice(self._batches, count):
             start = time.perf_counter()
             loss = self._pipeline.step(*batch)
             assert loss is not None  # it tells its results
             losses.append(float(loss))
             seconds.append(time.perf_counter() - start)
-        return seconds, losses, self._pipeline.timeline.to_json()
+        worked = time.process_time() - before
+        return _Turn(seconds, losses, self._pipeline.timeline.to_json(), worked)
 
     def _evaluate(self) -> float | None:
         if self._workload.held_out is None:
