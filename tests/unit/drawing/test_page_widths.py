@@ -17,8 +17,9 @@ from tests.unit.drawing.test_report_page import NUMBERS, report
 WIDTHS = (1280, 390)
 """Of a laptop's window and of a phone, in pixels."""
 
-# Windows of headless browsers are 500 pixels wide at least, frames may be narrower.
-MEASURES = """<script>addEventListener("load", () => {
+# Windows of headless browsers are 500 pixels wide at least, frames may be narrower; scroll bars of
+# phones lie on the page.
+MEASURES = """<style>html{scrollbar-width:none}</style><script>addEventListener("load", () => {
 const page = document.documentElement, clipped = [];
 for (const element of document.body.querySelectorAll("*")) {
   if (element.closest(".scroll, svg") || !element.getClientRects().length) continue;
