@@ -50,7 +50,7 @@ def test_names_of_the_glossary_are_listed_with_better_words_and_fail(package, mo
     assert printed(monkeypatch, capsys, "--names")[0] == 0
     status, lines = printed(monkeypatch, capsys, "--strict")
     assert status == 1
-    assert lines[3:] == [
+    assert lines[4:] == [
         "  class Plan is in penstock.plans, penstock.runs; let all but one say which it is",
         "  penstock.runs:2: class _Harvest; use StepResult",
         "  penstock.runs:3: variable what; use the name of the subject, as name, kind or role",
