@@ -148,11 +148,11 @@ def _simulate(
         [
             (
                 name,
-                format_seconds(one.makespan),
-                f"{one.makespan / one.bound_seconds:.3f}" if one.bound_seconds else "–",
-                f"{one.idle:.1%}",
+                format_seconds(other.makespan),
+                f"{other.makespan / other.bound_seconds:.3f}" if other.bound_seconds else "–",
+                f"{other.idle:.1%}",
             )
-            for name, one in timelines.items()
+            for name, other in timelines.items()
         ],
     )
     show.prose(f"\nbound: {format_seconds(timeline.bound_seconds)}, {least.reason}")
@@ -202,7 +202,7 @@ def _as_numbers(
         "bound": timeline.bound_seconds,
         "bound_by": least.reason,
         "idle": timeline.idle,
-        "policies": {name: one.makespan for name, one in timelines.items()},
+        "policies": {name: other.makespan for name, other in timelines.items()},
         "jobs": {
             name: {"device_seconds": timeline.job_seconds[name], "ends": timeline.job_ends[name]}
             for name in timeline.jobs

@@ -260,18 +260,18 @@ def _imported(name: str, module_name: str, function_name: str) -> object:
     return function()
 
 
-def _made(what: str, make: Callable[[], Made]) -> Made:
-    with _blamed(what):
+def _made(role: str, make: Callable[[], Made]) -> Made:
+    with _blamed(role):
         return make()
 
 
-def _iterated(what: str, make: Callable[[], Iterator[Batch]]) -> Iterator[Batch]:
-    with _blamed(what):
+def _iterated(role: str, make: Callable[[], Iterator[Batch]]) -> Iterator[Batch]:
+    with _blamed(role):
         yield from make()
 
 
 @contextmanager
-def _blamed(what: str) -> Iterator[None]:
+def _blamed(role: str) -> Iterator[None]:
     """What the user's own code raises becomes one message, with its line."""
     try:
         yield
@@ -280,5 +280,5 @@ def _blamed(what: str) -> Iterator[None]:
     except Exception as error:
         from penstock.engine.tracing.lines import because, lines_of
 
-        said = f"{what} raised {type(error).__name__}: {error}{because(lines_of(error))}"
+        said = f"{role} raised {type(error).__name__}: {error}{because(lines_of(error))}"
         raise ModelError(said) from error

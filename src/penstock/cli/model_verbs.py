@@ -287,7 +287,7 @@ def train(
             stages=ranks,
             versions=versions,
         )
-    trial = _train(loaded, chosen, steps, compare, output, _Shown(as_json, verbose))
+    trial = _train(loaded, chosen, steps, compare, output, _Printing(as_json, verbose))
     if timeline is not None:
         with written(timeline, ".json") as path:
             write_atomically(str(path), trial.measured.to_json() + "\n")
@@ -314,10 +314,10 @@ def demo(steps: int, output: str, as_json: bool, verbose: bool) -> None:
     chosen = planner.plan(
         graph, Cluster.local(2), microbatches=MICROBATCHES, schedule="1f1b", stages=2
     )
-    _train(loaded, chosen, steps, True, output, _Shown(as_json, verbose))
+    _train(loaded, chosen, steps, True, output, _Printing(as_json, verbose))
 
 
-class _Shown(NamedTuple):
+class _Printing(NamedTuple):
     """How results are printed: for programs, or with all details."""
 
     as_json: bool
@@ -325,7 +325,7 @@ class _Shown(NamedTuple):
 
 
 def _train(
-    workload: Workload, plan: Plan, steps: int, compare: bool, output: str, shown: _Shown
+    workload: Workload, plan: Plan, steps: int, compare: bool, output: str, shown: _Printing
 ) -> Trial:
     from penstock.trial import run_trial
 

@@ -205,14 +205,14 @@ def json_option(verb: Verb) -> Verb:
     )(verb)
 
 
-def verbose_option(what: str) -> Callable[[Verb], Verb]:
+def verbose_option(details: str) -> Callable[[Verb], Verb]:
     """``-v/--verbose``."""
-    return click.option("-v", "--verbose", is_flag=True, help=f"Also say {what}")
+    return click.option("-v", "--verbose", is_flag=True, help=f"Also say {details}")
 
 
-def output_option(what: str) -> Callable[[Verb], Verb]:
+def output_option(meaning: str) -> Callable[[Verb], Verb]:
     """``-o/--output``."""
-    return click.option("-o", "--output", type=OutputFile(), help=f"{what}  -: standard output.")
+    return click.option("-o", "--output", type=OutputFile(), help=f"{meaning}  -: standard output.")
 
 
 def folder_option(verb: Verb) -> Verb:

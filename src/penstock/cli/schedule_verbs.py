@@ -22,7 +22,7 @@ from penstock.core.schedule.check import check as check_schedule
 from penstock.core.timing.costs import Costs
 
 if TYPE_CHECKING:
-    from penstock.cli.sources import Drawable
+    from penstock.cli.sources import DrawableSource
     from penstock.drawing.markup import Titled
     from penstock.planning.plans import Plan
 
@@ -32,14 +32,14 @@ from typing import NamedTuple
 
 from penstock.cli.input import suffix_of
 from penstock.cli.show import say
-from penstock.cli.sources import Drawable
+from penstock.cli.sources import DrawableSource
 from penstock.core.schedule.lower import add_update
 from penstock.core.schedule.op import Kind
 from penstock.core.timing.simulator import simulate as simulated
 from penstock.core.versions import USUAL, Flush
 
 
-class Setting(NamedTuple):
+class FamilySetting(NamedTuple):
     """What schedules by name are built for; ``costs`` are those of a whole rank's layers."""
 
     ranks: int
@@ -47,7 +47,9 @@ class Setting(NamedTuple):
     costs: Costs
 
 
-def load_beside(names: Sequence[str], setting: Setting, given: Collection[str]) -> list[Drawable]:
+def load_beside(
+    names: Sequence[str], setting: FamilySetting, given: Collection[str]
+) -> list[DrawableSource]:
     """What each name means, in their order.
 
     Args:
@@ -72,8 +74,8 @@ def load_beside(names: Sequence[str], setting: Setting, given: Collection[str]) 
     ]
     shapes = {name: _shape(source) for name, source in zip(names, loaded, strict=True)}
     if len(set(shapes.values())) > 1:
-        told = (f"{name} {ranks} and {count}" for name, (ranks, count) in shapes.items())
-        say(f"not alike, in ranks and microbatches: {', '.join(told)}")
+        named = (f"{name} {ranks} and {count}" for name, (ranks, count) in shapes.items())
+        say(f"not alike, in ranks and microbatches: {', '.join(named)}")
     return loaded
 
 
@@ -81,7 +83,7 @@ def _is_file(name: str) -> bool:
     return suffix_of(name, ".csv") in (".json", ".csv")
 
 
-def _pattern(ready: dict[str, Drawable]) -> str | None:
+def _pattern(ready: dict[str, DrawableSource]) -> str | None:
     """The file that schedules by name are to be like: a plan rather than a timeline, a timeline
     rather than ops, which have no times."""
     return max(
@@ -91,7 +93,7 @@ def _pattern(ready: dict[str, Drawable]) -> str | None:
     )
 
 
-def _shape(source: Drawable) -> tuple[int, int]:
+def _shape(source: DrawableSource) -> tuple[int, int]:
     """Ranks and microbatches."""
     shown = source.shown
     microbatches = {op.microbatch for row in shown.rows for op in row.ops}
@@ -100,11 +102,11 @@ def _shape(source: Drawable) -> tuple[int, int]:
 
 def _like(
     name: str,
-    setting: Setting,
+    setting: FamilySetting,
     pattern: str | None,
-    ready: dict[str, Drawable],
+    ready: dict[str, DrawableSource],
     given: Collection[str],
-) -> Drawable:
+) -> DrawableSource:
     """A schedule by name, with the costs of the file that it stands beside."""
     source = None if pattern is None else ready[pattern]
     if source is None or "costs" in given:
@@ -144,9 +146,10 @@ def schedules(name: str | None, as_json: bool) -> None:
     """List the schedule families, or tell all about one (NAME)."""
     from penstock.core.schedule.about import about
 
-    listed = [about(one) for one in (families.names() if name is None else [name])]
+    listed = [about(family) for family in (families.names() if name is None else [name])]
     if as_json:
-        show.print_json([one.facts() for one in listed] if name is None else listed[0].facts())
+        facts = [family.facts() for family in listed]
+        show.print_json(facts if name is None else facts[0])
     elif name is None:
         show.print_table(("name", "law"), [(family.name, family.law) for family in listed], 2)
         show.prose(
@@ -227,7 +230,7 @@ def draw(
         show.echo(_in_terminal(loaded, versions))
 
 
-def _write_picture(loaded: Drawable, path: str, versions: bool, width: float | None) -> None:
+def _write_picture(loaded: DrawableSource, path: str, versions: bool, width: float | None) -> None:
     if loaded.plan is None:
         drawing.draw(loaded.shown, path, versions=versions, width=width)
         return
@@ -237,7 +240,7 @@ def _write_picture(loaded: Drawable, path: str, versions: bool, width: float | N
     drawing.draw_plan(pictured, loaded.shown, path, versions=versions, width=width)
 
 
-def _in_terminal(loaded: Drawable, versions: bool) -> str:
+def _in_terminal(loaded: DrawableSource, versions: bool) -> str:
     if loaded.plan is None:
         return show.in_terminal(loaded.shown, versions)
     from penstock.drawing.plan_text import plan_with_timeline_text
@@ -279,7 +282,7 @@ def compare(
     Beside a file, schedules by name have its ranks and microbatches, and a plan's costs, as far as
     options do not say otherwise.
     """
-    setting = Setting(ranks, microbatches, costs)
+    setting = FamilySetting(ranks, microbatches, costs)
     check_sources(names)
     check_width(output)
     check_apart(output=output, scatter=scatter, memory=memory)
@@ -287,7 +290,7 @@ def compare(
         options.check_figure(figure)
     if as_json and STANDARD_OUTPUT in (scatter, memory):
         raise click.UsageError("a picture on standard output and --json would mix; leave one out")
-    given = {name for name in Setting._fields if is_given(name)}
+    given = {name for name in FamilySetting._fields if is_given(name)}
     loaded = load_beside(names, setting, given)
     if memory is not None and loaded[0].plan is None:
         raise InputError(

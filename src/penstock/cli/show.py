@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
     from rich.table import Table
 
-    from penstock.cli.sources import Drawable
+    from penstock.cli.sources import DrawableSource
     from penstock.core.schedule.about import About
     from penstock.core.timing.costs import Costs
     from penstock.core.timing.timeline import Timeline
@@ -226,7 +226,7 @@ def stacked_in_terminal(timelines: Sequence[Titled]) -> str:
     return stacked_text(timelines, wide, wide, window=width())
 
 
-def metrics(source: Drawable) -> dict[str, object]:
+def metrics(source: DrawableSource) -> dict[str, object]:
     """A timeline's numbers, for ``--json``; what only a schedule or a plan knows is null without
     one."""
     timeline, schedule, sizes = source.shown, source.schedule, source.sizes
@@ -248,7 +248,7 @@ def metrics(source: Drawable) -> dict[str, object]:
     }
 
 
-def print_metrics(sources: Sequence[Drawable], costs: Costs) -> None:
+def print_metrics(sources: Sequence[DrawableSource], costs: Costs) -> None:
     """Numbers of timelines as a table, with a column for bytes where a plan knows them.
 
     Args:
@@ -275,19 +275,19 @@ def print_metrics(sources: Sequence[Drawable], costs: Costs) -> None:
 def _print_costs(costs: Costs) -> None:
     """Under which costs the numbers of schedules hold: others may rank them otherwise."""
     parts = {"F": costs.forward, "I": costs.backward_input, "W": costs.backward_weight}
-    told = ", ".join(
+    named = ", ".join(
         f"{name} {_cost(value)}" for name, value in {**parts, "hop": costs.hop}.items()
     )
-    prose(f"\ncosts (--costs): {told}")
+    prose(f"\ncosts (--costs): {named}")
 
 
 def _cost(value: float | Sequence[float]) -> str:
     """One number, or one per stage."""
     values = [value] if isinstance(value, int | float) else value
-    return "/".join(f"{one:g}" for one in values)
+    return "/".join(f"{cost:g}" for cost in values)
 
 
-def _flow_of(source: Drawable) -> list[str]:
+def _flow_of(source: DrawableSource) -> list[str]:
     if not source.is_fed:
         return ["–", "–", "–"]
     timeline = source.timeline
@@ -295,7 +295,7 @@ def _flow_of(source: Drawable) -> list[str]:
     return [f"{number:.4g}" for number in numbers]
 
 
-def _metric_row(source: Drawable, with_bytes: bool) -> list[str]:
+def _metric_row(source: DrawableSource, with_bytes: bool) -> list[str]:
     timeline, schedule, sizes = source.shown, source.schedule, source.sizes
     row = [
         timeline.name or "schedule",
@@ -312,16 +312,16 @@ def _metric_row(source: Drawable, with_bytes: bool) -> list[str]:
 
 
 @contextmanager
-def counting(what: str, *, quietly: bool = False) -> Iterator[Callable[[int, int], None]]:
+def counting(doing: str, *, quietly: bool = False) -> Iterator[Callable[[int, int], None]]:
     """A bar that counts to a total and goes when it is there, or without a terminal a line every
     few seconds; yields what takes (done, total).
 
     Args:
-        what: is being done.
+        doing: what is being done, for people.
         quietly: show nothing.
     """
     if quietly or not _has_terminal():
-        with Telling(what, quiet=bool(quietly)) as telling:
+        with Telling(doing, quiet=bool(quietly)) as telling:
             yield telling.count
         return
     from rich.console import Console
@@ -334,7 +334,7 @@ def counting(what: str, *, quietly: bool = False) -> Iterator[Callable[[int, int
     )
 
     bar = Progress(
-        TextColumn(what),
+        TextColumn(doing),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TimeRemainingColumn(compact=True),
@@ -342,7 +342,7 @@ def counting(what: str, *, quietly: bool = False) -> Iterator[Callable[[int, int
         transient=True,
     )
     with bar:
-        task = bar.add_task(what, total=None)
+        task = bar.add_task(doing, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 

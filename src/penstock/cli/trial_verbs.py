@@ -176,12 +176,12 @@ def _contending() -> Iterator[Callable[[ContestStep], None]]:
         with show.counting("contest") as advance:
             yield lambda step: advance(step.done, step.total)
         return
-    told = time.monotonic()
+    last = time.monotonic()
 
     def line(step: ContestStep) -> None:
-        nonlocal told
-        if time.monotonic() - told >= _LINE_SECONDS:
-            told = time.monotonic()
+        nonlocal last
+        if time.monotonic() - last >= _LINE_SECONDS:
+            last = time.monotonic()
             show.say(f"contest: {step.done} of {step.total}, {step.doing}")
 
     yield line

@@ -112,10 +112,10 @@ def _small(
     labelled: Sequence[float],
 ) -> str:
     """One line of many, with its name above."""
-    told = f"{name}, last {four_digits(points[-1][1])}" if points else f"{name}, no values"
+    words = f"{name}, last {four_digits(points[-1][1])}" if points else f"{name}, no values"
     width = plane.right - plane.left
-    shown = told if text_width(told, 12) <= width else shortened(name, 12, width)
-    parts = [tag("title", escaped(told)), write(plane.left, plane.top - 6, shown)]
+    shown = words if text_width(words, 12) <= width else shortened(name, 12, width)
+    parts = [tag("title", escaped(words)), write(plane.left, plane.top - 6, shown)]
     axis = f"M{coordinate(plane.left)} {coordinate(plane.bottom)}H{coordinate(plane.right)}"
     parts += [tag("path", class_="grid", d=_path(plane, other)) for other in others if other]
     parts.append(tag("path", class_="axis", d=axis))
@@ -221,7 +221,7 @@ _TOP, _ROOM = 40.0, 1.12
 
 
 @dataclass(frozen=True)
-class _Panel:
+class _MemoryPanel:
     """Where the memory of one rank is drawn: from seconds and bytes to pixels."""
 
     left: float
@@ -251,7 +251,7 @@ def memory_chart(curves: Mapping[str, Sequence[Curve]], limits: Sequence[float |
     labels = [picture_bytes(value) for value in _byte_ticks(most or 1.0)]
     left = _MARGIN + max(text_width(label, 11) for label in labels) + 10
     panels = [
-        _Panel(left, _TOP + 18 + rank * (_PANEL_HEIGHT + _GAP), extent, most or 1.0)
+        _MemoryPanel(left, _TOP + 18 + rank * (_PANEL_HEIGHT + _GAP), extent, most or 1.0)
         for rank in range(len(limits))
     ]
     parts = [_memory_legend(list(curves), any(limit is not None for limit in limits))]
@@ -273,7 +273,7 @@ def _byte_ticks(most: float) -> list[float]:
     return [value * size for value in ticks(0.0, most / size, 3)]
 
 
-def _steps(panel: _Panel, curve: Curve, style: str) -> str:
+def _steps(panel: _MemoryPanel, curve: Curve, style: str) -> str:
     path = ""
     for index, (time, held) in enumerate(curve):
         x, y = coordinate(panel.x(time)), coordinate(panel.y(held))
@@ -281,7 +281,7 @@ def _steps(panel: _Panel, curve: Curve, style: str) -> str:
     return tag("path", class_=f"line {style}", d=path) if len(curve) > 1 else ""
 
 
-def _frame(panel: _Panel, rank: int, limit: float | None) -> str:
+def _frame(panel: _MemoryPanel, rank: int, limit: float | None) -> str:
     right, grid, parts = _MEMORY_WIDTH - _MARGIN, "", []
     for value in _byte_ticks(panel.most):
         grid += f"M{panel.left:g} {coordinate(panel.y(value))}H{right:g}"
@@ -297,7 +297,7 @@ def _frame(panel: _Panel, rank: int, limit: float | None) -> str:
     return lines([tag("path", class_="grid", d=grid), *parts])
 
 
-def _time_axis(panel: _Panel, bottom: float) -> str:
+def _time_axis(panel: _MemoryPanel, bottom: float) -> str:
     unit = unit_of_seconds(panel.extent)
     axis, parts = f"M{panel.left:g} {bottom:g}H{_MEMORY_WIDTH - _MARGIN:g}", []
     for value in ticks(0.0, panel.extent * unit.factor, 8):

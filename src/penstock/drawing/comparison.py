@@ -52,8 +52,10 @@ def scatter_timelines(timelines: Sequence[Titled]) -> str:
     """Draw the peak of activations of each timeline against its bubbles."""
     return scatter(
         [
-            ScatterMark(title, max(one.peak_activations, default=0.0), one.bubble, one.stage_bubble)
-            for title, one in timelines
+            ScatterMark(
+                title, max(drawn.peak_activations, default=0.0), drawn.bubble, drawn.stage_bubble
+            )
+            for title, drawn in timelines
         ]
     )
 
@@ -312,7 +314,7 @@ def compare(
     """
     costs = Costs() if costs is None else costs
     expect(costs, Costs, "the costs", "make them with penstock.Costs")
-    timelines = [(title, _timeline(thing, costs)) for title, thing in _titled(compared)]
+    timelines = [(title, _timeline(source, costs)) for title, source in _titled(compared)]
     titles = [title for title, _ in timelines]
     if not titles:
         raise InputError("there is nothing to compare; give schedules, plans or timelines")
@@ -326,21 +328,21 @@ def compare(
 def _titled(
     compared: tuple[Comparable | Mapping[str, Comparable], ...],
 ) -> Iterator[tuple[str, Comparable]]:
-    for thing in compared:
-        if isinstance(thing, Mapping):
-            yield from thing.items()
-        elif isinstance(thing, Schedule):
-            yield thing.name or "schedule", thing
+    for source in compared:
+        if isinstance(source, Mapping):
+            yield from source.items()
+        elif isinstance(source, Schedule):
+            yield source.name or "schedule", source
         else:
-            timeline = _timeline(thing, Costs())
+            timeline = _timeline(source, Costs())
             yield f"{timeline.name or 'schedule'}, {timeline.source}", timeline
 
 
-def _timeline(thing: Comparable, costs: Costs) -> Timeline:
-    if isinstance(thing, Timeline):
-        return thing
-    if is_foretold(thing):
-        return thing.simulate()
-    expect(thing, Schedule, "what is compared", "give schedules, plans or timelines")
-    assert isinstance(thing, Schedule)  # nothing else is expected
-    return simulate(thing, costs.spread(thing.num_stages / thing.num_ranks))
+def _timeline(source: Comparable, costs: Costs) -> Timeline:
+    if isinstance(source, Timeline):
+        return source
+    if is_foretold(source):
+        return source.simulate()
+    expect(source, Schedule, "what is compared", "give schedules, plans or timelines")
+    assert isinstance(source, Schedule)  # nothing else is expected
+    return simulate(source, costs.spread(source.num_stages / source.num_ranks))

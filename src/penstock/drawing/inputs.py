@@ -94,7 +94,7 @@ _HEIGHT, _HEAD = 104.0, 34.0
 _WIDEST_BAR, _MOST_BARS = 56.0, 300
 
 
-class _Kind(NamedTuple):
+class _BarColour(NamedTuple):
     """A colour of the bars: its class in the style sheet, its name, and how much of it a layer
     has."""
 
@@ -103,22 +103,22 @@ class _Kind(NamedTuple):
     amount: Callable[[Layer], float]
 
 
-class _Panel(NamedTuple):
-    kinds: tuple[_Kind, ...]
+class _BarPanel(NamedTuple):
+    kinds: tuple[_BarColour, ...]
     show: Callable[[float], str]
 
 
-_TIMES = _Panel(
+_TIMES = _BarPanel(
     (
-        _Kind("F s0", "forward", lambda layer: layer.forward_seconds),
-        _Kind("B s0", "backward", lambda layer: layer.backward_seconds),
+        _BarColour("F s0", "forward", lambda layer: layer.forward_seconds),
+        _BarColour("B s0", "backward", lambda layer: layer.backward_seconds),
     ),
     picture_seconds,
 )
-_BYTES = _Panel(
+_BYTES = _BarPanel(
     (
-        _Kind("m0", "parameters", lambda layer: layer.parameter_bytes),
-        _Kind("m3", "activations kept per microbatch", lambda layer: layer.activation_bytes),
+        _BarColour("m0", "parameters", lambda layer: layer.parameter_bytes),
+        _BarColour("m3", "activations kept per microbatch", lambda layer: layer.activation_bytes),
     ),
     picture_bytes,
 )
@@ -148,7 +148,7 @@ def graph_svg(graph: LayerGraph) -> str:
     return document("timeline plan", size, words, "timeline.css", parts, style)
 
 
-def _drawn(panel: _Panel, bars: Sequence[Sequence[Layer]], top: float) -> Iterator[str]:
+def _drawn(panel: _BarPanel, bars: Sequence[Sequence[Layer]], top: float) -> Iterator[str]:
     """A legend, and below it the bars over a grid."""
     x = _LEFT
     for kind in panel.kinds:
@@ -170,7 +170,7 @@ def _drawn(panel: _Panel, bars: Sequence[Sequence[Layer]], top: float) -> Iterat
 
 
 def _bar(
-    panel: _Panel,
+    panel: _BarPanel,
     layers: Sequence[Layer],
     amounts: Sequence[float],
     place: tuple[float, float, float, float],
@@ -178,12 +178,12 @@ def _bar(
     """One or some layers, from ``place``: x, bottom, width and the amount at the top."""
     x, y, width, most = place
     gap = max(width - _WIDEST_BAR, min(width * 0.12, 3.0))
-    told = ", ".join(
+    words = ", ".join(
         f"{kind.name} {panel.show(amount)}"
         for kind, amount in zip(panel.kinds, amounts, strict=True)
     )
     names = layers[0].name if len(layers) == 1 else f"{layers[0].name} … {layers[-1].name}"
-    drawn = [tag("title", escaped(f"{names}: {told}"))]
+    drawn = [tag("title", escaped(f"{names}: {words}"))]
     for kind, amount in zip(panel.kinds, amounts, strict=True):
         height = amount / most * _HEIGHT * 0.92
         y -= height

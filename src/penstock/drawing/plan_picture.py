@@ -182,8 +182,8 @@ class Flow:
         between = ", ".join(f"{stage}→{stage + 1}" for stage in self.stages)
         numbers = [picture_bytes(self.num_bytes)] if self.num_bytes else []
         numbers += [picture_seconds(self.seconds)] if self.seconds else []
-        told = " in ".join(numbers)
-        return f"{between}: {told}" if told else between
+        amount = " in ".join(numbers)
+        return f"{between}: {amount}" if amount else between
 
 
 @dataclass(frozen=True)

@@ -154,9 +154,9 @@ def _head(sheet: _Sheet, top: float) -> float:
 def _columns(sheet: _Sheet, top: float) -> float:
     """The names of the columns."""
     any_memory = any(device.memory_bytes for device in sheet.picture.devices)
-    told = "each rank's time per microbatch" if sheet.picture.beat else "no times are known"
+    words = "each rank's time per microbatch" if sheet.picture.beat else "no times are known"
     sheet.parts += [
-        write(sheet.left, top + 12, told, "muted small"),
+        write(sheet.left, top + 12, words, "muted small"),
         write(sheet.memory_left, top + 12, "memory" if any_memory else "", "muted small"),
     ]
     return top + 18
@@ -182,21 +182,21 @@ def _card(sheet: _Sheet, index: int, group: RankGroup, top: float) -> float:
 def _heading(sheet: _Sheet, heading: Heading, top: float) -> float:
     """Stage and layers, and its remarks at the end of the line or, for want of room, below."""
     left, right = _MARGIN + _PADDING, sheet.card_right - _PADDING
-    name, told = f"stage {heading.stage}", " · ".join(heading.remarks)
+    name, remarks = f"stage {heading.stage}", " · ".join(heading.remarks)
     start = left + text_width(name, 12) + 10
-    room = right - start - text_width(told, 11) - 16
+    room = right - start - text_width(remarks, 11) - 16
     own_line = room < text_width(heading.layer_words, 12)
     layers = shortened_layers(heading.layers, 12, right - start if own_line else room)
     title = tag("title", escaped(", ".join(heading.layers)))
     sheet.parts += [
         tag("g", title + write(left, top + 12, name, "strong") + write(start, top + 12, layers))
     ]
-    if not told:
+    if not remarks:
         return top + _HEADING
     if not own_line:
-        sheet.parts.append(write(right, top + 12, told, "muted small", text_anchor="end"))
+        sheet.parts.append(write(right, top + 12, remarks, "muted small", text_anchor="end"))
         return top + _HEADING
-    for line in wrapped(told, 11, right - start):
+    for line in wrapped(remarks, 11, right - start):
         top += 16
         sheet.parts.append(write(start, top + 11, line, "muted small"))
     return top + _HEADING
@@ -246,10 +246,10 @@ def _block(
 def _part(block: StageBlock, kind: Kind, length: float, place: Rectangle) -> str:
     x, top, width, height = place
     gap = 0.5 if width > 4 else 0.0
-    told = f"stage {block.stage}, {WORDS[kind]}: {picture_seconds(length)} per microbatch"
+    words = f"stage {block.stage}, {WORDS[kind]}: {picture_seconds(length)} per microbatch"
     inner = (x + gap, top, max(width - 2 * gap, 0.8), height)
     corner = 2.0 if width > 8 else 0.0
-    parts = [tag("title", told), _rectangle(inner, rx=corner, **paint(kind, block.shade))]
+    parts = [tag("title", words), _rectangle(inner, rx=corner, **paint(kind, block.shade))]
     labels = (f"{block.stage}{LETTERS[kind]}", LETTERS[kind])
     label = next((label for label in labels if text_width(label, 11) + 4 <= width), None)
     if label:
@@ -321,8 +321,10 @@ def _far_flows(sheet: _Sheet) -> None:
 
 def _axis(sheet: _Sheet, top: float) -> float:
     """Times below the cards, the beat across them, and the flows between cards far apart."""
-    told = "; ".join(flow.words for flow in sheet.picture.far_flows)
-    for line in wrapped(f"at the side: {told}" if told else "", 11, sheet.card_right - sheet.left):
+    words = "; ".join(flow.words for flow in sheet.picture.far_flows)
+    for line in wrapped(
+        f"at the side: {words}" if words else "", 11, sheet.card_right - sheet.left
+    ):
         x = sheet.card_right
         sheet.parts.append(write(x, top + 8, line, "muted small", text_anchor="end"))
         top += 16
@@ -349,9 +351,9 @@ def _work_entries(picture: PlanPicture) -> Iterator[tuple[str, str]]:
     present = {kind for kind, _ in picture.kinds}
     for kind, letter in LETTERS.items():
         if kind in present:
-            told = f"{letter} {WORDS[kind]}"
-            told += ", its share" if kind is Kind.UPDATE else ""
-            yield tag("rect", y=1, width=20, height=13, rx=2, **paint(kind, 0)), told
+            words = f"{letter} {WORDS[kind]}"
+            words += ", its share" if kind is Kind.UPDATE else ""
+            yield tag("rect", y=1, width=20, height=13, rx=2, **paint(kind, 0)), words
     if picture.beat:
         yield tag("path", class_="beat", d="M10 0V15"), "beat: the slowest rank's time"
     if any(flow.num_bytes for flow in picture.flows):

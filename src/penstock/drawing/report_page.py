@@ -164,7 +164,7 @@ def idle_table(timelines: Mapping[str, Timeline]) -> str:
 def _rows(rank: int, idle: Mapping[str, Idle], most: float) -> str:
     """A rank's rows, under one number."""
     number = f'<th scope="rowgroup" rowspan="{len(idle)}">{rank}</th>'
-    first, *others = (_cells(title, one, most) for title, one in idle.items())
+    first, *others = (_cells(title, part, most) for title, part in idle.items())
     return lines(f"<tr>{row}</tr>" for row in (number + first, *others))
 
 

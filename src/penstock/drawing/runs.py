@@ -52,7 +52,7 @@ def attempts(bars: Sequence[AttemptBar]) -> str:
     """
     left = _MARGIN + text_width("attempt 00", _SIZE)
     end = max(bar.ended for bar in bars) or 1.0
-    axis = _Seconds(left, end)
+    axis = _SecondsAxis(left, end)
     bottom = _ATTEMPTS_TOP + _ROW * len(bars)
     parts = [*_legend(left), *axis.grid(bottom)]
     for number, bar in enumerate(bars):
@@ -63,7 +63,7 @@ def attempts(bars: Sequence[AttemptBar]) -> str:
     return document("timeline", (_ATTEMPTS_WIDTH, bottom + 26), words, "timeline.css", parts)
 
 
-class _Seconds:
+class _SecondsAxis:
     """From seconds to pixels."""
 
     def __init__(self, left: float, end: float) -> None:
@@ -101,7 +101,7 @@ def _cross(x: float, y: float) -> str:
     return tag("path", class_="axis", fill="none", stroke_width=2.5, d=path)
 
 
-def _row(axis: _Seconds, y: float, number: int, bar: AttemptBar) -> Iterator[str]:
+def _row(axis: _SecondsAxis, y: float, number: int, bar: AttemptBar) -> Iterator[str]:
     yield write(_MARGIN, y + _BAR / 2 + 4, f"attempt {number}")
     ready = bar.ended if bar.ready is None else min(bar.ready, bar.ended)
     boxes = [(bar.started, ready, "held"), (ready, bar.ended, "F s0")]

@@ -70,7 +70,7 @@ class PreparedModel(nn.Module):
             spread,
             loss or _own_loss,
             constants={"use_cache": False} if "use_cache" in takes else None,
-            what="prepare",
+            name="prepare",
         )
         self.train(module.training)
 

@@ -100,7 +100,7 @@ class PenstockTrainer(Trainer):
                 self.spread,
                 self._loss_of_microbatch,
                 constants={"num_items_in_batch": self._told} if self._told else None,
-                what="PenstockTrainer",
+                name="PenstockTrainer",
             )
         return self._splits[kind]
 
@@ -180,13 +180,13 @@ class PenstockTrainer(Trainer):
 
     def _loss_of_microbatch(self, outputs: Any, inputs: dict[str, Any]) -> Tensor:
         """A sum over the items of a microbatch, or a mean; called where the last stage ends."""
-        gave = _Gave(self._trained, outputs)
+        gave = _GivenOutputs(self._trained, outputs)
         loss: Any = super().compute_loss(gave, dict(inputs), num_items_in_batch=self._told)
         return cast(Tensor, loss)
 
     def _asked_of_model(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """With what ``compute_loss`` calls the model."""
-        asked = _Asked(self._trained)
+        asked = _CallRecorder(self._trained)
         try:
             super().compute_loss(asked, dict(inputs), num_items_in_batch=self._told)
         except _ModelIsCalledError:
@@ -262,7 +262,7 @@ class _ModelIsCalledError(Exception):
     """``compute_loss`` has come to where it calls the model."""
 
 
-class _Asked(_StandIn):
+class _CallRecorder(_StandIn):
     """Notes with what the model is called."""
 
     given: dict[str, Any]
@@ -273,7 +273,7 @@ class _Asked(_StandIn):
         raise _ModelIsCalledError
 
 
-class _Gave(_StandIn):
+class _GivenOutputs(_StandIn):
     """Gives what the model has given for a microbatch."""
 
     def __init__(self, model: nn.Module, outputs: Any) -> None:

@@ -175,7 +175,7 @@ class PenstockStrategy(SingleDeviceStrategy):
     def _of_module(self) -> LossPipeline:
         module = self._module
         if self._split is None or self._split.model is not module:
-            self._split = LossPipeline(module, self.spread, module.loss, what="PenstockStrategy")
+            self._split = LossPipeline(module, self.spread, module.loss, name="PenstockStrategy")
         return self._split
 
     @contextmanager
@@ -218,11 +218,11 @@ def _check_one_process(trainer: Any) -> None:
     if devices == trainer.accelerator.auto_device_count():
         devices = 1  # who asks for nothing gets all there are, and this strategy has one of them
     asked = {"devices": devices, "num_nodes": connector._num_nodes_flag}
-    for what, count in asked.items():
+    for option, count in asked.items():
         if count > 1:
             raise InputError(
                 "PenstockStrategy has its ranks as threads of one process, and the Trainer has "
-                f"{what}={count}; leave {what} out (Spread says with stages and devices "
+                f"{option}={count}; leave {option} out (Spread says with stages and devices "
                 "where ranks are), or train with penstock.Pipeline under torchrun"
             )
 

@@ -40,7 +40,7 @@ class LossPipeline:
         spread: how.
         loss: from (output, targets) of one microbatch to a scalar tensor.
         constants: keywords with which the model is called beside its inputs; always the same.
-        what: the name of this, for errors.
+        name: of this, for errors.
 
     Raises:
         InputError: this process is one of several.
@@ -53,9 +53,9 @@ class LossPipeline:
         loss: Loss,
         *,
         constants: Mapping[str, Any] | None = None,
-        what: str = "a LossPipeline",
+        name: str = "a LossPipeline",
     ) -> None:
-        check_one_process(what)
+        check_one_process(name)
         self.model = model
         self._spread = spread
         self._loss = loss
@@ -128,13 +128,13 @@ class LossPipeline:
             parameter.grad = None
         try:
             value = pipeline.step(Microbatches(inputs), Microbatches(weighted))
-            made = [(one, one.grad) for one in parameters if one.grad is not None]
+            made = [(own, own.grad) for own in parameters if own.grad is not None]
         finally:
             for parameter, gradient in zip(parameters, before, strict=True):
                 parameter.grad = gradient
         assert value is not None  # results are told on every rank
         with torch.enable_grad():
-            loss: Tensor = _Backward.apply(_anchor(), value, Made(made))  # type: ignore[no-untyped-call]
+            loss: Tensor = _KnownLoss.apply(_anchor(), value, Made(made))  # type: ignore[no-untyped-call]
             return loss if factor == 1.0 else loss * factor
 
     def loss_of_batch(
@@ -160,8 +160,8 @@ class LossPipeline:
             InputError: inputs and targets that do not fit together; else as ``loss``.
         """
         rows = [
-            microbatches.num_rows(value, what)
-            for value, what in ((inputs, "inputs"), (targets, "targets"))
+            microbatches.num_rows(value, name)
+            for value, name in ((inputs, "inputs"), (targets, "targets"))
         ]
         if rows[0] != rows[1]:
             raise InputError(f"inputs have {rows[0]} rows, but targets have {rows[1]}")
@@ -297,7 +297,7 @@ class Made:
                 parameter.grad.add_(gradient)
 
 
-class _Backward(torch.autograd.Function):
+class _KnownLoss(torch.autograd.Function):
     """A loss that is known, with gradients that are known."""
 
     @staticmethod
@@ -366,9 +366,9 @@ class OutputsAreGone:
         raise _gone(getattr(function, "__name__", str(function)))
 
 
-def _gone(what: str) -> InputError:
+def _gone(asked: str) -> InputError:
     return InputError(
-        f"{what} was asked for outputs of a training step, and there are none: they were used up "
+        f"{asked} was asked for outputs of a training step, and there are none: they were used up "
         "where the last stage ends, a microbatch at a time, by the loss; use nothing but the loss, "
         "and look at outputs in evaluation"
     )

@@ -131,7 +131,10 @@ class Trial:
             "units_per_second": self.units_per_second,
             "losses": self.pipeline.losses,
             "held_out": self.pipeline.held_out,
-            "share_of_others": {one.name: one.pace.others for one in (self.pipeline, *self.twins)},
+            "share_of_others": {
+                contestant.name: contestant.pace.others
+                for contestant in (self.pipeline, *self.twins)
+            },
             **(compared if self.twins else {}),
         }
 

@@ -233,14 +233,14 @@ def ink(kind: Kind, level: int) -> str:
 def tooltip(span: Span, unit: TimeUnit) -> str:
     """What a span is, in words."""
     op = span.op
-    what = f"{WORDS[op.kind]}, stage {op.stage}"
+    words = f"{WORDS[op.kind]}, stage {op.stage}"
     if op.kind not in UPDATES:
-        what += f", microbatch {op.microbatch}"
-        what += f", slice {op.slice}" if op.slice else ""
+        words += f", microbatch {op.microbatch}"
+        words += f", slice {op.slice}" if op.slice else ""
     times = f"{unit.show(span.start)} → {unit.show(span.end)}"
     length = span.end - span.start
     took = picture_seconds(length) if unit.suffix else unit.show(length)
-    return f"{op}: {what}, rank {span.rank}; {times} ({took})"
+    return f"{op}: {words}, rank {span.rank}; {times} ({took})"
 
 
 def legend(
@@ -284,10 +284,10 @@ def _entries(timelines: Sequence[Timeline], versions: bool) -> Iterator[tuple[st
 def _stages(timelines: Sequence[Timeline]) -> Iterator[tuple[int, str]]:
     """How many shades there are, and what they mean."""
     names = [Names(timeline) for timeline in timelines]
-    stages = max(one.most_stages for one in names)
+    stages = max(own.most_stages for own in names)
     if stages > 1:
         yield stages, "1F0: of stage 1; later stages of a rank are paler"
-    starts = max((one.starts for one in names), key=len)
+    starts = max((own.starts for own in names), key=len)
     if len(starts) > 1:
         others = " or ".join(map(str, starts[1:]))
         yield len(starts), f"paler: microbatches that start on rank {others}"

@@ -64,8 +64,8 @@ def link_rows(timeline: Timeline) -> list[LinkRow]:
     rows: list[LinkRow] = []
     first: tuple[tuple[int, ...], int, list[_Stay]] | None = None
     for (_, ranks, kind, server), carried in sorted(by_link.items()):
-        own = sorted(carried, key=lambda one: one.start)
-        stays = [(one.stage, one.start, one.end) for one in own]
+        own = sorted(carried, key=lambda transfer: transfer.start)
+        stays = [(transfer.stage, transfer.start, transfer.end) for transfer in own]
         if kind == "served" and first is not None and (first[0], first[2]) == (ranks, stays):
             rows[-1] = rows[-1]._replace(name=_name(ranks, kind, first[1], server))
             continue
@@ -175,7 +175,7 @@ def _tooltip(transfer: Transfer, name: str, unit: TimeUnit) -> str:
     moved = f"stage {transfer.stage}"
     if transfer.number != ALL_OF_STAGE:
         moved = f"what microbatch {transfer.number} keeps of {moved}"
-    what = {
+    words = {
         "read": f"{moved} comes",
         "write": f"{moved} goes",
         "sum": f"part {transfer.number} of the gradients of stage {transfer.stage}",
@@ -187,7 +187,7 @@ def _tooltip(transfer: Transfer, name: str, unit: TimeUnit) -> str:
     took = picture_seconds(length) if unit.suffix else unit.show(length)
     times = f"{unit.show(transfer.start)} → {unit.show(transfer.end)}"
     ranks = "rank" if len(transfer.ranks) == 1 else "ranks"
-    return f"{what}, {ranks} {name}; {times} ({took})"
+    return f"{words}, {ranks} {name}; {times} ({took})"
 
 
 def style() -> str:

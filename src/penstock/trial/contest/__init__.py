@@ -22,13 +22,13 @@ differ by more than rounding is stopped, and its row says so.
 """
 
 from penstock.trial.contest.contest import ContestStep, run_contest
-from penstock.trial.contest.methods import METHODS, Method, Setting, Stage, chosen_methods
+from penstock.trial.contest.methods import METHODS, ContestSetting, Method, Stage, chosen_methods
 
 __all__ = [
     "METHODS",
+    "ContestSetting",
     "ContestStep",
     "Method",
-    "Setting",
     "Stage",
     "chosen_methods",
     "run_contest",

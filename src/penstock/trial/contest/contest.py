@@ -32,7 +32,7 @@ from penstock.trial.contest.entrants import (
     on_a_device,
 )
 from penstock.trial.contest.judging import check_sameness, judged, references
-from penstock.trial.contest.methods import ALL_CORES, Method, Setting, Stage, chosen_methods
+from penstock.trial.contest.methods import ALL_CORES, ContestSetting, Method, Stage, chosen_methods
 from penstock.trial.contest.process_group import InProcesses
 from penstock.trial.workload import Batch, Workload, check_repeats
 
@@ -178,7 +178,7 @@ class _Teller:
 
 def _setting(
     load: Callable[[], Workload], cluster: Cluster, count: int, stage: Stage, folder: str
-) -> Setting:
+) -> ContestSetting:
     workload = load()
     check_repeats(workload)
     inputs, _ = workload.first_batch()
@@ -192,10 +192,10 @@ def _setting(
         ranks=ranks if ranks > 1 else 0,
         patience_seconds=_PATIENCE_SECONDS,
     )
-    return Setting(workload, load, graph, cluster, count, rows, folder, stage)
+    return ContestSetting(workload, load, graph, cluster, count, rows, folder, stage)
 
 
-def _entered(method: Method, setting: Setting, tell: _Teller) -> Entrant:
+def _entered(method: Method, setting: ContestSetting, tell: _Teller) -> Entrant:
     """A method, planned, counted and built; or with the reason why it is not."""
     entrant = Entrant(method)
     entrant.attempt(partial(_prepare, entrant, setting))
@@ -203,7 +203,7 @@ def _entered(method: Method, setting: Setting, tell: _Teller) -> Entrant:
     return entrant
 
 
-def _prepare(entrant: Entrant, setting: Setting) -> None:
+def _prepare(entrant: Entrant, setting: ContestSetting) -> None:
     method = entrant.method
     entrant.plan = plan = method.planned(setting)
     entrant.where = _where(method, plan, setting)
@@ -223,7 +223,7 @@ def _prepare(entrant: Entrant, setting: Setting) -> None:
         entrant.trainer = in_threads(setting, plan)
 
 
-def _alone(method: Method, setting: Setting) -> Trainer:
+def _alone(method: Method, setting: ContestSetting) -> Trainer:
     count = setting.num_microbatches if method.key == ONE_DEVICE else 1
     return on_a_device(setting, count, setting.num_devices if method.key == ALL_CORES else 1)
 
@@ -233,7 +233,7 @@ def _num_processes(method: Method, plan: Plan) -> int:
     return plan.num_seats + (plan.summing.reducer == "parameter-server")
 
 
-def _where(method: Method, plan: Plan, setting: Setting) -> str:
+def _where(method: Method, plan: Plan, setting: ContestSetting) -> str:
     seats = plan.num_seats
     server = " + server" if method.num_servers else ""
     if setting.stage == "emulated":
@@ -248,7 +248,7 @@ def _where(method: Method, plan: Plan, setting: Setting) -> str:
 
 
 def _rounds(
-    entrants: Sequence[Entrant], setting: Setting, num_steps: int, end: float, tell: _Teller
+    entrants: Sequence[Entrant], setting: ContestSetting, num_steps: int, end: float, tell: _Teller
 ) -> None:
     """All methods in turns, each round beginning with another one, until steps or time run out."""
     batches = setting.workload.batches()

@@ -13,7 +13,7 @@ from penstock.core.timing.timeline import Timeline
 from penstock.drawing.contest import LossPoint
 from penstock.planning.plans import Plan
 from penstock.training.pipeline import Pipeline
-from penstock.trial.contest.methods import Method, Setting
+from penstock.trial.contest.methods import ContestSetting, Method
 from penstock.trial.workload import (
     Batch,
     Contestant,
@@ -159,18 +159,18 @@ _RECENT = 5
 """Without held-out data, a loss is the mean of so many training losses."""
 
 
-def in_threads(setting: Setting, plan: Plan) -> InThreads:
+def in_threads(setting: ContestSetting, plan: Plan) -> InThreads:
     """A trainer whose ranks are threads of this process."""
     return InThreads(setting.workload, pipelined(setting.workload, plan))
 
 
-def on_a_device(setting: Setting, num_microbatches: int, num_threads: int) -> InThreads:
+def on_a_device(setting: ContestSetting, num_microbatches: int, num_threads: int) -> InThreads:
     """One device as a plain loop over microbatches."""
     alone = on_one_device(setting.workload, num_microbatches, num_threads)
     return InThreads(setting.workload, alone)
 
 
-def counted_bytes(setting: Setting, plan: Plan, batches: Sequence[Batch]) -> tuple[int, ...]:
+def counted_bytes(setting: ContestSetting, plan: Plan, batches: Sequence[Batch]) -> tuple[int, ...]:
     """The bytes of activations that each rank held at most, counted in a run of its own: counting
     takes time, which must not be the contest's."""
     workload = setting.workload

@@ -25,14 +25,14 @@ from penstock.planning.partition.tensor.split import split_layers
 from penstock.planning.plans import Plan
 from penstock.planning.plans.spilling import traffic
 from penstock.trial.contest.entrants import Entrant
-from penstock.trial.contest.methods import WHOLE, Setting
+from penstock.trial.contest.methods import WHOLE, ContestSetting
 from penstock.trial.workload import StepPace, on_one_device
 
 _TOLERANCE = sqrt(torch.finfo(torch.float32).eps)
 """By how much losses may differ where sums have another order, relative to the largest."""
 
 
-def references(entrants: Sequence[Entrant], setting: Setting) -> dict[int, list[float]]:
+def references(entrants: Sequence[Entrant], setting: ContestSetting) -> dict[int, list[float]]:
     """The losses of one device, by the number of microbatches that it cuts minibatches into.
 
     What cuts them otherwise than one device in the contest is compared with a loop of its own that
@@ -66,14 +66,16 @@ def check_sameness(entrants: Sequence[Entrant], references: Mapping[int, Sequenc
         difference = max(apart) / scale if scale else max(apart)
         entrant.difference = difference if isfinite(difference) else None
         if not difference <= _TOLERANCE:
-            step = next(index for index, one in enumerate(apart) if not one <= _TOLERANCE * scale)
+            step = next(k for k, gap in enumerate(apart) if not gap <= _TOLERANCE * scale)
             entrant.stop(
                 "it does not compute what one device computes: at minibatch "
                 f"{step} its loss is {trainer.losses[step]!r} instead of {theirs[step]!r}"
             )
 
 
-def judged(entrants: Sequence[Entrant], setting: Setting, target: float | None) -> ContestRecord:
+def judged(
+    entrants: Sequence[Entrant], setting: ContestSetting, target: float | None
+) -> ContestRecord:
     """The record of a contest whose methods have trained."""
     entries = tuple(_entry(entrant, setting) for entrant in entrants)
     if target is None:
@@ -102,7 +104,7 @@ def _target(one_device: Entry) -> float | None:
     return middle if first is not None and middle is not None and middle < first else None
 
 
-def _notes(setting: Setting) -> tuple[str, ...]:
+def _notes(setting: ContestSetting) -> tuple[str, ...]:
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     cores = count_of(usable_cores(), "core")
     emulated = (
@@ -135,7 +137,7 @@ def _unsplit(entrants: Sequence[Entrant]) -> tuple[str, ...]:
     )
 
 
-def _entry(entrant: Entrant, setting: Setting) -> Entry:
+def _entry(entrant: Entrant, setting: ContestSetting) -> Entry:
     plan, trainer, method = entrant.plan, entrant.trainer, entrant.method
     named = Entry(
         method=method.key,

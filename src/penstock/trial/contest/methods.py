@@ -1,5 +1,5 @@
 """The methods that a contest compares: for each, its plan on the devices that there are.
-``Setting`` has these, the workload and its profile.
+``ContestSetting`` has these, the workload and its profile.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LEAST_TURN = 5
 
 
 @dataclass(frozen=True)
-class Setting:
+class ContestSetting:
     """What all methods of a contest share.
 
     Attributes:
@@ -115,12 +115,12 @@ class Method:
     key: str
     title: str
     page: str
-    plan: Callable[[Setting], Plan]
+    plan: Callable[[ContestSetting], Plan]
     runs: Runs = "threads"
     least_devices: int = 2
     num_servers: int = 0
 
-    def planned(self, setting: Setting) -> Plan:
+    def planned(self, setting: ContestSetting) -> Plan:
         """Its plan.
 
         Raises:
@@ -134,7 +134,7 @@ class Method:
         return self.plan(setting)
 
 
-def _one(setting: Setting) -> Plan:
+def _one(setting: ContestSetting) -> Plan:
     return planner.plan(
         setting.graph,
         Cluster(devices=setting.cluster.devices[:1]),
@@ -145,7 +145,7 @@ def _one(setting: Setting) -> Plan:
     )
 
 
-def _whole(setting: Setting) -> Plan:
+def _whole(setting: ContestSetting) -> Plan:
     return planner.plan(
         setting.whole,
         Cluster(devices=setting.cluster.devices[:1]),
@@ -156,13 +156,13 @@ def _whole(setting: Setting) -> Plan:
     )
 
 
-def _with_all_cores(setting: Setting) -> Plan:
+def _with_all_cores(setting: ContestSetting) -> Plan:
     if setting.stage == "emulated":
         raise InputError("cores that share each operation cannot be emulated")
     return _whole(setting)
 
 
-def _naive(setting: Setting) -> Plan:
+def _naive(setting: ContestSetting) -> Plan:
     return planner.plan(
         setting.whole,
         setting.cluster,
@@ -173,8 +173,8 @@ def _naive(setting: Setting) -> Plan:
     )
 
 
-def _copied(reducer: ReducerName) -> Callable[[Setting], Plan]:
-    def plan(setting: Setting) -> Plan:
+def _copied(reducer: ReducerName) -> Callable[[ContestSetting], Plan]:
+    def plan(setting: ContestSetting) -> Plan:
         rate = setting.cluster.link.bytes_per_second
         # Where links count, so does who sums; a server's link is like the others.
         spares = (SpareMachine(name="server", bytes_per_second=rate),) if rate else ()
@@ -193,7 +193,7 @@ def _copied(reducer: ReducerName) -> Callable[[Setting], Plan]:
     return plan
 
 
-def _tensor(setting: Setting) -> Plan:
+def _tensor(setting: ContestSetting) -> Plan:
     return planner.plan(
         setting.graph,
         setting.cluster,
@@ -205,8 +205,8 @@ def _tensor(setting: Setting) -> Plan:
     )
 
 
-def _family(family: str, stages_per_device: int = 1) -> Callable[[Setting], Plan]:
-    def plan(setting: Setting) -> Plan:
+def _family(family: str, stages_per_device: int = 1) -> Callable[[ContestSetting], Plan]:
+    def plan(setting: ContestSetting) -> Plan:
         stages = None if stages_per_device == 1 else stages_per_device * setting.num_devices
         return planner.plan(
             setting.graph,
@@ -221,10 +221,10 @@ def _family(family: str, stages_per_device: int = 1) -> Callable[[Setting], Plan
     return plan
 
 
-def _late(policy: Policy, *, whole: bool = False) -> Callable[[Setting], Plan]:
+def _late(policy: Policy, *, whole: bool = False) -> Callable[[ContestSetting], Plan]:
     """A pipeline that never flushes; ``whole``: whose units are whole minibatches."""
 
-    def plan(setting: Setting) -> Plan:
+    def plan(setting: ContestSetting) -> Plan:
         return planner.plan(
             setting.whole if whole else setting.graph,
             setting.cluster,
@@ -237,7 +237,7 @@ def _late(policy: Policy, *, whole: bool = False) -> Callable[[Setting], Plan]:
     return plan
 
 
-def _hybrid(setting: Setting) -> Plan:
+def _hybrid(setting: ContestSetting) -> Plan:
     """Stages × copies × tensor ranks, each 2 where there are eight devices; without tensor ranks
     where there are four."""
     tensor_ranks = 2 if setting.num_devices >= 8 else 1
@@ -255,7 +255,7 @@ def _hybrid(setting: Setting) -> Plan:
     )
 
 
-def _spilled(setting: Setting) -> Plan:
+def _spilled(setting: ContestSetting) -> Plan:
     whole = max(_one(setting).rank_bytes)
     cluster = Cluster(devices=setting.cluster.devices[:1], tiers=(setting.tier,))
     refused: PlanError | None = None

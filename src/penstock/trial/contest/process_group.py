@@ -41,7 +41,7 @@ _PLENTY = 1e9
 
 
 @dataclass(frozen=True)
-class _Seat:
+class _Assignment:
     """What a process needs to know.
 
     Attributes:
@@ -58,7 +58,7 @@ class _Seat:
     plan: str
 
 
-class _Turn(NamedTuple):
+class _TurnReport(NamedTuple):
     """What a process tells of a turn.
 
     Attributes:
@@ -114,7 +114,7 @@ class InProcesses:
             for rank in range(num_processes):
                 ours, theirs = started.Pipe()
                 self._connections.append(ours)
-                seat = _Seat(rank, num_processes, str(meeting), load, plan.to_json())
+                seat = _Assignment(rank, num_processes, str(meeting), load, plan.to_json())
                 process = started.Process(target=_serve, args=(seat, theirs), daemon=True)
                 with interrupts_held_back():
                     process.start()  # raises if ``load`` cannot be sent
@@ -127,7 +127,7 @@ class InProcesses:
     def take_turn(self, batches: Sequence[Batch]) -> None:
         """Train on as many minibatches, which each process makes itself."""
         before = Usage.now()
-        turns: list[_Turn] = self._ask(("train", len(batches)))
+        turns: list[_TurnReport] = self._ask(("train", len(batches)))
         # What the processes of this trainer had is its own.
         own = before.own_seconds - sum(turn.processor_seconds for turn in turns)
         share = share_of_others(before._replace(own_seconds=own), Usage.now())
@@ -215,20 +215,20 @@ def interrupts_held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _serve(seat: _Seat, connection: Connection) -> None:
+def _serve(seat: _Assignment, connection: Connection) -> None:
     """A process: build, then train and evaluate as asked, until the contest ends."""
     try:
-        _Member(seat).serve(connection)
+        _ProcessTrainer(seat).serve(connection)
     except EOFError:
         return  # the contest has ended
     except BaseException as error:
         connection.send((f"{type(error).__name__}: {error}", None))
 
 
-class _Member:
+class _ProcessTrainer:
     """The trainer in one of the processes."""
 
-    def __init__(self, seat: _Seat) -> None:
+    def __init__(self, seat: _Assignment) -> None:
         os.environ.update(
             RANK=str(seat.rank), LOCAL_RANK=str(seat.rank), WORLD_SIZE=str(seat.num_ranks),
             MASTER_ADDR="127.0.0.1", PENSTOCK_JOB=_JOB,
@@ -262,7 +262,7 @@ class _Member:
                 return
             connection.send(("", self._train(count) if asked == "train" else self._evaluate()))
 
-    def _train(self, count: int) -> _Turn:
+    def _train(self, count: int) -> _TurnReport:
         seconds, losses, before = [], [], time.process_time()
         for batch in islice(self._batches, count):
             start = time.perf_counter()
@@ -271,7 +271,7 @@ class _Member:
             losses.append(float(loss))
             seconds.append(time.perf_counter() - start)
         worked = time.process_time() - before
-        return _Turn(seconds, losses, self._pipeline.timeline.to_json(), worked)
+        return _TurnReport(seconds, losses, self._pipeline.timeline.to_json(), worked)
 
     def _evaluate(self) -> float | None:
         if self._workload.held_out is None:

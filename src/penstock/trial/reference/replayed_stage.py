@@ -168,7 +168,9 @@ class ReplayedStage(nn.Module):
                 microbatches that are added first.
         """
         for name, parameter in self._own.items():
-            parameter.grad = _sum(_sum(one[name] for one in own) for own in contributions)
+            parameter.grad = _sum(
+                _sum(gradients[name] for gradients in own) for own in contributions
+            )
         self._change(self._policy, None)
 
     def _change(self, policy: Policy, clip_norm: float | None) -> None:

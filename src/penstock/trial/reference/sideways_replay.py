@@ -36,6 +36,7 @@ from penstock.engine.model import tree
 from penstock.engine.model.optimizer_factory import OptimizerFactory, Parameters
 from penstock.engine.model.randomness import LayerStreams
 from penstock.engine.model.spine import NamedLayer, Skip, evaluation_mode, run_layer, spine_of
+from penstock.trial.reference.single_device import check_cuts, run_where_it_draws
 
 Gradients = list[Tensor | None]
 """Those of the tensors of a value, in their order."""
@@ -142,13 +143,13 @@ class SidewaysStage:
         for key, own in stashed.items():
             starts += self._paired(graph.skips[key], own)
         leaves = [*graph.inputs, *(leaf for every in graph.recalled.values() for leaf in every)]
-        found = iter(_gradients(starts, [*leaves, *self._parameters]))
-        given = [next(found) for _ in graph.inputs]
+        slopes = iter(_gradients(starts, [*leaves, *self._parameters]))
+        given = [next(slopes) for _ in graph.inputs]
         for key, every in graph.recalled.items():
-            own = [next(found) for _ in every]
+            own = [next(slopes) for _ in every]
             if any(gradient is not None for gradient in own):
                 skip_gradients[key] = own
-        self._step(list(found))
+        self._step(list(slopes))
         return given if any(gradient is not None for gradient in given) else None
 
     def _paired(self, value: Any, gradients: Gradients) -> list[tuple[Tensor, Tensor]]:
@@ -184,8 +185,8 @@ def _gradients(starts: Sequence[tuple[Tensor, Tensor]], wanted: list[Tensor]) ->
     outputs, gradients = zip(*starts, strict=True)
     # Not .backward(), which would copy a gradient into the strides of its tensor: the stage before
     # might then go back through other kernels than it does in a model that is not cut.
-    found = iter(torch.autograd.grad(outputs, asked, gradients, allow_unused=True))
-    return [next(found) if tensor.requires_grad else None for tensor in wanted]
+    slopes = iter(torch.autograd.grad(outputs, asked, gradients, allow_unused=True))
+    return [next(slopes) if tensor.requires_grad else None for tensor in wanted]
 
 
 def _cut(value: Any, wants: bool) -> tuple[list[Tensor], Any]:
@@ -206,7 +207,7 @@ def handed_on(value: Any) -> Any:
     return tree.replace(Tensor, tree.apart, value)
 
 
-class Seen(NamedTuple):
+class FrameResult(NamedTuple):
     """What a stream tells of one frame.
 
     Attributes:
@@ -277,7 +278,8 @@ class SidewaysReplay:
         seed: int | None = None,
     ) -> None:
         layers = spine_of(model)
-        _check(cuts, len(layers), rates)
+        check_cuts(cuts, len(layers))
+        one_of("rates", rates, get_args(Rates))
         self._loss = loss
         self._loss_index = len(layers)
         self._streams = LayerStreams(torch.initial_seed() if seed is None else seed)
@@ -289,12 +291,12 @@ class SidewaysReplay:
             stage.take_optimizer(names, optimizer, divided=rates == "divided")
             self._stages.append(stage)
         self._num_drawn = 0
-        self._frames: dict[int, _Frame] = {}
+        self._frames: dict[int, _FrameUnderWay] = {}
         self.borrowed: list[Borrowed] = []
         self.dropped: list[int] = []
         self._begin()
 
-    def train(self, frames: Iterable[tuple[Any, Any]]) -> list[Seen]:
+    def train(self, frames: Iterable[tuple[Any, Any]]) -> list[FrameResult]:
         """Learn from one stream.
 
         Args:
@@ -304,9 +306,9 @@ class SidewaysReplay:
             What the stream tells of each frame, in order.
         """
         seen = [self.push(frame, target) for frame, target in frames]
-        return [told for told in seen if told is not None] + self.finish()
+        return [result for result in seen if result is not None] + self.finish()
 
-    def push(self, frame: Any, target: Any = None, *, learn: bool = True) -> Seen | None:
+    def push(self, frame: Any, target: Any = None, *, learn: bool = True) -> FrameResult | None:
         """Admit a frame, and run one tick.
 
         Args:
@@ -321,10 +323,10 @@ class SidewaysReplay:
         if self._ended:
             self._begin()
         self._admitted += 1
-        self._frames[self._admitted - 1] = _Frame(frame, target, learn)
+        self._frames[self._admitted - 1] = _FrameUnderWay(frame, target, learn)
         return self._tick()
 
-    def finish(self) -> list[Seen]:
+    def finish(self) -> list[FrameResult]:
         """End the stream; the next frame begins another, with the weights and optimizers as they
         are.
 
@@ -335,14 +337,14 @@ class SidewaysReplay:
         seen = [self._tick() for _ in range(2 * (len(self._stages) - 1))]
         self._num_drawn += self._admitted
         self._ended = True
-        return [told for told in seen if told is not None]
+        return [result for result in seen if result is not None]
 
     def _begin(self) -> None:
         self._admitted = self._now = 0
         self._ended = False
         self._frames, self.borrowed, self.dropped = {}, [], [0] * len(self._stages)
 
-    def _tick(self) -> Seen | None:
+    def _tick(self) -> FrameResult | None:
         # All that a stage reads was made in the last tick: of a frame by the stage before, of a
         # gradient by the stage behind, which has another frame now. So their order is free.
         seen = None
@@ -355,11 +357,11 @@ class SidewaysReplay:
         self._now += 1
         return seen
 
-    def _forward(self, stage: SidewaysStage, number: int) -> Seen | None:
+    def _forward(self, stage: SidewaysStage, number: int) -> FrameResult | None:
         """F; what the stream tells of the frame, if this is the last stage."""
         frame = self._frames[number]
         is_last = stage is self._stages[-1]
-        draw = partial(_draw, self._streams, self._num_drawn + number)
+        draw = partial(run_where_it_draws, self._streams, (self._num_drawn + number, 0))
         modes = nullcontext() if frame.learn else evaluation_mode(*stage.modules)
         with torch.set_grad_enabled(frame.learn), modes:
             graph = stage.run(number, frame.value, frame.skips, draw)
@@ -376,7 +378,7 @@ class SidewaysReplay:
             stage.graph = graph._replace(output=loss)
             frame.gradients = [torch.ones_like(loss)]
         output = tree.replace(Tensor, Tensor.detach, frame.value)
-        return Seen(number, output, None if loss is None else loss.detach())
+        return FrameResult(number, output, None if loss is None else loss.detach())
 
     def _backward(self, stage: SidewaysStage, number: int) -> None:
         """B and UPDATE, if a gradient of the frame has come and finds a graph."""
@@ -397,7 +399,7 @@ class SidewaysReplay:
 
 
 @dataclass
-class _Frame:
+class _FrameUnderWay:
     """What is on its way of one frame.
 
     Attributes:
@@ -415,27 +417,3 @@ class _Frame:
     skips: dict[str, Any] = field(default_factory=dict)
     gradients: Gradients | None = None
     skip_gradients: dict[str, Gradients] = field(default_factory=dict)
-
-
-def _draw(
-    streams: LayerStreams,
-    frame: int,
-    layer: int,
-    training: bool,
-    run: Callable[[Any], Any],
-    value: Any,
-) -> Any:
-    """Run a layer, or the loss as if it were one more, where it draws its random numbers."""
-    with streams.stream(layer, training, frame, 0) as stream:
-        result = run(value)
-    streams.learn(layer, training, stream)
-    return result
-
-
-def _check(cuts: Sequence[int], num_layers: int, rates: object) -> None:
-    if not cuts or min(cuts) < 1 or sum(cuts) != num_layers:
-        raise InputError(
-            f"cuts are {list(cuts)}; give how many layers each stage has, at least one, and "
-            f"{num_layers} in all"
-        )
-    one_of("rates", rates, get_args(Rates))
