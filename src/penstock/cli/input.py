@@ -67,7 +67,7 @@ def take(name: str, ctx: click.Context | None) -> None:
 
 
 def title_of(name: str) -> str:
-    """What errors call it."""
+    """The name of an input in errors."""
     return "standard input" if name == STANDARD_INPUT else name
 
 
@@ -96,7 +96,7 @@ def suffix_of(name: str, otherwise: str) -> str:
 
 
 def stem_of(name: str) -> str:
-    """What a value that bears no name is called after its file."""
+    """The name that a value without one has after its file."""
     return title_of(name) if name == STANDARD_INPUT else Path(name).stem
 
 
@@ -272,7 +272,7 @@ def _iterated(role: str, make: Callable[[], Iterator[Batch]]) -> Iterator[Batch]
 
 @contextmanager
 def _blamed(role: str) -> Iterator[None]:
-    """What the user's own code raises becomes one message, with its line."""
+    """Turn an error of the user's own code into one message, with its line."""
     try:
         yield
     except PenstockError:

@@ -123,8 +123,8 @@ def profile(
 
 
 def _doubts(graph: LayerGraph, microbatches: int) -> list[str]:
-    """What the figures are not sure enough for: whether ranks of this machine pay, and where to
-    cut."""
+    """The questions for which the figures are not sure enough: whether ranks of this machine pay,
+    and where to cut."""
     num_ranks = graph.contention.num_ranks
     if num_ranks < 2:
         return []
@@ -344,7 +344,6 @@ def _train(
 
 
 def _command() -> str:
-    """What was typed."""
     return shlex.join(["penstock", *sys.argv[1:]])
 
 

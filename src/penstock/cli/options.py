@@ -58,7 +58,7 @@ class ScheduleName(click.ParamType[str]):
 
 
 class Source(ScheduleName):
-    """What can be drawn: a schedule's name, a file, or ``-``, such a file on standard input."""
+    """A schedule's name, a file that can be drawn, or ``-``, such a file on standard input."""
 
     name = "source"
 

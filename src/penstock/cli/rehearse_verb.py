@@ -117,7 +117,7 @@ def rehearse(
 def _plan(
     source: str, ranks: int, microbatches: int, costs: Costs, unit_seconds: float
 ) -> tuple[Plan | Schedule, Costs | None]:
-    """What to perform, and the seconds of its ops if it does not have its own."""
+    """The plan or schedule to perform, and the seconds of its ops if it does not have its own."""
     content = sources.read(source)
     schedule: Schedule | None
     if sources.is_plan(content):

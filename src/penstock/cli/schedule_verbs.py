@@ -40,7 +40,7 @@ from penstock.core.versions import USUAL, Flush
 
 
 class FamilySetting(NamedTuple):
-    """What schedules by name are built for; ``costs`` are those of a whole rank's layers."""
+    """The shape and costs of schedules by name; ``costs`` are those of a whole rank's layers."""
 
     ranks: int
     microbatches: int
@@ -50,7 +50,7 @@ class FamilySetting(NamedTuple):
 def load_beside(
     names: Sequence[str], setting: FamilySetting, given: Collection[str]
 ) -> list[DrawableSource]:
-    """What each name means, in their order.
+    """Load each of several names, in their order.
 
     Args:
         names: schedules and files, as ``sources.load`` reads them.

@@ -1,4 +1,4 @@
-"""What a verb can be pointed at: a schedule's name, a CSV, a plan, a timeline."""
+"""The sources that a verb can be pointed at: a schedule's name, a CSV, a plan, a timeline."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class DrawableSource(NamedTuple):
 
     @property
     def shown(self) -> Timeline:
-        """What is to be seen. A live stream looks neither like its beginning nor like its end."""
+        """The timeline to be seen. A live stream looks neither like its beginning nor like its end."""
         return self.timeline.steady(self.num_ticks) if self.num_ticks else self.timeline
 
     @property
@@ -287,8 +287,8 @@ def _schedule(
 
 
 def read(name: str) -> Content | None:
-    """What a file holds: a plan, a timeline, or ops, which are not checked; ``None`` for the name
-    of a family.
+    """Read a file: a plan, a timeline, or ops, which are not checked; ``None`` for the name of a
+    family.
 
     Raises:
         FileError: a cell is not an op (the file, the line and the cell are named), or it holds

@@ -1,4 +1,4 @@
-"""What a notebook shows of a value: its picture, and a few numbers above it.
+"""Cells of a notebook: the picture of a value, and a few numbers above it.
 
 Pictures are images with all their data in them. So they scale with the cell, follow its dark mode,
 and are seen by whoever opens the notebook later, too: notebooks that are not trusted, and sites
@@ -46,7 +46,7 @@ def image(picture: str) -> str:
 
 
 def cell(*parts: str) -> str:
-    """What a notebook's cell shows, from parts that are markup already; empty ones are left out."""
+    """A notebook's cell from parts that are markup already; empty ones are left out."""
     return tag("div", f"\n{lines(parts)}\n", class_="penstock", style=_CELL)
 
 
@@ -124,7 +124,7 @@ def plan_cell(picture: PlanPicture, timeline: Timeline) -> str:
 
 
 def report_cell(report: Report) -> str:
-    """What a run gave: its numbers, one step predicted and measured, and its losses."""
+    """The numbers of a run, one step of it predicted and measured, and its losses."""
     from penstock.drawing.chart import line_chart
 
     facts = [(fact.label, fact.value, fact.note) for fact in report.numbers or report.facts]

@@ -247,7 +247,7 @@ def _axes(plane: _MemoryPlane) -> str:
 
 
 COLUMNS = ("", "makespan", "bubble", "stage bubble", "peak activations")
-"""What is said of each timeline."""
+"""The numbers of each timeline, by name."""
 
 
 @dataclass(frozen=True)
@@ -295,7 +295,7 @@ class Comparison:
 
 
 Comparable = Schedule | Timeline | Foretold
-"""What has a timeline, or can be simulated."""
+"""Values that have a timeline, or can be simulated."""
 
 
 def compare(

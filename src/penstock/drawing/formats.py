@@ -47,7 +47,7 @@ _OTHER_WORDS = {
     "font-weight:650": "font-weight:700",
     ".timeline [class^=on-]": ".timeline .on-I,.timeline .on-W,.timeline .on-R",
 }
-"""What the parser does not know, and the same as it does."""
+"""Words of style sheets that the parser does not know, and the same in words that it does."""
 
 
 def check_installed(suffix: str) -> None:

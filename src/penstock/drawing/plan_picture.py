@@ -52,8 +52,7 @@ def _how_many(names: Sequence[str]) -> str:
 
 
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "other")
-"""What memory is spent on, in the order of ``DeviceRow.memory``. Other: buffers, and room to
-work."""
+"""The uses of memory, in the order of ``DeviceRow.memory``. Other: buffers, and room to work."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,7 @@ class RankRow:
 
 @dataclass(frozen=True)
 class Heading:
-    """What is said of a stage above its rows.
+    """The words about a stage above its rows.
 
     Attributes:
         stage: its number.
@@ -161,7 +160,7 @@ class RankGroup:
 
 @dataclass(frozen=True)
 class Flow:
-    """What goes from one group of ranks to another, and as gradients comes back.
+    """Outputs that go from one group of ranks to another, and come back as gradients.
 
     Attributes:
         source, target: indices of the two groups.

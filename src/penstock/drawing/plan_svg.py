@@ -62,7 +62,7 @@ _OVER = (
     '<pattern id="penstock-over" width="6" height="6" patternUnits="userSpaceOnUse">'
     '<path class="stripes" d="M-1 7L7 -1M-1 1L1 -1M5 7L7 5"/></pattern>'
 )
-"""What stands over the part of a bar that does not fit, known without its colour."""
+"""The hatching of the part of a bar that does not fit, known without its colour."""
 
 
 @dataclass
@@ -265,7 +265,7 @@ def _rectangle(place: Rectangle, content: str = "", rx: float = 0.0, **paints: s
 
 
 def _memory(sheet: _Sheet, device: DeviceRow, top: float) -> None:
-    """What a device needs, part by part, and how much it has."""
+    """The memory that a device needs, part by part, and how much it has."""
     x, y, scale = sheet.memory_left, top + (_ROW - _BAR) / 2 + 2, sheet.memory_scale
     height = _BAR - 4
     parts = [_rectangle((x, y, sheet.memory_bar, height), class_="lane", rx=2)]

@@ -70,7 +70,7 @@ class StageRow(Value, frozen=True, kw_only=True):
 
     @property
     def memory(self) -> tuple[tuple[str, int], ...]:
-        """What the stage's memory is spent on, in bytes."""
+        """Bytes of each use of the stage's memory."""
         return (
             ("weights", self.parameter_bytes),
             ("gradients", self.gradient_bytes),
@@ -118,7 +118,7 @@ class TimelineRecord(TimelineFile, frozen=True, kw_only=True, omit_defaults=True
 
 
 class Report(Value, frozen=True, kw_only=True):
-    """What one training run gave.
+    """The results of one training run.
 
     Attributes:
         title: of the page.
@@ -162,7 +162,7 @@ class Report(Value, frozen=True, kw_only=True):
     _repr_html_ = method_loaded_when_used("penstock.drawing.cells", "report_cell")
 
     def timelines(self) -> dict[str, Timeline]:
-        """What there is of the predicted and the measured timeline, by title."""
+        """The predicted and the measured timeline, as far as they are known, by title."""
         records = {"Predicted": self.predicted, "Measured": self.measured}
         return {title: record.timeline() for title, record in records.items() if record}
 
@@ -177,7 +177,7 @@ def departure(parting: Parting | None) -> str:
 
 
 def reason(parting: Parting) -> str:
-    """What was otherwise about the op, and what made it so."""
+    """How the op differed, and because of which cause."""
     cause = parting.cause
     if cause.op == parting.measured.op and cause.what != "pause":
         return f"it {_what(cause)}"

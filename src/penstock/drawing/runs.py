@@ -134,7 +134,7 @@ _ARROW = 6.0
 
 
 class CheckpointBlock(NamedTuple):
-    """What stands over some consecutive layers: a stage, or a file.
+    """A stage or a file, over consecutive layers.
 
     Attributes:
         name: how it is called.

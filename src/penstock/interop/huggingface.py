@@ -76,7 +76,7 @@ class PreparedModel(nn.Module):
 
     @property
     def plan(self) -> Plan:
-        """What batches are run by.
+        """The plan by which batches are run.
 
         Raises:
             InputError: there has been no batch yet.
@@ -85,7 +85,7 @@ class PreparedModel(nn.Module):
 
     @property
     def pipeline(self) -> Pipeline:
-        """What runs batches: its ``timeline`` is that of the last one.
+        """The pipeline that runs batches; its ``timeline`` is that of the last one.
 
         Raises:
             InputError: there has been no batch yet.

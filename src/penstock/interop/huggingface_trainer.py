@@ -64,7 +64,7 @@ class PenstockTrainer(Trainer):
 
     @property
     def plan(self) -> Plan:
-        """What batches are run by.
+        """The plan by which batches are run.
 
         Raises:
             InputError: there has been no batch yet.
@@ -73,7 +73,7 @@ class PenstockTrainer(Trainer):
 
     @property
     def pipeline(self) -> Pipeline:
-        """What runs batches: its ``timeline`` is that of the last update.
+        """The pipeline that runs batches; its ``timeline`` is that of the last update.
 
         Raises:
             InputError: there has been no batch yet.
@@ -234,7 +234,7 @@ class PenstockTrainer(Trainer):
         return super().prediction_step(evaluates, inputs, prediction_loss_only, ignore_keys)
 
     def _evaluate_batch(self, inputs: dict[str, Any], num_items: Any) -> Any:
-        """What the model gives for a batch, with the loss that it would have given."""
+        """The model's outputs for a batch, with the loss that it would have given."""
         self._learn_what_losses_are(inputs, num_items)
         with self.accelerator.autocast():
             outputs = self._split_for(inputs).evaluate(inputs)
@@ -244,7 +244,7 @@ class PenstockTrainer(Trainer):
 
 
 class _StandIn(nn.Module):
-    """What ``compute_loss`` is called with instead of the model.
+    """A stand-in for the model, with which ``compute_loss`` is called.
 
     Args:
         model: for which it stands.

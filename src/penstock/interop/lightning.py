@@ -76,7 +76,7 @@ class PenstockStrategy(SingleDeviceStrategy):
 
     @property
     def plan(self) -> Plan:
-        """What batches are run by.
+        """The plan by which batches are run.
 
         Raises:
             InputError: there has been no batch yet.
@@ -85,7 +85,7 @@ class PenstockStrategy(SingleDeviceStrategy):
 
     @property
     def pipeline(self) -> Pipeline:
-        """What runs batches: its ``timeline`` is that of the last one.
+        """The pipeline that runs batches; its ``timeline`` is that of the last one.
 
         Raises:
             InputError: there has been no batch yet.
@@ -228,7 +228,7 @@ def _check_one_process(trainer: Any) -> None:
 
 
 class _Promised(OutputsAreGone):
-    """What ``self(…)`` returns in training: it has the inputs, and no outputs."""
+    """The result of ``self(…)`` in training: it has the inputs, and no outputs."""
 
     def __init__(self, inputs: Any) -> None:
         super().__init__()

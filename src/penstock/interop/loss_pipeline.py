@@ -66,7 +66,7 @@ class LossPipeline:
 
     @property
     def pipeline(self) -> Pipeline:
-        """What runs the batches: its ``timeline`` is that of the last one.
+        """The pipeline that runs the batches; its ``timeline`` is that of the last one.
 
         Raises:
             InputError: there has been no batch yet.
@@ -176,7 +176,7 @@ class LossPipeline:
         )
 
     def evaluate(self, inputs: Any) -> Any:
-        """What the model gives for a batch, in evaluation mode and without gradients.
+        """Run the model on a batch, in evaluation mode and without gradients.
 
         Args:
             inputs: of the whole batch, rows first.
@@ -264,7 +264,7 @@ def _for_autograd(tensor: Tensor) -> Tensor:
 
 
 def _anchor() -> Tensor:
-    """What lets autograd know that a loss can go backward."""
+    """A tensor by which autograd knows that a loss can go backward."""
     return torch.zeros((), requires_grad=True)
 
 
@@ -345,7 +345,7 @@ def let_state_follow(optimizer: torch.optim.Optimizer) -> None:
 
 
 class OutputsAreGone:
-    """What a model is said to have given for a batch of which only the loss is left.
+    """The outputs of a model for a batch of which only the loss is left.
 
     Args:
         loss: of the batch; ``None`` where it is not known yet.

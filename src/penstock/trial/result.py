@@ -247,7 +247,7 @@ class Trial:
         return facts
 
     def headline(self) -> str:
-        """What came of the run, in one sentence."""
+        """The outcome of the run in one sentence."""
         devices = f"{self.plan.num_ranks} devices" if self.plan.num_ranks > 1 else "One device"
         steps = len(self.pipeline.losses)
         if not self.twins:

@@ -126,7 +126,7 @@ class Proof:
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """What is not as it should be, a sentence each."""
+        """The deviations from what should be, a sentence each."""
         faults = []
         scale = max(abs(theirs) for _, theirs in self.losses)
         for number, (ours, theirs) in enumerate(self.losses):

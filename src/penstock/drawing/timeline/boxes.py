@@ -62,7 +62,7 @@ _MARKS: Mapping[Kind, str] = {
     Kind.BACKWARD_INPUT: tag("path", class_="hatch", d="M-1 8L8 -1M-1 1L1 -1M6 8L8 6"),
     Kind.BACKWARD_WEIGHT: tag("path", class_="dots", d=f"M1 2.5{_DOT}M4.5 6{_DOT}"),
 }
-"""What is repeated over the boxes of a kind, so that it is known without its colour."""
+"""The pattern over the boxes of a kind, so that it is known without its colour."""
 
 _PADDING = 4.0
 _NARROWEST_BOX, _NARROW = 0.8, 8.0
@@ -77,7 +77,7 @@ class LabelStyle:
     full: bool = True
 
     def text(self, name: str) -> str:
-        """What is written for the label ``name``."""
+        """The text for the label ``name``."""
         return name if self.full else without_kind(name)
 
     def fits(self, name: str, width: float) -> bool:
@@ -231,7 +231,7 @@ def ink(kind: Kind, level: int) -> str:
 
 
 def tooltip(span: Span, unit: TimeUnit) -> str:
-    """What a span is, in words."""
+    """The words that appear over a span: its op, rank and times."""
     op = span.op
     words = f"{WORDS[op.kind]}, stage {op.stage}"
     if op.kind not in UPDATES:

@@ -20,7 +20,7 @@ _SHORT = {Kind.UPDATE: "U", Kind.LATE_UPDATE: "U"}
 
 
 class Names:
-    """What the ops of one timeline are called, and what tells a rank's stages apart.
+    """The names of the ops of one timeline, and the shades that tell a rank's stages apart.
 
     An op's own text is stage, kind, microbatch, as in ``2F0``. Where a rank has one stage, its row
     says which, and the label leaves it out.
@@ -80,8 +80,8 @@ def _most_of_one_way(places: Iterable[tuple[int, int]]) -> int:
 
 
 def without_kind(label: str) -> str:
-    """What is left of a label where colour or row says the rest: microbatch and slice; all of one
-    that has none, as an update's.
+    """The microbatch and slice of a label, where colour or row says the rest; all of a label that
+    has none, as an update's.
 
     >>> without_kind("4F0.1"), without_kind("F12"), without_kind("U")
     ('0.1', '12', 'U')
@@ -165,7 +165,7 @@ def version_swatch(width: float) -> str:
 
 
 def version_words(span: Span) -> str:
-    """What a span has to do with versions, to go on a sentence; nothing if that is not known."""
+    """The version that a span reads or makes, to go on a sentence; nothing if that is not known."""
     if span.version is None:
         return ""
     if span.op.kind is Kind.UPDATE:

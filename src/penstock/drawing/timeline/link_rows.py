@@ -24,7 +24,7 @@ _CLASSES: Mapping[TransferKind, str] = {
 LETTERS: Mapping[TransferKind, str] = {
     "value": "F", "gradient": "B", "sum": "S", "read": "r", "write": "w", "served": "s",
 }  # fmt: skip
-"""What stands in text for a kind of transfer."""
+"""The letter that stands in text for a kind of transfer."""
 
 MEANS: Mapping[TransferKind, str] = {
     "value": "an output on its link",

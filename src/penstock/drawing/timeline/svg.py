@@ -115,7 +115,7 @@ def stacked(
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _Canvas:
     """Where everything goes, in pixels; shared by all panels."""
 
     width: float
@@ -145,7 +145,7 @@ def _frame(
     width: float | tuple[float, float],
     unit: UnitName | None,
     versions: bool,
-) -> _Layout:
+) -> _Canvas:
     ranks = max((timeline.num_ranks for timeline in timelines), default=1)
     named = [text_width(f"rank {max(ranks - 1, 0)}", 12), *map(link_rows.widest_name, timelines)]
     left = _MARGIN + max(named) + 10
@@ -162,7 +162,7 @@ def _frame(
     held = max(peaks, default=0.0)
     unit_of_times = unit_for(timelines, unit)
     right = width - after
-    return _Layout(width, left, right, extent, unit_of_times, bar, area, held, versions)
+    return _Canvas(width, left, right, extent, unit_of_times, bar, area, held, versions)
 
 
 def _fitting(
@@ -195,7 +195,7 @@ def _peak(held: float) -> str:
     return f"peak {held:.3g}"
 
 
-def _document(frame: _Layout, height: float, parts: list[str], panels: list[Titled]) -> str:
+def _document(frame: _Canvas, height: float, parts: list[str], panels: list[Titled]) -> str:
     named = "; ".join(f"{title}: {_facts(timeline, frame.unit)}" for title, timeline in panels)
     used = hatches([timeline for _, timeline in panels])
     definitions = tag("defs", used) if used else ""
@@ -222,7 +222,7 @@ def _facts(timeline: Timeline, unit: TimeUnit) -> str:
     )
 
 
-def _panel(frame: _Layout, title: str, timeline: Timeline, top: float) -> str:
+def _panel(frame: _Canvas, title: str, timeline: Timeline, top: float) -> str:
     """One timeline: its headline and its rows."""
     rows = top + _HEAD_HEIGHT
     links = rows + frame.row * timeline.num_ranks
@@ -245,7 +245,7 @@ def _panel(frame: _Layout, title: str, timeline: Timeline, top: float) -> str:
     return tag("g", f"\n{lines(parts)}\n", class_="panel")
 
 
-def _names(frame: _Layout, timeline: Timeline, top: float) -> str:
+def _names(frame: _Canvas, timeline: Timeline, top: float) -> str:
     """The names of the ranks, on their own ground: a page keeps them in view while it scrolls."""
     links = top + frame.row * timeline.num_ranks
     height = frame.row * timeline.num_ranks + link_rows.height_of(timeline)
@@ -257,7 +257,7 @@ def _names(frame: _Layout, timeline: Timeline, top: float) -> str:
     return tag("g", f"\n{lines(names)}\n", class_="stay")
 
 
-def _tracks(frame: _Layout, timeline: Timeline, top: float) -> str:
+def _tracks(frame: _Canvas, timeline: Timeline, top: float) -> str:
     """The empty rows: as long as this timeline, so that idle time is what stays empty."""
     width = timeline.makespan * frame.scale if frame.extent else frame.right - frame.left
     return lines(
@@ -273,19 +273,19 @@ def _tracks(frame: _Layout, timeline: Timeline, top: float) -> str:
     )
 
 
-def _ticks(frame: _Layout) -> list[tuple[float, str]]:
+def _ticks(frame: _Canvas) -> list[tuple[float, str]]:
     """(x, label) of each tick."""
     at_most = int((frame.right - frame.left) / _TICK_DISTANCE)
     values = ticks(0.0, frame.extent * frame.unit.factor, at_most)
     return [(frame.x(value / frame.unit.factor), tick_label(value)) for value in values]
 
 
-def _grid(frame: _Layout, top: float, bottom: float) -> str:
+def _grid(frame: _Canvas, top: float, bottom: float) -> str:
     path = "".join(f"M{x:.2f} {top:g}V{bottom:g}" for x, _ in _ticks(frame))
     return tag("path", class_="grid", d=path)
 
 
-def _axis(frame: _Layout, top: float) -> str:
+def _axis(frame: _Canvas, top: float) -> str:
     marks = _ticks(frame)
     path = f"M{frame.left:.2f} {top:g}H{frame.right:.2f}"
     path += "".join(f"M{x:.2f} {top:g}v5" for x, _ in marks)
@@ -300,7 +300,7 @@ def _axis(frame: _Layout, top: float) -> str:
 
 
 def _row(
-    frame: _Layout,
+    frame: _Canvas,
     timeline: Timeline,
     names: Names,
     rank: int,
@@ -325,7 +325,7 @@ def _row(
     return tag("g", f"\n{lines(parts)}\n", class_="row")
 
 
-def _held(frame: _Layout, timeline: Timeline, rank: int, top: float) -> str:
+def _held(frame: _Canvas, timeline: Timeline, rank: int, top: float) -> str:
     """The in-flight curve of a rank: steps as high as the microbatches it holds."""
     peak = timeline.peak_activations[rank]
     if not peak:
@@ -339,7 +339,7 @@ def _held(frame: _Layout, timeline: Timeline, rank: int, top: float) -> str:
     return lines([tag("path", class_="held", d=path), note])
 
 
-def _steps(frame: _Layout, timeline: Timeline, rank: int) -> list[tuple[float, float]]:
+def _steps(frame: _Canvas, timeline: Timeline, rank: int) -> list[tuple[float, float]]:
     """(x, held from there on). Where a backward ends as the next forward starts, the two changes
     lie in one pixel, and only what is held after both is kept."""
     zero, steps = _zero(timeline), [(frame.left, 0.0)]

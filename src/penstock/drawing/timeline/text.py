@@ -178,7 +178,7 @@ def _rows(
 
 
 def _carried(link: LinkRow, columns_per_unit: float, columns: int) -> str:
-    """What a link carries, as boxes with the letter and the number of each."""
+    """The transfers of a link, as boxes with the letter and the number of each."""
     row = [IDLE] * columns
     for transfer in link.transfers:
         start = round(transfer.start * columns_per_unit)

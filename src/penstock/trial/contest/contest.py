@@ -41,7 +41,7 @@ _KIB = 1024
 
 
 class EmulatedPace(NamedTuple):
-    """What a step takes on emulated devices.
+    """The time of a step on emulated devices.
 
     Attributes:
         seconds: of a minibatch; without a flush, in the steady state.

@@ -41,7 +41,7 @@ class Trainer(Protocol):
 
     @property
     def timelines(self) -> list[Timeline]:
-        """What was recorded, by steps or by turns; none of one device."""
+        """The recorded timelines, by steps or by turns; none of one device."""
 
     def held_out_loss(self) -> float | None:
         """The loss on the workload's held-out data; ``None`` without any."""

@@ -95,8 +95,8 @@ def judged(
 
 
 def _target(one_device: Entry) -> float | None:
-    """What one device has at the end of the turn in the middle; none where it has not
-    learned by then."""
+    """The loss of one device at the end of the turn in the middle; none where it has not learned by
+    then."""
     losses = [point.loss for point in one_device.losses]
     if len(losses) < 2:
         return None

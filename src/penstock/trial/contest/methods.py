@@ -29,7 +29,7 @@ _LEAST_TURN = 5
 
 @dataclass(frozen=True)
 class ContestSetting:
-    """What all methods of a contest share.
+    """The workload, its profile and the devices, which all methods of a contest share.
 
     Attributes:
         workload: what is trained.

@@ -42,7 +42,7 @@ _PLENTY = 1e9
 
 @dataclass(frozen=True)
 class _Assignment:
-    """What a process needs to know.
+    """The part of one process in the group.
 
     Attributes:
         rank, num_ranks: of the process.
@@ -59,7 +59,7 @@ class _Assignment:
 
 
 class _TurnReport(NamedTuple):
-    """What a process tells of a turn.
+    """The results of one process in a turn.
 
     Attributes:
         seconds, losses: an entry per step.
@@ -173,7 +173,7 @@ class InProcesses:
         return self._answers(self._deadline_seconds)
 
     def _answers(self, seconds: float) -> list[Any]:
-        """What each process answers, by rank; the first failure ends the wait."""
+        """The answers of all processes, by rank; the first failure ends the wait."""
         end = time.monotonic() + seconds
         answers: dict[int, Any] = {}
         while len(answers) < len(self._connections):
@@ -205,8 +205,8 @@ def _with_server(plan: Plan) -> tuple[SummationServer | None, Plan]:
 
 @contextmanager
 def interrupts_held_back() -> Iterator[None]:
-    """What is started meanwhile never gets Ctrl-C, not even while Python starts: a terminal sends
-    it to all processes, but the contest ends its own."""
+    """Keep Ctrl-C from processes that are started meanwhile, even while Python starts: a terminal
+    sends it to all processes, but the contest ends its own."""
     resource_tracker.ensure_running()  # whose start would let signals through
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -1,4 +1,4 @@
-"""What an asynchronous plan is proven against: the same stream, one microbatch at a time.
+"""The reference of an asynchronous plan: the same stream, one microbatch at a time.
 
 One process goes through the microbatches in order, forward and backward through all stages, with
 exactly the weights that ``penstock.versions`` says each pass reads. All versions of a stream are
@@ -42,7 +42,7 @@ from penstock.trial.reference.single_device import check_cuts, cut_minibatch, ru
 
 
 class WeightsRead(NamedTuple):
-    """What one microbatch read at one stage. All numbers count from 0 in each stream.
+    """The versions that one microbatch read at one stage. All numbers count from 0 in each stream.
 
     Attributes:
         forward_version: the version of the weights that its forward read.
@@ -166,7 +166,7 @@ class DelayedReplay:
         return [_Microbatch(number, *columns) for number, columns in enumerate(cut)]
 
     def _stream(self, minibatches: list[list[_Microbatch]], policy: Policy) -> list[Tensor]:
-        account = _Ledger(policy, self._replicas, tuple(accumulate(map(len, minibatches))))
+        account = _StreamVersions(policy, self._replicas, tuple(accumulate(map(len, minibatches))))
         for stage in self._stages:
             stage.begin()
         self.reads = []
@@ -184,7 +184,7 @@ class DelayedReplay:
             self._num_minibatches += 1
         return losses
 
-    def _microbatch(self, k: int, part: _Microbatch, account: _Ledger) -> Tensor | None:
+    def _microbatch(self, k: int, part: _Microbatch, account: _StreamVersions) -> Tensor | None:
         """Run forward, backward, and the updates that are then due; give its share of the loss."""
         reads = [account.read(number, k) for number in range(len(self._stages))]
         pairs = list(zip(self._stages, reads, strict=True))
@@ -227,7 +227,7 @@ class _Microbatch(NamedTuple):
     share: float
 
 
-class _Ledger:
+class _StreamVersions:
     """Says which versions the passes of one stream read, and when its stages update."""
 
     def __init__(self, policy: Policy, replicas: tuple[int, ...], ends: tuple[int, ...]) -> None:

@@ -23,7 +23,7 @@ Tensors = dict[str, Tensor]
 
 
 class _Version(NamedTuple):
-    """What a stage was after some update; each dictionary has the parameters' names as keys.
+    """A stage after some update; each dictionary has the parameters' names as keys.
 
     Attributes:
         weights: the stage's weights.

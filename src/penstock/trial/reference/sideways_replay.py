@@ -1,4 +1,4 @@
-"""What a live stream is proven against: the same frames, tick by tick, in one loop.
+"""The reference of a live stream: the same frames, tick by tick, in one loop.
 
 Stage s of N works on frame k at tick k + s, and does three things there, in this order:
 
@@ -43,7 +43,7 @@ Gradients = list[Tensor | None]
 
 
 class Graph(NamedTuple):
-    """What a stage has made of a frame, with autograd's graph behind it.
+    """The values that a stage has made of a frame, with autograd's graph behind them.
 
     Attributes:
         frame: its number.
@@ -208,7 +208,7 @@ def handed_on(value: Any) -> Any:
 
 
 class FrameResult(NamedTuple):
-    """What a stream tells of one frame.
+    """The results of one frame of a stream.
 
     Attributes:
         frame: its number among the frames of the stream, from 0.
@@ -400,7 +400,7 @@ class SidewaysReplay:
 
 @dataclass
 class _FrameUnderWay:
-    """What is on its way of one frame.
+    """The values and gradients of one frame that are on their way.
 
     Attributes:
         value: what the last stage that ran made of it, detached.

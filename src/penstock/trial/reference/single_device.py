@@ -1,8 +1,8 @@
-"""What a synchronous plan is proven against: the same steps on one device.
+"""The reference of a synchronous plan: the same steps on one device.
 
 It is a plain loop over microbatches and layers without pipeline code. It shares with the pipeline,
-and with the other loops here, only how a minibatch is cut and where dropout draws, so that an equal result says something about
-everything else.
+and with the other loops here, only how a minibatch is cut and where dropout draws, so that an equal
+result says something about everything else.
 """
 
 from __future__ import annotations

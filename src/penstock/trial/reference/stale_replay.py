@@ -1,4 +1,4 @@
-"""What a plan with stale updates is proven against: the same journal, one microbatch at a time.
+"""The reference of a plan with stale updates: the same journal, one microbatch at a time.
 
 Which gradients met in which update, and which weights each copy had read, is chance: it is how long
 everybody took. The pipeline's journal says how it was. This loop takes it from there, and computes
@@ -141,7 +141,7 @@ class _MicrobatchId(NamedTuple):
 
 
 class _StaleWork:
-    """What is done of a stream, and what can be done next."""
+    """The microbatches and updates of a stream: which are done, and which can be done next."""
 
     def __init__(
         self,
