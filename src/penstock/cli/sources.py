@@ -65,7 +65,7 @@ class DrawableSource(NamedTuple):
 
     @property
     def shown(self) -> Timeline:
-        """The timeline to be seen. A live stream looks neither like its beginning nor like its end."""
+        """The timeline to be seen. A live stream does not look like its beginning or its end."""
         return self.timeline.steady(self.num_ticks) if self.num_ticks else self.timeline
 
     @property

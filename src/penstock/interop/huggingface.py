@@ -25,10 +25,13 @@ from torch import Tensor, nn
 
 from penstock.base.errors import InputError
 from penstock.base.values import expect
-from penstock.interop.loss_pipeline import LossPipeline, OutputsAreGone, in_microbatches
+from penstock.interop.loss_pipeline import (
+    HasLossPipeline,
+    LossPipeline,
+    OutputsAreGone,
+    in_microbatches,
+)
 from penstock.interop.spread import Spread, need
-from penstock.planning.plans import Plan
-from penstock.training.pipeline import Pipeline
 
 need(("transformers", "accelerate"), "huggingface", "penstock.interop.huggingface")
 
@@ -39,7 +42,7 @@ __all__ = ["PenstockTrainer", "PreparedModel", "Spread", "prepare"]
 BatchLoss = Callable[[Any, dict[str, Any]], Tensor]
 
 
-class PreparedModel(nn.Module):
+class PreparedModel(HasLossPipeline, nn.Module):
     """A model that is called with batches, and runs each of them through a pipeline.
 
     In training mode a call gives an object with a ``loss``, whose ``backward()`` adds the gradients
@@ -65,7 +68,7 @@ class PreparedModel(nn.Module):
         self.module = module
         self._spread = spread
         takes = inspect.signature(module.forward).parameters
-        self._split = LossPipeline(
+        self._own = LossPipeline(
             module,
             spread,
             loss or _own_loss,
@@ -75,22 +78,8 @@ class PreparedModel(nn.Module):
         self.train(module.training)
 
     @property
-    def plan(self) -> Plan:
-        """The plan by which batches are run.
-
-        Raises:
-            InputError: there has been no batch yet.
-        """
-        return self._split.plan
-
-    @property
-    def pipeline(self) -> Pipeline:
-        """The pipeline that runs batches; its ``timeline`` is that of the last one.
-
-        Raises:
-            InputError: there has been no batch yet.
-        """
-        return self._split.pipeline
+    def _loss_pipeline(self) -> LossPipeline:
+        return self._own
 
     def forward(self, **batch: Any) -> Any:
         """Run a batch, forward and backward or forward only.
@@ -102,18 +91,18 @@ class PreparedModel(nn.Module):
             InputError: no row of the batch has a label that counts.
         """
         if not (self.training and torch.is_grad_enabled()):
-            return self._split.evaluate(batch)
+            return self._own.evaluate(batch)
         parts = in_microbatches(batch, self._spread.microbatches)
         weighed = [(part, items) for part in parts if (items := items_of(self.module, part))]
         if not weighed:
             raise InputError("no label counts in this batch: all are -100")
         given = [part for part, _ in weighed]
         weights = [float(items) for _, items in weighed]
-        return OutputsAreGone(loss=self._split.loss(given, given, weights=weights))
+        return OutputsAreGone(loss=self._own.loss(given, given, weights=weights))
 
     def close(self) -> None:
         """End the pipeline's workers; the next batch would start them again."""
-        self._split.close()
+        self._own.close()
 
 
 def _own_loss(outputs: Any, inputs: dict[str, Any]) -> Tensor:

@@ -13,17 +13,20 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from penstock.base.errors import InputError
 from penstock.base.values import expect
 from penstock.engine.model.spine import evaluation_mode
-from penstock.interop.loss_pipeline import LossPipeline, in_microbatches, let_state_follow
+from penstock.interop.loss_pipeline import (
+    HasLossPipeline,
+    LossPipeline,
+    in_microbatches,
+    let_state_follow,
+)
 from penstock.interop.spread import Spread, check_one_process
-from penstock.planning.plans import Plan
-from penstock.training.pipeline import Pipeline
 
 _DOES_NOT_COUNT = -100
 """A label of transformers that is no item."""
 _UPDATES_IN_BACKWARD = ("lomo", "adalomo")
 
 
-class PenstockTrainer(Trainer):
+class PenstockTrainer(HasLossPipeline, Trainer):
     """A ``transformers.Trainer`` that trains and evaluates through a pipeline in this process.
 
     All arguments are ``Trainer``'s but ``spread``. Losses and weights are those of ``Trainer`` on
@@ -63,25 +66,7 @@ class PenstockTrainer(Trainer):
         return self.model
 
     @property
-    def plan(self) -> Plan:
-        """The plan by which batches are run.
-
-        Raises:
-            InputError: there has been no batch yet.
-        """
-        return self._latest.plan
-
-    @property
-    def pipeline(self) -> Pipeline:
-        """The pipeline that runs batches; its ``timeline`` is that of the last update.
-
-        Raises:
-            InputError: there has been no batch yet.
-        """
-        return self._latest.pipeline
-
-    @property
-    def _latest(self) -> LossPipeline:
+    def _loss_pipeline(self) -> LossPipeline:
         if not self._splits:
             raise InputError("there is no pipeline before the first batch; train or evaluate first")
         return next(iter(self._splits.values()))

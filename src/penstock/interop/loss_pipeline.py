@@ -230,6 +230,33 @@ class LossPipeline:
         self.close()
 
 
+class HasLossPipeline:
+    """Shows the plan and the pipeline of whatever trains through a ``LossPipeline``."""
+
+    @property
+    def _loss_pipeline(self) -> LossPipeline:
+        raise NotImplementedError
+
+    @property
+    def plan(self) -> Plan:
+        """The plan by which batches are run.
+
+        Raises:
+            InputError: there has been no batch yet.
+        """
+        return self._loss_pipeline.plan
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The pipeline that runs batches. Its ``timeline`` is that of the last batch, or update
+        where a loop accumulates.
+
+        Raises:
+            InputError: there has been no batch yet.
+        """
+        return self._loss_pipeline.pipeline
+
+
 @contextmanager
 def _called_with(model: nn.Module, constants: Mapping[str, Any]) -> Iterator[None]:
     """Whoever calls the model meanwhile also gives these keywords."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice, takewhile
 from math import sqrt
 from typing import NamedTuple
@@ -83,6 +83,30 @@ def prove(
         ModelError: the plan is for another model.
         RunError: a step failed.
     """
+    _check_provable(plan, resume)
+    sides = Sides.of(workload, plan, float64)
+    batches = _batches(workload, plan, num_steps, float64, _BEFORE if resume else 0)
+    before, batches = batches[: _BEFORE * resume], batches[_BEFORE * resume :]
+    window = _steady_window(plan, batches)
+    with intra_op_threads(plan.num_threads):
+        ours, timeline, held, journals = _pipelined(sides, workload, before, batches, progress)
+        theirs, delays = _referred(sides, workload, before, batches, journals)
+    if progress is not None:
+        progress(2 * len(ours), 2 * len(ours))
+    rows = tuple(_row(sides, stage, timeline, held, window) for stage in range(len(sides.names)))
+    return Proof(
+        plan=plan,
+        reference=_reference(plan, journals),
+        num_before=len(before),
+        expected=sides.expected,
+        losses=tuple(zip(map(float, ours), map(float, theirs), strict=True)),
+        loss_tolerance=sqrt(torch.finfo(ours[0].dtype).eps) if sides.rounding else 0.0,
+        rows=rows,
+        misread=(*_misread(plan, timeline, delays), *too_late(journals, plan.summing.stale)),
+    )
+
+
+def _check_provable(plan: Plan, resume: bool) -> None:
     if several_processes():
         raise InputError(
             "a proof runs all ranks in threads of one process, but this is one of "
@@ -94,36 +118,19 @@ def prove(
             "a stream of frames is proven in one go, with frames of one microbatch; plan with "
             "num_microbatches=1, and leave --resume out"
         )
-    sides = Sides.of(workload, plan, float64)
-    batches = _batches(workload, plan, num_steps, float64, _BEFORE if resume else 0)
-    before, batches = batches[: _BEFORE * resume], batches[_BEFORE * resume :]
-    window = _steady_window(plan, batches)
-    with intra_op_threads(plan.num_threads):
-        ours, timeline, held, journals = _pipelined(sides, workload, before, batches, progress)
-        theirs, delays = _referred(sides, workload, before, batches, journals)
-    if progress is not None:
-        progress(2 * len(ours), 2 * len(ours))
-    rows = tuple(_row(sides, stage, timeline, held, window) for stage in range(len(sides.names)))
-    asynchronous = plan.versions.asynchronous
+
+
+def _misread(
+    plan: Plan, timeline: Timeline, delays: Mapping[tuple[int, int], int]
+) -> Iterator[tuple[int, int]]:
+    """(stage, microbatch) whose recorded delay is not the one that the reference applied."""
     newest = plan.versions.activations == "newest"
-    recorded = timeline.delays if asynchronous else {}
-    misread = (
-        (stage, k)
-        for stage, delays_of_stage in recorded.items()
-        for k, delay in delays_of_stage.items()
-        # What a stream's end drops has no delay, whatever the pipeline has noted.
-        if delays.get((stage, k), delay if newest else None) != delay
-    )
-    return Proof(
-        plan=plan,
-        reference=_reference(plan, journals),
-        num_before=len(before),
-        expected=sides.expected,
-        losses=tuple(zip(map(float, ours), map(float, theirs), strict=True)),
-        loss_tolerance=sqrt(torch.finfo(ours[0].dtype).eps) if sides.rounding else 0.0,
-        rows=rows,
-        misread=(*misread, *too_late(journals, plan.summing.stale)),
-    )
+    recorded = timeline.delays if plan.versions.asynchronous else {}
+    for stage, delays_of_stage in recorded.items():
+        for k, delay in delays_of_stage.items():
+            # What a stream's end drops has no delay, whatever the pipeline has noted.
+            if delays.get((stage, k), delay if newest else None) != delay:
+                yield stage, k
 
 
 def _reference(plan: Plan, journals: Sequence[Journal]) -> str:

@@ -216,6 +216,7 @@ class Contestant:
 
     Attributes:
         name: shown to people.
+        workload: what is trained.
         model: a copy of its own, trained in place.
         trainer: trains the model.
         num_threads: torch's intra-op threads while it trains.
@@ -227,6 +228,7 @@ class Contestant:
     """
 
     name: str
+    workload: Workload
     model: nn.Module
     trainer: Pipeline | SingleDevice
     num_threads: int
@@ -281,11 +283,22 @@ class Contestant:
             return not self.trainer.plan.versions.asynchronous
         return True
 
-    def evaluate(self, batch: Batch, loss: Callable[[Any, Any], Tensor]) -> float:
-        """The loss on held-out data, after the steps so far."""
-        inputs, targets = batch
+    def take_turn(self, batches: Sequence[Batch]) -> None:
+        """Train on minibatches; one that never flushes drains at the end of the turn."""
+        with self.taking_turn():
+            if self.flushes:
+                for batch in batches:
+                    self.step(batch)
+            else:
+                self.stream(batches)
+
+    def held_out_loss(self) -> float | None:
+        """The loss on held-out data, after the steps so far; ``None`` without any."""
+        if self.workload.held_out is None:
+            return None
+        inputs, targets = self.workload.held_out
         with intra_op_threads(self.num_threads):
-            value = float(loss(self.trainer.evaluate(inputs), targets))
+            value = float(self.workload.loss(self.trainer.evaluate(inputs), targets))
         self.held_out.append((len(self.losses), value))
         return value
 
@@ -308,7 +321,7 @@ def pipelined(workload: Workload, plan: Plan) -> Contestant:
     trainer = Pipeline(
         model, plan, loss=workload.loss, optimizer=workload.optimizer, transport="threads", seed=0
     )
-    return Contestant("pipeline", model, trainer, plan.num_threads)
+    return Contestant("pipeline", workload, model, trainer, plan.num_threads)
 
 
 def on_one_device(workload: Workload, num_microbatches: int, num_threads: int) -> Contestant:
@@ -317,7 +330,8 @@ def on_one_device(workload: Workload, num_microbatches: int, num_threads: int) -
     trainer = SingleDevice(model, num_microbatches, workload.loss, workload.optimizer, seed=0)
     threads = "1 thread" if num_threads == 1 else f"{num_threads} threads"
     size = "" if num_microbatches > 1 else ", whole batch at once"
-    return Contestant(f"one device, {threads}{size}", model, trainer, num_threads)
+    name = f"one device, {threads}{size}"
+    return Contestant(name, workload, model, trainer, num_threads)
 
 
 @contextmanager

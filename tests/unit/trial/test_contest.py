@@ -91,7 +91,7 @@ def failing(setting):
 @pytest.fixture(scope="module")
 def troubled():
     """One method raises, one trains something else, one has too few devices."""
-    taken = contest_module.in_threads
+    taken = contest_module.pipelined
     by_key = {method.key: method for method in METHODS}
     entered = (
         by_key["one-device"],
@@ -100,15 +100,15 @@ def troubled():
         by_key["hybrid"],
     )
 
-    def with_another_rate(setting, plan):
+    def with_another_rate(mine, plan):
         other = dataclasses.replace(
-            setting.workload, optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1)
+            mine, optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1)
         )
-        return taken(dataclasses.replace(setting, workload=other), plan)
+        return taken(other, plan)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(contest_module, "chosen_methods", lambda *_: entered)
-        patched.setattr(contest_module, "in_threads", with_another_rate)
+        patched.setattr(contest_module, "pipelined", with_another_rate)
         return run_contest(workload, num_microbatches=2, num_steps=3)
 
 

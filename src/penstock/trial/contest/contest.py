@@ -28,13 +28,11 @@ from penstock.trial.contest.entrants import (
     Entrant,
     Trainer,
     counted_bytes,
-    in_threads,
-    on_a_device,
 )
 from penstock.trial.contest.judging import check_sameness, judged, references
 from penstock.trial.contest.methods import ALL_CORES, ContestSetting, Method, Stage, chosen_methods
 from penstock.trial.contest.process_group import InProcesses
-from penstock.trial.workload import Batch, Workload, check_repeats
+from penstock.trial.workload import Batch, Workload, check_repeats, on_one_device, pipelined
 
 _STEPS = 4
 _KIB = 1024
@@ -220,12 +218,13 @@ def _prepare(entrant: Entrant, setting: ContestSetting) -> None:
             setting.load, plan, _num_processes(method, plan), setting.folder
         )
     else:
-        entrant.trainer = in_threads(setting, plan)
+        entrant.trainer = pipelined(setting.workload, plan)
 
 
 def _alone(method: Method, setting: ContestSetting) -> Trainer:
     count = setting.num_microbatches if method.key == ONE_DEVICE else 1
-    return on_a_device(setting, count, setting.num_devices if method.key == ALL_CORES else 1)
+    num_threads = setting.num_devices if method.key == ALL_CORES else 1
+    return on_one_device(setting.workload, count, num_threads)
 
 
 def _num_processes(method: Method, plan: Plan) -> int:

@@ -16,11 +16,7 @@ from penstock.training.pipeline import Pipeline
 from penstock.trial.contest.methods import ContestSetting, Method
 from penstock.trial.workload import (
     Batch,
-    Contestant,
-    Workload,
     intra_op_threads,
-    on_one_device,
-    pipelined,
 )
 
 
@@ -29,58 +25,23 @@ class Trainer(Protocol):
 
     Attributes:
         losses, seconds: an entry per step.
+        timelines: as recorded, by steps or by turns; none of one device.
         others: an entry per step: the share of the cores' time that other programs had meanwhile.
     """
 
     losses: list[float]
     seconds: list[float]
     others: list[float]
+    timelines: list[Timeline]
 
     def take_turn(self, batches: Sequence[Batch]) -> None:
         """Train on these minibatches."""
 
-    @property
-    def timelines(self) -> list[Timeline]:
-        """The recorded timelines, by steps or by turns; none of one device."""
-
     def held_out_loss(self) -> float | None:
         """The loss on the workload's held-out data; ``None`` without any."""
 
     def close(self) -> None:
         """End its workers."""
-
-
-class InThreads:
-    """A trainer in this process: one device, or a pipeline whose ranks are threads."""
-
-    def __init__(self, workload: Workload, contestant: Contestant) -> None:
-        self._workload, self._contestant = workload, contestant
-        self.losses, self.seconds = contestant.losses, contestant.seconds
-        self.others = contestant.others
-
-    def take_turn(self, batches: Sequence[Batch]) -> None:
-        """Train on these minibatches; those that never flush drain at the end of the turn."""
-        with self._contestant.taking_turn():
-            if self._contestant.flushes:
-                for batch in batches:
-                    self._contestant.step(batch)
-            else:
-                self._contestant.stream(batches)
-
-    def held_out_loss(self) -> float | None:
-        """The loss on the workload's held-out data; ``None`` without any."""
-        if self._workload.held_out is None:
-            return None
-        return self._contestant.evaluate(self._workload.held_out, self._workload.loss)
-
-    @property
-    def timelines(self) -> list[Timeline]:
-        """Of every step, or of every turn of those that never flush; none of one device."""
-        return self._contestant.timelines
-
-    def close(self) -> None:
-        """End its workers."""
-        self._contestant.close()
 
 
 @dataclass
@@ -157,17 +118,6 @@ class Entrant:
 
 _RECENT = 5
 """Without held-out data, a loss is the mean of so many training losses."""
-
-
-def in_threads(setting: ContestSetting, plan: Plan) -> InThreads:
-    """A trainer whose ranks are threads of this process."""
-    return InThreads(setting.workload, pipelined(setting.workload, plan))
-
-
-def on_a_device(setting: ContestSetting, num_microbatches: int, num_threads: int) -> InThreads:
-    """One device as a plain loop over microbatches."""
-    alone = on_one_device(setting.workload, num_microbatches, num_threads)
-    return InThreads(setting.workload, alone)
 
 
 def counted_bytes(setting: ContestSetting, plan: Plan, batches: Sequence[Batch]) -> tuple[int, ...]:
