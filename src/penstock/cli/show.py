@@ -39,6 +39,9 @@ NARROWEST = 80
 _FOLDS_TO = 24
 """Columns that a text in a table keeps where it must give way to numbers."""
 
+_NAMED = "{task.description:<40}"
+"""The label of a bar: the name of its task."""
+
 _GAP = 2
 """Columns between two of a table."""
 
@@ -324,24 +327,7 @@ def counting(doing: str, *, quietly: bool = False) -> Iterator[Callable[[int, in
         with Telling(doing, quiet=bool(quietly)) as telling:
             yield telling.count
         return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    bar = Progress(
-        TextColumn(doing),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(compact=True),
-        console=Console(stderr=True),
-        transient=True,
-    )
-    with bar:
+    with _bars(doing, transient=True) as bar:
         task = bar.add_task(doing, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
@@ -353,8 +339,8 @@ def profiling() -> Iterator[Callable[[int, int], None]]:
         with Telling("profiling") as telling:
             yield telling.count
         return
-    with _bars() as bars:
-        task = bars.add_task("profile", total=None, facts="")
+    with _bars(_NAMED) as bars:
+        task = bars.add_task("profile", total=None)
         yield lambda done, total: bars.update(task, completed=done, total=total)
 
 
@@ -384,7 +370,7 @@ def training(num_steps: int, unit: str, num_units: int) -> Iterator[Callable[[Co
                 say(line)
         return
 
-    with _bars() as bars:
+    with _bars(_NAMED, "{task.fields[facts]}") as bars:
         tasks: dict[str, TaskID] = {}
 
         def advance(contestant: Contestant) -> None:
@@ -404,7 +390,8 @@ def _has_terminal() -> bool:
     return bool(getattr(sys.stderr, "isatty", bool)()) and not is_quiet()
 
 
-def _bars() -> Progress:
+def _bars(label: str, facts: str = "", *, transient: bool = False) -> Progress:
+    """Bars behind a label, which may name fields of their tasks, and facts behind them."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -415,10 +402,11 @@ def _bars() -> Progress:
     )
 
     return Progress(
-        TextColumn("{task.description:<40}"),
+        TextColumn(label),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TimeRemainingColumn(compact=True),
-        TextColumn("{task.fields[facts]}"),
+        *([TextColumn(facts)] if facts else []),
         console=Console(stderr=True),
+        transient=transient,
     )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from penstock.base.units import count_of
 from penstock.drawing.inputs import cluster_tables
-from penstock.drawing.markup import Titled, escaped, lines, tag
+from penstock.drawing.markup import Titled, escaped, lines, tag, title_of
 from penstock.drawing.timeline.svg import CELL_WIDTHS, stacked
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def timelines_image(timelines: Sequence[Titled], versions: bool = False) -> str:
 
 def timeline_cell(timeline: Timeline, versions: bool = False) -> str:
     """The picture of a timeline."""
-    title = f"{timeline.name or 'schedule'}, {timeline.source}"
+    title = title_of(timeline)
     return cell(timelines_image([(title, timeline)], versions))
 
 
@@ -119,7 +119,7 @@ def plan_cell(picture: PlanPicture, timeline: Timeline) -> str:
     """A plan with its predicted timeline."""
     from penstock.drawing.plan_svg import plan_svg
 
-    title = f"{timeline.name or 'schedule'}, {timeline.source}"
+    title = title_of(timeline)
     return cell(image(plan_svg(picture)), timelines_image([(title, timeline)]))
 
 

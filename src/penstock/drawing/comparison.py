@@ -29,6 +29,7 @@ from penstock.drawing.markup import (
     text_width,
     tick_label,
     ticks,
+    title_of,
     unit_for,
     write,
 )
@@ -335,7 +336,7 @@ def _titled(
             yield source.name or "schedule", source
         else:
             timeline = _timeline(source, Costs())
-            yield f"{timeline.name or 'schedule'}, {timeline.source}", timeline
+            yield title_of(timeline), timeline
 
 
 def _timeline(source: Comparable, costs: Costs) -> Timeline:

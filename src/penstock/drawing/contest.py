@@ -6,8 +6,9 @@ keeps its row, with the reason, because what is impossible here is an answer, to
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from penstock.base.units import count_of, format_bytes, format_seconds
 from penstock.base.values import Value
@@ -363,15 +364,17 @@ def _row(record: ContestRecord, entry: Entry) -> tuple[str, ...]:
     return (
         entry.title,
         entry.where,
-        _pair(*map(_seconds, (entry.predicted_seconds, entry.step_seconds))),
-        _pair(*map(_bytes, (entry.predicted_bytes, entry.memory_bytes))),
-        _bytes(entry.moved_bytes),
-        _pair(*map(_share, (entry.predicted_bubble, entry.bubble))),
-        _pair(*map(_number, (entry.delay, entry.recorded_delay))),
+        _pair(entry.predicted_seconds, entry.step_seconds, format_seconds),
+        _pair(entry.predicted_bytes, entry.memory_bytes, format_bytes),
+        _text(entry.moved_bytes, format_bytes),
+        _pair(entry.predicted_bubble, entry.bubble, _percent),
+        _pair(entry.delay, entry.recorded_delay, "{:.2g}".format),
         _sameness(entry),
-        _loss(entry.final_loss),
-        _loss(None if equal is None else entry.loss_at(equal)),
-        "not reached" if target is not None and to_target is None else _seconds(to_target),
+        _text(entry.final_loss, "{:.4g}".format),
+        _text(None if equal is None else entry.loss_at(equal), "{:.4g}".format),
+        "not reached"
+        if target is not None and to_target is None
+        else _text(to_target, format_seconds),
     )
 
 
@@ -385,28 +388,17 @@ def _sameness(entry: Entry) -> str:
     return "to the bit" if entry.difference == 0 else f"to {entry.difference:.0e}"
 
 
-def _pair(predicted: str, measured: str) -> str:
-    return predicted if predicted == measured else f"{predicted} → {measured}"
+def _pair(predicted: float | None, measured: float | None, write: Callable[[Any], str]) -> str:
+    before, after = _text(predicted, write), _text(measured, write)
+    return before if before == after else f"{before} → {after}"
 
 
-def _seconds(value: float | None) -> str:
-    return _NONE if value is None else format_seconds(value)
+def _text(value: float | None, write: Callable[[Any], str]) -> str:
+    return _NONE if value is None else write(value)
 
 
-def _bytes(value: int | None) -> str:
-    return _NONE if value is None else format_bytes(value)
-
-
-def _share(value: float | None) -> str:
-    return _NONE if value is None else f"{100 * value:.0f} %"
-
-
-def _number(value: float | None) -> str:
-    return _NONE if value is None else f"{value:.2g}"
-
-
-def _loss(value: float | None) -> str:
-    return _NONE if value is None else f"{value:.4g}"
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
 
 
 def _safe(cell: str) -> str:

@@ -39,7 +39,7 @@ from penstock.drawing.markup import (
     ticks,
     write,
 )
-from penstock.drawing.pages import html_document
+from penstock.drawing.pages import card, html_document, scrolled_table
 
 _WIDE_COLUMNS, _NARROW_COLUMNS = 5, 2
 """Panels beside each other on a wide screen and on a narrow one."""
@@ -83,13 +83,8 @@ def _table(record: ContestRecord) -> str:
         _row(entry, cells, doubts(record, entry))
         for entry, cells in zip(record.entries, table_rows(record), strict=True)
     )
-    table = f'<table class="contest"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>'
-    return tag(
-        "section",
-        f"{tag('h2', 'All methods')}{tag('p', escaped(legend(record)), class_='hint')}"
-        f'<div class="scroll" tabindex="0" role="region" aria-label="All methods">{table}</div>',
-        class_="card",
-    )
+    table = scrolled_table("All methods", f"<tr>{heads}</tr>", rows, "contest")
+    return card("All methods", table, escaped(legend(record)))
 
 
 def _row(entry: Entry, cells: tuple[str, ...], doubted: Mapping[str, str]) -> str:
@@ -131,8 +126,7 @@ def _curves(record: ContestRecord) -> str:
 
 def _circumstances(record: ContestRecord) -> str:
     items = "".join(tag("li", escaped(note)) for note in record.notes)
-    listed = tag("ul", items, class_="notes") if items else ""
-    return tag("section", tag("h2", "How it came about") + listed, class_="card") if items else ""
+    return card("How it came about", tag("ul", items, class_="notes")) if items else ""
 
 
 _KINDS = (".html", ".svg", ".md", ".json")

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate, takewhile
 from typing import Literal
 
-from penstock.base.units import TimeUnit, unit_of_seconds
+from penstock.base.units import TimeUnit, picture_seconds, unit_of_seconds
 from penstock.core.timing.spans import BUSY
 from penstock.core.timing.timeline import Timeline
 
@@ -177,6 +177,18 @@ Titled = tuple[str, Timeline]
 """A timeline and what it is called in a picture of several."""
 
 _LONGEST_OP_SECONDS = 0.5
+
+
+def title_of(timeline: Timeline) -> str:
+    """The name of a timeline, and whether it was predicted or measured."""
+    return f"{timeline.name or 'schedule'}, {timeline.source}"
+
+
+def times_in_words(start: float, end: float, unit: TimeUnit) -> str:
+    """From when to when, and how long."""
+    length = end - start
+    took = picture_seconds(length) if unit.suffix else unit.show(length)
+    return f"{unit.show(start)} → {unit.show(end)} ({took})"
 
 
 def unit_for(timelines: Sequence[Timeline], name: UnitName | None = None) -> TimeUnit:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from penstock.core.timing.timeline import Timeline
 from penstock.drawing.comparison import COLUMNS, Comparison
-from penstock.drawing.markup import Titled, escaped, lines, resource, tag
+from penstock.drawing.markup import Titled, escaped, lines, resource, tag, title_of
 from penstock.drawing.plan_picture import Choices, PlanPicture
 from penstock.drawing.timeline.svg import PAGE_WIDTHS, stacked, svg
 
@@ -100,6 +100,23 @@ def html_document(title: str, body: str) -> str:
 </script>
 </body>
 </html>"""
+
+
+def card(title: str, body: str, hint: str = "") -> str:
+    """A section with its heading; ``body``, and the ``hint`` above it, are markup already."""
+    words = tag("p", hint, class_="hint") if hint else ""
+    return f'<section class="card">\n{tag("h2", escaped(title))}{words}\n{body}\n</section>'
+
+
+def scrolled_table(name: str, head: str, rows: str, class_: str = "") -> str:
+    """A table in a box in which it scrolls where it is too wide; ``head`` and ``rows`` are markup
+    already."""
+    content = f"\n<thead>{head}</thead>\n<tbody>\n{rows}\n</tbody>\n"
+    table = tag("table", content, class_=class_) if class_ else tag("table", content)
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escaped(name)}">\n'
+        f"{table}\n</div>"
+    )
 
 
 def viewer(picture: str, name: str, wheel: str = "", start: str = "") -> str:
@@ -203,19 +220,15 @@ def plan_page(picture: PlanPicture, timeline: Timeline, versions: bool = False) 
     facts = tag("p", escaped(" · ".join(picture.facts)), class_="subtitle")
     reason = tag("p", escaped(picture.reason)) if picture.reason else ""
     head = f"<header>{tag('h1', escaped(picture.title))}{facts}{reason}</header>"
-    name = f"{timeline.name or 'schedule'}, {timeline.source}"
+    name = title_of(timeline)
     steps = stacked([(name, timeline)], width_range=PAGE_WIDTHS, versions=versions)
     parts = [
         head,
-        _card("The plan", scroll(plan_svg(picture, head=False, choices=False), picture.title)),
-        _card("What else there was", _table(picture.choices)) if picture.choices else "",
-        _card("Predicted timeline", viewer(steps, name, wheel="plain")),
+        card("The plan", scroll(plan_svg(picture, head=False, choices=False), picture.title)),
+        card("What else there was", _table(picture.choices)) if picture.choices else "",
+        card("Predicted timeline", viewer(steps, name, wheel="plain")),
     ]
     return html_document(picture.title, lines(parts))
-
-
-def _card(title: str, body: str) -> str:
-    return f'<section class="card">\n{tag("h2", title)}\n{body}\n</section>'
 
 
 def _table(choices: Choices) -> str:
@@ -224,10 +237,7 @@ def _table(choices: Choices) -> str:
         for column, name in enumerate(choices.columns)
     )
     rows = lines(f"<tr>{_cells(choices, row)}</tr>" for row in range(len(choices.rows)))
-    return (
-        '<div class="scroll" tabindex="0" role="region" aria-label="What else there was">\n'
-        f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table>\n</div>"
-    )
+    return scrolled_table("What else there was", f"<tr>{head}</tr>", rows)
 
 
 def _cells(choices: Choices, row: int) -> str:

@@ -20,7 +20,7 @@ from penstock.core.timing import Idle, find_parting, idle_of
 from penstock.core.timing.timeline import Timeline
 from penstock.drawing.chart import line_chart
 from penstock.drawing.markup import UnitName, escaped, lines, tag
-from penstock.drawing.pages import html_document, scroll, viewer
+from penstock.drawing.pages import card, html_document, scroll, scrolled_table, viewer
 from penstock.drawing.plan_picture import first_to_last
 from penstock.drawing.report import Fact, Report, Series, StageRow, departure
 from penstock.drawing.timeline.svg import PAGE_WIDTHS, stacked, svg
@@ -52,7 +52,7 @@ def taking_section(report: Report) -> str:
             f"</pre></div>{button}</div>"
         )
     body = f'{command}\n<p class="files">{" · ".join(links)}</p>'
-    return f'<section class="card">\n{tag("h2", "Again, or elsewhere")}\n{body}\n</section>'
+    return card("Again, or elsewhere", body)
 
 
 def _link(name: str, words: str, content: str) -> str:
@@ -154,11 +154,7 @@ def idle_table(timelines: Mapping[str, Timeline]) -> str:
     rows = lines(
         _rows(rank, dict(zip(split, row, strict=True)), most) for rank, row in enumerate(by_rank)
     )
-    return (
-        '<div class="scroll" tabindex="0" role="region" aria-label="Idle time">\n'
-        f'<table class="idle">\n<thead><tr>{head}{keys}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n'
-        "</table>\n</div>"
-    )
+    return scrolled_table("Idle time", f"<tr>{head}{keys}</tr>", rows, "idle")
 
 
 def _rows(rank: int, idle: Mapping[str, Idle], most: float) -> str:
@@ -211,11 +207,6 @@ def _head(report: Report) -> str:
     return f"<header>{tag('h1', escaped(report.title) or ' ')}{headline}{subtitle}</header>"
 
 
-def _section(title: str, hint: str, body: str) -> str:
-    head = tag("h2", escaped(title)) + (tag("p", explained(hint), class_="hint") if hint else "")
-    return f'<section class="card">\n{head}\n{body}\n</section>'
-
-
 def _facts(facts: Sequence[Fact], class_: str = "facts") -> str:
     if not facts:
         return ""
@@ -243,11 +234,8 @@ def _timelines(timelines: dict[str, Timeline]) -> str:
     names = " and ".join(timelines).lower()
     picture = stacked(timelines, unit=TIMELINES_UNIT, width_range=PAGE_WIDTHS)
     hint = "Both share one time axis. " if len(timelines) > 1 else ""
-    return _section(
-        f"One step, {names}",
-        f"{hint}A row per rank; what is empty is idle.{_departure(timelines)}",
-        viewer(picture, f"Timeline, {names}"),
-    )
+    hint += f"A row per rank; what is empty is idle.{_departure(timelines)}"
+    return card(f"One step, {names}", viewer(picture, f"Timeline, {names}"), explained(hint))
 
 
 def _departure(timelines: dict[str, Timeline]) -> str:
@@ -267,24 +255,24 @@ def _idle(timelines: dict[str, Timeline]) -> str:
     except (InputError, ScheduleError):
         # Parts of a step, or of two different jobs: nobody can say what their ops waited for.
         return ""
-    return _section("Where the idle time comes from", IDLE_HINT, table) if table else ""
+    return card("Where the idle time comes from", table, explained(IDLE_HINT)) if table else ""
 
 
 def _losses(series: Sequence[Series]) -> str:
     if not series:
         return ""
     chart = line_chart([(curve.name, curve.points) for curve in series], "step", "loss")
-    return _section("Loss", "", scroll(chart, "Loss curves"))
+    return card("Loss", scroll(chart, "Loss curves"))
 
 
 def _plan(report: Report) -> str:
     printed = f'<div class="scroll" tabindex="0"><pre>{escaped(report.plan_text)}</pre></div>'
     if not report.stages:
-        return _section("Plan", "", printed) if report.plan_text else ""
+        return card("Plan", printed) if report.plan_text else ""
     table = _table(report.stages)
     if report.plan_text:
         table += f"\n<details><summary>The plan as printed</summary>{printed}</details>"
-    return _section("Plan", "Times are per microbatch; memory is at its peak.", table)
+    return card("Plan", table, explained("Times are per microbatch; memory is at its peak."))
 
 
 _COLUMNS = (
@@ -304,11 +292,7 @@ def _table(stages: Sequence[StageRow]) -> str:
     names = "".join(f'<th scope="col">{explained(name)}</th>' for name in _COLUMNS)
     head = f'<tr><th scope="col">stage</th><th scope="col" class="words">layers</th>{names}</tr>'
     rows = lines(_table_row(index, stage) for index, stage in enumerate(stages))
-    return (
-        '<div class="scroll" tabindex="0" role="region" aria-label="Plan">\n'
-        f'<table class="stacking">\n<thead>{head}</thead>\n<tbody>\n{rows}\n</tbody>\n</table>\n'
-        "</div>"
-    )
+    return scrolled_table("Plan", head, rows, "stacking")
 
 
 def _table_row(index: int, stage: StageRow) -> str:
@@ -339,11 +323,8 @@ def _memory(stages: Sequence[StageRow]) -> str:
     if not most:
         return ""
     rows = lines(_memory_row(index, stage, most) for index, stage in enumerate(stages))
-    return _section(
-        "Memory per stage",
-        "At the peak, predicted from the profile. All bars have one scale.",
-        f'<ul class="memory">\n{rows}\n</ul>',
-    )
+    hint = explained("At the peak, predicted from the profile. All bars have one scale.")
+    return card("Memory per stage", f'<ul class="memory">\n{rows}\n</ul>', hint)
 
 
 def _memory_row(index: int, stage: StageRow, most: int) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.base.units import TimeUnit, picture_seconds
+from penstock.base.units import TimeUnit
 from penstock.core.schedule.op import COMPUTE, WAITING, Kind
 from penstock.core.schedule.residence import UPDATES
 from penstock.core.timing.spans import BUSY, Span
@@ -19,6 +19,7 @@ from penstock.drawing.markup import (
     lines,
     tag,
     text_width,
+    times_in_words,
     write,
 )
 from penstock.drawing.timeline import labels, link_rows
@@ -237,10 +238,7 @@ def tooltip(span: Span, unit: TimeUnit) -> str:
     if op.kind not in UPDATES:
         words += f", microbatch {op.microbatch}"
         words += f", slice {op.slice}" if op.slice else ""
-    times = f"{unit.show(span.start)} → {unit.show(span.end)}"
-    length = span.end - span.start
-    took = picture_seconds(length) if unit.suffix else unit.show(length)
-    return f"{op}: {words}, rank {span.rank}; {times} ({took})"
+    return f"{op}: {words}, rank {span.rank}; {times_in_words(span.start, span.end, unit)}"
 
 
 def legend(

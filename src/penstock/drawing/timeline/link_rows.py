@@ -7,10 +7,18 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from penstock.base.units import TimeUnit, picture_seconds
+from penstock.base.units import TimeUnit
 from penstock.core.timing.spans import ALL_OF_STAGE, Transfer, TransferKind
 from penstock.core.timing.timeline import Timeline
-from penstock.drawing.markup import lines, resource, shortened, tag, text_width, write
+from penstock.drawing.markup import (
+    lines,
+    resource,
+    shortened,
+    tag,
+    text_width,
+    times_in_words,
+    write,
+)
 
 ROW_HEIGHT = 21.0
 """Pixels from one link's row to the next."""
@@ -183,11 +191,9 @@ def _tooltip(transfer: Transfer, name: str, unit: TimeUnit) -> str:
         "served": f"gradients of stage {transfer.stage}",
         "gradient": f"gradient made by stage {transfer.stage}, microbatch {transfer.number}",
     }[transfer.kind]
-    length = transfer.end - transfer.start
-    took = picture_seconds(length) if unit.suffix else unit.show(length)
-    times = f"{unit.show(transfer.start)} → {unit.show(transfer.end)}"
+    times = times_in_words(transfer.start, transfer.end, unit)
     ranks = "rank" if len(transfer.ranks) == 1 else "ranks"
-    return f"{words}, {ranks} {name}; {times} ({took})"
+    return f"{words}, {ranks} {name}; {times}"
 
 
 def style() -> str:

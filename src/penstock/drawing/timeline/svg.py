@@ -29,6 +29,7 @@ from penstock.drawing.markup import (
     text_width,
     tick_label,
     ticks,
+    title_of,
     unit_for,
     write,
 )
@@ -74,7 +75,7 @@ def svg(
         versions: whether to show which version of the weights each op read.
         whole: whether the middle is drawn, too, if labels then do not fit.
     """
-    title = f"{timeline.name or 'schedule'}, {timeline.source}"
+    title = title_of(timeline)
     return stacked([(title, timeline)], width, unit, versions=versions, whole=whole)
 
 
