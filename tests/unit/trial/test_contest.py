@@ -20,9 +20,9 @@ from penstock.planning import planner
 from penstock.trial import workload as workload_module
 from penstock.trial.contest import METHODS, run_contest
 from penstock.trial.contest import contest as contest_module
+from penstock.trial.contest.entrants import InProcesses, interrupts_held_back
 from penstock.trial.contest.judging import moved_bytes, splits_nothing
 from penstock.trial.contest.methods import Method
-from penstock.trial.contest.process_group import InProcesses, interrupts_held_back
 from tests.kit.helpers import make_batch, make_mlp, make_plan
 from tests.kit.small_workload import workload
 

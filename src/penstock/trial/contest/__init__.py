@@ -1,7 +1,7 @@
 """All methods on one workload, in turns: who is fastest, smallest, soonest, and what that costs.
 
-``methods`` is what there is to compare and on what, ``entrants`` a method that trains,
-``process_group`` one that does so in processes, ``contest`` the turns, ``judging`` the figures.
+``methods`` is what there is to compare and on what, ``entrants`` a method that trains, in threads
+or in processes, ``contest`` the turns, ``judging`` the figures.
 
 Decisions:
 

@@ -26,12 +26,12 @@ from penstock.planning.plans import Plan
 from penstock.training.rehearsal import rehearse
 from penstock.trial.contest.entrants import (
     Entrant,
+    InProcesses,
     Trainer,
     counted_bytes,
 )
 from penstock.trial.contest.judging import check_sameness, judged, references
 from penstock.trial.contest.methods import ALL_CORES, ContestSetting, Method, Stage, chosen_methods
-from penstock.trial.contest.process_group import InProcesses
 from penstock.trial.workload import Batch, Workload, check_repeats, on_one_device, pipelined
 
 _STEPS = 4
