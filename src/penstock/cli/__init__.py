@@ -57,7 +57,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
 """By verb, or group and verb, without the program's name."""
 
 
-def epilog_of(verb: str) -> str:
+def _epilog_of(verb: str) -> str:
     """The examples of a verb as a paragraph that is not wrapped; nothing where there are none."""
     shown = EXAMPLES.get(verb, ())
     if not shown:
@@ -106,7 +106,7 @@ def _explain(command: click.Command, verb: str) -> None:
     if isinstance(command, click.Group):
         for name, inner in command.commands.items():
             _explain(inner, f"{verb} {name}")
-    example, epilog = epilog_of(verb), command.epilog or ""
+    example, epilog = _epilog_of(verb), command.epilog or ""
     if example not in epilog:
         command.epilog = f"{epilog}\n\n{example}".strip("\n")
     if command.help and not command.short_help:

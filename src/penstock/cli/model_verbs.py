@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from penstock.trial import Trial, Workload
 
 
-WORKLOAD_HELP = (
+_WORKLOAD_HELP = (
     "WORKLOAD is module:function, where the function returns a penstock.trial.Workload; by default "
     f"the demo's, {DEFAULT_WORKLOAD}."
 )
@@ -62,7 +62,7 @@ def _parse_sizes(_: click.Context, __: click.Parameter, text: str | None) -> tup
         raise click.BadParameter(f"{text!r} are no sizes; write for example 2,4,8") from None
 
 
-@click.command(epilog=WORKLOAD_HELP)
+@click.command(epilog=_WORKLOAD_HELP)
 @click.argument("workload", default=DEFAULT_WORKLOAD)
 @options.microbatches_option(8)
 @click.option(
@@ -119,7 +119,7 @@ def profile(
             show.warn(doubt, err=True)
         show.print_json(graph)
     elif output != STANDARD_OUTPUT:
-        print_graph(graph, doubts, verbose=verbose)
+        _print_graph(graph, doubts, verbose=verbose)
 
 
 def _doubts(graph: LayerGraph, microbatches: int) -> list[str]:
@@ -145,7 +145,7 @@ def profiled(workload: Workload, microbatches: int) -> LayerGraph:
     return graph
 
 
-def print_graph(graph: LayerGraph, doubts: Sequence[str] = (), *, verbose: bool = False) -> None:
+def _print_graph(graph: LayerGraph, doubts: Sequence[str] = (), *, verbose: bool = False) -> None:
     """A profile as a table: a line per layer, their sum, what is odd, and where it was measured.
 
     Args:
@@ -236,7 +236,7 @@ def _conditions(graph: LayerGraph) -> list[str]:
     return lines
 
 
-@click.command(epilog=WORKLOAD_HELP)
+@click.command(epilog=_WORKLOAD_HELP)
 @click.argument("workload", default=DEFAULT_WORKLOAD)
 @click.option(
     "--plan", "plan_file", type=InputFile(),
@@ -309,7 +309,7 @@ def demo(steps: int, output: str, as_json: bool, verbose: bool) -> None:
     show.say(f"text: {loaded.notes}")
     graph = profiled(loaded, MICROBATCHES)
     if not as_json:
-        print_graph(graph, verbose=verbose)
+        _print_graph(graph, verbose=verbose)
         show.echo()
     chosen = planner.plan(
         graph, Cluster.local(2), microbatches=MICROBATCHES, schedule="1f1b", stages=2

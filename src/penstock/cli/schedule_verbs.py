@@ -39,7 +39,7 @@ from penstock.core.timing.simulator import simulate as simulated
 from penstock.core.versions import USUAL, Flush
 
 
-class FamilySetting(NamedTuple):
+class _FamilySetting(NamedTuple):
     """The shape and costs of schedules by name; ``costs`` are those of a whole rank's layers."""
 
     ranks: int
@@ -47,8 +47,8 @@ class FamilySetting(NamedTuple):
     costs: Costs
 
 
-def load_beside(
-    names: Sequence[str], setting: FamilySetting, given: Collection[str]
+def _load_beside(
+    names: Sequence[str], setting: _FamilySetting, given: Collection[str]
 ) -> list[DrawableSource]:
     """Load each of several names, in their order.
 
@@ -102,7 +102,7 @@ def _shape(source: DrawableSource) -> tuple[int, int]:
 
 def _like(
     name: str,
-    setting: FamilySetting,
+    setting: _FamilySetting,
     pattern: str | None,
     ready: dict[str, DrawableSource],
     given: Collection[str],
@@ -282,7 +282,7 @@ def compare(
     Beside a file, schedules by name have its ranks and microbatches, and a plan's costs, as far as
     options do not say otherwise.
     """
-    setting = FamilySetting(ranks, microbatches, costs)
+    setting = _FamilySetting(ranks, microbatches, costs)
     check_sources(names)
     check_width(output)
     check_apart(output=output, scatter=scatter, memory=memory)
@@ -290,8 +290,8 @@ def compare(
         options.check_figure(figure)
     if as_json and STANDARD_OUTPUT in (scatter, memory):
         raise click.UsageError("a picture on standard output and --json would mix; leave one out")
-    given = {name for name in FamilySetting._fields if is_given(name)}
-    loaded = load_beside(names, setting, given)
+    given = {name for name in _FamilySetting._fields if is_given(name)}
+    loaded = _load_beside(names, setting, given)
     if memory is not None and loaded[0].plan is None:
         raise InputError(
             "only a plan knows bytes; give the plan's file first, then timelines that were "

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 from penstock.cli import sources
 from penstock.cli.input import DEFAULT_WORKLOAD, InputFile, load_workload_of
 
-DEFAULT_CONTEST = "penstock.demo:small_workload"
+_DEFAULT_CONTEST = "penstock.demo:small_workload"
 _QUICK_STEPS, _FULL_STEPS = 40, 200
 _QUICK_SECONDS = 60.0
 _LINE_SECONDS = 5.0
@@ -36,14 +36,14 @@ _LINE_SECONDS = 5.0
 
 _EPILOG = (
     "MODEL is module:function, where the function returns a penstock.trial.Workload; by default a "
-    f"small GPT, {DEFAULT_CONTEST}; penstock.demo:workload is the demo's larger one. Example: "
+    f"small GPT, {_DEFAULT_CONTEST}; penstock.demo:workload is the demo's larger one. Example: "
     "penstock contest penstock.demo:small_workload -p 2 -m 8 -o contest.html. The exit status is "
     "1 if a method that should compute what one device computes does not, or if none ran."
 )
 
 
 @click.command(epilog=_EPILOG)
-@click.argument("model", default=DEFAULT_CONTEST)
+@click.argument("model", default=_DEFAULT_CONTEST)
 @click.option(
     "-p", "--ranks", "--devices", type=click.IntRange(1, 64), default=2, show_default=True,
     help="Number of devices that a method may take.",

@@ -59,7 +59,7 @@ def check_installed(suffix: str) -> None:
         )
 
 
-def rendered(picture: str, suffix: str) -> bytes:
+def _rendered(picture: str, suffix: str) -> bytes:
     """An SVG document of Penstock's as ``.png`` (two pixels for each of its own, in each direction)
     or ``.pdf`` (vectors; 96 of its pixels are an inch).
 
@@ -357,6 +357,6 @@ def write_figure(path: str | os.PathLike[str], picture: str) -> None:
     """
     suffix = Path(path).suffix.lower()
     if suffix in (".pdf", ".png"):
-        write_atomically(path, rendered(picture, suffix))
+        write_atomically(path, _rendered(picture, suffix))
     else:
         write_atomically(path, picture if picture.endswith("\n") else picture + "\n")

@@ -79,10 +79,10 @@ def shortened(text: str, size: float, width: float) -> str:
     """``text``, cut with an ellipsis where it would be wider than ``width``."""
     if text_width(text, size) <= width:
         return text
-    return text[: num_fitting(text, size, width - text_width("…", size))].rstrip() + "…"
+    return text[: _num_fitting(text, size, width - text_width("…", size))].rstrip() + "…"
 
 
-def num_fitting(text: Iterable[str], size: float, width: float) -> int:
+def _num_fitting(text: Iterable[str], size: float, width: float) -> int:
     """How many of the first characters are no wider than ``width``; a name may be of any length,
     so that nothing is asked about all of it again and again."""
     widths = accumulate(size * _em(character) for character in text)
@@ -93,7 +93,7 @@ def without_beginning(name: str, size: float, width: float) -> str:
     """``name``, or as much of its end as fits into ``width`` behind an ellipsis."""
     if text_width(name, size) <= width:
         return name
-    kept = max(1, num_fitting(reversed(name), size, width - text_width("…", size)))
+    kept = max(1, _num_fitting(reversed(name), size, width - text_width("…", size)))
     return "…" + name[-kept:].lstrip(".")
 
 

@@ -29,7 +29,7 @@ _MOST_BYTES = 2_000_000
 """A larger file is not put into the page as well; it lies beside it."""
 
 
-def taking_section(report: Report) -> str:
+def _taking_section(report: Report) -> str:
     """A section with a button for the command and links to files; nothing where a report has
     none."""
     if not (report.command or report.plan_json or report.losses):
@@ -121,7 +121,7 @@ def glossary() -> str:
     return f'<details class="card words-list">{summary}\n<dl>\n{entries}\n</dl>\n</details>'
 
 
-IDLE_HINT = (
+_IDLE_HINT = (
     "Bubble: what the schedule's order forces. Waiting: what slow ops and late starts of other "
     "ranks add. Communication: what messages add beyond what compute hides. All bars have one "
     "scale."
@@ -130,7 +130,7 @@ IDLE_HINT = (
 _STYLES = {"bubble": "m1", "waiting": "m2", "communication": "m0"}
 
 
-def idle_table(timelines: Mapping[str, Timeline]) -> str:
+def _idle_table(timelines: Mapping[str, Timeline]) -> str:
     """Bars and numbers of every rank for timelines by title; nothing where no rank is idle.
 
     Args:
@@ -194,7 +194,7 @@ def report_page(report: Report) -> str:
         f'<div class="pair">\n{pair}\n</div>' if pair else "",
         _plan(report),
         _more(report),
-        taking_section(report),
+        _taking_section(report),
         glossary() if report.facts or report.numbers else "",
         "<footer>Drawn by Penstock. Everything on this page is in run.json beside it.</footer>",
     ]
@@ -251,11 +251,11 @@ def _departure(timelines: dict[str, Timeline]) -> str:
 
 def _idle(timelines: dict[str, Timeline]) -> str:
     try:
-        table = idle_table(timelines)
+        table = _idle_table(timelines)
     except (InputError, ScheduleError):
         # Parts of a step, or of two different jobs: nobody can say what their ops waited for.
         return ""
-    return card("Where the idle time comes from", table, explained(IDLE_HINT)) if table else ""
+    return card("Where the idle time comes from", table, explained(_IDLE_HINT)) if table else ""
 
 
 def _losses(series: Sequence[Series]) -> str:

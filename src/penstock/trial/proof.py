@@ -102,7 +102,7 @@ def prove(
         losses=tuple(zip(map(float, ours), map(float, theirs), strict=True)),
         loss_tolerance=sqrt(torch.finfo(ours[0].dtype).eps) if sides.rounding else 0.0,
         rows=rows,
-        misread=(*_misread(plan, timeline, delays), *too_late(journals, plan.summing.stale)),
+        misread=(*_misread(plan, timeline, delays), *_too_late(journals, plan.summing.stale)),
     )
 
 
@@ -396,7 +396,7 @@ def latest(journals: Sequence[Journal]) -> int:
     return max((delay for own in delays for delay in own.values()), default=0)
 
 
-def too_late(journals: Sequence[Journal], most_stale: int) -> list[tuple[int, int]]:
+def _too_late(journals: Sequence[Journal], most_stale: int) -> list[tuple[int, int]]:
     """(stage, minibatch) of gradients that were later than they may be."""
     return [
         (stage, contribution.minibatch)

@@ -107,7 +107,7 @@ def headline(timeline: Timeline, title: str = "") -> str:
 BAND = 12.0
 """How high a band is, in pixels."""
 
-NUM_COLOURS = 6
+_NUM_COLOURS = 6
 """After so many versions, the colours v0, v1, … of the style sheet come round again."""
 
 READING = COMPUTE | {Kind.RECOMPUTE}
@@ -132,7 +132,7 @@ def band(version: int, place: Rectangle) -> str:
     """
     x, y, width, height = place
     top = y + height - BAND
-    fill = tag("rect", class_=f"v{version % NUM_COLOURS}", x=x, y=top, width=width, height=BAND)
+    fill = tag("rect", class_=f"v{version % _NUM_COLOURS}", x=x, y=top, width=width, height=BAND)
     labels = (f"v{version}", str(version))
     fitting = (
         label for label in labels if text_width(label, _VERSION_SIZE) + _VERSION_PADDING <= width

@@ -38,7 +38,7 @@ _STEPS = 4
 _KIB = 1024
 
 
-class EmulatedPace(NamedTuple):
+class _EmulatedPace(NamedTuple):
     """The time of a step on emulated devices.
 
     Attributes:
@@ -50,7 +50,7 @@ class EmulatedPace(NamedTuple):
     timeline: Timeline
 
 
-def pace_of(plan: Plan) -> EmulatedPace:
+def _pace_of(plan: Plan) -> _EmulatedPace:
     """Rehearse a plan with its own times.
 
     Raises:
@@ -60,10 +60,10 @@ def pace_of(plan: Plan) -> EmulatedPace:
     largest = max((stage.transfer_bytes for stage in plan.stages), default=0)
     performed = rehearse(plan, steps=_STEPS, message_bytes=max(_KIB, largest))
     if performed.steady_seconds is not None:
-        return EmulatedPace(
+        return _EmulatedPace(
             performed.steady_seconds.measured * plan.num_microbatches, performed.measured
         )
-    return EmulatedPace(performed.measured.makespan, performed.measured)
+    return _EmulatedPace(performed.measured.makespan, performed.measured)
 
 
 _REPEATS, _PATIENCE_SECONDS = 3, 1.0
@@ -209,7 +209,7 @@ def _prepare(entrant: Entrant, setting: ContestSetting) -> None:
         batches = list(islice(setting.workload.batches(), _COUNTED))
         entrant.activation_bytes = counted_bytes(setting, plan, batches)
     if setting.stage == "emulated":
-        pace = pace_of(plan)
+        pace = _pace_of(plan)
         entrant.paced_seconds, entrant.paced = pace.seconds, pace.timeline
     if method.runs == "alone":
         entrant.trainer = _alone(method, setting)

@@ -60,7 +60,7 @@ class Graph(NamedTuple):
     skips: dict[str, Any]
 
 
-class SidewaysStage:
+class _SidewaysStage:
     """Some consecutive layers of the model, their optimizer, and the newest graph.
 
     Attributes:
@@ -284,10 +284,10 @@ class SidewaysReplay:
         self._loss_index = len(layers)
         self._streams = LayerStreams(torch.initial_seed() if seed is None else seed)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._stages: list[SidewaysStage] = []
+        self._stages: list[_SidewaysStage] = []
         for index, (first, end) in enumerate(pairwise(accumulate(cuts, initial=0))):
             age = 2 * (len(cuts) - 1 - index)
-            stage = SidewaysStage(index, len(cuts), layers[first:end], first, age)
+            stage = _SidewaysStage(index, len(cuts), layers[first:end], first, age)
             stage.take_optimizer(names, optimizer, divided=rates == "divided")
             self._stages.append(stage)
         self._num_drawn = 0
@@ -357,7 +357,7 @@ class SidewaysReplay:
         self._now += 1
         return seen
 
-    def _forward(self, stage: SidewaysStage, number: int) -> FrameResult | None:
+    def _forward(self, stage: _SidewaysStage, number: int) -> FrameResult | None:
         """F; what the stream tells of the frame, if this is the last stage."""
         frame = self._frames[number]
         is_last = stage is self._stages[-1]
@@ -380,7 +380,7 @@ class SidewaysReplay:
         output = tree.replace(Tensor, Tensor.detach, frame.value)
         return FrameResult(number, output, None if loss is None else loss.detach())
 
-    def _backward(self, stage: SidewaysStage, number: int) -> None:
+    def _backward(self, stage: _SidewaysStage, number: int) -> None:
         """B and UPDATE, if a gradient of the frame has come and finds a graph."""
         frame = self._frames.get(number)
         if frame is None:
