@@ -78,13 +78,13 @@ class PenstockTrainer(HasLossPipeline, Trainer):
             self._of_model = self.model
             # What casts outputs for mixed precision would be traced.
             self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
-        kind = (self._told, *sorted(inputs))
+        kind = (self._num_stated, *sorted(inputs))
         if kind not in self._splits:
             self._splits[kind] = LossPipeline(
                 self._trained,
                 self.spread,
                 self._loss_of_microbatch,
-                constants={"num_items_in_batch": self._told} if self._told else None,
+                constants={"num_items_in_batch": self._num_stated} if self._num_stated else None,
                 name="PenstockTrainer",
             )
         return self._splits[kind]
@@ -166,14 +166,14 @@ class PenstockTrainer(HasLossPipeline, Trainer):
     def _loss_of_microbatch(self, outputs: Any, inputs: dict[str, Any]) -> Tensor:
         """A sum over the items of a microbatch, or a mean; called where the last stage ends."""
         gave = _GivenOutputs(self._trained, outputs)
-        loss: Any = super().compute_loss(gave, dict(inputs), num_items_in_batch=self._told)
+        loss: Any = super().compute_loss(gave, dict(inputs), num_items_in_batch=self._num_stated)
         return cast(Tensor, loss)
 
     def _asked_of_model(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """With what ``compute_loss`` calls the model."""
         asked = _CallRecorder(self._trained)
         try:
-            super().compute_loss(asked, dict(inputs), num_items_in_batch=self._told)
+            super().compute_loss(asked, dict(inputs), num_items_in_batch=self._num_stated)
         except _ModelIsCalledError:
             return asked.given
         raise InputError("compute_loss does not call the model, so that there is nothing to train")
@@ -184,7 +184,7 @@ class PenstockTrainer(HasLossPipeline, Trainer):
         return [count / max(sum(counts), 1) for count in counts]
 
     @property
-    def _told(self) -> int | None:
+    def _num_stated(self) -> int | None:
         """How many items the loss of a microbatch is told there are."""
         return 1 if self._sums_items else None
 
@@ -223,7 +223,7 @@ class PenstockTrainer(HasLossPipeline, Trainer):
         self._learn_what_losses_are(inputs, num_items)
         with self.accelerator.autocast():
             outputs = self._split_for(inputs).evaluate(inputs)
-        if self._told and isinstance(outputs, dict) and outputs.get("loss") is not None:
+        if self._num_stated and isinstance(outputs, dict) and outputs.get("loss") is not None:
             outputs["loss"] = outputs["loss"] / num_items
         return outputs
 
