@@ -3,7 +3,8 @@
     python -m examples.accelerate_loop
 
 Two lines of the loop differ: the import, and who prepares the model. The model and its data are
-those of ``huggingface_trainer``.
+those of ``huggingface_trainer``. Ranks are threads of this process, so that ``torchrun`` and
+``accelerate launch`` with several processes are refused.
 """
 
 from __future__ import annotations
@@ -28,23 +29,23 @@ def losses(spread=None) -> list[float]:
     optimizer, loader = accelerator.prepare(optimizer, loader)
     model = accelerator.prepare(model) if spread is None else prepare(model, spread=spread)
     model.train()
-    told = []
+    values = []
     for batch in loader:
         outputs = model(**batch)
         accelerator.backward(outputs.loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        told.append(outputs.loss.item())
-    return told
+        values.append(outputs.loss.item())
+    return values
 
 
 def main() -> None:
     from penstock.interop.huggingface import Spread
 
-    alone = losses()
     ours = losses(Spread(stages=2, schedule="1f1b", microbatches=4))
-    apart = max(abs(one - other) for one, other in zip(ours, alone, strict=True))
+    alone = losses()
+    apart = max(abs(mine - theirs) for mine, theirs in zip(ours, alone, strict=True))
     print(json.dumps({"losses": ours, "largest difference": apart}))
 
 

@@ -50,6 +50,6 @@ def little_patience():
 def small_demo(monkeypatch):
     """The demo's GPT half as deep and a tenth as wide; ``make soak`` trains it whole."""
     # By its name one gets the function in it.
-    module = importlib.import_module("penstock.demo.workload")
+    module = importlib.import_module("penstock.demo.corpus")
     monkeypatch.setattr(module, "GPT", partial(module.GPT, width=30, layers=4))
     monkeypatch.setattr(module, "SMALL", {"width": 16, "heads": 2, "layers": 2})

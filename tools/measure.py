@@ -1,18 +1,21 @@
 """The size of the house: what somebody must hold in mind, printed by ``make lint``.
 
-    python -m tools.measure [--names]
+    python -m tools.measure [--names] [--strict]
 
 Statements are those of the syntax tree, without docstrings. A module's importers are the files of
-the package that import it. Class names and long definitions are listed, since there should be none:
-a class name says one thing in the whole package, a definition fits a screen.
+the package that import it. Class names that are used twice, names of the glossary and long
+definitions are listed, since there should be none: a class name says one thing in the whole
+package, a name says what it holds, a definition fits a screen. With ``--strict``, the exit status
+is 1 where there are such names.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,8 +23,46 @@ PACKAGE = Path(__file__).parents[1] / "src" / "penstock"
 LONGEST = 40
 """Lines of a definition, docstring and blank lines included in what ``ast`` counts of its body but
 not its docstring."""
-VAGUE = frozenset({"one", "found", "told", "what", "thing", "stuff"})
-"""Names of variables that say nothing of what they hold."""
+
+VARIABLES: Mapping[str, str] = {
+    "one": "the name of the element, as entry, stage or path",
+    "found": "the name of what was looked for, as plan, match or best",
+    "told": "message, words, text or note",
+    "what": "the name of the subject, as name, kind or role",
+    "thing": "the name of the value, as schedule or source",
+    "stuff": "the name of what it holds",
+}
+"""Names of variables and arguments that say nothing of what they hold, and what says it."""
+
+CLASSES: Mapping[str, str] = {
+    "Doorway": "Listener",
+    "Elsewhere": "RemoteStages",
+    "Guests": "PendingConnections",
+    "Harvest": "StepResult",
+    "Held": "one word for replicas that share a parameter",
+    "HeldBack": "one word for replicas that share a parameter, or that something is deferred",
+    "Holders": "one word for replicas that share a parameter",
+    "Holding": "one word for replicas that share a parameter",
+    "Invitation": "Credentials",
+    "Known": "a cache, and of what",
+    "Lane": "IOThread",
+    "Letter": "PendingGradients",
+    "Mail": "a queue of pending gradients",
+    "Outside": "remote stages",
+    "Residence": "Residency",
+    "Rooms": "MemoryLimits",
+    "Seal": "Digest",
+    "Settling": "weight swapping: load and evict",
+    "Shelf": "a store",
+    "Slab": "a buffer",
+    "StandIns": "Placeholders",
+    "Stay": "a residency",
+    "Twins": "TiedParameters",
+    "Void": "PoisonValue",
+    "Way": "a transfer, a mode, a direction: which way it is",
+    "Wish": "PlanRequest",
+}
+"""Names of classes in words of our own, and the field's words; an underscore does not count."""
 
 
 class File(NamedTuple):
@@ -96,52 +137,90 @@ def long_definitions(known: list[File]) -> list[str]:
     return long
 
 
-def vague_names(known: list[File]) -> Counter[str]:
-    """How often variables have names that say nothing, by the modules that use them."""
-    counts: Counter[str] = Counter()
+class ForbiddenName(NamedTuple):
+    """A name that the glossary replaces.
+
+    Attributes:
+        module: the file's module.
+        line: where the name is given.
+        kind: ``"variable"`` or ``"class"``.
+        name: as it is written.
+        instead: the glossary's word.
+    """
+
+    module: str
+    line: int
+    kind: str
+    name: str
+    instead: str
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.line}: {self.kind} {self.name}; use {self.instead}"
+
+
+def forbidden_names(known: list[File]) -> list[ForbiddenName]:
+    """The variables, arguments and classes whose names are in the glossary."""
+    return [
+        ForbiddenName(file.module, line, kind, name, glossary[name.lstrip("_")])
+        for file in known
+        for node in ast.walk(file.tree)
+        for line, kind, name, glossary in _names_given(node)
+        if name.lstrip("_") in glossary
+    ]
+
+
+def _names_given(node: ast.AST) -> Iterator[tuple[int, str, str, Mapping[str, str]]]:
+    """(line, kind, name, glossary) of each name that a node of the syntax tree gives."""
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        yield node.lineno, "variable", node.id, VARIABLES
+    elif isinstance(node, ast.arg):
+        yield node.lineno, "variable", node.arg, VARIABLES
+    elif isinstance(node, ast.ClassDef):
+        yield node.lineno, "class", node.name, CLASSES
+
+
+def _size(known: list[File]) -> Iterator[str]:
+    """Statements by wing, and the files that have most."""
+    wings: Counter[str] = Counter()
     for file in known:
-        for node in ast.walk(file.tree):
-            stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-            if (stored and node.id in VAGUE) or (isinstance(node, ast.arg) and node.arg in VAGUE):
-                counts[file.module] += 1
-    return counts
+        wing = file.module.split(".")[1:2] or ["(front)"]
+        wings[wing[0]] += file.statements
+    used_by = importers(known)
+    largest = sorted(known, key=lambda file: -file.statements)[:5]
+    shares = ", ".join(f"{wing} {count:,}" for wing, count in wings.most_common() if count > 99)
+    yield f"{sum(wings.values()):,} statements in {len(known)} files: {shares}"
+    yield "largest: " + ", ".join(
+        f"{file.module.removeprefix('penstock.')} {file.statements} "
+        f"(imported by {len(used_by[file.module])})"
+        for file in largest
+    )
+    alone = sum(len(used_by[file.module]) == 1 for file in known)
+    yield f"{alone} files with one importer"
 
 
 def main() -> None:
     """Print what stands in the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--names", action="store_true", help="list names, too")
+    parser.add_argument("--strict", action="store_true", help="fail where there are such names")
     options = parser.parse_args()
     known = list(files())
-    wings: Counter[str] = Counter()
-    for file in known:
-        wing = file.module.split(".")[1:2] or ["(front)"]
-        wings[wing[0]] += file.statements
-    used_by = importers(known)
-    several, long, vague = class_names(known), long_definitions(known), vague_names(known)
-    largest = sorted(known, key=lambda file: -file.statements)[:5]
-    print(f"{sum(wings.values()):,} statements in {len(known)} files:", end=" ")
-    print(", ".join(f"{wing} {count:,}" for wing, count in wings.most_common() if count > 99))
-    print("largest:", end=" ")
+    several, long, forbidden = class_names(known), long_definitions(known), forbidden_names(known)
+    for line in _size(known):
+        print(line)
     print(
-        ", ".join(
-            f"{file.module.removeprefix('penstock.')} {file.statements} "
-            f"(imported by {len(used_by[file.module])})"
-            for file in largest
-        )
+        f"{len(several)} class names used twice, {len(long)} definitions over {LONGEST} lines, "
+        f"{len(forbidden)} names of the glossary"
     )
-    alone = sum(len(used_by[file.module]) == 1 for file in known)
-    print(
-        f"{alone} files with one importer, {len(several)} class names used twice, "
-        f"{len(long)} definitions over {LONGEST} lines, {vague.total()} vague names"
-    )
-    if options.names:
+    fails = options.strict and bool(several or forbidden)
+    if options.names or fails:
         for name, places in several.items():
-            print(f"  {name}: {', '.join(places)}")
+            print(f"  class {name} is in {', '.join(places)}; let all but one say which it is")
         for definition in long:
             print(f"  {definition}")
-        for module, count in vague.most_common():
-            print(f"  {module}: {count} vague")
+        for entry in forbidden:
+            print(f"  {entry}")
+    sys.exit(fails)
 
 
 if __name__ == "__main__":

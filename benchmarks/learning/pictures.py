@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from penstock.drawing.axes import tick_label, ticks
-from penstock.drawing.markup import document, lines, tag, text_width, write
+from penstock.drawing.markup import document, lines, tag, text_width, tick_label, ticks, write
 
 Point = tuple[float, float]
 

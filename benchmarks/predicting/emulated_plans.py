@@ -31,8 +31,8 @@ import penstock as pk
 from benchmarks.common.alone import publish
 from benchmarks.predicting.foretold import APART, Foretold, orders
 from penstock.core.cluster import Cluster, Device, Group, Link
+from penstock.demo.corpus import CONTEXT, workload
 from penstock.demo.gpt import GPT
-from penstock.demo.workload import CONTEXT, workload
 from penstock.training.rehearsal import rehearse
 
 SPEEDS = {

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import penstock as pk
 from examples.models import resnet
-from penstock.demo.workload import workload as demo_workload
+from penstock.demo.corpus import workload as demo_workload
 
 MICROBATCHES = 8
 

@@ -1,4 +1,5 @@
-"""The example runs unchanged as threads and as processes, with the same losses."""
+"""The example runs unchanged as threads and as processes, with the same losses; that of accelerate,
+whose ranks are threads, says so where it is one of several processes."""
 
 from __future__ import annotations
 
@@ -33,3 +34,14 @@ def test_the_example_gives_the_same_losses_both_ways(tmp_path, monkeypatch, caps
 
 def test_the_example_fits_on_a_screen():
     assert len(SCRIPT.read_text().splitlines()) <= 60
+
+
+def test_the_loop_of_accelerate_is_refused_as_one_of_several_processes():
+    processes = torchrun(ROOT / "examples" / "accelerate_loop.py", 2, reports=False)
+    assert processes.returncode == 1
+    # torchrun ends the second process when the first has failed, perhaps before it could say so.
+    assert (
+        "prepare has its ranks as threads of one process, and this is one of 2; start it with "
+        "plain python, or train with penstock.Pipeline under torchrun"
+    ) in processes.output
+    assert "largest difference" not in processes.output

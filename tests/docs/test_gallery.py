@@ -33,7 +33,7 @@ def modules():
     """What writes the pages."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "tools" / "gallery"))
-        yield {name: importlib.import_module(name) for name in ("make", "policies", "defined")}
+        yield {name: importlib.import_module(name) for name in ("make", "policies")}
 
 
 @pytest.fixture(scope="session")
@@ -255,7 +255,7 @@ def test_what_is_not_said_to_be_refused_trains():
 def test_recomputing_reads_what_the_pages_say(modules):
     """Where a policy stashes, it changes nothing; otherwise, what is trained."""
     for name, policy in POLICIES.items():
-        said = dict(modules["defined"].defined(policy()))
+        said = dict(modules["policies"].defined(policy()))
         if policy.activations == "newest":
             assert '`recomputing("stage")` is refused' in said["Recomputation"]
             with pytest.raises(PenstockError, match="goes back right behind a forward"):

@@ -21,8 +21,8 @@ import penstock as pk
 from penstock.base.errors import InputError
 from penstock.core.summation.staleness import Contribution, StaleStream
 from penstock.trial import prove
+from penstock.trial.proof import copies_of
 from penstock.trial.reference.stale_replay import StaleReplay
-from penstock.trial.stale_proof import copies_of
 from tests.kit.examples import examples
 from tests.kit.helpers import Lambda, Net, make_batch, make_mlp
 from tests.kit.reducing import replicated

@@ -18,8 +18,8 @@ from tests.kit.paths import ROOT
 HEAVY = (
     "numpy",
     "penstock.drawing.formats",
-    "penstock.drawing.plan.svg",
-    "penstock.drawing.report.page",
+    "penstock.drawing.plan_svg",
+    "penstock.drawing.report_page",
     "penstock.drawing.timeline.svg",
     "penstock.planning.partition.steady.search",
     "penstock.planning.planner.search",
@@ -41,7 +41,7 @@ PLANNED = PLAN | {
     "penstock.planning.partition.steady.search",
     "penstock.planning.planner.search",
 }
-PAGE = {"numpy", "penstock.drawing.report.page", "penstock.drawing.timeline.svg"}
+PAGE = {"numpy", "penstock.drawing.report_page", "penstock.drawing.timeline.svg"}
 
 MAY_LOAD = {
     "--help": SCHEDULE,

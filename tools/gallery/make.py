@@ -15,10 +15,10 @@ from functools import cache
 from pathlib import Path
 
 import policies
-from pages import DOCS, cited, filled, goes_on, options, percent, points, table, what
+from pages import DOCS, cited, described, filled, goes_on, options, percent, points, table
 
 from penstock.base.errors import InputError
-from penstock.cli.sources import Drawable, load_drawn, load_shown
+from penstock.cli.sources import DrawableSource, load_drawn, load_shown
 from penstock.core.schedule import families
 from penstock.core.schedule.about import About, about
 from penstock.core.timing.costs import Costs
@@ -54,16 +54,18 @@ def main(docs: Path = DOCS) -> None:
 
 def _write_schedules(target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
-    told = [about(name) for name in families.names()]
-    for one in told:
-        _draw(one.name, target / f"{one.name}.svg")
-        (target / f"{one.name}.md").write_text(_family_page(one), encoding="utf-8")
+    names = families.names()
+    for name in names:
+        _draw(name, target / f"{name}.svg")
+        (target / f"{name}.md").write_text(_family_page(about(name)), encoding="utf-8")
     draw_borrowed(target / "partime-ticks.svg", 3)
     chosen = _built(CHOICE)
-    draw_scatter([(name, one.timeline) for name, one in chosen.items()], target / "choosing.svg")
+    draw_scatter(
+        [(name, built.timeline) for name, built in chosen.items()], target / "choosing.svg"
+    )
     pair = [(name, _load(name, 4, 8).timeline) for name in ("1f1b", "zb-h2")]
     draw_stacked(pair, target / "bubbles.svg")
-    (target / "index.md").write_text(_index(told, chosen), encoding="utf-8")
+    (target / "index.md").write_text(_index(names, chosen), encoding="utf-8")
 
 
 def _draw(name: str, path: Path) -> None:
@@ -74,7 +76,7 @@ def _draw(name: str, path: Path) -> None:
 
 
 @cache
-def _load(name: str, ranks: int, microbatches: int, costs: Costs | None = None) -> Drawable:
+def _load(name: str, ranks: int, microbatches: int, costs: Costs | None = None) -> DrawableSource:
     if costs is None:
         return load_shown(name, ranks, microbatches, Costs())
     known = _load(name, ranks, microbatches)
@@ -82,10 +84,10 @@ def _load(name: str, ranks: int, microbatches: int, costs: Costs | None = None) 
         return load_shown(name, ranks, microbatches, costs)
     # The order is the same for all costs, and need not be built again.
     per_rank = known.schedule.num_stages / known.schedule.num_ranks
-    return Drawable(simulate(known.schedule, costs.spread(per_rank)), known.schedule)
+    return DrawableSource(simulate(known.schedule, costs.spread(per_rank)), known.schedule)
 
 
-def _drawn(name: str) -> tuple[tuple[int, int], Drawable]:
+def _drawn(name: str) -> tuple[tuple[int, int], DrawableSource]:
     """A family at the first size that it accepts, and that size."""
     for size in DRAWN[:-1]:
         with suppress(InputError):
@@ -93,23 +95,23 @@ def _drawn(name: str) -> tuple[tuple[int, int], Drawable]:
     return DRAWN[-1], _load(name, *DRAWN[-1])
 
 
-def _built(size: tuple[int, int], costs: Costs | None = None) -> dict[str, Drawable]:
+def _built(size: tuple[int, int], costs: Costs | None = None) -> dict[str, DrawableSource]:
     """The families that flush and accept a size. Those that never flush do not compute the same,
     and have no bubble but where their stream begins and ends."""
-    found = {}
+    built = {}
     for name in _FLUSHING:
         with suppress(InputError):
-            found[name] = _load(name, *size, costs)
-    return found
+            built[name] = _load(name, *size, costs)
+    return built
 
 
-def _times(source: Drawable) -> list[str]:
+def _times(source: DrawableSource) -> list[str]:
     timeline = source.shown
     shares = (timeline.bubble, timeline.stage_bubble)
     return [f"{timeline.makespan:.5g}", *map(points, shares)]
 
 
-def _room(name: str, source: Drawable) -> list[str]:
+def _room(name: str, source: DrawableSource) -> list[str]:
     schedule = source.schedule
     assert schedule is not None  # it comes from a family
     copies: float = schedule.weight_copies
@@ -123,28 +125,28 @@ _FLUSHING = [name for name in families.names() if name not in USUAL]
 _COLUMNS = ("makespan", "bubble, %", "stage bubble, %", "peak", "hops", "copies")
 
 
-def _family_page(one: About) -> str:
-    size, _ = _drawn(one.name)
+def _family_page(family: About) -> str:
+    size, _ = _drawn(family.name)
     rows = []
     for ranks, microbatches in TABLED if size == DRAWN[0] else (size,):
         with suppress(InputError):
-            source = _load(one.name, ranks, microbatches)
-            room = _room(one.name, source)
+            source = _load(family.name, ranks, microbatches)
+            room = _room(family.name, source)
             rows.append([str(ranks), str(microbatches), *_times(source), *room])
     return filled(
         "schedule.md",
-        name=one.name,
-        title=one.title,
-        what=what(one, WORDS),
-        citation=cited(one.citation),
+        name=family.name,
+        title=family.title,
+        what=described(family, WORDS),
+        citation=cited(family.citation),
         ranks=str(size[0]),
         microbatches=str(size[1]),
-        wins=goes_on(one.wins or "Nobody has said yet."),
-        loses=goes_on(one.loses or "Nobody has said yet."),
+        wins=goes_on(family.wins or "Nobody has said yet."),
+        loses=goes_on(family.loses or "Nobody has said yet."),
         numbers=table(("p", "m", *_COLUMNS), rows, 0),
-        note=_note(one.name),
-        options=options(one),
-        source=_source_file(one.name),
+        note=_note(family.name),
+        options=options(family),
+        source=_source_file(family.name),
     )
 
 
@@ -193,17 +195,17 @@ def _source_file(name: str) -> str:
     return Path(path).name
 
 
-def _index(told: Sequence[About], chosen: dict[str, Drawable]) -> str:
+def _index(names: Sequence[str], chosen: dict[str, DrawableSource]) -> str:
     ranks, microbatches = CHOICE
     others = {label: _built(CHOICE, costs) for label, costs in OTHER_COSTS.items()}
-    rows = [[_linked(one.name), *_cells(one.name, chosen, others.values())] for one in told]
+    rows = [[_linked(name), *_cells(name, chosen, others.values())] for name in names]
     plain, split = (_load(name, 4, 8).timeline for name in ("1f1b", "zb-h2"))
     return filled(
         "schedules.md",
         ranks=str(ranks),
         microbatches=str(microbatches),
         table=table(("schedule", *_COLUMNS_OF_ALL, *others), rows),
-        pictures="\n\n".join(f"[![{one.name}]({one.name}.svg)]({one.name}.md)" for one in told),
+        pictures="\n\n".join(f"[![{name}]({name}.svg)]({name}.md)" for name in names),
         plain=percent(chosen[DEFAULT].timeline.bubble),
         zb_h1=percent(chosen["zb-h1"].timeline.bubble),
         zb_v=percent(chosen["zb-v"].timeline.bubble),
@@ -225,19 +227,19 @@ def _linked(name: str) -> str:
 
 
 def _cells(
-    name: str, chosen: dict[str, Drawable], others: Iterable[dict[str, Drawable]]
+    name: str, chosen: dict[str, DrawableSource], others: Iterable[dict[str, DrawableSource]]
 ) -> list[str]:
     """A row of the table over all families; empty where there is nothing to compare."""
     if name in chosen:
         source = chosen[name]
-        return [*_times(source), *_room(name, source), *(_both(found[name]) for found in others)]
+        return [*_times(source), *_room(name, source), *(_both(other[name]) for other in others)]
     room = ["", "", ""]
     with suppress(InputError):
         room = _room(name, _load(name, *CHOICE))
     return ["", "", "", *room, *("" for _ in others)]
 
 
-def _both(source: Drawable) -> str:
+def _both(source: DrawableSource) -> str:
     """The makespan bubble; behind it the stage bubble, if it is another."""
     bubble, stage = source.timeline.bubble, source.timeline.stage_bubble
     shown = points(bubble)

@@ -1,4 +1,4 @@
-"""What the pages of the gallery are made of: templates, tables, lists and citations."""
+"""Parts of the pages of the gallery: templates, tables, lists and citations."""
 
 from __future__ import annotations
 
@@ -44,21 +44,21 @@ def goes_on(text: str) -> str:
     return text[:1].lower() + text[1:]
 
 
-def what(one: About, at_most: int) -> str:
+def described(family: About, at_most: int) -> str:
     """The idea, the law, and the details where all of it has no more than so many words."""
-    told = " ".join((one.summary, one.law))
-    whole = " ".join((told, *one.details))
-    return whole if len(whole.split()) <= at_most else told
+    short = " ".join((family.summary, family.law))
+    whole = " ".join((short, *family.details))
+    return whole if len(whole.split()) <= at_most else short
 
 
-def options(one: About) -> str:
+def options(family: About) -> str:
     """A list of them, if there are any."""
-    if not one.options:
+    if not family.options:
         return ""
     lines = [
         f"- `{option.name}`{f', by default {option.default}' if option.default else ''}"
         f"{f': {option.meaning}' if option.meaning else ''}"
-        for option in one.options
+        for option in family.options
     ]
     return "\nOptions:\n\n{}\n".format("\n".join(lines))
 

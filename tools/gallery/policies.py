@@ -16,7 +16,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from defined import defined
 from pages import cited, filled, goes_on, options, table
 
 from penstock.cli.sources import load, load_drawn
@@ -76,10 +75,10 @@ class Stream(NamedTuple):
 def write(target: Path) -> None:
     """Write all pages and pictures into a folder."""
     target.mkdir(parents=True, exist_ok=True)
-    told = {name: about_policy(name) for name in POLICIES}
-    for name, one in told.items():
+    abouts = {name: about_policy(name) for name in POLICIES}
+    for name, policy in abouts.items():
         draw(_drawn(name).timeline, target / f"{name}.svg", versions=True)
-        (target / f"{name}.md").write_text(_page(one), encoding="utf-8")
+        (target / f"{name}.md").write_text(_page(policy), encoding="utf-8")
     flushed = simulate(_flushed(NUM_STAGES, MINIBATCH, NUM_MICROBATCHES), Costs())
     pair = [
         (f"1F1B with a flush after every {MINIBATCH} microbatches", flushed),
@@ -89,19 +88,19 @@ def write(target: Path) -> None:
         ),
     ]
     draw_stacked(pair, target / "flush-or-not.svg")
-    (target / "index.md").write_text(_index(told), encoding="utf-8")
+    (target / "index.md").write_text(_index(abouts), encoding="utf-8")
 
 
 def about_policy(name: str) -> About:
-    """What a policy says about itself in its docstring."""
+    """A policy as its docstring describes it."""
     text = inspect.cleandoc(POLICIES[name].__doc__ or "").replace("``", "`")
-    said = [" ".join(one.split()) for one in text.split("\n\n")]
+    said = [" ".join(paragraph.split()) for paragraph in text.split("\n\n")]
     marked = dict(_marked(said))
     return About(
         name=name,
         idea=said[0],
         law=said[1],
-        details=tuple(one for one in said[2:] if one not in marked.values()),
+        details=tuple(paragraph for paragraph in said[2:] if paragraph not in marked.values()),
         wins=_behind(marked["Wins"]),
         loses=_behind(marked["Loses"]),
         options=tuple(_options(name, _behind(marked.get("Attributes", "")))),
@@ -111,10 +110,10 @@ def about_policy(name: str) -> About:
 
 
 def _marked(said: Sequence[str]) -> Iterator[tuple[str, str]]:
-    for one in said[1:]:
-        mark, colon, _ = one.partition(":")
+    for paragraph in said[1:]:
+        mark, colon, _ = paragraph.partition(":")
         if colon and mark in ("Wins", "Loses", "Paper", "Attributes"):
-            yield mark, one
+            yield mark, paragraph
 
 
 def _behind(marked: str) -> str:
@@ -147,20 +146,20 @@ def stream(policy: Policy, num_stages: int, minibatch: int, num_microbatches: in
     lowered = add_updates(schedule, rounds)
     traces = [trace(ops, policy, rounds, num_stages) for ops in lowered.ranks]
     named = Schedule(lowered.ranks, f"{schedule.name} ({policy.name})")
-    timeline = simulate(named, Costs()).with_versions([one.versions for one in traces])
-    return Stream(timeline, tuple(one.held[stage] for stage, one in enumerate(traces)))
+    timeline = simulate(named, Costs()).with_versions([own.versions for own in traces])
+    return Stream(timeline, tuple(own.held[stage] for stage, own in enumerate(traces)))
 
 
 def _flushed(num_stages: int, minibatch: int, num_microbatches: int) -> Schedule:
     """Minibatches one after the other. A rank begins the next when its own part of this one is
     done, and of 1F1B the first rank is the last to be done."""
-    one = families.build("1f1b", num_ranks=num_stages, num_microbatches=minibatch)
+    single = families.build("1f1b", num_ranks=num_stages, num_microbatches=minibatch)
     firsts = range(0, num_microbatches, minibatch)
     ranks = (
         [op._replace(microbatch=op.microbatch + first) for first in firsts for op in ops]
-        for ops in one.ranks
+        for ops in single.ranks
     )
-    return Schedule.of(ranks, one.name)
+    return Schedule.of(ranks, single.name)
 
 
 @cache
@@ -197,9 +196,9 @@ def _explained(policy: Policy, num_stages: int) -> Explanation:
 
 def delays(policy: Policy, num_stages: int) -> tuple[float, ...]:
     """By stage, of the microbatches of the last but one minibatch of a stream."""
-    found = _steady(policy, num_stages).timeline.delays
+    by_stage = _steady(policy, num_stages).timeline.delays
     last = range(3 * num_stages, 4 * num_stages)
-    return tuple(sum(found[stage][one] for one in last) / num_stages for stage in found)
+    return tuple(sum(ages[k] for k in last) / num_stages for ages in by_stage.values())
 
 
 def copies(policy: Policy, num_stages: int) -> tuple[int, ...]:
@@ -209,29 +208,29 @@ def copies(policy: Policy, num_stages: int) -> tuple[int, ...]:
     return tuple(map(sum, zip(held, extra, strict=True)))
 
 
-def _page(one: About) -> str:
-    policy, expression, written = POLICIES[one.name](), *ASKED[one.name]
+def _page(about: About) -> str:
+    policy, expression, written = POLICIES[about.name](), *ASKED[about.name]
     return filled(
         "policy.md",
-        name=one.name,
-        title=one.title,
-        idea=one.summary,
+        name=about.name,
+        title=about.title,
+        idea=about.summary,
         schedule=policy.family,
-        law=" ".join((one.law, *one.details)),
+        law=" ".join((about.law, *about.details)),
         ranks=str(NUM_STAGES),
         microbatches=str(_num_drawn(policy)),
         caption=_caption(policy),
         command=_command(policy),
         reads=_reads(policy),
-        memory=_memory(one.name),
-        wins=goes_on(one.wins),
-        loses=goes_on(one.loses),
+        memory=_memory(about.name),
+        wins=goes_on(about.wins),
+        loses=goes_on(about.loses),
         defined="\n".join(f"- **{topic}.** {text}" for topic, text in defined(policy)),
         expression=expression,
         written=written,
         microbatches_asked=str(MINIBATCH),
-        options=options(one),
-        citation=cited(one.citation),
+        options=options(about),
+        citation=cited(about.citation),
         how=_how(policy),
     )
 
@@ -271,8 +270,8 @@ def _how(policy: Policy) -> str:
 def _reads(policy: Policy) -> str:
     late, kept = delays(policy, NUM_STAGES), copies(policy, NUM_STAGES)
     rows = [
-        (one.forward.formula, one.backward.formula, f"{late[stage]:g}", str(kept[stage]))
-        for stage, one in enumerate(_explained(policy, NUM_STAGES).stages)
+        (own.forward.formula, own.backward.formula, f"{late[stage]:g}", str(kept[stage]))
+        for stage, own in enumerate(_explained(policy, NUM_STAGES).stages)
     ]
     columns = ("stage", "forward reads", "backward reads", "delay", "weights")
     return table(columns, _alike(rows), 3)
@@ -301,11 +300,11 @@ def _kept(policy: Policy, num_stages: int) -> str:
     return f"{sum(copies(policy, num_stages)) / num_stages:.4g}"
 
 
-def _index(told: dict[str, About]) -> str:
-    pictures = (f"[![{name}]({name}.svg)]({name}.md)" for name in told)
+def _index(abouts: dict[str, About]) -> str:
+    pictures = (f"[![{name}]({name}.svg)]({name}.md)" for name in abouts)
     return filled(
         "versions.md",
-        table=_policies(told),
+        table=_policies(abouts),
         minibatch=str(MINIBATCH),
         flushed_makespan=f"{_drawn('flush').timeline.makespan:g}",
         stream_makespan=f"{_drawn('stash').timeline.makespan:g}",
@@ -314,13 +313,13 @@ def _index(told: dict[str, About]) -> str:
     )
 
 
-def _policies(told: dict[str, About]) -> str:
+def _policies(abouts: dict[str, About]) -> str:
     few, many = SIZES
     rows = []
-    for name in told:
+    for name in abouts:
         policy = POLICIES[name]()
         late = delays(policy, many)
-        ends = dict.fromkeys(f"{one:.3g}" for one in (late[0], late[-1]))
+        ends = dict.fromkeys(f"{delay:.3g}" for delay in (late[0], late[-1]))
         link = f"[{name}]({name}.md)"
         rows.append(
             [
@@ -341,3 +340,42 @@ def _policies(told: dict[str, About]) -> str:
         *(f"weights (p = {size})" for size in SIZES),
     )
     return table(columns, rows, 4)
+
+
+def defined(policy: Policy) -> Iterator[tuple[str, str]]:
+    """Topics, and what is to be said on each."""
+    if not policy.asynchronous:
+        yield (
+            "Replicas",
+            'With 1F1B and GPipe, as in `replicas="2-1"`: microbatch k is on replica k mod r of a '
+            "stage; gradients are summed before the update, and learning rates stay. Running "
+            "statistics of batch norm are refused there.",
+        )
+    elif policy.activations == "newest":
+        yield from _of_live_streams()
+    elif policy.stashes:
+        yield "Recomputation", "Changes nothing: the second forward reads the version of the first."
+    else:
+        yield (
+            "Recomputation",
+            "Trains otherwise than without: the second forward reads the weights of the backward's "
+            'time. With `recomputing("stage")` the backward of a stage is then a gradient of one '
+            "function again, though its input is older.",
+        )
+
+
+def _of_live_streams() -> Iterator[tuple[str, str]]:
+    yield (
+        "Replicas",
+        "Refused: a gradient goes through the frame that its stage has just seen. Cut the model "
+        "into more stages.",
+    )
+    yield (
+        "Recomputation",
+        '`recomputing("layers")` changes nothing; `recomputing("stage")` is refused.',
+    )
+    yield (
+        "State of layers",
+        "Parameters may have hooks, and layers may write into theirs. What a layer carries from "
+        "frame to frame, and detaches, sees each frame once, in order.",
+    )

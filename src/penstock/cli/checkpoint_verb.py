@@ -17,7 +17,7 @@ from penstock.cli.input import InputFile
 from penstock.cli.output import OutputFile, OutputPlace, written
 
 if TYPE_CHECKING:
-    from penstock.drawing.readings import Reader
+    from penstock.drawing.runs import CheckpointReader
     from penstock.planning.plans import Plan
     from penstock.training.checkpoint.folder import Checkpoint
 
@@ -36,19 +36,19 @@ def show_checkpoints(folder: str, as_json: bool) -> None:
 
     path = Path(folder)
     is_one = is_folder_name(path.name)
-    every = [path] if is_one else [one.folder for one in seen_in(path)]
-    if not every or not path.is_dir():
+    folders = [path] if is_one else [seen.folder for seen in seen_in(path)]
+    if not folders or not path.is_dir():
         raise FileError(f"{folder} has no checkpoints; give the folder that save() was given")
     opened: list[tuple[Path, Checkpoint | FileError]] = []
-    for one in every:
+    for place in folders:
         try:
-            opened.append((one, Checkpoint.opened(one)))
+            opened.append((place, Checkpoint.opened(place)))
         except FileError as error:
-            opened.append((one, error))
+            opened.append((place, error))
     if as_json:
-        show.print_json([_as_json(one, what) for one, what in opened])
+        show.print_json([_as_json(*pair) for pair in opened])
         return
-    rows = [_row(one, what) for one, what in opened]
+    rows = [_row(*pair) for pair in opened]
     show.print_table(("checkpoint", "state", "saved", "plan", "step", "size"), rows, num_texts=4)
     if len(opened) == 1 and not isinstance(opened[0][1], FileError):
         show.echo()
@@ -57,19 +57,19 @@ def show_checkpoints(folder: str, as_json: bool) -> None:
         )
 
 
-def _row(path: Path, what: Checkpoint | FileError) -> Sequence[str]:
-    if isinstance(what, FileError):
-        reason = str(what).removeprefix(f"{path} is not complete: ")
+def _row(path: Path, saved: Checkpoint | FileError) -> Sequence[str]:
+    if isinstance(saved, FileError):
+        reason = str(saved).removeprefix(f"{path} is not complete: ")
         return (path.name, "not complete", _when(path), reason, "", "")
-    plan = what.plan
+    plan = saved.plan
     return (
         path.name,
         "complete",
         _when(path),
         f"{plan.schedule}, {count_of(len(plan.stages), 'stage')} on "
         f"{count_of(plan.num_ranks, 'rank')}",
-        str(what.step),
-        format_bytes(what.num_bytes),
+        str(saved.step),
+        format_bytes(saved.num_bytes),
     )
 
 
@@ -78,34 +78,34 @@ def _when(path: Path) -> str:
     return f"{moment:%Y-%m-%d %H:%M}"
 
 
-def _pieces(what: Checkpoint) -> list[Sequence[str]]:
+def _pieces(saved: Checkpoint) -> list[Sequence[str]]:
     rows: list[Sequence[str]] = []
-    for piece in what.pieces:
+    for piece in saved.pieces:
         head = piece.header
-        layers = what.plan.stages[head.stage].layers
-        told = layers[0] if len(layers) == 1 else f"{layers[0]} … {layers[-1]}"
+        layers = saved.plan.stages[head.stage].layers
+        names = layers[0] if len(layers) == 1 else f"{layers[0]} … {layers[-1]}"
         kind = "none" if head.optimizing is None else head.optimizing.kind
         rows.append(
-            (piece.path.name, told, kind, str(len(head.tensors)), format_bytes(piece.num_bytes))
+            (piece.path.name, names, kind, str(len(head.tensors)), format_bytes(piece.num_bytes))
         )
     return rows
 
 
-def _as_json(path: Path, what: Checkpoint | FileError) -> dict[str, object]:
-    if isinstance(what, FileError):
-        return {"folder": str(path), "complete": False, "problem": str(what)}
-    identity = what.identity
+def _as_json(path: Path, saved: Checkpoint | FileError) -> dict[str, object]:
+    if isinstance(saved, FileError):
+        return {"folder": str(path), "complete": False, "problem": str(saved)}
+    identity = saved.identity
     return {
         "folder": str(path),
         "complete": True,
-        "step": what.step,
+        "step": saved.step,
         "position": identity.position,
         "run": identity.run,
-        "schedule": what.plan.schedule,
-        "stages": len(what.plan.stages),
-        "ranks": what.plan.num_ranks,
-        "bytes": what.num_bytes,
-        "files": [piece.path.name for piece in what.pieces],
+        "schedule": saved.plan.schedule,
+        "stages": len(saved.plan.stages),
+        "ranks": saved.plan.num_ranks,
+        "bytes": saved.num_bytes,
+        "files": [piece.path.name for piece in saved.pieces],
     }
 
 
@@ -119,14 +119,14 @@ def _as_json(path: Path, what: Checkpoint | FileError) -> dict[str, object]:
 def draw(folder: str, plans: tuple[str, ...], output: str) -> None:
     """Draw which files of the latest complete checkpoint in FOLDER the stages of PLANS read."""
     from penstock.drawing.formats import write_figure
-    from penstock.drawing.readings import Block, readings
+    from penstock.drawing.runs import CheckpointBlock, readings
     from penstock.training.checkpoint.piece import piece_name
 
     options.check_figure(output)
     latest = _latest(folder)
     writer = _reader(latest.plan, "written by")
     files = [
-        Block(piece_name(number), block.first, block.stop)
+        CheckpointBlock(piece_name(number), block.first, block.stop)
         for number, block in enumerate(writer.stages)
     ]
     others = [_fitting(latest.plan, path, sources.load_plan(path)) for path in plans]
@@ -135,15 +135,15 @@ def draw(folder: str, plans: tuple[str, ...], output: str) -> None:
         write_figure(str(path), picture)
 
 
-def _reader(plan: Plan, what: str) -> Reader:
-    from penstock.drawing.readings import Block, Reader
+def _reader(plan: Plan, role: str) -> CheckpointReader:
+    from penstock.drawing.runs import CheckpointBlock, CheckpointReader
 
     borders = accumulate((len(stage.layers) for stage in plan.stages), initial=0)
     stages = [
-        Block(f"stage {number}", first, stop)
+        CheckpointBlock(f"stage {number}", first, stop)
         for number, (first, stop) in enumerate(pairwise(borders))
     ]
-    return Reader(f"{what} {plan.schedule}, {count_of(plan.num_ranks, 'rank')}", stages)
+    return CheckpointReader(f"{role} {plan.schedule}, {count_of(plan.num_ranks, 'rank')}", stages)
 
 
 def _fitting(plan: Plan, path: str, other: Plan) -> Plan:

@@ -19,7 +19,7 @@ from penstock.cli.input import InputFile, load_cluster
 from penstock.cli.output import STANDARD_OUTPUT, written
 from penstock.core.cluster import Cluster, Link
 from penstock.core.cluster.parts import DeviceKind
-from penstock.drawing.cluster_tables import cluster_tables, link_cells
+from penstock.drawing.inputs import cluster_tables, link_cells
 
 if TYPE_CHECKING:
     from penstock.engine.transport.link_meter import Measurement

@@ -12,7 +12,7 @@ from penstock.base.errors import ModelError
 from penstock.base.units import format_bytes
 from penstock.cli import options, show, sources
 from penstock.cli.input import InputFile
-from penstock.drawing.layer_names import counted
+from penstock.drawing.plan_picture import counted
 
 if TYPE_CHECKING:
     from penstock.planning.plans import Plan
@@ -89,7 +89,7 @@ def explain_plan(
 
 def _estimated(plan: Plan, workload: str, steps: int) -> list[float] | None:
     """Each stage's curvature; ``None``, and why on standard error, if it cannot be had."""
-    from penstock.cli.workloads import load_workload
+    from penstock.cli.input import load_workload
     from penstock.trial import stage_curvatures
     from penstock.trial.curvature import layers_of_stages
 

@@ -14,8 +14,7 @@ from penstock.base.errors import InputError
 from penstock.base.units import format_seconds
 from penstock.base.values import MOST_TOML_BYTES
 from penstock.cli import options, show, sources
-from penstock.cli.given import refuse_useless
-from penstock.cli.input import STANDARD_INPUT, InputFile, text_of, title_of
+from penstock.cli.input import STANDARD_INPUT, InputFile, refuse_useless, text_of, title_of
 from penstock.cli.output import STANDARD_OUTPUT, written
 from penstock.planning.turns.policies import POLICIES, PolicyName
 
@@ -149,11 +148,11 @@ def _simulate(
         [
             (
                 name,
-                format_seconds(one.makespan),
-                f"{one.makespan / one.bound_seconds:.3f}" if one.bound_seconds else "–",
-                f"{one.idle:.1%}",
+                format_seconds(other.makespan),
+                f"{other.makespan / other.bound_seconds:.3f}" if other.bound_seconds else "–",
+                f"{other.idle:.1%}",
             )
-            for name, one in timelines.items()
+            for name, other in timelines.items()
         ],
     )
     show.prose(f"\nbound: {format_seconds(timeline.bound_seconds)}, {least.reason}")
@@ -203,7 +202,7 @@ def _as_numbers(
         "bound": timeline.bound_seconds,
         "bound_by": least.reason,
         "idle": timeline.idle,
-        "policies": {name: one.makespan for name, one in timelines.items()},
+        "policies": {name: other.makespan for name, other in timelines.items()},
         "jobs": {
             name: {"device_seconds": timeline.job_seconds[name], "ends": timeline.job_ends[name]}
             for name in timeline.jobs
@@ -255,7 +254,7 @@ def _print_results(results: FleetResults) -> None:
 
 
 def _job(name: str, plan: Plan, table: JobTable) -> Job:
-    from penstock.cli.workloads import load_workload
+    from penstock.cli.input import load_workload
     from penstock.training.fleet import Job
 
     if table.workload is None:

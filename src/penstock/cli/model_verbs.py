@@ -1,23 +1,32 @@
-"""Verbs that train, and the report of what was trained."""
+"""Verbs that measure and train a model, and the report of what was trained."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from penstock.cli import options, show
+from penstock.cli.input import DEFAULT_WORKLOAD, load_workload
+from penstock.cli.output import STANDARD_OUTPUT, written
+from penstock.core.cluster import Cluster
+from penstock.planning import planner
+
+if TYPE_CHECKING:
+    from penstock.core.graph import Layer, LayerGraph
+    from penstock.trial import Workload
+
 
 import shlex
 import sys
 from typing import TYPE_CHECKING, NamedTuple
 
-import click
-
 from penstock import drawing
 from penstock.base.values import write_atomically
-from penstock.cli import options, show
-from penstock.cli.input import InputFile
-from penstock.cli.names import ScheduleName
-from penstock.cli.output import OutputFile, written
-from penstock.cli.profile_verb import WORKLOAD_HELP, print_graph, profiled
-from penstock.cli.workloads import DEFAULT_WORKLOAD, load_workload, load_workload_of
-from penstock.core.cluster import Cluster
-from penstock.planning import planner
+from penstock.cli.input import InputFile, load_workload_of
+from penstock.cli.options import ScheduleName
+from penstock.cli.output import OutputFile
 
 if TYPE_CHECKING:
     from penstock.core.versions import Policy
@@ -25,7 +34,209 @@ if TYPE_CHECKING:
     from penstock.trial import Trial, Workload
 
 
-@click.command(epilog=WORKLOAD_HELP)
+_WORKLOAD_HELP = (
+    "WORKLOAD is module:function, where the function returns a penstock.trial.Workload; by default "
+    f"the demo's, {DEFAULT_WORKLOAD}."
+)
+_COLUMNS = (
+    "layer", "kind", "F ms", "I ms", "W ms", "split ms", "R ms", "±", "update ms", "kept MiB",
+    "weights MiB", "flags",
+)  # fmt: skip
+_DETAILS = frozenset({"split ms", "R ms", "±", "update ms"})
+"""Columns that are shown on request."""
+
+_LEGEND = (
+    "F forward, I and W the halves of a backward (gradients of inputs, of weights); kept: for the "
+    "backward."
+)
+_LEGEND_OF_DETAILS = (
+    "split: what halving a backward adds; R: a second forward; ±: half the distance between the "
+    "quartiles of F + I + W."
+)
+
+
+def _parse_sizes(_: click.Context, __: click.Parameter, text: str | None) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(",")) if text else ()
+    except ValueError:
+        raise click.BadParameter(f"{text!r} are no sizes; write for example 2,4,8") from None
+
+
+@click.command(epilog=_WORKLOAD_HELP)
+@click.argument("workload", default=DEFAULT_WORKLOAD)
+@options.microbatches_option(8)
+@click.option(
+    "--repeats",
+    type=click.IntRange(min=1),
+    default=7,
+    show_default=True,
+    help="Measurements per time.",
+)
+@click.option("--sizes", callback=_parse_sizes, help="Other microbatch sizes, in rows, as 2,4,8.")
+@click.option(
+    "--ranks", type=click.IntRange(min=0),
+    help="Of the pipelines that are run to see what sharing a machine costs; 0 for none. Default: "
+    "as many as there are cores, at most 8.",
+)  # fmt: skip
+@click.option(
+    "--patience", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",
+    help="How long to go on measuring what sharing a machine costs, until it is steady. Default: "
+    "six times as long as the layers alone took, 2 to 20 s.",
+)  # fmt: skip
+@options.output_option("Where to write the profile (.json).")
+@options.json_option
+@options.verbose_option(
+    "what splitting, recomputing and updating take, how steady it is, and on what."
+)
+def profile(
+    workload: str,
+    microbatches: int,
+    repeats: int,
+    sizes: tuple[int, ...],
+    ranks: int | None,
+    patience: float | None,
+    output: str | None,
+    as_json: bool,
+    verbose: bool,
+) -> None:
+    """Measure a model layer by layer."""
+    loaded = load_workload(workload)
+    with show.profiling() as progress:
+        graph = loaded.profile(
+            microbatches,
+            repeats=repeats,
+            sizes=sizes,
+            ranks=ranks,
+            patience_seconds=patience,
+            progress=progress,
+        )
+    with written(output, ".json") as path:
+        if path is not None:
+            graph.save(path)
+    doubts = _doubts(graph, microbatches)
+    if as_json:
+        for doubt in (*graph.warnings, *doubts):
+            show.warn(doubt, err=True)
+        show.print_json(graph)
+    elif output != STANDARD_OUTPUT:
+        _print_graph(graph, doubts, verbose=verbose)
+
+
+def _doubts(graph: LayerGraph, microbatches: int) -> list[str]:
+    """The questions for which the figures are not sure enough: whether ranks of this machine pay,
+    and where to cut."""
+    num_ranks = graph.contention.num_ranks
+    if num_ranks < 2:
+        return []
+    plan = planner.plan(graph, Cluster.local(num_ranks), microbatches=microbatches)
+    return [
+        f"of the best plan for {num_ranks} ranks here, {doubt}"
+        for doubt in plan.warnings
+        if doubt not in graph.warnings
+    ]
+
+
+def profiled(workload: Workload, microbatches: int) -> LayerGraph:
+    """The profile of a workload, with a bar meanwhile."""
+    with show.profiling() as progress:
+        graph = workload.profile(microbatches, progress=progress)
+    for warning in graph.warnings:
+        show.warn(warning, err=True)
+    return graph
+
+
+def _print_graph(graph: LayerGraph, doubts: Sequence[str] = (), *, verbose: bool = False) -> None:
+    """A profile as a table: a line per layer, their sum, what is odd, and where it was measured.
+
+    Args:
+        doubts: what the figures are not sure enough for.
+        verbose: whether to show all that was measured, and how.
+    """
+    chosen = [index for index, column in enumerate(_COLUMNS) if verbose or column not in _DETAILS]
+    rows = [*map(_row, graph.layers), _sums(graph.layers)]
+    names = [_COLUMNS[index] for index in chosen]
+    show.print_table(names, [[row[index] for index in chosen] for row in rows], 2)
+    show.prose(f"\n{_LEGEND}")
+    if verbose:
+        show.prose(_LEGEND_OF_DETAILS)
+    for warning in (*graph.warnings, *doubts):
+        show.warn(warning)
+    for warning, layers in _warnings(graph.layers).items():
+        show.warn(f"{warning}: {', '.join(layers)}")
+    where, contention, *more = _conditions(graph)
+    for line in (where, contention, *(more if verbose else ())):
+        show.prose(line)
+
+
+def _row(layer: Layer) -> tuple[str, ...]:
+    return (
+        layer.name,
+        layer.kind,
+        *_cells([layer]),
+        f"{layer.spread:.0%}",
+        *_amounts([layer]),
+        "!" * len(layer.warnings),
+    )
+
+
+def _sums(layers: Sequence[Layer]) -> tuple[str, ...]:
+    return ("all", "", *_cells(layers), "", *_amounts(layers), "")
+
+
+def _cells(layers: Sequence[Layer]) -> list[str]:
+    columns = zip(
+        *(
+            (
+                layer.forward_seconds,
+                layer.backward_input_seconds,
+                layer.backward_weight_seconds,
+                layer.split_forward_seconds + layer.split_seconds,
+                layer.forward_seconds
+                if layer.recompute_seconds is None
+                else layer.recompute_seconds,
+            )
+            for layer in layers
+        ),
+        strict=True,
+    )
+    return [f"{sum(column) * 1e3:.3f}" for column in columns]
+
+
+def _amounts(layers: Sequence[Layer]) -> list[str]:
+    return [
+        f"{sum(layer.update_seconds for layer in layers) * 1e3:.3f}",
+        f"{sum(layer.activation_bytes for layer in layers) / 2**20:.2f}",
+        f"{sum(layer.parameter_bytes for layer in layers) / 2**20:.2f}",
+    ]
+
+
+def _warnings(layers: Sequence[Layer]) -> dict[str, list[str]]:
+    layers_by_warning: dict[str, list[str]] = {}
+    for layer in layers:
+        for warning in layer.warnings:
+            layers_by_warning.setdefault(warning, []).append(layer.name)
+    return layers_by_warning
+
+
+def _conditions(graph: LayerGraph) -> list[str]:
+    versions = ", ".join(f"{name} {version}" for name, version in graph.software.items())
+    lines = [
+        f"{graph.microbatch_size} rows, {graph.dtype or 'no parameters'}, {graph.device}, "
+        f"{graph.num_threads} thread{'' if graph.num_threads == 1 else 's'}; {versions}",
+        str(graph.contention),
+        f"an op takes {graph.op_seconds * 1e6:.0f} µs beside its layers, a message "
+        f"{graph.hop_seconds * 1e6:.0f} µs",
+    ]
+    for other in graph.other_sizes:
+        seconds = sum(layer.compute_seconds for layer in other.layers)
+        lines.append(
+            f"with {other.microbatch_size} rows: F + B {seconds * 1e3:.3f} ms, "
+            f"{seconds / other.microbatch_size * 1e3:.3f} ms per row"
+        )
+    return lines
+
+
+@click.command(epilog=_WORKLOAD_HELP)
 @click.argument("workload", default=DEFAULT_WORKLOAD)
 @click.option(
     "--plan", "plan_file", type=InputFile(),
@@ -76,7 +287,7 @@ def train(
             stages=ranks,
             versions=versions,
         )
-    trial = _train(loaded, chosen, steps, compare, output, _Shown(as_json, verbose))
+    trial = _train(loaded, chosen, steps, compare, output, _Printing(as_json, verbose))
     if timeline is not None:
         with written(timeline, ".json") as path:
             write_atomically(str(path), trial.measured.to_json() + "\n")
@@ -92,21 +303,21 @@ def demo(steps: int, output: str, as_json: bool, verbose: bool) -> None:
 
     Needs nothing but this machine: the text is the source code of Python's standard library.
     """
-    from penstock.demo.workload import MICROBATCHES, workload
+    from penstock.demo.corpus import MICROBATCHES, workload
 
     loaded = workload()
     show.say(f"text: {loaded.notes}")
     graph = profiled(loaded, MICROBATCHES)
     if not as_json:
-        print_graph(graph, verbose=verbose)
+        _print_graph(graph, verbose=verbose)
         show.echo()
     chosen = planner.plan(
         graph, Cluster.local(2), microbatches=MICROBATCHES, schedule="1f1b", stages=2
     )
-    _train(loaded, chosen, steps, True, output, _Shown(as_json, verbose))
+    _train(loaded, chosen, steps, True, output, _Printing(as_json, verbose))
 
 
-class _Shown(NamedTuple):
+class _Printing(NamedTuple):
     """How results are printed: for programs, or with all details."""
 
     as_json: bool
@@ -114,7 +325,7 @@ class _Shown(NamedTuple):
 
 
 def _train(
-    workload: Workload, plan: Plan, steps: int, compare: bool, output: str, shown: _Shown
+    workload: Workload, plan: Plan, steps: int, compare: bool, output: str, shown: _Printing
 ) -> Trial:
     from penstock.trial import run_trial
 
@@ -133,7 +344,6 @@ def _train(
 
 
 def _command() -> str:
-    """What was typed."""
     return shlex.join(["penstock", *sys.argv[1:]])
 
 

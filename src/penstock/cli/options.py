@@ -1,4 +1,6 @@
-"""Options that several verbs share, and the values behind them."""
+"""Options that several verbs share, and the values behind them: costs, and names in upper or lower
+case that a shell completes.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,6 @@ from penstock.base.errors import FileError, InputError
 from penstock.base.units import to_bytes
 from penstock.base.values import Value
 from penstock.cli.input import STANDARD_INPUT, take, text_of, title_of
-from penstock.cli.names import PolicyName
 from penstock.cli.output import (
     BOTH_TO_STANDARD_OUTPUT,
     STANDARD_OUTPUT,
@@ -24,6 +25,77 @@ from penstock.core.versions import POLICIES
 
 if TYPE_CHECKING:
     from penstock.core.versions import Policy
+
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
+
+class ScheduleName(click.ParamType[str]):
+    """A schedule's name, with its options behind a colon: ``1F1B`` is ``1f1b``. What is none is
+    left to whoever reads it."""
+
+    name = "schedule"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The name as families have it."""
+        from penstock.core.schedule.families import FAMILIES
+
+        family, colon, options = str(value).partition(":")
+        lower = family.lower()
+        return f"{lower}{colon}{options}" if lower in FAMILIES else value
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """The families whose names begin so."""
+        from penstock.core.schedule import families
+
+        return _beginning_with(incomplete, families.names())
+
+
+class Source(ScheduleName):
+    """A schedule's name, a file that can be drawn, or ``-``, such a file on standard input."""
+
+    name = "source"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The name as families have it, or that of a file."""
+        take(str(value), ctx)
+        return super().convert(value, param, ctx)
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """The families whose names begin so, and files, which the shell knows."""
+        from click.shell_completion import CompletionItem
+
+        named = super().shell_complete(ctx, param, incomplete)
+        return [*named, CompletionItem(incomplete, type="file")]
+
+
+class PolicyName(click.ParamType[str]):
+    """A weight-version policy's name, with its fields behind a colon."""
+
+    name = "policy"
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """The policies whose names begin so."""
+        from penstock.core.versions import POLICIES
+
+        return _beginning_with(incomplete, POLICIES)
+
+
+def _beginning_with(incomplete: str, names: Iterable[str]) -> list[CompletionItem]:
+    from click.shell_completion import CompletionItem
+
+    return [CompletionItem(name) for name in names if name.startswith(incomplete.lower())]
+
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 
@@ -133,14 +205,14 @@ def json_option(verb: Verb) -> Verb:
     )(verb)
 
 
-def verbose_option(what: str) -> Callable[[Verb], Verb]:
+def verbose_option(details: str) -> Callable[[Verb], Verb]:
     """``-v/--verbose``."""
-    return click.option("-v", "--verbose", is_flag=True, help=f"Also say {what}")
+    return click.option("-v", "--verbose", is_flag=True, help=f"Also say {details}")
 
 
-def output_option(what: str) -> Callable[[Verb], Verb]:
+def output_option(meaning: str) -> Callable[[Verb], Verb]:
     """``-o/--output``."""
-    return click.option("-o", "--output", type=OutputFile(), help=f"{what}  -: standard output.")
+    return click.option("-o", "--output", type=OutputFile(), help=f"{meaning}  -: standard output.")
 
 
 def folder_option(verb: Verb) -> Verb:
@@ -215,6 +287,6 @@ def check_figure(path: str) -> None:
     if suffix not in (".svg", ".pdf", ".png"):
         raise InputError(f"{path} must end in .svg, .pdf or .png, since a figure is drawn")
     if suffix != ".svg":
-        from penstock.drawing.rendering import check_installed
+        from penstock.drawing.formats import check_installed
 
         check_installed(suffix)

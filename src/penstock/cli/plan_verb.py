@@ -11,9 +11,8 @@ from msgspec.structs import replace
 from penstock.base.errors import InputError
 from penstock.base.values import shown
 from penstock.cli import options, show
-from penstock.cli.given import refuse_useless
-from penstock.cli.input import InputFile, load_cluster, suffix_of, text_of, title_of
-from penstock.cli.names import ScheduleName
+from penstock.cli.input import InputFile, load_cluster, refuse_useless, suffix_of, text_of, title_of
+from penstock.cli.options import ScheduleName
 from penstock.cli.output import STANDARD_OUTPUT, written
 from penstock.core.cluster import Cluster, Tier
 from penstock.core.cluster.cluster import only

@@ -11,7 +11,7 @@ from penstock import drawing
 from penstock.base.errors import InputError
 from penstock.base.units import picture_seconds
 from penstock.cli import options, show, sources
-from penstock.cli.names import Source
+from penstock.cli.options import Source
 from penstock.cli.output import STANDARD_OUTPUT, written
 from penstock.core.schedule import Kind, Schedule, families
 from penstock.core.timing.costs import Costs
@@ -117,7 +117,7 @@ def rehearse(
 def _plan(
     source: str, ranks: int, microbatches: int, costs: Costs, unit_seconds: float
 ) -> tuple[Plan | Schedule, Costs | None]:
-    """What to perform, and the seconds of its ops if it does not have its own."""
+    """The plan or schedule to perform, and the seconds of its ops if it does not have its own."""
     content = sources.read(source)
     schedule: Schedule | None
     if sources.is_plan(content):

@@ -132,7 +132,7 @@ def run(
 
 def _picture(accounts: Sequence[AttemptRecord]) -> str:
     """Attempts over one axis of time."""
-    from penstock.drawing.attempts import AttemptBar, attempts
+    from penstock.drawing.runs import AttemptBar, attempts
 
     start = accounts[0].moments.started
     bars = []

@@ -1,4 +1,8 @@
-"""Verbs about schedules: nothing here needs torch, so they start at once."""
+"""Verbs about schedules: nothing here needs torch, so they start at once.
+
+Sources beside each other: schedules by name take what is not given from the files among them, so
+that all are on the same ranks, with the same microbatches and costs.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +14,123 @@ import click
 from penstock import drawing
 from penstock.base.errors import InputError
 from penstock.cli import options, show, sources
-from penstock.cli.beside import Setting, load_beside
-from penstock.cli.given import check_source, check_sources, check_width, is_given
-from penstock.cli.names import ScheduleName, Source
+from penstock.cli.input import check_source, check_sources, check_width, is_given
+from penstock.cli.options import ScheduleName, Source
 from penstock.cli.output import STANDARD_OUTPUT, OutputFile, check_apart, written
 from penstock.core.schedule import Schedule, families
 from penstock.core.schedule.check import check as check_schedule
 from penstock.core.timing.costs import Costs
 
 if TYPE_CHECKING:
-    from penstock.cli.sources import Drawable
-    from penstock.drawing.axes import Titled
+    from penstock.cli.sources import DrawableSource
+    from penstock.drawing.markup import Titled
     from penstock.planning.plans import Plan
+
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+from penstock.cli.input import suffix_of
+from penstock.cli.show import say
+from penstock.cli.sources import DrawableSource
+from penstock.core.schedule.lower import add_update
+from penstock.core.schedule.op import Kind
+from penstock.core.timing.simulator import simulate as simulated
+from penstock.core.versions import USUAL, Flush
+
+
+class _FamilySetting(NamedTuple):
+    """The shape and costs of schedules by name; ``costs`` are those of a whole rank's layers."""
+
+    ranks: int
+    microbatches: int
+    costs: Costs
+
+
+def _load_beside(
+    names: Sequence[str], setting: _FamilySetting, given: Collection[str]
+) -> list[DrawableSource]:
+    """Load each of several names, in their order.
+
+    Args:
+        names: schedules and files, as ``sources.load`` reads them.
+        setting: of schedules by name, as far as no file says it.
+        given: fields of the setting that hold whatever files say.
+
+    Raises:
+        InputError: a plan's or a measured timeline's seconds cannot be those of a schedule by name.
+    """
+    ready = {name: sources.load(name, *setting) for name in names if _is_file(name)}
+    pattern = _pattern(ready)
+    if pattern is not None and len(ready) < len(names):
+        ranks, microbatches = _shape(ready[pattern])
+        setting = setting._replace(
+            ranks=setting.ranks if "ranks" in given else ranks,
+            microbatches=setting.microbatches if "microbatches" in given else microbatches,
+        )
+    loaded = [
+        ready[name] if name in ready else _like(name, setting, pattern, ready, given)
+        for name in names
+    ]
+    shapes = {name: _shape(source) for name, source in zip(names, loaded, strict=True)}
+    if len(set(shapes.values())) > 1:
+        named = (f"{name} {ranks} and {count}" for name, (ranks, count) in shapes.items())
+        say(f"not alike, in ranks and microbatches: {', '.join(named)}")
+    return loaded
+
+
+def _is_file(name: str) -> bool:
+    return suffix_of(name, ".csv") in (".json", ".csv")
+
+
+def _pattern(ready: dict[str, DrawableSource]) -> str | None:
+    """The file that schedules by name are to be like: a plan rather than a timeline, a timeline
+    rather than ops, which have no times."""
+    return max(
+        ready,
+        key=lambda name: (ready[name].plan is not None, ready[name].schedule is None),
+        default=None,
+    )
+
+
+def _shape(source: DrawableSource) -> tuple[int, int]:
+    """Ranks and microbatches."""
+    shown = source.shown
+    microbatches = {op.microbatch for row in shown.rows for op in row.ops}
+    return shown.num_ranks, source.num_ticks or len(microbatches)
+
+
+def _like(
+    name: str,
+    setting: _FamilySetting,
+    pattern: str | None,
+    ready: dict[str, DrawableSource],
+    given: Collection[str],
+) -> DrawableSource:
+    """A schedule by name, with the costs of the file that it stands beside."""
+    source = None if pattern is None else ready[pattern]
+    if source is None or "costs" in given:
+        return sources.load_shown(name, *setting)
+    if source.plan is None:
+        if source.timeline.source == "measured":
+            raise InputError(
+                f"{pattern} was measured in seconds, which {name} has none of; name its plan's "
+                "file, too, or give seconds with --costs"
+            )
+        return sources.load_shown(name, *setting)
+    try:
+        like = sources.load_shown(name, *setting._replace(costs=source.plan.costs))
+    except InputError as error:
+        raise InputError(
+            f"{name} cannot have the costs of {pattern}: {error}; or give seconds with --costs"
+        ) from None
+    updates = Kind.UPDATE in {op.kind for row in source.timeline.rows for op in row.ops}
+    flushes = not USUAL.get(name.partition(":")[0], Flush()).asynchronous
+    if like.schedule is None or not (updates and flushes):
+        return like
+    updated = simulated(add_update(like.schedule), source.plan.costs)
+    return like._replace(timeline=updated)
+
 
 _SOURCE_HELP = (
     "SOURCE is a schedule's name, a .csv of ops, a .json schedule, plan, timeline or run, or -, "
@@ -37,9 +146,10 @@ def schedules(name: str | None, as_json: bool) -> None:
     """List the schedule families, or tell all about one (NAME)."""
     from penstock.core.schedule.about import about
 
-    listed = [about(one) for one in (families.names() if name is None else [name])]
+    listed = [about(family) for family in (families.names() if name is None else [name])]
     if as_json:
-        show.print_json([one.facts() for one in listed] if name is None else listed[0].facts())
+        facts = [family.facts() for family in listed]
+        show.print_json(facts if name is None else facts[0])
     elif name is None:
         show.print_table(("name", "law"), [(family.name, family.law) for family in listed], 2)
         show.prose(
@@ -120,7 +230,7 @@ def draw(
         show.echo(_in_terminal(loaded, versions))
 
 
-def _write_picture(loaded: Drawable, path: str, versions: bool, width: float | None) -> None:
+def _write_picture(loaded: DrawableSource, path: str, versions: bool, width: float | None) -> None:
     if loaded.plan is None:
         drawing.draw(loaded.shown, path, versions=versions, width=width)
         return
@@ -130,10 +240,10 @@ def _write_picture(loaded: Drawable, path: str, versions: bool, width: float | N
     drawing.draw_plan(pictured, loaded.shown, path, versions=versions, width=width)
 
 
-def _in_terminal(loaded: Drawable, versions: bool) -> str:
+def _in_terminal(loaded: DrawableSource, versions: bool) -> str:
     if loaded.plan is None:
         return show.in_terminal(loaded.shown, versions)
-    from penstock.drawing.plan.text import plan_with_timeline_text
+    from penstock.drawing.plan_text import plan_with_timeline_text
     from penstock.planning.plans.picture import picture_of
 
     pictured = picture_of(loaded.plan)
@@ -172,7 +282,7 @@ def compare(
     Beside a file, schedules by name have its ranks and microbatches, and a plan's costs, as far as
     options do not say otherwise.
     """
-    setting = Setting(ranks, microbatches, costs)
+    setting = _FamilySetting(ranks, microbatches, costs)
     check_sources(names)
     check_width(output)
     check_apart(output=output, scatter=scatter, memory=memory)
@@ -180,8 +290,8 @@ def compare(
         options.check_figure(figure)
     if as_json and STANDARD_OUTPUT in (scatter, memory):
         raise click.UsageError("a picture on standard output and --json would mix; leave one out")
-    given = {name for name in Setting._fields if is_given(name)}
-    loaded = load_beside(names, setting, given)
+    given = {name for name in _FamilySetting._fields if is_given(name)}
+    loaded = _load_beside(names, setting, given)
     if memory is not None and loaded[0].plan is None:
         raise InputError(
             "only a plan knows bytes; give the plan's file first, then timelines that were "

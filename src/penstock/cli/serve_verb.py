@@ -1,4 +1,6 @@
-"""``penstock serve``: a machine that sums gradients for others."""
+"""``penstock serve``: a machine that sums gradients for others. Alone in its file, it starts
+without what plans and draws.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +47,9 @@ def serve(job: str, listen: str, quiet: bool) -> None:
 
     from penstock.core.summation.server import SummationServer
 
-    def tell(what: str) -> None:
+    def tell(news: str) -> None:
         if not quiet:
-            show.echo(f"penstock serve: {what}", err=True)
+            show.echo(f"penstock serve: {news}", err=True)
 
     server = SummationServer(host, port, key_of(secret, job), tell)
     ended = threading.Event()

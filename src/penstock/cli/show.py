@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
     from rich.table import Table
 
-    from penstock.cli.sources import Drawable
+    from penstock.cli.sources import DrawableSource
     from penstock.core.schedule.about import About
     from penstock.core.timing.costs import Costs
     from penstock.core.timing.timeline import Timeline
     from penstock.drawing import Fact
-    from penstock.drawing.axes import Titled
+    from penstock.drawing.markup import Titled
     from penstock.trial import Contestant
 
 
@@ -37,6 +37,9 @@ NARROWEST = 80
 
 _FOLDS_TO = 24
 """Columns that a text in a table keeps where it must give way to numbers."""
+
+_NAMED = "{task.description:<40}"
+"""The label of a bar: the name of its task."""
 
 _GAP = 2
 """Columns between two of a table."""
@@ -225,7 +228,7 @@ def stacked_in_terminal(timelines: Sequence[Titled]) -> str:
     return stacked_text(timelines, wide, wide, window=width())
 
 
-def metrics(source: Drawable) -> dict[str, object]:
+def metrics(source: DrawableSource) -> dict[str, object]:
     """A timeline's numbers, for ``--json``; what only a schedule or a plan knows is null without
     one."""
     timeline, schedule, sizes = source.shown, source.schedule, source.sizes
@@ -247,7 +250,7 @@ def metrics(source: Drawable) -> dict[str, object]:
     }
 
 
-def print_metrics(sources: Sequence[Drawable], costs: Costs) -> None:
+def print_metrics(sources: Sequence[DrawableSource], costs: Costs) -> None:
     """Numbers of timelines as a table, with a column for bytes where a plan knows them.
 
     Args:
@@ -274,19 +277,19 @@ def print_metrics(sources: Sequence[Drawable], costs: Costs) -> None:
 def _print_costs(costs: Costs) -> None:
     """Under which costs the numbers of schedules hold: others may rank them otherwise."""
     parts = {"F": costs.forward, "I": costs.backward_input, "W": costs.backward_weight}
-    told = ", ".join(
+    named = ", ".join(
         f"{name} {_cost(value)}" for name, value in {**parts, "hop": costs.hop}.items()
     )
-    prose(f"\ncosts (--costs): {told}")
+    prose(f"\ncosts (--costs): {named}")
 
 
 def _cost(value: float | Sequence[float]) -> str:
     """One number, or one per stage."""
     values = [value] if isinstance(value, int | float) else value
-    return "/".join(f"{one:g}" for one in values)
+    return "/".join(f"{cost:g}" for cost in values)
 
 
-def _flow_of(source: Drawable) -> list[str]:
+def _flow_of(source: DrawableSource) -> list[str]:
     if not source.is_fed:
         return ["–", "–", "–"]
     timeline = source.timeline
@@ -294,7 +297,7 @@ def _flow_of(source: Drawable) -> list[str]:
     return [f"{number:.4g}" for number in numbers]
 
 
-def _metric_row(source: Drawable, with_bytes: bool) -> list[str]:
+def _metric_row(source: DrawableSource, with_bytes: bool) -> list[str]:
     timeline, schedule, sizes = source.shown, source.schedule, source.sizes
     row = [
         timeline.name or "schedule",
@@ -311,37 +314,20 @@ def _metric_row(source: Drawable, with_bytes: bool) -> list[str]:
 
 
 @contextmanager
-def counting(what: str, *, quietly: bool = False) -> Iterator[Callable[[int, int], None]]:
+def counting(doing: str, *, quietly: bool = False) -> Iterator[Callable[[int, int], None]]:
     """A bar that counts to a total and goes when it is there, or without a terminal a line every
     few seconds; yields what takes (done, total).
 
     Args:
-        what: is being done.
+        doing: what is being done, for people.
         quietly: show nothing.
     """
     if quietly or not _has_terminal():
-        with Telling(what, quiet=bool(quietly)) as telling:
+        with Telling(doing, quiet=bool(quietly)) as telling:
             yield telling.count
         return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    bar = Progress(
-        TextColumn(what),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(compact=True),
-        console=Console(stderr=True),
-        transient=True,
-    )
-    with bar:
-        task = bar.add_task(what, total=None)
+    with _bars(doing, transient=True) as bar:
+        task = bar.add_task(doing, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
@@ -352,8 +338,8 @@ def profiling() -> Iterator[Callable[[int, int], None]]:
         with Telling("profiling") as telling:
             yield telling.count
         return
-    with _bars() as bars:
-        task = bars.add_task("profile", total=None, facts="")
+    with _bars(_NAMED) as bars:
+        task = bars.add_task("profile", total=None)
         yield lambda done, total: bars.update(task, completed=done, total=total)
 
 
@@ -383,7 +369,7 @@ def training(num_steps: int, unit: str, num_units: int) -> Iterator[Callable[[Co
                 say(line)
         return
 
-    with _bars() as bars:
+    with _bars(_NAMED, "{task.fields[facts]}") as bars:
         tasks: dict[str, TaskID] = {}
 
         def advance(contestant: Contestant) -> None:
@@ -403,7 +389,8 @@ def _has_terminal() -> bool:
     return bool(getattr(sys.stderr, "isatty", bool)()) and not is_quiet()
 
 
-def _bars() -> Progress:
+def _bars(label: str, facts: str = "", *, transient: bool = False) -> Progress:
+    """Bars behind a label, which may name fields of their tasks, and facts behind them."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -414,10 +401,11 @@ def _bars() -> Progress:
     )
 
     return Progress(
-        TextColumn("{task.description:<40}"),
+        TextColumn(label),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TimeRemainingColumn(compact=True),
-        TextColumn("{task.fields[facts]}"),
+        *([TextColumn(facts)] if facts else []),
         console=Console(stderr=True),
+        transient=transient,
     )

@@ -1,4 +1,4 @@
-"""What a verb can be pointed at: a schedule's name, a CSV, a plan, a timeline."""
+"""The sources that a verb can be pointed at: a schedule's name, a CSV, a plan, a timeline."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _STAGES_PER_RANK = {"v": 2}
 """Stages per rank of the placements with a name; a straight pipeline has one."""
 
 
-class Drawable(NamedTuple):
+class DrawableSource(NamedTuple):
     """Something that can be drawn: its timeline, and the schedule and the plan if it came from
     them.
 
@@ -65,7 +65,7 @@ class Drawable(NamedTuple):
 
     @property
     def shown(self) -> Timeline:
-        """What is to be seen. A live stream looks neither like its beginning nor like its end."""
+        """The timeline to be seen. A live stream does not look like its beginning or its end."""
         return self.timeline.steady(self.num_ticks) if self.num_ticks else self.timeline
 
     @property
@@ -87,12 +87,12 @@ class Drawable(NamedTuple):
         return self.plan.sizes if self.plan else None
 
 
-Content: TypeAlias = "Plan | Schedule | Drawable"
+Content: TypeAlias = "Plan | Schedule | DrawableSource"
 
 
 def load(
     name: str, ranks: int, microbatches: int, costs: Costs, arrivals: float | None = None
-) -> Drawable:
+) -> DrawableSource:
     """Find what ``name`` means and make a timeline of it.
 
     Args:
@@ -111,7 +111,7 @@ def load(
 
 def is_plan(content: Content | None) -> TypeGuard[Plan]:
     """Asked without loading what plans need, of which most verbs have no use."""
-    return not isinstance(content, Schedule | Drawable | None)
+    return not isinstance(content, Schedule | DrawableSource | None)
 
 
 def loaded(
@@ -121,10 +121,10 @@ def loaded(
     microbatches: int,
     costs: Costs,
     arrivals: float | None = None,
-) -> Drawable:
+) -> DrawableSource:
     """As ``load``, of what ``read`` gave: a pipe is read only once."""
     name = title_of(name)
-    if isinstance(content, Drawable):
+    if isinstance(content, DrawableSource):
         if arrivals is not None:
             raise InputError(f"{name} has happened already; leave --arrivals out")
         return content
@@ -132,15 +132,17 @@ def loaded(
         if arrivals is None:
             return _planned(content)
         schedule = content.build_schedule(max(microbatches, content.num_microbatches))
-        return Drawable(simulate(schedule, content.costs, arrivals=arrivals), schedule, content)
+        return DrawableSource(
+            simulate(schedule, content.costs, arrivals=arrivals), schedule, content
+        )
     schedule = _schedule(content, name, ranks, microbatches, costs)
     timeline = _named(name, simulate, schedule, _spread(costs, schedule), arrivals=arrivals)
-    return Drawable(timeline, schedule)
+    return DrawableSource(timeline, schedule)
 
 
 def load_shown(
     name: str, ranks: int, microbatches: int, costs: Costs, arrivals: float | None = None
-) -> Drawable:
+) -> DrawableSource:
     """As ``load``, to be looked at: of a live stream, so many ticks of the steady state are shown,
     and frames come as fast as they are taken unless ``arrivals`` says something else."""
     if not _is_live(name):
@@ -169,7 +171,7 @@ def _live_length(ranks: int, num_ticks: int) -> int:
 
 def load_with_versions(
     name: str, ranks: int, microbatches: int, costs: Costs, policy: str | None = None
-) -> Drawable:
+) -> DrawableSource:
     """As ``load``, but the timeline says which version of the weights each op read, and has the
     updates between them.
 
@@ -182,7 +184,7 @@ def load_with_versions(
         InputError: a timeline that does not know, or a policy that does not go with the schedule.
     """
     content, name = read(name), title_of(name)
-    if isinstance(content, Drawable) or is_plan(content):
+    if isinstance(content, DrawableSource) or is_plan(content):
         return _file_with_versions(name, content, policy)
     schedule = _schedule(content, name, ranks, microbatches, costs)
     if any(op.kind is Kind.UPDATE for op in schedule.where):
@@ -193,13 +195,15 @@ def load_with_versions(
     chosen = _policy(name.partition(":")[0], policy)
     if not chosen.asynchronous:
         flushed = simulate(add_update(schedule), _spread(costs, schedule))
-        return Drawable(_reading_the_first(flushed), schedule)
+        return DrawableSource(_reading_the_first(flushed), schedule)
     size = families.named(name)[1].get("minibatch") or schedule.num_stages
     arrivals = _pace(name, ranks, microbatches, costs) if _is_live(name) else None
-    return Drawable(_named(name, _stream, schedule, chosen, size, costs, arrivals), schedule)
+    return DrawableSource(_named(name, _stream, schedule, chosen, size, costs, arrivals), schedule)
 
 
-def load_drawn(name: str, ranks: int, microbatches: int, costs: Costs) -> tuple[Drawable, bool]:
+def load_drawn(
+    name: str, ranks: int, microbatches: int, costs: Costs
+) -> tuple[DrawableSource, bool]:
     """As ``load_shown``, to be drawn, and whether with versions: what never flushes in its steady
     state, with the versions that its ops read, since its beginning looks like any other
     schedule's."""
@@ -213,7 +217,9 @@ def load_drawn(name: str, ranks: int, microbatches: int, costs: Costs) -> tuple[
     return loaded(content, name, ranks, microbatches, costs), False
 
 
-def _family_drawn(name: str, ranks: int, microbatches: int, costs: Costs) -> tuple[Drawable, bool]:
+def _family_drawn(
+    name: str, ranks: int, microbatches: int, costs: Costs
+) -> tuple[DrawableSource, bool]:
     if not USUAL.get(name.partition(":")[0], Flush()).asynchronous:
         return load_shown(name, ranks, microbatches, costs), False
     source = load_with_versions(name, ranks, _live_length(ranks, microbatches), costs)
@@ -281,8 +287,8 @@ def _schedule(
 
 
 def read(name: str) -> Content | None:
-    """What a file holds: a plan, a timeline, or ops, which are not checked; ``None`` for the name
-    of a family.
+    """Read a file: a plan, a timeline, or ops, which are not checked; ``None`` for the name of a
+    family.
 
     Raises:
         FileError: a cell is not an op (the file, the line and the cell are named), or it holds
@@ -329,12 +335,14 @@ def _build(name: str, ranks: int, microbatches: int, costs: Costs) -> Schedule:
     return schedule.renamed(name) if options else schedule
 
 
-def _planned(plan: Plan) -> Drawable:
-    return Drawable(plan.simulate(), plan.build_schedule(), plan, plan.prediction.num_shown)
+def _planned(plan: Plan) -> DrawableSource:
+    return DrawableSource(plan.simulate(), plan.build_schedule(), plan, plan.prediction.num_shown)
 
 
-def _file_with_versions(path: str, content: Drawable | Plan, policy: str | None) -> Drawable:
-    if not isinstance(content, Drawable):
+def _file_with_versions(
+    path: str, content: DrawableSource | Plan, policy: str | None
+) -> DrawableSource:
+    if not isinstance(content, DrawableSource):
         chosen = _policy(content.schedule, policy)
         source = _planned(content if policy is None else content.reading(chosen))
         if chosen.asynchronous:
@@ -382,12 +390,12 @@ def _json(text: str, path: str) -> Content:
     if "ranks" in keys:
         return Schedule.from_json(text, where=path)
     if "spans" in keys:
-        return Drawable(Timeline.from_json(text, where=path), None)
+        return DrawableSource(Timeline.from_json(text, where=path), None)
     if "measured" in keys:
         report = drawing.Report.from_json(text, where=path)
         record = report.measured or report.predicted
         if record is not None:
-            return Drawable(record.timeline(), None)
+            return DrawableSource(record.timeline(), None)
     if "traceEvents" in keys:
         raise FileError(f"{path} is a Chrome trace, a picture of a timeline; open it in Perfetto")
     _check_no_other(keys, path)

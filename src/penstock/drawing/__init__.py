@@ -24,9 +24,9 @@ if TYPE_CHECKING:
         draw_scatter,
         draw_stacked,
     )
-    from penstock.drawing.plan.picture import PlanPicture
-    from penstock.drawing.report.page import read_report, write_report
-    from penstock.drawing.report.run_report import Fact, Report, Series, StageRow, TimelineRecord
+    from penstock.drawing.plan_picture import PlanPicture
+    from penstock.drawing.report import Fact, Report, Series, StageRow, TimelineRecord
+    from penstock.drawing.report_page import read_report, write_report
     from penstock.drawing.timeline.svg import stacked
 else:
     __getattr__ = loaded_when_used(
@@ -42,15 +42,15 @@ else:
                 "draw_scatter",
                 "draw_stacked",
             ),
-            "penstock.drawing.plan.picture": ("PlanPicture",),
-            "penstock.drawing.report.run_report": (
+            "penstock.drawing.plan_picture": ("PlanPicture",),
+            "penstock.drawing.report": (
                 "Fact",
                 "Report",
                 "Series",
                 "StageRow",
                 "TimelineRecord",
             ),
-            "penstock.drawing.report.page": ("read_report", "write_report"),
+            "penstock.drawing.report_page": ("read_report", "write_report"),
             "penstock.drawing.timeline.svg": ("stacked",),
         },
     )

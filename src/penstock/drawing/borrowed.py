@@ -47,11 +47,11 @@ def borrowed(num_stages: int = 3) -> str:
         *_arrows(num_stages, first, left),
         *_words(bottom + 8),
     ]
-    told = (
+    words = (
         f"two ticks of PARTIME on {num_stages} stages: each stage runs forward with a new frame, "
         "and backward through what that has left with the gradient of an older frame"
     )
-    return document("timeline", (round(width), round(bottom + _FOOT)), told, _STYLE, parts)
+    return document("timeline", (round(width), round(bottom + _FOOT)), words, _STYLE, parts)
 
 
 _STYLE = "timeline.css"
@@ -154,11 +154,11 @@ def _arrow_head() -> str:
 
 
 def _words(top: float) -> Iterator[str]:
-    told = (
+    texts = (
         "F7: frame 7 goes forward. B3: the gradient of frame 3's loss goes backward, and the stage "
         "updates.",
         "Arrow: what the next stage handed over in the tick before goes through the newest "
         "activations.",
     )
-    for number, line in enumerate(told):
+    for number, line in enumerate(texts):
         yield write(_MARGIN, top + 18 + 20 * number, line, "muted small")

@@ -1,4 +1,4 @@
-"""What a notebook shows of a value: its picture, and a few numbers above it.
+"""Cells of a notebook: the picture of a value, and a few numbers above it.
 
 Pictures are images with all their data in them. So they scale with the cell, follow its dark mode,
 and are seen by whoever opens the notebook later, too: notebooks that are not trusted, and sites
@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from penstock.base.units import count_of
-from penstock.drawing.axes import Titled
-from penstock.drawing.cluster_tables import cluster_tables
-from penstock.drawing.markup import escaped, lines, tag
+from penstock.drawing.inputs import cluster_tables
+from penstock.drawing.markup import Titled, escaped, lines, tag, title_of
 from penstock.drawing.timeline.svg import CELL_WIDTHS, stacked
 
 if TYPE_CHECKING:
@@ -24,8 +23,8 @@ if TYPE_CHECKING:
     from penstock.core.schedule.schedule import Schedule
     from penstock.core.timing.fleet_timeline import FleetTimeline
     from penstock.core.timing.timeline import Timeline
-    from penstock.drawing.plan.picture import PlanPicture
-    from penstock.drawing.report.run_report import Report
+    from penstock.drawing.plan_picture import PlanPicture
+    from penstock.drawing.report import Report
 
 _WORDS = re.compile(r'aria-label="([^"]*)"')
 _CELL = "margin:.25em 0"
@@ -47,7 +46,7 @@ def image(picture: str) -> str:
 
 
 def cell(*parts: str) -> str:
-    """What a notebook's cell shows, from parts that are markup already; empty ones are left out."""
+    """A notebook's cell from parts that are markup already; empty ones are left out."""
     return tag("div", f"\n{lines(parts)}\n", class_="penstock", style=_CELL)
 
 
@@ -79,7 +78,7 @@ def timelines_image(timelines: Sequence[Titled], versions: bool = False) -> str:
 
 def timeline_cell(timeline: Timeline, versions: bool = False) -> str:
     """The picture of a timeline."""
-    title = f"{timeline.name or 'schedule'}, {timeline.source}"
+    title = title_of(timeline)
     return cell(timelines_image([(title, timeline)], versions))
 
 
@@ -104,7 +103,7 @@ def schedule_cell(schedule: Schedule) -> str:
 
 def graph_cell(graph: LayerGraph) -> str:
     """The layers of a profile as bars, below what its ``str`` says first."""
-    from penstock.drawing.graph_bars import graph_svg
+    from penstock.drawing.inputs import graph_svg
 
     summary, *_ = str(graph).splitlines()
     return cell(note(summary), image(graph_svg(graph)), *map(note, graph.warnings))
@@ -118,14 +117,14 @@ def cluster_cell(cluster: Cluster) -> str:
 
 def plan_cell(picture: PlanPicture, timeline: Timeline) -> str:
     """A plan with its predicted timeline."""
-    from penstock.drawing.plan.svg import plan_svg
+    from penstock.drawing.plan_svg import plan_svg
 
-    title = f"{timeline.name or 'schedule'}, {timeline.source}"
+    title = title_of(timeline)
     return cell(image(plan_svg(picture)), timelines_image([(title, timeline)]))
 
 
 def report_cell(report: Report) -> str:
-    """What a run gave: its numbers, one step predicted and measured, and its losses."""
+    """The numbers of a run, one step of it predicted and measured, and its losses."""
     from penstock.drawing.chart import line_chart
 
     facts = [(fact.label, fact.value, fact.note) for fact in report.numbers or report.facts]

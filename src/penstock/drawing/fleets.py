@@ -14,7 +14,6 @@ from typing import NamedTuple
 from penstock.base.telling import wrap_to
 from penstock.base.units import TimeUnit, count_of, unit_of_seconds
 from penstock.core.timing.fleet_timeline import FleetTimeline, Turn
-from penstock.drawing.axes import tick_label, ticks
 from penstock.drawing.markup import (
     coordinate,
     document,
@@ -23,6 +22,8 @@ from penstock.drawing.markup import (
     shortened,
     tag,
     text_width,
+    tick_label,
+    ticks,
     write,
 )
 
@@ -83,7 +84,7 @@ def _columns(turns: Sequence[Turn], end: float, width: int) -> list[str | None]:
     ]
 
 
-class _Plane(NamedTuple):
+class _FleetPlane(NamedTuple):
     left: float
     scale: float
     unit: TimeUnit
@@ -104,7 +105,7 @@ def fleet_svg(timelines: Sequence[TitledFleet]) -> str:
     end = max((timeline.makespan for _, timeline in timelines), default=0.0) or 1.0
     most = max(timeline.num_devices for _, timeline in timelines)
     left = _MARGIN + text_width(f"device {most - 1}", _SIZE) + 8
-    plane = _Plane(left, (_WIDTH - _MARGIN - left) / end, unit_of_seconds(end), end)
+    plane = _FleetPlane(left, (_WIDTH - _MARGIN - left) / end, unit_of_seconds(end), end)
     keys = _keys(jobs)
     parts, top = [*_legend(keys)], _MARGIN + _LINE * (keys[-1].line + 1)
     for title, timeline in timelines:
@@ -116,7 +117,7 @@ def fleet_svg(timelines: Sequence[TitledFleet]) -> str:
 
 
 def _panel(
-    plane: _Plane, title: str, timeline: FleetTimeline, jobs: Sequence[str], top: float
+    plane: _FleetPlane, title: str, timeline: FleetTimeline, jobs: Sequence[str], top: float
 ) -> Iterator[str]:
     head = f"{title}: {headline(timeline)}" if title else headline(timeline)
     yield write(_MARGIN, top + 18, shortened(head, 15, _WIDTH - 2 * _MARGIN), "title")
@@ -134,7 +135,7 @@ def _panel(
         yield tag("path", class_="bound", d=path)
 
 
-def _shown(turns: Sequence[Turn], plane: _Plane) -> Iterator[Turn]:
+def _shown(turns: Sequence[Turn], plane: _FleetPlane) -> Iterator[Turn]:
     """Turns as they are, or, where they are too narrow to be seen, those of each two pixels as one
     of the job that had most of them."""
     columns = int((_WIDTH - plane.left - _MARGIN) / 2)
@@ -147,7 +148,7 @@ def _shown(turns: Sequence[Turn], plane: _Plane) -> Iterator[Turn]:
             yield Turn(turns[0].device, job, 0, 0, False, column * width, (column + 1) * width)
 
 
-def _box(plane: _Plane, turn: Turn, job: int, y: float) -> str:
+def _box(plane: _FleetPlane, turn: Turn, job: int, y: float) -> str:
     x, width = plane.x(turn.start), max((turn.end - turn.start) * plane.scale, 0.5)
     # A frame around what is a pixel wide would be all that is seen.
     way = "B" if turn.backward and width >= 4 else "F"
@@ -162,7 +163,7 @@ def _box(plane: _Plane, turn: Turn, job: int, y: float) -> str:
     return tag("g", tag("title", escaped(words)) + lines(parts), class_="turn")
 
 
-def _axis(plane: _Plane, top: float) -> Iterator[str]:
+def _axis(plane: _FleetPlane, top: float) -> Iterator[str]:
     end = plane.unit.factor * plane.end
     for value in ticks(0.0, end, 8):
         x = plane.x(value / plane.unit.factor)

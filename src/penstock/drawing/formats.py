@@ -1,4 +1,10 @@
-"""``draw``: the file name decides what kind of picture it becomes, and only that kind is loaded."""
+"""``draw``: the file name decides what kind of picture it becomes, and only that kind is loaded.
+
+PNG and PDF are made of figures by libraries that are made for it (the extra ``pictures``): resvg
+for pixels, typst for vectors with text that can be searched. Both read SVG with the same parser,
+which knows nothing of the reader's screen: style sheets are resolved before, to the light ones, and
+fonts to those that most machines have.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +19,102 @@ from penstock.base.values import expect, number, write_atomically
 from penstock.core.schedule.memory import Curve
 from penstock.core.timing.fleet_timeline import FleetTimeline
 from penstock.core.timing.timeline import Timeline
-from penstock.drawing.axes import Titled
-from penstock.drawing.picture import Picture
+from penstock.drawing.markup import Titled
 
 if TYPE_CHECKING:
     from penstock.drawing.fleets import TitledFleet
-    from penstock.drawing.plan.picture import PlanPicture
+    from penstock.drawing.plan_picture import PlanPicture
+
+
+import re
+from importlib.util import find_spec
+from typing import Any
+
+_NEEDED = {".png": "resvg_py", ".pdf": "typst"}
+_FONTS = 'Arial,"Liberation Sans",Helvetica,"DejaVu Sans",sans-serif'
+_PIXELS = 2.0
+"""Of a PNG, in each direction, for each of the figure's: for screens and print as they are."""
+
+_SHEET = re.compile(r"<style>(.*?)</style>", re.DOTALL)
+_MEDIA = re.compile(r"@media[^{]*\{(?:[^{}]*\{[^{}]*\})*[^{}]*\}")
+_SET = re.compile(r"--([\w-]+):([^;}]+)[;]?")
+_FALLBACK = re.compile(r"([\w-]+):[^;{}]+;(?=\1:var\()")
+_USED = re.compile(r"var\(--([\w-]+)\)")
+_FAMILY = re.compile(r"font-family:[^;}]*")
+_SCHEME = re.compile(r"color-scheme:[^;}]*;?")
+
+_OTHER_WORDS = {
+    "font-weight:650": "font-weight:700",
+    ".timeline [class^=on-]": ".timeline .on-I,.timeline .on-W,.timeline .on-R",
+}
+"""Words of style sheets that the parser does not know, and the same in words that it does."""
+
+
+def check_installed(suffix: str) -> None:
+    """Raise ``InputError`` unless the library is there that writes ``.png`` or ``.pdf``."""
+    if find_spec(_NEEDED[suffix]) is None:
+        raise InputError(
+            f"{suffix} needs {_NEEDED[suffix].replace('_', '-')}; install it with "
+            'pip install "penstock[pictures]", or end the name in .svg'
+        )
+
+
+def _rendered(picture: str, suffix: str) -> bytes:
+    """An SVG document of Penstock's as ``.png`` (two pixels for each of its own, in each direction)
+    or ``.pdf`` (vectors; 96 of its pixels are an inch).
+
+    Raises:
+        InputError: the library is not installed.
+    """
+    check_installed(suffix)
+    plain = light(picture).encode()
+    if suffix == ".png":
+        import resvg_py
+
+        return bytes(resvg_py.svg_to_bytes(svg_string=plain.decode(), zoom=_PIXELS))
+    import typst
+
+    page: Any = {
+        "main.typ": b"#set page(width: auto, height: auto, margin: 0pt)\n"
+        b'#image("picture.svg", alt: sys.inputs.words)',
+        "picture.svg": plain,
+    }
+    match = re.search(r'aria-label="([^"]*)"', picture)
+    return bytes(typst.compile(page, sys_inputs={"words": match[1] if match else ""}))
+
+
+def light(picture: str) -> str:
+    """An SVG document as it is on a light screen: no media queries, no variables, fonts by name."""
+    sheets = [_MEDIA.sub("", sheet) for sheet in _SHEET.findall(picture)]
+    # Later sheets know the names that earlier ones set.
+    values = dict(pair for sheet in sheets for pair in _SET.findall(sheet))
+
+    def resolved(match: re.Match[str]) -> str:
+        sheet = _SET.sub("", _SCHEME.sub("", _MEDIA.sub("", match[1])))
+        sheet = _USED.sub(lambda used: values[used[1]], _FALLBACK.sub("", sheet))
+        for theirs, ours in _OTHER_WORDS.items():
+            sheet = sheet.replace(theirs, ours)
+        return f"<style>{_FAMILY.sub(f'font-family:{_FONTS}', sheet)}</style>"
+
+    return _SHEET.sub(resolved, picture)
+
+
+class Picture(str):
+    """The text that was drawn. It is that text, and nothing else, wherever text is wanted; a
+    notebook shows what ``draw`` was given as an image."""
+
+    _cell: Callable[[], str]
+
+    @classmethod
+    def of(cls, text: str, cell: Callable[[], str]) -> Picture:
+        """Text, and what makes the HTML of a notebook's cell when one asks for it."""
+        picture = cls(text)
+        picture._cell = cell
+        return picture
+
+    def _repr_html_(self) -> str:
+        return self._cell()
+
 
 Pictured = TypeVar("Pictured")
 
@@ -107,7 +203,7 @@ def _of_timeline(
 
         return svg(timeline, width, versions=versions, whole=width is None)
     if suffix == ".html":
-        from penstock.drawing.timeline.html import page
+        from penstock.drawing.pages import page
 
         return page(timeline, versions=versions)
     from penstock.drawing.timeline.chrome import chrome
@@ -144,12 +240,12 @@ def _of_plan(
     width: float | None,
 ) -> str:
     if suffix == ".txt":
-        from penstock.drawing.plan.text import plan_with_timeline_text
+        from penstock.drawing.plan_text import plan_with_timeline_text
 
         return plan_with_timeline_text(picture, timeline, versions=versions)
     if suffix == ".json":
         return _of_timeline(suffix, timeline, versions=versions)
-    from penstock.drawing.plan.page import plan_page, plan_with_timeline_svg
+    from penstock.drawing.pages import plan_page, plan_with_timeline_svg
 
     if suffix == ".svg":
         return plan_with_timeline_svg(picture, timeline, versions=versions, width=width)
@@ -174,7 +270,7 @@ def _of_several(suffix: str, timelines: Sequence[Titled], *, width: float | None
         from penstock.drawing.timeline.svg import stacked
 
         return stacked(timelines, width, whole=width is None)
-    from penstock.drawing.timeline.html import stacked_page
+    from penstock.drawing.pages import stacked_page
 
     return stacked_page(timelines)
 
@@ -182,7 +278,7 @@ def _of_several(suffix: str, timelines: Sequence[Titled], *, width: float | None
 def draw_scatter(timelines: Sequence[Titled], path: str | os.PathLike[str]) -> str:
     """Draw the peak of activations of each timeline against its bubbles into a figure; otherwise
     as ``draw``."""
-    from penstock.drawing.scatter import scatter_timelines
+    from penstock.drawing.comparison import scatter_timelines
 
     return _drawn(_FIGURES, lambda _, scattered: scatter_timelines(scattered), timelines, path)
 
@@ -199,7 +295,7 @@ def draw_memory(
         curves: by name, one per rank, as ``penstock.planning.plans.memory_over_time`` gives them.
         limits: bytes that each rank may hold; ``None`` where there is no limit.
     """
-    from penstock.drawing.memory import memory_chart
+    from penstock.drawing.chart import memory_chart
 
     return _drawn(_FIGURES, lambda _, shown: memory_chart(shown, limits), curves, path)
 
@@ -245,8 +341,6 @@ def _drawn(
     if suffix not in kinds:
         raise InputError(f"cannot draw {str(path)!r}: end the name in {', '.join(kinds)}")
     if suffix in (".pdf", ".png"):
-        from penstock.drawing.rendering import check_installed
-
         check_installed(suffix)
     picture = render(".svg" if suffix in _FIGURES else suffix, pictured)
     if path is not None:
@@ -263,8 +357,6 @@ def write_figure(path: str | os.PathLike[str], picture: str) -> None:
     """
     suffix = Path(path).suffix.lower()
     if suffix in (".pdf", ".png"):
-        from penstock.drawing.rendering import rendered
-
-        write_atomically(path, rendered(picture, suffix))
+        write_atomically(path, _rendered(picture, suffix))
     else:
         write_atomically(path, picture if picture.endswith("\n") else picture + "\n")

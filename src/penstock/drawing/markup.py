@@ -1,11 +1,19 @@
-"""The few words of SVG and HTML that the pictures are written in."""
+"""The few words of SVG and HTML that all pictures are written in, and what goes along their axes:
+round ticks, and the unit in which times are read best.
+"""
 
 from __future__ import annotations
 
 import html
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, takewhile
+from typing import Literal
+
+from penstock.base.units import TimeUnit, picture_seconds, unit_of_seconds
+from penstock.core.timing.spans import BUSY
+from penstock.core.timing.timeline import Timeline
 
 Rectangle = tuple[float, float, float, float]
 """x, y, width and height in pixels."""
@@ -71,14 +79,55 @@ def shortened(text: str, size: float, width: float) -> str:
     """``text``, cut with an ellipsis where it would be wider than ``width``."""
     if text_width(text, size) <= width:
         return text
-    return text[: num_fitting(text, size, width - text_width("…", size))].rstrip() + "…"
+    return text[: _num_fitting(text, size, width - text_width("…", size))].rstrip() + "…"
 
 
-def num_fitting(text: Iterable[str], size: float, width: float) -> int:
+def _num_fitting(text: Iterable[str], size: float, width: float) -> int:
     """How many of the first characters are no wider than ``width``; a name may be of any length,
     so that nothing is asked about all of it again and again."""
     widths = accumulate(size * _em(character) for character in text)
     return sum(1 for _ in takewhile(lambda wide: wide <= width, widths))
+
+
+def without_beginning(name: str, size: float, width: float) -> str:
+    """``name``, or as much of its end as fits into ``width`` behind an ellipsis."""
+    if text_width(name, size) <= width:
+        return name
+    kept = max(1, _num_fitting(reversed(name), size, width - text_width("…", size)))
+    return "…" + name[-kept:].lstrip(".")
+
+
+def wrapped(text: str, size: float, width: float) -> list[str]:
+    """``text`` in lines that are at most ``width`` wide, if its words are; none for no text."""
+    broken: list[str] = []
+    for word in text.split(" ") if text else ():
+        longer = f"{broken[-1]} {word}" if broken else word
+        if broken and text_width(longer, size) <= width:
+            broken[-1] = longer
+        else:
+            broken.append(word)
+    return [shortened(line, size, width) for line in broken]
+
+
+LEGEND_SWATCH = 20.0
+"""Pixels that a mark of a legend is wide."""
+_LEGEND_LINE = 22.0
+
+
+def legend_entries(
+    entries: Iterable[tuple[str, str]], left: float, top: float, width: float
+) -> tuple[list[str], float]:
+    """The entries of a legend, (swatch, words) each, in as many lines as ``width`` needs, and where
+    the last line ends."""
+    x, y, parts = left, top, []
+    for mark, words in entries:
+        needed = LEGEND_SWATCH + 7 + text_width(words, 12) + 14
+        if x > left and x + needed > width - left:
+            x, y = left, y + _LEGEND_LINE
+        place = f"translate({coordinate(x)} {coordinate(y)})"
+        parts.append(tag("g", mark + write(LEGEND_SWATCH + 7, 12, words), transform=place))
+        x += needed
+    return parts, y + _LEGEND_LINE
 
 
 def resource(name: str) -> str:
@@ -120,3 +169,69 @@ def document(
         role="img",
         aria_label=words,
     )
+
+
+UnitName = Literal["seconds", "abstract"]
+
+Titled = tuple[str, Timeline]
+"""A timeline and what it is called in a picture of several."""
+
+_LONGEST_OP_SECONDS = 0.5
+
+
+def title_of(timeline: Timeline) -> str:
+    """The name of a timeline, and whether it was predicted or measured."""
+    return f"{timeline.name or 'schedule'}, {timeline.source}"
+
+
+def times_in_words(start: float, end: float, unit: TimeUnit) -> str:
+    """From when to when, and how long."""
+    length = end - start
+    took = picture_seconds(length) if unit.suffix else unit.show(length)
+    return f"{unit.show(start)} → {unit.show(end)} ({took})"
+
+
+def unit_for(timelines: Sequence[Timeline], name: UnitName | None = None) -> TimeUnit:
+    """The unit in which these timelines read best.
+
+    Costs may be seconds or any unit, and a timeline does not say which. What was measured is
+    seconds; a prediction is taken for seconds if all its ops are short, because costs in abstract
+    units are about 1.
+    """
+    if name is None:
+        name = "seconds" if any(map(_looks_like_seconds, timelines)) else "abstract"
+    return TimeUnit() if name == "abstract" else unit_of_seconds(longest(timelines))
+
+
+def longest(timelines: Sequence[Timeline]) -> float:
+    """The longest makespan, which a shared axis must hold."""
+    return max((timeline.makespan for timeline in timelines), default=0.0)
+
+
+def _looks_like_seconds(timeline: Timeline) -> bool:
+    if timeline.source == "measured":
+        return True
+    lengths = [span.end - span.start for span in timeline.spans if span.op.kind in BUSY]
+    return 0 < max(lengths, default=0.0) < _LONGEST_OP_SECONDS
+
+
+def ticks(low: float, high: float, at_most: int) -> list[float]:
+    """Round numbers from ``low`` to ``high``, in steps of 1, 2 or 5 times a power of ten.
+
+    >>> ticks(0, 33, 8)
+    [0.0, 5.0, 10.0, 15.0, 20.0, 25.0, 30.0]
+    """
+    if not high > low:
+        return [low]
+    rough = (high - low) / max(at_most, 1)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(k * power for k in (1, 2, 5, 10) if k * power >= rough * (1 - 1e-9))
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [
+        round(index * step, 12 - math.floor(math.log10(step))) for index in range(first, last + 1)
+    ]
+
+
+def tick_label(value: float) -> str:
+    """A tick's number; ``ticks`` gives round ones, so that this is exact."""
+    return f"{value or 0:.6g}"

@@ -1,1 +1,3 @@
-"""What other libraries write and read: torch's schedules, PipeDream's profiles."""
+"""Loops, checkpoints and profiles of other libraries: Hugging Face's, Lightning's, torch's,
+PipeDream's.
+"""

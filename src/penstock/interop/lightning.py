@@ -19,11 +19,13 @@ from torch import Tensor
 from penstock.base.errors import InputError, ModelError
 from penstock.base.values import expect
 from penstock.engine.model.microbatches import Weight
-from penstock.interop.extras import need
-from penstock.interop.loss_pipeline import LossPipeline, OutputsAreGone, let_state_follow
-from penstock.interop.spread import Spread
-from penstock.planning.plans import Plan
-from penstock.training.pipeline import Pipeline
+from penstock.interop.loss_pipeline import (
+    HasLossPipeline,
+    LossPipeline,
+    OutputsAreGone,
+    let_state_follow,
+)
+from penstock.interop.spread import Spread, need
 
 need(("lightning",), "lightning", "penstock.interop.lightning")
 
@@ -33,7 +35,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy  # noqa: E402
 _EXAMPLE = "def loss(self, outputs, targets): return F.cross_entropy(outputs, targets)"
 
 
-class PenstockStrategy(SingleDeviceStrategy):
+class PenstockStrategy(HasLossPipeline, SingleDeviceStrategy):
     """Trains and evaluates a ``LightningModule`` through a pipeline in this process.
 
     The module has a method ``loss(outputs, targets)``, a mean over rows, and its ``training_step``
@@ -74,24 +76,6 @@ class PenstockStrategy(SingleDeviceStrategy):
     def _module(self) -> Any:
         """The ``LightningModule``, of whose methods mypy knows nothing."""
         return self.lightning_module
-
-    @property
-    def plan(self) -> Plan:
-        """What batches are run by.
-
-        Raises:
-            InputError: there has been no batch yet.
-        """
-        return self._of_module().plan
-
-    @property
-    def pipeline(self) -> Pipeline:
-        """What runs batches: its ``timeline`` is that of the last one.
-
-        Raises:
-            InputError: there has been no batch yet.
-        """
-        return self._of_module().pipeline
 
     def setup(self, trainer: Any) -> None:
         """As Lightning's.
@@ -148,7 +132,7 @@ class PenstockStrategy(SingleDeviceStrategy):
     def _evaluated(self, *args: Any, **kwargs: Any) -> Any:
         inputs = self._as_one(args, kwargs)
         with self._as_written():
-            return self._of_module().evaluate(inputs)
+            return self._loss_pipeline.evaluate(inputs)
 
     def _loss_of_batch(self, outputs: Any, targets: Any) -> Tensor:
         if not isinstance(outputs, _Promised):
@@ -158,7 +142,7 @@ class PenstockStrategy(SingleDeviceStrategy):
             )
         number = self._module.trainer.fit_loop.total_batch_idx
         with self._as_written():
-            loss = self._of_module().loss_of_batch(
+            loss = self._loss_pipeline.loss_of_batch(
                 outputs.inputs, targets, weight=self._weight, number=number
             )
         for optimizer in self.optimizers:
@@ -173,10 +157,11 @@ class PenstockStrategy(SingleDeviceStrategy):
         bound = inspect.signature(forward).bind(self._module, *args, **kwargs)
         return dict([*bound.arguments.items()][1:])
 
-    def _of_module(self) -> LossPipeline:
+    @property
+    def _loss_pipeline(self) -> LossPipeline:
         module = self._module
         if self._split is None or self._split.model is not module:
-            self._split = LossPipeline(module, self.spread, module.loss, what="PenstockStrategy")
+            self._split = LossPipeline(module, self.spread, module.loss, name="PenstockStrategy")
         return self._split
 
     @contextmanager
@@ -219,17 +204,17 @@ def _check_one_process(trainer: Any) -> None:
     if devices == trainer.accelerator.auto_device_count():
         devices = 1  # who asks for nothing gets all there are, and this strategy has one of them
     asked = {"devices": devices, "num_nodes": connector._num_nodes_flag}
-    for what, count in asked.items():
+    for option, count in asked.items():
         if count > 1:
             raise InputError(
                 "PenstockStrategy has its ranks as threads of one process, and the Trainer has "
-                f"{what}={count}; leave {what} out (Spread says with stages and devices "
+                f"{option}={count}; leave {option} out (Spread says with stages and devices "
                 "where ranks are), or train with penstock.Pipeline under torchrun"
             )
 
 
 class _Promised(OutputsAreGone):
-    """What ``self(…)`` returns in training: it has the inputs, and no outputs."""
+    """The result of ``self(…)`` in training: it has the inputs, and no outputs."""
 
     def __init__(self, inputs: Any) -> None:
         super().__init__()

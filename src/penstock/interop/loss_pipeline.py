@@ -40,7 +40,7 @@ class LossPipeline:
         spread: how.
         loss: from (output, targets) of one microbatch to a scalar tensor.
         constants: keywords with which the model is called beside its inputs; always the same.
-        what: the name of this, for errors.
+        name: of this, for errors.
 
     Raises:
         InputError: this process is one of several.
@@ -53,9 +53,9 @@ class LossPipeline:
         loss: Loss,
         *,
         constants: Mapping[str, Any] | None = None,
-        what: str = "a LossPipeline",
+        name: str = "a LossPipeline",
     ) -> None:
-        check_one_process(what)
+        check_one_process(name)
         self.model = model
         self._spread = spread
         self._loss = loss
@@ -66,7 +66,7 @@ class LossPipeline:
 
     @property
     def pipeline(self) -> Pipeline:
-        """What runs the batches: its ``timeline`` is that of the last one.
+        """The pipeline that runs the batches; its ``timeline`` is that of the last one.
 
         Raises:
             InputError: there has been no batch yet.
@@ -128,13 +128,13 @@ class LossPipeline:
             parameter.grad = None
         try:
             value = pipeline.step(Microbatches(inputs), Microbatches(weighted))
-            made = [(one, one.grad) for one in parameters if one.grad is not None]
+            made = [(own, own.grad) for own in parameters if own.grad is not None]
         finally:
             for parameter, gradient in zip(parameters, before, strict=True):
                 parameter.grad = gradient
         assert value is not None  # results are told on every rank
         with torch.enable_grad():
-            loss: Tensor = _Backward.apply(_anchor(), value, Made(made))  # type: ignore[no-untyped-call]
+            loss: Tensor = _KnownLoss.apply(_anchor(), value, Made(made))  # type: ignore[no-untyped-call]
             return loss if factor == 1.0 else loss * factor
 
     def loss_of_batch(
@@ -160,8 +160,8 @@ class LossPipeline:
             InputError: inputs and targets that do not fit together; else as ``loss``.
         """
         rows = [
-            microbatches.num_rows(value, what)
-            for value, what in ((inputs, "inputs"), (targets, "targets"))
+            microbatches.num_rows(value, name)
+            for value, name in ((inputs, "inputs"), (targets, "targets"))
         ]
         if rows[0] != rows[1]:
             raise InputError(f"inputs have {rows[0]} rows, but targets have {rows[1]}")
@@ -176,7 +176,7 @@ class LossPipeline:
         )
 
     def evaluate(self, inputs: Any) -> Any:
-        """What the model gives for a batch, in evaluation mode and without gradients.
+        """Run the model on a batch, in evaluation mode and without gradients.
 
         Args:
             inputs: of the whole batch, rows first.
@@ -230,6 +230,33 @@ class LossPipeline:
         self.close()
 
 
+class HasLossPipeline:
+    """Shows the plan and the pipeline of whatever trains through a ``LossPipeline``."""
+
+    @property
+    def _loss_pipeline(self) -> LossPipeline:
+        raise NotImplementedError
+
+    @property
+    def plan(self) -> Plan:
+        """The plan by which batches are run.
+
+        Raises:
+            InputError: there has been no batch yet.
+        """
+        return self._loss_pipeline.plan
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The pipeline that runs batches. Its ``timeline`` is that of the last batch, or update
+        where a loop accumulates.
+
+        Raises:
+            InputError: there has been no batch yet.
+        """
+        return self._loss_pipeline.pipeline
+
+
 @contextmanager
 def _called_with(model: nn.Module, constants: Mapping[str, Any]) -> Iterator[None]:
     """Whoever calls the model meanwhile also gives these keywords."""
@@ -264,7 +291,7 @@ def _for_autograd(tensor: Tensor) -> Tensor:
 
 
 def _anchor() -> Tensor:
-    """What lets autograd know that a loss can go backward."""
+    """A tensor by which autograd knows that a loss can go backward."""
     return torch.zeros((), requires_grad=True)
 
 
@@ -297,7 +324,7 @@ class Made:
                 parameter.grad.add_(gradient)
 
 
-class _Backward(torch.autograd.Function):
+class _KnownLoss(torch.autograd.Function):
     """A loss that is known, with gradients that are known."""
 
     @staticmethod
@@ -345,7 +372,7 @@ def let_state_follow(optimizer: torch.optim.Optimizer) -> None:
 
 
 class OutputsAreGone:
-    """What a model is said to have given for a batch of which only the loss is left.
+    """The outputs of a model for a batch of which only the loss is left.
 
     Args:
         loss: of the batch; ``None`` where it is not known yet.
@@ -366,9 +393,9 @@ class OutputsAreGone:
         raise _gone(getattr(function, "__name__", str(function)))
 
 
-def _gone(what: str) -> InputError:
+def _gone(asked: str) -> InputError:
     return InputError(
-        f"{what} was asked for outputs of a training step, and there are none: they were used up "
+        f"{asked} was asked for outputs of a training step, and there are none: they were used up "
         "where the last stage ends, a microbatch at a time, by the loss; use nothing but the loss, "
         "and look at outputs in evaluation"
     )

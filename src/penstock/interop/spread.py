@@ -1,8 +1,12 @@
-"""How a model that another library trains is to be spread, and the pipeline that this makes."""
+"""How a model that another library trains is to be spread, and the pipeline that this makes; and
+``need``, for libraries that an extra brings.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,7 +97,7 @@ class Spread:
 
         judged = {} if targets is None else {"loss": loss, "targets": targets}
         graph = profile(layers, inputs, **judged, repeats=_ROUNDS, ranks=0)
-        found = find(
+        plan = find(
             graph,
             self.cluster,
             microbatches=self.microbatches,
@@ -101,8 +105,8 @@ class Spread:
             schedule=self.schedule,
             spill="never",
         )
-        check_plan(found)
-        return found
+        check_plan(plan)
+        return plan
 
 
 def check_plan(plan: Plan) -> None:
@@ -129,7 +133,7 @@ def check_plan(plan: Plan) -> None:
         )
 
 
-def check_one_process(what: str) -> None:
+def check_one_process(name: str) -> None:
     """See that all ranks will be threads of this process.
 
     Raises:
@@ -139,6 +143,28 @@ def check_one_process(what: str) -> None:
     processes = max(processes, int(os.environ.get("WORLD_SIZE", "1")))
     if processes > 1:
         raise InputError(
-            f"{what} has its ranks as threads of one process, and this is one of {processes}; "
+            f"{name} has its ranks as threads of one process, and this is one of {processes}; "
             "start it with plain python, or train with penstock.Pipeline under torchrun"
         )
+
+
+def need(libraries: Sequence[str], extra: str, user: str) -> None:
+    """See that libraries can be imported, and that nothing else is said if they cannot.
+
+    Args:
+        libraries: as they are imported.
+        extra: of Penstock, which brings them.
+        user: what needs them, for the error.
+
+    Raises:
+        InputError: one is not installed.
+    """
+    for library in libraries:
+        try:
+            importlib.import_module(library)
+        except ModuleNotFoundError as error:
+            if error.name != library:  # it is there, and lacks something itself
+                raise
+            raise InputError(
+                f"{user} needs {library}, which is not installed; pip install 'penstock[{extra}]'"
+            ) from None

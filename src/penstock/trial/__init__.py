@@ -1,12 +1,11 @@
 """A training run beside its single-device twins: is it the same, is it faster, was it predicted?"""
 
-from penstock.trial.contestants import Contestant, on_one_device, pipelined
 from penstock.trial.curvature import largest_curvature, stage_curvatures
 from penstock.trial.proof import prove, steps_needed
 from penstock.trial.result import Trial
 from penstock.trial.trial import ContestProgress, run_trial
 from penstock.trial.verdict import Difference, Proof, ProofRow
-from penstock.trial.workload import Workload
+from penstock.trial.workload import Contestant, Workload, on_one_device, pipelined
 
 __all__ = [
     "ContestProgress",

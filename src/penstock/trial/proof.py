@@ -9,48 +9,40 @@ from __future__ import annotations
 import copy
 import os
 import tempfile
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice, takewhile
-from math import inf, sqrt
+from math import sqrt
 from typing import NamedTuple
 
 import torch
-from msgspec.structs import replace
 from torch import Tensor, nn
 
 from penstock.base.errors import InputError
 from penstock.base.units import count_of
+from penstock.core.schedule import Kind, Op, Schedule
+from penstock.core.summation.staleness import StaleStream
 from penstock.core.timing.timeline import Timeline
-from penstock.core.versions import PipeMare, Predict, Sideways
+from penstock.core.versions import PipeMare, Sideways
 from penstock.engine.device.placement import devices_of_ranks
 from penstock.engine.model import microbatches, tree
 from penstock.engine.model.optimizer_factory import Parameters
-from penstock.engine.model.spine import spine_fingerprint, spine_of
-from penstock.engine.run.building import in_layers
 from penstock.engine.run.drive.joining import several_processes
 from penstock.engine.run.placing import place_buffers, place_parameters
 from penstock.planning.plans import Plan
 from penstock.planning.plans.explanation import steady_minibatch
 from penstock.training.pipeline import Pipeline
 from penstock.training.profiler.alone import Progress
-from penstock.trial.contestants import bring_back, intra_op_threads
-from penstock.trial.curvature import layers_of_stages
 from penstock.trial.reference.delayed_replay import DelayedReplay
 from penstock.trial.reference.sideways_replay import SidewaysReplay
 from penstock.trial.reference.single_device import SingleDevice
-from penstock.trial.stale_proof import Journal, latest, replayed, too_late
-from penstock.trial.verdict import Difference, Proof, ProofRow
-from penstock.trial.workload import Batch, Workload
+from penstock.trial.reference.stale_replay import CopyOf, StaleReplay
+from penstock.trial.verdict import Proof, ProofRow, Sides
+from penstock.trial.workload import Batch, Workload, bring_back, intra_op_threads
 
 _SEED = 0
 _USUAL_STEPS = 5
 _BEFORE = 2
 """Minibatches before a checkpoint: after the second, momentum is more than a gradient."""
-_LAST_PLACES = 16
-"""The units in the last place by which a tensor may be off where sums have another order, however
-little training has moved it."""
 
 
 def prove(
@@ -91,6 +83,30 @@ def prove(
         ModelError: the plan is for another model.
         RunError: a step failed.
     """
+    _check_provable(plan, resume)
+    sides = Sides.of(workload, plan, float64)
+    batches = _batches(workload, plan, num_steps, float64, _BEFORE if resume else 0)
+    before, batches = batches[: _BEFORE * resume], batches[_BEFORE * resume :]
+    window = _steady_window(plan, batches)
+    with intra_op_threads(plan.num_threads):
+        ours, timeline, held, journals = _pipelined(sides, workload, before, batches, progress)
+        theirs, delays = _referred(sides, workload, before, batches, journals)
+    if progress is not None:
+        progress(2 * len(ours), 2 * len(ours))
+    rows = tuple(_row(sides, stage, timeline, held, window) for stage in range(len(sides.names)))
+    return Proof(
+        plan=plan,
+        reference=_reference(plan, journals),
+        num_before=len(before),
+        expected=sides.expected,
+        losses=tuple(zip(map(float, ours), map(float, theirs), strict=True)),
+        loss_tolerance=sqrt(torch.finfo(ours[0].dtype).eps) if sides.rounding else 0.0,
+        rows=rows,
+        misread=(*_misread(plan, timeline, delays), *_too_late(journals, plan.summing.stale)),
+    )
+
+
+def _check_provable(plan: Plan, resume: bool) -> None:
     if several_processes():
         raise InputError(
             "a proof runs all ranks in threads of one process, but this is one of "
@@ -102,36 +118,19 @@ def prove(
             "a stream of frames is proven in one go, with frames of one microbatch; plan with "
             "num_microbatches=1, and leave --resume out"
         )
-    sides = Sides.of(workload, plan, float64)
-    batches = _batches(workload, plan, num_steps, float64, _BEFORE if resume else 0)
-    before, batches = batches[: _BEFORE * resume], batches[_BEFORE * resume :]
-    window = _steady_window(plan, batches)
-    with intra_op_threads(plan.num_threads):
-        ours, timeline, held, journals = _pipelined(sides, workload, before, batches, progress)
-        theirs, delays = _referred(sides, workload, before, batches, journals)
-    if progress is not None:
-        progress(2 * len(ours), 2 * len(ours))
-    rows = tuple(_row(sides, stage, timeline, held, window) for stage in range(len(sides.names)))
-    asynchronous = plan.versions.asynchronous
+
+
+def _misread(
+    plan: Plan, timeline: Timeline, delays: Mapping[tuple[int, int], int]
+) -> Iterator[tuple[int, int]]:
+    """(stage, microbatch) whose recorded delay is not the one that the reference applied."""
     newest = plan.versions.activations == "newest"
-    recorded = timeline.delays if asynchronous else {}
-    misread = (
-        (stage, k)
-        for stage, delays_of_stage in recorded.items()
-        for k, delay in delays_of_stage.items()
-        # What a stream's end drops has no delay, whatever the pipeline has noted.
-        if delays.get((stage, k), delay if newest else None) != delay
-    )
-    return Proof(
-        plan=plan,
-        reference=_reference(plan, journals),
-        num_before=len(before),
-        expected=sides.expected,
-        losses=tuple(zip(map(float, ours), map(float, theirs), strict=True)),
-        loss_tolerance=sqrt(torch.finfo(ours[0].dtype).eps) if sides.rounding else 0.0,
-        rows=rows,
-        misread=(*misread, *too_late(journals, plan.summing.stale)),
-    )
+    recorded = timeline.delays if plan.versions.asynchronous else {}
+    for stage, delays_of_stage in recorded.items():
+        for k, delay in delays_of_stage.items():
+            # What a stream's end drops has no delay, whatever the pipeline has noted.
+            if delays.get((stage, k), delay if newest else None) != delay:
+                yield stage, k
 
 
 def _reference(plan: Plan, journals: Sequence[Journal]) -> str:
@@ -148,121 +147,6 @@ def steps_needed(plan: Plan) -> int:
     policy = plan.versions
     synchronous = policy.t3 if isinstance(policy, PipeMare) else 0
     return synchronous + steady_minibatch(plan) + 1
-
-
-@dataclass(frozen=True)
-class Sides:
-    """Two models that begin equal, one for the pipeline and one for the reference.
-
-    Attributes:
-        plan: the plan of both.
-        model: the pipeline's.
-        twin: the reference's.
-        initial: parameters and buffers before training, by name.
-        names: names of each stage's parameters and buffers; those outside all layers count as the
-            last stage's.
-        rounding: why sums may have another order; empty where everything is equal to the bit.
-    """
-
-    plan: Plan
-    model: nn.Module
-    twin: nn.Module
-    initial: dict[str, Tensor]
-    names: tuple[tuple[str, ...], ...]
-    rounding: str
-
-    @classmethod
-    def of(cls, workload: Workload, plan: Plan, float64: bool) -> Sides:
-        """Build both models.
-
-        Raises:
-            InputError: they do not begin equal, or never can be.
-            ModelError: the plan is for another model.
-        """
-        model, twin = (in_layers(workload.build_model(), plan) for _ in range(2))
-        layers = layers_of_stages(model, plan)
-        rounding = _rounding(plan, [layer.module for stage in layers for layer in stage])
-        if float64:
-            model, twin = model.double(), twin.double()
-            plan = replace(plan, model=spine_fingerprint(spine_of(model)))
-        initial = {name: value.detach().clone() for name, value in _tensors(model).items()}
-        stage_of = {
-            id(tensor): stage
-            for stage, own in reversed(list(enumerate(layers)))
-            for layer in own
-            for tensor in (*layer.module.parameters(), *layer.module.buffers())
-        }
-        names: list[list[str]] = [[] for _ in layers]
-        for name, tensor in _tensors(model).items():
-            names[stage_of.get(id(tensor), -1)].append(name)
-        sides = cls(plan, model, twin, initial, tuple(map(tuple, names)), rounding)
-        sides._check_equal()
-        return sides
-
-    def _check_equal(self) -> None:
-        for stage, names in enumerate(self.names):
-            for name, apart in zip(names, self.differences(stage), strict=True):
-                if apart.absolute:
-                    raise InputError(
-                        "build_model gives other weights at each call, so there is nothing to "
-                        f"compare: first {name!r} of stage {stage}, by {apart.absolute:.2g}; call "
-                        "torch.manual_seed in it"
-                    )
-
-    @property
-    def expected(self) -> str:
-        """How equal the two sides should be."""
-        return (
-            f"equal up to rounding, because {self.rounding}"
-            if self.rounding
-            else "equal to the bit"
-        )
-
-    def differences(self, stage: int) -> tuple[Difference, ...]:
-        """The difference of each parameter and buffer of a stage, in the model's order."""
-        ours, theirs = _tensors(self.model), _tensors(self.twin)
-        return tuple(
-            _difference(name, ours[name], theirs[name], self.initial[name], bool(self.rounding))
-            for name in self.names[stage]
-        )
-
-    def has_moved(self, stage: int) -> bool:
-        """Whether training has changed a parameter of a stage."""
-        theirs = dict(self.twin.named_parameters())
-        return any(
-            name in theirs and not torch.equal(theirs[name].cpu(), self.initial[name].cpu())
-            for name in self.names[stage]
-        )
-
-
-def _rounding(plan: Plan, modules: Sequence[nn.Module]) -> str:
-    """Why sums have another order than the reference's, as the documents say."""
-    placement, policy = plan.placement, plan.versions
-    if placement.num_slices > 1:
-        for module in modules:
-            for part in module.modules():
-                if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
-                    raise InputError(
-                        "with slices of a sequence, dropout draws for each slice, which one device "
-                        "cannot: make the workload's model without dropout to prove its plan"
-                    )
-        return "one device runs whole sequences, not slices"
-    users = Counter(id(weight) for module in modules for weight in module.parameters())
-    reasons = {
-        "tensor ranks add what each of them has": plan.num_tensor_ranks > 1,
-        "ranks that hold the same stage add their gradients": placement.weight_copies > 1
-        and not plan.summing.stale,
-        "layers share weights, whose gradients are added": max(users.values(), default=1) > 1,
-        "weights are predicted": isinstance(policy, Predict),
-        "PipeMare's drift is a running mean": isinstance(policy, PipeMare)
-        and policy.t2 is not None,
-    }
-    return next((reason for reason, holds in reasons.items() if holds), "")
-
-
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers of a model by name, each once."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def _batches(
@@ -460,34 +344,64 @@ def _row(
     )
 
 
-def _difference(
-    name: str, ours: Tensor, theirs: Tensor, initial: Tensor, rounds: bool
-) -> Difference:
-    inexact = theirs.is_floating_point() or theirs.is_complex()
-    ours, wanted, before = map(_plain, (ours, theirs, initial))
-    absolute = _furthest(ours, wanted)
-    if not absolute:
-        return Difference(name, 0.0, 0.0, 0.0, allowed=True)
-    moved = _furthest(wanted, before)
-    precision = torch.finfo(theirs.dtype).eps if inexact else 1.0
-    place = precision * (float(wanted.abs().max()) if inexact else 1.0)
-    reach = sqrt(precision) * moved + _LAST_PLACES * place if inexact else 0.0
-    return Difference(
-        name,
-        absolute,
-        absolute / place if place else inf,
-        absolute / moved if moved else inf,
-        allowed=rounds and absolute <= reach < inf,
+Journal = Mapping[int, StaleStream]
+"""Of one stream, by stage, what the updates of a parameter server were made of."""
+
+
+def copies_of(plan: Plan) -> CopyOf:
+    """Which copy of a stage runs a microbatch, as the plan's schedule says."""
+    schedules: dict[int, Schedule] = {}
+
+    def copy_of(stage: int, microbatch: int, count: int) -> int:
+        count = max(count, plan.num_microbatches)  # what a minibatch lacks counts for nothing
+        if count not in schedules:
+            schedules[count] = plan.build_schedule(count)
+        rank = schedules[count].where[Op(stage, Kind.FORWARD, microbatch)]
+        return plan.placement.ranks_of(stage).index(rank)
+
+    return copy_of
+
+
+def replayed(
+    twin: nn.Module,
+    plan: Plan,
+    workload: Workload,
+    streams: Sequence[Sequence[Batch]],
+    journals: Sequence[Journal],
+    seed: int,
+) -> list[Tensor]:
+    """The losses of all minibatches; the twin has the weights afterwards.
+
+    Args:
+        streams: the minibatches of each stream.
+        journals: of each stream.
+        seed: of random layers.
+    """
+    replay = StaleReplay(
+        twin,
+        [len(stage.layers) for stage in plan.stages],
+        plan.num_microbatches,
+        workload.loss,
+        workload.optimizer,
+        copy_of=copies_of(plan),
+        seed=seed,
     )
+    pairs = zip(streams, journals, strict=True)
+    return [loss for batches, journal in pairs for loss in replay.train(batches, journal)]
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach().cpu()  # some accelerators have no float64
-    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
+def latest(journals: Sequence[Journal]) -> int:
+    """By how many updates the latest gradient was late."""
+    delays = (stream.delays for journal in journals for stream in journal.values())
+    return max((delay for own in delays for delay in own.values()), default=0)
 
 
-def _furthest(left: Tensor, right: Tensor) -> float:
-    """The largest difference of two entries; equal ones, infinite or NaN included, differ by 0."""
-    equal = (left == right) | (left.isnan() & right.isnan())
-    apart = (left - right).abs().masked_fill(equal, 0.0).nan_to_num(inf, posinf=inf)
-    return float(apart.max()) if apart.numel() else 0.0
+def _too_late(journals: Sequence[Journal], most_stale: int) -> list[tuple[int, int]]:
+    """(stage, minibatch) of gradients that were later than they may be."""
+    return [
+        (stage, contribution.minibatch)
+        for journal in journals
+        for stage, stream in journal.items()
+        for contribution, delay in stream.delays.items()
+        if delay > most_stale
+    ]

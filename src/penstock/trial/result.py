@@ -14,10 +14,9 @@ import torch
 from penstock.core.timing import find_parting, idle_of
 from penstock.core.timing.timeline import Timeline
 from penstock.drawing import Fact, Report, Series, StageRow, TimelineRecord
-from penstock.drawing.report.words import reason
+from penstock.drawing.report import doubt_of, reason
 from penstock.planning.plans import Plan
-from penstock.trial.contestants import Contestant
-from penstock.trial.workload import Workload
+from penstock.trial.workload import Contestant, Workload
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class Trial:
         """Why times of the pipeline, and of who is compared with it, say little; empty if they say
         how fast it is."""
         others = max(contestant.pace.others for contestant in (self.pipeline, *beside))
-        return f"other programs had up to {others:.0%} of the cores meanwhile" if others else ""
+        return doubt_of(others)
 
     def _timed(self, label: str, value: str, note: str, *beside: Contestant) -> Fact:
         """A number that is as good as the times that it comes from."""
@@ -132,7 +131,10 @@ class Trial:
             "units_per_second": self.units_per_second,
             "losses": self.pipeline.losses,
             "held_out": self.pipeline.held_out,
-            "share_of_others": {one.name: one.pace.others for one in (self.pipeline, *self.twins)},
+            "share_of_others": {
+                contestant.name: contestant.pace.others
+                for contestant in (self.pipeline, *self.twins)
+            },
             **(compared if self.twins else {}),
         }
 
@@ -245,7 +247,7 @@ class Trial:
         return facts
 
     def headline(self) -> str:
-        """What came of the run, in one sentence."""
+        """The outcome of the run in one sentence."""
         devices = f"{self.plan.num_ranks} devices" if self.plan.num_ranks > 1 else "One device"
         steps = len(self.pipeline.losses)
         if not self.twins:

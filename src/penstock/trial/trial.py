@@ -7,9 +7,8 @@ from itertools import islice
 
 from penstock.base.errors import InputError
 from penstock.planning.plans import Plan
-from penstock.trial.contestants import Contestant, on_one_device, pipelined
 from penstock.trial.result import Trial
-from penstock.trial.workload import Batch, Workload
+from penstock.trial.workload import Batch, Contestant, Workload, on_one_device, pipelined
 
 ContestProgress = Callable[[Contestant], None]
 """Called after every step of every contestant."""
@@ -58,9 +57,9 @@ def run_trial(
         while turns := list(islice(batches, min(_TURN, num_steps - len(pipeline.losses)))):
             for contestant in [pipeline, *(twins if turn % 2 == 0 else twins[:1])]:
                 with contestant.taking_turn():
-                    _take_turn(contestant, turns, workload, evaluate_every, progress)
+                    _take_turn(contestant, turns, evaluate_every, progress)
             turn += 1
-        _evaluate_at_the_end(pipeline, workload)
+        _evaluate_at_the_end(pipeline)
     finally:
         pipeline.close()
     if not pipeline.losses:
@@ -68,13 +67,10 @@ def run_trial(
     return Trial(workload, plan, pipeline, tuple(twins))
 
 
-def _evaluate_at_the_end(pipeline: Contestant, workload: Workload) -> None:
+def _evaluate_at_the_end(pipeline: Contestant) -> None:
     """The held-out loss of the trained model, unless the last step was one to evaluate after."""
-    if workload.held_out is None or not pipeline.held_out:
-        return
-    last_step, _ = pipeline.held_out[-1]
-    if last_step < len(pipeline.losses):
-        pipeline.evaluate(workload.held_out, workload.loss)
+    if pipeline.held_out and pipeline.held_out[-1][0] < len(pipeline.losses):
+        pipeline.held_out_loss()
 
 
 def _twins(workload: Workload, plan: Plan) -> list[Contestant]:
@@ -89,7 +85,6 @@ def _twins(workload: Workload, plan: Plan) -> list[Contestant]:
 def _take_turn(
     contestant: Contestant,
     batches: Sequence[Batch],
-    workload: Workload,
     evaluate_every: int,
     progress: ContestProgress | None,
 ) -> None:
@@ -97,8 +92,8 @@ def _take_turn(
         before = len(contestant.losses)
         contestant.stream(batches)
         due = before // evaluate_every != len(contestant.losses) // evaluate_every or not before
-        if due and workload.held_out is not None:
-            contestant.evaluate(workload.held_out, workload.loss)
+        if due:
+            contestant.held_out_loss()
         if progress is not None:
             for _ in batches:
                 progress(contestant)
@@ -106,7 +101,7 @@ def _take_turn(
     for batch in batches:
         contestant.step(batch)
         due = len(contestant.losses) % evaluate_every == 0 or len(contestant.losses) == 1
-        if due and workload.held_out is not None and contestant.timelines:
-            contestant.evaluate(workload.held_out, workload.loss)
+        if due and contestant.timelines:
+            contestant.held_out_loss()
         if progress is not None:
             progress(contestant)

@@ -1,12 +1,26 @@
-"""``Proof``: the result of comparing a plan's training with an independent reference."""
+"""``Proof``: the result of comparing a plan's training with an independent reference; ``Sides`` are
+the two models that are compared.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from math import isclose
+from math import inf, isclose, sqrt
 from textwrap import fill
 
+import torch
+from msgspec.structs import replace
+from torch import Tensor, nn
+
+from penstock.base.errors import InputError
+from penstock.core.versions import PipeMare, Predict
+from penstock.engine.model.spine import spine_fingerprint, spine_of
+from penstock.engine.run.building import in_layers
 from penstock.planning.plans import Plan
+from penstock.trial.curvature import layers_of_stages
+from penstock.trial.workload import Workload
 
 _WIDTH = 80
 
@@ -112,7 +126,7 @@ class Proof:
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """What is not as it should be, a sentence each."""
+        """The deviations from what should be, a sentence each."""
         faults = []
         scale = max(abs(theirs) for _, theirs in self.losses)
         for number, (ours, theirs) in enumerate(self.losses):
@@ -241,3 +255,156 @@ def _short(layers: tuple[str, ...]) -> str:
     if len(layers) == 1:
         return layers[0]
     return f"{len(layers)}: {layers[0]} … {layers[-1]}"
+
+
+_LAST_PLACES = 16
+"""The units in the last place by which a tensor may be off where sums have another order, however
+little training has moved it."""
+
+
+@dataclass(frozen=True)
+class Sides:
+    """Two models that begin equal, one for the pipeline and one for the reference.
+
+    Attributes:
+        plan: the plan of both.
+        model: the pipeline's.
+        twin: the reference's.
+        initial: parameters and buffers before training, by name.
+        names: names of each stage's parameters and buffers; those outside all layers count as the
+            last stage's.
+        rounding: why sums may have another order; empty where everything is equal to the bit.
+    """
+
+    plan: Plan
+    model: nn.Module
+    twin: nn.Module
+    initial: dict[str, Tensor]
+    names: tuple[tuple[str, ...], ...]
+    rounding: str
+
+    @classmethod
+    def of(cls, workload: Workload, plan: Plan, float64: bool) -> Sides:
+        """Build both models.
+
+        Raises:
+            InputError: they do not begin equal, or never can be.
+            ModelError: the plan is for another model.
+        """
+        model, twin = (in_layers(workload.build_model(), plan) for _ in range(2))
+        layers = layers_of_stages(model, plan)
+        rounding = _rounding(plan, [layer.module for stage in layers for layer in stage])
+        if float64:
+            model, twin = model.double(), twin.double()
+            plan = replace(plan, model=spine_fingerprint(spine_of(model)))
+        initial = {name: value.detach().clone() for name, value in _tensors(model).items()}
+        stage_of = {
+            id(tensor): stage
+            for stage, own in reversed(list(enumerate(layers)))
+            for layer in own
+            for tensor in (*layer.module.parameters(), *layer.module.buffers())
+        }
+        names: list[list[str]] = [[] for _ in layers]
+        for name, tensor in _tensors(model).items():
+            names[stage_of.get(id(tensor), -1)].append(name)
+        sides = cls(plan, model, twin, initial, tuple(map(tuple, names)), rounding)
+        sides._check_equal()
+        return sides
+
+    def _check_equal(self) -> None:
+        for stage, names in enumerate(self.names):
+            for name, apart in zip(names, self.differences(stage), strict=True):
+                if apart.absolute:
+                    raise InputError(
+                        "build_model gives other weights at each call, so there is nothing to "
+                        f"compare: first {name!r} of stage {stage}, by {apart.absolute:.2g}; call "
+                        "torch.manual_seed in it"
+                    )
+
+    @property
+    def expected(self) -> str:
+        """How equal the two sides should be."""
+        return (
+            f"equal up to rounding, because {self.rounding}"
+            if self.rounding
+            else "equal to the bit"
+        )
+
+    def differences(self, stage: int) -> tuple[Difference, ...]:
+        """The difference of each parameter and buffer of a stage, in the model's order."""
+        ours, theirs = _tensors(self.model), _tensors(self.twin)
+        return tuple(
+            _difference(name, ours[name], theirs[name], self.initial[name], bool(self.rounding))
+            for name in self.names[stage]
+        )
+
+    def has_moved(self, stage: int) -> bool:
+        """Whether training has changed a parameter of a stage."""
+        theirs = dict(self.twin.named_parameters())
+        return any(
+            name in theirs and not torch.equal(theirs[name].cpu(), self.initial[name].cpu())
+            for name in self.names[stage]
+        )
+
+
+def _rounding(plan: Plan, modules: Sequence[nn.Module]) -> str:
+    """Why sums have another order than the reference's, as the documents say."""
+    placement, policy = plan.placement, plan.versions
+    if placement.num_slices > 1:
+        for module in modules:
+            for part in module.modules():
+                if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
+                    raise InputError(
+                        "with slices of a sequence, dropout draws for each slice, which one device "
+                        "cannot: make the workload's model without dropout to prove its plan"
+                    )
+        return "one device runs whole sequences, not slices"
+    users = Counter(id(weight) for module in modules for weight in module.parameters())
+    reasons = {
+        "tensor ranks add what each of them has": plan.num_tensor_ranks > 1,
+        "ranks that hold the same stage add their gradients": placement.weight_copies > 1
+        and not plan.summing.stale,
+        "layers share weights, whose gradients are added": max(users.values(), default=1) > 1,
+        "weights are predicted": isinstance(policy, Predict),
+        "PipeMare's drift is a running mean": isinstance(policy, PipeMare)
+        and policy.t2 is not None,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of a model by name, each once."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _difference(
+    name: str, ours: Tensor, theirs: Tensor, initial: Tensor, rounds: bool
+) -> Difference:
+    inexact = theirs.is_floating_point() or theirs.is_complex()
+    ours, wanted, before = map(_plain, (ours, theirs, initial))
+    absolute = _furthest(ours, wanted)
+    if not absolute:
+        return Difference(name, 0.0, 0.0, 0.0, allowed=True)
+    moved = _furthest(wanted, before)
+    precision = torch.finfo(theirs.dtype).eps if inexact else 1.0
+    place = precision * (float(wanted.abs().max()) if inexact else 1.0)
+    reach = sqrt(precision) * moved + _LAST_PLACES * place if inexact else 0.0
+    return Difference(
+        name,
+        absolute,
+        absolute / place if place else inf,
+        absolute / moved if moved else inf,
+        allowed=rounds and absolute <= reach < inf,
+    )
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach().cpu()  # some accelerators have no float64
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
+
+
+def _furthest(left: Tensor, right: Tensor) -> float:
+    """The largest difference of two entries; equal ones, infinite or NaN included, differ by 0."""
+    equal = (left == right) | (left.isnan() & right.isnan())
+    apart = (left - right).abs().masked_fill(equal, 0.0).nan_to_num(inf, posinf=inf)
+    return float(apart.max()) if apart.numel() else 0.0

@@ -35,8 +35,8 @@ from penstock.core.schedule import Kind
 from penstock.core.summation import split
 from penstock.engine.transport import ProcessGroupTransport
 from penstock.planning.plans import Plan
+from penstock.trial.proof import copies_of
 from penstock.trial.reference.stale_replay import StaleReplay
-from penstock.trial.stale_proof import copies_of
 from tests.kit.accelerator import collectives
 from tests.kit.accelerator.devices import register
 from tests.kit.helpers import make_batch, make_mlp, make_plan

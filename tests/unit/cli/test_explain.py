@@ -25,7 +25,7 @@ from penstock.core.schedule.op import Kind
 from penstock.planning.plans.explanation import explain, stability_bound, steady_minibatch
 from penstock.planning.plans.stability import check_stability
 from penstock.trial import Workload
-from penstock.trial.reference.delayed_replay import _Account
+from penstock.trial.reference.delayed_replay import _StreamVersions
 from tests.kit.command_line import refused, run, succeed
 from tests.kit.examples import in_turns
 from tests.kit.helpers import make_batch, make_mlp, make_plan
@@ -155,7 +155,7 @@ def test_examples_are_what_the_independent_replay_reads(policy, stages):
     found = explain(plan)
     assert found.example >= 10
     assert found.example >= 4 * steady_minibatch(plan) or steady_minibatch(plan) == 0
-    account = _Account(policy, plan.replicas, tuple(range(4, 400, 4)))
+    account = _StreamVersions(policy, plan.replicas, tuple(range(4, 400, 4)))
     for index, stage in enumerate(found.stages):
         read = account.read(index, found.example)
         assert (stage.forward.example, stage.backward.example) == (

@@ -12,8 +12,8 @@ from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 
 import penstock.cli
+from penstock.cli import EXAMPLES
 from penstock.cli import penstock as program
-from penstock.cli.examples import EXAMPLES
 from penstock.core.schedule import families
 from penstock.core.versions import POLICIES
 
@@ -43,7 +43,7 @@ def completed(words, incomplete):
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_has_an_example_in_its_help_that_its_parser_takes(verb, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert verb in EXAMPLES, "say in cli/examples.py how people call it"
+    assert verb in EXAMPLES, "say in cli.py how people call it"
     told = invoke(*verb.split(), "--help").output
     for example in EXAMPLES[verb]:
         assert f"\n    penstock {example}\n" in told

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.base.errors import ModelError
-from penstock.cli.workloads import load_workload
+from penstock.cli.input import load_workload
 
 MODULE = """
 from dataclasses import replace

@@ -16,10 +16,8 @@ from penstock.drawing.contest import (
     markdown,
     summary,
     table_rows,
-    write_contest,
 )
-from penstock.drawing.contest.curves import loss_panels
-from penstock.drawing.contest.page import contest_page
+from penstock.drawing.contest_page import contest_page, loss_panels, write_contest
 from penstock.drawing.markup import resource, text_width
 
 
@@ -126,6 +124,38 @@ def test_the_page_is_self_contained_and_escapes(record):
     assert not re.search(r"(src|href)=", page)
     assert page.count('class="dark"') == 2 * 2  # for a wide and for a narrow screen
     assert page.count('class="late"') == 2
+
+
+DISTURBED = "other programs had up to 48% of the cores meanwhile"
+
+
+def test_a_ratio_that_others_have_measured_with_is_grey_and_says_so(record):
+    one, pipeline, late, absent = record.entries
+    disturbed = replace(record, entries=(one, replace(pipeline, others=0.48), late, absent))
+    page = contest_page(disturbed)
+    grey = re.findall(f'<td data-name="([^"]+)" class="figure doubtful" title="{DISTURBED}">', page)
+    assert grey == ["time per step", "after equal time", "to target"]
+    verdict = page[page.index('class="verdict"') :].partition("</p>")[0]
+    told = f"1F1B was fastest (100 ms) (how fast says little: {DISTURBED})."
+    doubtful = re.findall('<span class="doubtful">(.*?)</span>', verdict)
+    assert [words.partition(" (how")[0].split()[-1] for words in doubtful] == ["ms)", "s"]
+    assert told in summary(disturbed) and told in doubtful[0]
+    assert "4.00 times as fast as one device" in verdict.replace(doubtful[0], "")
+    says = f"Times of 1F1B say little, and are grey on a page: {DISTURBED}."
+    assert says in page and says in markdown(disturbed)
+    assert not re.search('class="[^"]*doubtful', contest_page(record))
+
+
+def test_where_the_fastest_was_disturbed_so_is_what_others_had_learned_by_then(record):
+    one, pipeline, late, absent = record.entries
+    disturbed = replace(record, entries=(one, pipeline, replace(late, others=0.1), absent))
+    page = contest_page(disturbed)
+    assert page.count('data-name="after equal time" class="figure doubtful"') == 3
+    assert page.count('data-name="time per step" class="figure doubtful"') == 1
+    assert (
+        "4.00 times as fast as one device"
+        in re.search('<span class="doubtful">(.*?)</span>', page)[1]
+    )
 
 
 def test_each_panel_has_one_dark_line_and_all_others_behind_it(record):

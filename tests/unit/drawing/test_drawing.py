@@ -11,11 +11,16 @@ from penstock.base.units import four_digits, picture_bytes, picture_seconds
 from penstock.core.schedule.lower import add_communication, add_recompute, add_update, lower
 from penstock.core.timing.spans import BUSY
 from penstock.drawing import draw_stacked, markup, stacked
-from penstock.drawing.axes import tick_label, ticks
 from penstock.drawing.chart import line_chart, thinned
-from penstock.drawing.markup import escaped, shortened, text_width
-from penstock.drawing.plan.sheet import without_beginning
-from penstock.drawing.timeline.html import page
+from penstock.drawing.markup import (
+    escaped,
+    shortened,
+    text_width,
+    tick_label,
+    ticks,
+    without_beginning,
+)
+from penstock.drawing.pages import page
 from penstock.drawing.timeline.labels import Names
 from penstock.drawing.timeline.svg import svg
 from penstock.drawing.timeline.text import columns_of_shortest, stacked_text, text

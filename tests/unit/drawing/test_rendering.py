@@ -12,7 +12,7 @@ import penstock as pk
 from penstock.base.errors import InputError
 from penstock.core.timing.spans import Transfer
 from penstock.drawing import draw_stacked
-from penstock.drawing.rendering import light
+from penstock.drawing.formats import light
 
 SVG = "{http://www.w3.org/2000/svg}"
 SPLIT = pk.simulate(pk.schedules.build("zb-h1", num_ranks=4, num_microbatches=8), pk.Costs())
@@ -65,7 +65,7 @@ def test_a_pdf_is_a_page_as_large_as_the_figure(tmp_path):
 def test_without_the_library_there_is_one_clear_error(suffix, library, tmp_path, monkeypatch):
     missing = library.replace("-", "_")
     monkeypatch.delitem(sys.modules, missing, raising=False)
-    monkeypatch.setattr("penstock.drawing.rendering.find_spec", lambda name: None)
+    monkeypatch.setattr("penstock.drawing.formats.find_spec", lambda name: None)
     path = tmp_path / f"x.{suffix}"
     with pytest.raises(InputError, match=rf"needs {library}.*penstock\[pictures\]"):
         pk.draw(SPLIT, path)

@@ -1,8 +1,6 @@
 import base64
 import json
 import re
-import shutil
-import subprocess
 from xml.etree import ElementTree
 
 import pytest
@@ -19,13 +17,10 @@ from penstock.drawing import (
     read_report,
     write_report,
 )
-from penstock.drawing.report.page import report_page
-from penstock.drawing.report.sections import WORDS, explained
+from penstock.drawing.report_page import WORDS, explained, report_page
+from tests.kit.chromium import CHROMIUM, dom_of
 
 FILES = {"index.html", "predicted.svg", "measured.svg", "timelines.svg", "run.json"}
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
 
 
 def step(source, forward):
@@ -191,15 +186,7 @@ def test_nothing_is_fetched():
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome")
 def test_chromium_shows_both_timelines(folder, tmp_path):
-    flags = (
-        "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run "
-        "--disable-background-networking --disable-component-update --disable-sync"
-    )
-    command = [CHROMIUM, *flags.split(), f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
-    page = (folder / "index.html").as_uri()
-    dom = subprocess.run(
-        [*command, page], capture_output=True, text=True, timeout=60, check=True
-    ).stdout
+    dom = dom_of(folder / "index.html", tmp_path / "profile")
     panels = dom.split('class="panel"')[1:]
     assert [panel.count('class="span"') for panel in panels] == [BUSY_SPANS // 2] * 2
     assert [re.search(">(Predicted|Measured)<", panel)[1] for panel in panels] == [

@@ -6,20 +6,25 @@ import pytest
 
 from penstock import errors, schedules, simulate
 from penstock.drawing import draw_scatter
+from penstock.drawing.comparison import ScatterMark, scatter
 from penstock.drawing.markup import text_width
-from penstock.drawing.scatter import Mark, scatter
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 CASES = {
     "none": [],
-    "one": [Mark("1f1b", 4, 0.27, 0.27)],
-    "no bubble": [Mark("perfect", 1, 0.0, 0.0)],
-    "the same point": [Mark("a", 8, 0.1, 0.1), Mark("b", 8, 0.1, 0.1), Mark("c", 8, 0.1, 0.0)],
-    "a crowd": [
-        Mark(f"schedule-number-{n}", 8 + n % 4 / 4, 0.1 + n // 4 / 100, 0.0) for n in range(16)
+    "one": [ScatterMark("1f1b", 4, 0.27, 0.27)],
+    "no bubble": [ScatterMark("perfect", 1, 0.0, 0.0)],
+    "the same point": [
+        ScatterMark("a", 8, 0.1, 0.1),
+        ScatterMark("b", 8, 0.1, 0.1),
+        ScatterMark("c", 8, 0.1, 0.0),
     ],
-    "far apart": [Mark("little", 0.5, 0.9, 0.9), Mark("much", 500, 0.001, 0.0)],
+    "a crowd": [
+        ScatterMark(f"schedule-number-{n}", 8 + n % 4 / 4, 0.1 + n // 4 / 100, 0.0)
+        for n in range(16)
+    ],
+    "far apart": [ScatterMark("little", 0.5, 0.9, 0.9), ScatterMark("much", 500, 0.001, 0.0)],
 }
 
 

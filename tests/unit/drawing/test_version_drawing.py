@@ -13,7 +13,7 @@ from penstock.core.schedule.lower import add_update, add_updates, lower
 from penstock.core.schedule.rounds import Rounds
 from penstock.core.versions import DoubleBuffer, Latest, Policy, Stash, VerticalSync, trace
 from penstock.drawing.markup import text_width
-from penstock.drawing.timeline.html import page
+from penstock.drawing.pages import page
 from penstock.drawing.timeline.svg import svg
 from penstock.drawing.timeline.text import text
 

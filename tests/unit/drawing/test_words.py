@@ -6,7 +6,7 @@ import pytest
 
 from penstock import Op, Span
 from penstock.core.timing import Cause, Parting
-from penstock.drawing.report.words import reason
+from penstock.drawing.report import reason
 
 F, B = Op.parse("1F3"), Op.parse("1B2")
 

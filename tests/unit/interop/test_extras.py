@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from penstock.base.errors import InputError
-from penstock.interop.extras import need
+from penstock.interop.spread import need
 
 
 def test_a_missing_library_is_one_sentence():

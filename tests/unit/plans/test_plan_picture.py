@@ -14,9 +14,10 @@ from penstock.core.cluster import Device
 from penstock.core.schedule import families
 from penstock.core.schedule.op import Kind
 from penstock.drawing import draw_plan
-from penstock.drawing.plan.sheet import shortened_layers, wrapped
-from penstock.drawing.plan.svg import plan_svg
-from penstock.drawing.plan.text import plan_text
+from penstock.drawing.markup import wrapped
+from penstock.drawing.plan_picture import shortened_layers
+from penstock.drawing.plan_svg import plan_svg
+from penstock.drawing.plan_text import plan_text
 from penstock.planning.plans import Alternative, Plan, StagePlan
 from penstock.planning.plans.picture import picture_of
 from tests.kit.command_line import run

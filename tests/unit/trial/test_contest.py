@@ -17,11 +17,12 @@ from penstock.base.errors import InputError
 from penstock.core.cluster import Cluster, Link
 from penstock.drawing.contest import ContestRecord, markdown, summary, table_rows
 from penstock.planning import planner
+from penstock.trial import workload as workload_module
 from penstock.trial.contest import METHODS, run_contest
 from penstock.trial.contest import contest as contest_module
+from penstock.trial.contest.entrants import InProcesses, interrupts_held_back
+from penstock.trial.contest.judging import moved_bytes, splits_nothing
 from penstock.trial.contest.methods import Method
-from penstock.trial.contest.process_group import InProcesses, interrupts_held_back
-from penstock.trial.contest.traffic import moved_bytes, splits_nothing
 from tests.kit.helpers import make_batch, make_mlp, make_plan
 from tests.kit.small_workload import workload
 
@@ -76,6 +77,13 @@ def test_a_record_is_a_file(record, tmp_path):
     assert summary(record) in text
 
 
+def test_a_method_that_others_disturbed_tells_how_much(monkeypatch):
+    taken = iter([0.5, 0.0])  # of one device's turn, of the other's
+    monkeypatch.setattr(workload_module, "share_of_others", lambda *_: next(taken))
+    disturbed, quiet = run_contest(workload, methods=["whole"], num_steps=2).entries
+    assert (disturbed.others, quiet.others) == (0.5, 0.0)
+
+
 def failing(setting):
     raise RuntimeError("no luck")
 
@@ -83,7 +91,7 @@ def failing(setting):
 @pytest.fixture(scope="module")
 def troubled():
     """One method raises, one trains something else, one has too few devices."""
-    taken = contest_module.in_threads
+    taken = contest_module.pipelined
     by_key = {method.key: method for method in METHODS}
     entered = (
         by_key["one-device"],
@@ -92,15 +100,15 @@ def troubled():
         by_key["hybrid"],
     )
 
-    def with_another_rate(setting, plan):
+    def with_another_rate(mine, plan):
         other = dataclasses.replace(
-            setting.workload, optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1)
+            mine, optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1)
         )
-        return taken(dataclasses.replace(setting, workload=other), plan)
+        return taken(other, plan)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(contest_module, "chosen_methods", lambda *_: entered)
-        patched.setattr(contest_module, "in_threads", with_another_rate)
+        patched.setattr(contest_module, "pipelined", with_another_rate)
         return run_contest(workload, num_microbatches=2, num_steps=3)
 
 

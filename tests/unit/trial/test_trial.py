@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from penstock import errors
 from penstock.drawing import read_report, write_report
-from penstock.drawing.report.page import report_page
+from penstock.drawing.report_page import report_page
 from penstock.planning.plans import Plan
 from penstock.trial import run_trial
 from tests.kit.helpers import make_mlp, make_plan

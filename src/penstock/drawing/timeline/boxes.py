@@ -1,18 +1,37 @@
-"""One op as a box: its fill, its hatching, its label if that fits, its tooltip."""
+"""One op as a box (its fill, its hatching, its label if that fits, its tooltip), and the legend,
+which says what the marks of a timeline's figure mean.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.base.units import TimeUnit, picture_seconds
-from penstock.core.schedule.op import COMPUTE, Kind
+from penstock.base.units import TimeUnit
+from penstock.core.schedule.op import COMPUTE, WAITING, Kind
 from penstock.core.schedule.residence import UPDATES
 from penstock.core.timing.spans import BUSY, Span
 from penstock.core.timing.timeline import Timeline
-from penstock.drawing.markup import Rectangle, lines, tag, text_width, write
-from penstock.drawing.timeline.labels import Names, without_kind
-from penstock.drawing.timeline.version_marks import BAND, READING, band, in_words, update_tick
+from penstock.drawing.markup import (
+    LEGEND_SWATCH,
+    Rectangle,
+    legend_entries,
+    lines,
+    tag,
+    text_width,
+    times_in_words,
+    write,
+)
+from penstock.drawing.timeline import labels, link_rows
+from penstock.drawing.timeline.labels import (
+    BAND,
+    READING,
+    Names,
+    band,
+    update_tick,
+    version_words,
+    without_kind,
+)
 
 LETTERS: Mapping[Kind, str] = {
     Kind.FORWARD: "F",
@@ -44,7 +63,7 @@ _MARKS: Mapping[Kind, str] = {
     Kind.BACKWARD_INPUT: tag("path", class_="hatch", d="M-1 8L8 -1M-1 1L1 -1M6 8L8 6"),
     Kind.BACKWARD_WEIGHT: tag("path", class_="dots", d=f"M1 2.5{_DOT}M4.5 6{_DOT}"),
 }
-"""What is repeated over the boxes of a kind, so that it is known without its colour."""
+"""The pattern over the boxes of a kind, so that it is known without its colour."""
 
 _PADDING = 4.0
 _NARROWEST_BOX, _NARROW = 0.8, 8.0
@@ -59,7 +78,7 @@ class LabelStyle:
     full: bool = True
 
     def text(self, name: str) -> str:
-        """What is written for the label ``name``."""
+        """The text for the label ``name``."""
         return name if self.full else without_kind(name)
 
     def fits(self, name: str, width: float) -> bool:
@@ -161,7 +180,7 @@ def box(
     """The element of one busy span at ``place``; with ``versions``, the version that the span read
     stands at its foot."""
     kind, level = span.op.kind, shade(names, span)
-    words = tooltip(span, unit) + (in_words(span) if versions else "")
+    words = tooltip(span, unit) + (version_words(span) if versions else "")
     parts = [tag("title", words)]
     x, y, width, height = place
     if versions and kind is Kind.UPDATE and width < _NARROWEST_BOX:
@@ -213,13 +232,75 @@ def ink(kind: Kind, level: int) -> str:
 
 
 def tooltip(span: Span, unit: TimeUnit) -> str:
-    """What a span is, in words."""
+    """The words that appear over a span: its op, rank and times."""
     op = span.op
-    what = f"{WORDS[op.kind]}, stage {op.stage}"
+    words = f"{WORDS[op.kind]}, stage {op.stage}"
     if op.kind not in UPDATES:
-        what += f", microbatch {op.microbatch}"
-        what += f", slice {op.slice}" if op.slice else ""
-    times = f"{unit.show(span.start)} → {unit.show(span.end)}"
-    length = span.end - span.start
-    took = picture_seconds(length) if unit.suffix else unit.show(length)
-    return f"{op}: {what}, rank {span.rank}; {times} ({took})"
+        words += f", microbatch {op.microbatch}"
+        words += f", slice {op.slice}" if op.slice else ""
+    return f"{op}: {words}, rank {span.rank}; {times_in_words(span.start, span.end, unit)}"
+
+
+def legend(
+    timelines: Sequence[Timeline], left: float, top: float, width: float, versions: bool = False
+) -> tuple[str, float]:
+    """The legend's markup and its height."""
+    parts, bottom = legend_entries(_entries(timelines, versions), left, top, width)
+    return tag("g", f"\n{lines(parts)}\n", class_="legend"), bottom - top
+
+
+def _entries(timelines: Sequence[Timeline], versions: bool) -> Iterator[tuple[str, str]]:
+    """(swatch, words) of everything that occurs."""
+    present = {span.op.kind for timeline in timelines for span in timeline.spans}
+    for kind, letter in LETTERS.items():
+        if kind in present:
+            swatch = tag("rect", y=1, width=LEGEND_SWATCH, height=13, rx=2, **paint(kind, 0))
+            yield swatch, f"{letter} {WORDS[kind]}"
+    if Kind.FORWARD in present:
+        yield from ((_shades(count), words) for count, words in _stages(timelines))
+    if versions:
+        yield labels.version_swatch(LEGEND_SWATCH), labels.VERSIONS_MEAN
+    if any(timeline.num_slices > 1 for timeline in timelines):
+        words = "0.1: microbatch 0, slice 1 of its sequence"
+        yield (
+            tag("rect", y=1, width=LEGEND_SWATCH, height=13, rx=2, **paint(Kind.FORWARD, 0)),
+            words,
+        )
+    if any(_waits(timeline) for timeline in timelines):
+        path = f"M0 7.5h{LEGEND_SWATCH:g}"
+        yield tag("path", class_="wait", d=path), "waiting for another rank"
+    carried = {transfer.kind for timeline in timelines for transfer in timeline.transfers}
+    for transferred, words in link_rows.MEANS.items():
+        if transferred in carried:
+            yield link_rows.swatch(transferred, LEGEND_SWATCH), words
+    yield tag("rect", class_="track", x=0.5, y=1, width=LEGEND_SWATCH - 1, height=13), "idle"
+    if any(timeline.spans for timeline in timelines):
+        path = f"M0 14V9H7V3H13V9H{LEGEND_SWATCH:g}V14Z"
+        yield tag("path", class_="held", d=path), "microbatches in flight"
+
+
+def _stages(timelines: Sequence[Timeline]) -> Iterator[tuple[int, str]]:
+    """How many shades there are, and what they mean."""
+    names = [Names(timeline) for timeline in timelines]
+    stages = max(own.most_stages for own in names)
+    if stages > 1:
+        yield stages, "1F0: of stage 1; later stages of a rank are paler"
+    starts = max((own.starts for own in names), key=len)
+    if len(starts) > 1:
+        others = " or ".join(map(str, starts[1:]))
+        yield len(starts), f"paler: microbatches that start on rank {others}"
+
+
+def _shades(count: int) -> str:
+    levels = sorted({round(k * PALEST / (count - 1)) for k in range(count)})
+    width = LEGEND_SWATCH / len(levels)
+    return "".join(
+        tag("rect", x=k * width, y=1, width=width, height=13, **paint(Kind.FORWARD, level))
+        for k, level in enumerate(levels)
+    )
+
+
+def _waits(timeline: Timeline) -> bool:
+    # What is shorter than this is not drawn either.
+    least = timeline.makespan / 1000
+    return any(s.op.kind in WAITING and s.end - s.start > least for s in timeline.spans)

@@ -14,6 +14,7 @@ import msgspec
 
 from penstock.core.timing.spans import Span
 from penstock.core.timing.timeline import Timeline
+from penstock.drawing.markup import title_of
 from penstock.drawing.timeline.link_rows import label_of, link_rows
 
 _PROCESS, _LINKS = 0, 1
@@ -57,7 +58,7 @@ def _event(span: Span, versions: bool) -> _Event:
 
 
 def _metadata(timeline: Timeline) -> Iterator[_Event]:
-    name = f"{timeline.name or 'schedule'}, {timeline.source}"
+    name = title_of(timeline)
     yield _named("process_name", 0, {"name": name})
     for rank in range(timeline.num_ranks):
         yield _named("thread_name", rank, {"name": f"rank {rank}"})

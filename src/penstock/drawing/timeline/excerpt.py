@@ -1,4 +1,4 @@
-"""What is drawn of a timeline that is too long to be drawn: how it begins and how it ends.
+"""Excerpts of a timeline that is too long to be drawn: how it begins and how it ends.
 
 No browser shows a million boxes, and nobody could read them. Between filling and draining, the
 steady state repeats itself.
@@ -19,7 +19,7 @@ from penstock.core.schedule.memory import Curve
 from penstock.core.schedule.op import COMPUTE
 from penstock.core.timing.spans import Row, entries, outputs_by_stage
 from penstock.core.timing.timeline import Timeline
-from penstock.drawing.axes import Titled, unit_for
+from penstock.drawing.markup import Titled, unit_for
 
 MOST_OPS = 50_000
 """More than these are not drawn."""
@@ -76,8 +76,8 @@ class Excerpt(Timeline):
 
     @cached_property
     def in_flight(self) -> tuple[Curve, ...]:
-        """What is in flight in the whole timeline, from the first start to the last end that are
-        shown."""
+        """Microbatches in flight in the whole timeline, from the first start to the last end that
+        are shown."""
         first = _first(self.rows)
         last = first + self.makespan
         return tuple(_between(curve, first, last, self.shift) for curve in self.whole.in_flight)
@@ -105,8 +105,8 @@ def excerpts(
 
 
 def steady_part(timeline: Timeline, num_microbatches: int) -> Timeline:
-    """What a stream that never flushes looks like while it goes on: so many microbatches from its
-    middle. A stream that is not long enough to be in its steady state is given back whole.
+    """The middle of a stream that never flushes, so many microbatches long: how it looks while it
+    goes on. A stream that is not long enough to be in its steady state is given back whole.
 
     Args:
         timeline: of a stream, from its beginning to its end.
@@ -156,7 +156,7 @@ def _parts(title: str, timeline: Timeline, ops_per_rank: int, from_zero: bool) -
 def _ends(
     title: str, timeline: Timeline, begins: float, ends: float, from_zero: bool
 ) -> Iterator[Titled]:
-    """What starts before ``begins``, and what starts behind ``ends``."""
+    """The ops that start before ``begins``, and those that start behind ``ends``."""
     first = _cut(timeline, float("-inf"), begins, from_zero)
     last = _cut(timeline, ends, float("inf"), from_zero)
     num_ops = sum(len(row.ops) for row in timeline.rows)
@@ -176,7 +176,7 @@ def _backwards(times: Sequence[float]) -> Iterator[float]:
 
 
 def _cut(timeline: Timeline, after: float, before: float, from_zero: bool) -> Excerpt:
-    """What starts between two times."""
+    """The ops that start between two times."""
     rows = [_part_of(row, after, before) for row in timeline.rows]
     begins = _first(rows)
     shift = begins if from_zero else 0.0

@@ -1,4 +1,9 @@
-"""What is written on a span, the same in every kind of picture."""
+"""The text on a span, the same in every kind of picture, and the mark of the weights that it read,
+a coloured band at the foot of its box.
+
+Neighbouring versions differ in colour and the colours come round again, so that one sees at a
+glance where a rank goes on to new weights and which backward reads what which forward read.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +11,16 @@ from collections import Counter
 from collections.abc import Iterable
 
 from penstock.core.schedule.op import COMPUTE, Kind, Op
+from penstock.core.timing.spans import Span
 from penstock.core.timing.timeline import Timeline
+from penstock.drawing.markup import Rectangle, resource, tag, text_width, write
 from penstock.drawing.timeline.excerpt import Excerpt, whole_of
 
 _SHORT = {Kind.UPDATE: "U", Kind.LATE_UPDATE: "U"}
 
 
 class Names:
-    """What the ops of one timeline are called, and what tells a rank's stages apart.
+    """The names of the ops of one timeline, and the shades that tell a rank's stages apart.
 
     An op's own text is stage, kind, microbatch, as in ``2F0``. Where a rank has one stage, its row
     says which, and the label leaves it out.
@@ -73,8 +80,8 @@ def _most_of_one_way(places: Iterable[tuple[int, int]]) -> int:
 
 
 def without_kind(label: str) -> str:
-    """What is left of a label where colour or row says the rest: microbatch and slice; all of one
-    that has none, as an update's.
+    """The microbatch and slice of a label, where colour or row says the rest; all of a label that
+    has none, as an update's.
 
     >>> without_kind("4F0.1"), without_kind("F12"), without_kind("U")
     ('0.1', '12', 'U')
@@ -95,3 +102,72 @@ def headline(timeline: Timeline, title: str = "") -> str:
         f"{name}, {timeline.source}: makespan {whole_of(timeline).makespan:.4g}, "
         f"bubble {timeline.bubble:.1%}, stage bubble {timeline.stage_bubble:.1%}"
     )
+
+
+BAND = 12.0
+"""How high a band is, in pixels."""
+
+_NUM_COLOURS = 6
+"""After so many versions, the colours v0, v1, … of the style sheet come round again."""
+
+READING = COMPUTE | {Kind.RECOMPUTE}
+"""Kinds that read weights."""
+
+VERSIONS_MEAN = "v2: weights read, after 2 updates"
+
+_VERSION_SIZE, _VERSION_PADDING, _OVERHANG, _TICK = 9.0, 2.0, 3.0, 1.6
+
+
+def version_style() -> str:
+    """The style sheet of these marks."""
+    return tag("style", f"\n{resource('versions.css')}\n")
+
+
+def band(version: int, place: Rectangle) -> str:
+    """The band of an op that read a version.
+
+    Args:
+        version: its number, from 0.
+        place: of the op's coloured rectangle.
+    """
+    x, y, width, height = place
+    top = y + height - BAND
+    fill = tag("rect", class_=f"v{version % _NUM_COLOURS}", x=x, y=top, width=width, height=BAND)
+    labels = (f"v{version}", str(version))
+    fitting = (
+        label for label in labels if text_width(label, _VERSION_SIZE) + _VERSION_PADDING <= width
+    )
+    label = next(fitting, None)
+    words = write(x + width / 2, top + 9.3, label, "version") if label else ""
+    return fill + words
+
+
+def update_tick(place: Rectangle, class_: str) -> str:
+    """An update that takes no time: a line across the row, a little longer than the row is high."""
+    x, y, _, height = place
+    return tag(
+        "rect",
+        class_=class_,
+        x=x - _TICK / 2,
+        y=y - _OVERHANG,
+        width=_TICK,
+        height=height + 2 * _OVERHANG,
+    )
+
+
+def version_swatch(width: float) -> str:
+    """The colours of the first versions, for a legend."""
+    each = width / 4
+    return "".join(
+        tag("rect", class_=f"v{version}", x=version * each, y=1, width=each, height=13)
+        for version in range(4)
+    )
+
+
+def version_words(span: Span) -> str:
+    """The version that a span reads or makes, to go on a sentence; nothing if that is not known."""
+    if span.version is None:
+        return ""
+    if span.op.kind is Kind.UPDATE:
+        return f"; makes version {span.version + 1}"
+    return f"; reads version {span.version}"

@@ -7,10 +7,18 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from penstock.base.units import TimeUnit, picture_seconds
+from penstock.base.units import TimeUnit
 from penstock.core.timing.spans import ALL_OF_STAGE, Transfer, TransferKind
 from penstock.core.timing.timeline import Timeline
-from penstock.drawing.markup import lines, resource, shortened, tag, text_width, write
+from penstock.drawing.markup import (
+    lines,
+    resource,
+    shortened,
+    tag,
+    text_width,
+    times_in_words,
+    write,
+)
 
 ROW_HEIGHT = 21.0
 """Pixels from one link's row to the next."""
@@ -24,7 +32,7 @@ _CLASSES: Mapping[TransferKind, str] = {
 LETTERS: Mapping[TransferKind, str] = {
     "value": "F", "gradient": "B", "sum": "S", "read": "r", "write": "w", "served": "s",
 }  # fmt: skip
-"""What stands in text for a kind of transfer."""
+"""The letter that stands in text for a kind of transfer."""
 
 MEANS: Mapping[TransferKind, str] = {
     "value": "an output on its link",
@@ -64,8 +72,8 @@ def link_rows(timeline: Timeline) -> list[LinkRow]:
     rows: list[LinkRow] = []
     first: tuple[tuple[int, ...], int, list[_Stay]] | None = None
     for (_, ranks, kind, server), carried in sorted(by_link.items()):
-        own = sorted(carried, key=lambda one: one.start)
-        stays = [(one.stage, one.start, one.end) for one in own]
+        own = sorted(carried, key=lambda transfer: transfer.start)
+        stays = [(transfer.stage, transfer.start, transfer.end) for transfer in own]
         if kind == "served" and first is not None and (first[0], first[2]) == (ranks, stays):
             rows[-1] = rows[-1]._replace(name=_name(ranks, kind, first[1], server))
             continue
@@ -175,7 +183,7 @@ def _tooltip(transfer: Transfer, name: str, unit: TimeUnit) -> str:
     moved = f"stage {transfer.stage}"
     if transfer.number != ALL_OF_STAGE:
         moved = f"what microbatch {transfer.number} keeps of {moved}"
-    what = {
+    words = {
         "read": f"{moved} comes",
         "write": f"{moved} goes",
         "sum": f"part {transfer.number} of the gradients of stage {transfer.stage}",
@@ -183,11 +191,9 @@ def _tooltip(transfer: Transfer, name: str, unit: TimeUnit) -> str:
         "served": f"gradients of stage {transfer.stage}",
         "gradient": f"gradient made by stage {transfer.stage}, microbatch {transfer.number}",
     }[transfer.kind]
-    length = transfer.end - transfer.start
-    took = picture_seconds(length) if unit.suffix else unit.show(length)
-    times = f"{unit.show(transfer.start)} → {unit.show(transfer.end)}"
+    times = times_in_words(transfer.start, transfer.end, unit)
     ranks = "rank" if len(transfer.ranks) == 1 else "ranks"
-    return f"{what}, {ranks} {name}; {times} ({took})"
+    return f"{words}, {ranks} {name}; {times}"
 
 
 def style() -> str:

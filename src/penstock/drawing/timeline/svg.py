@@ -18,13 +18,32 @@ from penstock.base.units import TimeUnit
 from penstock.core.schedule.op import COMPUTE, WAITING, Kind
 from penstock.core.timing.spans import BUSY, Span
 from penstock.core.timing.timeline import Timeline
-from penstock.drawing.axes import Titled, UnitName, longest, tick_label, ticks, unit_for
-from penstock.drawing.markup import document, lines, shortened, tag, text_width, write
-from penstock.drawing.timeline import link_rows, version_marks
-from penstock.drawing.timeline.boxes import LabelStyle, box, hatches, label_styles, widest_label
+from penstock.drawing.markup import (
+    Titled,
+    UnitName,
+    document,
+    lines,
+    longest,
+    shortened,
+    tag,
+    text_width,
+    tick_label,
+    ticks,
+    title_of,
+    unit_for,
+    write,
+)
+from penstock.drawing.timeline import labels, link_rows
+from penstock.drawing.timeline.boxes import (
+    LabelStyle,
+    box,
+    hatches,
+    label_styles,
+    legend,
+    widest_label,
+)
 from penstock.drawing.timeline.excerpt import Excerpt, excerpts, shortened_to, whole_of
 from penstock.drawing.timeline.labels import Names
-from penstock.drawing.timeline.legend import legend
 
 FIGURE_WIDTHS, PAGE_WIDTHS, CELL_WIDTHS = (800.0, 2400.0), (1000.0, 6000.0), (640.0, 1000.0)
 """The least and the most pixels that a picture is wide: one for paper, one that can be scrolled,
@@ -56,7 +75,7 @@ def svg(
         versions: whether to show which version of the weights each op read.
         whole: whether the middle is drawn, too, if labels then do not fit.
     """
-    title = f"{timeline.name or 'schedule'}, {timeline.source}"
+    title = title_of(timeline)
     return stacked([(title, timeline)], width, unit, versions=versions, whole=whole)
 
 
@@ -97,7 +116,7 @@ def stacked(
 
 
 @dataclass(frozen=True)
-class _Frame:
+class _Canvas:
     """Where everything goes, in pixels; shared by all panels."""
 
     width: float
@@ -127,7 +146,7 @@ def _frame(
     width: float | tuple[float, float],
     unit: UnitName | None,
     versions: bool,
-) -> _Frame:
+) -> _Canvas:
     ranks = max((timeline.num_ranks for timeline in timelines), default=1)
     named = [text_width(f"rank {max(ranks - 1, 0)}", 12), *map(link_rows.widest_name, timelines)]
     left = _MARGIN + max(named) + 10
@@ -140,11 +159,11 @@ def _frame(
     width = round(max(width, left + after + 100))
     bar, area = (26.0, 13.0) if ranks <= 8 else (20.0, 10.0)
     if versions:
-        bar += version_marks.BAND
+        bar += labels.BAND
     held = max(peaks, default=0.0)
     unit_of_times = unit_for(timelines, unit)
     right = width - after
-    return _Frame(width, left, right, extent, unit_of_times, bar, area, held, versions)
+    return _Canvas(width, left, right, extent, unit_of_times, bar, area, held, versions)
 
 
 def _fitting(
@@ -177,12 +196,12 @@ def _peak(held: float) -> str:
     return f"peak {held:.3g}"
 
 
-def _document(frame: _Frame, height: float, parts: list[str], panels: list[Titled]) -> str:
+def _document(frame: _Canvas, height: float, parts: list[str], panels: list[Titled]) -> str:
     named = "; ".join(f"{title}: {_facts(timeline, frame.unit)}" for title, timeline in panels)
     used = hatches([timeline for _, timeline in panels])
     definitions = tag("defs", used) if used else ""
     if frame.versions:
-        definitions = lines([version_marks.style(), definitions])
+        definitions = lines([labels.version_style(), definitions])
     if any(timeline.transfers for _, timeline in panels):
         definitions = lines([link_rows.style(), definitions])
     size = frame.width, round(height)
@@ -204,7 +223,7 @@ def _facts(timeline: Timeline, unit: TimeUnit) -> str:
     )
 
 
-def _panel(frame: _Frame, title: str, timeline: Timeline, top: float) -> str:
+def _panel(frame: _Canvas, title: str, timeline: Timeline, top: float) -> str:
     """One timeline: its headline and its rows."""
     rows = top + _HEAD_HEIGHT
     links = rows + frame.row * timeline.num_ranks
@@ -227,7 +246,7 @@ def _panel(frame: _Frame, title: str, timeline: Timeline, top: float) -> str:
     return tag("g", f"\n{lines(parts)}\n", class_="panel")
 
 
-def _names(frame: _Frame, timeline: Timeline, top: float) -> str:
+def _names(frame: _Canvas, timeline: Timeline, top: float) -> str:
     """The names of the ranks, on their own ground: a page keeps them in view while it scrolls."""
     links = top + frame.row * timeline.num_ranks
     height = frame.row * timeline.num_ranks + link_rows.height_of(timeline)
@@ -239,7 +258,7 @@ def _names(frame: _Frame, timeline: Timeline, top: float) -> str:
     return tag("g", f"\n{lines(names)}\n", class_="stay")
 
 
-def _tracks(frame: _Frame, timeline: Timeline, top: float) -> str:
+def _tracks(frame: _Canvas, timeline: Timeline, top: float) -> str:
     """The empty rows: as long as this timeline, so that idle time is what stays empty."""
     width = timeline.makespan * frame.scale if frame.extent else frame.right - frame.left
     return lines(
@@ -255,19 +274,19 @@ def _tracks(frame: _Frame, timeline: Timeline, top: float) -> str:
     )
 
 
-def _ticks(frame: _Frame) -> list[tuple[float, str]]:
+def _ticks(frame: _Canvas) -> list[tuple[float, str]]:
     """(x, label) of each tick."""
     at_most = int((frame.right - frame.left) / _TICK_DISTANCE)
     values = ticks(0.0, frame.extent * frame.unit.factor, at_most)
     return [(frame.x(value / frame.unit.factor), tick_label(value)) for value in values]
 
 
-def _grid(frame: _Frame, top: float, bottom: float) -> str:
+def _grid(frame: _Canvas, top: float, bottom: float) -> str:
     path = "".join(f"M{x:.2f} {top:g}V{bottom:g}" for x, _ in _ticks(frame))
     return tag("path", class_="grid", d=path)
 
 
-def _axis(frame: _Frame, top: float) -> str:
+def _axis(frame: _Canvas, top: float) -> str:
     marks = _ticks(frame)
     path = f"M{frame.left:.2f} {top:g}H{frame.right:.2f}"
     path += "".join(f"M{x:.2f} {top:g}v5" for x, _ in marks)
@@ -282,7 +301,7 @@ def _axis(frame: _Frame, top: float) -> str:
 
 
 def _row(
-    frame: _Frame,
+    frame: _Canvas,
     timeline: Timeline,
     names: Names,
     rank: int,
@@ -307,7 +326,7 @@ def _row(
     return tag("g", f"\n{lines(parts)}\n", class_="row")
 
 
-def _held(frame: _Frame, timeline: Timeline, rank: int, top: float) -> str:
+def _held(frame: _Canvas, timeline: Timeline, rank: int, top: float) -> str:
     """The in-flight curve of a rank: steps as high as the microbatches it holds."""
     peak = timeline.peak_activations[rank]
     if not peak:
@@ -321,7 +340,7 @@ def _held(frame: _Frame, timeline: Timeline, rank: int, top: float) -> str:
     return lines([tag("path", class_="held", d=path), note])
 
 
-def _steps(frame: _Frame, timeline: Timeline, rank: int) -> list[tuple[float, float]]:
+def _steps(frame: _Canvas, timeline: Timeline, rank: int) -> list[tuple[float, float]]:
     """(x, held from there on). Where a backward ends as the next forward starts, the two changes
     lie in one pixel, and only what is held after both is kept."""
     zero, steps = _zero(timeline), [(frame.left, 0.0)]

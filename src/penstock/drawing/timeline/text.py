@@ -10,11 +10,10 @@ from typing import NamedTuple
 from penstock.core.schedule.op import Kind
 from penstock.core.timing.spans import BUSY, Span
 from penstock.core.timing.timeline import Timeline
-from penstock.drawing.axes import Titled, longest
+from penstock.drawing.markup import Titled, longest
 from penstock.drawing.timeline.excerpt import excerpts
-from penstock.drawing.timeline.labels import Names, headline, without_kind
+from penstock.drawing.timeline.labels import READING, Names, headline, without_kind
 from penstock.drawing.timeline.link_rows import LETTERS, LinkRow, label_of, link_rows
-from penstock.drawing.timeline.version_marks import READING
 
 IDLE, FILL = "·", "─"
 _WIDEST_GRID = 240
@@ -29,7 +28,7 @@ _READS_MEANS = (
 )
 
 
-class _Row(NamedTuple):
+class _TextRow(NamedTuple):
     """A line of the picture: whose it is, what happens, and what is said at its end."""
 
     name: str
@@ -96,10 +95,14 @@ def columns_beside(timeline: Timeline) -> int:
     return _beside(_named(timeline))
 
 
-def _named(timeline: Timeline) -> list[_Row]:
+def _named(timeline: Timeline) -> list[_TextRow]:
     """The rows without what happens in them."""
-    ranks = [_Row(f"rank {rank}", "", _peak(timeline, rank)) for rank in range(timeline.num_ranks)]
-    return [*ranks, *(_Row(_name_of(link), "") for link in link_rows(timeline))] or [_Row("", "")]
+    ranks = [
+        _TextRow(f"rank {rank}", "", _peak(timeline, rank)) for rank in range(timeline.num_ranks)
+    ]
+    return [*ranks, *(_TextRow(_name_of(link), "") for link in link_rows(timeline))] or [
+        _TextRow("", "")
+    ]
 
 
 def _name_of(link: LinkRow) -> str:
@@ -110,14 +113,14 @@ def _peak(timeline: Timeline, rank: int) -> str:
     return f"peak {timeline.peak_activations[rank]:.4g}"
 
 
-def _beside(rows: Iterable[_Row]) -> int:
+def _beside(rows: Iterable[_TextRow]) -> int:
     """How many columns stand beside the time: names, frame and notes."""
     shown = list(rows)
     names = max(len(row.name) for row in shown)
     return names + len(" ││ ") + max(len(row.note) for row in shown)
 
 
-def _lines(rows: Sequence[_Row], window: int | None, step: int) -> Iterator[str]:
+def _lines(rows: Sequence[_TextRow], window: int | None, step: int) -> Iterator[str]:
     """Rows as lines. What is wider than the window has shorter names and, where that is not enough,
     goes on below, as music goes on in the next line; an op of the least length is never parted.
 
@@ -134,7 +137,7 @@ def _lines(rows: Sequence[_Row], window: int | None, step: int) -> Iterator[str]
         yield from _banded(rows, max(columns, 1))
 
 
-def _banded(rows: Sequence[_Row], band: int) -> Iterator[str]:
+def _banded(rows: Sequence[_TextRow], band: int) -> Iterator[str]:
     margin = max((len(row.name) for row in rows), default=0)
     columns = max((len(row.cells) for row in rows), default=0)
     for start in range(0, max(columns, 1), band):
@@ -153,7 +156,7 @@ def columns_of_shortest(timelines: Iterable[Timeline], width: int) -> float:
 
 def _rows(
     timeline: Timeline, names: Names, columns_per_unit: float, width: int, versions: bool
-) -> Iterator[_Row]:
+) -> Iterator[_TextRow]:
     columns = round(timeline.makespan * columns_per_unit) if columns_per_unit else width
     labelled = _labelled(timeline, names, columns_per_unit, versions)
     for rank, spans in enumerate(timeline.by_rank):
@@ -165,17 +168,17 @@ def _rows(
                 fitting = _fitting(label, length, versions) if span.op.kind in labelled else ""
                 shown = fitting or label.lstrip("0123456789")[:1]
                 row[start : start + length] = shown.ljust(length, FILL)
-        yield _Row(f"rank {rank}", "".join(row), _peak(timeline, rank))
+        yield _TextRow(f"rank {rank}", "".join(row), _peak(timeline, rank))
         if versions:
-            yield _Row(_READS, _reads(spans, columns_per_unit, columns))
+            yield _TextRow(_READS, _reads(spans, columns_per_unit, columns))
     for link in link_rows(timeline):
         carried = _carried(link, columns_per_unit, columns)
         if carried.strip(IDLE):  # what is too short to be seen needs no row
-            yield _Row(_name_of(link), carried)
+            yield _TextRow(_name_of(link), carried)
 
 
 def _carried(link: LinkRow, columns_per_unit: float, columns: int) -> str:
-    """What a link carries, as boxes with the letter and the number of each."""
+    """The transfers of a link, as boxes with the letter and the number of each."""
     row = [IDLE] * columns
     for transfer in link.transfers:
         start = round(transfer.start * columns_per_unit)

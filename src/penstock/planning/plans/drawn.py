@@ -6,7 +6,7 @@ from math import ceil
 from typing import NamedTuple
 
 from penstock.core.timing.timeline import Timeline
-from penstock.drawing.plan.picture import PlanPicture
+from penstock.drawing.plan_picture import PlanPicture
 from penstock.drawing.timeline.excerpt import steady_part
 from penstock.planning.plans.picture import picture_of
 from penstock.planning.plans.plan import Plan

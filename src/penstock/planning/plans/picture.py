@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from penstock.base.units import format_bytes, format_rate, format_seconds, format_speed_up
 from penstock.core.schedule import Kind, Schedule
-from penstock.drawing.plan import picture as pictured
+from penstock.drawing import plan_picture as pictured
 from penstock.planning.plans.alternative import Alternative
 from penstock.planning.plans.plan import Plan
 from penstock.planning.plans.stage_plan import StagePlan

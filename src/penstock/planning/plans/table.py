@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from penstock.base.telling import wrap_to
 from penstock.base.units import format_bytes, format_rate, format_seconds, format_speed_up
-from penstock.drawing.layer_names import counted
+from penstock.drawing.plan_picture import counted
 from penstock.planning.plans.prediction import Prediction
 
 if TYPE_CHECKING:

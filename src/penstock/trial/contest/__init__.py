@@ -1,8 +1,7 @@
 """All methods on one workload, in turns: who is fastest, smallest, soonest, and what that costs.
 
-``methods`` is what there is to compare, ``setting`` on what, ``entrants`` a method that trains,
-``process_group`` one that does so in processes, ``emulated`` the pace of devices that are not here,
-``contest`` the turns, ``judging`` the figures.
+``methods`` is what there is to compare and on what, ``entrants`` a method that trains, in threads
+or in processes, ``contest`` the turns, ``judging`` the figures.
 
 Decisions:
 
@@ -23,14 +22,13 @@ differ by more than rounding is stopped, and its row says so.
 """
 
 from penstock.trial.contest.contest import ContestStep, run_contest
-from penstock.trial.contest.methods import METHODS, Method, chosen_methods
-from penstock.trial.contest.setting import Setting, Stage
+from penstock.trial.contest.methods import METHODS, ContestSetting, Method, Stage, chosen_methods
 
 __all__ = [
     "METHODS",
+    "ContestSetting",
     "ContestStep",
     "Method",
-    "Setting",
     "Stage",
     "chosen_methods",
     "run_contest",

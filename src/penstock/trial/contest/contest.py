@@ -1,4 +1,6 @@
-"""``run_contest``: methods train in turns, and what each of them gave becomes a record."""
+"""``run_contest``: methods train in turns, and what each of them gave becomes a record. Devices
+that are not here are emulated: every rank a process, compute a wait.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +19,52 @@ from penstock.base.units import count_of
 from penstock.base.values import one_of, whole
 from penstock.core.cluster import Cluster, Link
 from penstock.core.cluster.local import usable_cores
-from penstock.drawing.contest.record import ONE_DEVICE, ContestRecord
+from penstock.core.timing.timeline import Timeline
+from penstock.drawing.contest import ONE_DEVICE, ContestRecord
 from penstock.engine.model import microbatches as cutting
 from penstock.planning.plans import Plan
-from penstock.trial.contest.emulated import pace_of
+from penstock.training.rehearsal import rehearse
 from penstock.trial.contest.entrants import (
     Entrant,
+    InProcesses,
     Trainer,
     counted_bytes,
-    in_threads,
-    on_a_device,
 )
 from penstock.trial.contest.judging import check_sameness, judged, references
-from penstock.trial.contest.methods import ALL_CORES, Method, chosen_methods
-from penstock.trial.contest.process_group import InProcesses
-from penstock.trial.contest.setting import Setting, Stage
-from penstock.trial.repeating import check_repeats
-from penstock.trial.workload import Batch, Workload
+from penstock.trial.contest.methods import ALL_CORES, ContestSetting, Method, Stage, chosen_methods
+from penstock.trial.workload import Batch, Workload, check_repeats, on_one_device, pipelined
+
+_STEPS = 4
+_KIB = 1024
+
+
+class _EmulatedPace(NamedTuple):
+    """The time of a step on emulated devices.
+
+    Attributes:
+        seconds: of a minibatch; without a flush, in the steady state.
+        timeline: as it was measured.
+    """
+
+    seconds: float
+    timeline: Timeline
+
+
+def _pace_of(plan: Plan) -> _EmulatedPace:
+    """Rehearse a plan with its own times.
+
+    Raises:
+        InputError: it has something that emulated devices do not have.
+        RunError: a process failed.
+    """
+    largest = max((stage.transfer_bytes for stage in plan.stages), default=0)
+    performed = rehearse(plan, steps=_STEPS, message_bytes=max(_KIB, largest))
+    if performed.steady_seconds is not None:
+        return _EmulatedPace(
+            performed.steady_seconds.measured * plan.num_microbatches, performed.measured
+        )
+    return _EmulatedPace(performed.measured.makespan, performed.measured)
+
 
 _REPEATS, _PATIENCE_SECONDS = 3, 1.0
 """How often layers are measured, and how long what sharing a machine costs: a contest is no place
@@ -145,7 +176,7 @@ class _Teller:
 
 def _setting(
     load: Callable[[], Workload], cluster: Cluster, count: int, stage: Stage, folder: str
-) -> Setting:
+) -> ContestSetting:
     workload = load()
     check_repeats(workload)
     inputs, _ = workload.first_batch()
@@ -159,10 +190,10 @@ def _setting(
         ranks=ranks if ranks > 1 else 0,
         patience_seconds=_PATIENCE_SECONDS,
     )
-    return Setting(workload, load, graph, cluster, count, rows, folder, stage)
+    return ContestSetting(workload, load, graph, cluster, count, rows, folder, stage)
 
 
-def _entered(method: Method, setting: Setting, tell: _Teller) -> Entrant:
+def _entered(method: Method, setting: ContestSetting, tell: _Teller) -> Entrant:
     """A method, planned, counted and built; or with the reason why it is not."""
     entrant = Entrant(method)
     entrant.attempt(partial(_prepare, entrant, setting))
@@ -170,7 +201,7 @@ def _entered(method: Method, setting: Setting, tell: _Teller) -> Entrant:
     return entrant
 
 
-def _prepare(entrant: Entrant, setting: Setting) -> None:
+def _prepare(entrant: Entrant, setting: ContestSetting) -> None:
     method = entrant.method
     entrant.plan = plan = method.planned(setting)
     entrant.where = _where(method, plan, setting)
@@ -178,7 +209,7 @@ def _prepare(entrant: Entrant, setting: Setting) -> None:
         batches = list(islice(setting.workload.batches(), _COUNTED))
         entrant.activation_bytes = counted_bytes(setting, plan, batches)
     if setting.stage == "emulated":
-        pace = pace_of(plan)
+        pace = _pace_of(plan)
         entrant.paced_seconds, entrant.paced = pace.seconds, pace.timeline
     if method.runs == "alone":
         entrant.trainer = _alone(method, setting)
@@ -187,12 +218,13 @@ def _prepare(entrant: Entrant, setting: Setting) -> None:
             setting.load, plan, _num_processes(method, plan), setting.folder
         )
     else:
-        entrant.trainer = in_threads(setting, plan)
+        entrant.trainer = pipelined(setting.workload, plan)
 
 
-def _alone(method: Method, setting: Setting) -> Trainer:
+def _alone(method: Method, setting: ContestSetting) -> Trainer:
     count = setting.num_microbatches if method.key == ONE_DEVICE else 1
-    return on_a_device(setting, count, setting.num_devices if method.key == ALL_CORES else 1)
+    num_threads = setting.num_devices if method.key == ALL_CORES else 1
+    return on_one_device(setting.workload, count, num_threads)
 
 
 def _num_processes(method: Method, plan: Plan) -> int:
@@ -200,7 +232,7 @@ def _num_processes(method: Method, plan: Plan) -> int:
     return plan.num_seats + (plan.summing.reducer == "parameter-server")
 
 
-def _where(method: Method, plan: Plan, setting: Setting) -> str:
+def _where(method: Method, plan: Plan, setting: ContestSetting) -> str:
     seats = plan.num_seats
     server = " + server" if method.num_servers else ""
     if setting.stage == "emulated":
@@ -215,7 +247,7 @@ def _where(method: Method, plan: Plan, setting: Setting) -> str:
 
 
 def _rounds(
-    entrants: Sequence[Entrant], setting: Setting, num_steps: int, end: float, tell: _Teller
+    entrants: Sequence[Entrant], setting: ContestSetting, num_steps: int, end: float, tell: _Teller
 ) -> None:
     """All methods in turns, each round beginning with another one, until steps or time run out."""
     batches = setting.workload.batches()

@@ -1,21 +1,91 @@
-"""The methods that a contest compares: for each, its plan on the devices that there are."""
+"""The methods that a contest compares: for each, its plan on the devices that there are.
+``ContestSetting`` has these, the workload and its profile.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from msgspec.structs import replace as replaced
 
 from penstock.base.errors import InputError, PlanError
-from penstock.core.cluster import Cluster, SpareMachine
+from penstock.core.cluster import Cluster, SpareMachine, Tier
+from penstock.core.graph import LayerGraph
 from penstock.core.versions import DoubleBuffer, PipeMare, Policy, Predict, Stash
-from penstock.drawing.contest.record import ONE_DEVICE, WHOLE_BATCH
+from penstock.drawing.contest import ONE_DEVICE, WHOLE_BATCH
 from penstock.planning import planner
 from penstock.planning.plans import Plan
 from penstock.planning.plans.summing import ReducerName
-from penstock.trial.contest.setting import Setting
+from penstock.trial.workload import Workload
+
+Stage = Literal["cores", "emulated"]
+"""Where methods show their pace: on this machine's cores, or on devices that only wait."""
+
+_LEAST_TURN = 5
+
+
+@dataclass(frozen=True)
+class ContestSetting:
+    """The workload, its profile and the devices, which all methods of a contest share.
+
+    Attributes:
+        workload: what is trained.
+        graph: its profile, with microbatches and with whole minibatches.
+        cluster: the devices that methods may take.
+        num_microbatches: per minibatch.
+        num_rows: of a minibatch.
+        folder: for what comes and goes.
+        stage: whether devices are this machine's cores, or emulated.
+        load: makes the workload again, in other processes.
+    """
+
+    workload: Workload
+    load: Callable[[], Workload]
+    graph: LayerGraph
+    cluster: Cluster
+    num_microbatches: int
+    num_rows: int
+    folder: str
+    stage: Stage = "cores"
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices a method may take."""
+        return len(self.cluster.devices)
+
+    @property
+    def turn(self) -> int:
+        """Minibatches that a method trains on before the next one's turn: enough for a stream to
+        be more than its beginning and its end, since it drains there."""
+        return max(_LEAST_TURN, 3 * self.num_devices)
+
+    @property
+    def whole(self) -> LayerGraph:
+        """The profile with whole minibatches as microbatches."""
+        return self.graph.at(self.num_rows)
+
+    @cached_property
+    def cuts(self) -> tuple[str, ...]:
+        """The layers with which stages begin, one stage for each device: the same for all methods,
+        so that what is compared is the methods."""
+        plan = planner.plan(
+            self.graph,
+            self.cluster,
+            microbatches=self.num_microbatches,
+            schedule="1f1b",
+            stages=self.num_devices,
+            recompute="never",
+        )
+        return tuple(stage.layers[0] for stage in plan.stages[1:])
+
+    @cached_property
+    def tier(self) -> Tier:
+        """Where stages are while they are not in memory; its speed is measured once."""
+        return Cluster.local(1, tiers=[Tier(folder=self.folder)]).tiers[0]
+
 
 WHOLE, ALL_CORES = WHOLE_BATCH, "all-cores"
 """Keys of one device that takes a minibatch at once, with one core, and with as many as there are
@@ -45,12 +115,12 @@ class Method:
     key: str
     title: str
     page: str
-    plan: Callable[[Setting], Plan]
+    plan: Callable[[ContestSetting], Plan]
     runs: Runs = "threads"
     least_devices: int = 2
     num_servers: int = 0
 
-    def planned(self, setting: Setting) -> Plan:
+    def planned(self, setting: ContestSetting) -> Plan:
         """Its plan.
 
         Raises:
@@ -64,7 +134,7 @@ class Method:
         return self.plan(setting)
 
 
-def _one(setting: Setting) -> Plan:
+def _one(setting: ContestSetting) -> Plan:
     return planner.plan(
         setting.graph,
         Cluster(devices=setting.cluster.devices[:1]),
@@ -75,7 +145,7 @@ def _one(setting: Setting) -> Plan:
     )
 
 
-def _whole(setting: Setting) -> Plan:
+def _whole(setting: ContestSetting) -> Plan:
     return planner.plan(
         setting.whole,
         Cluster(devices=setting.cluster.devices[:1]),
@@ -86,13 +156,13 @@ def _whole(setting: Setting) -> Plan:
     )
 
 
-def _with_all_cores(setting: Setting) -> Plan:
+def _with_all_cores(setting: ContestSetting) -> Plan:
     if setting.stage == "emulated":
         raise InputError("cores that share each operation cannot be emulated")
     return _whole(setting)
 
 
-def _naive(setting: Setting) -> Plan:
+def _naive(setting: ContestSetting) -> Plan:
     return planner.plan(
         setting.whole,
         setting.cluster,
@@ -103,8 +173,8 @@ def _naive(setting: Setting) -> Plan:
     )
 
 
-def _copied(reducer: ReducerName) -> Callable[[Setting], Plan]:
-    def plan(setting: Setting) -> Plan:
+def _copied(reducer: ReducerName) -> Callable[[ContestSetting], Plan]:
+    def plan(setting: ContestSetting) -> Plan:
         rate = setting.cluster.link.bytes_per_second
         # Where links count, so does who sums; a server's link is like the others.
         spares = (SpareMachine(name="server", bytes_per_second=rate),) if rate else ()
@@ -123,7 +193,7 @@ def _copied(reducer: ReducerName) -> Callable[[Setting], Plan]:
     return plan
 
 
-def _tensor(setting: Setting) -> Plan:
+def _tensor(setting: ContestSetting) -> Plan:
     return planner.plan(
         setting.graph,
         setting.cluster,
@@ -135,8 +205,8 @@ def _tensor(setting: Setting) -> Plan:
     )
 
 
-def _family(family: str, stages_per_device: int = 1) -> Callable[[Setting], Plan]:
-    def plan(setting: Setting) -> Plan:
+def _family(family: str, stages_per_device: int = 1) -> Callable[[ContestSetting], Plan]:
+    def plan(setting: ContestSetting) -> Plan:
         stages = None if stages_per_device == 1 else stages_per_device * setting.num_devices
         return planner.plan(
             setting.graph,
@@ -151,10 +221,10 @@ def _family(family: str, stages_per_device: int = 1) -> Callable[[Setting], Plan
     return plan
 
 
-def _late(policy: Policy, *, whole: bool = False) -> Callable[[Setting], Plan]:
+def _late(policy: Policy, *, whole: bool = False) -> Callable[[ContestSetting], Plan]:
     """A pipeline that never flushes; ``whole``: whose units are whole minibatches."""
 
-    def plan(setting: Setting) -> Plan:
+    def plan(setting: ContestSetting) -> Plan:
         return planner.plan(
             setting.whole if whole else setting.graph,
             setting.cluster,
@@ -167,7 +237,7 @@ def _late(policy: Policy, *, whole: bool = False) -> Callable[[Setting], Plan]:
     return plan
 
 
-def _hybrid(setting: Setting) -> Plan:
+def _hybrid(setting: ContestSetting) -> Plan:
     """Stages × copies × tensor ranks, each 2 where there are eight devices; without tensor ranks
     where there are four."""
     tensor_ranks = 2 if setting.num_devices >= 8 else 1
@@ -185,7 +255,7 @@ def _hybrid(setting: Setting) -> Plan:
     )
 
 
-def _spilled(setting: Setting) -> Plan:
+def _spilled(setting: ContestSetting) -> Plan:
     whole = max(_one(setting).rank_bytes)
     cluster = Cluster(devices=setting.cluster.devices[:1], tiers=(setting.tier,))
     refused: PlanError | None = None

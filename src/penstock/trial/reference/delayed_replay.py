@@ -1,4 +1,4 @@
-"""What an asynchronous plan is proven against: the same stream, one microbatch at a time.
+"""The reference of an asynchronous plan: the same stream, one microbatch at a time.
 
 One process goes through the microbatches in order, forward and backward through all stages, with
 exactly the weights that ``penstock.versions`` says each pass reads. All versions of a stream are
@@ -33,16 +33,16 @@ from penstock.core.versions import (
     VerticalSync,
     least_minibatch,
 )
-from penstock.engine.model import microbatches
 from penstock.engine.model.microbatches import Weight, Weighting
 from penstock.engine.model.optimizer_factory import OptimizerFactory, SchedulerFactory
 from penstock.engine.model.randomness import LayerStreams
 from penstock.engine.model.spine import Skip, spine_of
 from penstock.trial.reference.replayed_stage import ReplayedStage, Tensors
+from penstock.trial.reference.single_device import check_cuts, cut_minibatch, run_where_it_draws
 
 
-class Read(NamedTuple):
-    """What one microbatch read at one stage. All numbers count from 0 in each stream.
+class WeightsRead(NamedTuple):
+    """The versions that one microbatch read at one stage. All numbers count from 0 in each stream.
 
     Attributes:
         forward_version: the version of the weights that its forward read.
@@ -127,7 +127,7 @@ class DelayedReplay:
             stage.take_optimizer(names, optimizer, lr_scheduler, reduction == "mean")
             self._stages.append(stage)
         self._num_minibatches = 0
-        self.reads: list[Read] = []
+        self.reads: list[WeightsRead] = []
 
     def _place(self, stage: int) -> Place:
         by_microbatch = self._policy.updates == "microbatch"
@@ -152,7 +152,7 @@ class DelayedReplay:
         losses = self._stream(minibatches[:synchronous], Flush())
         self.reads = []
         least = min(least_minibatch(self._policy, self._replicas), self._num_microbatches)
-        stream: list[list[_Part]] = []
+        stream: list[list[_Microbatch]] = []
         for index, minibatch in enumerate(minibatches[synchronous:], start=synchronous + 1):
             stream.append(minibatch)
             # Behind one that is too short for the versions that are kept, a pipeline drains.
@@ -161,15 +161,12 @@ class DelayedReplay:
                 stream = []
         return losses
 
-    def _cut(self, inputs: Any, targets: Any) -> list[_Part]:
-        count = min(self._num_microbatches, microbatches.num_rows(inputs, "inputs"))
-        wanted = microbatches.split(targets, count)
-        given, shares = microbatches.split(inputs, count), self._weighting.of(wanted)
-        columns = zip(given, wanted, shares, strict=True)
-        return [_Part(number, *column) for number, column in enumerate(columns)]
+    def _cut(self, inputs: Any, targets: Any) -> list[_Microbatch]:
+        cut = cut_minibatch(inputs, targets, self._num_microbatches, self._weighting)
+        return [_Microbatch(number, *columns) for number, columns in enumerate(cut)]
 
-    def _stream(self, minibatches: list[list[_Part]], policy: Policy) -> list[Tensor]:
-        account = _Account(policy, self._replicas, tuple(accumulate(map(len, minibatches))))
+    def _stream(self, minibatches: list[list[_Microbatch]], policy: Policy) -> list[Tensor]:
+        account = _StreamVersions(policy, self._replicas, tuple(accumulate(map(len, minibatches))))
         for stage in self._stages:
             stage.begin()
         self.reads = []
@@ -187,7 +184,7 @@ class DelayedReplay:
             self._num_minibatches += 1
         return losses
 
-    def _microbatch(self, k: int, part: _Part, account: _Account) -> Tensor | None:
+    def _microbatch(self, k: int, part: _Microbatch, account: _StreamVersions) -> Tensor | None:
         """Run forward, backward, and the updates that are then due; give its share of the loss."""
         reads = [account.read(number, k) for number in range(len(self._stages))]
         pairs = list(zip(self._stages, reads, strict=True))
@@ -211,8 +208,8 @@ class DelayedReplay:
         self.reads += reads
         return None if term is None else term.detach()
 
-    def _forward(self, part: _Part, copies: list[Tensors]) -> Tensor:
-        draw = partial(_draw, self._streams, (self._num_minibatches, part.number))
+    def _forward(self, part: _Microbatch, copies: list[Tensors]) -> Tensor:
+        draw = partial(run_where_it_draws, self._streams, (self._num_minibatches, part.number))
         skips: dict[str, Skip] = {}
         value = part.inputs
         for stage, own in zip(self._stages, copies, strict=True):
@@ -221,7 +218,7 @@ class DelayedReplay:
         return loss
 
 
-class _Part(NamedTuple):
+class _Microbatch(NamedTuple):
     """A microbatch: its number in the minibatch, its data, and its share of the loss."""
 
     number: int
@@ -230,7 +227,7 @@ class _Part(NamedTuple):
     share: float
 
 
-class _Account:
+class _StreamVersions:
     """Says which versions the passes of one stream read, and when its stages update."""
 
     def __init__(self, policy: Policy, replicas: tuple[int, ...], ends: tuple[int, ...]) -> None:
@@ -240,7 +237,7 @@ class _Account:
         self._ends = ends
         self._rounds = Rounds(replicas, ends if self.by_minibatch else None)
 
-    def read(self, stage: int, k: int) -> Read:
+    def read(self, stage: int, k: int) -> WeightsRead:
         """The versions that microbatch ``k`` reads at a stage."""
         round_ = self._rounds.of(stage, k)
         match self.policy:
@@ -253,7 +250,7 @@ class _Account:
             case _:
                 forward = self._newest(stage, k)
         unstashed = isinstance(self.policy, Latest | PipeMare | Predict)
-        return Read(stage, k, forward, round_ if unstashed else forward, round_)
+        return WeightsRead(stage, k, forward, round_ if unstashed else forward, round_)
 
     def _newest(self, stage: int, k: int) -> int:
         """How many updates a stage has made when the forward of microbatch ``k`` runs there.
@@ -277,31 +274,12 @@ class _Account:
         return k + 1 == self._ends[-1] or self._rounds.of(stage, k) < self._rounds.of(stage, k + 1)
 
 
-def _draw(
-    streams: LayerStreams,
-    key: tuple[int, int],
-    layer: int,
-    training: bool,
-    run: Callable[[Any], Any],
-    value: Any,
-) -> Any:
-    """Run a layer where it draws its random numbers; ``key`` is (minibatch, microbatch in it)."""
-    with streams.stream(layer, training, *key) as stream:
-        result = run(value)
-    streams.learn(layer, training, stream)
-    return result
-
-
 def _check(
     policy: object, cuts: Sequence[int], replicas: Sequence[int], num_layers: int, count: int
 ) -> None:
     if not isinstance(policy, Policy):
         raise InputError(f"versions is {policy!r}; give a policy, as in versions.Stash()")
-    if not cuts or min(cuts) < 1 or sum(cuts) != num_layers:
-        raise InputError(
-            f"cuts are {list(cuts)}; give how many layers each stage has, at least one, and "
-            f"{num_layers} in all"
-        )
+    check_cuts(cuts, num_layers)
     if len(replicas) != len(cuts) or min(replicas) < 1:
         raise InputError(
             f"replicas are {list(replicas)}; give a count ≥ 1 for each of the {len(cuts)} stages"

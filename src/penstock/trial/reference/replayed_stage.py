@@ -23,7 +23,7 @@ Tensors = dict[str, Tensor]
 
 
 class _Version(NamedTuple):
-    """What a stage was after some update; each dictionary has the parameters' names as keys.
+    """A stage after some update; each dictionary has the parameters' names as keys.
 
     Attributes:
         weights: the stage's weights.
@@ -168,7 +168,9 @@ class ReplayedStage(nn.Module):
                 microbatches that are added first.
         """
         for name, parameter in self._own.items():
-            parameter.grad = _sum(_sum(one[name] for one in own) for own in contributions)
+            parameter.grad = _sum(
+                _sum(gradients[name] for gradients in own) for own in contributions
+            )
         self._change(self._policy, None)
 
     def _change(self, policy: Policy, clip_norm: float | None) -> None:

@@ -1,19 +1,20 @@
-"""What a synchronous plan is proven against: the same steps on one device.
+"""The reference of a synchronous plan: the same steps on one device.
 
-It is a plain loop over microbatches and layers without pipeline code. It shares with the pipeline
-only how a minibatch is cut and where dropout draws, so that an equal result says something about
-everything else.
+It is a plain loop over microbatches and layers without pipeline code. It shares with the pipeline,
+and with the other loops here, only how a minibatch is cut and where dropout draws, so that an equal
+result says something about everything else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from penstock.base.errors import InputError
 from penstock.engine.device.allocator import keep_freed_pages
 from penstock.engine.model import microbatches
 from penstock.engine.model.microbatches import Weight, Weighting
@@ -56,16 +57,14 @@ class SingleDevice:
 
     def step(self, inputs: Any, targets: Any) -> Tensor:
         """Train on one minibatch: forward, backward, and the optimizer's step; returns the loss."""
-        count = min(self._num_microbatches, microbatches.num_rows(inputs, "inputs"))
-        parts = microbatches.split(targets, count)
-        weights = self._weighting.of(parts)
+        cut = cut_minibatch(inputs, targets, self._num_microbatches, self._weighting)
         total: Tensor | None = None
-        for k, part in enumerate(microbatches.split(inputs, count)):
+        for k, (part, wanted, share) in enumerate(cut):
             output = self._forward(part, k)
-            loss = self._run(len(self._layers), partial(self._loss, output), True, parts[k], k)
-            if not weights[k]:
+            loss = self._run(len(self._layers), True, partial(self._loss, output), wanted, k)
+            if not share:
                 continue  # the mean of no terms is NaN, and NaN · 0 as well
-            term = loss * weights[k]
+            term = loss * share
             term.backward()
             total = term.detach() if total is None else total + term.detach()
         if self._optimizer is not None:
@@ -85,14 +84,48 @@ class SingleDevice:
         skips: dict[str, Skip] = {}
         for index, layer in enumerate(self._layers):
             run = partial(run_layer, layer, skips=skips)
-            value = self._run(index, run, layer.module.training, value, microbatch)
+            value = self._run(index, layer.module.training, run, value, microbatch)
         return value
 
     def _run(
-        self, index: int, run: Callable[[Any], Any], training: bool, value: Any, microbatch: int
+        self, layer: int, training: bool, run: Callable[[Any], Any], value: Any, microbatch: int
     ) -> Any:
-        """Run a layer, or the loss as if it were one more, where it draws its random numbers."""
-        with self._streams.stream(index, training, self._step, microbatch) as stream:
-            result = run(value)
-        self._streams.learn(index, training, stream)
-        return result
+        return run_where_it_draws(
+            self._streams, (self._step, microbatch), layer, training, run, value
+        )
+
+
+def cut_minibatch(
+    inputs: Any, targets: Any, num_microbatches: int, weighting: Weighting
+) -> list[tuple[Any, Any, float]]:
+    """(inputs, targets, share of the loss) of each microbatch; fewer of them where there are fewer
+    rows."""
+    count = min(num_microbatches, microbatches.num_rows(inputs, "inputs"))
+    wanted = microbatches.split(targets, count)
+    shares = weighting.of(wanted)
+    return list(zip(microbatches.split(inputs, count), wanted, shares, strict=True))
+
+
+def run_where_it_draws(
+    streams: LayerStreams,
+    key: tuple[int, int],
+    layer: int,
+    training: bool,
+    run: Callable[[Any], Any],
+    value: Any,
+) -> Any:
+    """Run a layer, or the loss as if it were one more, where it draws its random numbers; ``key``
+    is (minibatch, microbatch in it)."""
+    with streams.stream(layer, training, *key) as stream:
+        result = run(value)
+    streams.learn(layer, training, stream)
+    return result
+
+
+def check_cuts(cuts: Sequence[int], num_layers: int) -> None:
+    """Raise ``InputError`` unless ``cuts`` are counts of layers that are all layers together."""
+    if not cuts or min(cuts) < 1 or sum(cuts) != num_layers:
+        raise InputError(
+            f"cuts are {list(cuts)}; give how many layers each stage has, at least one, and "
+            f"{num_layers} in all"
+        )

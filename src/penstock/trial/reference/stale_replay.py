@@ -1,4 +1,4 @@
-"""What a plan with stale updates is proven against: the same journal, one microbatch at a time.
+"""The reference of a plan with stale updates: the same journal, one microbatch at a time.
 
 Which gradients met in which update, and which weights each copy had read, is chance: it is how long
 everybody took. The pipeline's journal says how it was. This loop takes it from there, and computes
@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from penstock.base.errors import InputError
 from penstock.core.summation.staleness import Contribution, StaleStream
 from penstock.core.versions import Flush, Place
-from penstock.engine.model import microbatches
 from penstock.engine.model.microbatches import Weight, Weighting
 from penstock.engine.model.optimizer_factory import OptimizerFactory, SchedulerFactory
 from penstock.engine.model.randomness import LayerStreams
 from penstock.engine.model.spine import Skip, spine_of
 from penstock.trial.reference.replayed_stage import ReplayedStage
+from penstock.trial.reference.single_device import cut_minibatch, run_where_it_draws
 
 CopyOf = Callable[[int, int, int], int]
 """From (stage, microbatch, microbatches in the minibatch) to the copy that runs it, from 0."""
@@ -95,8 +95,8 @@ class StaleReplay:
         Raises:
             InputError: the journal cannot be: something would be needed before it is there.
         """
-        cut = [self._cut(*batch) for batch in batches]
-        work = _Stream(self._stages, cut, streams, self._copy_of)
+        cut = [cut_minibatch(*batch, self._num_microbatches, self._weighting) for batch in batches]
+        work = _StaleWork(self._stages, cut, streams, self._copy_of)
         terms: list[list[Tensor | None]] = [[None] * len(parts) for parts in cut]
         while not work.is_done:
             ready = work.ready()
@@ -110,18 +110,16 @@ class StaleReplay:
         self._num_minibatches += len(cut)
         return [_total(own) for own in terms]
 
-    def _cut(self, inputs: Any, targets: Any) -> list[tuple[Any, Any, float]]:
-        count = min(self._num_microbatches, microbatches.num_rows(inputs, "inputs"))
-        wanted = microbatches.split(targets, count)
-        shares = self._weighting.of(wanted)
-        return list(zip(microbatches.split(inputs, count), wanted, shares, strict=True))
-
-    def _microbatch(self, part: _Part, work: _Stream) -> Tensor | None:
+    def _microbatch(self, part: _MicrobatchId, work: _StaleWork) -> Tensor | None:
         copies = [
             stage.copies(Flush(), version)
             for stage, version in zip(self._stages, work.versions_of(part), strict=True)
         ]
-        draw = partial(self._draw, (self._num_minibatches + part.minibatch, part.number))
+        draw = partial(
+            run_where_it_draws,
+            self._randomness,
+            (self._num_minibatches + part.minibatch, part.number),
+        )
         skips: dict[str, Skip] = {}
         value, targets, share = work.given(part)
         for stage, own in zip(self._stages, copies, strict=True):
@@ -134,30 +132,16 @@ class StaleReplay:
             work.keep(number, part, {name: leaf.grad for name, leaf in own.items()})
         return None if term is None else term.detach()
 
-    def _draw(
-        self,
-        key: tuple[int, int],
-        layer: int,
-        training: bool,
-        run: Callable[[Any], Any],
-        value: Any,
-    ) -> Any:
-        """Run a layer where it draws its random numbers; ``key`` is (minibatch, microbatch)."""
-        with self._randomness.stream(layer, training, *key) as stream:
-            result = run(value)
-        self._randomness.learn(layer, training, stream)
-        return result
 
-
-class _Part(NamedTuple):
+class _MicrobatchId(NamedTuple):
     """A microbatch: that of the stream with these numbers."""
 
     minibatch: int
     number: int
 
 
-class _Stream:
-    """What is done of a stream, and what can be done next."""
+class _StaleWork:
+    """The microbatches and updates of a stream: which are done, and which can be done next."""
 
     def __init__(
         self,
@@ -170,11 +154,13 @@ class _Stream:
         alone = _alone(len(cut))
         self._streams = [streams.get(number, alone) for number in range(len(stages))]
         self._left = [
-            _Part(minibatch, number)
+            _MicrobatchId(minibatch, number)
             for minibatch, parts in enumerate(cut)
             for number in range(len(parts))
         ]
-        self._gradients: list[dict[_Part, Mapping[str, Tensor | None]]] = [{} for _ in stages]
+        self._gradients: list[dict[_MicrobatchId, Mapping[str, Tensor | None]]] = [
+            {} for _ in stages
+        ]
         self._num_updates = [0] * len(stages)
         for stage in stages:
             stage.begin()
@@ -185,21 +171,21 @@ class _Stream:
         counts = [len(stream.updates) for stream in self._streams]
         return not self._left and self._num_updates == counts
 
-    def given(self, part: _Part) -> tuple[Any, Any, float]:
+    def given(self, part: _MicrobatchId) -> tuple[Any, Any, float]:
         """A microbatch's input, target, and share of the loss."""
         return self._cut[part.minibatch][part.number]
 
-    def versions_of(self, part: _Part) -> list[int]:
+    def versions_of(self, part: _MicrobatchId) -> list[int]:
         """By stage, the version of the weights with which a microbatch was computed."""
         return [
             stream.read_by(Contribution(part.minibatch, self._copy(number, part)))
             for number, stream in enumerate(self._streams)
         ]
 
-    def _copy(self, stage: int, part: _Part) -> int:
+    def _copy(self, stage: int, part: _MicrobatchId) -> int:
         return self._copy_of(stage, part.number, len(self._cut[part.minibatch]))
 
-    def ready(self) -> list[_Part]:
+    def ready(self) -> list[_MicrobatchId]:
         """The microbatches all of whose weights are there; they are taken as done."""
         ready = [
             part
@@ -212,7 +198,7 @@ class _Stream:
         self._left = [part for part in self._left if part not in ready]
         return ready
 
-    def keep(self, stage: int, part: _Part, gradients: Mapping[str, Tensor | None]) -> None:
+    def keep(self, stage: int, part: _MicrobatchId, gradients: Mapping[str, Tensor | None]) -> None:
         """Keep a microbatch's gradients at a stage."""
         self._gradients[stage][part] = gradients
 
@@ -225,10 +211,10 @@ class _Stream:
         updates = self._streams[stage].updates
         if self._num_updates[stage] == len(updates):
             return False
-        added: list[list[_Part]] = []
+        added: list[list[_MicrobatchId]] = []
         for minibatch, copy in updates[self._num_updates[stage]]:
             count = len(self._cut[minibatch])
-            parts = [_Part(minibatch, number) for number in range(count)]
+            parts = [_MicrobatchId(minibatch, number) for number in range(count)]
             added.append([part for part in parts if self._copy(stage, part) == copy])
         kept = self._gradients[stage]
         if any(part not in kept for own in added for part in own):
@@ -240,8 +226,8 @@ class _Stream:
 
 def _alone(count: int) -> StaleStream:
     """The journal of a stage that has one copy and waits for nobody."""
-    numbers = [Contribution(number, 0) for number in range(count)]
-    return StaleStream([(one,) for one in numbers], {one: one.minibatch for one in numbers})
+    own = [Contribution(number, 0) for number in range(count)]
+    return StaleStream([(gradient,) for gradient in own], {own[k]: k for k in range(count)})
 
 
 def _total(terms: Sequence[Tensor | None]) -> Tensor:

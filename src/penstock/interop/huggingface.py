@@ -1,4 +1,18 @@
-"""``prepare``: a model for loops as accelerate's, ``outputs = model(**batch)`` and so on."""
+"""Loops of Hugging Face's libraries, with a pipeline where they call the model.
+
+``PenstockTrainer`` is a ``transformers.Trainer``, ``prepare`` for loops that are written as
+accelerate's are. Needs the extra ``huggingface``. Decisions:
+
+- Batches that make one update (``gradient_accumulation_steps``) go through the pipeline together,
+  with one flush.
+- What the loss of a microbatch is, ``Trainer.compute_loss`` says, that of a subclass or mixin too:
+  it is called with a stand-in for the model that notes with what the model is called, and, where
+  the last stage ends, with one that has the outputs.
+- Where the loss is a sum over items, divided by the number that it is told, it is told 1, and the
+  sum over all microbatches is divided: what ``Trainer`` computes, whatever it counts as items.
+- Gradients come to lie in the model's own parameters, so that clipping, the optimizer, its
+  scheduler, callbacks, files and resuming are all ``Trainer``'s own.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +25,24 @@ from torch import Tensor, nn
 
 from penstock.base.errors import InputError
 from penstock.base.values import expect
-from penstock.interop.huggingface.items import items_of
-from penstock.interop.loss_pipeline import LossPipeline, OutputsAreGone, in_microbatches
-from penstock.interop.spread import Spread
-from penstock.planning.plans import Plan
-from penstock.training.pipeline import Pipeline
+from penstock.interop.loss_pipeline import (
+    HasLossPipeline,
+    LossPipeline,
+    OutputsAreGone,
+    in_microbatches,
+)
+from penstock.interop.spread import Spread, need
+
+need(("transformers", "accelerate"), "huggingface", "penstock.interop.huggingface")
+
+from penstock.interop.huggingface_trainer import PenstockTrainer, items_of  # noqa: E402
+
+__all__ = ["PenstockTrainer", "PreparedModel", "Spread", "prepare"]
 
 BatchLoss = Callable[[Any, dict[str, Any]], Tensor]
 
 
-class PreparedModel(nn.Module):
+class PreparedModel(HasLossPipeline, nn.Module):
     """A model that is called with batches, and runs each of them through a pipeline.
 
     In training mode a call gives an object with a ``loss``, whose ``backward()`` adds the gradients
@@ -46,32 +68,18 @@ class PreparedModel(nn.Module):
         self.module = module
         self._spread = spread
         takes = inspect.signature(module.forward).parameters
-        self._split = LossPipeline(
+        self._own = LossPipeline(
             module,
             spread,
             loss or _own_loss,
             constants={"use_cache": False} if "use_cache" in takes else None,
-            what="prepare",
+            name="prepare",
         )
         self.train(module.training)
 
     @property
-    def plan(self) -> Plan:
-        """What batches are run by.
-
-        Raises:
-            InputError: there has been no batch yet.
-        """
-        return self._split.plan
-
-    @property
-    def pipeline(self) -> Pipeline:
-        """What runs batches: its ``timeline`` is that of the last one.
-
-        Raises:
-            InputError: there has been no batch yet.
-        """
-        return self._split.pipeline
+    def _loss_pipeline(self) -> LossPipeline:
+        return self._own
 
     def forward(self, **batch: Any) -> Any:
         """Run a batch, forward and backward or forward only.
@@ -83,18 +91,18 @@ class PreparedModel(nn.Module):
             InputError: no row of the batch has a label that counts.
         """
         if not (self.training and torch.is_grad_enabled()):
-            return self._split.evaluate(batch)
+            return self._own.evaluate(batch)
         parts = in_microbatches(batch, self._spread.microbatches)
         weighed = [(part, items) for part in parts if (items := items_of(self.module, part))]
         if not weighed:
             raise InputError("no label counts in this batch: all are -100")
         given = [part for part, _ in weighed]
         weights = [float(items) for _, items in weighed]
-        return OutputsAreGone(loss=self._split.loss(given, given, weights=weights))
+        return OutputsAreGone(loss=self._own.loss(given, given, weights=weights))
 
     def close(self) -> None:
         """End the pipeline's workers; the next batch would start them again."""
-        self._split.close()
+        self._own.close()
 
 
 def _own_loss(outputs: Any, inputs: dict[str, Any]) -> Tensor:

@@ -1,4 +1,6 @@
-"""``penstock contest``: all methods on one workload, side by side."""
+"""``penstock contest``: all methods on one workload, side by side; and ``penstock verify``: the
+proof, in one command, on the user's own model and plan.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +16,19 @@ import click
 from penstock.base.errors import InputError
 from penstock.base.units import to_bytes_per_second
 from penstock.cli import options, show
+from penstock.cli.input import load_workload
 from penstock.cli.output import STANDARD_OUTPUT, written
-from penstock.cli.workloads import load_workload
 from penstock.core.cluster import Link
-from penstock.drawing.contest import (
-    COLUMNS,
-    ContestRecord,
-    check_output,
-    legend,
-    summary,
-    table_rows,
-    write_contest,
-)
+from penstock.drawing.contest import COLUMNS, ContestRecord, legend, summary, table_rows
 
 if TYPE_CHECKING:
     from penstock.trial.contest import ContestStep
 
-DEFAULT_CONTEST = "penstock.demo:small_workload"
+
+from penstock.cli import sources
+from penstock.cli.input import DEFAULT_WORKLOAD, InputFile, load_workload_of
+
+_DEFAULT_CONTEST = "penstock.demo:small_workload"
 _QUICK_STEPS, _FULL_STEPS = 40, 200
 _QUICK_SECONDS = 60.0
 _LINE_SECONDS = 5.0
@@ -38,14 +36,14 @@ _LINE_SECONDS = 5.0
 
 _EPILOG = (
     "MODEL is module:function, where the function returns a penstock.trial.Workload; by default a "
-    f"small GPT, {DEFAULT_CONTEST}; penstock.demo:workload is the demo's larger one. Example: "
+    f"small GPT, {_DEFAULT_CONTEST}; penstock.demo:workload is the demo's larger one. Example: "
     "penstock contest penstock.demo:small_workload -p 2 -m 8 -o contest.html. The exit status is "
     "1 if a method that should compute what one device computes does not, or if none ran."
 )
 
 
 @click.command(epilog=_EPILOG)
-@click.argument("model", default=DEFAULT_CONTEST)
+@click.argument("model", default=_DEFAULT_CONTEST)
 @click.option(
     "-p", "--ranks", "--devices", type=click.IntRange(1, 64), default=2, show_default=True,
     help="Number of devices that a method may take.",
@@ -103,6 +101,8 @@ def contest(
     equal updates, after equal time, and the time to a target.
     """
     if output not in (None, STANDARD_OUTPUT):
+        from penstock.drawing.contest_page import check_output
+
         check_output(output)
     if microbatches < 1:
         raise InputError(f"the number of microbatches is {microbatches}, but must be ≥ 1")
@@ -130,6 +130,8 @@ def contest(
         _print(record)
     with written(output, ".json") as path:
         if path is not None:
+            from penstock.drawing.contest_page import write_contest
+
             write_contest(record, path)
     if record.unequal or not record.finished:
         context.exit(1)
@@ -174,12 +176,71 @@ def _contending() -> Iterator[Callable[[ContestStep], None]]:
         with show.counting("contest") as advance:
             yield lambda step: advance(step.done, step.total)
         return
-    told = time.monotonic()
+    last = time.monotonic()
 
     def line(step: ContestStep) -> None:
-        nonlocal told
-        if time.monotonic() - told >= _LINE_SECONDS:
-            told = time.monotonic()
+        nonlocal last
+        if time.monotonic() - last >= _LINE_SECONDS:
+            last = time.monotonic()
             show.say(f"contest: {step.done} of {step.total}, {step.doing}")
 
     yield line
+
+
+_VERIFY_EPILOG = (
+    "PLAN is a .json file, as `penstock plan -o` writes it, or -, standard input. WORKLOAD is "
+    "module:function, where the function returns a penstock.trial.Workload; left out, the plan "
+    "must be for the demo's, "
+    f"{DEFAULT_WORKLOAD}. The exit status is 1 if anything is not equal."
+)
+
+
+@click.command(epilog=_VERIFY_EPILOG)
+@click.argument("plan", type=InputFile())
+@click.argument("workload", default=DEFAULT_WORKLOAD)
+@click.option(
+    "--steps", type=click.IntRange(min=1), show_default="5, or what the steady state takes",
+    help="Minibatches to train.",
+)  # fmt: skip
+@click.option(
+    "--float64", is_flag=True,
+    help="Train in float64 on both sides, so that where sums have another order, only the last "
+    "digits may differ.",
+)  # fmt: skip
+@click.option(
+    "--resume", is_flag=True,
+    help="Train two minibatches first, save, and go on in a new pipeline that loads them.",
+)  # fmt: skip
+@click.option(
+    "--transport", type=click.Choice(["threads"]), default="threads", show_default=True,
+    help="All ranks run in this process.",
+)  # fmt: skip
+@options.json_option
+@click.pass_context
+def verify(
+    context: click.Context,
+    plan: str,
+    workload: str,
+    steps: int | None,
+    float64: bool,
+    resume: bool,
+    transport: str,
+    as_json: bool,
+) -> None:
+    """Prove that a plan trains a model as it should.
+
+    A synchronous plan is trained beside one device; an asynchronous one beside a replay of its
+    delays, one microbatch at a time, and what was recorded beside the formulas of its policy.
+    """
+    from penstock.trial import prove
+
+    chosen = sources.load_plan(plan)
+    loaded = load_workload_of(chosen, plan, workload)
+    with show.counting("verifying") as progress:
+        proof = prove(loaded, chosen, steps, progress, float64=float64, resume=resume)
+    if as_json:
+        show.print_json(proof.numbers())
+    else:
+        show.echo(proof.text())
+    if not proof.equal:
+        context.exit(1)

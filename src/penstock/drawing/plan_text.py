@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from penstock.base.units import picture_seconds
 from penstock.core.timing.timeline import Timeline
-from penstock.drawing.plan.picture import (
+from penstock.drawing.plan_picture import (
     MEMORY_PARTS,
     Choices,
     DeviceRow,
@@ -81,9 +81,9 @@ def _group(picture: PlanPicture, group: RankGroup, room: _Room) -> Iterator[str]
         drawn = _blocks(picture, rank, room.time)
         share = f"{rank.seconds / picture.beat:.0%}" if picture.beat else ""
         for index, device in enumerate(rank.devices):
-            told = f"{share if index == 0 else '':>4}"
+            shown = f"{share if index == 0 else '':>4}"
             memory = _memory(picture, device, room.memory)
-            yield f"  {device.name:<{room.names}} │{drawn}│ {told}  {memory} {device.memory_words}"
+            yield f"  {device.name:<{room.names}} │{drawn}│ {shown}  {memory} {device.memory_words}"
 
 
 def _heading(heading: Heading) -> str:
@@ -133,8 +133,8 @@ def _legend(picture: PlanPicture) -> Iterator[str]:
     present = {kind for kind, _ in picture.kinds}
     work = [f"{letter} {WORDS[kind]}" for kind, letter in LETTERS.items() if kind in present]
     if picture.beat:
-        told = f"full width: the beat, {picture_seconds(picture.beat)} per microbatch"
-        yield " · ".join([*work, told])
+        beat = f"full width: the beat, {picture_seconds(picture.beat)} per microbatch"
+        yield " · ".join([*work, beat])
     used = [
         f"{letter} {name}"
         for part, (letter, name) in enumerate(zip(_MEMORY_LETTERS, MEMORY_PARTS, strict=True))

@@ -1,7 +1,7 @@
-"""``Report``: what a person wants to know after a training run, as one value that is a file.
+"""``Report``: a training run for people, as one value that is a file.
 
 Whether it trained the same as one device, how long a step took and what was predicted, where the
-time and the memory went.
+time and the memory went; and in words, where a measured step parts from its prediction.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from typing import Self
 
 from penstock.base.errors import InputError
 from penstock.base.lazily import method_loaded_when_used
+from penstock.base.units import picture_seconds
 from penstock.base.values import Value
+from penstock.core.timing import TOLERANCE, Cause, Parting
 from penstock.core.timing.spans import TimelineFile
 from penstock.core.timing.timeline import Timeline
 
@@ -29,6 +31,16 @@ class Fact(Value, frozen=True, kw_only=True):
     value: str
     note: str = ""
     doubtful: bool = False
+
+
+def doubt_of(others: float) -> str:
+    """Why times say little; empty where they say how long something takes.
+
+    Args:
+        others: the most of the cores' time that other programs had, where that disturbed so many
+            steps that too few are left; otherwise 0.
+    """
+    return f"other programs had up to {others:.0%} of the cores meanwhile" if others else ""
 
 
 class StageRow(Value, frozen=True, kw_only=True):
@@ -58,7 +70,7 @@ class StageRow(Value, frozen=True, kw_only=True):
 
     @property
     def memory(self) -> tuple[tuple[str, int], ...]:
-        """What the stage's memory is spent on, in bytes."""
+        """Bytes of each use of the stage's memory."""
         return (
             ("weights", self.parameter_bytes),
             ("gradients", self.gradient_bytes),
@@ -106,7 +118,7 @@ class TimelineRecord(TimelineFile, frozen=True, kw_only=True, omit_defaults=True
 
 
 class Report(Value, frozen=True, kw_only=True):
-    """What one training run gave.
+    """The results of one training run.
 
     Attributes:
         title: of the page.
@@ -150,6 +162,42 @@ class Report(Value, frozen=True, kw_only=True):
     _repr_html_ = method_loaded_when_used("penstock.drawing.cells", "report_cell")
 
     def timelines(self) -> dict[str, Timeline]:
-        """What there is of the predicted and the measured timeline, by title."""
+        """The predicted and the measured timeline, as far as they are known, by title."""
         records = {"Predicted": self.predicted, "Measured": self.measured}
         return {title: record.timeline() for title, record in records.items() if record}
+
+
+def departure(parting: Parting | None) -> str:
+    """How the first op that departs does so, in one sentence."""
+    if parting is None:
+        share = f"{TOLERANCE:.0%}"
+        return f"No op departs from the prediction by more than {share} of the step and the noise."
+    op, rank = parting.measured.op, parting.measured.rank
+    return f"The first op to depart from the prediction is {op} on rank {rank}: {reason(parting)}."
+
+
+def reason(parting: Parting) -> str:
+    """How the op differed, and because of which cause."""
+    cause = parting.cause
+    if cause.op == parting.measured.op and cause.what != "pause":
+        return f"it {_what(cause)}"
+    start = _instead_of(parting.measured.start, parting.predicted.start)
+    most = abs(cause.excess) > 0.6 * abs(parting.start_excess)
+    because = "because" if most else "for several reasons, the largest that"
+    return f"it started at {start}, {because} {cause.op} on rank {cause.rank} {_what(cause)}"
+
+
+def _what(cause: Cause) -> str:
+    lengths = (
+        f"{picture_seconds(max(cause.measured, 0.0))} instead of {picture_seconds(cause.predicted)}"
+    )
+    if cause.what == "op":
+        return f"took {lengths}"
+    if cause.after is None:
+        return f"began the rank's work at {lengths}"
+    where = "" if cause.after_rank == cause.rank else f" of rank {cause.after_rank}"
+    return f"followed {cause.after}{where} after {lengths}"
+
+
+def _instead_of(measured: float, predicted: float) -> str:
+    return f"{picture_seconds(measured)} instead of {picture_seconds(predicted)}"

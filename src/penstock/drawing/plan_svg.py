@@ -9,24 +9,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 
 from penstock.base.units import TimeUnit, picture_bytes, picture_seconds, unit_of_seconds
 from penstock.core.schedule.op import Kind
-from penstock.drawing.axes import tick_label, ticks
 from penstock.drawing.markup import (
     Rectangle,
     coordinate,
     document,
     escaped,
+    legend_entries,
     lines,
     resource,
     shortened,
     tag,
     text_width,
+    tick_label,
+    ticks,
+    without_beginning,
+    wrapped,
     write,
 )
-from penstock.drawing.plan.picture import (
+from penstock.drawing.plan_picture import (
     MEMORY_PARTS,
+    Choices,
     DeviceRow,
     Flow,
     Heading,
@@ -34,13 +40,7 @@ from penstock.drawing.plan.picture import (
     RankGroup,
     RankRow,
     StageBlock,
-)
-from penstock.drawing.plan.sheet import (
-    choices_table,
-    legend_lines,
     shortened_layers,
-    without_beginning,
-    wrapped,
 )
 from penstock.drawing.timeline.boxes import LETTERS, WORDS, ink, paint, patterns
 
@@ -55,13 +55,14 @@ _FLOW = 20.0
 _WIDEST_NAME, _MEMORY_SHARE, _AFTER_BLOCKS = 170.0, 0.15, 52.0
 _LANE = 14.0
 _TICK_DISTANCE = 80.0
+_CELL_SIZE, _BETWEEN, _LEAST_WORDS = 11.5, 16.0, 90.0
 
 _OVER_FILL = "url(#penstock-over)"
 _OVER = (
     '<pattern id="penstock-over" width="6" height="6" patternUnits="userSpaceOnUse">'
     '<path class="stripes" d="M-1 7L7 -1M-1 1L1 -1M5 7L7 5"/></pattern>'
 )
-"""What stands over the part of a bar that does not fit, known without its colour."""
+"""The hatching of the part of a bar that does not fit, known without its colour."""
 
 
 @dataclass
@@ -110,13 +111,14 @@ def plan_svg(
         top = _card(sheet, index, group, top)
     _far_flows(sheet)
     top = _axis(sheet, top)
-    for drawn in legend_lines(_entries(picture), _MARGIN, top, width):
-        sheet.parts.append(drawn.markup)
-        top = drawn.bottom
+    for entries in (_work_entries(picture), _memory_entries(picture)):
+        parts, bottom = legend_entries(entries, _MARGIN, top, width)
+        if parts:
+            sheet.parts.append(tag("g", lines(parts), class_="legend"))
+            top = bottom
     if choices and picture.choices:
-        drawn = choices_table(picture.choices, _MARGIN, top + 12, width - 2 * _MARGIN)
-        sheet.parts.append(drawn.markup)
-        top = drawn.bottom
+        table, top = _choices_table(picture.choices, _MARGIN, top + 12, width - 2 * _MARGIN)
+        sheet.parts.append(table)
     words = f"{picture.title}: {'; '.join(picture.facts)}"
     style = tag("style", f"\n{resource('plan.css')}\n")
     definitions = lines([style, tag("defs", patterns(picture.kinds) + _OVER)])
@@ -152,9 +154,9 @@ def _head(sheet: _Sheet, top: float) -> float:
 def _columns(sheet: _Sheet, top: float) -> float:
     """The names of the columns."""
     any_memory = any(device.memory_bytes for device in sheet.picture.devices)
-    told = "each rank's time per microbatch" if sheet.picture.beat else "no times are known"
+    words = "each rank's time per microbatch" if sheet.picture.beat else "no times are known"
     sheet.parts += [
-        write(sheet.left, top + 12, told, "muted small"),
+        write(sheet.left, top + 12, words, "muted small"),
         write(sheet.memory_left, top + 12, "memory" if any_memory else "", "muted small"),
     ]
     return top + 18
@@ -180,21 +182,21 @@ def _card(sheet: _Sheet, index: int, group: RankGroup, top: float) -> float:
 def _heading(sheet: _Sheet, heading: Heading, top: float) -> float:
     """Stage and layers, and its remarks at the end of the line or, for want of room, below."""
     left, right = _MARGIN + _PADDING, sheet.card_right - _PADDING
-    name, told = f"stage {heading.stage}", " · ".join(heading.remarks)
+    name, remarks = f"stage {heading.stage}", " · ".join(heading.remarks)
     start = left + text_width(name, 12) + 10
-    room = right - start - text_width(told, 11) - 16
+    room = right - start - text_width(remarks, 11) - 16
     own_line = room < text_width(heading.layer_words, 12)
     layers = shortened_layers(heading.layers, 12, right - start if own_line else room)
     title = tag("title", escaped(", ".join(heading.layers)))
     sheet.parts += [
         tag("g", title + write(left, top + 12, name, "strong") + write(start, top + 12, layers))
     ]
-    if not told:
+    if not remarks:
         return top + _HEADING
     if not own_line:
-        sheet.parts.append(write(right, top + 12, told, "muted small", text_anchor="end"))
+        sheet.parts.append(write(right, top + 12, remarks, "muted small", text_anchor="end"))
         return top + _HEADING
-    for line in wrapped(told, 11, right - start):
+    for line in wrapped(remarks, 11, right - start):
         top += 16
         sheet.parts.append(write(start, top + 11, line, "muted small"))
     return top + _HEADING
@@ -244,10 +246,10 @@ def _block(
 def _part(block: StageBlock, kind: Kind, length: float, place: Rectangle) -> str:
     x, top, width, height = place
     gap = 0.5 if width > 4 else 0.0
-    told = f"stage {block.stage}, {WORDS[kind]}: {picture_seconds(length)} per microbatch"
+    words = f"stage {block.stage}, {WORDS[kind]}: {picture_seconds(length)} per microbatch"
     inner = (x + gap, top, max(width - 2 * gap, 0.8), height)
     corner = 2.0 if width > 8 else 0.0
-    parts = [tag("title", told), _rectangle(inner, rx=corner, **paint(kind, block.shade))]
+    parts = [tag("title", words), _rectangle(inner, rx=corner, **paint(kind, block.shade))]
     labels = (f"{block.stage}{LETTERS[kind]}", LETTERS[kind])
     label = next((label for label in labels if text_width(label, 11) + 4 <= width), None)
     if label:
@@ -263,7 +265,7 @@ def _rectangle(place: Rectangle, content: str = "", rx: float = 0.0, **paints: s
 
 
 def _memory(sheet: _Sheet, device: DeviceRow, top: float) -> None:
-    """What a device needs, part by part, and how much it has."""
+    """The memory that a device needs, part by part, and how much it has."""
     x, y, scale = sheet.memory_left, top + (_ROW - _BAR) / 2 + 2, sheet.memory_scale
     height = _BAR - 4
     parts = [_rectangle((x, y, sheet.memory_bar, height), class_="lane", rx=2)]
@@ -319,8 +321,10 @@ def _far_flows(sheet: _Sheet) -> None:
 
 def _axis(sheet: _Sheet, top: float) -> float:
     """Times below the cards, the beat across them, and the flows between cards far apart."""
-    told = "; ".join(flow.words for flow in sheet.picture.far_flows)
-    for line in wrapped(f"at the side: {told}" if told else "", 11, sheet.card_right - sheet.left):
+    words = "; ".join(flow.words for flow in sheet.picture.far_flows)
+    for line in wrapped(
+        f"at the side: {words}" if words else "", 11, sheet.card_right - sheet.left
+    ):
         x = sheet.card_right
         sheet.parts.append(write(x, top + 8, line, "muted small", text_anchor="end"))
         top += 16
@@ -343,19 +347,13 @@ def _axis(sheet: _Sheet, top: float) -> float:
     return top + 32
 
 
-def _entries(picture: PlanPicture) -> Iterator[Iterator[tuple[str, str]]]:
-    """The lines of the legend, each of (swatch, words)."""
-    yield _work_entries(picture)
-    yield _memory_entries(picture)
-
-
 def _work_entries(picture: PlanPicture) -> Iterator[tuple[str, str]]:
     present = {kind for kind, _ in picture.kinds}
     for kind, letter in LETTERS.items():
         if kind in present:
-            told = f"{letter} {WORDS[kind]}"
-            told += ", its share" if kind is Kind.UPDATE else ""
-            yield tag("rect", y=1, width=20, height=13, rx=2, **paint(kind, 0)), told
+            words = f"{letter} {WORDS[kind]}"
+            words += ", its share" if kind is Kind.UPDATE else ""
+            yield tag("rect", y=1, width=20, height=13, rx=2, **paint(kind, 0)), words
     if picture.beat:
         yield tag("path", class_="beat", d="M10 0V15"), "beat: the slowest rank's time"
     if any(flow.num_bytes for flow in picture.flows):
@@ -373,3 +371,47 @@ def _memory_entries(picture: PlanPicture) -> Iterator[tuple[str, str]]:
         swatch = (1.0, 1.0, 18.0, 13.0)
         mark = _rectangle(swatch, fill=_OVER_FILL) + _rectangle(swatch, class_="over")
         yield mark, "does not fit"
+
+
+def _choices_table(choices: Choices, left: float, top: float, width: float) -> tuple[str, float]:
+    """A table of what else could have been done, and where it ends; words give way where it is too
+    wide."""
+    rows = (choices.columns, *choices.rows)
+    widths = _column_widths(choices, rows, width)
+    parts, rules = [], ""
+    for index, row in enumerate(rows):
+        x, deepest = left, 1
+        for column, (cell, room) in enumerate(zip(row, widths, strict=True)):
+            text = choices.is_text(column)
+            texts = wrapped(cell, _CELL_SIZE, room) if text else [cell]
+            deepest = max(deepest, len(texts))
+            class_ = "muted small" if index == 0 else _style(choices, index - 1, column)
+            end = x if text else x + room
+            anchor = {} if text else {"text_anchor": "end"}
+            parts += [
+                write(end, top + 14 + 15 * number, line, class_, **anchor)
+                for number, line in enumerate(texts)
+                if line
+            ]
+            x += room + _BETWEEN
+        top += 7 + 15 * deepest
+        rules += f"M{coordinate(left)} {coordinate(top)}h{coordinate(width)}"
+    return lines([*parts, tag("path", class_="rule", d=rules)]), top
+
+
+def _style(choices: Choices, row: int, column: int) -> str:
+    return "strong small" if row == choices.chosen or column == 0 else "small"
+
+
+def _column_widths(choices: Choices, rows: Sequence[Sequence[str]], width: float) -> list[float]:
+    """The width of each column; those of words shrink by the same share until all fit."""
+    wanted = [
+        max(text_width(cell, _CELL_SIZE * 1.04) for cell in cells)
+        for cells in zip(*rows, strict=True)
+    ]
+    shrinks = [column > 0 and choices.is_text(column) for column in range(len(wanted))]
+    room = width - _BETWEEN * (len(wanted) - 1)
+    words = sum(compress(wanted, shrinks))
+    numbers = sum(own for own, does in zip(wanted, shrinks, strict=True) if not does)
+    share = min(1.0, max(room - numbers, _LEAST_WORDS) / words) if words else 1.0
+    return [own * share if does else own for own, does in zip(wanted, shrinks, strict=True)]

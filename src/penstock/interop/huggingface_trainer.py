@@ -8,20 +8,25 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from penstock.base.errors import InputError
 from penstock.base.values import expect
 from penstock.engine.model.spine import evaluation_mode
-from penstock.interop.huggingface.items import items_of
-from penstock.interop.loss_pipeline import LossPipeline, in_microbatches, let_state_follow
+from penstock.interop.loss_pipeline import (
+    HasLossPipeline,
+    LossPipeline,
+    in_microbatches,
+    let_state_follow,
+)
 from penstock.interop.spread import Spread, check_one_process
-from penstock.planning.plans import Plan
-from penstock.training.pipeline import Pipeline
 
+_DOES_NOT_COUNT = -100
+"""A label of transformers that is no item."""
 _UPDATES_IN_BACKWARD = ("lomo", "adalomo")
 
 
-class PenstockTrainer(Trainer):
+class PenstockTrainer(HasLossPipeline, Trainer):
     """A ``transformers.Trainer`` that trains and evaluates through a pipeline in this process.
 
     All arguments are ``Trainer``'s but ``spread``. Losses and weights are those of ``Trainer`` on
@@ -61,25 +66,7 @@ class PenstockTrainer(Trainer):
         return self.model
 
     @property
-    def plan(self) -> Plan:
-        """What batches are run by.
-
-        Raises:
-            InputError: there has been no batch yet.
-        """
-        return self._latest.plan
-
-    @property
-    def pipeline(self) -> Pipeline:
-        """What runs batches: its ``timeline`` is that of the last update.
-
-        Raises:
-            InputError: there has been no batch yet.
-        """
-        return self._latest.pipeline
-
-    @property
-    def _latest(self) -> LossPipeline:
+    def _loss_pipeline(self) -> LossPipeline:
         if not self._splits:
             raise InputError("there is no pipeline before the first batch; train or evaluate first")
         return next(iter(self._splits.values()))
@@ -91,14 +78,14 @@ class PenstockTrainer(Trainer):
             self._of_model = self.model
             # What casts outputs for mixed precision would be traced.
             self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
-        kind = (self._told, *sorted(inputs))
+        kind = (self._num_stated, *sorted(inputs))
         if kind not in self._splits:
             self._splits[kind] = LossPipeline(
                 self._trained,
                 self.spread,
                 self._loss_of_microbatch,
-                constants={"num_items_in_batch": self._told} if self._told else None,
-                what="PenstockTrainer",
+                constants={"num_items_in_batch": self._num_stated} if self._num_stated else None,
+                name="PenstockTrainer",
             )
         return self._splits[kind]
 
@@ -178,15 +165,15 @@ class PenstockTrainer(Trainer):
 
     def _loss_of_microbatch(self, outputs: Any, inputs: dict[str, Any]) -> Tensor:
         """A sum over the items of a microbatch, or a mean; called where the last stage ends."""
-        gave = _Gave(self._trained, outputs)
-        loss: Any = super().compute_loss(gave, dict(inputs), num_items_in_batch=self._told)
+        gave = _GivenOutputs(self._trained, outputs)
+        loss: Any = super().compute_loss(gave, dict(inputs), num_items_in_batch=self._num_stated)
         return cast(Tensor, loss)
 
     def _asked_of_model(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """With what ``compute_loss`` calls the model."""
-        asked = _Asked(self._trained)
+        asked = _CallRecorder(self._trained)
         try:
-            super().compute_loss(asked, dict(inputs), num_items_in_batch=self._told)
+            super().compute_loss(asked, dict(inputs), num_items_in_batch=self._num_stated)
         except _ModelIsCalledError:
             return asked.given
         raise InputError("compute_loss does not call the model, so that there is nothing to train")
@@ -197,7 +184,7 @@ class PenstockTrainer(Trainer):
         return [count / max(sum(counts), 1) for count in counts]
 
     @property
-    def _told(self) -> int | None:
+    def _num_stated(self) -> int | None:
         """How many items the loss of a microbatch is told there are."""
         return 1 if self._sums_items else None
 
@@ -232,17 +219,17 @@ class PenstockTrainer(Trainer):
         return super().prediction_step(evaluates, inputs, prediction_loss_only, ignore_keys)
 
     def _evaluate_batch(self, inputs: dict[str, Any], num_items: Any) -> Any:
-        """What the model gives for a batch, with the loss that it would have given."""
+        """The model's outputs for a batch, with the loss that it would have given."""
         self._learn_what_losses_are(inputs, num_items)
         with self.accelerator.autocast():
             outputs = self._split_for(inputs).evaluate(inputs)
-        if self._told and isinstance(outputs, dict) and outputs.get("loss") is not None:
+        if self._num_stated and isinstance(outputs, dict) and outputs.get("loss") is not None:
             outputs["loss"] = outputs["loss"] / num_items
         return outputs
 
 
 class _StandIn(nn.Module):
-    """What ``compute_loss`` is called with instead of the model.
+    """A stand-in for the model, with which ``compute_loss`` is called.
 
     Args:
         model: for which it stands.
@@ -260,7 +247,7 @@ class _ModelIsCalledError(Exception):
     """``compute_loss`` has come to where it calls the model."""
 
 
-class _Asked(_StandIn):
+class _CallRecorder(_StandIn):
     """Notes with what the model is called."""
 
     given: dict[str, Any]
@@ -271,7 +258,7 @@ class _Asked(_StandIn):
         raise _ModelIsCalledError
 
 
-class _Gave(_StandIn):
+class _GivenOutputs(_StandIn):
     """Gives what the model has given for a microbatch."""
 
     def __init__(self, model: nn.Module, outputs: Any) -> None:
@@ -321,3 +308,25 @@ def _check(args: TrainingArguments) -> None:
             "for several microbatches at once; take another optimizer"
         )
     check_one_process("PenstockTrainer")
+
+
+def items_of(model: nn.Module, inputs: Mapping[str, Any]) -> int:
+    """Over how many items the loss of these inputs is a mean.
+
+    Labels that are −100 do not count, nor do the first ones of rows from which the next token is
+    predicted. Without labels, rows count.
+
+    Args:
+        inputs: keywords of the model's ``forward``.
+    """
+    labels = inputs.get("labels")
+    if not isinstance(labels, Tensor):
+        return next(len(value) for value in inputs.values() if isinstance(value, Tensor))
+    counted = labels[..., 1:] if _predicts_the_next(model) else labels
+    return int(counted.ne(_DOES_NOT_COUNT).sum())
+
+
+def _predicts_the_next(model: nn.Module) -> bool:
+    shifts = getattr(model, "loss_function", None) is ForCausalLMLoss
+    # Decoders behind an encoder are given what they see shifted already.
+    return shifts and not getattr(getattr(model, "config", None), "is_encoder_decoder", False)

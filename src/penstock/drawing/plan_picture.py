@@ -1,20 +1,58 @@
-"""``PlanPicture``: what the picture of a plan shows, as plain values.
+"""``PlanPicture``: the picture of a plan as plain values.
 
 Drawing knows nothing of plans; ``plans.picture`` makes these of one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from penstock.base.units import picture_bytes, picture_seconds
 from penstock.core.schedule.op import Kind
-from penstock.drawing.layer_names import first_to_last
+from penstock.drawing.markup import text_width, without_beginning
+
+
+def first_to_last(names: Sequence[str]) -> str:
+    """The first and the last layer, and how many there are, for sentences and headings.
+
+    >>> first_to_last(["a"]), first_to_last(["a", "b", "c"])
+    ('a', 'a … c (3 layers)')
+    """
+    return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}{_how_many(names)}"
+
+
+def shortened_layers(names: Sequence[str], size: float, width: float) -> str:
+    """The first and last layer and how many, in at most ``width``. Names give up their beginnings,
+    because layers of one model differ at their ends."""
+    if len(names) == 1:
+        return without_beginning(names[0], size, width)
+    if text_width(first_to_last(names), size) <= width:
+        return first_to_last(names)
+    count = _how_many(names)
+    each = (width - text_width(f" … {count}", size)) / 2
+    first, last = (without_beginning(name, size, each) for name in (names[0], names[-1]))
+    return f"{first} … {last}{count}"
+
+
+def counted(names: Sequence[str]) -> str:
+    """How many layers there are, the first and the last, for the narrow column of a table, where
+    the end may be cut off.
+
+    >>> counted(["a"]), counted(["a", "b", "c"])
+    ('1: a', '3: a … c')
+    """
+    return f"{len(names)}: {names[0]}{f' … {names[-1]}' if len(names) > 1 else ''}"
+
+
+def _how_many(names: Sequence[str]) -> str:
+    """The words behind the last of several names."""
+    return f" ({len(names)} layers)"
+
 
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "other")
-"""What memory is spent on, in the order of ``DeviceRow.memory``. Other: buffers, and room to
-work."""
+"""The uses of memory, in the order of ``DeviceRow.memory``. Other: buffers, and room to work."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +127,7 @@ class RankRow:
 
 @dataclass(frozen=True)
 class Heading:
-    """What is said of a stage above its rows.
+    """The words about a stage above its rows.
 
     Attributes:
         stage: its number.
@@ -122,7 +160,7 @@ class RankGroup:
 
 @dataclass(frozen=True)
 class Flow:
-    """What goes from one group of ranks to another, and as gradients comes back.
+    """Outputs that go from one group of ranks to another, and come back as gradients.
 
     Attributes:
         source, target: indices of the two groups.
@@ -143,8 +181,8 @@ class Flow:
         between = ", ".join(f"{stage}→{stage + 1}" for stage in self.stages)
         numbers = [picture_bytes(self.num_bytes)] if self.num_bytes else []
         numbers += [picture_seconds(self.seconds)] if self.seconds else []
-        told = " in ".join(numbers)
-        return f"{between}: {told}" if told else between
+        amount = " in ".join(numbers)
+        return f"{between}: {amount}" if amount else between
 
 
 @dataclass(frozen=True)

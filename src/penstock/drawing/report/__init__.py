@@ -1,1 +1,0 @@
-"""The report of a training run: the values it is made of, and its page."""
