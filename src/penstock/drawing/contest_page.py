@@ -24,6 +24,7 @@ from penstock.drawing.contest import (
     doubts,
     legend,
     markdown,
+    sentences,
     table_rows,
 )
 from penstock.drawing.markup import (
@@ -71,7 +72,7 @@ def _verdict(record: ContestRecord) -> str:
         tag("span", escaped(str(sentence)), class_="doubtful")
         if sentence.doubt
         else escaped(sentence.text)
-        for sentence in record(record)
+        for sentence in sentences(record)
     )
     return tag("p", " ".join(said), class_="verdict")
 
