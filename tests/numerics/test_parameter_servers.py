@@ -11,7 +11,7 @@ import penstock as pk
 from penstock.base.errors import InputError
 from penstock.core.cluster import SpareMachine
 from penstock.core.schedule import Kind
-from penstock.planning.plans.serving import (
+from penstock.planning.plans.summing import (
     all_group_sizes,
     num_processes,
     server_ranks,

@@ -207,7 +207,7 @@ def load_drawn(name: str, ranks: int, microbatches: int, costs: Costs) -> tuple[
     if content is None:
         return _family_drawn(name, ranks, microbatches, costs)
     if is_plan(content) and not content.prediction.flushes:
-        from penstock.planning.plans.drawn import steady
+        from penstock.planning.plans.picture import steady
 
         return _planned(content)._replace(timeline=steady(content), num_ticks=0), True
     return loaded(content, name, ranks, microbatches, costs), False

@@ -14,7 +14,7 @@ from penstock import Costs, schedules
 from penstock.core.versions import Latest, Stash
 from penstock.planning.plans import Plan, StagePlan
 from penstock.planning.plans.explanation import explain
-from penstock.planning.plans.steady import num_simulated, steady_seconds
+from penstock.planning.plans.prediction import num_simulated, steady_seconds
 
 
 def plan_of(schedule="1f1b", **more) -> Plan:

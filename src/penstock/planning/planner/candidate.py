@@ -24,14 +24,12 @@ from penstock.planning.planner.moments import StageSizes
 from penstock.planning.planner.pricing import CutSetting
 from penstock.planning.planner.setting import Rooms
 from penstock.planning.planner.summing import written as written_summing
-from penstock.planning.plans.alternative import Alternative
 from penstock.planning.plans.orders import search_order, written
 from penstock.planning.plans.plan import Plan
-from penstock.planning.plans.prediction import Prediction
+from penstock.planning.plans.prediction import Prediction, num_simulated
 from penstock.planning.plans.stage_plan import bytes_of_ranks
-from penstock.planning.plans.steady import num_simulated
 from penstock.planning.plans.summing import Summing
-from penstock.planning.plans.title import family_title
+from penstock.planning.plans.table import Alternative, family_title
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,7 @@ from penstock.core.cluster.subset import only
 from penstock.core.graph import LayerGraph
 from penstock.planning.planner.search import plan
 from penstock.planning.plans.plan import Plan
-from penstock.planning.plans.table import WIDTH, as_text, new_table
-from penstock.planning.plans.title import family_title
+from penstock.planning.plans.table import WIDTH, as_text, family_title, new_table
 
 _CHANGE = re.compile(r"\s*(?P<quantity>[a-z]+)\s*(?P<how>[*/=])\s*(?P<value>[^\s,]+)\s*")
 
@@ -114,7 +113,7 @@ class WhatIf:
             table.add_row(name, before, after, change)
         return as_text(table, width)
 
-    _repr_html_ = method_loaded_when_used("penstock.planning.plans.cells", "what_if_cell")
+    _repr_html_ = method_loaded_when_used("penstock.planning.plans.picture", "what_if_cell")
 
     def rows(self) -> list[tuple[str, str, str, str]]:
         """(what, before, after, difference) of everything that people compare."""

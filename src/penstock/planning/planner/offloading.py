@@ -19,11 +19,10 @@ from penstock.core.schedule.memory import Sizes, peaks
 from penstock.planning.planner.spilling import TWICE
 from penstock.planning.planner.task import Task
 from penstock.planning.planner.wish import Wish
-from penstock.planning.plans.alternative import Alternative
-from penstock.planning.plans.offloading import Offload, moved_activations
 from penstock.planning.plans.plan import Plan
-from penstock.planning.plans.spilling import bytes_of_spilled_ranks
+from penstock.planning.plans.spilling import Offload, bytes_of_spilled_ranks, moved_activations
 from penstock.planning.plans.stage_plan import StagePlan
+from penstock.planning.plans.table import Alternative
 
 
 def weighed(plan: Plan, task: Task, wish: Wish) -> Plan:

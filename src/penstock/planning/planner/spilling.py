@@ -24,11 +24,11 @@ from penstock.planning.planner.candidate import Candidate
 from penstock.planning.planner.offers import Offer, Options
 from penstock.planning.planner.task import Task
 from penstock.planning.planner.wish import Wish
-from penstock.planning.plans.alternative import Alternative
 from penstock.planning.plans.plan import Plan
 from penstock.planning.plans.prediction import Prediction
 from penstock.planning.plans.spilling import Spill, bytes_of_spilled_ranks, traffic
 from penstock.planning.plans.stage_plan import RecomputeWay, StagePlan
+from penstock.planning.plans.table import Alternative
 
 FAMILY = "spilled"
 _MOST_COUNTS = 32

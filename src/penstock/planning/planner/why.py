@@ -14,7 +14,7 @@ from penstock.planning.planner.offers import PLAIN
 from penstock.planning.planner.race import SAME, fastest
 from penstock.planning.planner.task import Task
 from penstock.planning.planner.wish import Wish
-from penstock.planning.plans.alternative import Alternative
+from penstock.planning.plans.table import Alternative
 
 _MATTERS = 0.1
 """A share of the step that is worth a word."""

@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING
 from penstock.base.lazily import loaded_when_used
 
 if TYPE_CHECKING:
-    from penstock.planning.plans.alternative import Alternative
     from penstock.planning.plans.plan import Plan
     from penstock.planning.plans.stage_plan import StagePlan
+    from penstock.planning.plans.table import Alternative
 else:
     __getattr__ = loaded_when_used(
         __name__,
         {
-            "penstock.planning.plans.alternative": ("Alternative",),
+            "penstock.planning.plans.table": ("Alternative",),
             "penstock.planning.plans.plan": ("Plan",),
             "penstock.planning.plans.stage_plan": ("StagePlan",),
         },

@@ -15,8 +15,8 @@ from penstock.core.schedule import Kind, Op
 from penstock.core.schedule.op import RELEASING
 from penstock.core.versions import DoubleBuffer, PipeMare, Place, Policy, Predict, VerticalSync
 from penstock.planning.plans.plan import Plan
-from penstock.planning.plans.serving import served_stages
-from penstock.planning.plans.title import title
+from penstock.planning.plans.summing import served_stages
+from penstock.planning.plans.table import title
 
 _LEAST_EXAMPLE = 10
 

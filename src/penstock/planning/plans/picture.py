@@ -1,18 +1,95 @@
-"""From a plan to the values that its picture is drawn from."""
+"""From a plan to the values that its picture is drawn from.
+
+What a notebook shows of a plan, and of two plans beside each other.
+
+What is to be seen of a plan when it is drawn: its picture, and a timeline below.
+
+What each rank holds from moment to moment, of a plan's timeline, predicted or measured.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from math import ceil
+from typing import NamedTuple, Protocol
 
+from penstock.base.errors import InputError
 from penstock.base.units import format_bytes, format_rate, format_seconds, format_speed_up
+from penstock.base.values import expect
 from penstock.core.schedule import Kind, Schedule
+from penstock.core.schedule.memory import Curve
+from penstock.core.timing.spans import Row
+from penstock.core.timing.timeline import Timeline
+from penstock.drawing import cells
 from penstock.drawing.plan import picture as pictured
-from penstock.planning.plans.alternative import Alternative
+from penstock.drawing.plan.picture import PlanPicture
+from penstock.drawing.timeline.excerpt import steady_part
 from penstock.planning.plans.plan import Plan
+from penstock.planning.plans.spilling import held_by_op, stage_bytes
 from penstock.planning.plans.stage_plan import StagePlan
-from penstock.planning.plans.title import full_title
+from penstock.planning.plans.table import Alternative, full_title
+
+
+def memory_over_time(plan: Plan, timeline: Timeline) -> tuple[Curve, ...]:
+    """For each rank, (time, bytes held from then on): the weights, gradients and optimizer state of
+    stages that are there, activations, and what always stays.
+
+    The bytes are the plan's, the moments and the order those of the timeline. So the highest point
+    of the plan's own prediction is ``plan.rank_bytes``, and a measured timeline differs from it
+    where ops ran in another order or at another time.
+
+    Args:
+        timeline: of one step of this plan.
+
+    Raises:
+        InputError: the timeline has another number of ranks, or ops of stages that the plan lacks.
+    """
+    expect(timeline, Timeline, "the timeline", "take plan.simulate() or pipeline.timeline")
+    if timeline.num_ranks != plan.num_ranks:
+        raise InputError(
+            f"the timeline has {timeline.num_ranks} ranks and the plan {plan.num_ranks}; take a "
+            "timeline of this plan"
+        )
+    stages = {stage for row in timeline.rows for stage in {op.stage for op in row.ops}}
+    if max(stages, default=0) >= len(plan.stages):
+        raise InputError(
+            f"the timeline has an op of stage {max(stages)} and the plan {len(plan.stages)} "
+            "stages; take a timeline of this plan"
+        )
+    predicted = plan.simulate()
+    return tuple(
+        _curve(plan, timeline, row, most - _highest(plan, predicted, own))
+        for row, own, most in zip(timeline.rows, predicted.rows, plan.rank_bytes, strict=True)
+    )
+
+
+def memory_limits(plan: Plan) -> tuple[float | None, ...]:
+    """Bytes that each rank may hold, by the plan's budget or else by its devices; ``None`` where
+    nobody says."""
+    if plan.spill is not None and plan.spill.memory_bytes:
+        return (plan.spill.memory_bytes,) * plan.num_ranks
+    limits = (device.memory_bytes or None for device in plan.leaders)
+    return tuple(limits) or (None,) * plan.num_ranks
+
+
+def _curve(plan: Plan, timeline: Timeline, row: Row, always: float) -> Curve:
+    points: list[tuple[float, float]] = []
+    held = _held(plan, timeline, row)
+    for begin, end, (during, behind) in zip(row.starts, row.ends, held, strict=True):
+        points += [(begin, always + during), (end, always + behind)]
+    return tuple(points)
+
+
+def _highest(plan: Plan, timeline: Timeline, row: Row) -> float:
+    return max((during for during, _ in _held(plan, timeline, row)), default=0.0)
+
+
+def _held(plan: Plan, timeline: Timeline, row: Row) -> Iterator[tuple[float, float]]:
+    own_bytes = stage_bytes(plan.stages) if plan.spill is not None else None
+    return held_by_op(row.ops, plan.sizes, own_bytes, timeline.num_slices, timeline.activations)
+
 
 _COLUMNS = ("", "plan", "step", "bubble", "memory", "moved", "delay", "remark")
 _PALEST = 3
@@ -219,3 +296,51 @@ def _choice(alternative: Alternative) -> tuple[str, ...]:
         f"{alternative.delay:g}",
         alternative.remark,
     )
+
+
+class _Changed(Protocol):
+    """A plan before and after changes, as the planner gives them."""
+
+    changes: str
+    before: Plan
+    after: Plan
+
+    def rows(self) -> Sequence[tuple[str, str, str, str]]: ...
+
+
+def plan_cell(plan: Plan) -> str:
+    """A plan's devices and stages, and its predicted timeline."""
+    return cells.plan_cell(picture_of(plan), plan.prediction.shown)
+
+
+def what_if_cell(asked: _Changed) -> str:
+    """What changes, as a table, and both plans' timelines on one axis."""
+    names = ("now", f"with {asked.changes}")
+    timelines = (plan.prediction.shown for plan in (asked.before, asked.after))
+    pair = list(zip(names, timelines, strict=True))
+    table = cells.table(("", *names, ""), asked.rows(), 4)
+    return cells.cell(table, cells.timelines_image(pair))
+
+
+class DrawnPlan(NamedTuple):
+    """A plan's picture, the timeline below it, and whether that shows versions of weights."""
+
+    picture: PlanPicture
+    timeline: Timeline
+    versions: bool
+
+
+def drawn(plan: Plan) -> DrawnPlan:
+    """Of a schedule that flushes, one step. What never flushes is seen in its steady state, with
+    the versions that its ops read, since its beginning looks like any other schedule's."""
+    if plan.prediction.flushes:
+        return DrawnPlan(picture_of(plan), plan.simulate(), versions=False)
+    return DrawnPlan(picture_of(plan), steady(plan), versions=True)
+
+
+def steady(plan: Plan) -> Timeline:
+    """The steady state of a plan that never flushes: as long as a minibatch, or as a few ticks."""
+    per_minibatch = plan.num_microbatches
+    shown = plan.prediction.num_shown or per_minibatch
+    stream = plan.simulate(ceil((shown + 4 * plan.num_ranks) / per_minibatch))
+    return steady_part(stream, shown)

@@ -34,7 +34,6 @@ from penstock.core.versions import (
     place_of,
     weight_copies,
 )
-from penstock.planning.plans.alternative import Alternative, argued
 from penstock.planning.plans.consistency import (
     MOST_MICROBATCHES,
     MOST_THREADS,
@@ -49,7 +48,6 @@ from penstock.planning.plans.consistency import (
     check_replicas,
     with_splits,
 )
-from penstock.planning.plans.offloading import Offload, check_offload_fits, with_offload
 from penstock.planning.plans.orders import (
     check_order_options,
     read_order,
@@ -58,12 +56,16 @@ from penstock.planning.plans.orders import (
     written,
 )
 from penstock.planning.plans.prediction import Latency, Prediction
-from penstock.planning.plans.serving import served_by
-from penstock.planning.plans.spilling import Spill, check_spill
+from penstock.planning.plans.spilling import (
+    Offload,
+    Spill,
+    check_offload_fits,
+    check_spill,
+    with_offload,
+)
 from penstock.planning.plans.stage_plan import RecomputeWay, Split, StagePlan, sizes_of
-from penstock.planning.plans.summing import ReducerName, Summing
-from penstock.planning.plans.table import WIDTH, render
-from penstock.planning.plans.title import title
+from penstock.planning.plans.summing import ReducerName, Summing, served_by
+from penstock.planning.plans.table import WIDTH, Alternative, argued, render, title
 
 _LARGE = 10_000
 """Ops of a schedule that is not built whole without need."""
@@ -422,7 +424,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
             InputError: the plan never flushes, has no such stage, or shares layers between devices.
         """
         expect(
-            offload, Offload | None, "offload", "give a penstock.planning.plans.offloading.Offload"
+            offload, Offload | None, "offload", "give a penstock.planning.plans.spilling.Offload"
         )
         stages = self.stages
         if offload is not None:
@@ -517,8 +519,8 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         why = (self.alternatives, self.reason, contention, self.warnings)
         return printable(argued(sheet, *why, width))
 
-    _repr_html_ = method_loaded_when_used("penstock.planning.plans.cells", "plan_cell")
-    _drawn_ = method_loaded_when_used("penstock.planning.plans.drawn", "drawn")
+    _repr_html_ = method_loaded_when_used("penstock.planning.plans.picture", "plan_cell")
+    _drawn_ = method_loaded_when_used("penstock.planning.plans.picture", "drawn")
 
     @cached_property
     def on_accelerator(self) -> tuple[bool, ...]:

@@ -10,7 +10,7 @@ from penstock.engine.run.rank.mail import Letter
 from penstock.engine.run.rank.worker import Worker
 from penstock.engine.run.seating import Seat
 from penstock.engine.stage.stage import Stage
-from penstock.planning.plans.serving import servers_of
+from penstock.planning.plans.summing import servers_of
 from penstock.training.checkpoint.division import Division
 from penstock.training.checkpoint.taking import TrainedStage
 
