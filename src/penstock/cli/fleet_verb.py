@@ -17,14 +17,14 @@ from penstock.cli import options, show, sources
 from penstock.cli.given import refuse_useless
 from penstock.cli.input import STANDARD_INPUT, InputFile, text_of, title_of
 from penstock.cli.output import STANDARD_OUTPUT, written
-from penstock.planning.turns.policies import POLICIES, PolicyName
+from penstock.planning.turns.visits import POLICIES, PolicyName
 
 if TYPE_CHECKING:
     from penstock.core.timing.fleet_timeline import FleetTimeline
     from penstock.planning.plans import Plan
-    from penstock.planning.turns.bounds import Bound
     from penstock.planning.turns.simulator import Task
     from penstock.planning.turns.stop import Stop
+    from penstock.planning.turns.visits import Bound
     from penstock.planning.turns.written import FleetFile, JobTable
     from penstock.training.fleet import FleetResults, Job
 

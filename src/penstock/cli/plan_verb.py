@@ -20,7 +20,7 @@ from penstock.core.cluster.subset import only
 from penstock.core.cluster.tier_speed import measured
 from penstock.core.graph import LayerGraph
 from penstock.planning import planner
-from penstock.planning.partition.cost_models import COST_MODELS
+from penstock.planning.partition.chain import COST_MODELS
 from penstock.planning.planner.wish import RecomputeRule, SpillRule
 from penstock.planning.plans.summing import REDUCERS
 

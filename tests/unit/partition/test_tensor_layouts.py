@@ -7,7 +7,7 @@ import pytest
 
 from penstock.core.cluster import Link
 from penstock.core.graph import Layer
-from penstock.planning.partition.tensor.layouts import Ring, ways
+from penstock.planning.partition.tensor_layouts import Ring, ways
 
 
 def layer(kind):

@@ -9,7 +9,7 @@ from penstock.base.errors import InputError
 from penstock.core.cluster import Link
 from penstock.core.graph import Layer, LayerGraph
 from penstock.planning.partition.tensor import split_layers
-from penstock.planning.partition.tensor.layouts import Ring, ways
+from penstock.planning.partition.tensor_layouts import Ring, ways
 from tests.kit.paths import DOCS
 from tests.kit.tensor_models import alexnet, transformer, vgg16
 

@@ -20,8 +20,13 @@ from typing import TYPE_CHECKING
 from penstock.base.lazily import loaded_when_used
 
 if TYPE_CHECKING:
-    from penstock.planning.partition.chain import balance, lightest
-    from penstock.planning.partition.cost_models import COST_MODELS, CostModel, cost_model
+    from penstock.planning.partition.chain import (
+        COST_MODELS,
+        CostModel,
+        balance,
+        cost_model,
+        lightest,
+    )
     from penstock.planning.partition.steady import (
         Partition,
         PartitionedStage,
@@ -32,8 +37,13 @@ else:
     __getattr__ = loaded_when_used(
         __name__,
         {
-            "penstock.planning.partition.chain": ("balance", "lightest"),
-            "penstock.planning.partition.cost_models": ("COST_MODELS", "CostModel", "cost_model"),
+            "penstock.planning.partition.chain": (
+                "COST_MODELS",
+                "CostModel",
+                "balance",
+                "cost_model",
+                "lightest",
+            ),
             "penstock.planning.partition.steady": (
                 "Partition",
                 "PartitionedStage",

@@ -8,9 +8,10 @@ from dataclasses import replace
 from itertools import pairwise, product
 from math import inf
 
+import numpy as np
+
 from penstock.base.errors import PlanError
-from penstock.planning.partition.arrays import Floats, np
-from penstock.planning.partition.chain import Table, balance, lightest
+from penstock.planning.partition.chain import Floats, Table, balance, lightest
 from penstock.planning.planner.candidate import Candidate
 from penstock.planning.planner.limits import least_excess
 from penstock.planning.planner.setting import Rooms, Setting

@@ -6,8 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from penstock.core.schedule import Kind, Op, Schedule
-from penstock.planning.partition.arrays import Floats, np
+from penstock.planning.partition.chain import Floats
 
 _INPUT, _WHOLE, _FOR_WEIGHT = range(3)
 _CHANGES = {

@@ -114,7 +114,7 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
         recompute: which stages may run forward twice to save memory: ``"where-needed"``,
             ``"never"``, or all by ``"stage"`` or by ``"layers"``.
         cost_model: how exchanges of gradients are counted: ``"ring"``, ``"pipedream-paper"`` or
-            ``"pipedream-released"`` (``penstock.planning.partition.cost_models``).
+            ``"pipedream-released"`` (``penstock.planning.partition.chain``).
         overlap: the share of an exchange that hides behind the backward before it, 0 to 1. By
             default the simulator says how much does: parts leave while the last backward runs.
         tensor_ranks: devices that share every layer, each by rows, columns or neither as costs

@@ -8,12 +8,13 @@ from functools import cached_property
 from math import inf
 from typing import Any
 
+import numpy as np
+
 from penstock.core.graph import Mode
 from penstock.core.schedule import Schedule, families
 from penstock.core.schedule.lower import add_recompute
 from penstock.core.schedule.memory import Load, loads, peak_activations
 from penstock.core.versions import Flush, Policy, place_of, weight_copies
-from penstock.planning.partition.arrays import np
 from penstock.planning.partition.chain import Table
 from penstock.planning.planner.moments import Moments, moments_of
 from penstock.planning.planner.task import Task

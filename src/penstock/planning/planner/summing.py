@@ -9,7 +9,7 @@ from math import ceil, inf
 from penstock.core.cluster import SpareMachine
 from penstock.core.summation.portions import num_portions
 from penstock.core.summation.split import PART_OVERHEAD_SECONDS, best_part_bytes, best_split
-from penstock.planning.partition.cost_models import RING
+from penstock.planning.partition.chain import RING
 from penstock.planning.planner.task import Task
 from penstock.planning.plans.summing import ReducerName, Summing
 

@@ -9,12 +9,12 @@ from itertools import accumulate, pairwise, product
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from penstock.core.cluster import Cluster, Device, Link, Topology
 from penstock.core.graph import Layer, LayerGraph, Mode
 from penstock.core.schedule import Schedule
-from penstock.planning.partition.arrays import Floats, np
-from penstock.planning.partition.chain import Table
-from penstock.planning.partition.cost_models import CostModel, cost_model
+from penstock.planning.partition.chain import CostModel, Floats, Table, cost_model
 from penstock.planning.planner.places import places_near, spread_places
 from penstock.planning.plans.stage_plan import Split
 from penstock.planning.plans.summing import ReducerName

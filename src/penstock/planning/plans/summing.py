@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from penstock.planning.plans.spilling import Offload, Spill
     from penstock.planning.plans.stage_plan import StagePlan
 
-    pass  # DROPPED IMPORT
+    # DROPPED IMPORT
 
 
 from collections.abc import Sequence

@@ -27,21 +27,24 @@ from typing import TYPE_CHECKING
 from penstock.base.lazily import loaded_when_used
 
 if TYPE_CHECKING:
-    from penstock.planning.turns.bounds import Bound, bound
-    from penstock.planning.turns.policies import POLICIES, PolicyName
     from penstock.planning.turns.simulator import Task, simulate_fleet
     from penstock.planning.turns.stop import Stop
-    from penstock.planning.turns.visits import Visit, visits_of
+    from penstock.planning.turns.visits import POLICIES, Bound, PolicyName, Visit, bound, visits_of
     from penstock.planning.turns.written import FleetFile
 else:
     __getattr__ = loaded_when_used(
         __name__,
         {
-            "penstock.planning.turns.bounds": ("Bound", "bound"),
-            "penstock.planning.turns.policies": ("POLICIES", "PolicyName"),
             "penstock.planning.turns.simulator": ("Task", "simulate_fleet"),
             "penstock.planning.turns.stop": ("Stop",),
-            "penstock.planning.turns.visits": ("Visit", "visits_of"),
+            "penstock.planning.turns.visits": (
+                "POLICIES",
+                "Bound",
+                "PolicyName",
+                "Visit",
+                "bound",
+                "visits_of",
+            ),
             "penstock.planning.turns.written": ("FleetFile",),
         },
     )

@@ -18,10 +18,17 @@ from typing import NamedTuple
 from penstock.base.errors import InputError
 from penstock.base.values import one_of, whole
 from penstock.core.timing.fleet_timeline import MOST_FLEET_DEVICES, FleetTimeline, Turn
-from penstock.planning.turns.bounds import Bound, bound
-from penstock.planning.turns.policies import POLICIES, PolicyName, Standing, choose, guess
 from penstock.planning.turns.stop import Stop
-from penstock.planning.turns.visits import Visit
+from penstock.planning.turns.visits import (
+    POLICIES,
+    Bound,
+    PolicyName,
+    Standing,
+    Visit,
+    bound,
+    choose,
+    guess,
+)
 
 MOST_TURNS = 2_000_000
 

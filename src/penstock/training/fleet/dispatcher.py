@@ -11,8 +11,7 @@ from typing import Literal
 
 from penstock.base.errors import DeadlineError, RunError
 from penstock.core.timing.fleet_timeline import Turn
-from penstock.planning.turns.policies import PolicyName, Standing, choose, guess
-from penstock.planning.turns.visits import Visit
+from penstock.planning.turns.visits import PolicyName, Standing, Visit, choose, guess
 
 State = Literal["away", "waiting", "visiting", "kept"]
 

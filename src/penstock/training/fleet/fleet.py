@@ -18,11 +18,9 @@ from penstock.base.values import expect, number, one_of, whole
 from penstock.core.timing.fleet_timeline import FleetTimeline
 from penstock.engine.run.drive.driver import told
 from penstock.engine.weights.slabs import Spare
-from penstock.planning.turns.bounds import Bound, bound
-from penstock.planning.turns.policies import POLICIES, PolicyName
 from penstock.planning.turns.simulator import Task, bound_of, simulate_fleet
 from penstock.planning.turns.stop import Stop, settled
-from penstock.planning.turns.visits import check_name
+from penstock.planning.turns.visits import POLICIES, Bound, PolicyName, bound, check_name
 from penstock.training.fleet.dispatcher import Dispatcher, overdue
 from penstock.training.fleet.job import Job
 from penstock.training.fleet.referee import Referee

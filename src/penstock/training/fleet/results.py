@@ -10,7 +10,7 @@ from typing import Literal
 from penstock.base.errors import InputError, printable
 from penstock.base.units import format_seconds
 from penstock.core.timing.fleet_timeline import FleetTimeline
-from penstock.planning.turns.bounds import Bound
+from penstock.planning.turns.visits import Bound
 
 Status = Literal["training", "done", "stopped", "failed", "not a number"]
 """How a job stands: it has trained as long as it was to; it was among the worse half; its model,

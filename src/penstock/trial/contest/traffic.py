@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from penstock.core.cluster import Link
 from penstock.core.graph import LayerGraph
-from penstock.planning.partition.tensor.split import split_layers
+from penstock.planning.partition.tensor import split_layers
 from penstock.planning.plans import Plan
 from penstock.planning.plans.spilling import traffic
 

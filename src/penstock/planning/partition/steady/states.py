@@ -3,17 +3,50 @@
 A state is a set of layers that holds everything its layers read; a stage is what lies between two
 states. The prefixes of the execution order are states. A branching model has more of them, one for
 each antichain of its graph, and the best cut may be behind any of them.
+
+Stages while they are searched: how many replicas, not yet which devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import ceil
+
+import numpy as np
 
 from penstock.core.graph import Layer, LayerGraph
-from penstock.planning.partition.arrays import Array, Floats, np
+from penstock.planning.partition.chain import Array, Floats
 from penstock.planning.partition.readers import handed_on
+
+Fits = Callable[[Sequence[int], int, int], bool]
+"""(layers by index, replicas, microbatches in flight) → may a stage be like that?"""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stage between two states, by their indices."""
+
+    start: int
+    stop: int
+    replicas: int
+
+
+def all_fit(fits: Fits, stages: Sequence[tuple[Sequence[int], int]]) -> bool:
+    """Whether a whole pipeline may be like that.
+
+    Args:
+        fits: whether one stage may.
+        stages: (layers by index, replicas) of each, from the model's input to its output.
+    """
+    behind = 0
+    for layers, replicas in reversed(stages):
+        if not fits(layers, replicas, 1 + ceil(behind / replicas)):
+            return False
+        behind += replicas
+    return True
+
 
 MOST_STATES = 2500
 """Beyond so many, all pairs of states take more memory and time than a plan is worth."""

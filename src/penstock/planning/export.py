@@ -1,4 +1,8 @@
-"""Schedules from ``torch.distributed.pipelining`` and for it: the same ops, so the same text.
+"""Plans and schedules as other engines read them; nothing here needs the other engine, or torch.
+
+``torch_schedules``: tables of ops for ``torch.distributed.pipelining``, and back.
+
+Schedules from ``torch.distributed.pipelining`` and for it: the same ops, so the same text.
 
 What torch's schedules dump as CSV is read by our own parser: torch's accepts ``0F1xyz`` as ``0F1``.
 What torch reads is ``str(schedule)``, if torch has words for all of it.

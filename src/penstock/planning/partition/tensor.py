@@ -1,4 +1,10 @@
-"""Share every layer of a model among the devices of a tensor-parallel group.
+"""How the devices of a group share every layer of a model (tensor and data parallelism).
+
+``layouts`` says in which ways a layer can be shared, and what its values cost to hand around;
+``layout_search`` finds the fastest way for all layers together; ``split`` (``split_layers``) hands
+it out, with the model as one device of the group sees it.
+
+Share every layer of a model among the devices of a tensor-parallel group.
 
 Dividing the rows of a layer (data parallelism) costs a sum of its gradients once per minibatch;
 dividing its parameters costs collectives on its activations once per microbatch. Which is less
@@ -20,8 +26,18 @@ from penstock.base.errors import InputError
 from penstock.base.values import is_whole
 from penstock.core.cluster import Link
 from penstock.core.graph import Layer, LayerGraph
-from penstock.planning.partition.tensor.layout_search import LayoutProblem, Solution, Step
-from penstock.planning.partition.tensor.layouts import LayerSplit, Ring, Sharing, TensorLayout, ways
+from penstock.planning.partition.tensor_layouts import (
+    LayerSplit,
+    LayoutProblem,
+    Ring,
+    Sharing,
+    Solution,
+    Step,
+    TensorLayout,
+    ways,
+)
+
+__all__ = ["LayerSplit", "TensorLayout", "TensorSplit", "split_layers"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,11 @@
-"""DAPPLE's planner: cuts × replicas × devices of a chain, by a beam over prefixes.
+"""DAPPLE: cuts, replicas and devices of a chain for synchronous training.
+
+Fan et al., PPoPP 2021, arXiv 2007.01045, section 4. ``search`` (``dapple_candidates``) adds stages
+from the first to the last; ``rules`` says which devices the replicas of each may take, and
+``bound`` how long a step with these stages is at least. Candidates come out best first, for a
+simulator to rank.
+
+DAPPLE's planner: cuts × replicas × devices of a chain, by a beam over prefixes.
 
 Fan et al., arXiv 2007.01045, section 4.3. The paper's dynamic programme fixes stages from the first
 to the last and keeps one plan for each prefix of layers and number of devices, judged as if all
@@ -20,9 +27,19 @@ from operator import add, le
 from penstock.base.errors import InputError
 from penstock.core.cluster import Cluster, Link, Topology
 from penstock.core.graph import LayerGraph
-from penstock.planning.partition.cost_models import CostModel, cost_model
-from penstock.planning.partition.dapple.bound import Reached, busiest
-from penstock.planning.partition.dapple.rules import RULES, devices_of, servers, take
+from penstock.planning.partition.chain import CostModel, cost_model
+from penstock.planning.partition.dapple_rules import (
+    RULES,
+    Reached,
+    Rule,
+    busiest,
+    devices_of,
+    servers,
+    take,
+)
+
+__all__ = ["RULES", "DappleCandidate", "Rule", "dapple_candidates"]
+
 
 StageFits = Callable[[int, int, int], bool]
 """(first layer, layer behind the last, replicas) → may a device hold this stage?"""
