@@ -12,18 +12,18 @@ from penstock.core.graph import Contention
 from penstock.core.schedule import Schedule
 from penstock.core.schedule.families import SEARCHED
 from penstock.core.schedule.lower import add_recompute
-from penstock.planning.planner.bounds import least_steady_seconds, least_step_seconds
 from penstock.planning.planner.limits import (
     NO_EXCESS,
     Excess,
     has_limits,
+    least_steady_seconds,
+    least_step_seconds,
     limited_like,
     worst_excess,
 )
-from penstock.planning.planner.moments import StageSizes
 from penstock.planning.planner.pricing import CutSetting
-from penstock.planning.planner.setting import Rooms
-from penstock.planning.planner.summing import written as written_summing
+from penstock.planning.planner.pricing import written as written_summing
+from penstock.planning.planner.setting import Rooms, StageSizes
 from penstock.planning.plans.orders import search_order, written
 from penstock.planning.plans.plan import Plan
 from penstock.planning.plans.prediction import Prediction, num_simulated

@@ -13,8 +13,8 @@ from penstock.core.versions import USUAL, Policy
 from penstock.planning.planner.candidate import Candidate
 from penstock.planning.planner.offers import offers
 from penstock.planning.planner.race import fastest
-from penstock.planning.planner.shortfall import with_more_devices
 from penstock.planning.planner.task import Task
+from penstock.planning.planner.why import with_more_devices
 from penstock.planning.planner.wish import Wish
 
 _ROUNDING = 1e-9

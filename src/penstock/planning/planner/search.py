@@ -26,11 +26,9 @@ from penstock.planning.partition import cost_model as find_cost_model
 from penstock.planning.planner.candidate import Candidate
 from penstock.planning.planner.doubts import doubts_about
 from penstock.planning.planner.live import PROPOSED, Kept, is_live, keeping, live_schedule, missing
-from penstock.planning.planner.mixed_groups import mixed
 from penstock.planning.planner.offers import PLAIN
 from penstock.planning.planner.offloading import weighed
 from penstock.planning.planner.race import Race, closest, fastest
-from penstock.planning.planner.reordering import in_other_orders, learned
 from penstock.planning.planner.request import (
     check_counts,
     microbatch_sizes,
@@ -38,16 +36,16 @@ from penstock.planning.planner.request import (
     read_cuts,
     read_schedule,
 )
-from penstock.planning.planner.shortfall import shortfall
 from penstock.planning.planner.spilling import offered, spilled_plan
 from penstock.planning.planner.task import Task
-from penstock.planning.planner.tensor_groups import in_groups, widths
+from penstock.planning.planner.variants import in_groups, in_other_orders, learned, mixed, widths
 from penstock.planning.planner.why import (
     alternatives_of,
     coarsely,
     possible,
     reason_for,
     rivals,
+    shortfall,
     why_summed_so,
     why_sums_hide,
 )

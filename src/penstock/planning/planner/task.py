@@ -14,8 +14,14 @@ import numpy as np
 from penstock.core.cluster import Cluster, Device, Link, Topology
 from penstock.core.graph import Layer, LayerGraph, Mode
 from penstock.core.schedule import Schedule
-from penstock.planning.partition.chain import CostModel, Floats, Table, cost_model
-from penstock.planning.planner.places import places_near, spread_places
+from penstock.planning.partition.chain import (
+    CostModel,
+    Floats,
+    Table,
+    cost_model,
+    places_near,
+    spread_places,
+)
 from penstock.planning.plans.stage_plan import Split
 from penstock.planning.plans.summing import ReducerName
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from penstock.planning.plans.spilling import Offload, Spill
     from penstock.planning.plans.stage_plan import StagePlan
 
-    # DROPPED IMPORT
-
 
 from collections.abc import Sequence
 
