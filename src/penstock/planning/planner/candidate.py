@@ -23,7 +23,7 @@ from penstock.planning.planner.limits import (
 )
 from penstock.planning.planner.pricing import CutSetting
 from penstock.planning.planner.pricing import written as written_summing
-from penstock.planning.planner.setting import Rooms, StageSizes
+from penstock.planning.planner.setting import MemoryLimits, StageSizes
 from penstock.planning.plans.orders import search_order, written
 from penstock.planning.plans.plan import Plan
 from penstock.planning.plans.prediction import Prediction, num_simulated
@@ -68,10 +68,10 @@ class Candidate(CutSetting):
 
     def _bytes_by_stage(self) -> tuple[int, ...]:
         """As ``bytes_of_ranks`` where every rank has one stage, without a walk through all ops."""
-        rooms = Rooms(self.task, self.setting)
+        memory = MemoryLimits(self.task, self.setting)
         held = [0] * self.setting.num_ranks
         for index, bounds in enumerate(pairwise(self.cuts)):
-            needed = rooms.held_bytes(index, self.recomputes[index], *bounds)
+            needed = memory.held_bytes(index, self.recomputes[index], *bounds)
             for rank in self.setting.ranks_of[index]:
                 held[rank] = needed
         return tuple(held)
@@ -79,7 +79,7 @@ class Candidate(CutSetting):
     def _bytes_by_moment(self, *, again: bool) -> tuple[int, ...]:
         """As ``bytes_of_ranks`` where all stages run forward once, or ``again`` all do twice; with
         one walk through all ops for all cuts."""
-        task, rooms = self.task, Rooms(self.task, self.setting)
+        task, memory = self.task, MemoryLimits(self.task, self.setting)
 
         def sizes(stage: int) -> StageSizes:
             start, stop = self.cuts[stage : stage + 2]
@@ -88,7 +88,7 @@ class Candidate(CutSetting):
             return task.input_bytes[start], whole, numbers["weight_kept_bytes"]
 
         state = [
-            rooms.state_bytes(stage, self.recomputes[stage], *bounds)
+            memory.state_bytes(stage, self.recomputes[stage], *bounds)
             for stage, bounds in enumerate(pairwise(self.cuts))
         ]
         return tuple(

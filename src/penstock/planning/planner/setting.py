@@ -20,8 +20,8 @@ from penstock.core.schedule.lower import add_recompute
 from penstock.core.schedule.memory import Load, loads, peak_activations
 from penstock.core.versions import Flush, Policy, place_of, weight_copies
 from penstock.planning.partition.chain import Floats, Table
+from penstock.planning.planner.request import RecomputeRule
 from penstock.planning.planner.task import Task
-from penstock.planning.planner.wish import RecomputeRule
 from penstock.planning.plans.orders import stand_in
 from penstock.planning.plans.stage_plan import RecomputeWay
 from penstock.planning.plans.summing import COPIES_OF_GRADIENTS, ReducerName
@@ -236,7 +236,7 @@ class Setting(Terms):
         return add_recompute(self.schedule, range(self.num_stages))
 
 
-class Rooms:
+class MemoryLimits:
     """Which layers the stages of a setting have memory for, and with how much recomputing.
 
     Args:
@@ -326,9 +326,9 @@ class Rooms:
     def num_bytes(self, stage: int, how: RecomputeWay) -> Table:
         """Bytes that a rank of a stage needs, as a table of all starts and stops."""
         key = self._key(stage, how)
-        if key not in self._task.known.tables:
-            self._task.known.tables[key] = self._num_bytes(*key[:-1])
-        return self._task.known.tables[key]
+        if key not in self._task.cache.tables:
+            self._task.cache.tables[key] = self._num_bytes(*key[:-1])
+        return self._task.cache.tables[key]
 
     def _key(
         self, stage: int, how: RecomputeWay

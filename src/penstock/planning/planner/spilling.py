@@ -21,9 +21,9 @@ from penstock.base.errors import InputError, PlanError
 from penstock.base.units import count_of, format_bytes, format_seconds
 from penstock.core.cluster import Tier
 from penstock.planning.planner.candidate import Candidate
-from penstock.planning.planner.offers import Offer, Options
+from penstock.planning.planner.offers import Offer
+from penstock.planning.planner.request import Constraints, Options
 from penstock.planning.planner.task import Task
-from penstock.planning.planner.wish import Wish
 from penstock.planning.plans.plan import Plan
 from penstock.planning.plans.prediction import Prediction
 from penstock.planning.plans.spilling import Spill, bytes_of_spilled_ranks, traffic
@@ -111,7 +111,7 @@ class How(NamedTuple):
     options: Options
 
 
-def spilled_plan(tasks: Sequence[Task], wish: Wish, tiers: Sequence[Tier]) -> Plan:
+def spilled_plan(tasks: Sequence[Task], constraints: Constraints, tiers: Sequence[Tier]) -> Plan:
     """The fastest plan whose stages come from one of these tiers and fit.
 
     Raises:
@@ -123,7 +123,7 @@ def spilled_plan(tasks: Sequence[Task], wish: Wish, tiers: Sequence[Tier]) -> Pl
         if task.groups is not None:
             continue
         for tier in tiers:
-            for spilled in _promising(task, wish, tier):
+            for spilled in _promising(task, constraints, tier):
                 if spilled.excess > 0:
                     if nearest is None or spilled.excess < nearest.excess:
                         nearest = spilled
@@ -134,14 +134,14 @@ def spilled_plan(tasks: Sequence[Task], wish: Wish, tiers: Sequence[Tier]) -> Pl
     raise PlanError(_too_little(nearest))
 
 
-def _promising(task: Task, wish: Wish, tier: Tier) -> Iterator[Spilled]:
+def _promising(task: Task, constraints: Constraints, tier: Tier) -> Iterator[Spilled]:
     """Candidates of each way that fit, ahead if there is room for that; of a way in which none
     does, the one with most stages."""
     for num_ranks in sorted({1, len(task.cluster.devices)}):
         for ahead in (1, 0):
             fitting = False
-            for recompute in _ways(wish):
-                how = How(recompute, ahead, wish.options)
+            for recompute in _ways(constraints):
+                how = How(recompute, ahead, constraints.options)
                 for spilled in _fitting(task, tier, num_ranks, how):
                     fitting = fitting or spilled.excess <= 0
                     yield spilled
@@ -175,10 +175,10 @@ def _is_hopeless(task: Task, num_ranks: int, count: int) -> bool:
     return count < most and largest > max(_limits(task, num_ranks))
 
 
-def _ways(wish: Wish) -> tuple[RecomputeWay, ...]:
-    if wish.recompute == "where-needed":
+def _ways(constraints: Constraints) -> tuple[RecomputeWay, ...]:
+    if constraints.recompute == "where-needed":
         return ("none", "stage")
-    return ("none",) if wish.recompute == "never" else (wish.recompute,)
+    return ("none",) if constraints.recompute == "never" else (constraints.recompute,)
 
 
 def _counts(most: int) -> list[int]:
@@ -355,12 +355,12 @@ def _too_little(nearest: Spilled | None) -> str:
     )
 
 
-def offered(tasks: Sequence[Task], wish: Wish) -> str:
+def offered(tasks: Sequence[Task], constraints: Constraints) -> str:
     """What a tier would make possible where nothing fits, for an error; empty if nothing."""
     if all(_least_bytes(task) > max(_limits(task, 1)) for task in tasks):
         return ""
     try:
-        plan = spilled_plan(tasks, wish, [Tier()])
+        plan = spilled_plan(tasks, constraints, [Tier()])
     except PlanError:
         return ""
     return (

@@ -95,7 +95,7 @@ class TensorGroups:
 
 
 @dataclass(frozen=True)
-class Known:
+class Cache:
     """What was worked out for a task so far, by what it depends on.
 
     Attributes:
@@ -167,9 +167,9 @@ class Task:
         return Topology(self.cluster)
 
     @cached_property
-    def known(self) -> Known:
+    def cache(self) -> Cache:
         """What was worked out for this task so far."""
-        return Known()
+        return Cache()
 
     @cached_property
     def num_layers(self) -> int:
@@ -267,8 +267,8 @@ class Task:
         """The sums that ``tables`` has, by their names, for one stage with layers ``[start,
         stop)``, wherever these begin and end."""
         bounds = start, stop
-        if bounds not in self.known.numbers:
-            self.known.numbers[bounds] = {
+        if bounds not in self.cache.numbers:
+            self.cache.numbers[bounds] = {
                 **{name: self.sum(name, start, stop) for name in self.sums},
                 "activation_bytes": self.activation_bytes(start, stop),
                 "again_input_bytes": self.again_input_bytes(start, stop),
@@ -276,7 +276,7 @@ class Task:
                 "again_workspace_bytes": self.workspace_bytes(start, stop, again=True),
                 "tied_bytes": sum(tie.num_bytes for tie in self.ties if tie.is_parted(start, stop)),
             }
-        return self.known.numbers[bounds]
+        return self.cache.numbers[bounds]
 
     @cached_property
     def tables(self) -> dict[str, Table]:

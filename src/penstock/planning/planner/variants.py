@@ -26,26 +26,20 @@ from msgspec.structs import replace as with_fields
 from penstock.base.errors import InputError, PlanError
 from penstock.core.cluster import Cluster, Device
 from penstock.core.cluster.subset import only
-from penstock.core.versions import Flush
-from penstock.planning.planner.candidate import Candidate
-from penstock.planning.planner.cuts import with_cuts
-from penstock.planning.planner.offers import PLAIN, Offer
-from penstock.planning.planner.task import Task, TensorGroups
-from penstock.planning.planner.wish import Wish
-
-if TYPE_CHECKING:
-    from penstock.planning.partition.tensor import TensorSplit
-
-
-from typing import TYPE_CHECKING
-
 from penstock.core.schedule import families
 from penstock.core.schedule.lower import add_update
 from penstock.core.timing.simulator import simulate
+from penstock.core.versions import Flush
 from penstock.planning.partition import best_partition
+from penstock.planning.planner.candidate import Candidate
+from penstock.planning.planner.cuts import with_cuts
+from penstock.planning.planner.offers import Offer
+from penstock.planning.planner.request import PLAIN, Constraints
+from penstock.planning.planner.task import Task, TensorGroups
 
 if TYPE_CHECKING:
     from penstock.planning.partition.placement import Stages
+    from penstock.planning.partition.tensor import TensorSplit
 
 
 _USUAL_BYTES = 2**20
@@ -71,14 +65,14 @@ def in_other_orders(task: Task) -> Iterator[Task]:
                 yield replace(task, graph=task.graph.reordered(order))
 
 
-def learned(task: Task, wish: Wish) -> Candidate | None:
+def learned(task: Task, constraints: Constraints) -> Candidate | None:
     """The candidate whose placement of layers on devices a policy learned by trial and error,
     judged by simulations of 1F1B (``planning.partition.placement.learned``); ``None`` if it does
     not fit.
 
     Args:
         task: with devices that are all used, or fewer.
-        wish: what may run twice.
+        constraints: what may run twice.
     """
     from penstock.planning.partition.placement import (  # for those who ask
         learned_placement,
@@ -95,14 +89,16 @@ def learned(task: Task, wish: Wish) -> Candidate | None:
 
     num_devices = min(len(task.cluster.devices), task.num_layers)
     stages = learned_placement(task.graph, num_devices, score).stages
-    return _placed_candidate(task, wish, stages)
+    return _placed_candidate(task, constraints, stages)
 
 
-def _placed_candidate(task: Task, wish: Wish, stages: Sequence[Sequence[str]]) -> Candidate | None:
+def _placed_candidate(
+    task: Task, constraints: Constraints, stages: Sequence[Sequence[str]]
+) -> Candidate | None:
     order = [name for stage in stages for name in stage]
     cuts = tuple(accumulate(map(len, stages), initial=0))
     placed = replace(task, graph=task.graph.reordered(order), marks=cuts)
-    offer = Offer(PLAIN, tuple(range(len(stages))), recompute=wish.recompute)
+    offer = Offer(PLAIN, tuple(range(len(stages))), recompute=constraints.recompute)
     candidate = with_cuts(placed, offer.setting(placed), cuts)
     return candidate if candidate.fits else None
 
@@ -171,15 +167,15 @@ def widths(task: Task) -> Iterator[int]:
 _MOST_CUTS = 3
 
 
-def mixed(tasks: Sequence[Task], wish: Wish) -> Iterator[Candidate]:
+def mixed(tasks: Sequence[Task], constraints: Constraints) -> Iterator[Candidate]:
     """The candidates that fit: replicas of the first layers, and one group for the others.
 
     Args:
         tasks: those of single devices, and those of groups, whose splits rank the cuts.
     """
-    if wish.schedule not in (None, PLAIN) or wish.stages not in (None, 2):
+    if constraints.schedule not in (None, PLAIN) or constraints.stages not in (None, 2):
         return
-    if wish.cuts or wish.replicas or wish.versions is not None:
+    if constraints.cuts or constraints.replicas or constraints.versions is not None:
         return
     for task in tasks:
         if task.groups is None and task.reducer == "owners" and _is_chain(task):
@@ -188,7 +184,7 @@ def mixed(tasks: Sequence[Task], wish: Wish) -> Iterator[Candidate]:
                 for other in tasks
                 if other.groups is not None and other.groups.single is task
             }
-            yield from _of(task, seen, wish)
+            yield from _of(task, seen, constraints)
 
 
 def _is_chain(task: Task) -> bool:
@@ -199,14 +195,16 @@ def _is_chain(task: Task) -> bool:
     )
 
 
-def _of(task: Task, seen: Mapping[int, TensorSplit], wish: Wish) -> Iterator[Candidate]:
+def _of(
+    task: Task, seen: Mapping[int, TensorSplit], constraints: Constraints
+) -> Iterator[Candidate]:
     for width, split in seen.items():
         replicas = min(len(task.cluster.devices) - width, task.num_microbatches)
-        if replicas < 1 or (replicas > 1 and not wish.any_replicas):
+        if replicas < 1 or (replicas > 1 and not constraints.any_replicas):
             continue
         for cut in _promising(task, split, width, replicas):
             with suppress(InputError, PlanError):
-                candidate = _candidate(task, width, replicas, cut, wish)
+                candidate = _candidate(task, width, replicas, cut, constraints)
                 if candidate.fits:
                     yield candidate
 
@@ -234,7 +232,9 @@ def _crossing(task: Task, cut: int, width: int) -> int:
     return task.crossing_bytes[cut] * (width + 1) // 2
 
 
-def _candidate(task: Task, width: int, replicas: int, cut: int, wish: Wish) -> Candidate:
+def _candidate(
+    task: Task, width: int, replicas: int, cut: int, constraints: Constraints
+) -> Candidate:
     from penstock.planning.partition.tensor import split_layers  # for the few who ask
 
     group = range(replicas, replicas + width)
@@ -255,5 +255,5 @@ def _candidate(task: Task, width: int, replicas: int, cut: int, wish: Wish) -> C
         groups=TensorGroups(devices, split, task),
     )
     counts = (replicas, 1) if replicas > 1 else ()
-    offer = Offer(PLAIN, tuple(range(replicas + 1)), Flush(), counts, (), wish.recompute)
+    offer = Offer(PLAIN, tuple(range(replicas + 1)), Flush(), counts, (), constraints.recompute)
     return with_cuts(made, offer.setting(made), (0, cut, task.num_layers))

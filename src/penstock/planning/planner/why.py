@@ -13,10 +13,9 @@ from msgspec.structs import replace
 from penstock.base.units import count_of, format_bytes, format_seconds, format_speed_up
 from penstock.core.schedule.op import Kind
 from penstock.planning.planner.candidate import Candidate
-from penstock.planning.planner.offers import PLAIN
 from penstock.planning.planner.race import SAME, fastest
+from penstock.planning.planner.request import PLAIN, Constraints
 from penstock.planning.planner.task import Task
-from penstock.planning.planner.wish import Wish
 from penstock.planning.plans.table import Alternative
 
 _MATTERS = 0.1
@@ -27,14 +26,14 @@ _BUDGET = 100_000
 """Ops to simulate for each row of the table."""
 
 
-def rivals(tasks: Sequence[Task], wish: Wish) -> dict[str, Candidate]:
+def rivals(tasks: Sequence[Task], constraints: Constraints) -> dict[str, Candidate]:
     """The best candidate of every kind of plan, by the kind's label: the fastest that fits, else
     the fastest if memory did not matter."""
     split = [task for task in tasks if task.groups is not None]
     singles = (task if task.groups is None else task.groups.single for task in tasks)
     whole = list({id(task): task for task in singles}.values())
-    plain = Wish(schedule=PLAIN, any_replicas=False, recompute=wish.recompute)
-    everything = Wish(recompute=wish.recompute)
+    plain = Constraints(schedule=PLAIN, any_replicas=False, recompute=constraints.recompute)
+    everything = Constraints(recompute=constraints.recompute)
     widths = [min(len(task.cluster.devices), task.num_microbatches) for task in whole]
     kinds = {
         "single device": replaced(plain, stages=1),
@@ -51,9 +50,9 @@ def rivals(tasks: Sequence[Task], wish: Wish) -> dict[str, Candidate]:
     return {label: one for label, one in best.items() if one is not None}
 
 
-def _best(tasks: Sequence[Task], wish: Wish) -> Candidate | None:
+def _best(tasks: Sequence[Task], constraints: Constraints) -> Candidate | None:
     roomy = [_roomy(task) for task in tasks]
-    return fastest(tasks, wish, _BUDGET) or fastest(roomy, wish, _BUDGET)
+    return fastest(tasks, constraints, _BUDGET) or fastest(roomy, constraints, _BUDGET)
 
 
 def _roomy(task: Task) -> Task:
@@ -71,7 +70,7 @@ def _roomy(task: Task) -> Task:
 
 
 def alternatives_of(
-    chosen: Candidate, labelled: dict[str, Candidate], wish: Wish
+    chosen: Candidate, labelled: dict[str, Candidate], constraints: Constraints
 ) -> tuple[Alternative, ...]:
     """The rivals as rows of a table."""
     rows = dict(labelled)
@@ -86,19 +85,19 @@ def alternatives_of(
             memory_bytes=max(rival.rank_bytes),
             moved_bytes=rival.moved_bytes,
             delay=rival.prediction.delay + rival.way.most_stale,
-            remark=_remark(rival, chosen, wish),
+            remark=_remark(rival, chosen, constraints),
         )
         for label, rival in rows.items()
     )
 
 
-def _remark(rival: Candidate, chosen: Candidate, wish: Wish) -> str:
+def _remark(rival: Candidate, chosen: Candidate, constraints: Constraints) -> str:
     if _is_same(rival, chosen):
         return "chosen"
     over = rival.limited_like(chosen).excess
     if over.num_bytes > 0:
         return f"does not fit: {format_bytes(over.num_bytes)} over {over.place}"
-    if rival.setting.versions.asynchronous and wish.asynchronous == "no":
+    if rival.setting.versions.asynchronous and constraints.asynchronous == "no":
         return "old weights: not asked for"
     return ""
 
@@ -118,8 +117,10 @@ def _essence(candidate: Candidate) -> tuple[object, ...]:
     )
 
 
-def possible(contenders: Sequence[Candidate], chosen: Candidate, wish: Wish) -> list[Candidate]:
-    """The contenders of another kind than ``chosen`` that a wish allows and that fit where
+def possible(
+    contenders: Sequence[Candidate], chosen: Candidate, constraints: Constraints
+) -> list[Candidate]:
+    """The contenders of another kind than ``chosen`` that constraints allow and that fit where
     ``chosen`` does.
 
     Rivals for the table may have been made for another request, so they are looked at again.
@@ -127,24 +128,29 @@ def possible(contenders: Sequence[Candidate], chosen: Candidate, wish: Wish) -> 
     return [
         one
         for one in contenders
-        if str(one) != str(chosen) and _is_wanted(one, wish) and one.limited_like(chosen).fits
+        if str(one) != str(chosen)
+        and _is_wanted(one, constraints)
+        and one.limited_like(chosen).fits
     ]
 
 
-def _is_wanted(candidate: Candidate, wish: Wish) -> bool:
+def _is_wanted(candidate: Candidate, constraints: Constraints) -> bool:
     setting = candidate.setting
     return (
-        _is_allowed(candidate, wish)
-        and wish.allows(setting.num_stages)
-        and wish.schedule in (None, setting.schedule.name)
-        and set(wish.options) <= set(setting.options)
-        and (wish.any_replicas or wish.replicas == setting.replicas)
-        and (not wish.cuts or wish.cuts == candidate.cuts)
+        _is_allowed(candidate, constraints)
+        and constraints.allows(setting.num_stages)
+        and constraints.schedule in (None, setting.schedule.name)
+        and set(constraints.options) <= set(setting.options)
+        and (constraints.any_replicas or constraints.replicas == setting.replicas)
+        and (not constraints.cuts or constraints.cuts == candidate.cuts)
     )
 
 
 def reason_for(
-    chosen: Candidate, contenders: Sequence[Candidate], labelled: dict[str, Candidate], wish: Wish
+    chosen: Candidate,
+    contenders: Sequence[Candidate],
+    labelled: dict[str, Candidate],
+    constraints: Constraints,
 ) -> str:
     """One sentence on why ``chosen`` won, with the plan that decided it."""
     speed_up = format_speed_up(labelled["single device"].seconds, chosen.seconds)
@@ -152,7 +158,7 @@ def reason_for(
     others = [
         candidate
         for candidate in (*contenders, *labelled.values())
-        if str(candidate) != str(chosen) and _is_allowed(candidate, wish)
+        if str(candidate) != str(chosen) and _is_allowed(candidate, constraints)
     ]
     fitting = [candidate for candidate in others if candidate.limited_like(chosen).fits]
     faster = min(others, key=lambda candidate: candidate.seconds, default=chosen)
@@ -202,8 +208,8 @@ def coarsely(task: Task) -> str:
     return f"cut at {places} of {layers} places, then at all near the best"
 
 
-def _is_allowed(candidate: Candidate, wish: Wish) -> bool:
-    return wish.asynchronous != "no" or not candidate.setting.versions.asynchronous
+def _is_allowed(candidate: Candidate, constraints: Constraints) -> bool:
+    return constraints.asynchronous != "no" or not candidate.setting.versions.asynchronous
 
 
 def _comparison(chosen: Candidate, rival: Candidate) -> str:
@@ -252,7 +258,7 @@ def _again_seconds(candidate: Candidate) -> float:
 _TIMES_AS_MANY = (2, 4)
 
 
-def shortfall(nearest: Candidate | None, tasks: Sequence[Task], wish: Wish) -> str:
+def shortfall(nearest: Candidate | None, tasks: Sequence[Task], constraints: Constraints) -> str:
     """The message for a request that no memory limit allows.
 
     Args:
@@ -261,19 +267,19 @@ def shortfall(nearest: Candidate | None, tasks: Sequence[Task], wish: Wish) -> s
     """
     if nearest is None:
         return "no plan fits in memory: nothing that was asked for can be built"
-    coarse = nearest.task.is_coarse and not wish.cuts
+    coarse = nearest.task.is_coarse and not constraints.cuts
     where = f" of those {coarsely(nearest.task)}" if coarse else ""
     missed = f"no plan fits in memory; the closest{where}, {nearest}, needs {nearest.excess}"
-    for change, candidate in _changes(tasks, wish):
+    for change, candidate in _changes(tasks, constraints):
         fits = f"{candidate} fits ({format_bytes(max(candidate.rank_bytes))} on a rank)"
         return f"{missed}: allow that much more, or {change}, and {fits}"
     return f"{missed}: allow that much, or profile smaller microbatches"
 
 
-def _changes(tasks: Sequence[Task], wish: Wish) -> Iterator[tuple[str, Candidate]]:
+def _changes(tasks: Sequence[Task], constraints: Constraints) -> Iterator[tuple[str, Candidate]]:
     """(what to change, what then fits), the smallest change first."""
     free = replaced(
-        wish, schedule=None, options=(), stages=None, cuts=(), replicas=(), any_replicas=True
+        constraints, schedule=None, options=(), stages=None, cuts=(), replicas=(), any_replicas=True
     )
     smaller = [
         replaced(
@@ -286,13 +292,13 @@ def _changes(tasks: Sequence[Task], wish: Wish) -> Iterator[tuple[str, Candidate
         if size < task.graph.microbatch_size and task.graph.microbatch_size % size == 0
     ]
     steps = (
-        ("allow recomputing", tasks, replaced(wish, recompute="where-needed")),
+        ("allow recomputing", tasks, replaced(constraints, recompute="where-needed")),
         ("leave schedule, stages and cuts to the planner", tasks, free),
         ("leave recomputing to it too", tasks, replaced(free, recompute="where-needed")),
         ("take smaller microbatches", smaller, replaced(free, recompute="where-needed")),
     )
     for change, chosen, what in steps:
-        if chosen and (what != wish or chosen is not tasks):
+        if chosen and (what != constraints or chosen is not tasks):
             candidate = fastest(chosen, what)
             if candidate is not None:
                 yield change, candidate

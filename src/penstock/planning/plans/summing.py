@@ -12,23 +12,20 @@ different numbers of tensor ranks have different servers; those of one machine s
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 from penstock.base.errors import InputError
 from penstock.base.values import Value, number, one_of, whole
 from penstock.core.cluster import SpareMachine
 from penstock.core.summation.frames import MOST_SERVERS
+from penstock.core.timing.served import Served
 
 if TYPE_CHECKING:
     from penstock.core.schedule import Schedule
     from penstock.core.versions import Policy
     from penstock.planning.plans.spilling import Offload, Spill
     from penstock.planning.plans.stage_plan import StagePlan
-
-
-from collections.abc import Sequence
-
-from penstock.core.timing.served import Served
 
 ReducerName = Literal["owners", "sharded", "parameter-server", "servers", "all-reduce"]
 
