@@ -157,7 +157,7 @@ def test_what_runs_again_counts(again):
         for stage in stages_for("a slow first stage")
     )
     own = tuple(Device(name=f"d{rank}", memory_bytes=200 + 1000 + 4 * 50) for rank in range(4))
-    found = replace(plan_for("a slow first stage", devices=own), stages=stages, order=())
+    found = plan_for("a slow first stage", devices=own).edited(stages=stages, order=())
     assert max(found.rank_bytes) <= 1400
     assert makespan(found.build_schedule(), found.costs) == found.step_seconds
     fixed = replace(found, schedule="zb-h1", options={}, order=(), devices=())
@@ -239,7 +239,7 @@ def test_a_stage_on_two_ranks_is_refused():
 )
 def test_options_that_a_searched_plan_cannot_have(options, message):
     with pytest.raises(InputError, match=message):
-        replace(plan_for("long forwards", count=2), options=options, order=())
+        plan_for("long forwards", count=2).edited(options=options, order=())
 
 
 @settings(max_examples=40)

@@ -336,7 +336,7 @@ def _planned(plan: Plan) -> Drawable:
 def _file_with_versions(path: str, content: Drawable | Plan, policy: str | None) -> Drawable:
     if not isinstance(content, Drawable):
         chosen = _policy(content.schedule, policy)
-        source = _planned(content if policy is None else content.reading(chosen))
+        source = _planned(content if policy is None else content.with_versions(chosen))
         if chosen.asynchronous:
             return source
         return source._replace(timeline=_reading_the_first(source.timeline))

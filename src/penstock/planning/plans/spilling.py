@@ -114,8 +114,8 @@ class Spill(Value, frozen=True, kw_only=True):
         whole("spill: ahead", self.ahead, 0, 1000)
 
 
-def check_spill(schedule: Schedule, versions: Policy) -> None:
-    """Raise ``InputError`` if stages cannot come and go in a schedule."""
+def check_spill(schedule: Schedule, versions: Policy, num_tensor_ranks: int) -> None:
+    """Raise ``InputError`` if stages cannot come and go in a plan."""
     name, remedy = schedule.name, 'take schedule="spilled", or leave spill out'
     if versions.asynchronous:
         raise InputError(
@@ -130,6 +130,11 @@ def check_spill(schedule: Schedule, versions: Policy) -> None:
         raise InputError(
             f"{name} has stages on several ranks, whose gradients are summed; stages that come and "
             f"go have one rank each: {remedy}"
+        )
+    if num_tensor_ranks > 1:
+        raise InputError(
+            f"stages of {num_tensor_ranks} tensor ranks cannot come and go; leave spill out, or "
+            "plan with tensor_ranks=1"
         )
 
 
