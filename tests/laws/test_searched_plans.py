@@ -133,7 +133,7 @@ def test_two_stages_per_rank_are_searched_on_a_v():
     found = pk.plan(chain(4), devices(2), schedule="zb-auto", stages=4, microbatches=3)
     assert [stage.rank for stage in found.stages] == [0, 1, 1, 0]
     assert found.options["placement"] == "v"
-    assert replace(found, order=()).num_ranks == 2
+    assert found.edited(order=()).num_ranks == 2
     assert Plan.from_json(found.to_json()) == found
 
 
@@ -214,7 +214,7 @@ def test_an_order_for_another_number_of_microbatches_is_refused():
     found = plan_for("long forwards", count=4)
     with pytest.raises(InputError, match="order is for 4 microbatches, but num_microbatches is 5"):
         replace(found, num_microbatches=5)
-    longer = replace(found, num_microbatches=5, order=())
+    longer = found.edited(num_microbatches=5, order=())
     assert longer.build_schedule().num_microbatches == 5
 
 

@@ -112,7 +112,8 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
         super().__post_init__()
         if self.schedule in families.SEARCHED and not self.order:
             raise InputError(
-                f"order: {self.schedule} searches one; make the plan with Plan(…), which does that"
+                f"order: {self.schedule} needs one, and none is there; Plan(…) and "
+                "Plan.edited(order=()) search it"
             )
         if self.offload is not None:
             check_offload_fits(self.offload, self.stages, self.versions)
