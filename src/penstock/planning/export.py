@@ -1,11 +1,9 @@
-"""Plans and schedules as other engines read them; nothing here needs the other engine, or torch.
+"""Schedules from ``torch.distributed.pipelining`` and for it, and plans as its engines read them;
+nothing here needs torch.
 
-``torch_schedules``: tables of ops for ``torch.distributed.pipelining``, and back.
-
-Schedules from ``torch.distributed.pipelining`` and for it: the same ops, so the same text.
-
-What torch's schedules dump as CSV is read by our own parser: torch's accepts ``0F1xyz`` as ``0F1``.
-What torch reads is ``str(schedule)``, if torch has words for all of it.
+The ops are the same, so their text is, too. What torch's schedules dump as CSV is read by our own
+parser: torch's accepts ``0F1xyz`` as ``0F1``. What torch reads is ``str(schedule)``, if torch has
+words for all of it.
 """
 
 from __future__ import annotations

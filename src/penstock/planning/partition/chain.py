@@ -1,16 +1,15 @@
-"""Cut a chain of layers into consecutive stages so that the slowest stage is as fast as possible.
+"""A chain of layers cut into stages so that the slowest is as fast as possible, and what stages and
+cuts cost in the steady state: three cost models, by name.
 
-A pipeline's beat is its slowest stage, so that is what the cuts minimise; among all cuts with that
+A pipeline's beat is its slowest part, so that is what the cuts minimise; among all cuts with that
 beat they then make the stages as even as possible. Both are exact: a dynamic programme over (stage,
 last layer), first with the maximum, then with the sum of squares under the best maximum as ceiling.
 What a stage would cost from any first to any last layer is one table, so a step for all of them is
 one operation on arrays.
 
-What a stage and a cut cost in the steady state: three cost models, by name.
-
-A pipeline's beat is its slowest part: a stage on its devices, or a cut on its links. All three
-count seconds per microbatch and differ in three things: how long an exchange of gradients takes,
-how much of it hides behind compute, and what a cut costs.
+The slowest part is a stage on its devices, or a cut on its links. All cost models count seconds per
+microbatch and differ in three things: how long an exchange of gradients takes, how much of it hides
+behind compute, and what a cut costs.
 
 ``pipedream-released``
     What PipeDream's published optimizer computes: ``(T + 4(m−1)·|w| / (m·B)) / m`` for a stage of T
@@ -22,17 +21,12 @@ how much of it hides behind compute, and what a cut costs.
     that compute can hide. A cut takes two messages with their latencies, shared by m devices.
 
 The first two know no latencies.
-
-numpy's arrays, as partitions have them.
-
-Between which layers of a very long model the exact search may cut.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from math import inf, isfinite
 from typing import Any
 
@@ -42,48 +36,6 @@ import numpy.typing as npt
 from penstock.base.errors import InputError, PlanError
 from penstock.base.values import is_number, one_of, shown
 from penstock.core.cluster import Link
-from penstock.core.graph import LayerGraph
-
-
-def places_near(cuts: Sequence[int], num_layers: int, most: int) -> set[int]:
-    """Places around the inner ones of some cuts, about ``most`` in all."""
-    inner = cuts[1:-1]
-    reach = max(1, most // (2 * max(1, len(inner))))
-    return {
-        place
-        for cut in inner
-        for place in range(max(1, cut - reach), min(num_layers, cut + reach + 1))
-    }
-
-
-def spread_places(graph: LayerGraph, most: int) -> set[int]:
-    """Places between which there is equally much: of compute, and of bytes half as much. Where
-    that leaves some over, because a few layers have almost everything, the rest lie evenly between
-    the others."""
-    layers = graph.layers
-    held = [
-        layer.activation_bytes + layer.parameter_bytes + layer.optimizer_bytes for layer in layers
-    ]
-    compute = [layer.compute_seconds for layer in layers]
-    shares = zip(_shares(compute), _shares(held), strict=True)
-    sums = list(accumulate(2 * seconds + num_bytes for seconds, num_bytes in shares))
-    gap = max(sums[-1], 1e-9) / most
-    places = {
-        index + 1
-        for index, (before, now) in enumerate(pairwise((0.0, *sums)))
-        if int(before / gap) < int(now / gap) and index + 1 < len(layers)
-    }
-    rest = [index for index in range(1, len(layers)) if index not in places]
-    missing = most - len(places)
-    steps = range(1, 2 * missing, 2)
-    return places | {rest[step * len(rest) // (2 * missing)] for step in steps}
-
-
-def _shares(numbers: Sequence[float]) -> list[float]:
-    """Each number over the sum of all, which may be 0."""
-    total = sum(numbers) or 1.0
-    return [number / total for number in numbers]
-
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float64]

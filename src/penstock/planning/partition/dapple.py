@@ -1,17 +1,13 @@
-"""DAPPLE: cuts, replicas and devices of a chain for synchronous training.
+"""DAPPLE's planner: cuts × replicas × devices of a chain for synchronous training, by a beam over
+prefixes.
 
-Fan et al., PPoPP 2021, arXiv 2007.01045, section 4. ``search`` (``dapple_candidates``) adds stages
-from the first to the last; ``rules`` says which devices the replicas of each may take, and
-``bound`` how long a step with these stages is at least. Candidates come out best first, for a
-simulator to rank.
-
-DAPPLE's planner: cuts × replicas × devices of a chain, by a beam over prefixes.
-
-Fan et al., arXiv 2007.01045, section 4.3. The paper's dynamic programme fixes stages from the first
-to the last and keeps one plan for each prefix of layers and number of devices, judged as if all
-that is left were one stage. Here a prefix keeps as many plans as the beam is wide for each way in
-which the devices that are gone are spread over the servers, and what a plan carries is all that
-the bound needs to go on; so a beam that drops nothing is exact.
+Fan et al., PPoPP 2021, arXiv 2007.01045, section 4.3. The paper's dynamic programme fixes stages
+from the first to the last and keeps one plan for each prefix of layers and number of devices,
+judged as if all that is left were one stage. Here a prefix keeps as many plans as the beam is wide
+for each way in which the devices that are gone are spread over the servers, and what a plan carries
+is all that the bound needs to go on; so a beam that drops nothing is exact. ``dapple_rules`` says
+which devices the replicas of a stage may take, and how long a step is at least. Candidates come out
+best first, for a simulator to rank.
 """
 
 from __future__ import annotations

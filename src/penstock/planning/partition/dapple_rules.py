@@ -1,10 +1,11 @@
-"""Which devices the replicas of a stage take: DAPPLE's three ways.
+"""DAPPLE's three ways to give devices to the replicas of a stage, and its bound of a step.
 
-Fan et al., arXiv 2007.01045, section 4.2. Stages are given devices one after another, from the
-first. A *server* is an innermost group of the cluster's tree; devices outside of all groups are
-servers of their own, unless there are no groups at all: then all devices are one server. A server
-is *fresh* while none of its devices is taken, and *full* when all are. Within a server, devices are
-taken in the cluster's order, and servers that a rule does not tell apart in theirs.
+Fan et al., "DAPPLE: A Pipelined Data Parallel Approach for Training Large Models", PPoPP 2021,
+arXiv 2007.01045, section 4.2. Stages are given devices one after another, from the first. A
+*server* is an innermost group of the cluster's tree; devices outside of all groups are servers of
+their own, unless there are no groups at all: then all devices are one server. A server is *fresh*
+while none of its devices is taken, and *full* when all are. Within a server, devices are taken in
+the cluster's order, and servers that a rule does not tell apart in theirs.
 
 - **fresh-first** fills fresh servers one by one, then those partly used, the emptiest first: the
   replicas of a stage stay together, which their gradients want.
@@ -14,12 +15,10 @@ taken in the cluster's order, and servers that a rule does not tell apart in the
   emptiest first: every server sees a part of each stage, which suits stages whose replicas have
   little to exchange.
 
-No 1F1B step with these stages is shorter: the bound that DAPPLE's planner prunes with.
-
-Fan et al., "DAPPLE: A Pipelined Data Parallel Approach for Training Large Models", PPoPP 2021,
-arXiv 2007.01045, section 4.1, estimates a step in three parts: until its *pivot* stage starts, the
-pivot's steady work, and what is left when that ends. The bound is the part of this idea that can be
-proven, whichever stage is the pivot. It is no prediction: rank with the simulator.
+The paper (section 4.1) estimates a step in three parts: until its *pivot* stage starts, the pivot's
+steady work, and what is left when that ends. The bound (``Reached``) is the part of this idea that
+can be proven, whichever stage is the pivot: no 1F1B step with these stages is shorter. It is no
+prediction: rank with the simulator.
 
 Let a stage Q have M microbatches to do. Its first forward waits for the stages and hops before it,
 Q itself is busy for M(F_Q+B_Q), and its last gradient has to go back to the first stage. If the

@@ -1,26 +1,15 @@
-"""Layers of a graph with branches on devices, found by trial and error under a budget of scores.
-
-``space`` puts layers into groups and knows which maps of groups to devices are pipelines. A placer
-draws such maps and has them scored: ``learned`` is the one that learns, ``climbing`` moves one
-group at a time. Both are a ``Placer`` and write into a ``ledger``, which keeps to a budget of
-scores and remembers the best. The caller brings the score, for example a simulated step under
-``stage_costs``.
-
-A placer that learns, for graphs with branches: REINFORCE over groups of layers.
+"""Placers of branching graphs: REINFORCE over groups of layers, and hill climbing beside it.
 
 The idea of device placement by reinforcement learning (Mirhoseini et al., "Device Placement
 Optimization with Reinforcement Learning", ICML 2017, arXiv 1706.04972, and ColocRL after it): tiny
 operations are put together first, a policy draws a device for every group, and the reward is
 −√(step time), which keeps bad placements from drowning the differences between good ones.
-Placements that are no pipeline are punished instead of scored.
+Placements that are no pipeline are punished instead of scored (``placement_space``).
 
 The policy is a table, not a network: one softmax over devices per group. It is learned for one
-graph and thrown away. On a chain ``balance`` is optimal and takes milliseconds; see
-docs/learned-placement.md for when this one helps.
-
-Hill climbing: a placer that does not learn, and did as well as the one that does.
-
-On a chain no placer can be better than ``balance``, which is exact for the slowest stage.
+graph and thrown away. Hill climbing moves one group at a time, does not learn, and did as well. On
+a chain ``balance`` is optimal and takes milliseconds; see docs/learned-placement.md for when a
+placer helps.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""What all placers share: a budget of scores, what they have seen, and what they find.
-
-Placements of a branching graph: groups of layers, and which maps to devices are pipelines.
+"""Placements of a branching graph on devices: which are pipelines, and a budget to try some of
+them.
 
 Layers are nodes of a graph without cycles. Small neighbours are put together into groups first,
-then each group goes to a device. The devices make a pipeline if no data would have to come back: if
-the graph of devices, an edge wherever one reads from another, has no cycle. Their topological order
-is that of the stages. Prefixes of the execution order are a part of these placements; on a chain
-they are all of them.
+then each group goes to a device (``Space``). The devices make a pipeline if no data would have to
+come back: if the graph of devices, an edge wherever one reads from another, has no cycle. Their
+topological order is that of the stages. Prefixes of the execution order are a part of these
+placements; on a chain they are all of them.
+
+Placers draw such maps and have them scored. A ``Ledger`` keeps to a budget of scores and remembers
+the best; the caller brings the score, for example a simulated step under ``stage_costs``.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from penstock.base.errors import InputError, PlanError
 from penstock.core.cluster import Link
 from penstock.core.graph import LayerGraph
 from penstock.core.timing.costs import Costs
-from penstock.planning.partition.readers import reads_of, skips_of
+from penstock.planning.partition.layers import reads_of, skips_of
 
 Stages = tuple[tuple[str, ...], ...]
 """Names of layers, stage by stage; within a stage in execution order."""

@@ -1,16 +1,15 @@
-"""The fastest way to share a model's layers: a dynamic programme over the layouts of its values.
-
-The state behind a layer is the layout of every value that is still to be read. In a chain that is
-one value; a residual block has two at once. As long as few values are alive together, all choices
-are looked at, however the layers branch.
-
-How a group of tensor ranks can share a layer, and what its values cost to hand around.
+"""The ways in which a group of tensor ranks can share layers, and the fastest way for all of a
+model.
 
 Between two layers a value lies in a layout, as in torch's DTensor: each device has its part of the
 batch (``rows``), all of it (``whole``) or its part of the features (``features``). A way to share a
 layer says which layout it reads and which it gives. Where the two ends of a value disagree, a
 collective goes over the group's ring; so does the gradient, on its way back. A gradient can also be
 ``partial``: every device has a term of the sum.
+
+The fastest way is found by a dynamic programme. The state behind a layer is the layout of every
+value that is still to be read. In a chain that is one value; a residual block has two at once. As
+long as few values are alive together, all choices are looked at, however the layers branch.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import Literal, NamedTuple
 
 from penstock.core.cluster import Link
 from penstock.core.graph import Layer, LayerGraph
-from penstock.planning.partition.readers import sources_of
+from penstock.planning.partition.layers import sources_of
 
 LayerSplit = Literal["data", "column", "row", "heads", "any"]
 TensorLayout = Literal["rows", "whole", "features"]
@@ -141,7 +140,7 @@ NOTHING = Traffic()
 
 
 @dataclass(frozen=True)
-class Ring:
+class DeviceRing:
     """A group of devices that share layers.
 
     Attributes:
@@ -211,7 +210,7 @@ _MOST_STATES = 512
 are read again much later are alive at once."""
 
 
-class _Value(NamedTuple):
+class _HandedOn(NamedTuple):
     """What a layer hands on: its output, or a skip."""
 
     num_bytes: int
@@ -270,11 +269,11 @@ class Solution(NamedTuple):
 class LayoutProblem:
     """The choice of layouts for one model on one group of devices."""
 
-    def __init__(self, graph: LayerGraph, ring: Ring, num_microbatches: int) -> None:
+    def __init__(self, graph: LayerGraph, ring: DeviceRing, num_microbatches: int) -> None:
         self.graph = graph
         self.ring = ring
         self.num_microbatches = num_microbatches
-        self._values: list[_Value] = []
+        self._values: list[_HandedOn] = []
         self._made_by: list[list[int]] = [[] for _ in graph.layers]
         self._read_by: list[set[int]] = [set() for _ in graph.layers]
         self._collect_values()
@@ -300,7 +299,7 @@ class LayoutProblem:
 
     def _add_value(self, maker: int, readers: Sequence[int], num_bytes: int, trains: bool) -> None:
         value = len(self._values)
-        self._values.append(_Value(num_bytes, max(readers, default=maker), trains))
+        self._values.append(_HandedOn(num_bytes, max(readers, default=maker), trains))
         self._made_by[maker].append(value)
         for reader in readers:
             self._read_by[reader].add(value)
@@ -409,7 +408,7 @@ class LayoutProblem:
             live = live._replace(gradients=live.gradients | {sharing.returns})
         return there, back, live
 
-    def _to_the_loss(self, value: _Value, sharing: Sharing) -> tuple[Traffic, Traffic]:
+    def _to_the_loss(self, value: _HandedOn, sharing: Sharing) -> tuple[Traffic, Traffic]:
         """(traffic there, traffic back) of the model's output: a loss needs all features of a row,
         and all devices or those that have the row can compute it."""
         places: tuple[TensorLayout, ...] = ("rows", "whole")

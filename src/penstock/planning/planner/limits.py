@@ -1,6 +1,5 @@
-"""Limits of memory: by how much a candidate misses them, and whose they are.
-
-Lower bounds of the seconds of a minibatch: they decide what need not be simulated.
+"""Bounds that decide before anything is simulated: by how much a candidate misses limits of memory,
+and how many seconds a minibatch takes at least.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""What the stages of a candidate cost: seconds and bytes of layers, on the devices of a setting.
-
-What each way to sum gradients costs a stage: seconds, and bytes besides the gradients.
+"""What the stages of a candidate cost: seconds and bytes of layers on the devices of a setting, and
+of each way to sum gradients.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""``Setting``: a schedule on some devices, before anything is said about layers.
-
-What ranks with any number of stages hold at their worst moments, without a walk through all ops
-for each way to cut the model.
+"""``Setting``: a schedule on some devices, before anything is said about layers. ``Moments`` tell
+what its ranks hold, without a walk through all ops for each way to cut the model; ``MemoryLimits``
+which layers its stages have memory for.
 """
 
 from __future__ import annotations

@@ -19,9 +19,8 @@ from penstock.planning.partition.chain import (
     Floats,
     Table,
     cost_model,
-    places_near,
-    spread_places,
 )
+from penstock.planning.partition.layers import places_near, spread_places
 from penstock.planning.plans.stage_plan import Split
 from penstock.planning.plans.summing import ReducerName
 

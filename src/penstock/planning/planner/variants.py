@@ -1,16 +1,15 @@
-"""Tensor parallelism as a task: groups of devices that share every layer, and the model as one of
-them sees it.
+"""The same task in other words, and candidates that come of that: devices in groups that share
+every layer, groups behind one cut only, and layers in another order.
 
-Plans of two stages of which only the second one's layers are shared: convolutions on replicas,
-each on one device, and linear layers on one group ("one weird trick", Krizhevsky, arXiv 1404.5997).
+With tensor parallelism throughout, a task has one graph: the model as one device of a group sees it
+(``in_groups``). Convolutions on replicas, each on one device, and linear layers on one group ("one
+weird trick", Krizhevsky, arXiv 1404.5997) are plans of two stages, of which only the second one's
+layers are shared (``mixed``). There the graph is that of single devices up to the cut and that of a
+group behind it, so it belongs to its cut, and nothing may move that. Cuts are ranked by a formula,
+and the best few are priced and simulated as everything else.
 
-Where a plan has one size of groups throughout, a task has one graph: the model as one device of a
-group sees it. Here the graph is that of single devices up to the cut and that of a group behind it,
-so it belongs to its cut, and nothing may move that. Cuts are ranked by a formula, and the best few
-are priced and simulated as everything else.
-
-Branching models may be cut where no prefix of their execution order ends: their layers are put
-into another order first.
+Branching models may be cut where no prefix of their execution order ends: their layers are put into
+another order first (``in_other_orders``, ``learned``).
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Why a plan was chosen: what else there was, and what decided.
-
-Where nothing fits: what is over by how much, and the smallest change that would do.
+"""Why a plan was chosen: what else there was, and what decided. Where nothing fits: what is over by
+how much, and the smallest change that would do (``shortfall``).
 """
 
 from __future__ import annotations

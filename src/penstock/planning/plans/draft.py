@@ -9,7 +9,7 @@ only checks them.
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import inf
 from typing import Any
 
@@ -24,7 +24,8 @@ from penstock.core.example import Example
 from penstock.core.graph import Contention
 from penstock.core.schedule import families
 from penstock.core.schedule.families.replicated import read_replicas
-from penstock.core.versions import USUAL, Flush, Policy, place_of, weight_copies
+from penstock.core.schedule.memory import Sizes
+from penstock.core.versions import USUAL, Flush, Place, Policy, place_of, weight_copies
 from penstock.planning.plans.consistency import (
     MOST_MICROBATCHES,
     MOST_THREADS,
@@ -34,7 +35,7 @@ from penstock.planning.plans.consistency import (
 )
 from penstock.planning.plans.orders import check_order_options, search_order, written
 from penstock.planning.plans.spilling import Offload, Spill
-from penstock.planning.plans.stage_plan import StagePlan
+from penstock.planning.plans.stage_plan import StagePlan, sizes_of
 from penstock.planning.plans.summing import Summing
 from penstock.planning.plans.table import Alternative
 
@@ -107,6 +108,26 @@ class Draft(Value, frozen=True, kw_only=True):
     def replicas(self) -> tuple[int, ...]:
         """How many ranks hold each stage, each with microbatches of its own."""
         return self.given_replicas or (1,) * len(self.stages)
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of all layers, in the order in which stages have them."""
+        return tuple(chain.from_iterable(stage.layers for stage in self.stages))
+
+    @property
+    def num_tensor_ranks(self) -> int:
+        """The most devices that share every layer of a stage."""
+        return max(stage.tensor_ranks for stage in self.stages)
+
+    def place(self, stage: int) -> Place:
+        """The place of a stage in the pipeline, as weight-version policies ask for it."""
+        return place_of(self.versions, self.replicas, stage, self.num_microbatches)
+
+    @property
+    def sizes(self) -> Sizes:
+        """Bytes of activations that one microbatch keeps at each stage, for
+        ``Timeline.peak_bytes``."""
+        return sizes_of(self.stages)
 
 
 def completed(draft: Draft) -> dict[str, Any]:

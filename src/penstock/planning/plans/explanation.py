@@ -1,7 +1,5 @@
-"""``explain``: what a plan does to the weights. Who reads which version, how old gradients are,
-what that costs in memory, and how fast it may learn.
-
-How fast a stage may learn from gradients as old as a plan makes them.
+"""``explain``: how a plan treats the weights. Who reads which version, how old gradients are, what
+that costs in memory, and how fast stages may learn from them (``stability_of``).
 """
 
 from __future__ import annotations

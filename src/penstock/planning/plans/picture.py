@@ -1,10 +1,5 @@
-"""From a plan to the values that its picture is drawn from.
-
-What a notebook shows of a plan, and of two plans beside each other.
-
-What is to be seen of a plan when it is drawn: its picture, and a timeline below.
-
-What each rank holds from moment to moment, of a plan's timeline, predicted or measured.
+"""A plan as values that are drawn: its picture with a timeline below (``drawn``), what a notebook
+shows of it (``plan_cell``, ``what_if_cell``), and the memory of its ranks over time.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, partial
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Any, get_args
 
 from msgspec.structs import asdict, replace
@@ -16,16 +16,13 @@ from penstock.core.cluster import Device, SpareMachine
 from penstock.core.schedule import Schedule, families
 from penstock.core.schedule.check import check
 from penstock.core.schedule.lower import add_recompute, first_microbatches
-from penstock.core.schedule.memory import Sizes
 from penstock.core.schedule.rounds import filling
 from penstock.core.timing.costs import Costs
 from penstock.core.timing.timeline import Timeline
 from penstock.core.versions import (
     USUAL,
-    Place,
     Policy,
     check_policy,
-    place_of,
     weight_copies,
 )
 from penstock.planning.plans.consistency import (
@@ -50,7 +47,7 @@ from penstock.planning.plans.spilling import (
     check_spill,
     with_offload,
 )
-from penstock.planning.plans.stage_plan import RecomputeWay, Split, sizes_of
+from penstock.planning.plans.stage_plan import RecomputeWay, Split
 from penstock.planning.plans.summing import ReducerName, served_by
 from penstock.planning.plans.table import WIDTH, argued, render, title
 
@@ -122,11 +119,11 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
             check_replicas(self.replicas, self.num_microbatches)
         check_groups(self._sample.stages_of, self.stages)
         check_devices(self.devices, self.num_seats)
-        self._check_summing()
+        check_summing(self.summing, self.versions, self.num_ranks, self.num_tensor_ranks)
         check_policy(self.versions, self.schedule, self.replicas, self.num_microbatches)
         check_recompute(self.stages, self.schedule, self.versions)
         if self.spill is not None:
-            check_spill(self.placement, self.versions, self.num_tensor_ranks)
+            check_spill(self.placement, self.versions, self.num_tensor_ranks, self.summing.reducer)
         self._check_versions()
 
     def _check_versions(self) -> None:
@@ -142,14 +139,6 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
                     f"{copies} with versions: {self.versions.name}; change plans with Plan.edited, "
                     "which counts them"
                 )
-
-    def _check_summing(self) -> None:
-        check_summing(self.summing, self.versions, self.num_ranks, self.num_tensor_ranks)
-        if self.summing.reducer == "parameter-server" and self.spill is not None:
-            raise InputError(
-                "parameter servers send weights to stages that are in memory, and with spill they "
-                "come and go; leave spill out, or take the reducer 'owners'"
-            )
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str = "text") -> Plan:
@@ -181,11 +170,6 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
             raise InputError(f"a plan has no field {unknown[0]}")
         return Plan(**{**asdict(self), **changes})
 
-    @property
-    def layers(self) -> tuple[str, ...]:
-        """Names of all layers, in the order in which stages have them."""
-        return tuple(chain.from_iterable(stage.layers for stage in self.stages))
-
     @cached_property
     def group_sizes(self) -> tuple[int, ...]:
         """How many devices each rank has, which share every layer of its stages."""
@@ -199,11 +183,6 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
     def num_seats(self) -> int:
         """How many devices the plan takes: one for each tensor rank of each rank."""
         return sum(self.group_sizes)
-
-    @property
-    def num_tensor_ranks(self) -> int:
-        """The most devices that share every layer of a stage."""
-        return max(stage.tensor_ranks for stage in self.stages)
 
     @property
     def leaders(self) -> tuple[Device, ...]:
@@ -249,10 +228,6 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
             served_by(self),
         )
 
-    def place(self, stage: int) -> Place:
-        """The place of a stage in the pipeline, as weight-version policies ask for it."""
-        return place_of(self.versions, self.replicas, stage, self.num_microbatches)
-
     @property
     def rank_bytes(self) -> tuple[int, ...]:
         """Predicted bytes of memory of each rank."""
@@ -287,12 +262,6 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
     def costs(self) -> Costs:
         """The predicted costs, stage by stage."""
         return self.prediction.costs
-
-    @property
-    def sizes(self) -> Sizes:
-        """Bytes of activations that one microbatch keeps at each stage, for
-        ``Timeline.peak_bytes``."""
-        return sizes_of(self.stages)
 
     @property
     def frames_per_second(self) -> float:

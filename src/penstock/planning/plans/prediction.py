@@ -1,6 +1,5 @@
-"""``Prediction``: what the stages of a plan, or of a candidate for one, are predicted to do.
-
-How long a minibatch takes where the pipeline never drains.
+"""``Prediction``: what the stages of a plan, or of a candidate for one, are predicted to do; and
+how long a minibatch takes where the pipeline never drains.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Plans whose ranks have more than fits into memory: what comes and goes, and what that takes.
-
-Plans in which what microbatches keep leaves memory between forward and backward.
+"""Plans with more than fits into memory. Under ``Spill`` stages come from a tier before their ranks
+compute with them, and leave again; under ``Offload`` what microbatches keep leaves between forward
+and backward.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from penstock.core.schedule.schedule import Activations
 from penstock.core.timing.costs import Costs
 from penstock.core.versions import Policy
 from penstock.planning.plans.stage_plan import StagePlan, sizes_of
+from penstock.planning.plans.summing import ReducerName
 
 
 class Offload(Value, frozen=True, kw_only=True):
@@ -114,7 +115,9 @@ class Spill(Value, frozen=True, kw_only=True):
         whole("spill: ahead", self.ahead, 0, 1000)
 
 
-def check_spill(schedule: Schedule, versions: Policy, num_tensor_ranks: int) -> None:
+def check_spill(
+    schedule: Schedule, versions: Policy, num_tensor_ranks: int, reducer: ReducerName
+) -> None:
     """Raise ``InputError`` if stages cannot come and go in a plan."""
     name, remedy = schedule.name, 'take schedule="spilled", or leave spill out'
     if versions.asynchronous:
@@ -135,6 +138,11 @@ def check_spill(schedule: Schedule, versions: Policy, num_tensor_ranks: int) -> 
         raise InputError(
             f"stages of {num_tensor_ranks} tensor ranks cannot come and go; leave spill out, or "
             "plan with tensor_ranks=1"
+        )
+    if reducer == "parameter-server":
+        raise InputError(
+            "parameter servers send weights to stages that are in memory, and with spill they "
+            "come and go; leave spill out, or take the reducer 'owners'"
         )
 
 

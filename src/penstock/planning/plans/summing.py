@@ -1,8 +1,5 @@
-"""``Summing``: how ranks of a plan that hold the same weights sum their gradients.
-
-What a plan says of itself to those whom it asks for words and numbers of its own.
-
-Parameter servers in a plan: which ranks they are, and which stages' weights they have.
+"""``Summing``: how ranks of a plan that hold the same weights sum their gradients; and where its
+parameter servers are, if it has any.
 
 A server of stages whose ranks are groups of tensor ranks is such a group itself: what a member of a
 stage hands in, the member of the server with the same coordinate sums and updates. Stages of

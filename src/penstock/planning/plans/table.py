@@ -1,8 +1,5 @@
-"""A plan for people: its stages as a table, what it is predicted to give, and why it was chosen.
-
-What a plan is called: in a line of its own, and within a sentence.
-
-``Alternative``: a plan that was weighed, as a row of the table that tells why.
+"""A plan as text for people: its title, its stages as a table, what it is predicted to give, and
+why it was chosen. ``Alternative`` is a plan that was weighed, a row of the table that tells why.
 """
 
 from __future__ import annotations

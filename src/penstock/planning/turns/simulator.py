@@ -23,8 +23,8 @@ from penstock.planning.turns.visits import (
     POLICIES,
     Bound,
     PolicyName,
+    StageVisit,
     Standing,
-    Visit,
     bound,
     choose,
     guess,
@@ -33,7 +33,7 @@ from penstock.planning.turns.visits import (
 MOST_TURNS = 2_000_000
 
 
-class Task(NamedTuple):
+class TimedJob(NamedTuple):
     """A job, as far as its time goes.
 
     Attributes:
@@ -45,7 +45,7 @@ class Task(NamedTuple):
     """
 
     name: str
-    visits: Sequence[Visit]
+    visits: Sequence[StageVisit]
     steps: int
     tier: str = ""
     only: int | None = None
@@ -56,7 +56,7 @@ class Task(NamedTuple):
         return sum(visit.seconds for visit in self.visits)
 
 
-def bound_of(tasks: Sequence[Task], num_devices: int) -> Bound:
+def bound_of(tasks: Sequence[TimedJob], num_devices: int) -> Bound:
     """What no order of the visits of these tasks could undercut."""
     reading: dict[str, float] = defaultdict(float)
     for task in tasks:
@@ -68,7 +68,7 @@ def bound_of(tasks: Sequence[Task], num_devices: int) -> Bound:
 
 
 def simulate_fleet(
-    tasks: Sequence[Task],
+    tasks: Sequence[TimedJob],
     num_devices: int,
     policy: PolicyName = "longest",
     stop: Stop | None = None,
@@ -89,7 +89,7 @@ def simulate_fleet(
     return _Simulation(tasks, num_devices, policy, stop or Stop(), ahead).run()
 
 
-def check_tasks(tasks: Sequence[Task], num_devices: int, policy: str) -> None:
+def check_tasks(tasks: Sequence[TimedJob], num_devices: int, policy: str) -> None:
     """Raise ``InputError`` unless these tasks can be simulated."""
     whole("devices", num_devices, 1, MOST_FLEET_DEVICES)
     one_of("policy", policy, POLICIES)
@@ -124,7 +124,7 @@ class _Job:
     """
 
     number: int
-    task: Task
+    task: TimedJob
     targets: list[int]
     step: int = 0
     place: int = 0
@@ -138,10 +138,10 @@ class _Job:
     written: dict[int, float] = field(default_factory=dict)
 
     @property
-    def visit(self) -> Visit:
+    def visit(self) -> StageVisit:
         return self.task.visits[self.place]
 
-    def following(self) -> Visit | None:
+    def following(self) -> StageVisit | None:
         """The visit behind the next one, in the same minibatch."""
         visits = self.task.visits
         return visits[self.place + 1] if self.place + 1 < len(visits) else None
@@ -153,7 +153,7 @@ class _Job:
         return Standing(self.number, work - done, share, self.home, self.task.only)
 
 
-class _Lane:
+class _TierQueue:
     """A tier's reading or its writing: one thing after another, for so many ``seconds`` in all."""
 
     def __init__(self) -> None:
@@ -171,7 +171,7 @@ class _Lane:
 class _Simulation:
     def __init__(
         self,
-        tasks: Sequence[Task],
+        tasks: Sequence[TimedJob],
         num_devices: int,
         policy: PolicyName,
         stop: Stop,
@@ -187,8 +187,8 @@ class _Simulation:
         self._standing_still: list[_Job] = []
         self._free = list(range(num_devices))
         self._under_way: list[tuple[float, int, int]] = []  # (end, device, job)
-        self._readers: Mapping[str, _Lane] = defaultdict(_Lane)
-        self._writers: Mapping[str, _Lane] = defaultdict(_Lane)
+        self._readers: Mapping[str, _TierQueue] = defaultdict(_TierQueue)
+        self._writers: Mapping[str, _TierQueue] = defaultdict(_TierQueue)
         self._begun_stretch = len(tasks)
         self._alive = set(self._waiting)
         self._turns: list[Turn] = []
@@ -255,7 +255,7 @@ class _Simulation:
         )
         heapq.heappush(self._under_way, (end, device, job.number))
 
-    def _fetch(self, job: _Job, visit: Visit, now: float) -> float:
+    def _fetch(self, job: _Job, visit: StageVisit, now: float) -> float:
         if not visit.fetch_seconds:  # it has stayed, whoever still writes it
             return now
         asked = max(now, job.written.get(visit.stage, 0.0))

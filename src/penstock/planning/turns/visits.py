@@ -1,15 +1,12 @@
-"""The units of a job: visits of one stage, between which its device may go to another job.
-
-What no order of turns could undercut.
-
-Which job a free device takes.
+"""Whose turn it is: the visits of a job, between which its device may go to another job, the
+policies by which a free device takes one, and the bound that no order of turns could undercut.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from penstock.base.errors import InputError
 from penstock.base.values import expect, shown
@@ -18,8 +15,10 @@ from penstock.core.schedule.lower import add_update
 from penstock.core.schedule.op import FETCHES, LEAVES
 from penstock.core.schedule.residence import NEED_WEIGHTS, Stay, stays_of
 from penstock.core.timing.costs import Costs
-from penstock.planning.plans import Plan
 from penstock.planning.plans.spilling import with_residence
+
+if TYPE_CHECKING:
+    from penstock.planning.plans import Plan
 
 PolicyName = Literal["longest", "fair", "whole"]
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
@@ -152,7 +151,7 @@ def bound(
     )
 
 
-class Visit(NamedTuple):
+class StageVisit(NamedTuple):
     """All that a rank does to one stage before it goes on to another.
 
     Attributes:
@@ -224,7 +223,7 @@ def check_name(name: Any) -> None:
         )
 
 
-def visits_of(plan: Plan) -> tuple[Visit, ...]:
+def visits_of(plan: Plan) -> tuple[StageVisit, ...]:
     """The visits of one of many minibatches, update included, as the plan predicts them.
 
     Raises:
@@ -241,7 +240,7 @@ def visits_of(plan: Plan) -> tuple[Visit, ...]:
     stays = stays_of(ops) if plan.spill is not None else {}
     kept = {stay.stage for stay in stays.values() if stay.keeps}
     starts = beginnings(ops)
-    visits: list[Visit] = []
+    visits: list[StageVisit] = []
     for start, end in zip(starts, [*starts[1:], len(ops)], strict=True):
         visit = _visit(ops[start:end], costs, stays)
         if not visits and visit.stage in kept:  # since the minibatch before
@@ -250,12 +249,12 @@ def visits_of(plan: Plan) -> tuple[Visit, ...]:
     return tuple(visits)
 
 
-def _visit(ops: Sequence[Op], costs: Costs, stays: dict[Op, Stay]) -> Visit:
+def _visit(ops: Sequence[Op], costs: Costs, stays: dict[Op, Stay]) -> StageVisit:
     stage = visited(ops)
     backward = any(op.kind is Kind.BACKWARD for op in ops)
     seconds = sum(costs.duration(op) for op in ops)
     stay = next((stays[op] for op in ops if op.kind in LEAVES and op.stage == stage), None)
     if stay is None:
-        return Visit(stage, backward, seconds)
+        return StageVisit(stage, backward, seconds)
     state = costs.state_seconds(stage) if stay.updates else 0.0
-    return Visit(stage, backward, seconds, costs.fetching(stay), state, costs.leaving(stay))
+    return StageVisit(stage, backward, seconds, costs.fetching(stay), state, costs.leaving(stay))

@@ -1,6 +1,5 @@
-"""A fleet as people write it: TOML with a table per job (``docs/many-models.md``).
-
-Tables of a TOML file as records, and what is wrong with them in words.
+"""A fleet as people write it: TOML with a table per job (``docs/many-models.md``), read as records,
+with what is wrong said in words.
 """
 
 from __future__ import annotations
@@ -117,11 +116,11 @@ class Size(int):
     """Bytes: a number, or text with a unit."""
 
 
-class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class _FleetTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     pass
 
 
-class HalvingTable(_Table, frozen=True):
+class HalvingTable(_FleetTable, frozen=True):
     """``[halving]``: the arguments of ``pk.stop.halving``."""
 
     every: int
@@ -130,7 +129,7 @@ class HalvingTable(_Table, frozen=True):
     largest: bool = False
 
 
-class JobTable(_Table, frozen=True):
+class JobTable(_FleetTable, frozen=True):
     """``[jobs.NAME]``: a job with its plan, or with a profile of which a plan is made.
 
     Attributes:
@@ -165,7 +164,7 @@ class JobTable(_Table, frozen=True):
                 whole(name, given, 1)
 
 
-class FleetFile(_Table, frozen=True):
+class FleetFile(_FleetTable, frozen=True):
     """What stands in the file.
 
     Attributes:

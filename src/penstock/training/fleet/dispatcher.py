@@ -11,7 +11,7 @@ from typing import Literal
 
 from penstock.base.errors import DeadlineError, RunError
 from penstock.core.timing.fleet_timeline import Turn
-from penstock.planning.turns.visits import PolicyName, Standing, Visit, choose, guess
+from penstock.planning.turns.visits import PolicyName, StageVisit, Standing, choose, guess
 
 State = Literal["away", "waiting", "visiting", "kept"]
 
@@ -47,7 +47,7 @@ class Place:
         self,
         name: str,
         number: int,
-        visits: Sequence[Visit],
+        visits: Sequence[StageVisit],
         lock: threading.RLock,
         only: int | None = None,
     ) -> None:
@@ -130,7 +130,7 @@ class Dispatcher:
         self._is_resting = True
         self.turns: list[Turn] = []
 
-    def place(self, name: str, visits: Sequence[Visit], only: int | None = None) -> Place:
+    def place(self, name: str, visits: Sequence[StageVisit], only: int | None = None) -> Place:
         """A place for one more job, which may compute on one device only."""
         place = Place(name, len(self._places), visits, self._lock, only)
         self._places.append(place)

@@ -1,6 +1,5 @@
-"""``Partition``: which layers on which devices; and what it costs, asked of the plan itself.
-
-A cluster's tree of devices, one depth at a time, and its links by how slow they are.
+"""``Partition``: which layers on which devices; and what it costs, with the links that the
+cluster's tree of devices gives it.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from penstock.base.errors import InputError
 from penstock.core.cluster import Cluster, Link, Topology
 from penstock.core.graph import LayerGraph
 from penstock.planning.partition.chain import PAPER, CostModel, ExchangeLine
-from penstock.planning.partition.readers import handed_on
+from penstock.planning.partition.layers import handed_on
 
 _USUAL_BYTES = 2**20
 """Links are compared by how long they take for so much."""

@@ -1,12 +1,12 @@
-"""The best partition of a model on a cluster under a cost model: ``best_partition``.
+"""``best_partition``: the best partition of a model on a cluster under a cost model.
 
-Partitions whose stages take devices in the cluster's order, each link at its true speed.
-
-A stage may begin and end anywhere, also in the midst of a server. What an exchange of gradients
-costs depends on which devices take part, and what a cut costs on both of its stages, so a dynamic
-programme goes over (state, first device, slowest link that the cut before may take), from the end
-of the model to its beginning. Devices that are left over at the end count as busy
-where microbatches in flight are counted; that is cautious, not exact.
+Where links and speeds differ, partitions whose stages take devices in the cluster's order are
+searched with each link at its true speed (``search_in_order``). A stage may begin and end anywhere,
+also in the midst of a server. What an exchange of gradients costs depends on which devices take
+part, and what a cut costs on both of its stages, so a dynamic programme goes over (state, first
+device, slowest link that the cut before may take), from the end of the model to its beginning.
+Devices that are left over at the end count as busy where microbatches in flight are counted; that
+is cautious, not exact.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class OrderTask:
 
 
 @dataclass(frozen=True)
-class _Choices:
+class _BestRest:
     """Arrays ``[link, state]``: how fast the rest can be, and how its first stage then is."""
 
     seconds: Array
@@ -109,7 +109,7 @@ def search_in_order(task: OrderTask, below: float) -> tuple[int, tuple[Piece, ..
 class _OrderSearch:
     task: OrderTask
     below: float
-    table: dict[int, _Choices] = field(default_factory=dict)
+    table: dict[int, _BestRest] = field(default_factory=dict)
 
     def result(self) -> tuple[int, tuple[Piece, ...]] | None:
         end = self.task.num_devices
@@ -122,10 +122,10 @@ class _OrderSearch:
                 self.below, first_device = seconds, device
         return None if first_device is None else (first_device, self._pieces(first_device))
 
-    def _blank(self) -> _Choices:
+    def _blank(self) -> _BestRest:
         shape = self.task.cuts.shape
         numbers = [np.zeros(shape, dtype=np.int32) for _ in range(3)]
-        blank = _Choices(np.full(shape, inf), *numbers)
+        blank = _BestRest(np.full(shape, inf), *numbers)
         blank.seconds[:, -1] = 0.0  # the model may end before the devices do
         return blank
 
@@ -138,7 +138,7 @@ class _OrderSearch:
             state, device, link = stop, behind, int(here.next_link[link, state])
         return tuple(pieces)
 
-    def _from(self, device: int) -> _Choices:
+    def _from(self, device: int) -> _BestRest:
         """The best that begins on a device, for every state and every slowest link before it."""
         made = self._blank()
         rows = self._reachable(device)
@@ -155,7 +155,7 @@ class _OrderSearch:
         late = seconds[-1] - seconds <= self.below * after * (1 + 1e-9)
         return np.flatnonzero(early & late)
 
-    def _try(self, made: _Choices, rows: Array, device: int, behind: int) -> None:
+    def _try(self, made: _BestRest, rows: Array, device: int, behind: int) -> None:
         """Stages on the devices from ``device`` up to ``behind``."""
         task, count = self.task, behind - device
         own = task.slowest(device, behind - 1)

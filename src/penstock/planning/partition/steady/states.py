@@ -1,10 +1,9 @@
 """Where a branching model can be cut: the states that a pipeline passes through.
 
-A state is a set of layers that holds everything its layers read; a stage is what lies between two
-states. The prefixes of the execution order are states. A branching model has more of them, one for
-each antichain of its graph, and the best cut may be behind any of them.
-
-Stages while they are searched: how many replicas, not yet which devices.
+A state is a set of layers that holds everything its layers read; a stage, with some number of
+replicas, is a ``Piece`` between two states. The prefixes of the execution order are states. A
+branching model has more of them, one for each antichain of its graph, and the best cut may be
+behind any of them.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import numpy as np
 
 from penstock.core.graph import Layer, LayerGraph
 from penstock.planning.partition.chain import Array, Floats
-from penstock.planning.partition.readers import handed_on
+from penstock.planning.partition.layers import handed_on
 
 Fits = Callable[[Sequence[int], int, int], bool]
 """(layers by index, replicas, microbatches in flight) → may a stage be like that?"""
