@@ -135,7 +135,7 @@ class CostModel:
         return (4 if self.name == RELEASED else 2) * others / num_replicas
 
     def latency_seconds(self, link: Link) -> float:
-        """What a message takes besides its bytes, for this model."""
+        """The seconds that a message takes besides its bytes, for this model."""
         return link.latency_seconds if self.name == RING else 0.0
 
 

@@ -88,7 +88,7 @@ class _Prefix:
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """What is the same for plans that differ in the names of devices."""
+        """A key that plans share which differ in the names of devices only."""
         return self.cuts, tuple(map(len, self.devices)), self.reached
 
 

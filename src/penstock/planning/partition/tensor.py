@@ -96,9 +96,9 @@ def split_layers(
         InputError: a count is not a whole number or below 1.
     """
     counts = {"num_tensor_ranks": num_tensor_ranks, "num_microbatches": num_microbatches}
-    for what, count in counts.items():
+    for name, count in counts.items():
         if not is_whole(count) or count < 1:
-            raise InputError(f"{what} is {count!r}, but must be a whole number ≥ 1")
+            raise InputError(f"{name} is {count!r}, but must be a whole number ≥ 1")
     problem = LayoutProblem(
         graph, DeviceRing(num_tensor_ranks, link, graph.microbatch_size), num_microbatches
     )

@@ -102,10 +102,15 @@ def ways(layer: Layer, num_ranks: int = 2) -> tuple[Sharing, ...]:
     have to divide them alike; and layers with skips, because nobody knows what is in them.
     """
     kind = kind_of(layer)
-    told = layer.kind.partition("(")[2]
+    details = layer.kind.partition("(")[2]
     # What draws for its rows only would draw other numbers than one device does.
-    plain = (_REPEATED,) if "draws" in told else (_DATA, _REPEATED)
-    if layer.shared_parameters or layer.skip_bytes or "groups=" in told or "undivided" in told:
+    plain = (_REPEATED,) if "draws" in details else (_DATA, _REPEATED)
+    if (
+        layer.shared_parameters
+        or layer.skip_bytes
+        or "groups=" in details
+        or "undivided" in details
+    ):
         return plain
     if kind in _LINEAR_KINDS:
         return (_DATA, _COLUMN, *_ROW, _REPEATED)
@@ -114,7 +119,7 @@ def ways(layer: Layer, num_ranks: int = 2) -> tuple[Sharing, ...]:
     alone = not layer.parameter_bytes and (kind in _POINTWISE_KINDS or "attention" in kind)
     if alone or kind in _CHANNEL_KINDS:
         return _POINTWISE if alone else _CHANNELWISE
-    heads = re.match(r"heads=(\d+)", told) if kind == "transformerencoderlayer" else None
+    heads = re.match(r"heads=(\d+)", details) if kind == "transformerencoderlayer" else None
     if heads is not None and int(heads[1]) % num_ranks == 0:
         return (*plain, _BY_HEADS)
     return plain
@@ -127,7 +132,7 @@ def kind_of(layer: Layer) -> str:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What communication takes: seconds, and bytes that each device sends."""
+    """The cost of communication: seconds, and bytes that each device sends."""
 
     seconds: float = 0.0
     num_bytes: float = 0.0
@@ -210,8 +215,8 @@ _MOST_STATES = 512
 are read again much later are alive at once."""
 
 
-class _HandedOn(NamedTuple):
-    """What a layer hands on: its output, or a skip."""
+class _LayerValue(NamedTuple):
+    """A value that a layer hands on: its output, or a skip."""
 
     num_bytes: int
     last: int  # who reads it last; whoever makes it, if nobody does
@@ -231,7 +236,7 @@ State = tuple[_Live, ...]
 
 
 class Step(NamedTuple):
-    """What one layer needs of the others.
+    """The needs of one layer, as the search asks of them.
 
     Attributes:
         forward, backward: communication, per microbatch.
@@ -273,7 +278,7 @@ class LayoutProblem:
         self.graph = graph
         self.ring = ring
         self.num_microbatches = num_microbatches
-        self._values: list[_HandedOn] = []
+        self._values: list[_LayerValue] = []
         self._made_by: list[list[int]] = [[] for _ in graph.layers]
         self._read_by: list[set[int]] = [set() for _ in graph.layers]
         self._collect_values()
@@ -299,7 +304,7 @@ class LayoutProblem:
 
     def _add_value(self, maker: int, readers: Sequence[int], num_bytes: int, trains: bool) -> None:
         value = len(self._values)
-        self._values.append(_HandedOn(num_bytes, max(readers, default=maker), trains))
+        self._values.append(_LayerValue(num_bytes, max(readers, default=maker), trains))
         self._made_by[maker].append(value)
         for reader in readers:
             self._read_by[reader].add(value)
@@ -408,7 +413,7 @@ class LayoutProblem:
             live = live._replace(gradients=live.gradients | {sharing.returns})
         return there, back, live
 
-    def _to_the_loss(self, value: _HandedOn, sharing: Sharing) -> tuple[Traffic, Traffic]:
+    def _to_the_loss(self, value: _LayerValue, sharing: Sharing) -> tuple[Traffic, Traffic]:
         """(traffic there, traffic back) of the model's output: a loss needs all features of a row,
         and all devices or those that have the row can compute it."""
         places: tuple[TensorLayout, ...] = ("rows", "whole")

@@ -119,7 +119,7 @@ class Candidate(CutSetting):
 
     @cached_property
     def prediction(self) -> Prediction:
-        """What the stages do in the order of the schedule's ops."""
+        """The prediction for the stages in the order of the schedule's ops."""
         setting = self.setting
         return Prediction(
             self.stages,

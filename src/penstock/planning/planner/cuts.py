@@ -48,7 +48,7 @@ def candidates(task: Task, setting: Setting, slack: float = 0.0) -> list[Candida
     for shared in (True,) if setting.is_single else (False, True):
         memory = MemoryLimits(task, setting, slack, shared)
         balanced = _balanced(task, setting, memory)
-        fitting = [one for one in balanced if one.excess.num_bytes <= slack]
+        fitting = [candidate for candidate in balanced if candidate.excess.num_bytes <= slack]
         if fitting:
             return fitting
     if not setting.is_single:
@@ -56,7 +56,11 @@ def candidates(task: Task, setting: Setting, slack: float = 0.0) -> list[Candida
         if squeezed is not None:
             return [squeezed]
     if task.topology.shared_memories:
-        return [one for one in _lightest(task, setting, slack) if one.excess.num_bytes <= slack]
+        return [
+            candidate
+            for candidate in _lightest(task, setting, slack)
+            if candidate.excess.num_bytes <= slack
+        ]
     return []
 
 
@@ -70,7 +74,10 @@ def refined(coarse: Candidate, slack: float = 0.0) -> list[Candidate]:
     if not coarse.task.is_coarse:
         return []
     near = replace(coarse.task, near=coarse.cuts)
-    return [replace(one, task=coarse.task) for one in candidates(near, coarse.setting, slack)]
+    return [
+        replace(candidate, task=coarse.task)
+        for candidate in candidates(near, coarse.setting, slack)
+    ]
 
 
 def with_layers_moved(candidate: Candidate) -> list[Candidate]:

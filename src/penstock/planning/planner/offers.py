@@ -136,7 +136,9 @@ def _straight(task: Task, constraints: Constraints) -> Iterator[Offer]:
     for num_ranks in _numbers(most) if constraints.stages is None else range(1, most + 1):
         large = num_ranks * task.num_microbatches > _QUICKLY_BUILT and constraints.schedule is None
         names = [
-            one for one in _names(constraints, num_ranks) if not (large and one[0] in _BUILT_SLOWLY)
+            pair
+            for pair in _names(constraints, num_ranks)
+            if not (large and pair[0] in _BUILT_SLOWLY)
         ]
         for devices in _orders(task, num_ranks):
             for family, policy in names:
@@ -196,7 +198,7 @@ def _orders(task: Task, num_ranks: int) -> list[tuple[int, ...]]:
 
 
 def _replicated(task: Task, constraints: Constraints) -> Offer:
-    """What given replicas allow.
+    """The offer that has the given replicas.
 
     Raises:
         InputError: another number of stages is asked for.

@@ -121,9 +121,9 @@ def _told(best: Plan, before: Plan) -> Plan:
         memory_bytes=max(before.rank_bytes),
     )
     said = best.reason.replace(f"; {TWICE}", "")  # of the plan before it got something better
-    told = replace(best, stages=_with_peaks(best), alternatives=(*rows, twice), reason=said)
+    offloaded = replace(best, stages=_with_peaks(best), alternatives=(*rows, twice), reason=said)
     return _with_reason(
-        told,
+        offloaded,
         f"activations of {count} wait in {tier} between forward and backward, "
         f"{format_bytes(moved)} out and in for each minibatch, since running these forwards twice "
         f"would take {format_seconds(before.step_seconds)} a step",

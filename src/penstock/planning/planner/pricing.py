@@ -1,4 +1,4 @@
-"""What the stages of a candidate cost: seconds and bytes of layers on the devices of a setting, and
+"""The costs of a candidate's stages: seconds and bytes of layers on the devices of a setting, and
 of each way to sum gradients.
 """
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from penstock.core.cluster import SpareMachine
 from penstock.core.summation.portions import num_portions
@@ -128,7 +128,7 @@ def rate_of(task: Task, device: int, others: Sequence[int]) -> float:
 
 
 def written(task: Task, reducer: ReducerName, devices: Sequence[Sequence[int]]) -> Summing:
-    """What a plan says of a way to sum.
+    """A way to sum, as a plan says it.
 
     Args:
         devices: of each rank, with the others that hold the same stage.
@@ -140,8 +140,8 @@ def written(task: Task, reducer: ReducerName, devices: Sequence[Sequence[int]]) 
     known = reducer == "servers" and not all(rate == inf for rate in rates)
     most = max((rate for rate in rates if rate < inf), default=0.0)
     # Who shares no stage sends no gradients; it only must have a number.
-    told = tuple(most if rate == inf else rate for rate in rates) if known else ()
-    return Summing(reducer=reducer, servers=servers, stale=stale, bytes_per_second=told)
+    given = tuple(most if rate == inf else rate for rate in rates) if known else ()
+    return Summing(reducer=reducer, servers=servers, stale=stale, bytes_per_second=given)
 
 
 class _Reduced(NamedTuple):
@@ -182,56 +182,66 @@ class CutSetting:
     def _stage(self, index: int) -> StagePlan:
         start, stop = self.cuts[index : index + 2]
         task, setting = self.task, self.setting
-        devices, layers = setting.devices_of[index], task.graph.layers[start:stop]
-        pace, more = task.pace(devices, setting.devices, setting.mode), task.graph.op_seconds
-        is_last = stop == task.num_layers
-        hop, busy = (
-            (0.0, 0.0) if is_last else task.hop(stop, devices, setting.devices_of[index + 1])
+        names = tuple(layer.name for layer in task.graph.layers[start:stop])
+        rank = setting.ranks_of[index][0]
+        width, groups = task.num_devices_at(setting.devices_of[index][0]), task.groups
+        return StagePlan(
+            layers=names,
+            rank=rank,
+            **self._seconds(index, start, stop),
+            **self._bytes(index, start, stop),
+            peak_activations=setting.peaks[rank],
+            weight_versions=setting.weight_versions(index, task.num_microbatches),
+            recompute=self.recomputes[index],
+            tensor_ranks=width,
+            splits={} if groups is None or width == 1 else groups.splits(names),
         )
+
+    def _seconds(self, index: int, start: int, stop: int) -> dict[str, Any]:
+        """The fields of a stage that say how long it takes."""
+        task, setting, devices = self.task, self.setting, self.setting.devices_of[index]
+        pace, more = task.pace(devices, setting.devices, setting.mode), task.graph.op_seconds
+        hop = busy = 0.0
+        if stop < task.num_layers:
+            hop, busy = task.hop(stop, devices, setting.devices_of[index + 1])
 
         def seconds(name: str) -> float:
             return pace.passes * task.sum(name, start, stop)
 
         prepares = seconds("split_forward_seconds") if setting.schedule.splits_backward else 0.0
-        rank, replicas = setting.ranks_of[index][0], len(setting.ranks_of[index])
         update = pace.updates * task.sum("update_seconds", start, stop)
         reduced = self._reduced(index, start, stop)
-        return StagePlan(
-            layers=tuple(layer.name for layer in layers),
-            rank=rank,
-            forward_seconds=seconds("forward_seconds") + prepares + more,
-            backward_input_seconds=seconds("backward_input_seconds") + more,
-            backward_weight_seconds=seconds("backward_weight_seconds"),
-            split_seconds=seconds("split_seconds") + more,
-            recompute_seconds=seconds("recompute_seconds") + more,
-            update_seconds=self.way.update_seconds(update, replicas),
-            reduce_seconds=reduced.seconds,
-            reduce_parts=reduced.num_parts,
-            reduce_steps=reduced.steps,
-            hop_seconds=hop,
-            link_seconds=busy,
-            transfer_bytes=0 if is_last else task.crossing_bytes[stop],
-            parameter_bytes=int(task.sum("parameter_bytes", start, stop)),
-            optimizer_bytes=self.way.optimizer_bytes(
-                task.sum("optimizer_bytes", start, stop), replicas
-            ),
-            buffer_bytes=int(task.sum("buffer_bytes", start, stop)),
-            sum_bytes=self._sum_bytes(index, start, stop),
-            workspace_bytes=task.workspace_bytes(
-                start, stop, again=self.recomputes[index] == "layers"
-            ),
-            activation_bytes=task.activation_bytes(start, stop),
-            weight_kept_bytes=int(task.sum("weight_kept_bytes", start, stop)),
-            input_bytes=task.input_bytes[start],
-            layer_input_bytes=task.again_input_bytes(start, stop),
-            peak_activations=setting.peaks[rank],
-            weight_versions=setting.weight_versions(index, task.num_microbatches),
-            recompute=self.recomputes[index],
-            tensor_ranks=task.num_devices_at(devices[0]),
-            splits={}
-            if task.groups is None or task.num_devices_at(devices[0]) == 1
-            else task.groups.splits([layer.name for layer in layers]),
-        )
+        return {
+            "forward_seconds": seconds("forward_seconds") + prepares + more,
+            "backward_input_seconds": seconds("backward_input_seconds") + more,
+            "backward_weight_seconds": seconds("backward_weight_seconds"),
+            "split_seconds": seconds("split_seconds") + more,
+            "recompute_seconds": seconds("recompute_seconds") + more,
+            "update_seconds": self.way.update_seconds(update, len(devices)),
+            "reduce_seconds": reduced.seconds,
+            "reduce_parts": reduced.num_parts,
+            "reduce_steps": reduced.steps,
+            "hop_seconds": hop,
+            "link_seconds": busy,
+        }
+
+    def _bytes(self, index: int, start: int, stop: int) -> dict[str, Any]:
+        """The fields of a stage that say what it holds and hands on."""
+        task, replicas = self.task, len(self.setting.ranks_of[index])
+        optimizer_bytes = task.sum("optimizer_bytes", start, stop)
+        again = self.recomputes[index] == "layers"
+        return {
+            "transfer_bytes": task.crossing_bytes[stop] if stop < task.num_layers else 0,
+            "parameter_bytes": int(task.sum("parameter_bytes", start, stop)),
+            "optimizer_bytes": self.way.optimizer_bytes(optimizer_bytes, replicas),
+            "buffer_bytes": int(task.sum("buffer_bytes", start, stop)),
+            "sum_bytes": self._sum_bytes(index, start, stop),
+            "workspace_bytes": task.workspace_bytes(start, stop, again=again),
+            "activation_bytes": task.activation_bytes(start, stop),
+            "weight_kept_bytes": int(task.sum("weight_kept_bytes", start, stop)),
+            "input_bytes": task.input_bytes[start],
+            "layer_input_bytes": task.again_input_bytes(start, stop),
+        }
 
     def _reduced(self, index: int, start: int, stop: int) -> _Reduced:
         """How gradients of replicas, and of weights tied across stages, are summed."""

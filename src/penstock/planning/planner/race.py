@@ -90,16 +90,20 @@ class Race:
             self._settle(self.winner)
 
     def _settle(self, candidate: Candidate) -> None:
-        self.contenders = [one for one in self.contenders if one is not candidate]
+        self.contenders = [contender for contender in self.contenders if contender is not candidate]
         try:
             self.contenders.append(candidate.with_final_order())
         except InputError as error:
             self.failure = error
-        self.least = min((one.seconds for one in self.contenders), default=inf)
+        self.least = min((contender.seconds for contender in self.contenders), default=inf)
 
     def _close(self) -> list[Candidate]:
         """The contenders that a better look may still make the winner, the best first."""
-        close = (one for one in self.contenders if one.seconds <= self.least * (1 + _CLOSE))
+        close = (
+            contender
+            for contender in self.contenders
+            if contender.seconds <= self.least * (1 + _CLOSE)
+        )
         return sorted(close, key=lambda candidate: candidate.seconds)
 
     def _refine(self) -> None:
@@ -144,7 +148,7 @@ class Race:
         if cuts:
             given = len(cuts) == setting.num_stages + 1
             cut = [with_cuts(task, setting, cuts)] if given else []
-            return setting.num_stages, [one for one in cut if one.fits]
+            return setting.num_stages, [candidate for candidate in cut if candidate.fits]
         return setting.num_stages, candidates(task, setting)
 
     def _enter(self, candidate: Candidate) -> None:
@@ -161,7 +165,11 @@ class Race:
     def winner(self) -> Candidate | None:
         """The fastest; of those that are as fast, the one that needs least memory, then the fewest
         ranks, then the least to know about."""
-        ties = [one for one in self.contenders if one.seconds <= self.least * (1 + SAME)]
+        ties = [
+            contender
+            for contender in self.contenders
+            if contender.seconds <= self.least * (1 + SAME)
+        ]
         return min(ties, key=_modesty, default=None)
 
 

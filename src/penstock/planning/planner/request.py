@@ -72,7 +72,7 @@ _SAID_ELSEWHERE = {
 
 @dataclass(frozen=True)
 class Constraints:
-    """What a plan must be like, whatever the cluster.
+    """The conditions that a plan must meet, whatever the cluster.
 
     Attributes:
         schedule: the family; the best by default.
@@ -221,7 +221,7 @@ class PlanRequest:
         return cost_model(self.cost_model, self.overlap)
 
     def constraints(self, graph: LayerGraph) -> Constraints:
-        """What is asked of the plans of a model.
+        """The conditions that plans of a model must meet.
 
         Raises:
             PlanError: the model has fewer layers than stages are asked for.

@@ -195,7 +195,7 @@ class Setting(Terms):
 
     @cached_property
     def loads(self) -> tuple[tuple[Load, ...], ...]:
-        """What the ranks of each stage hold at their worst moments; exact where every rank has one
+        """The loads of each stage's ranks at their worst moments; exact where every rank has one
         stage, else an even share."""
         return self._loads(self.schedule, lambda held: Load(whole=held))
 
@@ -217,7 +217,7 @@ class Setting(Terms):
 
     @cached_property
     def moments(self) -> tuple[Moments, ...]:
-        """What each rank holds, moment by moment, where no stage runs forward a second time."""
+        """The moments of each rank where no stage runs forward a second time."""
         return moments_of(self.schedule)
 
     @cached_property
@@ -285,7 +285,7 @@ class MemoryLimits:
         return np.where(fits, 0.0, np.where(least <= limit, again, inf))
 
     def recompute(self, stage: int, start: int, stop: int) -> RecomputeWay:
-        """What a stage with layers ``[start, stop)``, which fits, must run twice."""
+        """The recomputing that a stage with layers ``[start, stop)``, which fits, needs."""
         rule, limit = self._setting.recompute, self._limits[stage]
         if rule in {"stage", "layers"}:
             return rule
@@ -357,7 +357,7 @@ def _needed(
     loads: tuple[Load, ...],
     how: RecomputeWay,
 ) -> Any:
-    """What a rank needs for one stage, as numbers, or for many at once, as tables.
+    """The bytes that a rank needs for one stage, as numbers, or for many at once, as tables.
 
     Args:
         numbers: sums over the stage's layers, by their names (``Task.numbers``, ``Task.tables``).

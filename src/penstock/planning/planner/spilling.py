@@ -79,7 +79,7 @@ class Spilled:
 
     @cached_property
     def prediction(self) -> Prediction:
-        """What the stages do, transfers included."""
+        """The prediction for the stages, transfers included."""
         of_candidate = self.candidate.prediction
         return Prediction(
             self.stages,
@@ -211,7 +211,7 @@ def _spilled(task: Task, tier: Tier, num_ranks: int, count: int, how: How) -> Sp
 
 
 def _limits(task: Task, num_ranks: int) -> tuple[float, ...]:
-    """What each rank may use: its own limit, and its share of what its host has."""
+    """The bytes that each rank may use: its own limit, and its share of what its host has."""
     limits = list(task.limits[:num_ranks])
     for host, shared in task.topology.shared_memories:
         own = [rank for rank in range(num_ranks) if rank in host]
@@ -221,12 +221,13 @@ def _limits(task: Task, num_ranks: int) -> tuple[float, ...]:
 
 
 def _layer_bytes(task: Task) -> list[int]:
-    """What travels with each layer: weights, gradients, optimizer state."""
+    """The bytes that travel with each layer: weights, gradients, optimizer state."""
     return [2 * layer.parameter_bytes + layer.optimizer_bytes for layer in task.graph.layers]
 
 
 def _least_bytes(task: Task) -> int:
-    """What a rank holds at some moment wherever stages are: a layer, and a microbatch in it."""
+    """Bytes that a rank holds at some moment wherever stages are: a layer, and a microbatch in
+    it."""
     pairs = zip(_layer_bytes(task), task.graph.layers, strict=True)
     return max(size + layer.activation_bytes for size, layer in pairs)
 
@@ -356,7 +357,7 @@ def _too_little(nearest: Spilled | None) -> str:
 
 
 def offered(tasks: Sequence[Task], constraints: Constraints) -> str:
-    """What a tier would make possible where nothing fits, for an error; empty if nothing."""
+    """The plan that a tier would make possible where nothing fits, for an error; empty if none."""
     if all(_least_bytes(task) > max(_limits(task, 1)) for task in tasks):
         return ""
     try:

@@ -95,7 +95,7 @@ class TensorGroups:
 
 @dataclass(frozen=True)
 class Cache:
-    """What was worked out for a task so far, by what it depends on.
+    """Results that a task has worked out so far, by what they depend on.
 
     Attributes:
         cuts: the best ones of settings without limits.
@@ -167,7 +167,7 @@ class Task:
 
     @cached_property
     def cache(self) -> Cache:
-        """What was worked out for this task so far."""
+        """The results that this task has worked out so far."""
         return Cache()
 
     @cached_property
@@ -279,8 +279,8 @@ class Task:
 
     @cached_property
     def tables(self) -> dict[str, Table]:
-        """What ``sum`` gives for all stages between two places, by the name of the number: a table
-        with a row for each start and a column for each stop."""
+        """The results of ``sum`` for all stages between two places, by the name of the number: a
+        table with a row for each start and a column for each stop."""
         tables, places = {}, list(self.places)
         for name, column in self.sums.items():
             sums = np.array(column, dtype=float)[places]

@@ -213,7 +213,7 @@ def _promising(task: Task, split: TensorSplit, width: int, replicas: int) -> lis
     count = task.num_microbatches
     before = [*accumulate(task.compute_seconds, initial=0.0)]
     behind = [*accumulate((layer.compute_seconds for layer in split.graph.layers), initial=0.0)]
-    parameters = [*accumulate((one.parameter_bytes for one in task.graph.layers), initial=0)]
+    parameters = [*accumulate((layer.parameter_bytes for layer in task.graph.layers), initial=0)]
 
     def seconds(cut: int) -> float:
         front, back = before[cut] / replicas, behind[-1] - behind[cut]

@@ -46,7 +46,7 @@ def rivals(tasks: Sequence[Task], constraints: Constraints) -> dict[str, Candida
     best = {label: _best(whole, kind) for label, kind in kinds.items()}
     if split:
         best["split layers"] = _best(split, everything)
-    return {label: one for label, one in best.items() if one is not None}
+    return {label: candidate for label, candidate in best.items() if candidate is not None}
 
 
 def _best(tasks: Sequence[Task], constraints: Constraints) -> Candidate | None:
@@ -55,7 +55,7 @@ def _best(tasks: Sequence[Task], constraints: Constraints) -> Candidate | None:
 
 
 def _roomy(task: Task) -> Task:
-    """The same with so much memory that it does not count."""
+    """The same task with so much memory that it does not count."""
     cluster = task.cluster
     boundless = replace(
         cluster,
@@ -125,11 +125,11 @@ def possible(
     Rivals for the table may have been made for another request, so they are looked at again.
     """
     return [
-        one
-        for one in contenders
-        if str(one) != str(chosen)
-        and _is_wanted(one, constraints)
-        and one.limited_like(chosen).fits
+        contender
+        for contender in contenders
+        if str(contender) != str(chosen)
+        and _is_wanted(contender, constraints)
+        and contender.limited_like(chosen).fits
     ]
 
 
@@ -173,13 +173,13 @@ def reason_for(
 
 
 def why_summed_so(chosen: Candidate) -> str:
-    """What summing by owners would take, beside another way that was chosen."""
+    """The time and bytes that summing by owners would take, beside another way that was chosen."""
     usual = replaced(chosen, task=replaced(chosen.task, reducer="owners"))
-    told = f"with gradients summed by owners it would take {format_seconds(usual.seconds)}"
+    words = f"with gradients summed by owners it would take {format_seconds(usual.seconds)}"
     more = max(usual.rank_bytes) - max(chosen.rank_bytes)
     if more > 0:
-        told += f" and {format_bytes(more)} more"
-    return told
+        words += f" and {format_bytes(more)} more"
+    return words
 
 
 def why_sums_hide(chosen: Candidate) -> str:
@@ -296,9 +296,9 @@ def _changes(tasks: Sequence[Task], constraints: Constraints) -> Iterator[tuple[
         ("leave recomputing to it too", tasks, replaced(free, recompute="where-needed")),
         ("take smaller microbatches", smaller, replaced(free, recompute="where-needed")),
     )
-    for change, chosen, what in steps:
-        if chosen and (what != constraints or chosen is not tasks):
-            candidate = fastest(chosen, what)
+    for change, chosen, relaxed in steps:
+        if chosen and (relaxed != constraints or chosen is not tasks):
+            candidate = fastest(chosen, relaxed)
             if candidate is not None:
                 yield change, candidate
     for times in _TIMES_AS_MANY:

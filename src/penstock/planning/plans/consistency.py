@@ -1,4 +1,4 @@
-"""What the parts of a plan must agree on, whoever wrote them."""
+"""Checks that the parts of a plan agree, whoever wrote them."""
 
 from __future__ import annotations
 

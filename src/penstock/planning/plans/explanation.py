@@ -35,7 +35,7 @@ class Reading(Value, frozen=True):
 
 
 class ExplainedStage(Value, frozen=True, kw_only=True):
-    """What a plan means for one stage.
+    """The consequences of a plan for one stage.
 
     Attributes:
         layers: their names.
@@ -70,7 +70,7 @@ class ExplainedStage(Value, frozen=True, kw_only=True):
 
 
 class Explanation(Value, frozen=True, kw_only=True):
-    """What a plan does to the weights.
+    """How a plan treats the weights.
 
     Attributes:
         title: the plan in a line.
@@ -228,7 +228,7 @@ def _forward(plan: Plan, place: Place) -> str:
 
 
 def _newest(plan: Plan, place: Place) -> str:
-    """Updates made before a forward."""
+    """The updates made before a forward, as a formula."""
     replicas, size = plan.replicas[place.stage], plan.num_microbatches
     done = _less(_microbatch(replicas), place.warm_up)
     if plan.versions.updates == "microbatch":
@@ -304,17 +304,19 @@ def _details(policy: Policy) -> list[str]:
             "A backward goes through what the newest forward of its stage has left, with the "
             "weights that made it; a gradient is as many frames old as its delay says."
         ]
-    told = ["No old version is kept: a backward reads the weights of its own time."]
+    sentences = ["No old version is kept: a backward reads the weights of its own time."]
     if isinstance(policy, Predict):
-        told.append("Forwards read what the weights are predicted to be when the backward comes.")
+        sentences.append(
+            "Forwards read what the weights are predicted to be when the backward comes."
+        )
     if isinstance(policy, PipeMare):
         if policy.t1 is not None:
-            told.append(f"T1: the learning rate is whole from update {policy.t1} on.")
+            sentences.append(f"T1: the learning rate is whole from update {policy.t1} on.")
         if policy.t2 is not None:
-            told.append("T2: backwards go back by τ times the weights' own drift δ.")
+            sentences.append("T2: backwards go back by τ times the weights' own drift δ.")
         if policy.t3:
-            told.append(f"T3: the first {policy.t3} minibatches are synchronous.")
-    return told
+            sentences.append(f"T3: the first {policy.t3} minibatches are synchronous.")
+    return sentences
 
 
 class Stability(Value, frozen=True, kw_only=True):

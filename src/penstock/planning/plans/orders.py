@@ -131,7 +131,7 @@ def _left(stages: Sequence[StagePlan], limits: Sequence[float]) -> list[float]:
 
 
 def _costs(stages: Sequence[StagePlan]) -> Costs | None:
-    """What ops take; ``None``, and with it F = I = W, where nobody knows."""
+    """The durations of ops; ``None``, and with it F = I = W, where nobody knows."""
     timed = [stage for stage in stages if stage.compute_seconds]
     if not timed:
         return None

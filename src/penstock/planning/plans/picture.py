@@ -17,7 +17,6 @@ from penstock.core.schedule import Kind, Schedule
 from penstock.core.schedule.memory import Curve
 from penstock.core.timing.spans import Row
 from penstock.core.timing.timeline import Timeline
-from penstock.drawing import cells
 from penstock.drawing.plan import picture as pictured
 from penstock.drawing.plan.picture import PlanPicture
 from penstock.drawing.timeline.excerpt import steady_part
@@ -101,7 +100,7 @@ _SPLITS = {
 
 
 def picture_of(plan: Plan) -> pictured.PlanPicture:
-    """What the picture of a plan shows: its devices and what each of them does, what goes between
+    """The picture of a plan: its devices and what each of them does, what goes between
     them, and what else there was to choose."""
     groups = _groups(plan)
     return pictured.PlanPicture(
@@ -167,7 +166,6 @@ def _heading(plan: Plan, index: int, ranks: Sequence[int]) -> pictured.Heading:
 
 
 def _marks(plan: Plan, stage: StagePlan) -> Iterator[str]:
-    """What is special about a stage."""
     if stage.reduce_seconds:
         yield f"gradients summed in {format_seconds(stage.reduce_seconds)}"
     if stage.splits:
@@ -181,7 +179,7 @@ def _marks(plan: Plan, stage: StagePlan) -> Iterator[str]:
 
 
 def _parts(stage: StagePlan, splits: bool) -> list[tuple[Kind, float]]:
-    """What a microbatch takes, in order."""
+    """The parts of the time that a microbatch takes, in order."""
     parts = [(Kind.FORWARD, stage.forward_seconds)]
     if stage.recompute != "none":
         parts.append((Kind.RECOMPUTE, stage.again_seconds))
@@ -238,7 +236,7 @@ def _devices(plan: Plan, rank: int) -> Iterator[pictured.DeviceRow]:
 
 
 def _flows(plan: Plan, groups: Sequence[range]) -> Iterator[pictured.Flow]:
-    """What stages hand on to stages of other ranks; alike flows between two groups are one."""
+    """Values that stages hand to stages of other ranks; alike flows between two groups are one."""
     group_of = {rank: index for index, ranks in enumerate(groups) for rank in ranks}
     stages_of: dict[tuple[int, int, int, float], list[int]] = {}
     between = {
@@ -305,11 +303,15 @@ class _Changed(Protocol):
 
 def plan_cell(plan: Plan) -> str:
     """A plan's devices and stages, and its predicted timeline."""
+    from penstock.drawing import cells  # loads what draws; pictures of text need none of it
+
     return cells.plan_cell(picture_of(plan), plan.prediction.shown)
 
 
 def what_if_cell(asked: _Changed) -> str:
-    """What changes, as a table, and both plans' timelines on one axis."""
+    """The differences as a table, and both plans' timelines on one axis."""
+    from penstock.drawing import cells
+
     names = ("now", f"with {asked.changes}")
     timelines = (plan.prediction.shown for plan in (asked.before, asked.after))
     pair = list(zip(names, timelines, strict=True))

@@ -215,7 +215,7 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
 
     @cached_property
     def prediction(self) -> Prediction:
-        """What this plan is predicted to do; each part is worked out once."""
+        """The predicted times, bytes and timelines; each part is worked out once."""
         return Prediction(
             self.stages,
             self.num_microbatches,

@@ -189,8 +189,8 @@ class Prediction:
 
     @property
     def shown(self) -> Timeline:
-        """What is to be seen of ``timeline``: of a live stream a few ticks in the middle, since its
-        beginning and its end are not what it looks like while it goes on."""
+        """The part of ``timeline`` that is shown: of a live stream a few ticks in the middle, since
+        its beginning and its end are not what it looks like while it goes on."""
         return self.timeline.steady(self.num_shown) if self.is_live else self.timeline
 
     @cached_property

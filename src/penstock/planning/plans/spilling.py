@@ -166,7 +166,7 @@ def with_residence(
 
 
 def stage_bytes(stages: Sequence[StagePlan]) -> StageBytes:
-    """What comes and goes of each stage."""
+    """The sizes of a stage that come and go."""
     weights = [stage.parameter_bytes for stage in stages]
     return StageBytes(weights, weights, [stage.optimizer_bytes for stage in stages])
 

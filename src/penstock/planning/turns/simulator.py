@@ -1,4 +1,4 @@
-"""What a fleet does, predicted: discrete events, one per visit.
+"""The predicted course of a fleet: discrete events, one per visit.
 
 A device that is free takes a job (``policies``). When a visit begins, its device guesses what comes
 next, by the same policy, and lets its stage be fetched meanwhile: of the same job, or of one that
@@ -52,12 +52,12 @@ class TimedJob(NamedTuple):
 
     @property
     def step_seconds(self) -> float:
-        """What a minibatch computes."""
+        """The seconds that a minibatch computes."""
         return sum(visit.seconds for visit in self.visits)
 
 
 def bound_of(tasks: Sequence[TimedJob], num_devices: int) -> Bound:
-    """What no order of the visits of these tasks could undercut."""
+    """The bound that no order of the visits of these jobs could undercut."""
     reading: dict[str, float] = defaultdict(float)
     for task in tasks:
         read = sum(visit.fetch_seconds + visit.state_seconds for visit in task.visits)
@@ -263,7 +263,9 @@ class _Simulation:
 
     def _guess(self, job: _Job, device: int, now: float) -> None:
         """Let the stage come in that this device most likely visits next."""
-        fetched = {one.number for one in self._waiting.values() if one.fetched is not None}
+        fetched = {
+            waiting.number for waiting in self._waiting.values() if waiting.fetched is not None
+        }
         candidates = [other.standing() for other in self._waiting.values()]
         following = job.following()
         if following is not None:

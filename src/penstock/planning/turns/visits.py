@@ -60,15 +60,15 @@ def choose(
     >>> choose("longest", 0, waiting).number, choose("fair", 0, waiting).number
     (1, 0)
     """
-    waiting = [one for one in waiting if one.only in (None, device)]
+    waiting = [job for job in waiting if job.only in (None, device)]
     if policy == "fair":
-        return min(waiting, key=lambda one: (one.share, -one.left, one.number), default=None)
+        return min(waiting, key=lambda job: (job.share, -job.left, job.number), default=None)
     if policy == "whole":
-        own = [one for one in waiting if one.home == device]
+        own = [job for job in waiting if job.home == device]
         if own or device in owned:
             return own[0] if own else None
-        waiting = [one for one in waiting if one.home is None]
-    return max(waiting, key=lambda one: (one.left, -one.number), default=None)
+        waiting = [job for job in waiting if job.home is None]
+    return max(waiting, key=lambda job: (job.left, -job.number), default=None)
 
 
 def guess(

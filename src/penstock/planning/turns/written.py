@@ -32,7 +32,7 @@ _MUST_BE = {
 
 
 def parsed(text: str) -> dict[str, Any]:
-    """What stands in a TOML file.
+    """The content of a TOML file.
 
     Raises:
         InputError: it is no TOML, or one that nobody would write; the line is named.
@@ -102,7 +102,7 @@ def _value(value: Any, kind: Any, where: str, hook: Callable[[type, Any], Any] |
 
 def _must_be(kind: Any) -> str:
     if get_origin(kind) in (UnionType, Union):
-        return " or ".join(_must_be(one) for one in get_args(kind) if one is not NoneType)
+        return " or ".join(_must_be(member) for member in get_args(kind) if member is not NoneType)
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(map(repr, get_args(kind)))
     return _MUST_BE.get(kind, "another kind of value")
@@ -165,7 +165,7 @@ class JobTable(_FleetTable, frozen=True):
 
 
 class FleetFile(_FleetTable, frozen=True):
-    """What stands in the file.
+    """The content of the file.
 
     Attributes:
         jobs: by name.
@@ -249,8 +249,8 @@ def _jobs(tables: Any, folder: Path) -> dict[str, JobTable]:
 
 def _from(folder: Path, job: JobTable) -> JobTable:
     named = {"plan": job.plan, "graph": job.graph}
-    found = {key: str(folder / name) for key, name in named.items() if name is not None}
-    return msgspec.structs.replace(job, **found)
+    paths = {key: str(folder / name) for key, name in named.items() if name is not None}
+    return msgspec.structs.replace(job, **paths)
 
 
 def _quantity(kind: type, value: Any) -> Any:

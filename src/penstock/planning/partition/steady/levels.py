@@ -117,7 +117,7 @@ def steps(num_states: int, counts: Sequence[int], updates: float) -> int:
 
 @dataclass
 class _LevelTable:
-    """What a level knows, for components from state ``[i]`` to state ``[j]``.
+    """The tables of a level, for components from state ``[i]`` to state ``[j]``.
 
     Attributes:
         first: by m − 1, T^k on m groups.

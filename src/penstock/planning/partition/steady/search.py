@@ -295,7 +295,7 @@ def best_partition(
 
 
 def _level_by_level(task: FlatTask, cluster: Cluster) -> list[Partition]:
-    """What PipeDream's programme finds, if it has something to say here and that fits."""
+    """The answer of PipeDream's programme, if it has something to say here and that fits."""
     levels = levels_of(cluster)
     if levels is None or task.most_replicas == 1 or task.num_devices < len(cluster.devices):
         return []

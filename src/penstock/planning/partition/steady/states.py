@@ -90,7 +90,7 @@ class States:
 
     @cached_property
     def cut_bytes(self) -> Floats:
-        """What travels over a cut behind each state in one direction, every output once."""
+        """Bytes over a cut behind each state in one direction, every output once."""
         total = np.zeros(len(self.sets))
         for source, readers, num_bytes in handed_on(self.graph):
             leaves = self.members[:, source] & ~self.members[:, readers].all(axis=1)
@@ -216,7 +216,7 @@ class _Pieces:
         return index
 
     def _end(self, index: int) -> None:
-        """What nobody reads goes with the only one that it reads."""
+        """A layer that nobody reads goes with the only one that it reads."""
         if not self.readers[index] and len(self.sources[index]) == 1:
             (source,) = self.sources[index]
             self.home[index] = source
@@ -231,7 +231,7 @@ class _Pieces:
             self.home[index] = source
 
     def _begin(self, index: int) -> None:
-        """What reads nothing of any size goes with its only reader."""
+        """A layer that reads nothing of any size goes with its only reader."""
         total = sum(self.sizes[source] for source in self.sources[index])
         if self.home[index] == index and not total and len(self.readers[index]) == 1:
             (reader,) = self.readers[index]
