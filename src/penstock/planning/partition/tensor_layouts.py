@@ -101,7 +101,7 @@ def ways(layer: Layer, num_ranks: int = 2) -> tuple[Sharing, ...]:
     cannot be divided, where a kind says so; layers with tied parameters, whose other holders would
     have to divide them alike; and layers with skips, because nobody knows what is in them.
     """
-    kind = kind_of(layer)
+    kind = _kind_of(layer)
     details = layer.kind.partition("(")[2]
     # What draws for its rows only would draw other numbers than one device does.
     plain = (_REPEATED,) if "draws" in details else (_DATA, _REPEATED)
@@ -125,7 +125,7 @@ def ways(layer: Layer, num_ranks: int = 2) -> tuple[Sharing, ...]:
     return plain
 
 
-def kind_of(layer: Layer) -> str:
+def _kind_of(layer: Layer) -> str:
     """The bare kind: ``linear`` for ``Linear(in_features=8, out_features=8)``."""
     return layer.kind.split("(")[0].strip().lower().replace("_", "")
 

@@ -88,7 +88,7 @@ class Way:
     @property
     def _num_servers(self) -> int:
         """Parameter servers, at least one."""
-        return max(len(spares_of(self.task)), 1)
+        return max(len(_spares_of(self.task)), 1)
 
     def _rates_of(self, spares: Sequence[SpareMachine], devices: Sequence[int]) -> list[float]:
         """Bytes per second that machines have for one sum: of each stage with copies, and of each
@@ -103,7 +103,7 @@ class Way:
         the two directions follow one another.
         """
         rates = [rate_of(self.task, device, devices) for device in devices]
-        servers = self._rates_of(spares_of(self.task), devices)
+        servers = self._rates_of(_spares_of(self.task), devices)
         own = num_bytes / min(rates)
         served = len(devices) * num_bytes / self._num_servers / min(servers, default=min(rates))
         return 2 * max(own, served)
@@ -115,7 +115,7 @@ class Way:
         return (len(devices) - 1) / len(devices) * num_bytes
 
 
-def spares_of(task: Task) -> tuple[SpareMachine, ...]:
+def _spares_of(task: Task) -> tuple[SpareMachine, ...]:
     """The machines that parameter servers run on: where they need not wait for all, one decides
     what each update gets."""
     return task.cluster.spares[:1] if task.stale else task.cluster.spares
@@ -134,7 +134,7 @@ def written(task: Task, reducer: ReducerName, devices: Sequence[Sequence[int]]) 
         devices: of each rank, with the others that hold the same stage.
     """
     uses_spares = reducer in {"servers", "parameter-server"}
-    servers: tuple[SpareMachine, ...] = spares_of(task) if uses_spares else ()
+    servers: tuple[SpareMachine, ...] = _spares_of(task) if uses_spares else ()
     stale = task.stale if reducer == "parameter-server" else 0
     rates = [rate_of(task, own, group) for own, *group in devices]
     known = reducer == "servers" and not all(rate == inf for rate in rates)

@@ -61,7 +61,7 @@ PROPOSED = {
 """Schedules for a live source if none is asked for, the first that does it on the fewest devices,
 and why."""
 
-MOST_SIMULATED = 500_000
+_MOST_SIMULATED = 500_000
 """The most ranks times microbatches; candidates with as many take seconds each."""
 
 _SAID_ELSEWHERE = {
@@ -264,13 +264,13 @@ class PlanRequest:
             num_ranks: in a straight pipeline through all devices.
         """
         choices = self._all_sizes(graph)
-        most = min(MOST_SIMULATED // num_ranks, MOST_MICROBATCHES)
+        most = min(_MOST_SIMULATED // num_ranks, MOST_MICROBATCHES)
         simulated = [(size, count) for size, count in choices if count <= most]
         if not simulated:
             fewest = min(count for _, count in choices)
             raise InputError(
                 f"{fewest:,} microbatches on {count_of(num_ranks, 'rank')} are too many to plan, "
-                f"since every op is simulated: ranks × microbatches may be {MOST_SIMULATED:,} at "
+                f"since every op is simulated: ranks × microbatches may be {_MOST_SIMULATED:,} at "
                 f"most, and microbatches {MOST_MICROBATCHES:,}; ask for {most:,} microbatches, or "
                 "for a smaller minibatch"
             )

@@ -30,7 +30,7 @@ from penstock.planning.plans.spilling import Spill, bytes_of_spilled_ranks, traf
 from penstock.planning.plans.stage_plan import RecomputeWay, StagePlan
 from penstock.planning.plans.table import Alternative
 
-FAMILY = "spilled"
+_FAMILY = "spilled"
 _MOST_COUNTS = 32
 _SIMULATED = 3
 """So many numbers of stages that fit are simulated for each way; more stages move the same."""
@@ -193,7 +193,7 @@ def _counts(most: int) -> list[int]:
 def _spilled(task: Task, tier: Tier, num_ranks: int, count: int, how: How) -> Spilled | None:
     options = {**dict(how.options), "stages_per_rank": count}
     offer = Offer(
-        FAMILY, tuple(range(num_ranks)), options=tuple(options.items()), recompute="never"
+        _FAMILY, tuple(range(num_ranks)), options=tuple(options.items()), recompute="never"
     )
     try:
         setting = offer.setting(task)

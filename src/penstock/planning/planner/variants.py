@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 
 _USUAL_BYTES = 2**20
+"""Of a message for which links are compared."""
 
 
 def in_other_orders(task: Task) -> Iterator[Task]:
@@ -102,10 +103,6 @@ def _placed_candidate(
     return candidate if candidate.fits else None
 
 
-USUAL_BYTES = 2**20
-"""Of a message for which links are compared."""
-
-
 def in_groups(task: Task, num_tensor_ranks: int) -> Task:
     """A task whose devices are groups of ``num_tensor_ranks`` (at least 2) neighbouring devices of
     another task, which has one device for each.
@@ -122,8 +119,8 @@ def in_groups(task: Task, num_tensor_ranks: int) -> Task:
         )
     last = count - count % num_tensor_ranks
     members = [range(first, first + num_tensor_ranks) for first in range(0, last, num_tensor_ranks)]
-    links = [task.topology.slowest_link(group, USUAL_BYTES) for group in members]
-    slowest = max(links, key=lambda link: link.seconds(USUAL_BYTES))
+    links = [task.topology.slowest_link(group, _USUAL_BYTES) for group in members]
+    slowest = max(links, key=lambda link: link.seconds(_USUAL_BYTES))
     tensor_split = split_layers(
         task.graph, num_tensor_ranks, slowest, num_microbatches=task.num_microbatches
     )
@@ -131,12 +128,12 @@ def in_groups(task: Task, num_tensor_ranks: int) -> Task:
     return replace(
         task,
         graph=tensor_split.graph,
-        cluster=of_leaders(cluster, members, groups),
+        cluster=_of_leaders(cluster, members, groups),
         groups=TensorGroups(groups, tensor_split, task),
     )
 
 
-def of_leaders(
+def _of_leaders(
     cluster: Cluster, members: Sequence[range], groups: Sequence[Sequence[Device]]
 ) -> Cluster:
     """A cluster with one device for each group: its first one, as slow and as small as the weakest
@@ -237,7 +234,7 @@ def _candidate(
     from penstock.planning.partition.tensor import split_layers  # for the few who ask
 
     group = range(replicas, replicas + width)
-    link = task.topology.slowest_link(group, USUAL_BYTES)
+    link = task.topology.slowest_link(group, _USUAL_BYTES)
     graph = task.graph
     behind = with_fields(
         graph, layers=graph.layers[cut:], input_bytes=task.crossing_bytes[cut], other_sizes=()
@@ -250,7 +247,7 @@ def _candidate(
     made = replace(
         task,
         graph=with_fields(graph, layers=(*front, last, *split.graph.layers), other_sizes=()),
-        cluster=of_leaders(task.cluster, members, devices),
+        cluster=_of_leaders(task.cluster, members, devices),
         groups=TensorGroups(devices, split, task),
     )
     counts = (replicas, 1) if replicas > 1 else ()

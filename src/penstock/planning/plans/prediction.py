@@ -53,7 +53,7 @@ def stream_of(
     return add_updates(schedule, rounds), rounds
 
 
-def stream_length(policy: Policy, num_microbatches: int, replicas: Sequence[int]) -> int:
+def _stream_length(policy: Policy, num_microbatches: int, replicas: Sequence[int]) -> int:
     """How many minibatches show the steady state: their second half has several rounds of all that
     is in flight."""
     rounds = ceil(4 * filling(replicas, policy.ahead) / num_microbatches)
@@ -74,7 +74,7 @@ def steady_seconds(
     """Seconds of one minibatch when the pipeline is full: as forwards follow each other, which no
     end of the stream changes."""
     size = _shown_size(versions, num_microbatches)
-    length, seconds = stream_length(versions, size, replicas), 0.0
+    length, seconds = _stream_length(versions, size, replicas), 0.0
     for times_longer in _TIMES_LONGER:
         stream, _ = stream_of(build, versions, times_longer * length, size, replicas)
         seconds, regular = slowest_beat(simulate(stream, costs).rows)
@@ -86,7 +86,7 @@ def steady_seconds(
 def num_simulated(versions: Policy, num_microbatches: int, replicas: Sequence[int]) -> int:
     """How many microbatches ``steady_seconds`` looks at."""
     size = _shown_size(versions, num_microbatches)
-    return size * stream_length(versions, size, replicas)
+    return size * _stream_length(versions, size, replicas)
 
 
 def _shown_size(versions: Policy, num_microbatches: int) -> int:
@@ -97,7 +97,7 @@ def _shown_size(versions: Policy, num_microbatches: int) -> int:
     return min(num_microbatches, _ENOUGH)
 
 
-SHOWN_TICKS = 8
+_SHOWN_TICKS = 8
 """Of a live stream's steady state, in pictures."""
 
 
@@ -165,7 +165,7 @@ class Prediction:
         if self.flushes:
             return self.served.shown_in(simulate(add_update(self.placement), self.costs))
         if self.is_live:
-            frames = SHOWN_TICKS + 4 * len(self.stages)
+            frames = _SHOWN_TICKS + 4 * len(self.stages)
             return self.stream(ceil(frames / self.num_microbatches))
         return self.stream(ceil(3 * self.placement.num_ranks / self.num_microbatches) + 1)
 
@@ -185,7 +185,7 @@ class Prediction:
     @property
     def num_shown(self) -> int:
         """How many ticks of a live stream are to be seen; 0 of all else, which is seen whole."""
-        return SHOWN_TICKS if self.is_live else 0
+        return _SHOWN_TICKS if self.is_live else 0
 
     @property
     def shown(self) -> Timeline:

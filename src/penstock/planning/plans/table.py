@@ -122,7 +122,7 @@ def render(
         f"{_outcome(prediction, one_device_seconds)}, "
         f"{format_bytes(sum(prediction.rank_bytes))} in all"
     )
-    words = [outcome, *([live_words(prediction, rate)] if prediction.is_live or rate else [])]
+    words = [outcome, *([_live_words(prediction, rate)] if prediction.is_live or rate else [])]
     return "\n".join(
         [
             wrap_to(title, width),
@@ -191,7 +191,7 @@ def _by_frame(prediction: Prediction) -> bool:
     return prediction.is_live and prediction.num_microbatches == 1
 
 
-def live_words(prediction: Prediction, rate: float | None) -> str:
+def _live_words(prediction: Prediction, rate: float | None) -> str:
     """Rate and latency of a stream, never one without the other.
 
     Args:

@@ -1,8 +1,8 @@
 """The predicted course of a fleet: discrete events, one per visit.
 
-A device that is free takes a job (``policies``). When a visit begins, its device guesses what comes
-next, by the same policy, and lets its stage be fetched meanwhile: of the same job, or of one that
-waits, unless as many jobs as there are devices wait with a stage in memory. A tier reads one
+A device that is free takes a job (``visits.choose``). When a visit begins, its device guesses what
+comes next, by the same policy, and lets its stage be fetched meanwhile: of the same job, or of one
+that waits, unless as many jobs as there are devices wait with a stage in memory. A tier reads one
 thing at a time and writes one, in the order in which they are asked for; what a visit needs itself
 comes before what the next one needs.
 """
@@ -30,7 +30,7 @@ from penstock.planning.turns.visits import (
     guess,
 )
 
-MOST_TURNS = 2_000_000
+_MOST_TURNS = 2_000_000
 
 
 class TimedJob(NamedTuple):
@@ -85,11 +85,11 @@ def simulate_fleet(
     Raises:
         InputError: no task, two of one name, one without a visit, or too many visits to simulate.
     """
-    check_tasks(tasks, num_devices, policy)
+    _check_jobs(tasks, num_devices, policy)
     return _Simulation(tasks, num_devices, policy, stop or Stop(), ahead).run()
 
 
-def check_tasks(tasks: Sequence[TimedJob], num_devices: int, policy: str) -> None:
+def _check_jobs(tasks: Sequence[TimedJob], num_devices: int, policy: str) -> None:
     """Raise ``InputError`` unless these tasks can be simulated."""
     whole("devices", num_devices, 1, MOST_FLEET_DEVICES)
     one_of("policy", policy, POLICIES)
@@ -102,9 +102,9 @@ def check_tasks(tasks: Sequence[TimedJob], num_devices: int, policy: str) -> Non
         if not task.visits:
             raise InputError(f"job {task.name} has no visits; give it at least one")
     count = sum(task.steps * len(task.visits) for task in tasks)
-    if not tasks or count > MOST_TURNS:
+    if not tasks or count > _MOST_TURNS:
         raise InputError(
-            f"the fleet has {count:,} visits, but must have from 1 to {MOST_TURNS:,} to be "
+            f"the fleet has {count:,} visits, but must have from 1 to {_MOST_TURNS:,} to be "
             "simulated; simulate fewer steps, which repeat each other"
         )
 

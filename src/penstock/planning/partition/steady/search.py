@@ -1,8 +1,8 @@
 """``best_partition``: the best partition of a model on a cluster under a cost model.
 
 Where links and speeds differ, partitions whose stages take devices in the cluster's order are
-searched with each link at its true speed (``search_in_order``). A stage may begin and end anywhere,
-also in the midst of a server. What an exchange of gradients costs depends on which devices take
+searched with each link at its true speed. A stage may begin and end anywhere, also in the midst of
+a server. What an exchange of gradients costs depends on which devices take
 part, and what a cut costs on both of its stages, so a dynamic programme goes over (state, first
 device, slowest link that the cut before may take), from the end of the model to its beginning.
 Devices that are left over at the end count as busy where microbatches in flight are counted; that
@@ -45,7 +45,7 @@ from penstock.planning.partition.steady.states import (
 
 
 @dataclass(frozen=True)
-class OrderTask:
+class _OrderTask:
     """The search for the best partition as in ``FlatTask``, with the cluster's tree in the place of
     the link."""
 
@@ -96,7 +96,7 @@ class _BestRest:
     next_link: Array
 
 
-def search_in_order(task: OrderTask, below: float) -> tuple[int, tuple[Piece, ...]] | None:
+def _search_in_order(task: _OrderTask, below: float) -> tuple[int, tuple[Piece, ...]] | None:
     """The best partition that is faster than ``below`` seconds, if there is one.
 
     Returns:
@@ -107,7 +107,7 @@ def search_in_order(task: OrderTask, below: float) -> tuple[int, tuple[Piece, ..
 
 @dataclass
 class _OrderSearch:
-    task: OrderTask
+    task: _OrderTask
     below: float
     table: dict[int, _BestRest] = field(default_factory=dict)
 
@@ -312,7 +312,7 @@ def _with_true_links(task: FlatTask, topology: Topology, best: Partition) -> Par
     """The best partition on a cluster with several links or speeds, given one that has none."""
     if task.num_devices > _MOST_DEVICES and task.most_replicas > 1:
         return replace(best, method=f"{best.method}, as if every link were the slowest")
-    in_order = OrderTask(
+    in_order = _OrderTask(
         states=task.states,
         cost_model=task.cost_model,
         topology=topology,
@@ -321,7 +321,7 @@ def _with_true_links(task: FlatTask, topology: Topology, best: Partition) -> Par
         most_replicas=task.most_replicas,
         fits=task.fits,
     )
-    faster = search_in_order(in_order, best.bottleneck_seconds)
+    faster = _search_in_order(in_order, best.bottleneck_seconds)
     method = f"{best.method}, devices in order"
     if faster is None:
         return replace(best, method=method)
