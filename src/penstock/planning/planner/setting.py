@@ -110,7 +110,7 @@ class Terms:
 
     def build(self, num_microbatches: int) -> Schedule:
         """The schedule for some microbatches. A family that searches has to know the stages' costs,
-        so its place is held by another order until these are known.
+        so its place is held by another order until it has them.
 
         Raises:
             InputError: the family refuses.
