@@ -37,8 +37,7 @@ from torch import Tensor, nn
 import penstock as pk
 from benchmarks.common.alone import publish
 from penstock.cli.show import print_table, say
-from penstock.planning.turns.bounds import bound
-from penstock.planning.turns.policies import PolicyName
+from penstock.planning.turns.visits import PolicyName, bound
 
 NUM_DEVICES = 2
 WAYS = ("fleet", "fair", "whole", "naive", "1F1B")

@@ -358,7 +358,7 @@ def show_training(options: argparse.Namespace) -> None:
                 predicted["parameter-server"] = served.step_seconds
                 served.save(Path(name) / "parameter-server.json")
                 for late, stale in (("paused", 0), ("paused, stale", 3)):
-                    plan = served.summed_by("parameter-server", one_spare.spares, stale=stale)
+                    plan = served.with_reducer("parameter-server", one_spare.spares, stale=stale)
                     plan.save(Path(name) / f"{late}.json")
                 served_command = [*command, "--served", "--pause", str(options.pause)]
                 if code := network.run(served_command, environment={"OMP_NUM_THREADS": "1"}):

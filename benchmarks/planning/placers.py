@@ -11,10 +11,15 @@ from collections.abc import Iterator
 
 from penstock.base.errors import PlanError
 from penstock.core.graph import LayerGraph
-from penstock.planning.partition.placement import Placed, Placer, Score, make_space
-from penstock.planning.partition.placement.climbing import labels_of, random_order
-from penstock.planning.partition.placement.ledger import Ledger
-from penstock.planning.partition.placement.space import Space
+from penstock.planning.partition.placement import (
+    Placed,
+    Placer,
+    Score,
+    labels_of,
+    make_space,
+    random_order,
+)
+from penstock.planning.partition.placement_space import Ledger, Space
 
 
 def brute_force_placement(

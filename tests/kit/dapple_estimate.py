@@ -11,8 +11,15 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from penstock.core.cluster import Cluster
-from penstock.planning.partition.dapple.bound import Reached, busiest
-from penstock.planning.partition.dapple.rules import RULES, Rule, devices_of, servers, take
+from penstock.planning.partition.dapple_rules import (
+    RULES,
+    Reached,
+    Rule,
+    busiest,
+    devices_of,
+    servers,
+    take,
+)
 
 Seconds = Sequence[float]
 

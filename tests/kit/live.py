@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from msgspec.structs import replace
 from torch import nn
 
 import penstock as pk
@@ -47,7 +46,7 @@ def live_plan(model: nn.Module, num_stages: int, policy=None, cuts=None) -> pk.P
     """A plan for a stream, without a profile."""
     policy = Sideways() if policy is None else policy
     plan = make_plan(model, num_stages, 1, policy.family, cuts=cuts)
-    return replace(plan, versions=policy)
+    return plan.with_versions(policy)
 
 
 def stream_of(model: nn.Module, plan: pk.Plan, **how: Any):

@@ -21,8 +21,8 @@ from penstock.planning.planner.cuts import candidates
 from penstock.planning.planner.limits import least_excess
 from penstock.planning.planner.offers import Offer
 from penstock.planning.planner.offers import offers as every_offer
+from penstock.planning.planner.request import Constraints
 from penstock.planning.planner.task import Task
-from penstock.planning.planner.wish import Wish
 from tests.kit.planning import all_cuts, chain, clusters, devices, graphs, held_bytes
 
 FAMILIES = [name for name in schedules.names() if name not in {"zb-auto", "optimal", "chimera"}]
@@ -150,7 +150,7 @@ def test_a_host_whose_ranks_help_each_other_lowers_the_bounds_of_the_others_too(
     graph = replace(chain(4), contention=Contention(whole=0.8, split=0.8, stream=0.6))
     task, tried = Task(graph, cluster, 6), 0
     for leave in ("no", "also"):
-        for offer in every_offer(task, Wish(asynchronous=leave)):
+        for offer in every_offer(task, Constraints(asynchronous=leave)):
             try:
                 setting = offer.setting(task)
             except (InputError, PlanError):

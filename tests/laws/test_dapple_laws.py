@@ -14,9 +14,9 @@ from penstock import Costs, schedules, simulate
 from penstock.core.cluster import Cluster, Link, Topology
 from penstock.core.graph import Layer, LayerGraph
 from penstock.core.schedule.lower import add_update
-from penstock.planning.partition.cost_models import cost_model
+from penstock.planning.partition.chain import cost_model
 from penstock.planning.partition.dapple import RULES, dapple_candidates
-from penstock.planning.partition.dapple.rules import devices_of, servers, take
+from penstock.planning.partition.dapple_rules import devices_of, servers, take
 from tests.kit.dapple_estimate import latency, lower_bound, pivot, placements
 from tests.kit.examples import examples
 from tests.kit.helpers import amounts

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import penstock as pk
 from penstock.base.errors import InputError
-from penstock.planning.turns import POLICIES, Task, Visit, simulate_fleet
+from penstock.planning.turns import POLICIES, StageVisit, TimedJob, simulate_fleet
 from penstock.planning.turns.simulator import bound_of
 from tests.kit.examples import examples
 
@@ -20,7 +20,9 @@ nothing = st.just(0.0)
 
 def visits(transfer):
     return st.lists(
-        st.builds(Visit, st.integers(0, 3), st.booleans(), seconds, transfer, transfer, transfer),
+        st.builds(
+            StageVisit, st.integers(0, 3), st.booleans(), seconds, transfer, transfer, transfer
+        ),
         min_size=1,
         max_size=5,
     )
@@ -30,7 +32,7 @@ def visits(transfer):
 def fleets(draw, transfer=nothing):
     count = draw(st.integers(1, 7))
     return [
-        Task(f"j{number}", draw(visits(transfer)), draw(st.integers(1, 4)))
+        TimedJob(f"j{number}", draw(visits(transfer)), draw(st.integers(1, 4)))
         for number in range(count)
     ]
 
@@ -104,8 +106,8 @@ def _nobody_waits_beside_an_idle_device(timeline, tasks):
 
 def test_a_stage_is_fetched_while_another_job_computes():
     """Two jobs on one device, each fetch as long as a visit: hidden, but the very first one."""
-    own = [Visit(stage, False, 1.0, 1.0) for stage in range(3)]
-    tasks = [Task("a", own, 2), Task("b", own, 2, "another disk")]
+    own = [StageVisit(stage, False, 1.0, 1.0) for stage in range(3)]
+    tasks = [TimedJob("a", own, 2), TimedJob("b", own, 2, "another disk")]
     hidden = simulate_fleet(tasks, 1)
     assert hidden.makespan == bound_of(tasks, 1).seconds + 1 == 13
     assert simulate_fleet(tasks, 1, ahead=False).makespan == 24
@@ -117,11 +119,13 @@ def test_a_stage_is_fetched_while_another_job_computes():
 def test_sharp_gains_what_the_formula_says_over_whole_models():
     """D + 1 equal models on D devices: whole models take two rounds, visits 2D/(D+1) less."""
     for devices in (2, 4, 8):
-        tasks = [Task(str(job), [Visit(s) for s in range(8)], 20) for job in range(devices + 1)]
+        tasks = [
+            TimedJob(str(job), [StageVisit(s) for s in range(8)], 20) for job in range(devices + 1)
+        ]
         whole = simulate_fleet(tasks, devices, "whole").makespan
         gain = whole / simulate_fleet(tasks, devices).makespan
         assert gain == pytest.approx(2 * devices / (devices + 1), rel=0.01)
-        many = [Task(str(job), [Visit(0)], 5) for job in range(6 * devices)]
+        many = [TimedJob(str(job), [StageVisit(0)], 5) for job in range(6 * devices)]
         assert (
             simulate_fleet(many, devices, "whole").makespan
             == simulate_fleet(many, devices).makespan
@@ -146,15 +150,15 @@ def test_halving_halves_at_every_decision(tasks, devices, policy):
 
 
 def test_what_cannot_be_simulated_is_refused():
-    visits = [Visit(0)]
+    visits = [StageVisit(0)]
     for tasks, devices, policy, match in (
         ([], 1, "longest", "0 visits"),
-        ([Task("a", visits, 1)] * 2, 1, "longest", "two jobs are called 'a'"),
-        ([Task("a", [], 1)], 1, "longest", "no visits"),
-        ([Task("a", visits, 0)], 1, "longest", "a: steps is 0"),
-        ([Task("a", visits, 10**9)], 1, "longest", "fewer steps"),
-        ([Task("a", visits, 1)], 0, "longest", "devices is 0"),
-        ([Task("a", visits, 1)], 1, "shortest", "policy is 'shortest'"),
+        ([TimedJob("a", visits, 1)] * 2, 1, "longest", "two jobs are called 'a'"),
+        ([TimedJob("a", [], 1)], 1, "longest", "no visits"),
+        ([TimedJob("a", visits, 0)], 1, "longest", "a: steps is 0"),
+        ([TimedJob("a", visits, 10**9)], 1, "longest", "fewer steps"),
+        ([TimedJob("a", visits, 1)], 0, "longest", "devices is 0"),
+        ([TimedJob("a", visits, 1)], 1, "shortest", "policy is 'shortest'"),
     ):
         with pytest.raises(InputError, match=match):
             simulate_fleet(tasks, devices, policy)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.core.cluster import Cluster, Link
 from penstock.planning.partition import best_partition, cost_model, evaluate
-from penstock.planning.partition.readers import handed_on
+from penstock.planning.partition.layers import handed_on
 from penstock.planning.partition.steady import nested_partition
 from tests.kit.examples import examples
 from tests.laws.test_exact_partition_laws import MODELS, UPDATES, graphs, links

@@ -133,7 +133,7 @@ def test_two_stages_per_rank_are_searched_on_a_v():
     found = pk.plan(chain(4), devices(2), schedule="zb-auto", stages=4, microbatches=3)
     assert [stage.rank for stage in found.stages] == [0, 1, 1, 0]
     assert found.options["placement"] == "v"
-    assert replace(found, order=()).num_ranks == 2
+    assert found.edited(order=()).num_ranks == 2
     assert Plan.from_json(found.to_json()) == found
 
 
@@ -157,7 +157,7 @@ def test_what_runs_again_counts(again):
         for stage in stages_for("a slow first stage")
     )
     own = tuple(Device(name=f"d{rank}", memory_bytes=200 + 1000 + 4 * 50) for rank in range(4))
-    found = replace(plan_for("a slow first stage", devices=own), stages=stages, order=())
+    found = plan_for("a slow first stage", devices=own).edited(stages=stages, order=())
     assert max(found.rank_bytes) <= 1400
     assert makespan(found.build_schedule(), found.costs) == found.step_seconds
     fixed = replace(found, schedule="zb-h1", options={}, order=(), devices=())
@@ -214,7 +214,7 @@ def test_an_order_for_another_number_of_microbatches_is_refused():
     found = plan_for("long forwards", count=4)
     with pytest.raises(InputError, match="order is for 4 microbatches, but num_microbatches is 5"):
         replace(found, num_microbatches=5)
-    longer = replace(found, num_microbatches=5, order=())
+    longer = found.edited(num_microbatches=5, order=())
     assert longer.build_schedule().num_microbatches == 5
 
 
@@ -239,7 +239,7 @@ def test_a_stage_on_two_ranks_is_refused():
 )
 def test_options_that_a_searched_plan_cannot_have(options, message):
     with pytest.raises(InputError, match=message):
-        replace(plan_for("long forwards", count=2), options=options, order=())
+        plan_for("long forwards", count=2).edited(options=options, order=())
 
 
 @settings(max_examples=40)

@@ -11,7 +11,7 @@ from penstock.base.errors import InputError
 from penstock.core.schedule.lower import add_updates
 from penstock.core.schedule.rounds import Rounds
 from penstock.core.timing.spans import beat
-from penstock.planning.plans.steady import steady_seconds
+from penstock.planning.plans.prediction import steady_seconds
 from tests.kit.examples import examples
 
 times = st.integers(1, 8).map(float)

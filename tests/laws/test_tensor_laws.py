@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from penstock.core.cluster import Link
 from penstock.core.graph import Layer, LayerGraph
-from penstock.planning.partition.tensor import layout_search, split_layers
+from penstock.planning.partition import tensor_layouts
+from penstock.planning.partition.tensor import split_layers
 from tests.kit.helpers import amounts
 
 KINDS = ("Linear", "ReLU", "LayerNorm", "BatchNorm2d", "Embedding", "Conv2d", "Add")
@@ -181,7 +182,7 @@ def test_it_is_never_slower_than_data_tensor_or_one_device(graph, t, link, m):
 @given(graph=graphs(most=8, branching=True), t=ranks, link=links, m=minibatches)
 def test_nor_if_it_must_leave_nearly_everything_out(graph, t, link, m):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout_search, "_MOST_STATES", 1)
+        patch.setattr(tensor_layouts, "_MOST_STATES", 1)
         split = split_layers(graph, t, link, num_microbatches=m)
     assert split.seconds <= min(split.data_seconds, split.tensor_seconds)
     best = split_layers(graph, t, link, num_microbatches=m).seconds

@@ -388,7 +388,7 @@ def test_layers_may_be_frozen_and_freed_between_streams():
 def test_a_plan_with_versions_is_a_file():
     plan = plan_for(versions.PipeMare(t1=5, t2=0.3), 3, microbatches=4)
     assert pk.Plan.from_json(plan.to_json()) == plan
-    other = plan.reading(versions.Stash())
+    other = plan.with_versions(versions.Stash())
     assert [stage.weight_versions for stage in other.stages] == [3, 2, 1]
     assert [stage.weight_versions for stage in plan.stages] == [2, 2, 1]
 

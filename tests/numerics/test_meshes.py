@@ -61,7 +61,7 @@ def mesh(model, schedule, pipe, data, tensor, recompute="none", splits=SPLITS):
             replace(stage, rank=built.ranks_of(index)[0]) for index, stage in enumerate(plan.stages)
         ]
         plan = replace(plan, options={"replicas": [data] * pipe}, stages=tuple(stages))
-    return plan.sharing(tensor, splits) if tensor > 1 else plan
+    return plan.with_tensor_split(tensor, splits) if tensor > 1 else plan
 
 
 def train(model, plan, **options):
@@ -265,7 +265,7 @@ def of_sizes(model, schedule, replicas, sizes):
         stages=tuple(
             replace(stage, rank=built.ranks_of(index)[0]) for index, stage in enumerate(plan.stages)
         ),
-    ).sharing(2, splits)
+    ).with_tensor_split(2, splits)
     stages = [
         replace(stage, tensor_ranks=size, splits=stage.splits if size > 1 else {})
         for stage, size in zip(plan.stages, sizes, strict=True)

@@ -40,7 +40,7 @@ def trained(build, size, splits, shape):
     one = OneDevice(theirs, 2, F.cross_entropy, momentum)
     expected = [one.step(*batch(*shape)) for _ in range(2)]
     with pk.Pipeline(
-        ours, make_plan(ours, 1, 2).sharing(size, splits), loss=F.cross_entropy,
+        ours, make_plan(ours, 1, 2).with_tensor_split(size, splits), loss=F.cross_entropy,
         optimizer=momentum, deadline_seconds=DEADLINE_SECONDS,
     ) as pipeline:  # fmt: skip
         losses = [pipeline.step(*batch(*shape)) for _ in range(2)]
@@ -212,7 +212,7 @@ def test_a_layer_that_would_compute_something_else_is_refused_by_name(name, size
     model = build().double()
     before = copy.deepcopy(model)
     with pk.Pipeline(
-        model, make_plan(model, 1, 2).sharing(size, splits), loss=F.cross_entropy,
+        model, make_plan(model, 1, 2).with_tensor_split(size, splits), loss=F.cross_entropy,
         optimizer=momentum, deadline_seconds=DEADLINE_SECONDS,
     ) as pipeline:  # fmt: skip
         for _ in range(2):  # and not only once
@@ -223,7 +223,7 @@ def test_a_layer_that_would_compute_something_else_is_refused_by_name(name, size
 
 def test_a_row_alone_is_refused_before_anything_runs():
     model = block(nn.Linear(6, 4), behind=32)
-    plan = make_plan(model, 1, 2).sharing(2, {"0.0": "row"})
+    plan = make_plan(model, 1, 2).with_tensor_split(2, {"0.0": "row"})
     with pytest.raises(ModelError, match=r"'0\.0' is split as \"row\".* nothing in layer '0' div"):
         pk.Pipeline(model, plan, loss=F.cross_entropy, optimizer=momentum)
 
@@ -237,7 +237,7 @@ def test_a_row_alone_is_refused_before_anything_runs():
 )
 def test_modules_that_mix_positions_are_refused_before_anything_runs(module, name):
     model = nn.Sequential(module(), nn.Linear(6, 4))
-    plan = make_plan(model, 1, 2).sharing(2, {"0": "sequence"})
+    plan = make_plan(model, 1, 2).with_tensor_split(2, {"0": "sequence"})
     with pytest.raises(ModelError, match=f"'sequence'.* {name!r} in it .* mixes positions"):
         pk.Pipeline(model, plan, loss=F.cross_entropy, optimizer=momentum)
 
@@ -265,7 +265,7 @@ def test_the_comparison_disturbs_neither_random_numbers_nor_statistics_nor_hooks
 
     ours, theirs = build(), build()
     splits = {"0.0": "column", "0.1": "heads", "0.2": "features", "0.4": "row"}
-    losses, calls = steps(ours, make_plan(ours, 1, 2).sharing(2, splits))
+    losses, calls = steps(ours, make_plan(ours, 1, 2).with_tensor_split(2, splits))
     expected, once = steps(theirs, make_plan(theirs, 1, 2))
     torch.testing.assert_close(losses, expected, rtol=TOLERANCE, atol=TOLERANCE)
     assert_same(ours, theirs, TOLERANCE)

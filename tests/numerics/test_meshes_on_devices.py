@@ -94,7 +94,7 @@ def test_a_layer_that_no_device_has_room_for_trains_in_parts(accelerator):
     width = 256
     model = nn.Sequential(nn.Linear(width, 2 * width), nn.Linear(2 * width, width))
     size = sum(parameter.nbytes for parameter in model.parameters())
-    plan = make_plan(model, 1, 2).sharing(2, {"0": "column", "1": "row"})
+    plan = make_plan(model, 1, 2).with_tensor_split(2, {"0": "column", "1": "row"})
     for device in range(2):
         accelerator.empty_cache()
         room = 3 * size // 2  # for half of the weights and gradients, not for all of them

@@ -16,8 +16,7 @@ from penstock.base.errors import DeadlineError, InputError, StageError
 from penstock.core.schedule.memory import Sizes
 from penstock.core.schedule.memory import peaks as schedule_peaks
 from penstock.engine.weights.tiers import HostStore
-from penstock.planning.plans.offloading import Offload, moved_activations
-from penstock.planning.plans.spilling import Spill, Tier
+from penstock.planning.plans.spilling import Offload, Spill, Tier, moved_activations
 from tests.kit.examples import in_turns
 from tests.kit.helpers import make_batch, make_plan
 from tests.kit.one_device import assert_same_values

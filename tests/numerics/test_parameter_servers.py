@@ -11,7 +11,7 @@ import penstock as pk
 from penstock.base.errors import InputError
 from penstock.core.cluster import SpareMachine
 from penstock.core.schedule import Kind
-from penstock.planning.plans.serving import (
+from penstock.planning.plans.summing import (
     all_group_sizes,
     num_processes,
     server_ranks,
@@ -78,7 +78,7 @@ def assert_equal(ours, theirs):
 )
 def test_servers_update_as_copies_do(replicas, servers, options):
     plan = replicated(make_mlp(), replicas)
-    served = plan.summed_by("parameter-server", machines(servers))
+    served = plan.with_reducer("parameter-server", machines(servers))
     assert_equal(trained(served, **options), trained(plan, **options))
 
 
@@ -91,7 +91,7 @@ def of_groups(replicas, sizes):
 
 def trained_in_groups(way, replicas, sizes, servers=(), **options):
     model, plan = of_groups(replicas, sizes)
-    losses = train(model, plan.summed_by(way, servers), transport="threads", **options)
+    losses = train(model, plan.with_reducer(way, servers), transport="threads", **options)
     return [*losses], {key: value.clone() for key, value in model.state_dict().items()}
 
 
@@ -107,7 +107,7 @@ def test_servers_of_tensor_groups_update_as_copies_do(replicas, sizes, servers):
 
 def test_servers_of_groups_are_groups_and_only_of_the_stages_with_as_many_members():
     _, plan = of_groups((2, 2), (2, 1))
-    served = plan.summed_by("parameter-server", machines(2))
+    served = plan.with_reducer("parameter-server", machines(2))
     assert server_ranks(served) == range(4, 8)
     assert all_group_sizes(served) == (2, 2, 1, 1, 1, 2, 1, 2)
     assert num_processes(served) == 12
@@ -120,7 +120,7 @@ def test_checkpoints_of_groups_go_from_servers_to_copies_and_back(tmp_path):
         for step, servers in enumerate(ways):
             model, plan = of_groups((2, 1), (2, 1))
             if servers:
-                plan = plan.summed_by("parameter-server", machines(servers))
+                plan = plan.with_reducer("parameter-server", machines(servers))
             with pk.Pipeline(
                 model, plan, loss=net_loss, optimizer=net_momentum, seed=3, transport="threads",
                 deadline_seconds=DEADLINE_SECONDS,
@@ -137,7 +137,7 @@ def test_checkpoints_of_groups_go_from_servers_to_copies_and_back(tmp_path):
 
 def test_copies_whose_weights_servers_update_show_the_options_that_were_loaded(tmp_path):
     plan = replicated(make_mlp(), (1, 2))
-    served = plan.summed_by("parameter-server", machines(1))
+    served = plan.with_reducer("parameter-server", machines(1))
     options = {"lr_scheduler": lambda one: ExponentialLR(one, 0.5)}
     with pipeline_of(plan, **options) as pipeline:
         for group in pipeline.optimizers.param_groups:
@@ -158,10 +158,10 @@ def test_copies_whose_weights_servers_update_show_the_options_that_were_loaded(t
 
 def test_servers_update_in_main_memory_what_is_on_accelerators(accelerator):
     plan = replicated(make_mlp(), (1, 2))
-    served = plan.summed_by("parameter-server", machines(2))
+    served = plan.with_reducer("parameter-server", machines(2))
     devices = ["emu:0", "emu:1", "emu:2"]
     assert_equal(trained(served, devices=devices, clip_norm=0.1), trained(plan, clip_norm=0.1))
-    with pipeline_of(served.summed_by("parameter-server", stale=2), devices=devices) as pipeline:
+    with pipeline_of(served.with_reducer("parameter-server", stale=2), devices=devices) as pipeline:
         list(pipeline.steps(make_batch(24, seed=seed) for seed in range(4)))
     accelerator.check()
 
@@ -169,7 +169,7 @@ def test_servers_update_in_main_memory_what_is_on_accelerators(accelerator):
 @pytest.mark.parametrize("stale", [0, 2])
 def test_timelines_show_what_servers_have_predicted_and_measured(stale):
     plan = replicated(make_mlp(), (1, 2))
-    served = plan.summed_by("parameter-server", machines(1 if stale else 2), stale=stale)
+    served = plan.with_reducer("parameter-server", machines(1 if stale else 2), stale=stale)
     expected = {(rank, server) for rank in (1, 2) for server in range(1 if stale else 2)}
     predicted = [one for one in served.simulate().transfers if one.kind == "served"]
     assert {(*one.ranks, one.number) for one in predicted} == expected
@@ -188,12 +188,12 @@ def test_timelines_show_what_servers_have_predicted_and_measured(stale):
 
 def test_both_directions_of_a_pipeline_are_served():
     plan = make_plan(make_mlp(), 2, 4, "chimera")
-    assert_equal(trained(plan.summed_by("parameter-server")), trained(plan))
+    assert_equal(trained(plan.with_reducer("parameter-server")), trained(plan))
 
 
 def test_checkpoints_go_from_servers_to_copies_and_back(tmp_path):
     plan = replicated(make_mlp(), (1, 2))
-    served = plan.summed_by("parameter-server", machines(2))
+    served = plan.with_reducer("parameter-server", machines(2))
 
     def going_on(ways, folder):
         for step, way in enumerate(ways):
@@ -215,7 +215,7 @@ def test_checkpoints_go_from_servers_to_copies_and_back(tmp_path):
 
 def test_weights_that_the_caller_changes_reach_the_servers():
     plan = replicated(make_mlp(), (2,))
-    with pipeline_of(plan) as copies, pipeline_of(plan.summed_by("parameter-server")) as served:
+    with pipeline_of(plan) as copies, pipeline_of(plan.with_reducer("parameter-server")) as served:
         for pipeline in (copies, served):
             pipeline.step(*make_batch(24))
             with torch.no_grad():
@@ -236,7 +236,7 @@ def test_a_server_that_cannot_step_says_so_and_nobody_hangs():
         optimizer.register_step_pre_hook(hook)
         return optimizer
 
-    plan = replicated(make_mlp(), (2,)).summed_by("parameter-server")
+    plan = replicated(make_mlp(), (2,)).with_reducer("parameter-server")
     with (
         pytest.raises(pk.errors.StageError, match=r"rank 2.*no step") as caught,
         pipeline_of(plan, optimizer=breaks) as pipeline,
@@ -246,19 +246,19 @@ def test_a_server_that_cannot_step_says_so_and_nobody_hangs():
 
 
 def test_what_servers_cannot_do_is_refused():
-    plan = replicated(make_mlp(), (2,)).summed_by("parameter-server")
+    plan = replicated(make_mlp(), (2,)).with_reducer("parameter-server")
     with pytest.raises(InputError, match="post_validate undoes updates"):
         pipeline_of(plan, clip_norm=1.0, post_validate=True)
     with pytest.raises(InputError, match="Adafactor, the optimizer of stage 0, may need whole"):
         pipeline_of(plan, optimizer=torch.optim.Adafactor)
     with pytest.raises(InputError, match="'parameter-server' needs a flush"):
-        make_plan(make_mlp(), 2, 4, "pipedream").summed_by("parameter-server")
+        make_plan(make_mlp(), 2, 4, "pipedream").with_reducer("parameter-server")
     model = make_net()  # in one stage: nothing is tied, but tensor ranks have terms
     plan = mesh(model, "1f1b", 1, 2, 2)
     with pytest.raises(InputError, match="compute with weights of the same update"):
-        plan.summed_by("parameter-server", stale=1)
+        plan.with_reducer("parameter-server", stale=1)
     with pytest.raises(InputError, match="clip_stage_norm needs all gradients of a stage"):
         pk.Pipeline(
-            model, plan.summed_by("parameter-server"), loss=net_loss, optimizer=net_momentum,
+            model, plan.with_reducer("parameter-server"), loss=net_loss, optimizer=net_momentum,
             transport="threads", clip_stage_norm=1.0,
         )  # fmt: skip

@@ -335,7 +335,9 @@ def test_a_traced_model_has_tables_around_its_layers(tmp_path):
 
 def test_threads_that_share_layers_write_whole_ones(tmp_path):
     model = make_mlp(0.0, seed=7)
-    plan = make_plan(model, 1, 4).sharing(2, {"0": "column", "1": "any", "2": "any", "3": "row"})
+    plan = make_plan(model, 1, 4).with_tensor_split(
+        2, {"0": "column", "1": "any", "2": "any", "3": "row"}
+    )
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     options = {"loss": F.cross_entropy, "optimizer": training.sgd}
     empty = on_meta_of(lambda: make_mlp(0.0))

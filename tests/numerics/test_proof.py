@@ -282,7 +282,7 @@ def test_the_text_is_a_table_that_ends_in_the_verdict():
 
 
 def test_a_mesh_is_proven_up_to_rounding():
-    plan = make_plan(make_mlp(), 2, 4).sharing(2, {"0": "column", "1": "any", "3": "row"})
+    plan = make_plan(make_mlp(), 2, 4).with_tensor_split(2, {"0": "column", "1": "any", "3": "row"})
     found = prove(workload(), plan, float64=True)
     assert found.equal and not found.exact
     assert "tensor ranks add what each of them has" in found.expected

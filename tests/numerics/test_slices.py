@@ -107,7 +107,7 @@ def test_tensor_ranks_carry_their_part_from_slice_to_slice():
     model = build_gpt()
     twin = copy.deepcopy(model)
     reference = OneDevice(twin, 3, loss, momentum)
-    plan = plan_of(model, 2, 3, 2).sharing(2, GROUP_SPLITS)
+    plan = plan_of(model, 2, 3, 2).with_tensor_split(2, GROUP_SPLITS)
     with pk.Pipeline(model, plan, loss=loss, optimizer=momentum) as pipeline:
         for step, length in enumerate((11, 8)):
             batch = tokens(6, length, step)

@@ -197,7 +197,7 @@ def test_blocks_of_torch_train_and_evaluate_as_on_one_device(options, splits):
 def check_trained(
     ours, theirs, splits, size=2, batch=lambda seed: net_batch(5, seed), loss=net_loss
 ):
-    plan = make_plan(ours, 1, 2).sharing(size, splits)
+    plan = make_plan(ours, 1, 2).with_tensor_split(size, splits)
     with pk.Pipeline(
         ours, plan, loss=loss, optimizer=momentum, seed=3, deadline_seconds=DEADLINE_SECONDS
     ) as pipeline:
@@ -297,7 +297,7 @@ def test_what_cannot_be_divided_by_heads_is_refused_by_name(change, splits, size
     if change is not None:
         for layer in model.layers:
             layer.self_attn.__class__ = change
-    plan = make_plan(model, 1, 2).sharing(size, splits)
+    plan = make_plan(model, 1, 2).with_tensor_split(size, splits)
     with pytest.raises(ModelError) as caught:
         pk.Pipeline(model, plan, loss=net_loss, optimizer=momentum)
     assert message in str(caught.value)

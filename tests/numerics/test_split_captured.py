@@ -148,7 +148,7 @@ def test_a_captured_model_that_is_split_trains_as_on_one_device(
 ):
     ours = capture(build(), words(0)[0], granularity=granularity, verify=False)
     theirs = copy.deepcopy(ours)
-    plan = make_plan(ours, 2, 2).sharing(2, splits)
+    plan = make_plan(ours, 2, 2).with_tensor_split(2, splits)
     if whole is not None:
         assert gathers(ours, plan) == whole
     with pk.Pipeline(

@@ -87,7 +87,7 @@ def trained(model, plan, batch, loss, **options):
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_convolutional_net_trains_as_on_one_device(name, size):
     ours, theirs = make_pictures(), make_pictures()
-    plan = make_plan(ours, 1, 2).sharing(size, PICTURES[name])
+    plan = make_plan(ours, 1, 2).with_tensor_split(size, PICTURES[name])
     losses, outputs = trained(ours, plan, pictures, F.cross_entropy)
     one = SingleDevice(theirs, 2, F.cross_entropy, momentum, seed=3)
     assert same(losses, torch.stack([one.step(*pictures(seed)) for seed in range(2)]), TOLERANCE)
@@ -117,7 +117,7 @@ def make_words(padding=None):
 )
 def test_embeddings_train_as_on_one_device(splits, padding):
     ours, theirs = make_words(padding), make_words(padding)
-    plan = make_plan(ours, 1, 2).sharing(2, splits)
+    plan = make_plan(ours, 1, 2).with_tensor_split(2, splits)
     batch = lambda seed: net_batch(5, seed)  # noqa: E731
     losses, _ = trained(ours, plan, batch, net_loss)
     one = SingleDevice(theirs, 2, net_loss, momentum, seed=3)
@@ -204,7 +204,7 @@ REFUSED = {
 def test_what_cannot_be_split_is_refused_by_name(what):
     build, splits, message = REFUSED[what]
     model = build()
-    plan = make_plan(model, 1, 2).sharing(2, splits)
+    plan = make_plan(model, 1, 2).with_tensor_split(2, splits)
     with pytest.raises(ModelError) as caught:
         pk.Pipeline(model, plan, loss=net_loss, optimizer=momentum)
     assert message in str(caught.value)
@@ -227,7 +227,7 @@ class FourHeads(nn.Module):
 def test_code_that_fails_on_a_part_of_the_features_hears_of_the_split():
     """ "shape '[4, 3, 4, 3]' is invalid for input of size 72" named neither split nor layer."""
     model = nn.Sequential(FourHeads(), nn.Linear(12, 4))
-    plan = make_plan(model, 1, 1).sharing(2, {"0.qkv": "column/3", "0.out": "row"})
+    plan = make_plan(model, 1, 1).with_tensor_split(2, {"0.qkv": "column/3", "0.out": "row"})
     batch = torch.randn(4, 3, 12), torch.randn(4, 3, 4)
     with (
         pk.Pipeline(model, plan, loss=F.mse_loss, optimizer=momentum) as pipeline,
@@ -245,7 +245,7 @@ def test_code_that_fails_on_a_part_of_the_features_hears_of_the_split():
 )
 def test_what_groups_cannot_do_is_refused_at_once(options, message):
     model = make_pictures()
-    plan = make_plan(model, 1, 2).sharing(2, {})
+    plan = make_plan(model, 1, 2).with_tensor_split(2, {})
     with pytest.raises(InputError, match=message):
         pk.Pipeline(model, plan, **{"loss": F.cross_entropy, "optimizer": momentum, **options})
 
@@ -263,7 +263,7 @@ def test_statistics_of_minibatches_are_those_of_one_rank(way):
             list(pipeline.steps(pictures(seed) for seed in range(3)))
         return model
 
-    ours = trained(lambda plan: plan.sharing(2, PICTURES[way]))
+    ours = trained(lambda plan: plan.with_tensor_split(2, PICTURES[way]))
     assert_same(ours, trained(lambda plan: plan), TOLERANCE)
     assert ours[1].num_batches_tracked == 3
 
@@ -294,7 +294,7 @@ class Draws(nn.Module):
 )
 def test_what_would_be_wrong_inside_a_region_is_refused_when_it_runs(between, message):
     model = nn.Sequential(Inside(between)).double()
-    plan = make_plan(model, 1, 2).sharing(2, {"0.up": "column", "0.down": "row"})
+    plan = make_plan(model, 1, 2).with_tensor_split(2, {"0.up": "column", "0.down": "row"})
     inputs = torch.randn(4, 4, dtype=torch.float64)
     with pytest.raises(StageError, match=message):
         trained(model, plan, lambda _: (inputs, torch.zeros(4, dtype=torch.int64)), F.cross_entropy)
@@ -302,7 +302,7 @@ def test_what_would_be_wrong_inside_a_region_is_refused_when_it_runs(between, me
 
 def test_what_draws_for_its_rows_only_is_refused_when_it_runs():
     model = nn.Sequential(nn.Linear(4, 4), Draws()).double()
-    plan = make_plan(model, 1, 2).sharing(2, {"0": "data", "1": "data"})
+    plan = make_plan(model, 1, 2).with_tensor_split(2, {"0": "data", "1": "data"})
     inputs = torch.randn(4, 4, dtype=torch.float64)
     with pytest.raises(StageError, match="layer '1' draws random numbers for its tensor rank's"):
         trained(model, plan, lambda _: (inputs, torch.zeros(4, dtype=torch.int64)), F.cross_entropy)
@@ -319,7 +319,7 @@ def test_a_parameter_that_all_heads_share_gets_the_sum_of_their_gradients():
         torch.randn(4, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64),
         torch.arange(4),
     )
-    trained(ours, make_plan(ours, 1, 2).sharing(2, splits), batch, F.cross_entropy)
+    trained(ours, make_plan(ours, 1, 2).with_tensor_split(2, splits), batch, F.cross_entropy)
     one = SingleDevice(theirs, 2, F.cross_entropy, momentum, seed=3)
     for seed in range(2):
         one.step(*batch(seed))
@@ -354,7 +354,7 @@ def test_dropout_behind_turned_values_draws_the_masks_of_one_device(splits, size
         return inputs, torch.randint(0, 4, (7,), generator=generator)
 
     ours, theirs = make_turned(), make_turned()
-    plan = make_plan(ours, 1, 2).sharing(size, splits)
+    plan = make_plan(ours, 1, 2).with_tensor_split(size, splits)
     losses, outputs = trained(ours, plan, batch, F.cross_entropy)
     expected, told = trained(theirs, make_plan(theirs, 1, 2), batch, F.cross_entropy)
     torch.testing.assert_close(losses, expected, rtol=TOLERANCE, atol=TOLERANCE)

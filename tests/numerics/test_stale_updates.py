@@ -48,7 +48,7 @@ def model_with(slow=()):
 
 
 def stale_plan(model, replicas, stale):
-    return replicated(model, replicas).summed_by("parameter-server", stale=stale)
+    return replicated(model, replicas).with_reducer("parameter-server", stale=stale)
 
 
 def scheduled(optimizer):
@@ -118,7 +118,7 @@ def test_any_stream_is_what_its_journal_says(data):
 def test_a_step_alone_is_synchronous():
     model, twin = model_with([1]), model_with()
     plan = stale_plan(model, (3,), 2)
-    for own, its_plan in ((model, plan), (twin, plan.summed_by("owners"))):
+    for own, its_plan in ((model, plan), (twin, plan.with_reducer("owners"))):
         with pk.Pipeline(
             own, its_plan, loss=F.cross_entropy, optimizer=adamw, seed=3, transport="threads"
         ) as pipeline:
@@ -207,7 +207,7 @@ def test_what_needs_one_minibatch_at_once_is_refused():
     with pytest.raises(InputError, match="with stale updates they come in several"):
         trained(plan, model, [], clip_norm=1.0)
     with pytest.raises(InputError, match=r"take the reducer 'parameter-server'.*or stale=0"):
-        replicated(model, (2,)).summed_by("owners", stale=1)
+        replicated(model, (2,)).with_reducer("owners", stale=1)
     with (
         pk.Pipeline(model, plan, loss=F.cross_entropy, optimizer=adamw) as pipeline,
         pytest.raises(InputError, match="leave update=False out, or take stale=0"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from msgspec.structs import replace
-
 import penstock as pk
 from tests.kit.helpers import make_plan
 
@@ -11,4 +9,4 @@ from tests.kit.helpers import make_plan
 def late_plan(model, num_ranks, num_microbatches=4) -> pk.Plan:
     """PipeDream's, cut evenly."""
     plan = make_plan(model, num_ranks, num_microbatches)
-    return replace(plan, schedule="pipedream", versions=pk.versions.Stash())
+    return plan.edited(schedule="pipedream", versions=pk.versions.Stash())

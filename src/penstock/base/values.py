@@ -50,7 +50,7 @@ _LARGEST = sys.float_info.max
 _MOST_SHOWN = 80
 
 
-class _FieldsByName(msgspec.StructMeta):
+class FieldsByName(msgspec.StructMeta):
     """Says how records are made to whoever gives values without their names."""
 
     def __call__(cls, *values: object, **fields: object) -> Any:
@@ -68,7 +68,7 @@ class Value(
     frozen=True,
     forbid_unknown_fields=True,
     kw_only=True,
-    metaclass=_FieldsByName,
+    metaclass=FieldsByName,
 ):
     """A frozen record that can be written to a file and read back."""
 

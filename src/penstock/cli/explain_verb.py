@@ -16,8 +16,7 @@ from penstock.drawing.plan_picture import counted
 
 if TYPE_CHECKING:
     from penstock.planning.plans import Plan
-    from penstock.planning.plans.explanation import ExplainedStage, Explanation
-    from penstock.planning.plans.stability import Stability
+    from penstock.planning.plans.explanation import ExplainedStage, Explanation, Stability
 
 _EPILOG = (
     "PLAN is a .json file, as `penstock plan -o` writes it, or -, standard input. The "
@@ -69,8 +68,7 @@ def explain_plan(
     """Say what a plan does to the weights of each stage, and how fast it may learn."""
     if curvature is not None and workload is not None:
         raise click.UsageError("give --curvature or --workload, not both")
-    from penstock.planning.plans.explanation import explain
-    from penstock.planning.plans.stability import check_stability
+    from penstock.planning.plans.explanation import check_stability, explain
 
     loaded = sources.load_plan(plan)
     explanation = explain(loaded)

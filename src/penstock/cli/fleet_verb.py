@@ -16,14 +16,14 @@ from penstock.base.values import MOST_TOML_BYTES
 from penstock.cli import options, show, sources
 from penstock.cli.input import STANDARD_INPUT, InputFile, refuse_useless, text_of, title_of
 from penstock.cli.output import STANDARD_OUTPUT, written
-from penstock.planning.turns.policies import POLICIES, PolicyName
+from penstock.planning.turns.visits import POLICIES, PolicyName
 
 if TYPE_CHECKING:
     from penstock.core.timing.fleet_timeline import FleetTimeline
     from penstock.planning.plans import Plan
-    from penstock.planning.turns.bounds import Bound
-    from penstock.planning.turns.simulator import Task
+    from penstock.planning.turns.simulator import TimedJob
     from penstock.planning.turns.stop import Stop
+    from penstock.planning.turns.visits import Bound
     from penstock.planning.turns.written import FleetFile, JobTable
     from penstock.training.fleet import FleetResults, Job
 
@@ -163,8 +163,8 @@ def _simulate(
     show.echo("\n" + fleet_text(timeline, show.width()))
 
 
-def _task(name: str, plan: Plan, table: JobTable, stop: Stop, num_jobs: int) -> Task:
-    from penstock.planning.turns.simulator import Task
+def _task(name: str, plan: Plan, table: JobTable, stop: Stop, num_jobs: int) -> TimedJob:
+    from penstock.planning.turns.simulator import TimedJob
     from penstock.planning.turns.visits import visits_of
 
     targets = stop.targets(num_jobs, table.steps)
@@ -174,10 +174,10 @@ def _task(name: str, plan: Plan, table: JobTable, stop: Stop, num_jobs: int) -> 
             "give steps to simulate it"
         )
     tier = "" if plan.spill is None else str(plan.spill.tier)
-    return Task(name, visits_of(plan), targets[-1], tier)
+    return TimedJob(name, visits_of(plan), targets[-1], tier)
 
 
-def _print_jobs(tasks: list[Task], timeline: FleetTimeline) -> None:
+def _print_jobs(tasks: list[TimedJob], timeline: FleetTimeline) -> None:
     show.print_table(
         ("job", "steps", "visits per step", "step", "on devices", "ends after"),
         [

@@ -19,8 +19,8 @@ from penstock.core.cluster.cluster import only
 from penstock.core.cluster.local import measured_tier
 from penstock.core.graph import LayerGraph
 from penstock.planning import planner
-from penstock.planning.partition.cost_models import COST_MODELS
-from penstock.planning.planner.wish import RecomputeRule, SpillRule
+from penstock.planning.partition.chain import COST_MODELS
+from penstock.planning.planner.request import RecomputeRule, SpillRule
 from penstock.planning.plans.summing import REDUCERS
 
 
@@ -172,7 +172,7 @@ def plan(
         on_host = any(device.kind == "cpu" for device in there.devices)
         timed = [measured_tier(_tier(name), computes_on_host=on_host) for name in tiers]
         there = replace(there, tiers=(*there.tiers, *timed))
-    from penstock.planning.planner.live import is_live
+    from penstock.planning.planner.request import is_live
 
     live = is_live(request["schedule"], request["versions"], request["rate"])
     if microbatches is None and minibatch is None and not live:

@@ -321,7 +321,7 @@ def compare(
 
 
 def _draw_memory(plan: Plan, titled: Sequence[Titled], path: str) -> None:
-    from penstock.planning.plans.memory_curves import memory_limits, memory_over_time
+    from penstock.planning.plans.picture import memory_limits, memory_over_time
 
     curves = {
         f"{title}, {timeline.source}": memory_over_time(plan, timeline)

@@ -211,7 +211,7 @@ def load_drawn(
     if content is None:
         return _family_drawn(name, ranks, microbatches, costs)
     if is_plan(content) and not content.prediction.flushes:
-        from penstock.planning.plans.drawn import steady
+        from penstock.planning.plans.picture import steady
 
         return _planned(content)._replace(timeline=steady(content), num_ticks=0), True
     return loaded(content, name, ranks, microbatches, costs), False
@@ -302,7 +302,7 @@ def read(name: str) -> Content | None:
         return _json(text, name)
     if not _TORCH.search(text):  # words that only torch's files have
         return _named(name, Schedule.parse, text, stem)
-    from penstock.planning.export.torch_schedules import from_torch_csv
+    from penstock.planning.export import from_torch_csv
 
     return _named(name, from_torch_csv, text, stem)
 
@@ -344,7 +344,7 @@ def _file_with_versions(
 ) -> DrawableSource:
     if not isinstance(content, DrawableSource):
         chosen = _policy(content.schedule, policy)
-        source = _planned(content if policy is None else content.reading(chosen))
+        source = _planned(content if policy is None else content.with_versions(chosen))
         if chosen.asynchronous:
             return source
         return source._replace(timeline=_reading_the_first(source.timeline))

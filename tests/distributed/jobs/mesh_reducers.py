@@ -24,7 +24,7 @@ OPTIONS = {"loss": net_loss, "optimizer": momentum, "seed": 3, "deadline_seconds
 
 def differences(way, folder):
     model = make_net()
-    plan = mesh(model, "1f1b", 1, 2, 2).summed_by(way)
+    plan = mesh(model, "1f1b", 1, 2, 2).with_reducer(way)
     first, *rest = batches()
     with pk.Pipeline(model, plan, clip_norm=CLIP, **OPTIONS) as pipeline:
         losses = [pipeline.step(*first)]
@@ -53,7 +53,7 @@ def differences(way, folder):
 def stepped(way, **clips):
     """The weights after a step on whose norm no ranks agree, so that copies keep rows of sums."""
     model = make_net()
-    plan = mesh(model, "1f1b", 1, 2, 2).summed_by(way)
+    plan = mesh(model, "1f1b", 1, 2, 2).with_reducer(way)
     with pk.Pipeline(model, plan, **clips, **OPTIONS) as pipeline:
         pipeline.step(*batches()[0])
         return pipeline.gather_state_dict()

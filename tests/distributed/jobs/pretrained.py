@@ -56,7 +56,9 @@ def refusal(model: torch.nn.Module, plan: pk.Plan, folder: Path) -> str:
 def refused_in_parts(folder: str) -> str:
     """What both ranks are told that have parts of the same layers."""
     model = make_mlp(0.0)
-    plan = make_plan(model, 1, 4).sharing(2, {"0": "column", "1": "any", "2": "any", "3": "row"})
+    plan = make_plan(model, 1, 4).with_tensor_split(
+        2, {"0": "column", "1": "any", "2": "any", "3": "row"}
+    )
     with pipeline_of(model, plan, loss=F.cross_entropy) as pipeline:
         pipeline.step(*make_batch())
         try:

@@ -58,7 +58,7 @@ def spares(addresses):
 
 def plan_of(model, way, addresses, replicas=(3,)):
     plan = replicated(model, replicas)
-    return plan.summed_by(way, spares(addresses) if way in WITH_SERVERS else ())
+    return plan.with_reducer(way, spares(addresses) if way in WITH_SERVERS else ())
 
 
 def on_devices(addresses, ways, transport="process-group", replicas=(2,)):
@@ -167,7 +167,7 @@ def both_ways(addresses):
         expected = train(plan, "threads")
         for way in ways:
             servers = spares(addresses) if way == "servers" else ()
-            got = train(plan.summed_by(way, servers), "process-group")
+            got = train(plan.with_reducer(way, servers), "process-group")
             for key, value in got.items():
                 if way == "all-reduce" or not torch.equal(value, expected[key]):
                     torch.testing.assert_close(value, expected[key])
@@ -223,7 +223,7 @@ def parameter_servers(folder):
         first, transport = 2 * number, ("auto", "process-group")[number % 2]
         plan = plan_of(model, "owners", (), replicas)
         expected = going_on(plan, "threads", own, first, first + 2)
-        served = plan.summed_by("parameter-server", spares(servers)) if servers else plan
+        served = plan.with_reducer("parameter-server", spares(servers)) if servers else plan
         clip = {"clip_norm": 0.5} if number == 3 else {}
         if clip:
             expected = train(plan, "threads", **clip)
@@ -244,7 +244,7 @@ def stale():
     plans = [replicated(model, (2,)), make_plan(model, 2, 4, "chimera")]
     for plan, transport in zip(plans, ("process-group", "auto"), strict=True):
         model, twin = make_mlp(dropout=0.1), make_mlp(dropout=0.1)
-        late = plan.summed_by("parameter-server", stale=2)
+        late = plan.with_reducer("parameter-server", stale=2)
         model[0].register_forward_hook(lambda *_: time.sleep(0.03 * last))
         batches = [make_batch(12, seed=k) for k in range(8)]
         with pk.Pipeline(
@@ -283,7 +283,7 @@ def refused(way, addresses, between=lambda step: None):
     try:
         plan = plan_of(make_mlp(), way if way != "stale" else "owners", addresses[:1], replicas)
         if way == "stale":
-            plan = plan.summed_by("parameter-server", stale=2)
+            plan = plan.with_reducer("parameter-server", stale=2)
         train(plan, "process-group", between)
     except PenstockError as error:
         return [type(error).__name__, str(error)]

@@ -16,8 +16,7 @@ from torch import nn
 
 import penstock as pk
 from penstock.base.errors import PenstockError
-from penstock.planning.plans.offloading import Offload
-from penstock.planning.plans.spilling import Spill, Tier
+from penstock.planning.plans.spilling import Offload, Spill, Tier
 from tests.kit.helpers import make_plan
 from tests.kit.spilling import make_net, spilled_pipeline, spilled_plan
 

@@ -28,7 +28,7 @@ def test_every_stage_is_written_once_and_by_whom_it_lies_with(replicas, num_serv
     plan = replicated(make_mlp(), replicas)
     if num_servers:
         spares = [SpareMachine(name=f"spare{k}", bytes_per_second=1e9) for k in range(num_servers)]
-        plan = plan.summed_by("parameter-server", spares)
+        plan = plan.with_reducer("parameter-server", spares)
     with pk.Pipeline(
         model := make_mlp(), plan, loss=F.cross_entropy, optimizer=adamw, transport="threads",
         deadline_seconds=DEADLINE_SECONDS,

@@ -22,8 +22,12 @@ from penstock import plan as find_plan
 from penstock.base.errors import InputError, PenstockError
 from penstock.cli import penstock
 from penstock.core.schedule.op import Kind
-from penstock.planning.plans.explanation import explain, stability_bound, steady_minibatch
-from penstock.planning.plans.stability import check_stability
+from penstock.planning.plans.explanation import (
+    check_stability,
+    explain,
+    stability_bound,
+    steady_minibatch,
+)
 from penstock.trial import Workload
 from penstock.trial.reference.delayed_replay import _StreamVersions
 from tests.kit.command_line import refused, run, succeed

@@ -12,13 +12,17 @@ from penstock.base.errors import FileError, InputError
 from penstock.core.timing.fleet_timeline import FleetTimeline, Turn
 from penstock.drawing import draw_fleets
 from penstock.drawing.fleets import fleet_svg
-from penstock.planning.turns import Task, Visit, simulate_fleet
+from penstock.planning.turns import StageVisit, TimedJob, simulate_fleet
 
-OWN = [Visit(0), Visit(1, backward=True, seconds=3.0, fetch_seconds=1.0), Visit(0, backward=True)]
+OWN = [
+    StageVisit(0),
+    StageVisit(1, backward=True, seconds=3.0, fetch_seconds=1.0),
+    StageVisit(0, backward=True),
+]
 
 
 def fleet(steps=2, jobs=3, **options):
-    return simulate_fleet([Task(f"job<{n}>", OWN, steps) for n in range(jobs)], 2, **options)
+    return simulate_fleet([TimedJob(f"job<{n}>", OWN, steps) for n in range(jobs)], 2, **options)
 
 
 def test_as_text_every_job_has_a_letter():

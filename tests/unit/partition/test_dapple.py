@@ -8,7 +8,7 @@ from penstock.base.errors import InputError, PlanError
 from penstock.core.cluster import Cluster, Device, Group, Link
 from penstock.core.graph import Layer, LayerGraph
 from penstock.planning.partition.dapple import dapple_candidates
-from penstock.planning.partition.dapple.rules import servers, take
+from penstock.planning.partition.dapple_rules import servers, take
 from tests.kit.dapple_estimate import latency, lower_bound, pivot, placements
 from tests.laws.test_dapple_laws import step
 

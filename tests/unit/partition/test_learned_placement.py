@@ -22,12 +22,12 @@ from penstock.core.cluster import Link
 from penstock.core.graph import Layer, LayerGraph
 from penstock.planning.partition import balance
 from penstock.planning.partition.placement import (
+    _DevicePolicy,
     greedy_placement,
     learned_placement,
     make_space,
     stage_costs,
 )
-from penstock.planning.partition.placement.learned import _DevicePolicy
 from tests.kit.paths import DOCS
 
 PLACERS = [random_placement, greedy_placement, learned_placement]

@@ -11,7 +11,7 @@ from penstock.core.graph import Layer, LayerGraph
 from penstock.interop.pipedream_profiles import read_pipedream_graph
 from penstock.planning.partition import best_partition, cost_model, evaluate
 from penstock.planning.partition.steady import levels_of, nested_partition
-from penstock.planning.partition.steady.level_programme import (
+from penstock.planning.partition.steady.levels import (
     MOST_STEPS,
     Component,
     steps,

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.core.cluster import Link
 from penstock.core.graph import Layer
-from penstock.planning.partition.tensor.layouts import Ring, ways
+from penstock.planning.partition.tensor_layouts import DeviceRing, ways
 
 
 def layer(kind):
@@ -23,7 +23,7 @@ def layer(kind):
 
 def test_bytes_are_those_of_the_reference():
     """REFERENCE section 4: 2(t-1)/t·|w| by data; b·C_in twice by outputs, 2·b·C_out by inputs."""
-    ring = Ring(4, Link(bytes_per_second=1.0), 8)
+    ring = DeviceRing(4, Link(bytes_per_second=1.0), 8)
     part = 3 / 4
     assert ring.all_reduce(100.0).num_bytes == 2 * part * 100
     assert ring.convert("rows", "whole", 100.0).num_bytes == part * 100
@@ -38,7 +38,7 @@ def test_bytes_are_those_of_the_reference():
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_latency_counts_once_a_step_of_the_ring(ranks):
-    ring = Ring(ranks, Link(latency_seconds=1.0), 24)
+    ring = DeviceRing(ranks, Link(latency_seconds=1.0), 24)
     assert ring.all_reduce(100.0).seconds == 2 * (ranks - 1)
     assert ring.convert("rows", "whole", 100.0).seconds == ranks - 1
     assert ring.convert("partial", "features", 100.0).seconds == ranks - 1
@@ -47,7 +47,7 @@ def test_latency_counts_once_a_step_of_the_ring(ranks):
 
 @pytest.mark.parametrize(("rows", "part"), [(8, 2), (9, 3), (4, 1), (3, 1), (1, 1)])
 def test_the_busiest_device_has_the_most_rows(rows, part):
-    ring = Ring(4, Link(), rows)
+    ring = DeviceRing(4, Link(), rows)
     assert ring.share("rows") == part / rows
     assert ring.convert("rows", "whole", 100.0).num_bytes <= 100
 

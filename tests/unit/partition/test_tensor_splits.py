@@ -9,7 +9,7 @@ from penstock.base.errors import InputError
 from penstock.core.cluster import Link
 from penstock.core.graph import Layer, LayerGraph
 from penstock.planning.partition.tensor import split_layers
-from penstock.planning.partition.tensor.layouts import Ring, ways
+from penstock.planning.partition.tensor_layouts import DeviceRing, ways
 from tests.kit.paths import DOCS
 from tests.kit.tensor_models import alexnet, transformer, vgg16
 
@@ -210,7 +210,7 @@ def test_rows_divide_activations_but_not_parameters():
     assert split.splits == {"a": "data"}
     assert (seen.parameter_bytes, seen.optimizer_bytes) == (8000, 160)
     assert (seen.activation_bytes, seen.output_bytes) == (200, 2000)
-    assert seen.update_seconds == Ring(4, NVLINK, 8).all_reduce(8000).seconds
+    assert seen.update_seconds == DeviceRing(4, NVLINK, 8).all_reduce(8000).seconds
 
 
 def test_what_a_collective_brings_is_kept_by_the_layer_that_needs_it():

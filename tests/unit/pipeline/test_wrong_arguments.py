@@ -144,7 +144,7 @@ CALLS = {
     "microbatch size": lambda odd: graph().at(odd),
     "order": lambda odd: graph().reordered(odd),
     "recompute": PLAN.recomputing,
-    "versions": PLAN.reading,
+    "versions": PLAN.with_versions,
     "minibatches": PLAN.simulate,
     "what if": lambda odd: what_if(odd, graph(), cluster(), microbatches=4),
 }  # fmt: skip

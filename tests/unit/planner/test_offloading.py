@@ -10,7 +10,7 @@ import pytest
 from penstock import Cluster, Device, Layer, LayerGraph, Plan, Tier, check, plan, replan, simulate
 from penstock.base.errors import InputError
 from penstock.core.schedule import Kind
-from penstock.planning.plans.offloading import Offload, moved_activations
+from penstock.planning.plans.spilling import Offload, moved_activations
 
 MIB = 1 << 20
 

@@ -9,9 +9,9 @@ from penstock.base.errors import FileError, InputError, ModelError, PlanError
 from penstock.core.cluster import Group
 from penstock.planning.planner.offers import offers
 from penstock.planning.planner.race import Race
+from penstock.planning.planner.request import Constraints
 from penstock.planning.planner.search import plan as search
 from penstock.planning.planner.task import Task
-from penstock.planning.planner.wish import Wish
 from penstock.planning.plans import Plan, StagePlan
 from tests.kit.planning import KIB, chain, devices
 
@@ -61,7 +61,7 @@ def test_a_layer_that_dwarfs_all_others_leaves_devices_free():
     layers[0] = replace(layers[0], forward_seconds=1)
     found = plan(LayerGraph(layers=tuple(layers)), devices(4), microbatches=4, replicas="1")
     assert found.num_ranks == 1
-    pipelines = Wish(any_replicas=False)
+    pipelines = Constraints(any_replicas=False)
     race = Race()
     race.run([Task(LayerGraph(layers=tuple(layers)), devices(4), 4)], pipelines)
     assert race.winner.setting.num_ranks == 1
@@ -337,7 +337,7 @@ def test_what_cannot_fit_is_refused_before_the_search():
     """Each schedule is built to see that it can be, and for the closest; none is for changes that
     would not help."""
     cluster, graph = devices(4), chain(8)
-    offered = len(offers(Task(graph, cluster, 16), Wish()))
+    offered = len(offers(Task(graph, cluster, 16), Constraints()))
     with counting() as calls, pytest.raises(PlanError, match="allow that much"):
         plan(graph, cluster, microbatches=16, memory_bytes=100)
     assert calls["simulate"] == 0

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from penstock import Cluster, Tier, plan, schedules
 from penstock.base.errors import InputError, PlanError
-from penstock.planning.planner.request import microbatch_sizes
+from penstock.planning.planner.request import PlanRequest
 from tests.kit.planning import chain, devices
 
 
@@ -86,5 +86,6 @@ def test_more_microbatches_than_can_be_simulated_are_refused_at_once():
 def test_of_the_sizes_that_make_too_many_microbatches_none_is_tried():
     single = replace(chain(), microbatch_size=1)
     graph = replace(chain(), microbatch_size=1000, other_sizes=(single,))
-    assert microbatch_sizes(graph, None, 1_000_000, num_ranks=2) == [(1000, 1000)]
-    assert microbatch_sizes(graph, None, 1000, num_ranks=2) == [(1, 1000), (1000, 1)]
+    many, few = PlanRequest(minibatch=1_000_000), PlanRequest(minibatch=1000)
+    assert many.microbatch_sizes(graph, num_ranks=2) == [(1000, 1000)]
+    assert few.microbatch_sizes(graph, num_ranks=2) == [(1, 1000), (1000, 1)]

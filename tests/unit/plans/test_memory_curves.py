@@ -11,7 +11,7 @@ from penstock.base.errors import InputError
 from penstock.core.cluster.parts import Device, Tier
 from penstock.drawing import draw_memory
 from penstock.planning.plans import Plan, StagePlan
-from penstock.planning.plans.memory_curves import memory_limits, memory_over_time
+from penstock.planning.plans.picture import memory_limits, memory_over_time
 from penstock.planning.plans.spilling import Spill
 
 MEBI = 1 << 20

@@ -10,11 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from penstock import errors
 from penstock.core.cluster import Device
 from penstock.core.schedule import families
-from penstock.planning.plans import Alternative, Plan, StagePlan
+from penstock.core.versions import Latest, Stash
+from penstock.planning.plans import Alternative, Plan, StagePlan, draft
 from tests.kit.command_line import refused, succeed
 from tests.kit.paths import ROOT
 
@@ -224,6 +226,43 @@ def test_a_plan_comes_back_as_it_was(tmp_path):
     PLAN.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == PLAN
     assert Plan.from_json(edited()) == PLAN
+
+
+def test_only_a_plan_that_lacks_its_order_is_searched_for_and_only_once(monkeypatch):
+    """A plan's own check searched, so whoever read a file or changed a reason might wait for it."""
+    asked, search = [], draft.search_order
+
+    def counting(*task):
+        asked.append(task[0])
+        return search(*task)
+
+    monkeypatch.setattr(draft, "search_order", counting)
+    stages = (stage(0, "first"), stage(1, "second"))
+    options = {"effort": 0}
+    plan = Plan(model="", schedule="zb-auto", num_microbatches=3, stages=stages, options=options)
+    assert asked == ["zb-auto"]
+    assert Plan.from_json(plan.to_json()) == replace(plan, reason="") == plan
+    assert asked == ["zb-auto"]
+    with pytest.raises(errors.InputError, match="zb-auto needs one, and none is there"):
+        replace(plan, order=())
+    content = json.loads(plan.to_json())
+    del content["order"]
+    assert Plan.from_json(json.dumps(content)) == plan.edited(order=()) == plan
+    assert asked == ["zb-auto"] * 3
+
+
+def test_what_follows_from_the_policy_is_worked_out_by_whoever_makes_a_plan():
+    plan = Plan(
+        model="", schedule="pipedream", num_microbatches=4,
+        stages=(stage(0, "first"), stage(1, "second")),
+    )  # fmt: skip
+    assert plan.versions == Stash()
+    assert [own.weight_versions for own in plan.stages] == [2, 1]
+    assert [own.weight_versions for own in plan.with_versions(Latest()).stages] == [1, 1]
+    with pytest.raises(errors.InputError, match="stage 0: weight_versions is 2, but there are 1"):
+        replace(plan, versions=Latest())
+    with pytest.raises(errors.InputError, match="a plan has no field shedule"):
+        plan.edited(shedule="1f1b")
 
 
 FAMILIES = [name for name in families.names() if name not in families.SEARCHED]

@@ -174,7 +174,7 @@ def blocks_of(picture):
 
 
 def test_memory_parts_add_up_to_what_the_plan_predicts():
-    plan = made("pipedream", ranks=3, memory=300 * MIB).reading(versions.Stash())
+    plan = made("pipedream", ranks=3, memory=300 * MIB).with_versions(versions.Stash())
     picture = picture_of(plan)
     assert [device.memory_bytes for device in picture.devices] == list(plan.rank_bytes)
     assert picture.devices[0].memory == (120 * MIB, 40 * MIB, 80 * MIB, 90 * MIB, 5 * MIB)

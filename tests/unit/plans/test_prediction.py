@@ -14,7 +14,7 @@ from penstock import Costs, schedules
 from penstock.core.versions import Latest, Stash
 from penstock.planning.plans import Plan, StagePlan
 from penstock.planning.plans.explanation import explain
-from penstock.planning.plans.steady import num_simulated, steady_seconds
+from penstock.planning.plans.prediction import num_simulated, steady_seconds
 
 
 def plan_of(schedule="1f1b", **more) -> Plan:
@@ -78,7 +78,7 @@ def test_another_plan_has_another_prediction():
     assert slower.rank_bytes == plan.rank_bytes
     streaming = plan_of("pipedream")
     held = streaming.rank_bytes
-    assert sum(streaming.reading(Latest()).rank_bytes) <= sum(held)
+    assert sum(streaming.with_versions(Latest()).rank_bytes) <= sum(held)
 
 
 def test_a_schedule_of_the_plans_own_length_is_the_one_that_is_kept():

@@ -18,25 +18,25 @@ SPARE = SpareMachine(name="spare", bytes_per_second=1e9, address="10.0.0.7:5600"
 def test_a_plan_says_so_in_its_file():
     plan = replicated(make_mlp(), (3,))
     assert plan.summing.reducer == "owners"
-    served = plan.summed_by("servers", [SPARE])
+    served = plan.with_reducer("servers", [SPARE])
     assert Plan.from_json(served.to_json()) == served
     assert served.summing.servers[0].where == "10.0.0.7:5600"
-    assert served.summed_by("owners") == plan
+    assert served.with_reducer("owners") == plan
 
 
 @pytest.mark.parametrize("name", REDUCERS)
 def test_every_reducer_can_be_asked_for(name):
-    assert replicated(make_mlp(), (2,)).summed_by(name).summing.reducer == name
+    assert replicated(make_mlp(), (2,)).with_reducer(name).summing.reducer == name
 
 
 def test_what_cannot_be_is_refused():
     plan = replicated(make_mlp(), (3,))
     with pytest.raises(InputError, match=r"reducer.*'ring'"):
-        plan.summed_by("ring")
+        plan.with_reducer("ring")
     with pytest.raises(InputError, match="'owners' uses no servers"):
-        plan.summed_by("owners", [SPARE])
+        plan.with_reducer("owners", [SPARE])
     with pytest.raises(InputError, match=r"'10\.0\.0\.7:5600' is the address of two"):
-        plan.summed_by("servers", [SPARE, SPARE])
+        plan.with_reducer("servers", [SPARE, SPARE])
     with pytest.raises(FileError, match="2 numbers for 3 ranks"):
         Plan.from_json(
             plan.to_json().replace('"bytes_per_second": []', '"bytes_per_second": [1.0, 1.0]')

@@ -51,7 +51,7 @@ class Counting:
 def built(group, device):
     """(most bytes of whole values when a layer came, in the end, parts) of a member."""
     model = build(device)
-    layers, plan = spine_of(model), make_plan(build("cpu"), 1, 2).sharing(2, SPLITS)
+    layers, plan = spine_of(model), make_plan(build("cpu"), 1, 2).with_tensor_split(2, SPLITS)
     devices = {group.index: torch.device("cpu")}
     layout = Layout(model, plan, layers, LayerStreams(0), one_process=False, devices=devices)
     counting = Counting(model, Initialiser(layers, 7, anew=False))

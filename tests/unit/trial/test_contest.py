@@ -169,7 +169,7 @@ def copies_of(num_bytes, reducer):
     stage = replace(plan.stages[0], parameter_bytes=num_bytes)
     options = {"replicas": "3"}
     copied = replace(plan, stages=(stage,), options=options)
-    return copied.summed_by(reducer)
+    return copied.with_reducer(reducer)
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ from penstock.engine.transport.linking import LinkedDevices, link_devices
 from penstock.engine.transport.rendezvous import Rendezvous
 from penstock.engine.weights.residence import Residence
 from penstock.planning.plans import Plan
-from penstock.planning.plans.serving import server_ranks
+from penstock.planning.plans.summing import server_ranks
 
 Results = Literal["every rank", "none"]
 

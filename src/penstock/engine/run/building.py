@@ -15,7 +15,7 @@ from penstock.engine.run.drive.joining import TransportName, joined
 from penstock.engine.run.outside import Outside
 from penstock.engine.run.recipe import Recipe
 from penstock.planning.plans import Plan
-from penstock.planning.plans.serving import num_processes
+from penstock.planning.plans.summing import num_processes
 
 
 class Built(NamedTuple):

@@ -30,7 +30,7 @@ from penstock.engine.transport.device_link import DeviceLink
 from penstock.engine.transport.on_devices import ProcessDeviceTransport, ThreadDeviceTransport
 from penstock.engine.weights.ways import Way
 from penstock.planning.plans import Plan
-from penstock.planning.plans.serving import server_ranks
+from penstock.planning.plans.summing import server_ranks
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from penstock.base.units import count_of
 from penstock.engine.run.recipe import Recipe
 from penstock.engine.run.seating import Seat
 from penstock.planning.plans import Plan
-from penstock.planning.plans.serving import all_group_sizes, num_processes, server_ranks
+from penstock.planning.plans.summing import all_group_sizes, num_processes, server_ranks
 
 
 def check_shareable(plan: Plan, recipe: Recipe) -> None:

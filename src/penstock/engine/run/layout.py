@@ -32,7 +32,7 @@ from penstock.engine.stage.stage import Stage
 from penstock.engine.tensor.channel_group import ChannelGroup
 from penstock.engine.weights.store import WeightStore
 from penstock.planning.plans import Plan
-from penstock.planning.plans.serving import (
+from penstock.planning.plans.summing import (
     all_group_sizes,
     ranks_holding,
     server_ranks,

@@ -22,7 +22,7 @@ from penstock.engine.run.placing import place_buffers, place_parameters
 from penstock.engine.run.seating import Seat
 from penstock.engine.stage.stage import Stage
 from penstock.planning.plans import Plan
-from penstock.planning.plans.serving import stages_held
+from penstock.planning.plans.summing import stages_held
 
 
 def queues_of(devices: Mapping[int, torch.device]) -> dict[int, DeviceQueue]:

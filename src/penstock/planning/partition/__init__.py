@@ -3,14 +3,12 @@
 Everything begins with a ``LayerGraph`` and a ``Cluster``, and ends with stages: layers and devices
 by name or index. Nothing here simulates; whoever asks does.
 
-- ``chain``: exact cuts of a chain into a given number of stages.
-- ``cost_models``: what a stage with replicas and a cut take in the steady state.
-- ``readers``: which layers read what, of a graph with branches.
-- ``arrays``: numpy, loaded when it is first used.
+- ``chain``: exact cuts of a chain into a given number of stages, and the cost models.
+- ``layers``: which layers read what, and where a very long model may be cut.
 - ``steady/``: stages, replicas and devices with the least steady-state beat (PipeDream).
-- ``dapple/``: DAPPLE's bound of a synchronous step, its rules and its planner.
-- ``tensor/``: how the devices of a group share every layer.
-- ``placement/``: layers of a graph with branches on devices, by trial and error.
+- ``dapple``, ``dapple_rules``: DAPPLE's planner, its rules and its bound of a synchronous step.
+- ``tensor``, ``tensor_layouts``: how the devices of a group share every layer.
+- ``placement``, ``placement_space``: layers of a graph with branches on devices, by trials.
 """
 
 from __future__ import annotations
@@ -20,8 +18,13 @@ from typing import TYPE_CHECKING
 from penstock.base.lazily import loaded_when_used
 
 if TYPE_CHECKING:
-    from penstock.planning.partition.chain import balance, lightest
-    from penstock.planning.partition.cost_models import COST_MODELS, CostModel, cost_model
+    from penstock.planning.partition.chain import (
+        COST_MODELS,
+        CostModel,
+        balance,
+        cost_model,
+        lightest,
+    )
     from penstock.planning.partition.steady import (
         Partition,
         PartitionedStage,
@@ -32,8 +35,13 @@ else:
     __getattr__ = loaded_when_used(
         __name__,
         {
-            "penstock.planning.partition.chain": ("balance", "lightest"),
-            "penstock.planning.partition.cost_models": ("COST_MODELS", "CostModel", "cost_model"),
+            "penstock.planning.partition.chain": (
+                "COST_MODELS",
+                "CostModel",
+                "balance",
+                "cost_model",
+                "lightest",
+            ),
             "penstock.planning.partition.steady": (
                 "Partition",
                 "PartitionedStage",

@@ -1,13 +1,15 @@
 """From a profile and a cluster to a plan.
 
-``request`` reads arguments; ``task`` is what is planned and ``wish`` how, ``offers`` the schedules
-and devices worth building, ``setting`` one that is built, ``cuts`` where its stages begin,
-``candidate`` both together:
-``pricing`` says what its stages cost, ``moments`` and ``limits`` what it needs and may use,
-``bounds`` what it takes at least. ``race`` finds the best, ``why`` says what decided, ``shortfall``
-why there is none; ``live`` finds the fewest devices that keep up with a source. ``spilling`` plans
-for stages that come from a tier and leave again, where nothing fits otherwise; ``offloading`` holds
-activations that wait in a tier against forwards that run twice.
+``request`` is what somebody asks for, and the ``constraints`` that follow for a model. ``task`` is
+what is planned, ``variants`` the same in other words: layers in another order, devices in groups.
+``offers`` are the schedules and devices worth building, a ``setting`` is one that is built, with
+the memory that it has; ``cuts`` is where its stages begin, a ``candidate`` both together:
+``pricing`` says what its stages cost, ``limits`` what it may need and takes at least. ``race``
+finds the best, ``why`` says what decided, or why there is none; ``doubts`` what makes it uncertain.
+``live`` finds the fewest devices that keep up with a source. ``spilling`` plans for stages that
+come from a tier and leave again, where nothing fits otherwise; ``offloading`` holds activations
+that wait in a tier against forwards that run twice. ``changes`` asks what if, ``replanning`` plans
+for other devices what has begun.
 
 Decisions:
 

@@ -12,26 +12,24 @@ from penstock.core.graph import Contention
 from penstock.core.schedule import Schedule
 from penstock.core.schedule.families import SEARCHED
 from penstock.core.schedule.lower import add_recompute
-from penstock.planning.planner.bounds import least_steady_seconds, least_step_seconds
 from penstock.planning.planner.limits import (
     NO_EXCESS,
     Excess,
     has_limits,
+    least_steady_seconds,
+    least_step_seconds,
     limited_like,
     worst_excess,
 )
-from penstock.planning.planner.moments import StageSizes
 from penstock.planning.planner.pricing import CutSetting
-from penstock.planning.planner.setting import Rooms
-from penstock.planning.planner.summing import written as written_summing
-from penstock.planning.plans.alternative import Alternative
+from penstock.planning.planner.pricing import written as written_summing
+from penstock.planning.planner.setting import MemoryLimits, StageSizes
 from penstock.planning.plans.orders import search_order, written
 from penstock.planning.plans.plan import Plan
-from penstock.planning.plans.prediction import Prediction
+from penstock.planning.plans.prediction import Prediction, num_simulated
 from penstock.planning.plans.stage_plan import bytes_of_ranks
-from penstock.planning.plans.steady import num_simulated
 from penstock.planning.plans.summing import Summing
-from penstock.planning.plans.title import family_title
+from penstock.planning.plans.table import Alternative, family_title
 
 
 @dataclass(frozen=True)
@@ -70,10 +68,10 @@ class Candidate(CutSetting):
 
     def _bytes_by_stage(self) -> tuple[int, ...]:
         """As ``bytes_of_ranks`` where every rank has one stage, without a walk through all ops."""
-        rooms = Rooms(self.task, self.setting)
+        memory = MemoryLimits(self.task, self.setting)
         held = [0] * self.setting.num_ranks
         for index, bounds in enumerate(pairwise(self.cuts)):
-            needed = rooms.held_bytes(index, self.recomputes[index], *bounds)
+            needed = memory.held_bytes(index, self.recomputes[index], *bounds)
             for rank in self.setting.ranks_of[index]:
                 held[rank] = needed
         return tuple(held)
@@ -81,7 +79,7 @@ class Candidate(CutSetting):
     def _bytes_by_moment(self, *, again: bool) -> tuple[int, ...]:
         """As ``bytes_of_ranks`` where all stages run forward once, or ``again`` all do twice; with
         one walk through all ops for all cuts."""
-        task, rooms = self.task, Rooms(self.task, self.setting)
+        task, memory = self.task, MemoryLimits(self.task, self.setting)
 
         def sizes(stage: int) -> StageSizes:
             start, stop = self.cuts[stage : stage + 2]
@@ -90,7 +88,7 @@ class Candidate(CutSetting):
             return task.input_bytes[start], whole, numbers["weight_kept_bytes"]
 
         state = [
-            rooms.state_bytes(stage, self.recomputes[stage], *bounds)
+            memory.state_bytes(stage, self.recomputes[stage], *bounds)
             for stage, bounds in enumerate(pairwise(self.cuts))
         ]
         return tuple(
@@ -121,7 +119,7 @@ class Candidate(CutSetting):
 
     @cached_property
     def prediction(self) -> Prediction:
-        """What the stages do in the order of the schedule's ops."""
+        """The prediction for the stages in the order of the schedule's ops."""
         setting = self.setting
         return Prediction(
             self.stages,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from dataclasses import replace as replaced
 from math import inf
 from typing import Any, NamedTuple
 
@@ -22,22 +23,22 @@ from penstock.base.units import (
 )
 from penstock.base.values import MOST_AMOUNT, expect, whole
 from penstock.core.cluster import Cluster, Device, Link
-from penstock.core.cluster.cluster import only
-from penstock.core.cluster.parts import MOST_DEVICES
+from penstock.core.cluster.checks import MOST_DEVICES
+from penstock.core.cluster.subset import only
 from penstock.core.graph import LayerGraph
-from penstock.planning.planner.search import plan
+from penstock.planning.planner.request import PlanRequest
+from penstock.planning.planner.search import planned
 from penstock.planning.plans.plan import Plan
-from penstock.planning.plans.table import WIDTH, as_text, new_table
-from penstock.planning.plans.title import family_title
+from penstock.planning.plans.table import WIDTH, as_text, family_title, new_table
 
 _CHANGE = re.compile(r"\s*(?P<quantity>[a-z]+)\s*(?P<how>[*/=])\s*(?P<value>[^\s,]+)\s*")
 
 
-class _Asked(NamedTuple):
-    """What ``plan`` is asked."""
+class _Question(NamedTuple):
+    """A request, and the cluster that it is about."""
 
     cluster: Cluster
-    request: dict[str, Any]
+    request: PlanRequest
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class WhatIf:
             table.add_row(name, before, after, change)
         return as_text(table, width)
 
-    _repr_html_ = method_loaded_when_used("penstock.planning.plans.cells", "what_if_cell")
+    _repr_html_ = method_loaded_when_used("penstock.planning.plans.picture", "what_if_cell")
 
     def rows(self) -> list[tuple[str, str, str, str]]:
         """(what, before, after, difference) of everything that people compare."""
@@ -151,26 +152,26 @@ def what_if(
             and microbatches; ``*``, ``/`` or ``=``, with units behind ``=``.
         graph: the profiled model.
         cluster: devices; by default this machine's cores.
-        request: what else ``plan`` is asked.
+        request: what else ``plan`` is question.
 
     Raises:
         InputError: no such change, or it would change nothing.
         PlanError: there is no plan before or after.
     """
     expect(changes, str, "the changes", "write them as text, as in 'bandwidth*2, memory/2'")
-    asked = _Asked(cluster or Cluster.local(), request)
-    changed = asked
+    question = _Question(cluster or Cluster.local(), PlanRequest(**request))
+    changed = question
     for part in filter(str.strip, changes.split(",")):
         change = Change.parse(part)
         changed = _QUANTITIES[change.quantity](changed, change)
-    if changed == asked:
+    if changed == question:
         raise InputError(
             f"{changes!r} changes nothing: what it changes has no limit here; give it one, as in "
             "bandwidth=10Gbit/s or memory=16GiB"
         )
-    before = plan(graph, asked.cluster, **asked.request)
+    before = planned(graph, *question)
     try:
-        return WhatIf(changes, before, plan(graph, changed.cluster, **changed.request))
+        return WhatIf(changes, before, planned(graph, *changed))
     except PlanError as error:
         raise PlanError(f"with {changes}: {error}") from None
 
@@ -190,36 +191,36 @@ def _recomputing(plan: Plan) -> str:
     return f"stages {', '.join(stages)}" if stages else "none"
 
 
-def _with_links(asked: _Asked, change: Callable[[Link], Link]) -> _Asked:
-    cluster = asked.cluster
+def _with_links(question: _Question, change: Callable[[Link], Link]) -> _Question:
+    cluster = question.cluster
     groups = tuple(replace(group, link=change(group.link)) for group in cluster.groups)
     wires = tuple(replace(wire, link=change(wire.link)) for wire in cluster.wires)
     changed = replace(cluster, link=change(cluster.link), groups=groups, wires=wires)
-    return asked._replace(cluster=changed)
+    return question._replace(cluster=changed)
 
 
-def _bandwidth(asked: _Asked, change: Change) -> _Asked:
+def _bandwidth(question: _Question, change: Change) -> _Question:
     def faster(link: Link) -> Link:
         bandwidth = change.of(link.bytes_per_second, to_bytes_per_second)
         return replace(link, bytes_per_second=bandwidth)
 
-    return _with_links(asked, faster)
+    return _with_links(question, faster)
 
 
-def _latency(asked: _Asked, change: Change) -> _Asked:
+def _latency(question: _Question, change: Change) -> _Question:
     def later(link: Link) -> Link:
         return replace(link, latency_seconds=change.of(link.latency_seconds, to_seconds))
 
-    return _with_links(asked, later)
+    return _with_links(question, later)
 
 
-def _memory(asked: _Asked, change: Change) -> _Asked:
+def _memory(question: _Question, change: Change) -> _Question:
     def limit(num_bytes: int) -> int:
         changed = change.of(num_bytes, to_bytes)
         # No bytes at all would mean that there is no limit.
         return max(1, round(changed)) if changed else 0
 
-    cluster, request = asked.cluster, dict(asked.request)
+    cluster, request = question
     devices = tuple(
         replace(device, memory_bytes=limit(device.memory_bytes)) for device in cluster.devices
     )
@@ -228,42 +229,43 @@ def _memory(asked: _Asked, change: Change) -> _Asked:
         for group in cluster.groups
     )
     shared = limit(cluster.memory_bytes) if cluster.memory_bytes else 0
-    if request.get("memory_bytes"):
-        request["memory_bytes"] = limit(request["memory_bytes"])
+    if request.memory_bytes:
+        request = replaced(request, memory_bytes=limit(request.memory_bytes))
     changed = replace(cluster, devices=devices, groups=groups, memory_bytes=shared)
-    return _Asked(changed, request)
+    return _Question(changed, request)
 
 
-def _speed(asked: _Asked, change: Change) -> _Asked:
+def _speed(question: _Question, change: Change) -> _Question:
     devices = tuple(
-        replace(device, speed=change.of(device.speed)) for device in asked.cluster.devices
+        replace(device, speed=change.of(device.speed)) for device in question.cluster.devices
     )
-    return asked._replace(cluster=replace(asked.cluster, devices=devices))
+    return question._replace(cluster=replace(question.cluster, devices=devices))
 
 
-def _devices(asked: _Asked, change: Change) -> _Asked:
-    devices = asked.cluster.devices
+def _devices(question: _Question, change: Change) -> _Question:
+    devices = question.cluster.devices
     wanted = change.of(len(devices))
     if round(wanted) < 1:
         raise InputError(f"devices{change.how}{change.value} leaves none of {len(devices)}")
     count = whole("devices", round(wanted), 1, MOST_DEVICES)
     if count <= len(devices):
-        return asked._replace(cluster=only(asked.cluster, range(count)))
+        return question._replace(cluster=only(question.cluster, range(count)))
     more: tuple[Device, ...] = tuple(
         replace(devices[index % len(devices)], name=f"more{index}")
         for index in range(len(devices), count)
     )
-    return asked._replace(cluster=replace(asked.cluster, devices=(*devices, *more)))
+    return question._replace(cluster=replace(question.cluster, devices=(*devices, *more)))
 
 
-def _microbatches(asked: _Asked, change: Change) -> _Asked:
-    count = asked.request.get("microbatches")
+def _microbatches(question: _Question, change: Change) -> _Question:
+    count = question.request.microbatches
     if count is None:
         raise InputError("microbatches can be changed only where their number is given")
-    return asked._replace(request={**asked.request, "microbatches": round(change.of(count))})
+    changed = replaced(question.request, microbatches=round(change.of(count)))
+    return question._replace(request=changed)
 
 
-_QUANTITIES: dict[str, Callable[[_Asked, Change], _Asked]] = {
+_QUANTITIES: dict[str, Callable[[_Question, Change], _Question]] = {
     "bandwidth": _bandwidth,
     "latency": _latency,
     "memory": _memory,

@@ -8,14 +8,15 @@ from dataclasses import replace
 from itertools import pairwise, product
 from math import inf
 
+import numpy as np
+
 from penstock.base.errors import PlanError
-from penstock.planning.partition.arrays import Floats, np
-from penstock.planning.partition.chain import Table, balance, lightest
+from penstock.planning.partition.chain import Floats, Table, balance, lightest
 from penstock.planning.planner.candidate import Candidate
 from penstock.planning.planner.limits import least_excess
-from penstock.planning.planner.setting import Rooms, Setting
+from penstock.planning.planner.request import RecomputeRule
+from penstock.planning.planner.setting import MemoryLimits, Setting
 from penstock.planning.planner.task import Task
-from penstock.planning.planner.wish import RecomputeRule
 from penstock.planning.plans.stage_plan import RecomputeWay
 
 _MOST_MOVES = 60
@@ -45,9 +46,9 @@ def candidates(task: Task, setting: Setting, slack: float = 0.0) -> list[Candida
         return []
     # Several stages of a rank share its memory; they get even shares if they do not fit without.
     for shared in (True,) if setting.is_single else (False, True):
-        rooms = Rooms(task, setting, slack, shared)
-        balanced = _balanced(task, setting, rooms)
-        fitting = [one for one in balanced if one.excess.num_bytes <= slack]
+        memory = MemoryLimits(task, setting, slack, shared)
+        balanced = _balanced(task, setting, memory)
+        fitting = [candidate for candidate in balanced if candidate.excess.num_bytes <= slack]
         if fitting:
             return fitting
     if not setting.is_single:
@@ -55,7 +56,11 @@ def candidates(task: Task, setting: Setting, slack: float = 0.0) -> list[Candida
         if squeezed is not None:
             return [squeezed]
     if task.topology.shared_memories:
-        return [one for one in _lightest(task, setting, slack) if one.excess.num_bytes <= slack]
+        return [
+            candidate
+            for candidate in _lightest(task, setting, slack)
+            if candidate.excess.num_bytes <= slack
+        ]
     return []
 
 
@@ -69,7 +74,10 @@ def refined(coarse: Candidate, slack: float = 0.0) -> list[Candidate]:
     if not coarse.task.is_coarse:
         return []
     near = replace(coarse.task, near=coarse.cuts)
-    return [replace(one, task=coarse.task) for one in candidates(near, coarse.setting, slack)]
+    return [
+        replace(candidate, task=coarse.task)
+        for candidate in candidates(near, coarse.setting, slack)
+    ]
 
 
 def with_layers_moved(candidate: Candidate) -> list[Candidate]:
@@ -88,7 +96,7 @@ def _squeezed(task: Task, setting: Setting, slack: float) -> Candidate | None:
     """Where ranks have several stages, no table tells what fits: from even cuts, layers move to
     where most is free until everything does, or nothing helps any more."""
     free = replace(setting, recompute="never")
-    start = next(iter(_balanced(task, free, Rooms(task, free, inf))), None)
+    start = next(iter(_balanced(task, free, MemoryLimits(task, free, inf))), None)
     if start is None:
         return None
     for how in _SQUEEZES[setting.recompute]:
@@ -106,23 +114,23 @@ def _squeezed(task: Task, setting: Setting, slack: float) -> Candidate | None:
 
 def with_cuts(task: Task, setting: Setting, cuts: tuple[int, ...]) -> Candidate:
     """Given cuts, with as much recomputing as they need; they may not fit even so."""
-    return _candidate(task, setting, cuts, Rooms(task, setting))
+    return _candidate(task, setting, cuts, MemoryLimits(task, setting))
 
 
-def _balanced(task: Task, setting: Setting, rooms: Rooms) -> Iterator[Candidate]:
-    if not rooms.is_free or (setting.versions.asynchronous and task.ties):
-        choices = _balance(task, setting, rooms)
+def _balanced(task: Task, setting: Setting, memory: MemoryLimits) -> Iterator[Candidate]:
+    if not memory.is_free or (setting.versions.asynchronous and task.ties):
+        choices = _balance(task, setting, memory)
     else:
         # Without limits, cuts depend on the devices only: many schedules share them.
         key = (setting.devices_of, setting.replicas, setting.mode)
-        if key not in task.known.cuts:
-            task.known.cuts[key] = _balance(task, setting, rooms)
-        choices = task.known.cuts[key]
+        if key not in task.cache.cuts:
+            task.cache.cuts[key] = _balance(task, setting, memory)
+        choices = task.cache.cuts[key]
     for cuts in choices:
-        yield _candidate(task, setting, cuts, rooms)
+        yield _candidate(task, setting, cuts, memory)
 
 
-def _balance(task: Task, setting: Setting, rooms: Rooms) -> list[tuple[int, ...]]:
+def _balance(task: Task, setting: Setting, memory: MemoryLimits) -> list[tuple[int, ...]]:
     """Where to cut: by compute alone, and with the hops."""
     paces = [
         task.pace(devices, setting.devices, setting.mode).passes for devices in setting.devices_of
@@ -132,7 +140,7 @@ def _balance(task: Task, setting: Setting, rooms: Rooms) -> list[tuple[int, ...]
     ties = _split_ties(task, setting)
 
     def extra(stage: int) -> Table:
-        return ties if rooms.is_free else rooms.again_seconds(stage) / speeds[stage] + ties
+        return ties if memory.is_free else memory.again_seconds(stage) / speeds[stage] + ties
 
     def with_hop(stage: int) -> Table:
         return extra(stage) + 2 * hops[stage]
@@ -152,35 +160,37 @@ def _hops(task: Task, setting: Setting, stage: int) -> Floats:
     if stage == setting.num_stages - 1:
         return np.zeros(len(task.places))
     ends = setting.devices_of[stage], setting.devices_of[stage + 1]
-    if ends not in task.known.hops:
-        task.known.hops[ends] = np.array(
+    if ends not in task.cache.hops:
+        task.cache.hops[ends] = np.array(
             [task.hop(stop, *ends)[0] if 0 < stop < task.num_layers else 0 for stop in task.places]
         )
-    return task.known.hops[ends]
+    return task.cache.hops[ends]
 
 
 def _lightest(task: Task, setting: Setting, slack: float) -> Iterator[Candidate]:
     """The cuts that need the least memory in all, for ranks that share it."""
-    rooms = Rooms(task, setting, slack)
+    memory = MemoryLimits(task, setting, slack)
     ties = _split_ties(task, setting)
 
     def weight(stage: int) -> Table:
-        needed = np.minimum.reduce(rooms.lightest(stage))
-        allowed = np.isfinite(rooms.again_seconds(stage) + ties)
+        needed = np.minimum.reduce(memory.lightest(stage))
+        allowed = np.isfinite(memory.again_seconds(stage) + ties)
         return np.where(allowed, setting.replicas_of(stage) * needed, inf)
 
     ends = lightest(len(task.places) - 1, setting.num_stages, weight)
     if ends:
         least = (
-            rooms.ways[int(np.argmin([table[bounds] for table in rooms.lightest(stage)]))]
+            memory.ways[int(np.argmin([table[bounds] for table in memory.lightest(stage)]))]
             for stage, bounds in enumerate(pairwise(ends))
         )
         cuts = tuple(task.places[number] for number in ends)
         yield Candidate(task, setting, cuts, tuple(least))
 
 
-def _candidate(task: Task, setting: Setting, cuts: tuple[int, ...], rooms: Rooms) -> Candidate:
-    how = (rooms.recompute(stage, *bounds) for stage, bounds in enumerate(pairwise(cuts)))
+def _candidate(
+    task: Task, setting: Setting, cuts: tuple[int, ...], memory: MemoryLimits
+) -> Candidate:
+    how = (memory.recompute(stage, *bounds) for stage, bounds in enumerate(pairwise(cuts)))
     return Candidate(task, setting, cuts, tuple(how))
 
 

@@ -26,7 +26,7 @@ _MOST_OPS = 100_000
 
 
 def doubts_about(chosen: Candidate, rivals: Sequence[Candidate]) -> Iterator[str]:
-    """What people should know before they trust the choice, with figures and a remedy.
+    """The reasons not to trust the choice without a second look, with figures and a remedy.
 
     Args:
         rivals: which fit and might have been chosen.
@@ -66,12 +66,16 @@ def _about_layers(chosen: Candidate) -> Iterator[str]:
         # The chosen cuts and four others, twice.
         if not error or 10 * chosen.num_ops * chosen.setting.num_stages > _MOST_OPS:
             continue
-        near = [one for one in with_layers_moved(chosen) if _differs_at(stage, chosen, one)]
+        near = [
+            candidate
+            for candidate in with_layers_moved(chosen)
+            if _differs_at(stage, chosen, candidate)
+        ]
         for factor in (1 - _SPREADS * error, 1 + _SPREADS * error):
             if factor <= 0:
                 continue
             shifted, *others = (
-                _if_stage_takes(factor, stage, chosen, one) for one in (chosen, *near)
+                _if_stage_takes(factor, stage, chosen, candidate) for candidate in (chosen, *near)
             )
             best = min(others, key=lambda candidate: candidate.seconds, default=shifted)
             gain = shifted.seconds / best.seconds - 1
@@ -98,8 +102,8 @@ def _error_of(candidate: Candidate, stage: int) -> float:
     return off / whole if whole else 0.0
 
 
-def _differs_at(stage: int, one: Candidate, other: Candidate) -> bool:
-    return one.cuts[stage : stage + 2] != other.cuts[stage : stage + 2]
+def _differs_at(stage: int, candidate: Candidate, other: Candidate) -> bool:
+    return candidate.cuts[stage : stage + 2] != other.cuts[stage : stage + 2]
 
 
 def _if_stage_takes(

@@ -6,52 +6,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replaced
 
-from penstock.base.errors import InputError, PlanError
+from penstock.base.errors import PlanError
 from penstock.base.units import count_of, format_rate, format_seconds
-from penstock.base.values import MOST_AMOUNT, is_number, shown
-from penstock.core.versions import USUAL, Policy
 from penstock.planning.planner.candidate import Candidate
 from penstock.planning.planner.offers import offers
 from penstock.planning.planner.race import fastest
-from penstock.planning.planner.shortfall import with_more_devices
+from penstock.planning.planner.request import Constraints
 from penstock.planning.planner.task import Task
-from penstock.planning.planner.wish import Wish
+from penstock.planning.planner.why import with_more_devices
 
 _ROUNDING = 1e-9
 _TIMES_AS_MANY = (2, 4, 8)
-
-PROPOSED = {
-    "pipedream": "weight stashing learned as well as newest activations or better on every stream "
-    "that was measured (docs/streams.md), and its versions and graphs fit",
-    "partime": "one version and one graph per stage; weight stashing, which learned better on many "
-    "streams (docs/streams.md), needs more memory or devices",
-}
-"""Schedules for a live source if none is asked for, the first that does it on the fewest devices,
-and why."""
-
-
-def is_live(schedule: str | None, versions: Policy | None, rate: float | None) -> bool:
-    """Whether a frame is a minibatch unless something else is said."""
-    usual = USUAL.get(schedule or "") if versions is None else versions
-    return rate is not None or (usual is not None and usual.activations == "newest")
-
-
-def live_schedule(schedule: str | None, versions: Policy | None, rate: float, placer: str) -> str:
-    """The schedule of a plan that is to keep a rate.
-
-    Raises:
-        InputError: the rate is none, or the schedule flushes.
-    """
-    if not is_number(rate) or not 0 < rate <= MOST_AMOUNT:
-        raise InputError(f"rate is {shown(rate)}; give frames per second, a number > 0")
-    family = schedule or (next(iter(PROPOSED)) if versions is None else versions.family)
-    if family not in USUAL or placer != "exact":
-        flushes = f"{family} drains" if family not in USUAL else f"placer={placer!r} drains"
-        raise InputError(
-            f"rate is for a stream that never ends, but {flushes} at each update; take one of "
-            f"{', '.join(USUAL)}, or leave rate out"
-        )
-    return family
 
 
 @dataclass(frozen=True)
@@ -78,52 +43,56 @@ class Kept:
         return f"{kept}; {count_of(last.setting.num_ranks, 'device')} would give {_rate_of(last)}"
 
 
-def keeping(tasks: Sequence[Task], wish: Wish, rate: float) -> Kept | None:
+def keeping(tasks: Sequence[Task], constraints: Constraints, rate: float) -> Kept | None:
     """The plan on the fewest devices that takes so many frames per second, the fastest of those;
     ``None`` if none does.
 
     Args:
         tasks: one per microbatch size.
-        wish: with a schedule that never flushes.
+        constraints: with a schedule that never flushes.
         rate: in frames per second; every microbatch is a frame.
     """
     fewer: list[Candidate] = []
-    for _, candidate in _by_devices(tasks, wish, rate):
+    for _, candidate in _by_devices(tasks, constraints, rate):
         if candidate.frames_per_second >= rate * (1 - _ROUNDING):
             return Kept(candidate, tuple(fewer))
         fewer.append(candidate)
     return None
 
 
-def _by_devices(tasks: Sequence[Task], wish: Wish, rate: float) -> Iterator[tuple[int, Candidate]]:
+def _by_devices(
+    tasks: Sequence[Task], constraints: Constraints, rate: float
+) -> Iterator[tuple[int, Candidate]]:
     """(devices, the fastest plan for as many stages), where devices could be fast enough."""
     most = min(max(len(task.cluster.devices) for task in tasks), tasks[0].num_layers)
-    for count in range(1, most + 1) if wish.stages is None else (wish.stages,):
-        there = replaced(wish, stages=count)
+    for count in range(1, most + 1) if constraints.stages is None else (constraints.stages,):
+        there = replaced(constraints, stages=count)
         able = [task for task in tasks if _could(task, there, rate)]
         candidate = fastest(able, there) if able else None
         if candidate is not None:
             yield count, candidate
 
 
-def _could(task: Task, wish: Wish, rate: float) -> bool:
+def _could(task: Task, constraints: Constraints, rate: float) -> bool:
     """Whether as many devices as stages would keep a rate if nothing were lost on the way."""
     seconds = task.num_microbatches / rate
-    most = (offer for offer in offers(task, wish) if offer.num_ranks == wish.stages)
+    most = (offer for offer in offers(task, constraints) if offer.num_ranks == constraints.stages)
     return any(offer.least_seconds(task) <= seconds * (1 + _ROUNDING) for offer in most)
 
 
-def missing(tasks: Sequence[Task], wish: Wish, rate: float, best: Candidate) -> PlanError:
+def missing(
+    tasks: Sequence[Task], constraints: Constraints, rate: float, best: Candidate
+) -> PlanError:
     """Why no plan keeps a rate: what is too slow, what can be reached, and what would help.
 
     Args:
-        tasks, wish, rate: as for ``keeping``.
+        tasks, constraints, rate: as for ``keeping``.
         best: the fastest plan that there is.
     """
     devices = count_of(best.setting.num_ranks, "device")
     return PlanError(
         f"no plan keeps {format_rate(rate)}: the fastest, {best}, gives {_rate_of(best)} on "
-        f"{devices}; {_what_is_slow(best, rate)}; {_what_helps(tasks, wish, rate)}"
+        f"{devices}; {_what_is_slow(best, rate)}; {_what_helps(tasks, constraints, rate)}"
     )
 
 
@@ -145,9 +114,9 @@ def _what_is_slow(best: Candidate, rate: float) -> str:
     )
 
 
-def _what_helps(tasks: Sequence[Task], wish: Wish, rate: float) -> str:
-    free = replaced(wish, stages=None, cuts=())
-    if wish.stages is not None and keeping(tasks, free, rate) is not None:
+def _what_helps(tasks: Sequence[Task], constraints: Constraints, rate: float) -> str:
+    free = replaced(constraints, stages=None, cuts=())
+    if constraints.stages is not None and keeping(tasks, free, rate) is not None:
         return "leave stages to the planner, which finds a plan that does"
     for times in _TIMES_AS_MANY:
         if times * len(tasks[0].cluster.devices) > 2 * tasks[0].num_layers:

@@ -1,30 +1,22 @@
-"""``Offer``: a schedule on some devices that may be worth building; and all that a wish allows."""
+"""``Offer``: a schedule on some devices that may be worth building; all that constraints allow."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, permutations, product
 from math import ceil
-from typing import Any
 
-from penstock.base.errors import InputError, PlanError
+from penstock.base.errors import PlanError
 from penstock.core.graph import Mode
 from penstock.core.schedule import Schedule, families
 from penstock.core.schedule.rounds import filling
 from penstock.core.versions import USUAL, DoubleBuffer, Flush, Policy, Stash, check_policy
 from penstock.planning.partition import best_partition
+from penstock.planning.planner.request import PLAIN, REPLICATED, Constraints, Options, RecomputeRule
 from penstock.planning.planner.setting import Setting, Terms
 from penstock.planning.planner.task import Task
-from penstock.planning.planner.wish import RecomputeRule, Wish
-
-PLAIN = "1f1b"
-"""The family whose order replicas and single stages take."""
-
-REPLICATED = (PLAIN, "gpipe", "pipedream", "pipedream-2bw")
-"""The families whose stages may have replicas."""
 
 _STAGES_PER_RANK = (2, 3, 4)
 _UNASKED_NEVER = frozenset({*families.SEARCHED, *USUAL, "chimera", "seq1f1b", "spilled"})
@@ -32,9 +24,6 @@ _UNASKED_NEVER = frozenset({*families.SEARCHED, *USUAL, "chimera", "seq1f1b", "s
 slices; what never flushes changes what is learned; what brings weights in and out again is planned
 where they do not fit (``spilling``)."""
 
-
-Options = tuple[tuple[str, Any], ...]
-"""(name, value) pairs that a family is given."""
 
 _ALL_NUMBERS = 16
 _BUILT_SLOWLY = frozenset({"zb-v", "v-half", "v-min", "hanayo"})
@@ -93,59 +82,47 @@ class Offer(Terms):
             return self.build(num_microbatches)
         # Found slowly, and the same on all devices.
         key = self.family, self.num_ranks, num_microbatches, self.options
-        if key not in task.known.orders:
-            task.known.orders[key] = self.build(num_microbatches)
-        return task.known.orders[key]
+        if key not in task.cache.orders:
+            task.cache.orders[key] = self.build(num_microbatches)
+        return task.cache.orders[key]
 
 
-def check_plannable(family: str) -> None:
-    """Raise ``PlanError`` for a family that no plan can have, on however many devices."""
-    copies = 1
-    with suppress(InputError):  # a family that refuses so few ranks says so when it is searched
-        copies = Terms(family, (0, 1)).build(4).weight_copies
-    if copies > 1:
-        raise PlanError(
-            f"{family} keeps {copies} copies of each stage; a plan gives every stage one rank, so "
-            "ask for another schedule"
-        )
-
-
-def offers(task: Task, wish: Wish) -> list[Offer]:
-    """All offers that a wish allows for a task."""
-    if wish.replicas:
-        allowed = [_replicated(task, wish)]
+def offers(task: Task, constraints: Constraints) -> list[Offer]:
+    """All offers that constraints allow for a task."""
+    if constraints.replicas:
+        allowed = [_replicated(task, constraints)]
     else:
-        allowed = list(_straight(task, wish))
-        if wish.any_replicas and wish.schedule in (None, *REPLICATED):
-            allowed += _with_any_replicas(task, wish)
+        allowed = list(_straight(task, constraints))
+        if constraints.any_replicas and constraints.schedule in (None, *REPLICATED):
+            allowed += _with_any_replicas(task, constraints)
     return list(dict.fromkeys(allowed))
 
 
-def _policy(wish: Wish, family: str) -> Policy:
-    return wish.versions or USUAL.get(family, Flush())
+def _policy(constraints: Constraints, family: str) -> Policy:
+    return constraints.versions or USUAL.get(family, Flush())
 
 
-def _rule(wish: Wish, policy: Policy) -> RecomputeRule:
-    return "never" if policy.asynchronous else wish.recompute
+def _rule(constraints: Constraints, policy: Policy) -> RecomputeRule:
+    return "never" if policy.asynchronous else constraints.recompute
 
 
-def _policies(wish: Wish) -> tuple[tuple[str, Policy], ...]:
-    """(family, policy) of what a wish without a schedule allows besides schedules that flush."""
-    if wish.versions is not None and wish.versions.asynchronous:
-        return ((wish.versions.family, wish.versions),)
-    if wish.asynchronous == "no":
+def _policies(constraints: Constraints) -> tuple[tuple[str, Policy], ...]:
+    """(family, policy) of what never flushes and is allowed where no schedule is asked for."""
+    if constraints.versions is not None and constraints.versions.asynchronous:
+        return ((constraints.versions.family, constraints.versions),)
+    if constraints.asynchronous == "no":
         return ()
     return tuple((policy.family, policy) for policy in (Stash(), DoubleBuffer()))
 
 
-def _names(wish: Wish, num_ranks: int) -> list[tuple[str, Policy]]:
+def _names(constraints: Constraints, num_ranks: int) -> list[tuple[str, Policy]]:
     """The (family, policy) pairs that may run on so many ranks."""
-    if wish.schedule is not None:
-        return [(wish.schedule, _policy(wish, wish.schedule))]
-    never_flushes = _policies(wish) if num_ranks > 1 else ()
-    if wish.versions is not None and wish.versions.asynchronous:
-        return list(_policies(wish))
-    if wish.asynchronous == "only":
+    if constraints.schedule is not None:
+        return [(constraints.schedule, _policy(constraints, constraints.schedule))]
+    never_flushes = _policies(constraints) if num_ranks > 1 else ()
+    if constraints.versions is not None and constraints.versions.asynchronous:
+        return list(_policies(constraints))
+    if constraints.asynchronous == "only":
         return list(never_flushes)
     # On one rank, all schedules do the same.
     names = families.names() if num_ranks > 1 else (PLAIN,)
@@ -153,16 +130,20 @@ def _names(wish: Wish, num_ranks: int) -> list[tuple[str, Policy]]:
     return [*flushes, *never_flushes]
 
 
-def _straight(task: Task, wish: Wish) -> Iterator[Offer]:
+def _straight(task: Task, constraints: Constraints) -> Iterator[Offer]:
     """One rank for every stage."""
     most = min(len(task.cluster.devices), task.num_layers)
-    for num_ranks in _numbers(most) if wish.stages is None else range(1, most + 1):
-        large = num_ranks * task.num_microbatches > _QUICKLY_BUILT and wish.schedule is None
-        names = [one for one in _names(wish, num_ranks) if not (large and one[0] in _BUILT_SLOWLY)]
+    for num_ranks in _numbers(most) if constraints.stages is None else range(1, most + 1):
+        large = num_ranks * task.num_microbatches > _QUICKLY_BUILT and constraints.schedule is None
+        names = [
+            pair
+            for pair in _names(constraints, num_ranks)
+            if not (large and pair[0] in _BUILT_SLOWLY)
+        ]
         for devices in _orders(task, num_ranks):
             for family, policy in names:
-                for options in _variants(family, num_ranks, task.num_layers, wish.options):
-                    yield Offer(family, devices, policy, (), options, _rule(wish, policy))
+                for options in _variants(family, num_ranks, task.num_layers, constraints.options):
+                    yield Offer(family, devices, policy, (), options, _rule(constraints, policy))
 
 
 def _numbers(most: int) -> list[int]:
@@ -216,14 +197,14 @@ def _orders(task: Task, num_ranks: int) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(choices))
 
 
-def _replicated(task: Task, wish: Wish) -> Offer:
-    """What given replicas allow.
+def _replicated(task: Task, constraints: Constraints) -> Offer:
+    """The offer that has the given replicas.
 
     Raises:
         InputError: another number of stages is asked for.
         PlanError: too few devices or layers.
     """
-    counts, num_devices = wish.replicas, len(task.cluster.devices)
+    counts, num_devices = constraints.replicas, len(task.cluster.devices)
     if sum(counts) > num_devices:
         raise PlanError(
             f"replicas {'-'.join(map(str, counts))} need {sum(counts)} devices, but there are "
@@ -231,32 +212,34 @@ def _replicated(task: Task, wish: Wish) -> Offer:
         )
     if len(counts) > task.num_layers:
         raise PlanError(f"{task.num_layers} layers cannot make {len(counts)} stages")
-    family = wish.schedule or PLAIN
-    policy = _policy(wish, family)
+    family = constraints.schedule or PLAIN
+    policy = _policy(constraints, family)
     check_policy(policy, family, counts, task.num_microbatches)
-    return Offer(family, tuple(range(sum(counts))), policy, counts, (), _rule(wish, policy))
+    return Offer(family, tuple(range(sum(counts))), policy, counts, (), _rule(constraints, policy))
 
 
-def _with_any_replicas(task: Task, wish: Wish) -> Iterator[Offer]:
+def _with_any_replicas(task: Task, constraints: Constraints) -> Iterator[Offer]:
     """Stages with replicas that some planner would choose: data parallelism; width × depth of
     PipeDream-2BW, and PipeDream's own, exact for the steady state."""
     pairs: Sequence[tuple[str, Policy]]
-    if wish.schedule is not None:
-        pairs = [(wish.schedule, _policy(wish, wish.schedule))]
+    if constraints.schedule is not None:
+        pairs = [(constraints.schedule, _policy(constraints, constraints.schedule))]
     else:
-        never = wish.asynchronous == "only" or (wish.versions and wish.versions.asynchronous)
-        pairs = [*([] if never else [(PLAIN, Flush())]), *_policies(wish)]
+        never = constraints.asynchronous == "only" or (
+            constraints.versions and constraints.versions.asynchronous
+        )
+        pairs = [*([] if never else [(PLAIN, Flush())]), *_policies(constraints)]
     shapes = _shapes(task)
     for family, policy in pairs:
         for counts, devices in shapes:
-            yield Offer(family, devices, policy, counts, (), _rule(wish, policy))
+            yield Offer(family, devices, policy, counts, (), _rule(constraints, policy))
 
 
 def _shapes(task: Task) -> list[ReplicaShape]:
-    if not task.known.shapes:
+    if not task.cache.shapes:
         shapes = (*_width_by_depth(task), *_all_but_some(task), *_partitions(task))
-        task.known.shapes.extend(dict.fromkeys(shapes))
-    return task.known.shapes
+        task.cache.shapes.extend(dict.fromkeys(shapes))
+    return task.cache.shapes
 
 
 def neighbours(setting: Setting) -> Iterator[Offer]:

@@ -16,17 +16,16 @@ from msgspec.structs import replace
 from penstock.base.units import count_of, format_bytes, format_seconds
 from penstock.core.cluster import Tier
 from penstock.core.schedule.memory import Sizes, peaks
+from penstock.planning.planner.request import Constraints
 from penstock.planning.planner.spilling import TWICE
 from penstock.planning.planner.task import Task
-from penstock.planning.planner.wish import Wish
-from penstock.planning.plans.alternative import Alternative
-from penstock.planning.plans.offloading import Offload, moved_activations
 from penstock.planning.plans.plan import Plan
-from penstock.planning.plans.spilling import bytes_of_spilled_ranks
+from penstock.planning.plans.spilling import Offload, bytes_of_spilled_ranks, moved_activations
 from penstock.planning.plans.stage_plan import StagePlan
+from penstock.planning.plans.table import Alternative
 
 
-def weighed(plan: Plan, task: Task, wish: Wish) -> Plan:
+def weighed(plan: Plan, task: Task, constraints: Constraints) -> Plan:
     """A plan, or the same with activations that leave instead of forwards that run twice, whichever
     is faster; its reason says what the other one would take. Where ranks are CPUs, activations
     stay: a GPT of 152 M parameters took 14.3 s a step with them on a disk, 13.1 s with forwards
@@ -35,9 +34,9 @@ def weighed(plan: Plan, task: Task, wish: Wish) -> Plan:
     Args:
         plan: one that fits.
         task: whose cluster has the tiers in which activations may wait.
-        wish: what is asked for; nothing is changed where it leaves no choice.
+        constraints: what is asked for; nothing is changed where it leaves no choice.
     """
-    if wish.spill == "never" or wish.recompute != "where-needed":
+    if constraints.spill == "never" or constraints.recompute != "where-needed":
         return plan
     tiers, limits = task.cluster.tiers, _limits(plan, task)
     again = tuple(index for index, stage in enumerate(plan.stages) if stage.recompute != "none")
@@ -122,9 +121,9 @@ def _told(best: Plan, before: Plan) -> Plan:
         memory_bytes=max(before.rank_bytes),
     )
     said = best.reason.replace(f"; {TWICE}", "")  # of the plan before it got something better
-    told = replace(best, stages=_with_peaks(best), alternatives=(*rows, twice), reason=said)
+    offloaded = replace(best, stages=_with_peaks(best), alternatives=(*rows, twice), reason=said)
     return _with_reason(
-        told,
+        offloaded,
         f"activations of {count} wait in {tier} between forward and backward, "
         f"{format_bytes(moved)} out and in for each minibatch, since running these forwards twice "
         f"would take {format_seconds(before.step_seconds)} a step",

@@ -1,16 +1,147 @@
-"""What the stages of a candidate cost: seconds and bytes of layers, on the devices of a setting."""
+"""The costs of a candidate's stages: seconds and bytes of layers on the devices of a setting, and
+of each way to sum gradients.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from math import ceil, inf
+from typing import Any, NamedTuple
 
+from penstock.core.cluster import SpareMachine
+from penstock.core.summation.portions import num_portions
+from penstock.core.summation.split import PART_OVERHEAD_SECONDS, best_part_bytes, best_split
+from penstock.planning.partition.chain import RING
 from penstock.planning.planner.setting import Setting
-from penstock.planning.planner.summing import Way
 from penstock.planning.planner.task import Task
 from penstock.planning.plans.stage_plan import RecomputeWay, StagePlan
-from penstock.planning.plans.summing import COPIES_OF_GRADIENTS
+from penstock.planning.plans.summing import COPIES_OF_GRADIENTS, ReducerName, Summing
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to sum, for one setting.
+
+    Attributes:
+        task: what is planned.
+        reducer: the way's name.
+        num_sums: stages whose copies sum; servers divide their time among them.
+    """
+
+    task: Task
+    reducer: ReducerName
+    num_sums: int = 1
+
+    def optimizer_bytes(self, whole: float, num_replicas: int) -> int:
+        """Bytes of optimizer state on each copy of a stage that needs ``whole`` in all."""
+        if self.reducer == "parameter-server" and num_replicas > 1:
+            return 0
+        return ceil(whole / num_replicas) if self.reducer == "sharded" else ceil(whole)
+
+    def update_seconds(self, whole: float, num_replicas: int) -> float:
+        """Seconds of an update where a copy that updates everything takes ``whole``."""
+        if self.reducer == "parameter-server" and num_replicas > 1:
+            return whole / self._num_servers
+        return whole / num_replicas if self.reducer == "sharded" else whole
+
+    def num_parts(self, num_bytes: float, devices: Sequence[int]) -> int:
+        """In how many parts gradients leave while the last backward makes them; 1 where they leave
+        when it is done."""
+        if self.reducer == "parameter-server" and len(devices) > 1:
+            return 1  # who steps takes all gradients of a copy at once
+        devices_here = [self.task.cluster.devices[device] for device in devices]
+        model = self.task.communication
+        if any(device.kind == "gpu" for device in devices_here) or model.name != RING:
+            return 1  # an accelerator's gradients leave when all have been asked for
+        # Whoever says what share hides has said it all; nothing that takes no time can hide.
+        if model.overlap or not self.exchange_seconds(num_bytes, devices):
+            return 1
+        return num_portions(num_bytes)
+
+    def exchange_seconds(self, num_bytes: float, devices: Sequence[int]) -> float:
+        """Seconds of one exchange among copies, without the additions that they wait for."""
+        task = self.task
+        link = task.topology.slowest_link(devices, num_bytes)
+        if self.reducer == "parameter-server" and len(devices) > 1:
+            return self._stepped_seconds(num_bytes, devices) + 2 * link.latency_seconds
+        if self.reducer != "servers" or len(devices) < 2 or not num_bytes:
+            return task.communication.reduce_seconds(num_bytes, len(devices), link)
+        rates = [rate_of(task, device, devices) for device in devices]
+        if inf in rates:
+            return task.communication.reduce_seconds(num_bytes, len(devices), link)
+        servers = self._rates_of(task.cluster.spares, devices)
+        split = best_split(num_bytes, rates, servers)
+        # A flow shop: besides the slowest link's work, the first part comes before anything can
+        # be added, and the last one goes to all when all is added; and each part costs a little.
+        size, slowest = best_part_bytes(num_bytes, min(rates), len(devices)), min(rates)
+        parting = (len(devices) + 1) * min(size, num_bytes) / slowest
+        overhead = PART_OVERHEAD_SECONDS * num_bytes / size
+        return split.seconds + parting + overhead + 2 * link.latency_seconds
+
+    @property
+    def most_stale(self) -> int:
+        """By how many updates gradients may be late."""
+        return self.task.stale if self.reducer == "parameter-server" else 0
+
+    @property
+    def _num_servers(self) -> int:
+        """Parameter servers, at least one."""
+        return max(len(_spares_of(self.task)), 1)
+
+    def _rates_of(self, spares: Sequence[SpareMachine], devices: Sequence[int]) -> list[float]:
+        """Bytes per second that machines have for one sum: of each stage with copies, and of each
+        tensor rank of one, there is a sum."""
+        num_sums = self.num_sums * self.task.num_devices_at(devices[0])
+        return [spare.bytes_per_second / num_sums for spare in spares]
+
+    def _stepped_seconds(self, num_bytes: float, devices: Sequence[int]) -> float:
+        """Seconds until parameter servers have all gradients, and copies all weights.
+
+        Each of k servers has an equal slice. All weights of a slice leave when it has stepped, so
+        the two directions follow one another.
+        """
+        rates = [rate_of(self.task, device, devices) for device in devices]
+        servers = self._rates_of(_spares_of(self.task), devices)
+        own = num_bytes / min(rates)
+        served = len(devices) * num_bytes / self._num_servers / min(servers, default=min(rates))
+        return 2 * max(own, served)
+
+    def added_bytes(self, num_bytes: float, devices: Sequence[int]) -> float:
+        """Bytes that whoever sums a slice adds up."""
+        if self.reducer == "parameter-server":
+            return (len(devices) - 1) / self._num_servers * num_bytes
+        return (len(devices) - 1) / len(devices) * num_bytes
+
+
+def _spares_of(task: Task) -> tuple[SpareMachine, ...]:
+    """The machines that parameter servers run on: where they need not wait for all, one decides
+    what each update gets."""
+    return task.cluster.spares[:1] if task.stale else task.cluster.spares
+
+
+def rate_of(task: Task, device: int, others: Sequence[int]) -> float:
+    """Bytes per second of a device's slowest link to others; infinite where links cost nothing."""
+    links = (task.topology.link(device, other) for other in others if other != device)
+    return min((link.bytes_per_second or inf for link in links), default=inf)
+
+
+def written(task: Task, reducer: ReducerName, devices: Sequence[Sequence[int]]) -> Summing:
+    """A way to sum, as a plan says it.
+
+    Args:
+        devices: of each rank, with the others that hold the same stage.
+    """
+    uses_spares = reducer in {"servers", "parameter-server"}
+    servers: tuple[SpareMachine, ...] = _spares_of(task) if uses_spares else ()
+    stale = task.stale if reducer == "parameter-server" else 0
+    rates = [rate_of(task, own, group) for own, *group in devices]
+    known = reducer == "servers" and not all(rate == inf for rate in rates)
+    most = max((rate for rate in rates if rate < inf), default=0.0)
+    # Who shares no stage sends no gradients; it only must have a number.
+    given = tuple(most if rate == inf else rate for rate in rates) if known else ()
+    return Summing(reducer=reducer, servers=servers, stale=stale, bytes_per_second=given)
 
 
 class _Reduced(NamedTuple):
@@ -51,56 +182,66 @@ class CutSetting:
     def _stage(self, index: int) -> StagePlan:
         start, stop = self.cuts[index : index + 2]
         task, setting = self.task, self.setting
-        devices, layers = setting.devices_of[index], task.graph.layers[start:stop]
-        pace, more = task.pace(devices, setting.devices, setting.mode), task.graph.op_seconds
-        is_last = stop == task.num_layers
-        hop, busy = (
-            (0.0, 0.0) if is_last else task.hop(stop, devices, setting.devices_of[index + 1])
+        names = tuple(layer.name for layer in task.graph.layers[start:stop])
+        rank = setting.ranks_of[index][0]
+        width, groups = task.num_devices_at(setting.devices_of[index][0]), task.groups
+        return StagePlan(
+            layers=names,
+            rank=rank,
+            **self._seconds(index, start, stop),
+            **self._bytes(index, start, stop),
+            peak_activations=setting.peaks[rank],
+            weight_versions=setting.weight_versions(index, task.num_microbatches),
+            recompute=self.recomputes[index],
+            tensor_ranks=width,
+            splits={} if groups is None or width == 1 else groups.splits(names),
         )
+
+    def _seconds(self, index: int, start: int, stop: int) -> dict[str, Any]:
+        """The fields of a stage that say how long it takes."""
+        task, setting, devices = self.task, self.setting, self.setting.devices_of[index]
+        pace, more = task.pace(devices, setting.devices, setting.mode), task.graph.op_seconds
+        hop = busy = 0.0
+        if stop < task.num_layers:
+            hop, busy = task.hop(stop, devices, setting.devices_of[index + 1])
 
         def seconds(name: str) -> float:
             return pace.passes * task.sum(name, start, stop)
 
         prepares = seconds("split_forward_seconds") if setting.schedule.splits_backward else 0.0
-        rank, replicas = setting.ranks_of[index][0], len(setting.ranks_of[index])
         update = pace.updates * task.sum("update_seconds", start, stop)
         reduced = self._reduced(index, start, stop)
-        return StagePlan(
-            layers=tuple(layer.name for layer in layers),
-            rank=rank,
-            forward_seconds=seconds("forward_seconds") + prepares + more,
-            backward_input_seconds=seconds("backward_input_seconds") + more,
-            backward_weight_seconds=seconds("backward_weight_seconds"),
-            split_seconds=seconds("split_seconds") + more,
-            recompute_seconds=seconds("recompute_seconds") + more,
-            update_seconds=self.way.update_seconds(update, replicas),
-            reduce_seconds=reduced.seconds,
-            reduce_parts=reduced.num_parts,
-            reduce_steps=reduced.steps,
-            hop_seconds=hop,
-            link_seconds=busy,
-            transfer_bytes=0 if is_last else task.crossing_bytes[stop],
-            parameter_bytes=int(task.sum("parameter_bytes", start, stop)),
-            optimizer_bytes=self.way.optimizer_bytes(
-                task.sum("optimizer_bytes", start, stop), replicas
-            ),
-            buffer_bytes=int(task.sum("buffer_bytes", start, stop)),
-            sum_bytes=self._sum_bytes(index, start, stop),
-            workspace_bytes=task.workspace_bytes(
-                start, stop, again=self.recomputes[index] == "layers"
-            ),
-            activation_bytes=task.activation_bytes(start, stop),
-            weight_kept_bytes=int(task.sum("weight_kept_bytes", start, stop)),
-            input_bytes=task.input_bytes[start],
-            layer_input_bytes=task.again_input_bytes(start, stop),
-            peak_activations=setting.peaks[rank],
-            weight_versions=setting.weight_versions(index, task.num_microbatches),
-            recompute=self.recomputes[index],
-            tensor_ranks=task.num_devices_at(devices[0]),
-            splits={}
-            if task.groups is None or task.num_devices_at(devices[0]) == 1
-            else task.groups.splits([layer.name for layer in layers]),
-        )
+        return {
+            "forward_seconds": seconds("forward_seconds") + prepares + more,
+            "backward_input_seconds": seconds("backward_input_seconds") + more,
+            "backward_weight_seconds": seconds("backward_weight_seconds"),
+            "split_seconds": seconds("split_seconds") + more,
+            "recompute_seconds": seconds("recompute_seconds") + more,
+            "update_seconds": self.way.update_seconds(update, len(devices)),
+            "reduce_seconds": reduced.seconds,
+            "reduce_parts": reduced.num_parts,
+            "reduce_steps": reduced.steps,
+            "hop_seconds": hop,
+            "link_seconds": busy,
+        }
+
+    def _bytes(self, index: int, start: int, stop: int) -> dict[str, Any]:
+        """The fields of a stage that say what it holds and hands on."""
+        task, replicas = self.task, len(self.setting.ranks_of[index])
+        optimizer_bytes = task.sum("optimizer_bytes", start, stop)
+        again = self.recomputes[index] == "layers"
+        return {
+            "transfer_bytes": task.crossing_bytes[stop] if stop < task.num_layers else 0,
+            "parameter_bytes": int(task.sum("parameter_bytes", start, stop)),
+            "optimizer_bytes": self.way.optimizer_bytes(optimizer_bytes, replicas),
+            "buffer_bytes": int(task.sum("buffer_bytes", start, stop)),
+            "sum_bytes": self._sum_bytes(index, start, stop),
+            "workspace_bytes": task.workspace_bytes(start, stop, again=again),
+            "activation_bytes": task.activation_bytes(start, stop),
+            "weight_kept_bytes": int(task.sum("weight_kept_bytes", start, stop)),
+            "input_bytes": task.input_bytes[start],
+            "layer_input_bytes": task.again_input_bytes(start, stop),
+        }
 
     def _reduced(self, index: int, start: int, stop: int) -> _Reduced:
         """How gradients of replicas, and of weights tied across stages, are summed."""

@@ -15,8 +15,8 @@ from penstock.planning.planner.candidate import Candidate
 from penstock.planning.planner.cuts import candidates, refined, with_cuts, with_layers_moved
 from penstock.planning.planner.limits import least_excess
 from penstock.planning.planner.offers import Offer, neighbours, offers
+from penstock.planning.planner.request import Constraints
 from penstock.planning.planner.task import Task
-from penstock.planning.planner.wish import Wish
 
 SAME = 0.01
 """Relative: no prediction tells plans this close apart, so the one that needs less memory wins."""
@@ -54,27 +54,27 @@ class Race:
     num_stages: set[int] = field(default_factory=set)
     failure: InputError | None = None
 
-    def run(self, tasks: Sequence[Task], wish: Wish) -> None:
-        """Let everything compete that a wish allows for one of some tasks. Bounds come before
+    def run(self, tasks: Sequence[Task], constraints: Constraints) -> None:
+        """Let everything compete that constraints allow for one of some tasks. Bounds come before
         simulations: first of offers, then of their cuts."""
         waiting: list[tuple[float, int, Candidate]] = []
         numbers = count()  # candidates themselves have no order
-        for promised, task, offer in _by_promise(tasks, wish):
+        for promised, task, offer in _by_promise(tasks, constraints):
             # Who cannot be slower than what the next offers promise runs first.
             while waiting and waiting[0][0] <= promised:
                 self._enter(heappop(waiting)[-1])
             if promised > self.least * (1 + SAME):
                 break
-            for candidate in self.built(task, offer, wish):
+            for candidate in self.built(task, offer, constraints):
                 heappush(waiting, (candidate.least_seconds, next(numbers), candidate))
         while waiting:
             self._enter(heappop(waiting)[-1])
-        if not wish.cuts:
+        if not constraints.cuts:
             self._refine()
-        self._climb(wish)
+        self._climb(constraints)
         if not all(contender.setting.is_final for contender in self.contenders):
             self._settle_orders()
-            self._climb(wish)
+            self._climb(constraints)
 
     def enter(self, candidates: Iterable[Candidate]) -> None:
         """Let more compete, as they are."""
@@ -90,16 +90,20 @@ class Race:
             self._settle(self.winner)
 
     def _settle(self, candidate: Candidate) -> None:
-        self.contenders = [one for one in self.contenders if one is not candidate]
+        self.contenders = [contender for contender in self.contenders if contender is not candidate]
         try:
             self.contenders.append(candidate.with_final_order())
         except InputError as error:
             self.failure = error
-        self.least = min((one.seconds for one in self.contenders), default=inf)
+        self.least = min((contender.seconds for contender in self.contenders), default=inf)
 
     def _close(self) -> list[Candidate]:
         """The contenders that a better look may still make the winner, the best first."""
-        close = (one for one in self.contenders if one.seconds <= self.least * (1 + _CLOSE))
+        close = (
+            contender
+            for contender in self.contenders
+            if contender.seconds <= self.least * (1 + _CLOSE)
+        )
         return sorted(close, key=lambda candidate: candidate.seconds)
 
     def _refine(self) -> None:
@@ -108,33 +112,33 @@ class Race:
             for candidate in refined(coarse):
                 self._enter(candidate)
 
-    def _climb(self, wish: Wish) -> None:
+    def _climb(self, constraints: Constraints) -> None:
         """Move layers and replicas of the winner from stage to stage as long as that helps."""
         for _ in range(_MOST_MOVES):
             best, least = self.winner, self.least
             if best is None:
                 return
-            moved = [] if wish.cuts else [*refined(best), *with_layers_moved(best)]
-            if not wish.replicas:
+            moved = [] if constraints.cuts else [*refined(best), *with_layers_moved(best)]
+            if not constraints.replicas:
                 for offer in neighbours(best.setting):
-                    moved += self.built(best.task, offer, wish)
+                    moved += self.built(best.task, offer, constraints)
             for candidate in moved:
                 self._enter(candidate)
             if self.least >= least * (1 - SAME):
                 return
 
-    def built(self, task: Task, offer: Offer, wish: Wish) -> list[Candidate]:
-        """The candidates of an offer, if it has as many stages as the wish allows."""
-        key = (offer, wish.cuts)
-        if key not in task.known.offers:
-            task.known.offers[key] = self._built(task, offer, wish.cuts)
-        outcome: Built = task.known.offers[key]
+    def built(self, task: Task, offer: Offer, constraints: Constraints) -> list[Candidate]:
+        """The candidates of an offer, if it has as many stages as the constraints allow."""
+        key = (offer, constraints.cuts)
+        if key not in task.cache.offers:
+            task.cache.offers[key] = self._built(task, offer, constraints.cuts)
+        outcome: Built = task.cache.offers[key]
         if not isinstance(outcome, tuple):
             self.refusals[len(offer.devices)] = outcome
             return []
         num_stages, candidates_ = outcome
         self.num_stages.add(num_stages)
-        return candidates_ if wish.allows(num_stages) else []
+        return candidates_ if constraints.allows(num_stages) else []
 
     def _built(self, task: Task, offer: Offer, cuts: tuple[int, ...]) -> Built:
         try:
@@ -144,7 +148,7 @@ class Race:
         if cuts:
             given = len(cuts) == setting.num_stages + 1
             cut = [with_cuts(task, setting, cuts)] if given else []
-            return setting.num_stages, [one for one in cut if one.fits]
+            return setting.num_stages, [candidate for candidate in cut if candidate.fits]
         return setting.num_stages, candidates(task, setting)
 
     def _enter(self, candidate: Candidate) -> None:
@@ -161,7 +165,11 @@ class Race:
     def winner(self) -> Candidate | None:
         """The fastest; of those that are as fast, the one that needs least memory, then the fewest
         ranks, then the least to know about."""
-        ties = [one for one in self.contenders if one.seconds <= self.least * (1 + SAME)]
+        ties = [
+            contender
+            for contender in self.contenders
+            if contender.seconds <= self.least * (1 + SAME)
+        ]
         return min(ties, key=_modesty, default=None)
 
 
@@ -177,26 +185,30 @@ def _modesty(candidate: Candidate) -> tuple[float, ...]:
     )
 
 
-def _by_promise(tasks: Sequence[Task], wish: Wish) -> list[tuple[float, Task, Offer]]:
+def _by_promise(tasks: Sequence[Task], constraints: Constraints) -> list[tuple[float, Task, Offer]]:
     """All offers, each with the least that it can take, the most promising first."""
     promises = [
-        (offer.least_seconds(task), task, offer) for task in tasks for offer in offers(task, wish)
+        (offer.least_seconds(task), task, offer)
+        for task in tasks
+        for offer in offers(task, constraints)
     ]
     return sorted(promises, key=itemgetter(0))
 
 
-def fastest(tasks: Sequence[Task], wish: Wish, budget: int = 250_000) -> Candidate | None:
+def fastest(
+    tasks: Sequence[Task], constraints: Constraints, budget: int = 250_000
+) -> Candidate | None:
     """The winner of a race; ``None`` if nothing fits.
 
     Args:
         budget: ops to simulate.
     """
     race = Race(budget=budget)
-    race.run([task for task in tasks if least_excess(task) <= 0], wish)
+    race.run([task for task in tasks if least_excess(task) <= 0], constraints)
     return race.winner
 
 
-def closest(tasks: Sequence[Task], wish: Wish) -> Candidate | None:
+def closest(tasks: Sequence[Task], constraints: Constraints) -> Candidate | None:
     """The candidate that misses its limits by the fewest bytes; ``None`` if nothing can be built.
 
     Each candidate tightens the slack for the next, so that what remains is the least excess. Where
@@ -204,18 +216,18 @@ def closest(tasks: Sequence[Task], wish: Wish) -> Candidate | None:
     what fits.
     """
     least, nearest = inf, None
-    for _, task, offer in _by_promise(tasks, wish):
+    for _, task, offer in _by_promise(tasks, constraints):
         with suppress(InputError, PlanError):
             setting = offer.setting(task)
-            again = wish.allows(setting.num_stages)
+            again = constraints.allows(setting.num_stages)
             while again:
                 again = False
-                given = [with_cuts(task, setting, wish.cuts)] if wish.cuts else []
+                given = [with_cuts(task, setting, constraints.cuts)] if constraints.cuts else []
                 for candidate in given or candidates(task, setting, slack=least - 1):
                     over = candidate.excess.num_bytes
                     if over < least:
                         least, nearest, again = over, candidate, True
-    return nearest if nearest is None or wish.cuts else _closer(nearest)
+    return nearest if nearest is None or constraints.cuts else _closer(nearest)
 
 
 def _closer(nearest: Candidate) -> Candidate:

@@ -6,9 +6,8 @@ free is where the model is cut, and on which devices its stages are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import replace as replaced
 
 from msgspec.structs import replace
 
@@ -16,8 +15,10 @@ from penstock.base.errors import InputError, ModelError, PlanError
 from penstock.base.values import expect
 from penstock.core.cluster import Cluster
 from penstock.core.graph import Layer, LayerGraph
-from penstock.planning.planner.search import plan as search
+from penstock.planning.planner.request import PlanRequest
+from penstock.planning.planner.search import planned
 from penstock.planning.plans.plan import Plan
+from penstock.planning.plans.spilling import Spill
 from penstock.planning.plans.stage_plan import StagePlan
 
 _FALLBACK = "1f1b"
@@ -80,66 +81,58 @@ def replan(
             "a plan with parameter servers does not say how much optimizer state there is; give "
             "replan the model's graph"
         )
-    known = _graph_of(plan) if graph is None else _measured(plan, graph)
+    measured = _graph_of(plan) if graph is None else _measured(plan, graph)
     if reducer in {"servers", "parameter-server"} and not cluster.spares:
         reducer = "owners"  # with the same sums
-    num_devices = len(cluster.devices)
-    asked = [(_FALLBACK, num_devices)]
-    if max(plan.replicas) == 1:
-        asked.insert(0, (plan.schedule, num_devices * len(plan.stages) // plan.num_ranks))
-    request = {
-        "microbatches": plan.num_microbatches,
-        "memory_bytes": memory_bytes,
-        "reducer": reducer,
-        "stale": plan.summing.stale if reducer == "parameter-server" else 0,
-    }
+    request = PlanRequest(
+        microbatches=plan.num_microbatches,
+        memory_bytes=memory_bytes,
+        reducer=reducer,
+        stale=plan.summing.stale if reducer == "parameter-server" else 0,
+    )
     if plan.offload is not None and not cluster.tiers:
         cluster = replace(cluster, tiers=(plan.offload.tier,))
-    if plan.spill is not None:
-        found = _spilled(plan, known, cluster, memory_bytes)
+    if plan.spill is None:
+        anew = _on_all_devices(plan, measured, cluster, request)
     else:
-        found = _first_that_exists(known, cluster, request, asked)
-    reason = f"replanned from {plan.num_ranks} ranks: {found.reason}"
-    return replace(found, model=plan.model, microbatch_size=plan.microbatch_size, reason=reason)
+        anew = _spilled(plan, plan.spill, measured, cluster, memory_bytes)
+    reason = f"replanned from {plan.num_ranks} ranks: {anew.reason}"
+    return replace(anew, model=plan.model, microbatch_size=plan.microbatch_size, reason=reason)
 
 
-def _spilled(plan: Plan, graph: LayerGraph, cluster: Cluster, memory_bytes: int | None) -> Plan:
+def _spilled(
+    plan: Plan, spill: Spill, graph: LayerGraph, cluster: Cluster, memory_bytes: int | None
+) -> Plan:
     """Where stages come and go, they may go on doing so, from the tier that they have come from
     unless the cluster names others."""
-    assert plan.spill is not None
-    there = cluster if cluster.tiers else replace(cluster, tiers=(plan.spill.tier,))
-    limit = memory_bytes or plan.spill.memory_bytes or None
-    return search(graph, there, microbatches=plan.num_microbatches, memory_bytes=limit)
+    there = cluster if cluster.tiers else replace(cluster, tiers=(spill.tier,))
+    limit = memory_bytes or spill.memory_bytes or None
+    return planned(
+        graph, there, PlanRequest(microbatches=plan.num_microbatches, memory_bytes=limit)
+    )
 
 
-def _first_that_exists(
-    graph: LayerGraph,
-    cluster: Cluster,
-    request: Mapping[str, Any],
-    asked: Sequence[tuple[str, int]],
-) -> Plan:
-    """A plan with the first of these schedules and numbers of stages for which there is one; if
-    there is none, what is raised says why there is none for the last."""
-    for schedule, num_stages in asked[:-1]:
+def _on_all_devices(plan: Plan, graph: LayerGraph, cluster: Cluster, request: PlanRequest) -> Plan:
+    """A plan with the same schedule if there is one, else with ``1f1b``; if there is none either,
+    what is raised says why."""
+    num_devices = len(cluster.devices)
+    if max(plan.replicas) == 1:
+        num_stages = num_devices * len(plan.stages) // plan.num_ranks
         with suppress(InputError):
-            return _planned(graph, cluster, request, schedule, num_stages)
-    return _planned(graph, cluster, request, *asked[-1])
+            return _planned(graph, cluster, request, plan.schedule, num_stages)
+    return _planned(graph, cluster, request, _FALLBACK, num_devices)
 
 
 def _planned(
-    graph: LayerGraph,
-    cluster: Cluster,
-    request: Mapping[str, Any],
-    schedule: str,
-    num_stages: int,
+    graph: LayerGraph, cluster: Cluster, request: PlanRequest, schedule: str, num_stages: int
 ) -> Plan:
-    found = search(graph, cluster, schedule=schedule, stages=num_stages, **request)
-    if found.num_ranks != len(cluster.devices):
+    plan = planned(graph, cluster, replaced(request, schedule=schedule, stages=num_stages))
+    if plan.num_ranks != len(cluster.devices):
         raise PlanError(
             f"{schedule} with {num_stages} stages leaves devices idle: it runs on "
-            f"{found.num_ranks} of {len(cluster.devices)}"
+            f"{plan.num_ranks} of {len(cluster.devices)}"
         )
-    return found
+    return plan
 
 
 def _measured(plan: Plan, graph: LayerGraph) -> LayerGraph:

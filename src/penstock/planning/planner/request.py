@@ -1,20 +1,67 @@
-"""What the arguments of ``plan`` mean, before anything is planned."""
+"""``PlanRequest``: all that ``plan`` can be asked, checked once; ``Constraints``: what follows for
+the plans of one model.
+
+The fields of a request are the keywords of ``penstock.plan``, of ``what_if`` and of the command
+line alike. What is wrong whatever the model is refused when a request is made; what is wrong for a
+model, when ``constraints`` and ``microbatch_sizes`` are asked for.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
+from typing import Any, Literal, get_args
 
 from penstock.base.errors import InputError, PlanError
 from penstock.base.units import count_of
-from penstock.base.values import MOST_BYTES, is_whole, shown, whole
+from penstock.base.values import (
+    MOST_AMOUNT,
+    MOST_BYTES,
+    expect,
+    flag,
+    is_number,
+    is_whole,
+    one_of,
+    shown,
+    whole,
+)
 from penstock.core.graph import LayerGraph
 from penstock.core.schedule import families
-from penstock.core.schedule.families.options import Replicas, read_replicas
-from penstock.planning.planner.offers import REPLICATED, Options, check_plannable
+from penstock.core.schedule.families.replicated import Replicas, read_replicas
+from penstock.core.versions import USUAL, Policy
+from penstock.planning.partition.chain import CostModel, cost_model
 from penstock.planning.plans.consistency import MOST_MICROBATCHES
+from penstock.planning.plans.summing import MOST_STALE, REDUCERS, ReducerName
 
-MOST_SIMULATED = 500_000
+RecomputeRule = Literal["where-needed", "never", "stage", "layers"]
+"""Whether stages may run forward twice: where they would not fit otherwise, never, or always."""
+
+SpillRule = Literal["where-needed", "never", "always"]
+"""Whether stages may come from a tier and leave again: where nothing fits otherwise, never, or
+always."""
+
+Options = tuple[tuple[str, Any], ...]
+"""(name, value) pairs that a family is given."""
+
+PLAIN = "1f1b"
+"""The family whose order replicas and single stages take."""
+
+REPLICATED = (PLAIN, "gpipe", "pipedream", "pipedream-2bw")
+"""The families whose stages may have replicas."""
+
+PROPOSED = {
+    "pipedream": "weight stashing learned as well as newest activations or better on every stream "
+    "that was measured (docs/streams.md), and its versions and graphs fit",
+    "partime": "one version and one graph per stage; weight stashing, which learned better on many "
+    "streams (docs/streams.md), needs more memory or devices",
+}
+"""Schedules for a live source if none is asked for, the first that does it on the fewest devices,
+and why."""
+
+_MOST_SIMULATED = 500_000
 """The most ranks times microbatches; candidates with as many take seconds each."""
 
 _SAID_ELSEWHERE = {
@@ -23,24 +70,259 @@ _SAID_ELSEWHERE = {
 }
 
 
-def read_schedule(text: str | None) -> tuple[str | None, Options]:
-    """A schedule family and its options, as in ``interleaved-1f1b:stages_per_rank=4``.
+@dataclass(frozen=True)
+class Constraints:
+    """The conditions that a plan must meet, whatever the cluster.
+
+    Attributes:
+        schedule: the family; the best by default.
+        stages: how many there are; the best number by default.
+        versions: the weight-version policy; by default what belongs to the schedule.
+        replicas: how many each stage has; none, and ``any_replicas`` decides.
+        any_replicas: whether stages may be given replicas.
+        asynchronous: whether the schedule may be one that never flushes, or must be.
+        least_stages: the fewest stages.
+        cuts: where stages begin, as ``Candidate.cuts``; none, and the best are found.
+        recompute: what may run forward twice.
+        spill: whether stages may come from a tier and leave again.
+        options: (name, value) pairs that the schedule's family is given.
+    """
+
+    schedule: str | None = None
+    stages: int | None = None
+    versions: Policy | None = None
+    replicas: tuple[int, ...] = ()
+    any_replicas: bool = True
+    asynchronous: Literal["no", "also", "only"] = "no"
+    least_stages: int = 1
+    cuts: tuple[int, ...] = ()
+    recompute: RecomputeRule = "where-needed"
+    spill: SpillRule = "where-needed"
+    options: Options = ()
+
+    @property
+    def may_spill(self) -> bool:
+        """Whether nothing is asked for that decides about stages already."""
+        pinned = (self.stages, *self.cuts, *self.replicas)
+        flushes = self.versions is None or not self.versions.asynchronous
+        return self.schedule in (None, "spilled") and pinned == (None,) and flushes
+
+    def allows(self, num_stages: int) -> bool:
+        """Whether a plan may have ``num_stages``."""
+        return num_stages >= self.least_stages and self.stages in (None, num_stages)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """A request for a plan. Its fields are the keywords of ``penstock.plan``, where they are
+    explained.
 
     Raises:
-        InputError: no such family, no such option, or one that a plan says elsewhere.
-        PlanError: a plan cannot have this family.
+        PlanError: a plan cannot have this schedule.
+        InputError: a value that its keyword cannot have, or two that contradict each other.
     """
-    if text is None:
-        return None, ()
-    family, options = families.named(text)
-    for option in options:
-        if option in _SAID_ELSEWHERE:
-            raise InputError(f"{family}: leave {option} out; {_SAID_ELSEWHERE[option]}")
-    check_plannable(family)
-    return family, tuple(options.items())
+
+    microbatches: int | None = None
+    minibatch: int | None = None
+    schedule: str | None = None
+    stages: int | None = None
+    cuts: Sequence[int | str] = ()
+    memory_bytes: int | None = None
+    versions: Policy | None = None
+    replicas: Replicas | None = None
+    asynchronous: bool = False
+    recompute: RecomputeRule = "where-needed"
+    cost_model: str = "ring"
+    overlap: float = 0.0
+    tensor_ranks: int | Literal["any"] = 1
+    reducer: ReducerName | Literal["any"] = "owners"
+    stale: int = 0
+    layer_order: Literal["execution", "any"] = "execution"
+    placer: Literal["exact", "reinforce"] = "exact"
+    rate: float | None = None
+    spill: SpillRule = "where-needed"
+
+    def __post_init__(self) -> None:
+        expect(
+            self.versions, Policy | None, "versions", "take one of penstock.versions, as in Stash()"
+        )
+        one_of("recompute", self.recompute, get_args(RecomputeRule))
+        one_of("layer_order", self.layer_order, ("execution", "any"))
+        one_of("placer", self.placer, ("exact", "reinforce"))
+        one_of("spill", self.spill, get_args(SpillRule))
+        flag("asynchronous", self.asynchronous)
+        expect(self.cuts, list | tuple, "cuts", "give a list of layers, as in cuts=[3]")
+        for name in ("microbatches", "minibatch", "stages", "memory_bytes"):
+            if (count := getattr(self, name)) is not None:
+                whole(name, count, 1, MOST_BYTES if "bytes" in name else families.LARGEST)
+        family, _ = self._named
+        if family is not None:
+            _check_plannable(family)
+        if self.rate is not None:
+            self._check_rate(self.rate)
+        cost_model(self.cost_model, self.overlap)
+        self._check_summing()
+        width = self.tensor_ranks
+        if width != "any" and not (is_whole(width) and 1 <= int(width) <= families.LARGEST):
+            raise InputError(f"tensor_ranks is {shown(width)}; give a whole number ≥ 1 or 'any'")
+        never = self.versions is not None and self.versions.asynchronous
+        if never and self.recompute in ("stage", "layers"):
+            raise InputError("stages do not run forward twice where the pipeline never flushes")
+
+    def _check_rate(self, rate: float) -> None:
+        if not is_number(rate) or not 0 < rate <= MOST_AMOUNT:
+            raise InputError(f"rate is {shown(rate)}; give frames per second, a number > 0")
+        if self.family not in USUAL or self.placer != "exact":
+            drains = self.family if self.family not in USUAL else f"placer={self.placer!r}"
+            raise InputError(
+                f"rate is for a stream that never ends, but {drains} drains at each update; take "
+                f"one of {', '.join(USUAL)}, or leave rate out"
+            )
+
+    def _check_summing(self) -> None:
+        one_of("reducer", self.reducer, (*REDUCERS, "any"))
+        whole("stale", self.stale, 0, MOST_STALE)
+        if self.stale and self.reducer != "parameter-server":
+            raise InputError(
+                f"stale={self.stale} is for reducer='parameter-server', and the reducer is "
+                f"{self.reducer!r}; name that one, or leave stale out"
+            )
+
+    @cached_property
+    def _named(self) -> tuple[str | None, Options]:
+        """The schedule family that is named, and its options, as in
+        ``interleaved-1f1b:stages_per_rank=4``."""
+        if self.schedule is None:
+            return None, ()
+        family, options = families.named(self.schedule)
+        for option in options:
+            if option in _SAID_ELSEWHERE:
+                raise InputError(f"{family}: leave {option} out; {_SAID_ELSEWHERE[option]}")
+        return family, tuple(options.items())
+
+    @cached_property
+    def family(self) -> str | None:
+        """The schedule family, if it is named, or follows from the policy or the rate."""
+        named, _ = self._named
+        if named is not None:
+            return named
+        if self.versions is not None and (self.rate is not None or self.versions.asynchronous):
+            return self.versions.family
+        return None if self.rate is None else next(iter(PROPOSED))
+
+    @property
+    def proposes_stream(self) -> bool:
+        """Whether there is a rate to keep, and nobody has said with which schedule."""
+        return self.rate is not None and self.schedule is None and self.versions is None
+
+    @cached_property
+    def communication(self) -> CostModel:
+        """How exchanges of gradients and messages are counted."""
+        return cost_model(self.cost_model, self.overlap)
+
+    def constraints(self, graph: LayerGraph) -> Constraints:
+        """The conditions that plans of a model must meet.
+
+        Raises:
+            PlanError: the model has fewer layers than stages are asked for.
+            InputError: the model has no such layers, or what is asked of stages contradicts itself.
+        """
+        num_layers, stages = len(graph.layers), self.stages
+        if stages is not None and stages > num_layers:
+            raise PlanError(
+                f"{num_layers} layers cannot make {stages} stages, each needs at least one; ask "
+                f"for at most {num_layers} stages"
+            )
+        cuts = _read_cuts(graph, self.cuts) if self.cuts else ()
+        if cuts and stages not in (None, len(cuts) - 1):
+            raise InputError(f"the cuts make {len(cuts) - 1} stages, but stages is {stages}")
+        stages = len(cuts) - 1 if cuts else stages
+        counts, stages = _read_counts(self.replicas, stages, self.family)
+        pinned = self.family is not None or stages is not None
+        _, options = self._named
+        constraints = Constraints(
+            self.family,
+            stages,
+            self.versions,
+            replicas=counts,
+            any_replicas=self.replicas == "any" or (self.replicas is None and not pinned),
+            asynchronous="also" if self.asynchronous else "no",
+            cuts=cuts,
+            recompute=self.recompute,
+            spill=self.spill,
+            options=options,
+        )
+        if self.placer == "reinforce" and self.spill != "always":
+            _check_learnable(constraints)
+        return constraints
+
+    def microbatch_sizes(self, graph: LayerGraph, num_ranks: int) -> list[tuple[int, int]]:
+        """(rows, count) of the microbatches that a minibatch may be cut into, where these are not
+        too many to be simulated.
+
+        Args:
+            num_ranks: in a straight pipeline through all devices.
+        """
+        choices = self._all_sizes(graph)
+        most = min(_MOST_SIMULATED // num_ranks, MOST_MICROBATCHES)
+        simulated = [(size, count) for size, count in choices if count <= most]
+        if not simulated:
+            fewest = min(count for _, count in choices)
+            raise InputError(
+                f"{fewest:,} microbatches on {count_of(num_ranks, 'rank')} are too many to plan, "
+                f"since every op is simulated: ranks × microbatches may be {_MOST_SIMULATED:,} at "
+                f"most, and microbatches {MOST_MICROBATCHES:,}; ask for {most:,} microbatches, or "
+                "for a smaller minibatch"
+            )
+        return simulated
+
+    def _all_sizes(self, graph: LayerGraph) -> list[tuple[int, int]]:
+        microbatches, minibatch = self.microbatches, self.minibatch
+        if minibatch is None:
+            if microbatches is None and is_live(self.family, self.versions, self.rate):
+                microbatches = 1
+            if microbatches is None:
+                raise InputError(
+                    "say how large a minibatch is: give microbatches=…, or minibatch=rows"
+                )
+            return [(graph.microbatch_size, microbatches)]
+        if microbatches is not None:
+            if minibatch % microbatches:
+                raise InputError(
+                    f"a minibatch of {minibatch} rows does not make {microbatches} equal "
+                    "microbatches"
+                )
+            return [(minibatch // microbatches, microbatches)]
+        choices = [(size, minibatch // size) for size in graph.sizes if minibatch % size == 0]
+        if not choices:
+            sizes = ", ".join(map(str, graph.sizes))
+            raise InputError(
+                f"no microbatch size that was profiled ({sizes} rows) divides "
+                f"a minibatch of {minibatch} rows; profile another size or change the minibatch"
+            )
+        return choices
 
 
-def read_counts(
+def is_live(schedule: str | None, versions: Policy | None, rate: float | None) -> bool:
+    """Whether a frame is a minibatch unless something else is said."""
+    usual = USUAL.get(schedule or "") if versions is None else versions
+    return rate is not None or (usual is not None and usual.activations == "newest")
+
+
+def _check_plannable(family: str) -> None:
+    """Raise ``PlanError`` for a family that no plan can have, on however many devices."""
+    copies = 1
+    if family not in families.SEARCHED:
+        with suppress(InputError):  # a family that refuses so few ranks says so when it is searched
+            copies = families.build(family, num_ranks=2, num_microbatches=4).weight_copies
+    if copies > 1:
+        raise PlanError(
+            f"{family} keeps {copies} copies of each stage; a plan gives every stage one rank, so "
+            "ask for another schedule"
+        )
+
+
+def _read_counts(
     replicas: Replicas | None, stages: int | None, schedule: str | None
 ) -> tuple[tuple[int, ...], int | None]:
     """(replicas of each stage, or nothing where they are not given; the number of stages, if one is
@@ -69,12 +351,8 @@ def _no_replicas(schedule: str | None) -> InputError:
     return InputError(f"{schedule} has no replicas; {', '.join(REPLICATED)} have")
 
 
-def read_cuts(graph: LayerGraph, cuts: Sequence[int | str]) -> tuple[int, ...]:
-    """Where stages begin, and the number of layers.
-
-    Raises:
-        InputError: no such layer, or not in order.
-    """
+def _read_cuts(graph: LayerGraph, cuts: Sequence[int | str]) -> tuple[int, ...]:
+    """Where stages begin, and the number of layers."""
     names = [layer.name for layer in graph.layers]
     bounds = [0]
     for cut in cuts:
@@ -90,72 +368,18 @@ def read_cuts(graph: LayerGraph, cuts: Sequence[int | str]) -> tuple[int, ...]:
     return tuple(bounds)
 
 
-def check_counts(
-    graph: LayerGraph,
-    microbatches: int | None,
-    minibatch: int | None,
-    stages: int | None,
-    memory_bytes: int | None,
-) -> None:
-    """Raise ``InputError`` for a count below 1, or ``PlanError`` for more stages than layers."""
-    asked = {
-        "microbatches": microbatches,
-        "minibatch": minibatch,
-        "stages": stages,
-        "memory_bytes": memory_bytes,
+def _check_learnable(constraints: Constraints) -> None:
+    """Raise ``InputError`` if something is asked for that a learned placement decides itself."""
+    pinned = {
+        "schedule": constraints.schedule not in (None, PLAIN),
+        "stages": constraints.stages is not None,
+        "cuts": bool(constraints.cuts),
+        "replicas": bool(constraints.replicas),
+        "versions": constraints.versions is not None and constraints.versions.asynchronous,
     }
-    for name, count in asked.items():
-        if count is not None:
-            whole(name, count, 1, MOST_BYTES if "bytes" in name else families.LARGEST)
-    num_layers = len(graph.layers)
-    if stages is not None and stages > num_layers:
-        raise PlanError(
-            f"{num_layers} layers cannot make {stages} stages, each needs at least one; ask for "
-            f"at most {num_layers} stages"
-        )
-
-
-def microbatch_sizes(
-    graph: LayerGraph, microbatches: int | None, minibatch: int | None, num_ranks: int
-) -> list[tuple[int, int]]:
-    """(rows, count) of the microbatches that a minibatch may be cut into, where these are not too
-    many to be simulated.
-
-    Args:
-        num_ranks: in a straight pipeline through all devices.
-    """
-    choices = _all_sizes(graph, microbatches, minibatch)
-    most = min(MOST_SIMULATED // num_ranks, MOST_MICROBATCHES)
-    simulated = [(size, count) for size, count in choices if count <= most]
-    if not simulated:
-        fewest = min(count for _, count in choices)
+    asked = [name for name, is_asked in pinned.items() if is_asked]
+    if asked:
         raise InputError(
-            f"{fewest:,} microbatches on {count_of(num_ranks, 'rank')} are too many to plan, since "
-            f"every op is simulated: ranks × microbatches may be {MOST_SIMULATED:,} at most, and "
-            f"microbatches {MOST_MICROBATCHES:,}; ask for {most:,} microbatches, or for a smaller "
-            "minibatch"
+            f"placer='reinforce' decides about stages itself, for {PLAIN}; leave out "
+            f"{' and '.join(asked)}"
         )
-    return simulated
-
-
-def _all_sizes(
-    graph: LayerGraph, microbatches: int | None, minibatch: int | None
-) -> list[tuple[int, int]]:
-    if minibatch is None:
-        if microbatches is None:
-            raise InputError("say how large a minibatch is: give microbatches=…, or minibatch=rows")
-        return [(graph.microbatch_size, microbatches)]
-    if microbatches is not None:
-        if minibatch % microbatches:
-            raise InputError(
-                f"a minibatch of {minibatch} rows does not make {microbatches} equal microbatches"
-            )
-        return [(minibatch // microbatches, microbatches)]
-    choices = [(size, minibatch // size) for size in graph.sizes if minibatch % size == 0]
-    if not choices:
-        sizes = ", ".join(map(str, graph.sizes))
-        raise InputError(
-            f"no microbatch size that was profiled ({sizes} rows) divides "
-            f"a minibatch of {minibatch} rows; profile another size or change the minibatch"
-        )
-    return choices

@@ -10,53 +10,46 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace as replaced
-from typing import Literal, get_args
+from typing import Literal
 
 from msgspec.structs import replace
 
 from penstock.base.errors import InputError, PlanError
 from penstock.base.telling import tells
 from penstock.base.units import count_of
-from penstock.base.values import expect, flag, is_whole, one_of, shown, whole
+from penstock.base.values import expect
 from penstock.core.cluster import Cluster
 from penstock.core.graph import LayerGraph
-from penstock.core.schedule import families
 from penstock.core.versions import Policy
-from penstock.planning.partition import cost_model as find_cost_model
 from penstock.planning.planner.candidate import Candidate
 from penstock.planning.planner.doubts import doubts_about
-from penstock.planning.planner.live import PROPOSED, Kept, is_live, keeping, live_schedule, missing
-from penstock.planning.planner.mixed_groups import mixed
-from penstock.planning.planner.offers import PLAIN
+from penstock.planning.planner.live import Kept, keeping, missing
 from penstock.planning.planner.offloading import weighed
 from penstock.planning.planner.race import Race, closest, fastest
-from penstock.planning.planner.reordering import in_other_orders, learned
 from penstock.planning.planner.request import (
-    check_counts,
-    microbatch_sizes,
-    read_counts,
-    read_cuts,
-    read_schedule,
+    PROPOSED,
+    Constraints,
+    PlanRequest,
+    RecomputeRule,
+    SpillRule,
 )
-from penstock.planning.planner.shortfall import shortfall
 from penstock.planning.planner.spilling import offered, spilled_plan
 from penstock.planning.planner.task import Task
-from penstock.planning.planner.tensor_groups import in_groups, widths
+from penstock.planning.planner.variants import in_groups, in_other_orders, learned, mixed, widths
 from penstock.planning.planner.why import (
     alternatives_of,
     coarsely,
     possible,
     reason_for,
     rivals,
+    shortfall,
     why_summed_so,
     why_sums_hide,
 )
-from penstock.planning.planner.wish import RecomputeRule, SpillRule, Wish
 from penstock.planning.plans.plan import Plan
-from penstock.planning.plans.summing import MOST_STALE, REDUCERS, ReducerName
+from penstock.planning.plans.summing import ReducerName
 
 
-@tells("planning")
 def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
     graph: LayerGraph,
     cluster: Cluster | None = None,
@@ -114,7 +107,7 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
         recompute: which stages may run forward twice to save memory: ``"where-needed"``,
             ``"never"``, or all by ``"stage"`` or by ``"layers"``.
         cost_model: how exchanges of gradients are counted: ``"ring"``, ``"pipedream-paper"`` or
-            ``"pipedream-released"`` (``penstock.planning.partition.cost_models``).
+            ``"pipedream-released"`` (``penstock.planning.partition.chain``).
         overlap: the share of an exchange that hides behind the backward before it, 0 to 1. By
             default the simulator says how much does: parts leave while the last backward runs.
         tensor_ranks: devices that share every layer, each by rows, columns or neither as costs
@@ -151,83 +144,71 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
         InputError: a count below 1, an unknown schedule, or more microbatches than can be simulated
             (ranks × microbatches above 500,000).
     """
+    request = PlanRequest(
+        microbatches=microbatches,
+        minibatch=minibatch,
+        schedule=schedule,
+        stages=stages,
+        cuts=cuts,
+        memory_bytes=memory_bytes,
+        versions=versions,
+        replicas=replicas,
+        asynchronous=asynchronous,
+        recompute=recompute,
+        cost_model=cost_model,
+        overlap=overlap,
+        tensor_ranks=tensor_ranks,
+        reducer=reducer,
+        stale=stale,
+        layer_order=layer_order,
+        placer=placer,
+        rate=rate,
+        spill=spill,
+    )
+    return planned(graph, cluster, request)
+
+
+@tells("planning")
+def planned(graph: LayerGraph, cluster: Cluster | None, request: PlanRequest) -> Plan:
+    """The best plan for a request, as ``plan`` finds it."""
     expect(graph, LayerGraph, "the graph", "measure the model with penstock.profile")
     expect(
         cluster, Cluster | None, "the cluster", "give a penstock.Cluster, or Cluster.load a file"
     )
-    expect(versions, Policy | None, "versions", "take one of penstock.versions, as in Stash()")
-    one_of("recompute", recompute, get_args(RecomputeRule))
-    one_of("layer_order", layer_order, ("execution", "any"))
-    one_of("placer", placer, ("exact", "reinforce"))
-    one_of("spill", spill, get_args(SpillRule))
-    flag("asynchronous", asynchronous)
-    expect(cuts, list | tuple, "cuts", "give a list of layers, as in cuts=[3]")
-    check_counts(graph, microbatches, minibatch, stages, memory_bytes)
-    schedule, options = read_schedule(schedule)
-    proposes = schedule is None and versions is None
-    if rate is not None:
-        schedule = live_schedule(schedule, versions, rate, placer)
-    if microbatches is None and minibatch is None and is_live(schedule, versions, rate):
-        microbatches = 1
-    given = read_cuts(graph, cuts) if cuts else ()
-    if given and stages not in (None, len(given) - 1):
-        raise InputError(f"the cuts make {len(given) - 1} stages, but stages is {stages}")
-    stages = len(given) - 1 if given else stages
-    there = cluster or Cluster.local()
-    most_ranks = min(len(there.devices), len(graph.layers))
+    cluster = cluster or Cluster.local()
+    constraints = request.constraints(graph)
+    most_ranks = min(len(cluster.devices), len(graph.layers))
     single = [
         Task(
             graph.at(size),
-            there,
+            cluster,
             count,
-            memory_bytes,
-            find_cost_model(cost_model, overlap),
-            marks=given,
+            request.memory_bytes,
+            request.communication,
+            marks=constraints.cuts,
         )
-        for size, count in microbatch_sizes(graph, microbatches, minibatch, most_ranks)
+        for size, count in request.microbatch_sizes(graph, most_ranks)
     ]
-    tasks = list(_with_tensor_ranks(list(_with_reducers(single, reducer, stale)), tensor_ranks))
-    if layer_order == "any" and not given:
+    tasks = list(_with_tensor_ranks(list(_with_reducers(single, request)), request.tensor_ranks))
+    if request.layer_order == "any" and not constraints.cuts:
         tasks += [other for task in tasks for other in in_other_orders(task)]
-    if versions is not None and versions.asynchronous and schedule is None:
-        schedule = versions.family
-    counts, stages = read_counts(replicas, stages, schedule)
-    pinned = schedule is not None or stages is not None
-    wish = Wish(
-        schedule,
-        stages,
-        versions,
-        replicas=counts,
-        any_replicas=replicas == "any" or (replicas is None and not pinned),
-        asynchronous="also" if asynchronous else "no",
-        cuts=given,
-        recompute=recompute,
-        spill=spill,
-        options=options,
-    )
-    if spill == "always":
-        return _spilled(single, wish)
-    if placer == "reinforce":
-        _check_learnable(wish)
-        return _learned(tasks, wish)
-    never = versions is not None and versions.asynchronous
-    if never and recompute in ("stage", "layers"):
-        raise InputError("stages do not run forward twice where the pipeline never flushes")
-    return _solve(tasks, wish) if rate is None else _for_rate(tasks, wish, float(rate), proposes)
+    if request.spill == "always":
+        return _spilled(single, constraints)
+    if request.placer == "reinforce":
+        return _learned(tasks, constraints)
+    if request.rate is None:
+        return _solve(tasks, constraints)
+    for_rate = _proposed_for_rate if request.proposes_stream else _solve_for_rate
+    return for_rate(tasks, constraints, float(request.rate))
 
 
-def _for_rate(tasks: Sequence[Task], wish: Wish, rate: float, proposes: bool) -> Plan:
-    """``proposes``: nobody has said which schedule."""
-    return (_proposed_for_rate if proposes else _solve_for_rate)(tasks, wish, rate)
-
-
-def _proposed_for_rate(tasks: Sequence[Task], wish: Wish, rate: float) -> Plan:
+def _proposed_for_rate(tasks: Sequence[Task], constraints: Constraints, rate: float) -> Plan:
     """Where no schedule is asked for: the one that learns best of those on the fewest devices."""
     plans: list[Plan] = []
     failure: PlanError | None = None
     for family in PROPOSED:
         try:
-            plans.append(_solve_for_rate(tasks, replaced(wish, schedule=family), rate))
+            plans.append(_solve_for_rate(tasks, replaced(constraints, schedule=family), rate))
         except PlanError as error:
             failure = error
     if not plans:
@@ -237,28 +218,28 @@ def _proposed_for_rate(tasks: Sequence[Task], wish: Wish, rate: float) -> Plan:
     return replace(plan, reason=f"{plan.reason}; {PROPOSED[plan.schedule]}")
 
 
-def _solve_for_rate(tasks: Sequence[Task], wish: Wish, rate: float) -> Plan:
-    wish = replaced(wish, any_replicas=False)
-    kept = None if wish.replicas else keeping(tasks, wish, rate)
+def _solve_for_rate(tasks: Sequence[Task], constraints: Constraints, rate: float) -> Plan:
+    constraints = replaced(constraints, any_replicas=False)
+    kept = None if constraints.replicas else keeping(tasks, constraints, rate)
     if kept is None:
-        best = fastest(tasks, wish)
+        best = fastest(tasks, constraints)
         if best is None:
-            return _solve(tasks, wish)  # which says why there is none
+            return _solve(tasks, constraints)  # which says why there is none
         if best.frames_per_second < rate:
-            raise missing(tasks, wish, rate, best)
+            raise missing(tasks, constraints, rate, best)
         kept = Kept(best, ())
-    labelled = rivals(tasks, wish)
+    labelled = rivals(tasks, constraints)
     for candidate in kept.fewer:
         labelled[count_of(candidate.setting.num_ranks, "device")] = candidate
     plan = kept.chosen.to_plan(
         kept.reason(rate),
-        alternatives_of(kept.chosen, labelled, wish),
+        alternatives_of(kept.chosen, labelled, constraints),
         tuple(doubts_about(kept.chosen, [])),
     )
     return replace(plan, rate=rate)
 
 
-def _spilled(tasks: Sequence[Task], wish: Wish) -> Plan:
+def _spilled(tasks: Sequence[Task], constraints: Constraints) -> Plan:
     """The plan whose stages come and go, since somebody asks for it."""
     tiers = tasks[0].cluster.tiers
     if not tiers:
@@ -266,73 +247,52 @@ def _spilled(tasks: Sequence[Task], wish: Wish) -> Plan:
             'spill="always" needs a tier to which stages go; give the cluster one, as in '
             "Cluster.local(tiers=[Tier(folder=…)]), or --tier FOLDER"
         )
-    if not wish.may_spill:
+    if not constraints.may_spill:
         raise InputError(
             "stages that come and go are planned as a whole; leave out schedule, stages, cuts, "
             'replicas and versions, or take spill="never"'
         )
-    return weighed(spilled_plan(tasks, wish, tiers), tasks[0], wish)
+    return weighed(spilled_plan(tasks, constraints, tiers), tasks[0], constraints)
 
 
-def _check_learnable(wish: Wish) -> None:
-    """Raise ``InputError`` if something is asked for that a learned placement decides itself."""
-    pinned = {
-        "schedule": wish.schedule not in (None, PLAIN),
-        "stages": wish.stages is not None,
-        "cuts": bool(wish.cuts),
-        "replicas": bool(wish.replicas),
-        "versions": wish.versions is not None and wish.versions.asynchronous,
-    }
-    asked = [name for name, is_asked in pinned.items() if is_asked]
-    if asked:
-        raise InputError(
-            f"placer='reinforce' decides about stages itself, for {PLAIN}; leave out "
-            f"{' and '.join(asked)}"
-        )
-
-
-def _learned(tasks: Sequence[Task], wish: Wish) -> Plan:
+def _learned(tasks: Sequence[Task], constraints: Constraints) -> Plan:
     """The plan with the placement that a policy learned."""
-    placed = [one for one in (learned(task, wish) for task in tasks) if one is not None]
+    placed = [
+        candidate
+        for candidate in (learned(task, constraints) for task in tasks)
+        if candidate is not None
+    ]
     if not placed:
         raise PlanError(
             "the learned placement does not fit in memory; placer='exact' looks for one that does"
         )
-    return _explained(min(placed, key=lambda candidate: candidate.seconds), (), tasks, wish)
+    return _explained(min(placed, key=lambda candidate: candidate.seconds), (), tasks, constraints)
 
 
 def _explained(
     chosen: Candidate,
     contenders: Sequence[Candidate],
     tasks: Sequence[Task],
-    wish: Wish,
+    constraints: Constraints,
     num_skipped: int = 0,
 ) -> Plan:
-    labelled = rivals([task for task in tasks if task.reducer == chosen.task.reducer], wish)
-    reason = reason_for(chosen, contenders, labelled, wish)
+    labelled = rivals([task for task in tasks if task.reducer == chosen.task.reducer], constraints)
+    reason = reason_for(chosen, contenders, labelled, constraints)
     if chosen.way.reducer != "owners":
         reason += f" ({why_summed_so(chosen)})"
     if hides := why_sums_hide(chosen):
         reason += f" ({hides})"
-    if chosen.task.is_coarse and not wish.cuts:
+    if chosen.task.is_coarse and not constraints.cuts:
         reason += f" ({coarsely(chosen.task)})"
     if num_skipped:
         reason += f" ({num_skipped} candidates that promised less were not simulated)"
-    doubts = doubts_about(chosen, possible([*contenders, *labelled.values()], chosen, wish))
-    return chosen.to_plan(reason, alternatives_of(chosen, labelled, wish), tuple(doubts))
+    doubts = doubts_about(chosen, possible([*contenders, *labelled.values()], chosen, constraints))
+    return chosen.to_plan(reason, alternatives_of(chosen, labelled, constraints), tuple(doubts))
 
 
-def _with_reducers(
-    tasks: Sequence[Task], reducer: ReducerName | Literal["any"], stale: int
-) -> Iterator[Task]:
+def _with_reducers(tasks: Sequence[Task], request: PlanRequest) -> Iterator[Task]:
     """Each task for the ways to sum that are asked for."""
-    one_of("reducer", reducer, (*REDUCERS, "any"))
-    whole("stale", stale, 0, MOST_STALE)
-    if stale and reducer != "parameter-server":
-        raise InputError(
-            f"stale={stale} is for reducer='parameter-server', and the reducer is {reducer!r}; "
-            "name that one, or leave stale out"
-        )
+    reducer = request.reducer
     for task in tasks:
         has_servers = bool(task.cluster.spares)
         if reducer in {"servers", "parameter-server"} and not has_servers:
@@ -347,14 +307,11 @@ def _with_reducers(
                 yield replaced(task, reducer="servers")
                 yield replaced(task, reducer="parameter-server")
         else:
-            yield replaced(task, reducer=reducer, stale=stale)
+            yield replaced(task, reducer=reducer, stale=request.stale)
 
 
 def _with_tensor_ranks(tasks: Sequence[Task], tensor_ranks: int | Literal["any"]) -> Iterator[Task]:
     """Each task for the sizes of tensor groups that are asked for."""
-    is_count = is_whole(tensor_ranks) and 1 <= int(tensor_ranks) <= families.LARGEST
-    if tensor_ranks != "any" and not is_count:
-        raise InputError(f"tensor_ranks is {shown(tensor_ranks)}; give a whole number ≥ 1 or 'any'")
     for task in tasks:
         if tensor_ranks in ("any", 1):
             yield task
@@ -363,46 +320,48 @@ def _with_tensor_ranks(tasks: Sequence[Task], tensor_ranks: int | Literal["any"]
                 yield in_groups(task, width)
 
 
-def _solve(tasks: Sequence[Task], wish: Wish) -> Plan:
+def _solve(tasks: Sequence[Task], constraints: Constraints) -> Plan:
     race = Race()
-    race.run(tasks, wish)
-    race.enter(mixed(tasks, wish))
+    race.run(tasks, constraints)
+    race.enter(mixed(tasks, constraints))
     chosen = race.winner
     if chosen is None:
-        _check_built(race, tasks[0], wish)
+        _check_built(race, tasks[0], constraints)
         if race.failure is not None:
             raise race.failure
-        nearest = closest(tasks, wish)
+        nearest = closest(tasks, constraints)
         if nearest is None or not nearest.fits:
-            return _fits_nowhere(nearest, tasks, wish)
+            return _fits_nowhere(nearest, tasks, constraints)
         chosen = nearest if nearest.setting.is_final else nearest.with_final_order()
-    plan = _explained(chosen, race.contenders, tasks, wish, race.num_skipped)
-    return weighed(plan, chosen.task, wish)
+    plan = _explained(chosen, race.contenders, tasks, constraints, race.num_skipped)
+    return weighed(plan, chosen.task, constraints)
 
 
-def _fits_nowhere(nearest: Candidate | None, tasks: Sequence[Task], wish: Wish) -> Plan:
+def _fits_nowhere(
+    nearest: Candidate | None, tasks: Sequence[Task], constraints: Constraints
+) -> Plan:
     """A plan whose stages come and go, if it may be one; else what would have to change."""
-    if wish.spill == "never" or not wish.may_spill:
-        raise PlanError(shortfall(nearest, tasks, wish))
+    if constraints.spill == "never" or not constraints.may_spill:
+        raise PlanError(shortfall(nearest, tasks, constraints))
     if tasks[0].cluster.tiers:
-        plan = spilled_plan(tasks, wish, tasks[0].cluster.tiers)
-        return weighed(plan, tasks[0], wish)
-    raise PlanError(shortfall(nearest, tasks, wish) + offered(tasks, wish))
+        plan = spilled_plan(tasks, constraints, tasks[0].cluster.tiers)
+        return weighed(plan, tasks[0], constraints)
+    raise PlanError(shortfall(nearest, tasks, constraints) + offered(tasks, constraints))
 
 
-def _check_built(race: Race, task: Task, wish: Wish) -> None:
+def _check_built(race: Race, task: Task, constraints: Constraints) -> None:
     """Raise ``PlanError`` or the family's own error if nothing could be built."""
     if not race.num_stages:
         *_, last = race.refusals.values()
-        if wish.replicas:
+        if constraints.replicas:
             raise last
         raise PlanError(f"no schedule can be built for this request: {last}")
-    if wish.stages is not None and wish.stages not in race.num_stages:
-        if wish.versions is not None and wish.stages in race.refusals:
-            raise race.refusals[wish.stages]
+    if constraints.stages is not None and constraints.stages not in race.num_stages:
+        if constraints.versions is not None and constraints.stages in race.refusals:
+            raise race.refusals[constraints.stages]
         counts = ", ".join(map(str, sorted(race.num_stages)))
         raise PlanError(
-            f"no schedule here cuts the model into {wish.stages} stages on "
+            f"no schedule here cuts the model into {constraints.stages} stages on "
             f"{len(task.cluster.devices)} device(s); ask for {counts} or give a cluster with more "
             "devices"
         )

@@ -1,26 +1,84 @@
-"""``Setting``: a schedule on some devices, before anything is said about layers."""
+"""``Setting``: a schedule on some devices, before anything is said about layers. ``Moments`` tell
+what its ranks hold, without a walk through all ops for each way to cut the model; ``MemoryLimits``
+which layers its stages have memory for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from penstock.core.graph import Mode
-from penstock.core.schedule import Schedule, families
+from penstock.core.schedule import Kind, Op, Schedule, families
 from penstock.core.schedule.lower import add_recompute
 from penstock.core.schedule.memory import Load, loads, peak_activations
 from penstock.core.versions import Flush, Policy, place_of, weight_copies
-from penstock.planning.partition.arrays import np
-from penstock.planning.partition.chain import Table
-from penstock.planning.planner.moments import Moments, moments_of
+from penstock.planning.partition.chain import Floats, Table
+from penstock.planning.planner.request import RecomputeRule
 from penstock.planning.planner.task import Task
-from penstock.planning.planner.wish import RecomputeRule
 from penstock.planning.plans.orders import stand_in
 from penstock.planning.plans.stage_plan import RecomputeWay
 from penstock.planning.plans.summing import COPIES_OF_GRADIENTS, ReducerName
+
+_INPUT, _WHOLE, _FOR_WEIGHT = range(3)
+_CHANGES = {
+    Kind.RECOMPUTE: ((_INPUT, -1), (_WHOLE, 1)),
+    Kind.BACKWARD: ((_WHOLE, -1),),
+    Kind.BACKWARD_INPUT: ((_WHOLE, -1), (_FOR_WEIGHT, 1)),
+    Kind.BACKWARD_WEIGHT: ((_FOR_WEIGHT, -1),),
+}
+
+StageSizes = tuple[float, float, float]
+"""Bytes that a microbatch keeps at a stage: its input only, all, or what the weight gradient
+needs."""
+
+
+class Moments(NamedTuple):
+    """How many microbatches a rank holds at a time, and how.
+
+    Attributes:
+        stages: those that the rank has.
+        counts: a row per moment that differs from all others, three columns per stage: as
+            ``StageSizes``.
+    """
+
+    stages: tuple[int, ...]
+    counts: Floats
+
+    def most_bytes(self, sizes: Callable[[int], StageSizes]) -> float:
+        """Bytes that the rank holds at its worst moment, if ``sizes`` tells what a microbatch
+        keeps at a stage."""
+        flat = [size for stage in self.stages for size in sizes(stage)]
+        return float((self.counts @ flat).max())
+
+
+def moments_of(schedule: Schedule) -> tuple[Moments, ...]:
+    """The moments of each rank.
+
+    Args:
+        schedule: compute only, of whole microbatches, perhaps with recomputes.
+    """
+    return tuple(
+        _moments(ops, stages)
+        for ops, stages in zip(schedule.rank_ops, schedule.stages_of, strict=True)
+    )
+
+
+def _moments(ops: Sequence[Op], stages: Sequence[int]) -> Moments:
+    first_column = {stage: 3 * index for index, stage in enumerate(stages)}
+    recomputed = {op.stage for op in ops if op.kind is Kind.RECOMPUTE}
+    changes = np.zeros((len(ops) + 1, 3 * len(stages)))
+    for row, op in enumerate(ops, start=1):
+        kept = _INPUT if op.stage in recomputed else _WHOLE
+        for part, change in _CHANGES.get(op.kind, ((kept, 1),)):
+            changes[row, first_column[op.stage] + part] += change
+    return Moments(tuple(stages), np.unique(changes.cumsum(axis=0), axis=0))
+
 
 _RECOMPUTES: tuple[RecomputeWay, ...] = ("none", "layers", "stage")
 
@@ -52,7 +110,7 @@ class Terms:
 
     def build(self, num_microbatches: int) -> Schedule:
         """The schedule for some microbatches. A family that searches has to know the stages' costs,
-        so its place is held by another order until these are known.
+        so its place is held by another order until it has them.
 
         Raises:
             InputError: the family refuses.
@@ -137,7 +195,7 @@ class Setting(Terms):
 
     @cached_property
     def loads(self) -> tuple[tuple[Load, ...], ...]:
-        """What the ranks of each stage hold at their worst moments; exact where every rank has one
+        """The loads of each stage's ranks at their worst moments; exact where every rank has one
         stage, else an even share."""
         return self._loads(self.schedule, lambda held: Load(whole=held))
 
@@ -159,7 +217,7 @@ class Setting(Terms):
 
     @cached_property
     def moments(self) -> tuple[Moments, ...]:
-        """What each rank holds, moment by moment, where no stage runs forward a second time."""
+        """The moments of each rank where no stage runs forward a second time."""
         return moments_of(self.schedule)
 
     @cached_property
@@ -177,7 +235,7 @@ class Setting(Terms):
         return add_recompute(self.schedule, range(self.num_stages))
 
 
-class Rooms:
+class MemoryLimits:
     """Which layers the stages of a setting have memory for, and with how much recomputing.
 
     Args:
@@ -227,7 +285,7 @@ class Rooms:
         return np.where(fits, 0.0, np.where(least <= limit, again, inf))
 
     def recompute(self, stage: int, start: int, stop: int) -> RecomputeWay:
-        """What a stage with layers ``[start, stop)``, which fits, must run twice."""
+        """The recomputing that a stage with layers ``[start, stop)``, which fits, needs."""
         rule, limit = self._setting.recompute, self._limits[stage]
         if rule in {"stage", "layers"}:
             return rule
@@ -267,9 +325,9 @@ class Rooms:
     def num_bytes(self, stage: int, how: RecomputeWay) -> Table:
         """Bytes that a rank of a stage needs, as a table of all starts and stops."""
         key = self._key(stage, how)
-        if key not in self._task.known.tables:
-            self._task.known.tables[key] = self._num_bytes(*key[:-1])
-        return self._task.known.tables[key]
+        if key not in self._task.cache.tables:
+            self._task.cache.tables[key] = self._num_bytes(*key[:-1])
+        return self._task.cache.tables[key]
 
     def _key(
         self, stage: int, how: RecomputeWay
@@ -299,7 +357,7 @@ def _needed(
     loads: tuple[Load, ...],
     how: RecomputeWay,
 ) -> Any:
-    """What a rank needs for one stage, as numbers, or for many at once, as tables.
+    """The bytes that a rank needs for one stage, as numbers, or for many at once, as tables.
 
     Args:
         numbers: sums over the stage's layers, by their names (``Task.numbers``, ``Task.tables``).

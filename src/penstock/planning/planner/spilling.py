@@ -21,16 +21,16 @@ from penstock.base.errors import InputError, PlanError
 from penstock.base.units import count_of, format_bytes, format_seconds
 from penstock.core.cluster import Tier
 from penstock.planning.planner.candidate import Candidate
-from penstock.planning.planner.offers import Offer, Options
+from penstock.planning.planner.offers import Offer
+from penstock.planning.planner.request import Constraints, Options
 from penstock.planning.planner.task import Task
-from penstock.planning.planner.wish import Wish
-from penstock.planning.plans.alternative import Alternative
 from penstock.planning.plans.plan import Plan
 from penstock.planning.plans.prediction import Prediction
 from penstock.planning.plans.spilling import Spill, bytes_of_spilled_ranks, traffic
 from penstock.planning.plans.stage_plan import RecomputeWay, StagePlan
+from penstock.planning.plans.table import Alternative
 
-FAMILY = "spilled"
+_FAMILY = "spilled"
 _MOST_COUNTS = 32
 _SIMULATED = 3
 """So many numbers of stages that fit are simulated for each way; more stages move the same."""
@@ -79,7 +79,7 @@ class Spilled:
 
     @cached_property
     def prediction(self) -> Prediction:
-        """What the stages do, transfers included."""
+        """The prediction for the stages, transfers included."""
         of_candidate = self.candidate.prediction
         return Prediction(
             self.stages,
@@ -111,7 +111,7 @@ class How(NamedTuple):
     options: Options
 
 
-def spilled_plan(tasks: Sequence[Task], wish: Wish, tiers: Sequence[Tier]) -> Plan:
+def spilled_plan(tasks: Sequence[Task], constraints: Constraints, tiers: Sequence[Tier]) -> Plan:
     """The fastest plan whose stages come from one of these tiers and fit.
 
     Raises:
@@ -123,7 +123,7 @@ def spilled_plan(tasks: Sequence[Task], wish: Wish, tiers: Sequence[Tier]) -> Pl
         if task.groups is not None:
             continue
         for tier in tiers:
-            for spilled in _promising(task, wish, tier):
+            for spilled in _promising(task, constraints, tier):
                 if spilled.excess > 0:
                     if nearest is None or spilled.excess < nearest.excess:
                         nearest = spilled
@@ -134,14 +134,14 @@ def spilled_plan(tasks: Sequence[Task], wish: Wish, tiers: Sequence[Tier]) -> Pl
     raise PlanError(_too_little(nearest))
 
 
-def _promising(task: Task, wish: Wish, tier: Tier) -> Iterator[Spilled]:
+def _promising(task: Task, constraints: Constraints, tier: Tier) -> Iterator[Spilled]:
     """Candidates of each way that fit, ahead if there is room for that; of a way in which none
     does, the one with most stages."""
     for num_ranks in sorted({1, len(task.cluster.devices)}):
         for ahead in (1, 0):
             fitting = False
-            for recompute in _ways(wish):
-                how = How(recompute, ahead, wish.options)
+            for recompute in _ways(constraints):
+                how = How(recompute, ahead, constraints.options)
                 for spilled in _fitting(task, tier, num_ranks, how):
                     fitting = fitting or spilled.excess <= 0
                     yield spilled
@@ -175,10 +175,10 @@ def _is_hopeless(task: Task, num_ranks: int, count: int) -> bool:
     return count < most and largest > max(_limits(task, num_ranks))
 
 
-def _ways(wish: Wish) -> tuple[RecomputeWay, ...]:
-    if wish.recompute == "where-needed":
+def _ways(constraints: Constraints) -> tuple[RecomputeWay, ...]:
+    if constraints.recompute == "where-needed":
         return ("none", "stage")
-    return ("none",) if wish.recompute == "never" else (wish.recompute,)
+    return ("none",) if constraints.recompute == "never" else (constraints.recompute,)
 
 
 def _counts(most: int) -> list[int]:
@@ -193,7 +193,7 @@ def _counts(most: int) -> list[int]:
 def _spilled(task: Task, tier: Tier, num_ranks: int, count: int, how: How) -> Spilled | None:
     options = {**dict(how.options), "stages_per_rank": count}
     offer = Offer(
-        FAMILY, tuple(range(num_ranks)), options=tuple(options.items()), recompute="never"
+        _FAMILY, tuple(range(num_ranks)), options=tuple(options.items()), recompute="never"
     )
     try:
         setting = offer.setting(task)
@@ -211,7 +211,7 @@ def _spilled(task: Task, tier: Tier, num_ranks: int, count: int, how: How) -> Sp
 
 
 def _limits(task: Task, num_ranks: int) -> tuple[float, ...]:
-    """What each rank may use: its own limit, and its share of what its host has."""
+    """The bytes that each rank may use: its own limit, and its share of what its host has."""
     limits = list(task.limits[:num_ranks])
     for host, shared in task.topology.shared_memories:
         own = [rank for rank in range(num_ranks) if rank in host]
@@ -221,12 +221,13 @@ def _limits(task: Task, num_ranks: int) -> tuple[float, ...]:
 
 
 def _layer_bytes(task: Task) -> list[int]:
-    """What travels with each layer: weights, gradients, optimizer state."""
+    """The bytes that travel with each layer: weights, gradients, optimizer state."""
     return [2 * layer.parameter_bytes + layer.optimizer_bytes for layer in task.graph.layers]
 
 
 def _least_bytes(task: Task) -> int:
-    """What a rank holds at some moment wherever stages are: a layer, and a microbatch in it."""
+    """Bytes that a rank holds at some moment wherever stages are: a layer, and a microbatch in
+    it."""
     pairs = zip(_layer_bytes(task), task.graph.layers, strict=True)
     return max(size + layer.activation_bytes for size, layer in pairs)
 
@@ -355,12 +356,12 @@ def _too_little(nearest: Spilled | None) -> str:
     )
 
 
-def offered(tasks: Sequence[Task], wish: Wish) -> str:
-    """What a tier would make possible where nothing fits, for an error; empty if nothing."""
+def offered(tasks: Sequence[Task], constraints: Constraints) -> str:
+    """The plan that a tier would make possible where nothing fits, for an error; empty if none."""
     if all(_least_bytes(task) > max(_limits(task, 1)) for task in tasks):
         return ""
     try:
-        plan = spilled_plan(tasks, wish, [Tier()])
+        plan = spilled_plan(tasks, constraints, [Tier()])
     except PlanError:
         return ""
     return (

@@ -9,13 +9,18 @@ from itertools import accumulate, pairwise, product
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from penstock.core.cluster import Cluster, Device, Link, Topology
 from penstock.core.graph import Layer, LayerGraph, Mode
 from penstock.core.schedule import Schedule
-from penstock.planning.partition.arrays import Floats, np
-from penstock.planning.partition.chain import Table
-from penstock.planning.partition.cost_models import CostModel, cost_model
-from penstock.planning.planner.places import places_near, spread_places
+from penstock.planning.partition.chain import (
+    CostModel,
+    Floats,
+    Table,
+    cost_model,
+)
+from penstock.planning.partition.layers import places_near, spread_places
 from penstock.planning.plans.stage_plan import Split
 from penstock.planning.plans.summing import ReducerName
 
@@ -89,8 +94,8 @@ class TensorGroups:
 
 
 @dataclass(frozen=True)
-class Known:
-    """What was worked out for a task so far, by what it depends on.
+class Cache:
+    """Results that a task has worked out so far, by what they depend on.
 
     Attributes:
         cuts: the best ones of settings without limits.
@@ -161,9 +166,9 @@ class Task:
         return Topology(self.cluster)
 
     @cached_property
-    def known(self) -> Known:
-        """What was worked out for this task so far."""
-        return Known()
+    def cache(self) -> Cache:
+        """The results that this task has worked out so far."""
+        return Cache()
 
     @cached_property
     def num_layers(self) -> int:
@@ -261,8 +266,8 @@ class Task:
         """The sums that ``tables`` has, by their names, for one stage with layers ``[start,
         stop)``, wherever these begin and end."""
         bounds = start, stop
-        if bounds not in self.known.numbers:
-            self.known.numbers[bounds] = {
+        if bounds not in self.cache.numbers:
+            self.cache.numbers[bounds] = {
                 **{name: self.sum(name, start, stop) for name in self.sums},
                 "activation_bytes": self.activation_bytes(start, stop),
                 "again_input_bytes": self.again_input_bytes(start, stop),
@@ -270,12 +275,12 @@ class Task:
                 "again_workspace_bytes": self.workspace_bytes(start, stop, again=True),
                 "tied_bytes": sum(tie.num_bytes for tie in self.ties if tie.is_parted(start, stop)),
             }
-        return self.known.numbers[bounds]
+        return self.cache.numbers[bounds]
 
     @cached_property
     def tables(self) -> dict[str, Table]:
-        """What ``sum`` gives for all stages between two places, by the name of the number: a table
-        with a row for each start and a column for each stop."""
+        """The results of ``sum`` for all stages between two places, by the name of the number: a
+        table with a row for each start and a column for each stop."""
         tables, places = {}, list(self.places)
         for name, column in self.sums.items():
             sums = np.array(column, dtype=float)[places]

@@ -1,8 +1,10 @@
-"""Why a plan was chosen: what else there was, and what decided."""
+"""Why a plan was chosen: what else there was, and what decided. Where nothing fits: what is over by
+how much, and the smallest change that would do (``shortfall``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace as replaced
 
 from msgspec.structs import replace
@@ -10,11 +12,10 @@ from msgspec.structs import replace
 from penstock.base.units import count_of, format_bytes, format_seconds, format_speed_up
 from penstock.core.schedule.op import Kind
 from penstock.planning.planner.candidate import Candidate
-from penstock.planning.planner.offers import PLAIN
 from penstock.planning.planner.race import SAME, fastest
+from penstock.planning.planner.request import PLAIN, Constraints
 from penstock.planning.planner.task import Task
-from penstock.planning.planner.wish import Wish
-from penstock.planning.plans.alternative import Alternative
+from penstock.planning.plans.table import Alternative
 
 _MATTERS = 0.1
 """A share of the step that is worth a word."""
@@ -24,14 +25,14 @@ _BUDGET = 100_000
 """Ops to simulate for each row of the table."""
 
 
-def rivals(tasks: Sequence[Task], wish: Wish) -> dict[str, Candidate]:
+def rivals(tasks: Sequence[Task], constraints: Constraints) -> dict[str, Candidate]:
     """The best candidate of every kind of plan, by the kind's label: the fastest that fits, else
     the fastest if memory did not matter."""
     split = [task for task in tasks if task.groups is not None]
     singles = (task if task.groups is None else task.groups.single for task in tasks)
     whole = list({id(task): task for task in singles}.values())
-    plain = Wish(schedule=PLAIN, any_replicas=False, recompute=wish.recompute)
-    everything = Wish(recompute=wish.recompute)
+    plain = Constraints(schedule=PLAIN, any_replicas=False, recompute=constraints.recompute)
+    everything = Constraints(recompute=constraints.recompute)
     widths = [min(len(task.cluster.devices), task.num_microbatches) for task in whole]
     kinds = {
         "single device": replaced(plain, stages=1),
@@ -45,16 +46,16 @@ def rivals(tasks: Sequence[Task], wish: Wish) -> dict[str, Candidate]:
     best = {label: _best(whole, kind) for label, kind in kinds.items()}
     if split:
         best["split layers"] = _best(split, everything)
-    return {label: one for label, one in best.items() if one is not None}
+    return {label: candidate for label, candidate in best.items() if candidate is not None}
 
 
-def _best(tasks: Sequence[Task], wish: Wish) -> Candidate | None:
+def _best(tasks: Sequence[Task], constraints: Constraints) -> Candidate | None:
     roomy = [_roomy(task) for task in tasks]
-    return fastest(tasks, wish, _BUDGET) or fastest(roomy, wish, _BUDGET)
+    return fastest(tasks, constraints, _BUDGET) or fastest(roomy, constraints, _BUDGET)
 
 
 def _roomy(task: Task) -> Task:
-    """The same with so much memory that it does not count."""
+    """The same task with so much memory that it does not count."""
     cluster = task.cluster
     boundless = replace(
         cluster,
@@ -68,7 +69,7 @@ def _roomy(task: Task) -> Task:
 
 
 def alternatives_of(
-    chosen: Candidate, labelled: dict[str, Candidate], wish: Wish
+    chosen: Candidate, labelled: dict[str, Candidate], constraints: Constraints
 ) -> tuple[Alternative, ...]:
     """The rivals as rows of a table."""
     rows = dict(labelled)
@@ -83,19 +84,19 @@ def alternatives_of(
             memory_bytes=max(rival.rank_bytes),
             moved_bytes=rival.moved_bytes,
             delay=rival.prediction.delay + rival.way.most_stale,
-            remark=_remark(rival, chosen, wish),
+            remark=_remark(rival, chosen, constraints),
         )
         for label, rival in rows.items()
     )
 
 
-def _remark(rival: Candidate, chosen: Candidate, wish: Wish) -> str:
+def _remark(rival: Candidate, chosen: Candidate, constraints: Constraints) -> str:
     if _is_same(rival, chosen):
         return "chosen"
     over = rival.limited_like(chosen).excess
     if over.num_bytes > 0:
         return f"does not fit: {format_bytes(over.num_bytes)} over {over.place}"
-    if rival.setting.versions.asynchronous and wish.asynchronous == "no":
+    if rival.setting.versions.asynchronous and constraints.asynchronous == "no":
         return "old weights: not asked for"
     return ""
 
@@ -115,33 +116,40 @@ def _essence(candidate: Candidate) -> tuple[object, ...]:
     )
 
 
-def possible(contenders: Sequence[Candidate], chosen: Candidate, wish: Wish) -> list[Candidate]:
-    """The contenders of another kind than ``chosen`` that a wish allows and that fit where
+def possible(
+    contenders: Sequence[Candidate], chosen: Candidate, constraints: Constraints
+) -> list[Candidate]:
+    """The contenders of another kind than ``chosen`` that constraints allow and that fit where
     ``chosen`` does.
 
     Rivals for the table may have been made for another request, so they are looked at again.
     """
     return [
-        one
-        for one in contenders
-        if str(one) != str(chosen) and _is_wanted(one, wish) and one.limited_like(chosen).fits
+        contender
+        for contender in contenders
+        if str(contender) != str(chosen)
+        and _is_wanted(contender, constraints)
+        and contender.limited_like(chosen).fits
     ]
 
 
-def _is_wanted(candidate: Candidate, wish: Wish) -> bool:
+def _is_wanted(candidate: Candidate, constraints: Constraints) -> bool:
     setting = candidate.setting
     return (
-        _is_allowed(candidate, wish)
-        and wish.allows(setting.num_stages)
-        and wish.schedule in (None, setting.schedule.name)
-        and set(wish.options) <= set(setting.options)
-        and (wish.any_replicas or wish.replicas == setting.replicas)
-        and (not wish.cuts or wish.cuts == candidate.cuts)
+        _is_allowed(candidate, constraints)
+        and constraints.allows(setting.num_stages)
+        and constraints.schedule in (None, setting.schedule.name)
+        and set(constraints.options) <= set(setting.options)
+        and (constraints.any_replicas or constraints.replicas == setting.replicas)
+        and (not constraints.cuts or constraints.cuts == candidate.cuts)
     )
 
 
 def reason_for(
-    chosen: Candidate, contenders: Sequence[Candidate], labelled: dict[str, Candidate], wish: Wish
+    chosen: Candidate,
+    contenders: Sequence[Candidate],
+    labelled: dict[str, Candidate],
+    constraints: Constraints,
 ) -> str:
     """One sentence on why ``chosen`` won, with the plan that decided it."""
     speed_up = format_speed_up(labelled["single device"].seconds, chosen.seconds)
@@ -149,7 +157,7 @@ def reason_for(
     others = [
         candidate
         for candidate in (*contenders, *labelled.values())
-        if str(candidate) != str(chosen) and _is_allowed(candidate, wish)
+        if str(candidate) != str(chosen) and _is_allowed(candidate, constraints)
     ]
     fitting = [candidate for candidate in others if candidate.limited_like(chosen).fits]
     faster = min(others, key=lambda candidate: candidate.seconds, default=chosen)
@@ -165,13 +173,13 @@ def reason_for(
 
 
 def why_summed_so(chosen: Candidate) -> str:
-    """What summing by owners would take, beside another way that was chosen."""
+    """The time and bytes that summing by owners would take, beside another way that was chosen."""
     usual = replaced(chosen, task=replaced(chosen.task, reducer="owners"))
-    told = f"with gradients summed by owners it would take {format_seconds(usual.seconds)}"
+    words = f"with gradients summed by owners it would take {format_seconds(usual.seconds)}"
     more = max(usual.rank_bytes) - max(chosen.rank_bytes)
     if more > 0:
-        told += f" and {format_bytes(more)} more"
-    return told
+        words += f" and {format_bytes(more)} more"
+    return words
 
 
 def why_sums_hide(chosen: Candidate) -> str:
@@ -199,8 +207,8 @@ def coarsely(task: Task) -> str:
     return f"cut at {places} of {layers} places, then at all near the best"
 
 
-def _is_allowed(candidate: Candidate, wish: Wish) -> bool:
-    return wish.asynchronous != "no" or not candidate.setting.versions.asynchronous
+def _is_allowed(candidate: Candidate, constraints: Constraints) -> bool:
+    return constraints.asynchronous != "no" or not candidate.setting.versions.asynchronous
 
 
 def _comparison(chosen: Candidate, rival: Candidate) -> str:
@@ -244,3 +252,95 @@ def _again_seconds(candidate: Candidate) -> float:
         if stage.recompute != "none"
     )
     return candidate.task.num_microbatches * max(again, default=0.0)
+
+
+_TIMES_AS_MANY = (2, 4)
+
+
+def shortfall(nearest: Candidate | None, tasks: Sequence[Task], constraints: Constraints) -> str:
+    """The message for a request that no memory limit allows.
+
+    Args:
+        nearest: the candidate that misses its limits by the fewest bytes, if there is any.
+        tasks: one per microbatch size.
+    """
+    if nearest is None:
+        return "no plan fits in memory: nothing that was asked for can be built"
+    coarse = nearest.task.is_coarse and not constraints.cuts
+    where = f" of those {coarsely(nearest.task)}" if coarse else ""
+    missed = f"no plan fits in memory; the closest{where}, {nearest}, needs {nearest.excess}"
+    for change, candidate in _changes(tasks, constraints):
+        fits = f"{candidate} fits ({format_bytes(max(candidate.rank_bytes))} on a rank)"
+        return f"{missed}: allow that much more, or {change}, and {fits}"
+    return f"{missed}: allow that much, or profile smaller microbatches"
+
+
+def _changes(tasks: Sequence[Task], constraints: Constraints) -> Iterator[tuple[str, Candidate]]:
+    """(what to change, what then fits), the smallest change first."""
+    free = replaced(
+        constraints, schedule=None, options=(), stages=None, cuts=(), replicas=(), any_replicas=True
+    )
+    smaller = [
+        replaced(
+            task,
+            graph=task.graph.at(size),
+            num_microbatches=task.num_microbatches * task.graph.microbatch_size // size,
+        )
+        for task in tasks
+        for size in task.graph.sizes
+        if size < task.graph.microbatch_size and task.graph.microbatch_size % size == 0
+    ]
+    steps = (
+        ("allow recomputing", tasks, replaced(constraints, recompute="where-needed")),
+        ("leave schedule, stages and cuts to the planner", tasks, free),
+        ("leave recomputing to it too", tasks, replaced(free, recompute="where-needed")),
+        ("take smaller microbatches", smaller, replaced(free, recompute="where-needed")),
+    )
+    for change, chosen, relaxed in steps:
+        if chosen and (relaxed != constraints or chosen is not tasks):
+            candidate = fastest(chosen, relaxed)
+            if candidate is not None:
+                yield change, candidate
+    for times in _TIMES_AS_MANY:
+        more = [with_more_devices(task, times) for task in tasks]
+        candidate = fastest(more, replaced(free, recompute="where-needed"))
+        if candidate is not None:
+            count = len(more[0].cluster.devices) * more[0].num_tensor_ranks
+            yield f"give it {count} devices like these", candidate
+
+
+def with_more_devices(task: Task, times: int) -> Task:
+    """The same cluster several times over, servers and all; memory that the whole cluster shares
+    does not grow."""
+    cluster = task.cluster
+    turns = range(2, times + 1)
+    devices = [
+        replace(device, name=_again(device.name, turn))
+        for turn in turns
+        for device in cluster.devices
+    ]
+    groups = [
+        replace(
+            group,
+            name=_again(group.name, turn),
+            members=tuple(_again(name, turn) for name in group.members),
+        )
+        for turn in turns
+        for group in cluster.groups
+    ]
+    wires = [
+        replace(wire, between=(_again(wire.between[0], turn), _again(wire.between[1], turn)))
+        for turn in turns
+        for wire in cluster.wires
+    ]
+    grown = replace(
+        cluster,
+        devices=(*cluster.devices, *devices),
+        groups=(*cluster.groups, *groups),
+        wires=(*cluster.wires, *wires),
+    )
+    return replaced(task, cluster=grown)
+
+
+def _again(name: str, turn: int) -> str:
+    return f"{name} ({turn})"

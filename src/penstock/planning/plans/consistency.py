@@ -1,4 +1,4 @@
-"""What the parts of a plan must agree on, whoever wrote them."""
+"""Checks that the parts of a plan agree, whoever wrote them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from penstock.core.cluster import Device
 from penstock.core.schedule import Schedule
 from penstock.core.versions import Policy
 from penstock.planning.plans.stage_plan import StagePlan
+from penstock.planning.plans.summing import Summing
 
 MOST_THREADS = 4096
 """Of a rank: no host has so many cores."""
@@ -171,6 +172,29 @@ def check_replicas(replicas: Sequence[int], num_microbatches: int) -> None:
         raise InputError(
             f"a stage has {max(replicas)} replicas, but a minibatch has only "
             f"{count_of(num_microbatches, 'microbatch', 'es')}; each replica needs one"
+        )
+
+
+def check_summing(
+    summing: Summing, versions: Policy, num_ranks: int, num_tensor_ranks: int
+) -> None:
+    """Raise ``InputError`` for a way to sum gradients that does not go with a plan."""
+    rates = summing.bytes_per_second
+    if rates and len(rates) != num_ranks:
+        raise InputError(
+            f"summing: bytes_per_second has {len(rates)} numbers for {num_ranks} ranks; "
+            "give one for each, or none"
+        )
+    if num_tensor_ranks > 1 and summing.stale:
+        raise InputError(
+            f"stale updates: the {num_tensor_ranks} tensor ranks of a stage compute with "
+            "weights of the same update, and servers that wait for nobody would give each of "
+            "them another; take stale=0, or tensor_ranks=1"
+        )
+    if summing.reducer in {"sharded", "parameter-server"} and versions.asynchronous:
+        raise InputError(
+            f"the reducer {summing.reducer!r} needs a flush before each update, and this "
+            "schedule has none; take 'owners', or a synchronous schedule"
         )
 
 

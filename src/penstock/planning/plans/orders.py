@@ -15,8 +15,8 @@ from msgspec.structs import replace as with_fields
 from penstock.base.errors import InputError, ScheduleError
 from penstock.core.schedule import Schedule, families
 from penstock.core.schedule.check import check
+from penstock.core.schedule.families.optimal import check_size
 from penstock.core.schedule.families.options import one_per_rank, placed
-from penstock.core.schedule.families.searched import check_size
 from penstock.core.schedule.memory import Sizes
 from penstock.core.schedule.op import COMPUTE
 from penstock.core.timing.costs import Costs
@@ -131,7 +131,7 @@ def _left(stages: Sequence[StagePlan], limits: Sequence[float]) -> list[float]:
 
 
 def _costs(stages: Sequence[StagePlan]) -> Costs | None:
-    """What ops take; ``None``, and with it F = I = W, where nobody knows."""
+    """The durations of ops; ``None``, and with it F = I = W, where nobody knows."""
     timed = [stage for stage in stages if stage.compute_seconds]
     if not timed:
         return None

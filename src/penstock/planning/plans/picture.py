@@ -1,18 +1,29 @@
-"""From a plan to the values that its picture is drawn from."""
+"""A plan as values that are drawn: its picture with a timeline below (``drawn``), what a notebook
+shows of it (``plan_cell``, ``what_if_cell``), and the memory of its ranks over time.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from math import ceil
+from typing import NamedTuple, Protocol
 
+from penstock.base.errors import InputError
 from penstock.base.units import format_bytes, format_rate, format_seconds, format_speed_up
+from penstock.base.values import expect
 from penstock.core.schedule import Kind, Schedule
-from penstock.drawing import plan_picture as pictured
-from penstock.planning.plans.alternative import Alternative
+from penstock.core.schedule.memory import Curve
+from penstock.core.timing.spans import Row
+from penstock.core.timing.timeline import Timeline
+from penstock.drawing.plan import picture as pictured
+from penstock.drawing.plan.picture import PlanPicture
+from penstock.drawing.timeline.excerpt import steady_part
 from penstock.planning.plans.plan import Plan
+from penstock.planning.plans.spilling import held_by_op, stage_bytes
 from penstock.planning.plans.stage_plan import StagePlan
-from penstock.planning.plans.title import full_title
+from penstock.planning.plans.table import Alternative, full_title
 
 _COLUMNS = ("", "plan", "step", "bubble", "memory", "moved", "delay", "remark")
 _PALEST = 3
@@ -29,7 +40,7 @@ _SPLITS = {
 
 
 def picture_of(plan: Plan) -> pictured.PlanPicture:
-    """What the picture of a plan shows: its devices and what each of them does, what goes between
+    """The picture of a plan: its devices and what each of them does, what goes between
     them, and what else there was to choose."""
     groups = _groups(plan)
     return pictured.PlanPicture(
@@ -95,7 +106,6 @@ def _heading(plan: Plan, index: int, ranks: Sequence[int]) -> pictured.Heading:
 
 
 def _marks(plan: Plan, stage: StagePlan) -> Iterator[str]:
-    """What is special about a stage."""
     if stage.reduce_seconds:
         yield f"gradients summed in {format_seconds(stage.reduce_seconds)}"
     if stage.splits:
@@ -109,7 +119,7 @@ def _marks(plan: Plan, stage: StagePlan) -> Iterator[str]:
 
 
 def _parts(stage: StagePlan, splits: bool) -> list[tuple[Kind, float]]:
-    """What a microbatch takes, in order."""
+    """The parts of the time that a microbatch takes, in order."""
     parts = [(Kind.FORWARD, stage.forward_seconds)]
     if stage.recompute != "none":
         parts.append((Kind.RECOMPUTE, stage.again_seconds))
@@ -166,7 +176,7 @@ def _devices(plan: Plan, rank: int) -> Iterator[pictured.DeviceRow]:
 
 
 def _flows(plan: Plan, groups: Sequence[range]) -> Iterator[pictured.Flow]:
-    """What stages hand on to stages of other ranks; alike flows between two groups are one."""
+    """Values that stages hand to stages of other ranks; alike flows between two groups are one."""
     group_of = {rank: index for index, ranks in enumerate(groups) for rank in ranks}
     stages_of: dict[tuple[int, int, int, float], list[int]] = {}
     between = {
@@ -219,3 +229,114 @@ def _choice(alternative: Alternative) -> tuple[str, ...]:
         f"{alternative.delay:g}",
         alternative.remark,
     )
+
+
+class _Changed(Protocol):
+    """A plan before and after changes, as the planner gives them."""
+
+    changes: str
+    before: Plan
+    after: Plan
+
+    def rows(self) -> Sequence[tuple[str, str, str, str]]: ...
+
+
+def plan_cell(plan: Plan) -> str:
+    """A plan's devices and stages, and its predicted timeline."""
+    from penstock.drawing import cells  # loads what draws; pictures of text need none of it
+
+    return cells.plan_cell(picture_of(plan), plan.prediction.shown)
+
+
+def what_if_cell(asked: _Changed) -> str:
+    """The differences as a table, and both plans' timelines on one axis."""
+    from penstock.drawing import cells
+
+    names = ("now", f"with {asked.changes}")
+    timelines = (plan.prediction.shown for plan in (asked.before, asked.after))
+    pair = list(zip(names, timelines, strict=True))
+    table = cells.table(("", *names, ""), asked.rows(), 4)
+    return cells.cell(table, cells.timelines_image(pair))
+
+
+class DrawnPlan(NamedTuple):
+    """A plan's picture, the timeline below it, and whether that shows versions of weights."""
+
+    picture: PlanPicture
+    timeline: Timeline
+    versions: bool
+
+
+def drawn(plan: Plan) -> DrawnPlan:
+    """Of a schedule that flushes, one step. What never flushes is seen in its steady state, with
+    the versions that its ops read, since its beginning looks like any other schedule's."""
+    if plan.prediction.flushes:
+        return DrawnPlan(picture_of(plan), plan.simulate(), versions=False)
+    return DrawnPlan(picture_of(plan), steady(plan), versions=True)
+
+
+def steady(plan: Plan) -> Timeline:
+    """The steady state of a plan that never flushes: as long as a minibatch, or as a few ticks."""
+    per_minibatch = plan.num_microbatches
+    shown = plan.prediction.num_shown or per_minibatch
+    stream = plan.simulate(ceil((shown + 4 * plan.num_ranks) / per_minibatch))
+    return steady_part(stream, shown)
+
+
+def memory_over_time(plan: Plan, timeline: Timeline) -> tuple[Curve, ...]:
+    """For each rank, (time, bytes held from then on): the weights, gradients and optimizer state of
+    stages that are there, activations, and what always stays.
+
+    The bytes are the plan's, the moments and the order those of the timeline. So the highest point
+    of the plan's own prediction is ``plan.rank_bytes``, and a measured timeline differs from it
+    where ops ran in another order or at another time.
+
+    Args:
+        timeline: of one step of this plan.
+
+    Raises:
+        InputError: the timeline has another number of ranks, or ops of stages that the plan lacks.
+    """
+    expect(timeline, Timeline, "the timeline", "take plan.simulate() or pipeline.timeline")
+    if timeline.num_ranks != plan.num_ranks:
+        raise InputError(
+            f"the timeline has {timeline.num_ranks} ranks and the plan {plan.num_ranks}; take a "
+            "timeline of this plan"
+        )
+    stages = {stage for row in timeline.rows for stage in {op.stage for op in row.ops}}
+    if max(stages, default=0) >= len(plan.stages):
+        raise InputError(
+            f"the timeline has an op of stage {max(stages)} and the plan {len(plan.stages)} "
+            "stages; take a timeline of this plan"
+        )
+    predicted = plan.simulate()
+    return tuple(
+        _curve(plan, timeline, row, most - _highest(plan, predicted, own))
+        for row, own, most in zip(timeline.rows, predicted.rows, plan.rank_bytes, strict=True)
+    )
+
+
+def memory_limits(plan: Plan) -> tuple[float | None, ...]:
+    """Bytes that each rank may hold, by the plan's budget or else by its devices; ``None`` where
+    nobody says."""
+    if plan.spill is not None and plan.spill.memory_bytes:
+        return (plan.spill.memory_bytes,) * plan.num_ranks
+    limits = (device.memory_bytes or None for device in plan.leaders)
+    return tuple(limits) or (None,) * plan.num_ranks
+
+
+def _curve(plan: Plan, timeline: Timeline, row: Row, always: float) -> Curve:
+    points: list[tuple[float, float]] = []
+    held = _held(plan, timeline, row)
+    for begin, end, (during, behind) in zip(row.starts, row.ends, held, strict=True):
+        points += [(begin, always + during), (end, always + behind)]
+    return tuple(points)
+
+
+def _highest(plan: Plan, timeline: Timeline, row: Row) -> float:
+    return max((during for during, _ in _held(plan, timeline, row)), default=0.0)
+
+
+def _held(plan: Plan, timeline: Timeline, row: Row) -> Iterator[tuple[float, float]]:
+    own_bytes = stage_bytes(plan.stages) if plan.spill is not None else None
+    return held_by_op(row.ops, plan.sizes, own_bytes, timeline.num_slices, timeline.activations)

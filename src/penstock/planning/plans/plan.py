@@ -4,66 +4,52 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, partial
-from itertools import accumulate, chain
-from math import inf
+from itertools import accumulate
 from typing import Any, get_args
 
-from msgspec import field
-from msgspec.structs import force_setattr, replace
+from msgspec.structs import asdict, replace
 
 from penstock.base.errors import InputError, printable
 from penstock.base.lazily import method_loaded_when_used
-from penstock.base.values import Value, amount, expect, one_of, whole
+from penstock.base.values import FieldsByName, decoded, expect, one_of, refused_as, whole
 from penstock.core.cluster import Device, SpareMachine
-from penstock.core.example import Example
-from penstock.core.graph import Contention
 from penstock.core.schedule import Schedule, families
 from penstock.core.schedule.check import check
-from penstock.core.schedule.families.options import read_replicas
 from penstock.core.schedule.lower import add_recompute, first_microbatches
-from penstock.core.schedule.memory import Sizes
 from penstock.core.schedule.rounds import filling
 from penstock.core.timing.costs import Costs
 from penstock.core.timing.timeline import Timeline
 from penstock.core.versions import (
     USUAL,
-    Flush,
-    Place,
     Policy,
     check_policy,
-    place_of,
     weight_copies,
 )
-from penstock.planning.plans.alternative import Alternative, argued
 from penstock.planning.plans.consistency import (
-    MOST_MICROBATCHES,
-    MOST_THREADS,
-    check_counts,
     check_devices,
     check_groups,
-    check_layers,
     check_model,
-    check_options,
     check_placement,
     check_recompute,
     check_replicas,
+    check_summing,
     with_splits,
 )
-from penstock.planning.plans.offloading import Offload, check_offload_fits, with_offload
+from penstock.planning.plans.draft import Draft, completed
 from penstock.planning.plans.orders import (
-    check_order_options,
     read_order,
-    search_order,
     with_microbatches,
-    written,
 )
 from penstock.planning.plans.prediction import Latency, Prediction
-from penstock.planning.plans.serving import served_by
-from penstock.planning.plans.spilling import Spill, check_spill
-from penstock.planning.plans.stage_plan import RecomputeWay, Split, StagePlan, sizes_of
-from penstock.planning.plans.summing import ReducerName, Summing
-from penstock.planning.plans.table import WIDTH, render
-from penstock.planning.plans.title import title
+from penstock.planning.plans.spilling import (
+    Offload,
+    check_offload_fits,
+    check_spill,
+    with_offload,
+)
+from penstock.planning.plans.stage_plan import RecomputeWay, Split
+from penstock.planning.plans.summing import ReducerName, served_by
+from penstock.planning.plans.table import WIDTH, argued, render, title
 
 _LARGE = 10_000
 """Ops of a schedule that is not built whole without need."""
@@ -71,18 +57,26 @@ _ENOUGH_PER_RANK = 2
 """So many microbatches for each rank fill the pipeline of every family."""
 
 
-# With ``dict``, what follows from the fields is kept beside them: no file, no comparison and no
-# copy of a plan sees it.
-class Plan(Value, frozen=True, kw_only=True, dict=True):
-    """How to spread one model.
+class _Completing(FieldsByName):
+    """``Plan(…)`` takes what a file may say, and completes it in the same way."""
+
+    def __call__(cls, *values: object, **fields: Any) -> Any:
+        return super().__call__(*values, **(fields if values else completed(Draft(**fields))))
+
+
+# With ``dict``, what is worked out of a plan is kept beside its fields: no file, no comparison and
+# no copy of a plan sees it.
+class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
+    """How to spread one model. A plan is a value, complete and checked; what whoever makes one
+    leaves out is worked out before (``Plan(…)``, ``from_json``, ``edited``).
 
     Attributes:
         model: fingerprint of the model it was made for (``LayerGraph.fingerprint``).
         schedule: name of a schedule family.
         options: the family's options.
         order: a line of ops per rank for a family that searches (``zb-auto``, ``optimal``), in the
-            order that is best under the costs of the stages. Where it is left out, it is searched
-            now, in the memory of ``devices``. Empty for all other families.
+            order that is best under the costs of the stages. Whoever makes a plan without it has it
+            searched, in the memory of ``devices``. Empty for all other families.
         versions: which weights passes read (``penstock.versions``). A schedule that never flushes
             has a policy of its own, which stands for ``Flush()`` there.
         num_microbatches: per minibatch, at least 1.
@@ -111,119 +105,70 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
             twice, or a placement that the schedule does not have.
     """
 
-    model: str
-    schedule: str
-    num_microbatches: int
-    stages: tuple[StagePlan, ...]
-    options: dict[str, Any] = field(default_factory=dict)
-    order: tuple[str, ...] = ()
-    versions: Policy = field(default_factory=Flush)
-    num_threads: int = 1
-    microbatch_size: int = 0
-    devices: tuple[Device, ...] = ()
-    summing: Summing = Summing()
-    cost_model: str = "ring"
-    reason: str = ""
-    alternatives: tuple[Alternative, ...] = ()
-    contention: Contention = Contention()
-    warnings: tuple[str, ...] = ()
-    rate: float | None = None
-    spill: Spill | None = None
-    offload: Offload | None = None
-    example: Example | None = None
-    file_version: int = field(default=2, name="version")
-
     def __post_init__(self) -> None:
-        self.check_fields()
-        if self.file_version != 2:
+        super().__post_init__()
+        if self.schedule in families.SEARCHED and not self.order:
             raise InputError(
-                f"the plan has version {self.file_version}; this Penstock reads version 2, so plan "
-                "again"
+                f"order: {self.schedule} needs one, and none is there; Plan(…) and "
+                "Plan.edited(order=()) search it"
             )
-        whole("num_microbatches", self.num_microbatches, 1, MOST_MICROBATCHES)
-        whole("num_threads", self.num_threads, 1, MOST_THREADS)
-        if self.rate is not None and not amount("rate", self.rate):
-            raise InputError("rate is 0; give frames per second, or leave it out")
-        check_counts(0, microbatch_size=self.microbatch_size)
-        check_options(self.options)
-        check_layers(self.stages, any_rank=bool(self._given_replicas))
-        self._settle_order()
-        if self.schedule in USUAL and not self.versions.asynchronous:
-            force_setattr(self, "versions", USUAL[self.schedule])
         if self.offload is not None:
             check_offload_fits(self.offload, self.stages, self.versions)
-        check_placement(self._sample, self.stages, has_replicas=bool(self._given_replicas))
+        check_placement(self._sample, self.stages, has_replicas=bool(self.given_replicas))
         if not self.versions.asynchronous:  # without a flush, a minibatch may end between replicas
             check_replicas(self.replicas, self.num_microbatches)
         check_groups(self._sample.stages_of, self.stages)
         check_devices(self.devices, self.num_seats)
-        self._check_summing()
+        check_summing(self.summing, self.versions, self.num_ranks, self.num_tensor_ranks)
         check_policy(self.versions, self.schedule, self.replicas, self.num_microbatches)
         check_recompute(self.stages, self.schedule, self.versions)
         if self.spill is not None:
-            check_spill(self.placement, self.versions)
-            if self.num_tensor_ranks > 1:
+            check_spill(self.placement, self.versions, self.num_tensor_ranks, self.summing.reducer)
+        self._check_versions()
+
+    def _check_versions(self) -> None:
+        if self.schedule in USUAL and not self.versions.asynchronous:
+            raise InputError(
+                f"versions: {self.schedule} never flushes; give it a policy of its own"
+            )
+        for index, stage in enumerate(self.stages):
+            copies = weight_copies(self.versions, self.place(index))
+            if stage.weight_versions != copies:
                 raise InputError(
-                    f"stages of {self.num_tensor_ranks} tensor ranks cannot come and go; leave "
-                    "spill out, or plan with tensor_ranks=1"
+                    f"stage {index}: weight_versions is {stage.weight_versions}, but there are "
+                    f"{copies} with versions: {self.versions.name}; change plans with Plan.edited, "
+                    "which counts them"
                 )
-        # Follows from the policy, whoever wrote the file.
-        stages = (
-            replace(stage, weight_versions=weight_copies(self.versions, self.place(index)))
-            for index, stage in enumerate(self.stages)
-        )
-        force_setattr(self, "stages", tuple(stages))
 
-    def _check_summing(self) -> None:
-        rates = self.summing.bytes_per_second
-        if rates and len(rates) != self.num_ranks:
-            raise InputError(
-                f"summing: bytes_per_second has {len(rates)} numbers for {self.num_ranks} ranks; "
-                "give one for each, or none"
-            )
-        if self.num_tensor_ranks > 1 and self.summing.stale:
-            raise InputError(
-                f"stale updates: the {self.num_tensor_ranks} tensor ranks of a stage compute with "
-                "weights of the same update, and servers that wait for nobody would give each of "
-                "them another; take stale=0, or tensor_ranks=1"
-            )
-        steps = self.summing.reducer in {"sharded", "parameter-server"}
-        if steps and self.versions.asynchronous:
-            raise InputError(
-                f"the reducer {self.summing.reducer!r} needs a flush before each update, and this "
-                "schedule has none; take 'owners', or a synchronous schedule"
-            )
-        if self.summing.reducer == "parameter-server" and self.spill is not None:
-            raise InputError(
-                "parameter servers send weights to stages that are in memory, and with spill they "
-                "come and go; leave spill out, or take the reducer 'owners'"
-            )
+    @classmethod
+    def from_json(cls, text: str | bytes, where: str = "text") -> Plan:
+        """Read a plan back from JSON. What a file that people write leaves out is completed: an
+        order may be searched, as ``order`` says; a file that ``save`` wrote has it all.
 
-    def _settle_order(self) -> None:
-        """Search the order where it is needed and not there."""
-        if self.schedule in families.SEARCHED:
-            check_order_options(self.schedule, self.options)
-            if not self.order:
-                schedule = search_order(
-                    self.schedule, self.stages, self.num_microbatches, self.options, self._limits
-                )
-                force_setattr(self, "order", written(schedule))
-        elif self.order:
-            searched = " or ".join(sorted(families.SEARCHED))
-            raise InputError(
-                f"order: {self.schedule} makes its own; leave order out, or take {searched}"
-            )
+        Args:
+            text: what ``to_json`` wrote, perhaps edited by hand.
+            where: the name to use in errors, for example the path of the file.
 
-    @property
-    def layers(self) -> tuple[str, ...]:
-        """Names of all layers, in the order in which stages have them."""
-        return tuple(chain.from_iterable(stage.layers for stage in self.stages))
+        Raises:
+            FileError: not JSON, an unknown or missing key, or a wrong type; the path inside the
+                file is named. Or the parts contradict each other.
+        """
+        expect(text, str | bytes, "the text", f"give what {cls.__name__}.to_json wrote")
+        with refused_as(f"{where} is not a valid {cls.__name__}"):
+            return cls(**asdict(decoded(text, Draft)))
 
-    @property
-    def _limits(self) -> list[float]:
-        """Bytes that each rank may use; no limits where nobody says, or too many do."""
-        limits = [device.memory_bytes or inf for device in self.leaders]
-        return limits if len(limits) == self.num_ranks else [inf] * self.num_ranks
+    def edited(self, **changes: Any) -> Plan:
+        """This plan with other values of some fields. What follows from them is worked out anew, as
+        for a file that is edited: how many versions of its weights a stage has, and the order if it
+        is taken out.
+
+        Raises:
+            InputError: no such field, or the parts then contradict each other.
+        """
+        unknown = sorted(set(changes) - set(self.__struct_fields__))
+        if unknown:
+            raise InputError(f"a plan has no field {unknown[0]}")
+        return Plan(**{**asdict(self), **changes})
 
     @cached_property
     def group_sizes(self) -> tuple[int, ...]:
@@ -240,31 +185,10 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         return sum(self.group_sizes)
 
     @property
-    def num_tensor_ranks(self) -> int:
-        """The most devices that share every layer of a stage."""
-        return max(stage.tensor_ranks for stage in self.stages)
-
-    @property
     def leaders(self) -> tuple[Device, ...]:
         """The first device of every rank; none where nobody says."""
         firsts = accumulate(self.group_sizes[:-1], initial=0)
         return tuple(self.devices[first] for first in firsts) if self.devices else ()
-
-    @property
-    def num_ranks(self) -> int:
-        """How many ranks the plan runs on."""
-        if self._given_replicas:
-            return sum(self._given_replicas)
-        return 1 + max(stage.rank for stage in self.stages)
-
-    @property
-    def _given_replicas(self) -> tuple[int, ...]:
-        return read_replicas(self.options.get("replicas", ()))
-
-    @property
-    def replicas(self) -> tuple[int, ...]:
-        """How many ranks hold each stage, each with microbatches of its own."""
-        return self._given_replicas or (1,) * len(self.stages)
 
     @cached_property
     def placement(self) -> Schedule:
@@ -291,7 +215,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def prediction(self) -> Prediction:
-        """What this plan is predicted to do; each part is worked out once."""
+        """The predicted times, bytes and timelines; each part is worked out once."""
         return Prediction(
             self.stages,
             self.num_microbatches,
@@ -303,10 +227,6 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
             self.offload,
             served_by(self),
         )
-
-    def place(self, stage: int) -> Place:
-        """The place of a stage in the pipeline, as weight-version policies ask for it."""
-        return place_of(self.versions, self.replicas, stage, self.num_microbatches)
 
     @property
     def rank_bytes(self) -> tuple[int, ...]:
@@ -342,12 +262,6 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
     def costs(self) -> Costs:
         """The predicted costs, stage by stage."""
         return self.prediction.costs
-
-    @property
-    def sizes(self) -> Sizes:
-        """Bytes of activations that one microbatch keeps at each stage, for
-        ``Timeline.peak_bytes``."""
-        return sizes_of(self.stages)
 
     @property
     def frames_per_second(self) -> float:
@@ -422,7 +336,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
             InputError: the plan never flushes, has no such stage, or shares layers between devices.
         """
         expect(
-            offload, Offload | None, "offload", "give a penstock.planning.plans.offloading.Offload"
+            offload, Offload | None, "offload", "give a penstock.planning.plans.spilling.Offload"
         )
         stages = self.stages
         if offload is not None:
@@ -433,7 +347,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
             )
         return replace(self, stages=stages, offload=offload)
 
-    def sharing(self, tensor_ranks: int, splits: Mapping[str, Split]) -> Plan:
+    def with_tensor_split(self, tensor_ranks: int, splits: Mapping[str, Split]) -> Plan:
         """This plan with several tensor ranks for every stage, of a model that was profiled on one
         device; predictions stay those of one.
 
@@ -449,16 +363,16 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         stages = with_splits(self.stages, tensor_ranks, splits)
         return replace(self, stages=stages, devices=())
 
-    def reading(self, versions: Policy) -> Plan:
+    def with_versions(self, versions: Policy) -> Plan:
         """This plan with another weight-version policy of its kind of schedule.
 
         Raises:
             InputError: the policy does not go with the schedule.
         """
         expect(versions, Policy, "versions", "take one of penstock.versions, as in Stash()")
-        return replace(self, versions=versions)
+        return self.edited(versions=versions)
 
-    def summed_by(
+    def with_reducer(
         self, reducer: ReducerName, servers: Sequence[SpareMachine] = (), *, stale: int = 0
     ) -> Plan:
         """This plan with another way to sum gradients of weights with several holders; times are
@@ -517,8 +431,8 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         why = (self.alternatives, self.reason, contention, self.warnings)
         return printable(argued(sheet, *why, width))
 
-    _repr_html_ = method_loaded_when_used("penstock.planning.plans.cells", "plan_cell")
-    _drawn_ = method_loaded_when_used("penstock.planning.plans.drawn", "drawn")
+    _repr_html_ = method_loaded_when_used("penstock.planning.plans.picture", "plan_cell")
+    _drawn_ = method_loaded_when_used("penstock.planning.plans.picture", "drawn")
 
     @cached_property
     def on_accelerator(self) -> tuple[bool, ...]:

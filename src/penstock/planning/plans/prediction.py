@@ -1,31 +1,103 @@
-"""``Prediction``: what the stages of a plan, or of a candidate for one, are predicted to do."""
+"""``Prediction``: what the stages of a plan, or of a candidate for one, are predicted to do; and
+how long a minibatch takes where the pipeline never drains.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import ceil, inf
+from math import ceil, inf, lcm
 from typing import NamedTuple
 
 from penstock.core.schedule import Schedule
-from penstock.core.schedule.lower import add_update
+from penstock.core.schedule.lower import add_update, add_updates
+from penstock.core.schedule.rounds import Rounds, filling
 from penstock.core.timing.costs import Costs
+from penstock.core.timing.flow import slowest_beat
+from penstock.core.timing.served import Served
 from penstock.core.timing.simulator import simulate
-from penstock.core.timing.simulator.beside import Served
 from penstock.core.timing.timeline import Timeline
-from penstock.core.versions import Policy, place_of, versions_read
-from penstock.planning.plans.offloading import Offload, offloading_costs
+from penstock.core.versions import Policy, place_of, rounds_of, versions_read
 from penstock.planning.plans.spilling import (
+    Offload,
     Spill,
     bytes_of_spilled_ranks,
+    offloading_costs,
     spilled_costs,
     with_residence,
 )
 from penstock.planning.plans.stage_plan import StagePlan, bytes_of_ranks, costs_of
-from penstock.planning.plans.steady import steady_seconds, stream_of
 
-SHOWN_TICKS = 8
+Build = Callable[[int], Schedule]
+"""The schedule of a stream of so many microbatches, compute only."""
+
+_TIMES_LONGER = (1, 2)
+"""Streams that are simulated until one has come to its beat: it takes long where two loops hold
+the pipeline up alike."""
+
+_ENOUGH = 1000
+"""Microbatches that show the beat of a stream, for any number of stages that fill it."""
+
+
+def stream_of(
+    build: Build,
+    versions: Policy,
+    num_minibatches: int,
+    num_microbatches: int,
+    replicas: Sequence[int],
+) -> tuple[Schedule, Rounds]:
+    """The schedule of ``num_minibatches`` without a flush, with their updates, and its rounds."""
+    schedule = build(max(num_minibatches * num_microbatches, *replicas))
+    rounds = rounds_of(versions, schedule, num_microbatches)
+    return add_updates(schedule, rounds), rounds
+
+
+def _stream_length(policy: Policy, num_microbatches: int, replicas: Sequence[int]) -> int:
+    """How many minibatches show the steady state: their second half has several rounds of all that
+    is in flight."""
+    rounds = ceil(4 * filling(replicas, policy.ahead) / num_microbatches)
+    return max(2 * _few_minibatches(replicas, num_microbatches), rounds)
+
+
+def _few_minibatches(replicas: Sequence[int], num_microbatches: int) -> int:
+    """How many minibatches fill the pipeline and take every replica through whole turns."""
+    period = lcm(num_microbatches, *replicas) // num_microbatches
+    fills = 1 + 2 * sum(replicas) / num_microbatches
+    whole_turns = ceil(fills / period) * period
+    return min(whole_turns, 1 + ceil(2 * sum(replicas) * max(replicas) / num_microbatches))
+
+
+def steady_seconds(
+    build: Build, versions: Policy, costs: Costs, num_microbatches: int, replicas: Sequence[int]
+) -> float:
+    """Seconds of one minibatch when the pipeline is full: as forwards follow each other, which no
+    end of the stream changes."""
+    size = _shown_size(versions, num_microbatches)
+    length, seconds = _stream_length(versions, size, replicas), 0.0
+    for times_longer in _TIMES_LONGER:
+        stream, _ = stream_of(build, versions, times_longer * length, size, replicas)
+        seconds, regular = slowest_beat(simulate(stream, costs).rows)
+        if regular:
+            break
+    return num_microbatches * seconds
+
+
+def num_simulated(versions: Policy, num_microbatches: int, replicas: Sequence[int]) -> int:
+    """How many microbatches ``steady_seconds`` looks at."""
+    size = _shown_size(versions, num_microbatches)
+    return size * _stream_length(versions, size, replicas)
+
+
+def _shown_size(versions: Policy, num_microbatches: int) -> int:
+    """Microbatches of a minibatch, or fewer where stages update after each of them: there it makes
+    no difference how long a minibatch is."""
+    if versions.updates == "minibatch":
+        return num_microbatches
+    return min(num_microbatches, _ENOUGH)
+
+
+_SHOWN_TICKS = 8
 """Of a live stream's steady state, in pictures."""
 
 
@@ -93,7 +165,7 @@ class Prediction:
         if self.flushes:
             return self.served.shown_in(simulate(add_update(self.placement), self.costs))
         if self.is_live:
-            frames = SHOWN_TICKS + 4 * len(self.stages)
+            frames = _SHOWN_TICKS + 4 * len(self.stages)
             return self.stream(ceil(frames / self.num_microbatches))
         return self.stream(ceil(3 * self.placement.num_ranks / self.num_microbatches) + 1)
 
@@ -113,12 +185,12 @@ class Prediction:
     @property
     def num_shown(self) -> int:
         """How many ticks of a live stream are to be seen; 0 of all else, which is seen whole."""
-        return SHOWN_TICKS if self.is_live else 0
+        return _SHOWN_TICKS if self.is_live else 0
 
     @property
     def shown(self) -> Timeline:
-        """What is to be seen of ``timeline``: of a live stream a few ticks in the middle, since its
-        beginning and its end are not what it looks like while it goes on."""
+        """The part of ``timeline`` that is shown: of a live stream a few ticks in the middle, since
+        its beginning and its end are not what it looks like while it goes on."""
         return self.timeline.steady(self.num_shown) if self.is_live else self.timeline
 
     @cached_property

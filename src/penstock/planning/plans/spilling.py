@@ -1,4 +1,7 @@
-"""Plans whose ranks have more than fits into memory: what comes and goes, and what that takes."""
+"""Plans with more than fits into memory. Under ``Spill`` stages come from a tier before their ranks
+compute with them, and leave again; under ``Offload`` what microbatches keep leaves between forward
+and backward.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,91 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from math import ceil
+from typing import Annotated
+
+from msgspec import Meta
 
 from penstock.base.errors import InputError
 from penstock.base.values import Value, whole
 from penstock.core.cluster.parts import Tier
-from penstock.core.schedule import Op, Schedule
+from penstock.core.schedule import Kind, Op, Schedule
 from penstock.core.schedule.lower import add_late_agreement, add_late_update, add_update
 from penstock.core.schedule.memory import Sizes, changes
-from penstock.core.schedule.op import Activations
+from penstock.core.schedule.offload import add_offload
 from penstock.core.schedule.residence import StageBytes, add_residence, resident_bytes
+from penstock.core.schedule.schedule import Activations
 from penstock.core.timing.costs import Costs
 from penstock.core.versions import Policy
 from penstock.planning.plans.stage_plan import StagePlan, sizes_of
+from penstock.planning.plans.summing import ReducerName
+
+
+class Offload(Value, frozen=True, kw_only=True):
+    """That the activations of some stages leave behind a forward and come back for its backward.
+
+    Attributes:
+        tier: where they are meanwhile.
+        stages: whose activations leave, by their numbers; all of them if it is empty.
+        ahead: how many passes of the rank before its own backward a fetch begins.
+    """
+
+    tier: Tier = Tier(kind="host")
+    stages: tuple[Annotated[int, Meta(ge=0)], ...] = ()
+    ahead: int = 1
+
+    def __post_init__(self) -> None:
+        self.check_fields("offload")
+        whole("offload: ahead", self.ahead, 0, 1000)
+
+    def chosen(self, num_stages: int) -> tuple[int, ...]:
+        """The numbers of the stages whose activations leave."""
+        return self.stages or tuple(range(num_stages))
+
+
+def check_offload_fits(offload: Offload, stages: Sequence[StagePlan], versions: Policy) -> None:
+    """Raise ``InputError`` if activations cannot leave in a plan."""
+    if versions.asynchronous:
+        raise InputError(
+            "activations leave only where the pipeline drains: a stream has no end at which all of "
+            "them are back; leave offload out, or take a synchronous schedule"
+        )
+    absent = [stage for stage in offload.stages if stage >= len(stages)]
+    if absent:
+        raise InputError(
+            f"offload: there is no stage {absent[0]}: the plan has {len(stages)}, numbered from 0"
+        )
+    for index in offload.chosen(len(stages)):
+        if stages[index].recompute != "none":
+            raise InputError(
+                f"stage {index} keeps little, since it runs again, and its activations are to "
+                'leave as well; take recompute="none" there, or leave it out of offload'
+            )
+    if max(stage.tensor_ranks for stage in stages) > 1:
+        raise InputError(
+            "activations of stages that several tensor ranks share stay in memory; leave offload "
+            "out, or plan with tensor_ranks=1"
+        )
+
+
+def with_offload(schedule: Schedule, offload: Offload) -> Schedule:
+    """A schedule in which the activations leave and come back."""
+    return add_offload(schedule, offload.chosen(schedule.num_stages), offload.ahead)
+
+
+def offloading_costs(costs: Costs, stages: Sequence[StagePlan], offload: Offload) -> Costs:
+    """The costs of a plan with those of moving activations."""
+    sizes = [stage.kept_bytes for stage in stages]
+    return replace(
+        costs,
+        fetch_stash=[*map(offload.tier.read_seconds, sizes)],
+        leave_stash=[*map(offload.tier.write_seconds, sizes)],
+    )
+
+
+def moved_activations(schedule: Schedule, stages: Sequence[StagePlan]) -> int:
+    """Bytes of activations that leave in a minibatch; as many come back."""
+    left = (op for op in schedule.where if op.kind is Kind.LEAVE_STASH)
+    return sum(stages[op.stage].kept_bytes for op in left) // schedule.num_slices
 
 
 class Spill(Value, frozen=True, kw_only=True):
@@ -39,8 +115,10 @@ class Spill(Value, frozen=True, kw_only=True):
         whole("spill: ahead", self.ahead, 0, 1000)
 
 
-def check_spill(schedule: Schedule, versions: Policy) -> None:
-    """Raise ``InputError`` if stages cannot come and go in a schedule."""
+def check_spill(
+    schedule: Schedule, versions: Policy, num_tensor_ranks: int, reducer: ReducerName
+) -> None:
+    """Raise ``InputError`` if stages cannot come and go in a plan."""
     name, remedy = schedule.name, 'take schedule="spilled", or leave spill out'
     if versions.asynchronous:
         raise InputError(
@@ -55,6 +133,16 @@ def check_spill(schedule: Schedule, versions: Policy) -> None:
         raise InputError(
             f"{name} has stages on several ranks, whose gradients are summed; stages that come and "
             f"go have one rank each: {remedy}"
+        )
+    if num_tensor_ranks > 1:
+        raise InputError(
+            f"stages of {num_tensor_ranks} tensor ranks cannot come and go; leave spill out, or "
+            "plan with tensor_ranks=1"
+        )
+    if reducer == "parameter-server":
+        raise InputError(
+            "parameter servers send weights to stages that are in memory, and with spill they "
+            "come and go; leave spill out, or take the reducer 'owners'"
         )
 
 
@@ -78,7 +166,7 @@ def with_residence(
 
 
 def stage_bytes(stages: Sequence[StagePlan]) -> StageBytes:
-    """What comes and goes of each stage."""
+    """The sizes of a stage that come and go."""
     weights = [stage.parameter_bytes for stage in stages]
     return StageBytes(weights, weights, [stage.optimizer_bytes for stage in stages])
 

@@ -10,10 +10,11 @@ from msgspec import Meta, field
 
 from penstock.base.errors import InputError
 from penstock.base.values import Value, whole
-from penstock.core.cluster.parts import MOST_DEVICES
+from penstock.core.cluster.checks import MOST_DEVICES
 from penstock.core.schedule import Schedule
 from penstock.core.schedule.memory import Sizes, peaks
-from penstock.core.timing.costs import Costs, Exchange
+from penstock.core.timing.costs import Costs
+from penstock.core.timing.exchange import Exchange
 
 RecomputeWay = Literal["none", "stage", "layers"]
 Split = Annotated[
@@ -163,8 +164,12 @@ class StagePlan(Value, frozen=True, kw_only=True):
 def costs_of(stages: Sequence[StagePlan]) -> Costs:
     """The durations of the ops of ``stages``, for the simulator."""
     again = [stage.again_seconds if stage.recompute == "layers" else 0.0 for stage in stages]
-    inputs = [one.backward_input_seconds + more for one, more in zip(stages, again, strict=True)]
-    whole = [first + one.backward_weight_seconds for one, first in zip(stages, inputs, strict=True)]
+    inputs = [
+        stage.backward_input_seconds + more for stage, more in zip(stages, again, strict=True)
+    ]
+    whole = [
+        first + stage.backward_weight_seconds for stage, first in zip(stages, inputs, strict=True)
+    ]
     exchanges = [stage.exchange for stage in stages]
     return Costs(
         forward=[stage.forward_seconds for stage in stages],

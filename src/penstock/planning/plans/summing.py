@@ -1,14 +1,28 @@
-"""``Summing``: how ranks of a plan that hold the same weights sum their gradients."""
+"""``Summing``: how ranks of a plan that hold the same weights sum their gradients; and where its
+parameter servers are, if it has any.
+
+A server of stages whose ranks are groups of tensor ranks is such a group itself: what a member of a
+stage hands in, the member of the server with the same coordinate sums and updates. Stages of
+different numbers of tensor ranks have different servers; those of one machine stand together.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Literal, get_args
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 from penstock.base.errors import InputError
 from penstock.base.values import Value, number, one_of, whole
 from penstock.core.cluster import SpareMachine
 from penstock.core.summation.frames import MOST_SERVERS
+from penstock.core.timing.served import Served
+
+if TYPE_CHECKING:
+    from penstock.core.schedule import Schedule
+    from penstock.core.versions import Policy
+    from penstock.planning.plans.spilling import Offload, Spill
+    from penstock.planning.plans.stage_plan import StagePlan
 
 ReducerName = Literal["owners", "sharded", "parameter-server", "servers", "all-reduce"]
 
@@ -77,3 +91,93 @@ class Summing(Value, frozen=True, kw_only=True):
             )
         for rate in self.bytes_per_second:
             number("summing: bytes_per_second", rate, positive=True)
+
+
+class Shape(Protocol):
+    """A ``Plan``, whose attributes these are."""
+
+    @property
+    def schedule(self) -> str: ...
+    @property
+    def stages(self) -> tuple[StagePlan, ...]: ...
+    @property
+    def placement(self) -> Schedule: ...
+    @property
+    def num_ranks(self) -> int: ...
+    @property
+    def num_seats(self) -> int: ...
+    @property
+    def group_sizes(self) -> tuple[int, ...]: ...
+    @property
+    def num_microbatches(self) -> int: ...
+    @property
+    def microbatch_size(self) -> int: ...
+    @property
+    def versions(self) -> Policy: ...
+    @property
+    def summing(self) -> Summing: ...
+    @property
+    def spill(self) -> Spill | None: ...
+    @property
+    def offload(self) -> Offload | None: ...
+
+
+def served_stages(plan: Shape) -> tuple[int, ...]:
+    """The stages that parameter servers update: those with copies, if the plan has such servers."""
+    if plan.summing.reducer != "parameter-server":
+        return ()
+    ranks_of = plan.placement.ranks_of
+    return tuple(stage for stage in range(len(plan.stages)) if len(ranks_of(stage)) > 1)
+
+
+def _server_sizes(plan: Shape) -> tuple[int, ...]:
+    """How many members each parameter server has, in the order of their ranks."""
+    sizes = sorted({plan.stages[stage].tensor_ranks for stage in served_stages(plan)})
+    return tuple(sizes) * max(len(plan.summing.servers), 1)
+
+
+def server_ranks(plan: Shape) -> range:
+    """The numbers of the ranks that are parameter servers: those behind the plan's own."""
+    return range(plan.num_ranks, plan.num_ranks + len(_server_sizes(plan)))
+
+
+def servers_of(plan: Shape, stage: int) -> tuple[int, ...]:
+    """The ranks that update a stage as parameter servers; none if it has no copies."""
+    if stage not in served_stages(plan):
+        return ()
+    sizes = zip(server_ranks(plan), _server_sizes(plan), strict=True)
+    return tuple(rank for rank, size in sizes if size == plan.stages[stage].tensor_ranks)
+
+
+def all_group_sizes(plan: Shape) -> tuple[int, ...]:
+    """How many members each rank has, parameter servers included."""
+    return (*plan.group_sizes, *_server_sizes(plan))
+
+
+def num_processes(plan: Shape) -> int:
+    """How many processes perform a plan: one for each member of each rank."""
+    return sum(all_group_sizes(plan))
+
+
+def stages_held(plan: Shape, rank: int) -> Sequence[int]:
+    """The stages whose weights a rank has: those that it runs, or those that it updates as a
+    parameter server."""
+    if rank in server_ranks(plan):
+        return tuple(stage for stage in served_stages(plan) if rank in servers_of(plan, stage))
+    return plan.placement.stages_of[rank]
+
+
+def ranks_holding(plan: Shape, stage: int) -> tuple[int, ...]:
+    """The ranks that have a stage's weights, parameter servers included."""
+    return (*plan.placement.ranks_of(stage), *servers_of(plan, stage))
+
+
+def served_by(plan: Shape) -> Served:
+    """Which stages hand their gradients to how many servers, of whatever kind."""
+    summing, updates = plan.summing, plan.summing.reducer == "parameter-server"
+    count = max(len(summing.servers), 1) if updates else len(summing.servers)
+    if not count:
+        return Served()
+    ranks_of = plan.placement.ranks_of
+    counts = (count * (len(ranks_of(stage)) > 1) for stage in range(len(plan.stages)))
+    return Served(tuple(counts), updates)

@@ -1,4 +1,6 @@
-"""A plan for people: its stages as a table, what it is predicted to give, and why it was chosen."""
+"""A plan as text for people: its title, its stages as a table, what it is predicted to give, and
+why it was chosen. ``Alternative`` is a plan that was weighed, a row of the table that tells why.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,85 @@ import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from penstock.base.telling import wrap_to
 from penstock.base.units import format_bytes, format_rate, format_seconds, format_speed_up
-from penstock.drawing.plan_picture import counted
+from penstock.base.wrapping import wrap_to
+from penstock.drawing.layer_names import counted
 from penstock.planning.plans.prediction import Prediction
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+
+from penstock.base.units import count_of
+from penstock.base.values import Value, shown
+from penstock.base.wrapping import WARNING
+from penstock.core.graph import Contention
+from penstock.core.versions import Policy
+from penstock.planning.plans.summing import Shape
+
+
+def title(plan: Shape) -> str:
+    """The schedule and how many stages, ranks and microbatches, for text.
+
+    >>> from penstock.planning.plans import Plan, StagePlan
+    >>> stage = StagePlan(layers=("a",), rank=0)
+    >>> title(Plan(model="m", schedule="1f1b", num_microbatches=8, stages=(stage,)))
+    '1f1b: 1 stage on 1 rank, 8 microbatches'
+    """
+    return ", ".join(
+        [_shape(plan), _microbatches(plan), *_versions(plan), *_summing(plan), *_tier(plan)]
+    )
+
+
+def full_title(plan: Shape) -> str:
+    """As ``title``, with devices per rank and rows per microbatch, for pictures."""
+    sizes = {*plan.group_sizes}
+    each = f"{max(sizes)} devices each" if len(sizes) == 1 else f"{plan.num_seats} devices"
+    devices = [each] if max(sizes) > 1 else []
+    rows = f" of {plan.microbatch_size}" if plan.microbatch_size else ""
+    rest = [*_versions(plan), *_summing(plan), *_tier(plan)]
+    return ", ".join([_shape(plan), *devices, _microbatches(plan) + rows, *rest])
+
+
+def family_title(schedule: str, replicas: Sequence[int], versions: Policy) -> str:
+    """A schedule family with its replicas and its policy where it has any, as in
+    ``pipedream 2-1 (stash)``."""
+    words = [schedule]
+    words += ["-".join(map(str, replicas))] if replicas else []
+    words += [f"({versions.name})"] if versions.asynchronous else []
+    return " ".join(words)
+
+
+def _shape(plan: Shape) -> str:
+    stages, ranks = count_of(len(plan.stages), "stage"), count_of(plan.num_ranks, "rank")
+    return f"{plan.schedule}: {stages} on {ranks}"
+
+
+def _microbatches(plan: Shape) -> str:
+    return count_of(plan.num_microbatches, "microbatch", "es")
+
+
+def _tier(plan: Shape) -> list[str]:
+    said = [] if plan.spill is None else [f"stages come from {plan.spill.tier} and leave again"]
+    if plan.offload is not None:
+        count = len(plan.offload.chosen(len(plan.stages)))
+        said.append(f"activations of {count_of(count, 'stage')} wait in {plan.offload.tier}")
+    return said
+
+
+def _versions(plan: Shape) -> list[str]:
+    return [f"versions: {plan.versions.name}"] if plan.versions.asynchronous else []
+
+
+def _summing(plan: Shape) -> list[str]:
+    reducer, servers = plan.summing.reducer, len(plan.summing.servers)
+    if reducer == "owners":
+        return []
+    if reducer == "parameter-server":
+        stale = plan.summing.stale
+        late = f", up to {count_of(stale, 'update')} late" if stale else ""
+        return [f"gradients: {count_of(max(servers, 1), 'parameter server')}{late}"]
+    return [f"gradients: {count_of(servers, 'server') if servers else reducer}"]
 
 
 WIDTH = 80
@@ -48,7 +122,7 @@ def render(
         f"{_outcome(prediction, one_device_seconds)}, "
         f"{format_bytes(sum(prediction.rank_bytes))} in all"
     )
-    words = [outcome, *([live_words(prediction, rate)] if prediction.is_live or rate else [])]
+    words = [outcome, *([_live_words(prediction, rate)] if prediction.is_live or rate else [])]
     return "\n".join(
         [
             wrap_to(title, width),
@@ -117,7 +191,7 @@ def _by_frame(prediction: Prediction) -> bool:
     return prediction.is_live and prediction.num_microbatches == 1
 
 
-def live_words(prediction: Prediction, rate: float | None) -> str:
+def _live_words(prediction: Prediction, rate: float | None) -> str:
     """Rate and latency of a stream, never one without the other.
 
     Args:
@@ -154,3 +228,88 @@ def as_text(table: Table, width: int = WIDTH) -> str:
         emoji=False,
     ).print(table)
     return "\n".join(line.rstrip() for line in file.getvalue().strip("\n").splitlines())
+
+
+_WITH_REMARKS = 100
+"""Columns of a table that has a column for remarks."""
+
+
+class Alternative(Value, frozen=True, kw_only=True):
+    """A plan that was weighed.
+
+    Attributes:
+        label: what it is the best of, for example ``"data parallel"``.
+        description: schedule, stages, replicas.
+        step_seconds: of a minibatch; without a flush, in the steady state.
+        bubble: idle rank-time over all rank-time of a step.
+        memory_bytes: of the rank that needs most.
+        moved_bytes: over all links, per minibatch.
+        delay: updates between the version of the weights that a gradient is computed with and the
+            one that it is applied to, of the stage that waits longest; 0 in a synchronous plan.
+        remark: for example why it was not chosen.
+    """
+
+    label: str
+    description: str
+    step_seconds: float
+    bubble: float = 0.0
+    memory_bytes: int = 0
+    moved_bytes: int = 0
+    delay: float = 0.0
+    remark: str = ""
+
+    def __post_init__(self) -> None:
+        self.check_fields(f"alternative {shown(self.label)}")
+
+
+def argued(
+    sheet: str,
+    rows: Sequence[Alternative],
+    reason: str,
+    contention: Contention | None,
+    warnings: Sequence[str],
+    width: int,
+) -> str:
+    """A plan as text with why it was chosen and how sure that is, a paragraph each.
+
+    Args:
+        sheet: the plan as text.
+        rows: what was weighed.
+        contention: what ranks of one machine were taken to cost each other; ``None`` to leave that
+            out.
+        warnings: what makes the choice doubtful.
+        width: of the longest line, in columns.
+    """
+    paragraphs = (
+        sheet,
+        comparison(rows, width) if rows else "",
+        wrap_to(reason, width),
+        wrap_to(f"measured: {contention}", width) if contention and contention.num_ranks else "",
+        "\n".join(wrap_to(warning, width, WARNING) for warning in warnings),
+    )
+    return "\n\n".join(filter(None, paragraphs))
+
+
+def comparison(rows: Sequence[Alternative], width: int = WIDTH) -> str:
+    """Plans side by side, as text without colour codes; below each what is remarked of it, where
+    lines of ``width`` columns have no room for that behind it."""
+    apart = width < _WITH_REMARKS
+    table = new_table()
+    for name in ("", "plan", "step", "bubble", "memory", "moved", "delay"):
+        text = name in ("", "plan")
+        table.add_column(name, justify="left" if text else "right", no_wrap=not text)
+    if not apart:
+        table.add_column("", justify="right")
+    for row in rows:
+        remark = f"\n({row.remark})" if row.remark and apart else ""
+        table.add_row(
+            row.label,
+            f"{row.description}{remark}",
+            format_seconds(row.step_seconds),
+            f"{row.bubble:.0%}",
+            format_bytes(row.memory_bytes),
+            format_bytes(row.moved_bytes),
+            f"{row.delay:g}",
+            *([] if apart else [row.remark]),
+        )
+    return as_text(table, width)

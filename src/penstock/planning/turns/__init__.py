@@ -1,9 +1,9 @@
 """Many models at once on fewer devices: whose turn it is.
 
-``visits`` cuts a plan's minibatch into units; ``policies`` says which model a free device takes;
-``stop`` says how long models train; ``simulator`` predicts what a fleet does, and ``bound`` what no
-order could undercut; ``written`` reads a fleet from a file. What performs all this is ``fleet/``,
-below the torch line, which asks the same policies.
+``visits`` cuts a plan's minibatch into units, says which model a free device takes, and what no
+order could undercut; ``stop`` says how long models train; ``simulator`` predicts what a fleet does;
+``written`` reads a fleet from a file. What performs all this is ``training/fleet``, above the torch
+line, which asks the same policies.
 
 The ideas are from Nagrecha and Kumar, "Hydra: A System for Large Multi-Model Deep Learning", arXiv
 2110.08633: SHARP (section 5: units of different models share devices freely, those of one model
@@ -27,21 +27,31 @@ from typing import TYPE_CHECKING
 from penstock.base.lazily import loaded_when_used
 
 if TYPE_CHECKING:
-    from penstock.planning.turns.bounds import Bound, bound
-    from penstock.planning.turns.policies import POLICIES, PolicyName
-    from penstock.planning.turns.simulator import Task, simulate_fleet
+    from penstock.planning.turns.simulator import TimedJob, simulate_fleet
     from penstock.planning.turns.stop import Stop
-    from penstock.planning.turns.visits import Visit, visits_of
+    from penstock.planning.turns.visits import (
+        POLICIES,
+        Bound,
+        PolicyName,
+        StageVisit,
+        bound,
+        visits_of,
+    )
     from penstock.planning.turns.written import FleetFile
 else:
     __getattr__ = loaded_when_used(
         __name__,
         {
-            "penstock.planning.turns.bounds": ("Bound", "bound"),
-            "penstock.planning.turns.policies": ("POLICIES", "PolicyName"),
-            "penstock.planning.turns.simulator": ("Task", "simulate_fleet"),
+            "penstock.planning.turns.simulator": ("TimedJob", "simulate_fleet"),
             "penstock.planning.turns.stop": ("Stop",),
-            "penstock.planning.turns.visits": ("Visit", "visits_of"),
+            "penstock.planning.turns.visits": (
+                "POLICIES",
+                "Bound",
+                "PolicyName",
+                "StageVisit",
+                "bound",
+                "visits_of",
+            ),
             "penstock.planning.turns.written": ("FleetFile",),
         },
     )
@@ -51,9 +61,9 @@ __all__ = [
     "Bound",
     "FleetFile",
     "PolicyName",
+    "StageVisit",
     "Stop",
-    "Task",
-    "Visit",
+    "TimedJob",
     "bound",
     "simulate_fleet",
     "visits_of",

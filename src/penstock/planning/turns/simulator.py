@@ -1,8 +1,8 @@
-"""What a fleet does, predicted: discrete events, one per visit.
+"""The predicted course of a fleet: discrete events, one per visit.
 
-A device that is free takes a job (``policies``). When a visit begins, its device guesses what comes
-next, by the same policy, and lets its stage be fetched meanwhile: of the same job, or of one that
-waits, unless as many jobs as there are devices wait with a stage in memory. A tier reads one
+A device that is free takes a job (``visits.choose``). When a visit begins, its device guesses what
+comes next, by the same policy, and lets its stage be fetched meanwhile: of the same job, or of one
+that waits, unless as many jobs as there are devices wait with a stage in memory. A tier reads one
 thing at a time and writes one, in the order in which they are asked for; what a visit needs itself
 comes before what the next one needs.
 """
@@ -18,15 +18,22 @@ from typing import NamedTuple
 from penstock.base.errors import InputError
 from penstock.base.values import one_of, whole
 from penstock.core.timing.fleet_timeline import MOST_FLEET_DEVICES, FleetTimeline, Turn
-from penstock.planning.turns.bounds import Bound, bound
-from penstock.planning.turns.policies import POLICIES, PolicyName, Standing, choose, guess
 from penstock.planning.turns.stop import Stop
-from penstock.planning.turns.visits import Visit
+from penstock.planning.turns.visits import (
+    POLICIES,
+    Bound,
+    PolicyName,
+    StageVisit,
+    Standing,
+    bound,
+    choose,
+    guess,
+)
 
-MOST_TURNS = 2_000_000
+_MOST_TURNS = 2_000_000
 
 
-class Task(NamedTuple):
+class TimedJob(NamedTuple):
     """A job, as far as its time goes.
 
     Attributes:
@@ -38,19 +45,19 @@ class Task(NamedTuple):
     """
 
     name: str
-    visits: Sequence[Visit]
+    visits: Sequence[StageVisit]
     steps: int
     tier: str = ""
     only: int | None = None
 
     @property
     def step_seconds(self) -> float:
-        """What a minibatch computes."""
+        """The seconds that a minibatch computes."""
         return sum(visit.seconds for visit in self.visits)
 
 
-def bound_of(tasks: Sequence[Task], num_devices: int) -> Bound:
-    """What no order of the visits of these tasks could undercut."""
+def bound_of(tasks: Sequence[TimedJob], num_devices: int) -> Bound:
+    """The bound that no order of the visits of these jobs could undercut."""
     reading: dict[str, float] = defaultdict(float)
     for task in tasks:
         read = sum(visit.fetch_seconds + visit.state_seconds for visit in task.visits)
@@ -61,7 +68,7 @@ def bound_of(tasks: Sequence[Task], num_devices: int) -> Bound:
 
 
 def simulate_fleet(
-    tasks: Sequence[Task],
+    tasks: Sequence[TimedJob],
     num_devices: int,
     policy: PolicyName = "longest",
     stop: Stop | None = None,
@@ -78,11 +85,11 @@ def simulate_fleet(
     Raises:
         InputError: no task, two of one name, one without a visit, or too many visits to simulate.
     """
-    check_tasks(tasks, num_devices, policy)
+    _check_jobs(tasks, num_devices, policy)
     return _Simulation(tasks, num_devices, policy, stop or Stop(), ahead).run()
 
 
-def check_tasks(tasks: Sequence[Task], num_devices: int, policy: str) -> None:
+def _check_jobs(tasks: Sequence[TimedJob], num_devices: int, policy: str) -> None:
     """Raise ``InputError`` unless these tasks can be simulated."""
     whole("devices", num_devices, 1, MOST_FLEET_DEVICES)
     one_of("policy", policy, POLICIES)
@@ -95,9 +102,9 @@ def check_tasks(tasks: Sequence[Task], num_devices: int, policy: str) -> None:
         if not task.visits:
             raise InputError(f"job {task.name} has no visits; give it at least one")
     count = sum(task.steps * len(task.visits) for task in tasks)
-    if not tasks or count > MOST_TURNS:
+    if not tasks or count > _MOST_TURNS:
         raise InputError(
-            f"the fleet has {count:,} visits, but must have from 1 to {MOST_TURNS:,} to be "
+            f"the fleet has {count:,} visits, but must have from 1 to {_MOST_TURNS:,} to be "
             "simulated; simulate fewer steps, which repeat each other"
         )
 
@@ -117,7 +124,7 @@ class _Job:
     """
 
     number: int
-    task: Task
+    task: TimedJob
     targets: list[int]
     step: int = 0
     place: int = 0
@@ -131,10 +138,10 @@ class _Job:
     written: dict[int, float] = field(default_factory=dict)
 
     @property
-    def visit(self) -> Visit:
+    def visit(self) -> StageVisit:
         return self.task.visits[self.place]
 
-    def following(self) -> Visit | None:
+    def following(self) -> StageVisit | None:
         """The visit behind the next one, in the same minibatch."""
         visits = self.task.visits
         return visits[self.place + 1] if self.place + 1 < len(visits) else None
@@ -146,7 +153,7 @@ class _Job:
         return Standing(self.number, work - done, share, self.home, self.task.only)
 
 
-class _Lane:
+class _TierQueue:
     """A tier's reading or its writing: one thing after another, for so many ``seconds`` in all."""
 
     def __init__(self) -> None:
@@ -164,7 +171,7 @@ class _Lane:
 class _Simulation:
     def __init__(
         self,
-        tasks: Sequence[Task],
+        tasks: Sequence[TimedJob],
         num_devices: int,
         policy: PolicyName,
         stop: Stop,
@@ -180,8 +187,8 @@ class _Simulation:
         self._standing_still: list[_Job] = []
         self._free = list(range(num_devices))
         self._under_way: list[tuple[float, int, int]] = []  # (end, device, job)
-        self._readers: Mapping[str, _Lane] = defaultdict(_Lane)
-        self._writers: Mapping[str, _Lane] = defaultdict(_Lane)
+        self._readers: Mapping[str, _TierQueue] = defaultdict(_TierQueue)
+        self._writers: Mapping[str, _TierQueue] = defaultdict(_TierQueue)
         self._begun_stretch = len(tasks)
         self._alive = set(self._waiting)
         self._turns: list[Turn] = []
@@ -248,7 +255,7 @@ class _Simulation:
         )
         heapq.heappush(self._under_way, (end, device, job.number))
 
-    def _fetch(self, job: _Job, visit: Visit, now: float) -> float:
+    def _fetch(self, job: _Job, visit: StageVisit, now: float) -> float:
         if not visit.fetch_seconds:  # it has stayed, whoever still writes it
             return now
         asked = max(now, job.written.get(visit.stage, 0.0))
@@ -256,7 +263,9 @@ class _Simulation:
 
     def _guess(self, job: _Job, device: int, now: float) -> None:
         """Let the stage come in that this device most likely visits next."""
-        fetched = {one.number for one in self._waiting.values() if one.fetched is not None}
+        fetched = {
+            waiting.number for waiting in self._waiting.values() if waiting.fetched is not None
+        }
         candidates = [other.standing() for other in self._waiting.values()]
         following = job.following()
         if following is not None:

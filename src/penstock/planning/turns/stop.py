@@ -119,7 +119,7 @@ def halving(
 def settled(
     stop: Stop | None, steps: int | None, epochs: int | None, has_own: Sequence[bool] = ()
 ) -> Stop:
-    """What the arguments of ``Fleet.run`` mean.
+    """The rule to stop that the arguments of ``Fleet.run`` mean.
 
     Args:
         has_own: by job, whether it says itself how long it trains.
@@ -127,7 +127,7 @@ def settled(
     Raises:
         InputError: none is given where a job needs it, or several are.
     """
-    given = [one for one in (stop, steps, epochs) if one is not None]
+    given = [length for length in (stop, steps, epochs) if length is not None]
     if len(given) > 1:
         raise InputError("stop, steps and epochs each say how long jobs train; give one of them")
     if stop is not None:

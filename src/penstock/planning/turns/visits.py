@@ -1,9 +1,12 @@
-"""The units of a job: visits of one stage, between which its device may go to another job."""
+"""Whose turn it is: the visits of a job, between which its device may go to another job, the
+policies by which a free device takes one, and the bound that no order of turns could undercut.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from penstock.base.errors import InputError
 from penstock.base.values import expect, shown
@@ -12,11 +15,143 @@ from penstock.core.schedule.lower import add_update
 from penstock.core.schedule.op import FETCHES, LEAVES
 from penstock.core.schedule.residence import NEED_WEIGHTS, Stay, stays_of
 from penstock.core.timing.costs import Costs
-from penstock.planning.plans import Plan
 from penstock.planning.plans.spilling import with_residence
 
+if TYPE_CHECKING:
+    from penstock.planning.plans import Plan
 
-class Visit(NamedTuple):
+PolicyName = Literal["longest", "fair", "whole"]
+POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a job stands that waits for a device.
+
+    Attributes:
+        number: of the job; the lower one wins where all else is equal.
+        left: seconds of compute until the next decision about it, or its end.
+        share: how much of the work until then is done, from 0 to 1.
+        home: the device that began it, if it stays there.
+        only: the device on which alone it can compute, if there is one.
+    """
+
+    number: int
+    left: float
+    share: float = 0.0
+    home: int | None = None
+    only: int | None = None
+
+
+def choose(
+    policy: PolicyName, device: int, waiting: Sequence[Standing], owned: Collection[int] = ()
+) -> Standing | None:
+    """The job that a free device takes, or ``None`` if it rather waits.
+
+    Args:
+        policy: ``"longest"`` takes the job with the longest remaining time (Hydra's Sharded-LRTF);
+            ``"fair"`` the one of whose work the smallest share is done; ``"whole"`` stays with a
+            job until its end, and then takes the longest that nobody has begun.
+        device: its number.
+        waiting: jobs that could go on now.
+        owned: the devices that have begun a job which has not ended, for ``"whole"``.
+
+    >>> waiting = [Standing(0, left=3.0, share=0.1), Standing(1, left=5.0, share=0.5)]
+    >>> choose("longest", 0, waiting).number, choose("fair", 0, waiting).number
+    (1, 0)
+    """
+    waiting = [job for job in waiting if job.only in (None, device)]
+    if policy == "fair":
+        return min(waiting, key=lambda job: (job.share, -job.left, job.number), default=None)
+    if policy == "whole":
+        own = [job for job in waiting if job.home == device]
+        if own or device in owned:
+            return own[0] if own else None
+        waiting = [job for job in waiting if job.home is None]
+    return max(waiting, key=lambda job: (job.left, -job.number), default=None)
+
+
+def guess(
+    policy: PolicyName,
+    device: int,
+    waiting: Sequence[Standing],
+    fetched: Collection[int],
+    num_devices: int,
+    owned: Collection[int] = (),
+) -> Standing | None:
+    """The job whose stage is to be fetched for a device while that is still busy; ``None`` where
+    the stage that comes next is most likely in memory, or enough others are.
+
+    Args:
+        waiting: jobs that wait, and the one that has the device, as it will stand then.
+        fetched: numbers of those that wait with their stage in memory: one for each other device,
+            the others are for this one.
+        num_devices: as many jobs may wait so.
+    """
+    if len(fetched) >= num_devices:
+        return None
+    left = list(waiting)
+    for _ in range(num_devices):
+        chosen = choose(policy, device, left, owned)
+        if chosen is None or chosen.number not in fetched:
+            return chosen
+        left.remove(chosen)
+    return None
+
+
+class Bound(NamedTuple):
+    """Seconds that a fleet takes at least, by reason.
+
+    Attributes:
+        devices: all work, shared evenly.
+        job: the longest job, whose visits come one after another.
+        reading: the tier that is to read for longest, one stage at a time.
+        unit: the longest visit, which ``longest`` may lie above the others' bound at most where
+            all fetches are hidden.
+    """
+
+    devices: float
+    job: float
+    reading: float
+    unit: float
+
+    @property
+    def seconds(self) -> float:
+        """The largest."""
+        return max(self.devices, self.job, self.reading)
+
+    @property
+    def reason(self) -> str:
+        """Which one that is, in words."""
+        if self.seconds == self.devices:
+            return "all work over all devices"
+        return "the longest job" if self.seconds == self.job else "what the tier must read"
+
+
+def bound(
+    job_seconds: Sequence[float],
+    num_devices: int,
+    unit: float = 0.0,
+    reading: Mapping[str, float] | None = None,
+) -> Bound:
+    """The bound of jobs that compute for so many seconds each.
+
+    Args:
+        unit: seconds of the longest visit.
+        reading: by tier, seconds of everything that is read from it.
+
+    >>> bound([4.0, 4.0, 4.0], 2).seconds
+    6.0
+    """
+    return Bound(
+        sum(job_seconds) / num_devices,
+        max(job_seconds, default=0.0),
+        max((reading or {}).values(), default=0.0),
+        unit,
+    )
+
+
+class StageVisit(NamedTuple):
     """All that a rank does to one stage before it goes on to another.
 
     Attributes:
@@ -88,7 +223,7 @@ def check_name(name: Any) -> None:
         )
 
 
-def visits_of(plan: Plan) -> tuple[Visit, ...]:
+def visits_of(plan: Plan) -> tuple[StageVisit, ...]:
     """The visits of one of many minibatches, update included, as the plan predicts them.
 
     Raises:
@@ -105,7 +240,7 @@ def visits_of(plan: Plan) -> tuple[Visit, ...]:
     stays = stays_of(ops) if plan.spill is not None else {}
     kept = {stay.stage for stay in stays.values() if stay.keeps}
     starts = beginnings(ops)
-    visits: list[Visit] = []
+    visits: list[StageVisit] = []
     for start, end in zip(starts, [*starts[1:], len(ops)], strict=True):
         visit = _visit(ops[start:end], costs, stays)
         if not visits and visit.stage in kept:  # since the minibatch before
@@ -114,12 +249,12 @@ def visits_of(plan: Plan) -> tuple[Visit, ...]:
     return tuple(visits)
 
 
-def _visit(ops: Sequence[Op], costs: Costs, stays: dict[Op, Stay]) -> Visit:
+def _visit(ops: Sequence[Op], costs: Costs, stays: dict[Op, Stay]) -> StageVisit:
     stage = visited(ops)
     backward = any(op.kind is Kind.BACKWARD for op in ops)
     seconds = sum(costs.duration(op) for op in ops)
     stay = next((stays[op] for op in ops if op.kind in LEAVES and op.stage == stage), None)
     if stay is None:
-        return Visit(stage, backward, seconds)
+        return StageVisit(stage, backward, seconds)
     state = costs.state_seconds(stage) if stay.updates else 0.0
-    return Visit(stage, backward, seconds, costs.fetching(stay), state, costs.leaving(stay))
+    return StageVisit(stage, backward, seconds, costs.fetching(stay), state, costs.leaving(stay))

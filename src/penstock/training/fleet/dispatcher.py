@@ -12,8 +12,7 @@ from typing import Literal
 
 from penstock.base.errors import DeadlineError, RunError
 from penstock.core.timing.fleet_timeline import Turn
-from penstock.planning.turns.policies import PolicyName, Standing, choose, guess
-from penstock.planning.turns.visits import Visit
+from penstock.planning.turns.visits import PolicyName, StageVisit, Standing, choose, guess
 
 State = Literal["away", "waiting", "visiting", "kept"]
 
@@ -49,7 +48,7 @@ class JobPlace:
         self,
         name: str,
         number: int,
-        visits: Sequence[Visit],
+        visits: Sequence[StageVisit],
         lock: threading.RLock,
         only: int | None = None,
     ) -> None:
@@ -132,7 +131,7 @@ class Dispatcher:
         self._is_resting = True
         self.turns: list[Turn] = []
 
-    def place(self, name: str, visits: Sequence[Visit], only: int | None = None) -> JobPlace:
+    def place(self, name: str, visits: Sequence[StageVisit], only: int | None = None) -> JobPlace:
         """A place for one more job, which may compute on one device only."""
         place = JobPlace(name, len(self._places), visits, self._lock, only)
         self._places.append(place)

@@ -18,11 +18,9 @@ from penstock.base.values import expect, number, one_of, whole
 from penstock.core.timing.fleet_timeline import FleetTimeline
 from penstock.engine.run.drive.driver import told
 from penstock.engine.weights.slabs import Spare
-from penstock.planning.turns.bounds import Bound, bound
-from penstock.planning.turns.policies import POLICIES, PolicyName
-from penstock.planning.turns.simulator import Task, bound_of, simulate_fleet
+from penstock.planning.turns.simulator import TimedJob, bound_of, simulate_fleet
 from penstock.planning.turns.stop import Stop, settled
-from penstock.planning.turns.visits import check_name
+from penstock.planning.turns.visits import POLICIES, Bound, PolicyName, bound, check_name
 from penstock.training.fleet.dispatcher import Dispatcher, overdue
 from penstock.training.fleet.job import FleetDevices, Job, homes_of, seats_of
 from penstock.training.fleet.results import FleetDisplay, FleetResults, JobResult
@@ -287,7 +285,7 @@ class Fleet:
 
     def _tasks(
         self, stop: Stop | None, steps: int | None, epochs: int | None
-    ) -> tuple[Stop, list[Task]]:
+    ) -> tuple[Stop, list[TimedJob]]:
         jobs = [trainee.job for trainee in self._trainees]
         ends = settled(stop, steps, epochs, [job.steps is not None for job in jobs])
         return ends, [
@@ -336,7 +334,7 @@ class Fleet:
         self.close()
 
 
-def task_of(name: str, job: Job, stop: Stop, num_jobs: int) -> Task:
+def task_of(name: str, job: Job, stop: Stop, num_jobs: int) -> TimedJob:
     """A job, as far as its time goes.
 
     Raises:
@@ -349,7 +347,7 @@ def task_of(name: str, job: Job, stop: Stop, num_jobs: int) -> Task:
             f"job {name}: nobody knows how many minibatches an epoch has, since its data has no "
             "len(); give steps"
         )
-    return Task(name, job.visits, targets[-1], tier)
+    return TimedJob(name, job.visits, targets[-1], tier)
 
 
 def _check_metric(trainee: Trainee, stop: Stop) -> None:

@@ -27,7 +27,7 @@ from penstock.engine.model.randomness import RandomStream, stream_seed
 from penstock.engine.run.recipe import Loss
 from penstock.planning.plans import Plan
 from penstock.planning.turns.stop import Stop
-from penstock.planning.turns.visits import Visit, check_fleet_plan, visits_of
+from penstock.planning.turns.visits import StageVisit, check_fleet_plan, visits_of
 from penstock.training.pipeline import Pipeline
 
 Data = Iterable[tuple[Any, Any]] | Callable[[int], Iterable[tuple[Any, Any]]]
@@ -95,7 +95,7 @@ class Job:
         self.seed: int = torch.initial_seed() if seed is None else seed
 
     @cached_property
-    def visits(self) -> tuple[Visit, ...]:
+    def visits(self) -> tuple[StageVisit, ...]:
         """The visits of a minibatch, as the plan predicts them."""
         return visits_of(self.plan)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, Self
 from penstock.base.errors import InputError, printable
 from penstock.base.units import format_seconds
 from penstock.core.timing.fleet_timeline import FleetTimeline, label_of_visit
-from penstock.planning.turns.bounds import Bound
+from penstock.planning.turns.visits import Bound
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -188,7 +188,7 @@ def _copied(reducer: ReducerName) -> Callable[[ContestSetting], Plan]:
             recompute="never",
             reducer=reducer if rate else "owners",
         )
-        return copies.summed_by(reducer)
+        return copies.with_reducer(reducer)
 
     return plan
 

@@ -1,11 +1,11 @@
 """Stages, replicas and devices with the least seconds per microbatch where the pipeline is full.
 
-A graph becomes the ``states`` behind which it may be cut; between two of them lies a stage, one of
-the ``pieces`` of a pipeline. ``search`` (``best_partition``) asks ``flat`` first, the exact optimum
-as if all links and speeds were equal; where they are not, then ``in_order``, stages on neighbours
-with the links that they use, and on regular trees ``levels``, PipeDream's own programme (its tables
-are in ``level_programme``). All answers are a ``Partition``, and ``evaluation`` scores each of them
-in the same way, with the links that the cluster's ``tree`` gives them; the fastest wins.
+A graph becomes the ``states`` behind which it may be cut; between two of them lies a stage.
+``search`` (``best_partition``) asks ``flat`` first, the exact optimum as if all links and speeds
+were equal; where they are not, then for stages on neighbours with the links that they use, and on
+regular trees ``levels``, PipeDream's own programme. All answers are a ``Partition``, and
+``evaluation`` scores each of them in the same way, with the links that the cluster's tree gives
+them; the fastest wins.
 """
 
 from penstock.planning.partition.steady.evaluation import Partition, PartitionedStage, evaluate

@@ -1,8 +1,10 @@
-"""``Partition``: which layers on which devices; and what it costs, asked of the plan itself."""
+"""``Partition``: which layers on which devices; and what it costs, with the links that the
+cluster's tree of devices gives it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import lcm
@@ -10,9 +12,46 @@ from math import lcm
 from penstock.base.errors import InputError
 from penstock.core.cluster import Cluster, Link, Topology
 from penstock.core.graph import LayerGraph
-from penstock.planning.partition.cost_models import PAPER, CostModel, ExchangeLine
-from penstock.planning.partition.readers import handed_on
-from penstock.planning.partition.steady.tree import link_within, members_at, usual_seconds
+from penstock.planning.partition.chain import PAPER, CostModel, ExchangeLine
+from penstock.planning.partition.layers import handed_on
+
+_USUAL_BYTES = 2**20
+"""Links are compared by how long they take for so much."""
+
+Path = tuple[int, ...]
+"""The groups that something is in, outermost first, by their indices."""
+
+
+def members_at(
+    topology: Topology, depth: int, devices: Iterable[int]
+) -> dict[Path, frozenset[int]]:
+    """The members of each group that is ``depth`` deep in the cluster's tree.
+
+    Args:
+        topology: the cluster's; its groups are equally deep.
+        depth: 0 for the cluster itself.
+        devices: indices; what has none of them is left out.
+
+    Returns:
+        By a group's path: the indices of its groups, or of its devices where it is innermost.
+    """
+    members: dict[Path, set[int]] = {}
+    for device in devices:
+        path = topology.paths[device]
+        inner = path[depth] if depth < len(path) else device
+        members.setdefault(path[:depth], set()).add(inner)
+    return {path: frozenset(inner) for path, inner in members.items()}
+
+
+def link_within(topology: Topology, path: Path) -> Link:
+    """The link between the members of a group, or of the cluster where the path is empty."""
+    cluster = topology.cluster
+    return cluster.groups[path[-1]].link if path else cluster.link
+
+
+def usual_seconds(link: Link) -> float:
+    """Seconds of a message of usual size, to compare links by."""
+    return link.seconds(_USUAL_BYTES)
 
 
 @dataclass(frozen=True)

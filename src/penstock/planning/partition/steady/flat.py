@@ -17,12 +17,11 @@ from dataclasses import dataclass, replace
 from itertools import repeat
 from math import ceil, inf
 
+import numpy as np
+
 from penstock.core.cluster import Link
-from penstock.planning.partition.arrays import Array, np
-from penstock.planning.partition.chain import ROUNDING
-from penstock.planning.partition.cost_models import CostModel
-from penstock.planning.partition.steady.pieces import Fits, Piece, all_fit
-from penstock.planning.partition.steady.states import States
+from penstock.planning.partition.chain import ROUNDING, Array, CostModel
+from penstock.planning.partition.steady.states import Fits, Piece, States, all_fit
 
 _NEVER = 1 << 30
 """More replicas than anyone has; still a number, so that sums of it are."""

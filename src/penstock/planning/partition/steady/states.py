@@ -1,19 +1,51 @@
 """Where a branching model can be cut: the states that a pipeline passes through.
 
-A state is a set of layers that holds everything its layers read; a stage is what lies between two
-states. The prefixes of the execution order are states. A branching model has more of them, one for
-each antichain of its graph, and the best cut may be behind any of them.
+A state is a set of layers that holds everything its layers read; a stage, with some number of
+replicas, is a ``Piece`` between two states. The prefixes of the execution order are states. A
+branching model has more of them, one for each antichain of its graph, and the best cut may be
+behind any of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import ceil
+
+import numpy as np
 
 from penstock.core.graph import Layer, LayerGraph
-from penstock.planning.partition.arrays import Array, Floats, np
-from penstock.planning.partition.readers import handed_on
+from penstock.planning.partition.chain import Array, Floats
+from penstock.planning.partition.layers import handed_on
+
+Fits = Callable[[Sequence[int], int, int], bool]
+"""(layers by index, replicas, microbatches in flight) → may a stage be like that?"""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stage between two states, by their indices."""
+
+    start: int
+    stop: int
+    replicas: int
+
+
+def all_fit(fits: Fits, stages: Sequence[tuple[Sequence[int], int]]) -> bool:
+    """Whether a whole pipeline may be like that.
+
+    Args:
+        fits: whether one stage may.
+        stages: (layers by index, replicas) of each, from the model's input to its output.
+    """
+    behind = 0
+    for layers, replicas in reversed(stages):
+        if not fits(layers, replicas, 1 + ceil(behind / replicas)):
+            return False
+        behind += replicas
+    return True
+
 
 MOST_STATES = 2500
 """Beyond so many, all pairs of states take more memory and time than a plan is worth."""
@@ -58,7 +90,7 @@ class States:
 
     @cached_property
     def cut_bytes(self) -> Floats:
-        """What travels over a cut behind each state in one direction, every output once."""
+        """Bytes over a cut behind each state in one direction, every output once."""
         total = np.zeros(len(self.sets))
         for source, readers, num_bytes in handed_on(self.graph):
             leaves = self.members[:, source] & ~self.members[:, readers].all(axis=1)
@@ -184,7 +216,7 @@ class _Pieces:
         return index
 
     def _end(self, index: int) -> None:
-        """What nobody reads goes with the only one that it reads."""
+        """A layer that nobody reads goes with the only one that it reads."""
         if not self.readers[index] and len(self.sources[index]) == 1:
             (source,) = self.sources[index]
             self.home[index] = source
@@ -199,7 +231,7 @@ class _Pieces:
             self.home[index] = source
 
     def _begin(self, index: int) -> None:
-        """What reads nothing of any size goes with its only reader."""
+        """A layer that reads nothing of any size goes with its only reader."""
         total = sum(self.sizes[source] for source in self.sources[index])
         if self.home[index] == index and not total and len(self.readers[index]) == 1:
             (reader,) = self.readers[index]

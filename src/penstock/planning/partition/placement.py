@@ -1,26 +1,126 @@
-"""A placer that learns, for graphs with branches: REINFORCE over groups of layers.
+"""Placers of branching graphs: REINFORCE over groups of layers, and hill climbing beside it.
 
 The idea of device placement by reinforcement learning (Mirhoseini et al., "Device Placement
 Optimization with Reinforcement Learning", ICML 2017, arXiv 1706.04972, and ColocRL after it): tiny
 operations are put together first, a policy draws a device for every group, and the reward is
 −√(step time), which keeps bad placements from drowning the differences between good ones.
-Placements that are no pipeline are punished instead of scored.
+Placements that are no pipeline are punished instead of scored (``placement_space``).
 
 The policy is a table, not a network: one softmax over devices per group. It is learned for one
-graph and thrown away. On a chain ``balance`` is optimal and takes milliseconds; see
-docs/learned-placement.md for when this one helps.
+graph and thrown away. Hill climbing moves one group at a time, does not learn, and did as well. On
+a chain ``balance`` is optimal and takes milliseconds; see docs/learned-placement.md for when a
+placer helps.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import sqrt
 from typing import Any
 
-from penstock.planning.partition.arrays import Floats, Ints, np
-from penstock.planning.partition.placement.ledger import Ledger, Placer
-from penstock.planning.partition.placement.space import Space
+import numpy as np
+
+from penstock.planning.partition.chain import Floats, Ints, balance
+from penstock.planning.partition.placement_space import (
+    Ledger,
+    Placed,
+    Placer,
+    Score,
+    Space,
+    Stages,
+    make_space,
+    stage_costs,
+)
+
+__all__ = [
+    "Placed",
+    "Placer",
+    "Score",
+    "Stages",
+    "greedy_placement",
+    "learned_placement",
+    "make_space",
+    "stage_costs",
+]
+
+
+def labels_of(cuts: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """The stage of each group where an order of the groups is cut at these places."""
+    labels = [0] * len(order)
+    for stage, (start, stop) in enumerate(pairwise(cuts)):
+        for group in order[start:stop]:
+            labels[group] = stage
+    return tuple(labels)
+
+
+def random_order(space: Space, draws: random.Random) -> list[int]:
+    """The groups in a random topological order."""
+    waits = [len(producers) for producers in space.producers]
+    ready = [group for group, count in enumerate(waits) if not count]
+    order = []
+    while ready:
+        group = ready.pop(draws.randrange(len(ready)))
+        order.append(group)
+        for source, reader in space.edges:
+            if source == group:
+                waits[reader] -= 1
+                if not waits[reader]:
+                    ready.append(reader)
+    return order
+
+
+def _climb_again(space: Space, ledger: Ledger, seed: int) -> None:
+    draws = random.Random(seed)
+    order: Sequence[int] = range(len(space.groups))
+    while not ledger.is_spent:
+        even = balance([space.seconds[group] for group in order], space.num_devices)
+        _climb(space, ledger, draws, labels_of(even, order))
+        order = random_order(space, draws)
+
+
+greedy_placement = Placer(_climb_again)
+"""Hill climbing: move one group to another stage as long as the step gets shorter.
+
+It begins with the most even cuts of the execution order, and with a random order, evenly cut,
+whenever no move helps. The seed is of the order of moves and the new beginnings.
+"""
+
+
+def _climb(space: Space, ledger: Ledger, draws: random.Random, labels: tuple[int, ...]) -> None:
+    def score_of(candidate: Sequence[int]) -> float | None:
+        return ledger.ask(space.stages_of(candidate, range(space.num_devices)))
+
+    here = score_of(labels)
+    while here is not None and not ledger.is_spent:
+        for moved in _moves(space, labels, draws):
+            seconds = score_of(moved)
+            if seconds is None:
+                return
+            if seconds < here:
+                labels, here = moved, seconds
+                break
+        else:
+            return
+
+
+def _moves(
+    space: Space, labels: tuple[int, ...], draws: random.Random
+) -> Iterator[tuple[int, ...]]:
+    """Every labelling that differs in one group, in random order, no stage empty."""
+    changes = [(group, to) for group in range(len(labels)) for to in range(space.num_devices)]
+    draws.shuffle(changes)
+    for group, to in changes:
+        moved = (*labels[:group], to, *labels[group + 1 :])
+        if to != labels[group] and _is_pipeline(space, moved) and labels[group] in moved:
+            yield moved
+
+
+def _is_pipeline(space: Space, labels: Sequence[int]) -> bool:
+    return all(labels[source] <= labels[reader] for source, reader in space.edges)
+
 
 _BATCH = 10
 _RATE = 0.1

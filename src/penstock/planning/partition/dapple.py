@@ -1,10 +1,13 @@
-"""DAPPLE's planner: cuts × replicas × devices of a chain, by a beam over prefixes.
+"""DAPPLE's planner: cuts × replicas × devices of a chain for synchronous training, by a beam over
+prefixes.
 
-Fan et al., arXiv 2007.01045, section 4.3. The paper's dynamic programme fixes stages from the first
-to the last and keeps one plan for each prefix of layers and number of devices, judged as if all
-that is left were one stage. Here a prefix keeps as many plans as the beam is wide for each way in
-which the devices that are gone are spread over the servers, and what a plan carries is all that
-the bound needs to go on; so a beam that drops nothing is exact.
+Fan et al., PPoPP 2021, arXiv 2007.01045, section 4.3. The paper's dynamic programme fixes stages
+from the first to the last and keeps one plan for each prefix of layers and number of devices,
+judged as if all that is left were one stage. Here a prefix keeps as many plans as the beam is wide
+for each way in which the devices that are gone are spread over the servers, and what a plan carries
+is all that the bound needs to go on; so a beam that drops nothing is exact. ``dapple_rules`` says
+which devices the replicas of a stage may take, and how long a step is at least. Candidates come out
+best first, for a simulator to rank.
 """
 
 from __future__ import annotations
@@ -20,9 +23,19 @@ from operator import add, le
 from penstock.base.errors import InputError
 from penstock.core.cluster import Cluster, Link, Topology
 from penstock.core.graph import LayerGraph
-from penstock.planning.partition.cost_models import CostModel, cost_model
-from penstock.planning.partition.dapple.bound import Reached, busiest
-from penstock.planning.partition.dapple.rules import RULES, devices_of, servers, take
+from penstock.planning.partition.chain import CostModel, cost_model
+from penstock.planning.partition.dapple_rules import (
+    RULES,
+    Reached,
+    Rule,
+    busiest,
+    devices_of,
+    servers,
+    take,
+)
+
+__all__ = ["RULES", "DappleCandidate", "Rule", "dapple_candidates"]
+
 
 StageFits = Callable[[int, int, int], bool]
 """(first layer, layer behind the last, replicas) → may a device hold this stage?"""
@@ -75,7 +88,7 @@ class _Prefix:
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """What is the same for plans that differ in the names of devices."""
+        """A key that plans share which differ in the names of devices only."""
         return self.cuts, tuple(map(len, self.devices)), self.reached
 
 

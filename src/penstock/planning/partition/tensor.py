@@ -1,11 +1,12 @@
-"""Share every layer of a model among the devices of a tensor-parallel group.
+"""``split_layers``: share every layer of a model among the devices of a tensor-parallel group.
 
 Dividing the rows of a layer (data parallelism) costs a sum of its gradients once per minibatch;
 dividing its parameters costs collectives on its activations once per microbatch. Which is less
 depends on the layer (Krizhevsky, "One weird trick for parallelizing convolutional neural networks",
 arXiv 1404.5997), and on its neighbours: a layer that divides its inputs can read what a layer that
 divides its outputs gives, for nothing (Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3).
-So all layers are decided together (``layout_search``).
+So all layers are decided together (``tensor_layouts``); here the answer becomes the model as one
+device of the group sees it.
 """
 
 from __future__ import annotations
@@ -20,8 +21,18 @@ from penstock.base.errors import InputError
 from penstock.base.values import is_whole
 from penstock.core.cluster import Link
 from penstock.core.graph import Layer, LayerGraph
-from penstock.planning.partition.tensor.layout_search import LayoutProblem, Solution, Step
-from penstock.planning.partition.tensor.layouts import LayerSplit, Ring, Sharing, TensorLayout, ways
+from penstock.planning.partition.tensor_layouts import (
+    DeviceRing,
+    LayerSplit,
+    LayoutProblem,
+    Sharing,
+    Solution,
+    Step,
+    TensorLayout,
+    ways,
+)
+
+__all__ = ["LayerSplit", "TensorLayout", "TensorSplit", "split_layers"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,11 +96,11 @@ def split_layers(
         InputError: a count is not a whole number or below 1.
     """
     counts = {"num_tensor_ranks": num_tensor_ranks, "num_microbatches": num_microbatches}
-    for what, count in counts.items():
+    for name, count in counts.items():
         if not is_whole(count) or count < 1:
-            raise InputError(f"{what} is {count!r}, but must be a whole number ≥ 1")
+            raise InputError(f"{name} is {count!r}, but must be a whole number ≥ 1")
     problem = LayoutProblem(
-        graph, Ring(num_tensor_ranks, link, graph.microbatch_size), num_microbatches
+        graph, DeviceRing(num_tensor_ranks, link, graph.microbatch_size), num_microbatches
     )
     data = problem.solve(_by_rows)
     tensor = problem.solve(partial(_by_parameters, num_ranks=num_tensor_ranks))

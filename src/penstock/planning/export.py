@@ -1,7 +1,9 @@
-"""Schedules from ``torch.distributed.pipelining`` and for it: the same ops, so the same text.
+"""Schedules from ``torch.distributed.pipelining`` and for it, and plans as its engines read them;
+nothing here needs torch.
 
-What torch's schedules dump as CSV is read by our own parser: torch's accepts ``0F1xyz`` as ``0F1``.
-What torch reads is ``str(schedule)``, if torch has words for all of it.
+The ops are the same, so their text is, too. What torch's schedules dump as CSV is read by our own
+parser: torch's accepts ``0F1xyz`` as ``0F1``. What torch reads is ``str(schedule)``, if torch has
+words for all of it.
 """
 
 from __future__ import annotations
@@ -13,9 +15,10 @@ from collections.abc import Iterator
 
 from penstock.base.errors import InputError, ScheduleError
 from penstock.core.schedule import Kind, Op, Schedule
+from penstock.core.schedule.channels import RECEIVED_BY, RECEIVES
 from penstock.core.schedule.check import check
 from penstock.core.schedule.lower import add_communication
-from penstock.core.schedule.op import COMMUNICATION, COMPUTE, RECEIVED_BY, RECEIVES
+from penstock.core.schedule.op import COMMUNICATION, COMPUTE
 from penstock.planning.plans import Plan
 
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")

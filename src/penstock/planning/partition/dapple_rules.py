@@ -1,10 +1,11 @@
-"""Which devices the replicas of a stage take: DAPPLE's three ways.
+"""DAPPLE's three ways to give devices to the replicas of a stage, and its bound of a step.
 
-Fan et al., arXiv 2007.01045, section 4.2. Stages are given devices one after another, from the
-first. A *server* is an innermost group of the cluster's tree; devices outside of all groups are
-servers of their own, unless there are no groups at all: then all devices are one server. A server
-is *fresh* while none of its devices is taken, and *full* when all are. Within a server, devices are
-taken in the cluster's order, and servers that a rule does not tell apart in theirs.
+Fan et al., "DAPPLE: A Pipelined Data Parallel Approach for Training Large Models", PPoPP 2021,
+arXiv 2007.01045, section 4.2. Stages are given devices one after another, from the first. A
+*server* is an innermost group of the cluster's tree; devices outside of all groups are servers of
+their own, unless there are no groups at all: then all devices are one server. A server is *fresh*
+while none of its devices is taken, and *full* when all are. Within a server, devices are taken in
+the cluster's order, and servers that a rule does not tell apart in theirs.
 
 - **fresh-first** fills fresh servers one by one, then those partly used, the emptiest first: the
   replicas of a stage stay together, which their gradients want.
@@ -13,16 +14,73 @@ taken in the cluster's order, and servers that a rule does not tell apart in the
 - **scatter-first** takes one device at a time from the server that the stage has fewest of, the
   emptiest first: every server sees a part of each stage, which suits stages whose replicas have
   little to exchange.
+
+The paper (section 4.1) estimates a step in three parts: until its *pivot* stage starts, the pivot's
+steady work, and what is left when that ends. The bound (``Reached``) is the part of this idea that
+can be proven, whichever stage is the pivot: no 1F1B step with these stages is shorter. It is no
+prediction: rank with the simulator.
+
+Let a stage Q have M microbatches to do. Its first forward waits for the stages and hops before it,
+Q itself is busy for M(F_Q+B_Q), and its last gradient has to go back to the first stage. If the
+link before Q is busy for longer, that counts instead. The longest over all Q is the bound: what the
+paper's estimate says for the best pivot, but with links that carry one message each way at a time,
+and with a stage's reduction only where it must come later.
+
+The paper's early backwards (section 3.2: K = min(S−i, D) or min(2(S−i)−1, D) forwards before the
+first backward) are the schedule families ``1f1b`` and ``eager-1f1b``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from math import lcm
+from typing import Literal, NamedTuple, get_args
 
 from penstock.base.errors import PlanError
 from penstock.base.values import one_of
 from penstock.core.cluster import Cluster, Topology
+
+
+class Reached(NamedTuple):
+    """The bound of the stages so far, and what it needs for the next one.
+
+    Attributes:
+        bound: the longest time that one of them decides.
+        forward: seconds until the first microbatch has passed them.
+        back: seconds from the last gradient's arrival until all of them have their sums.
+    """
+
+    bound: float = 0.0
+    forward: float = 0.0
+    back: float = 0.0
+
+    def then(
+        self, stage: tuple[float, float, float], edge: tuple[float, float], shares: tuple[int, int]
+    ) -> Reached:
+        """The bound of the stages so far and one more behind them.
+
+        Args:
+            stage: its forward, backward and reduction, in seconds.
+            edge: seconds of the hop to it, and for how many of them the link is busy.
+            shares: microbatches of its busiest replica, and of the busiest link to it.
+        """
+        (ahead, behind, summing), (hop, link) = stage, edge
+        work = max(shares[0] * (ahead + behind), (shares[1] - 1) * link + ahead + behind)
+        reached, back = self.forward + hop, max(self.back + hop, summing)
+        bound = max(self.bound, reached + work + back)
+        return Reached(bound, reached + ahead, back + behind)
+
+
+def busiest(num_microbatches: int, before: int, count: int) -> tuple[int, int]:
+    """Microbatches of the busiest replica of a stage, and of the busiest link to it.
+
+    Args:
+        num_microbatches: per minibatch, taken in turns.
+        before: replicas of the stage before it; where there is none, as many as it has itself.
+        count: replicas of the stage.
+    """
+    return -(-num_microbatches // count), -(-num_microbatches // lcm(before, count))
+
 
 Rule = Literal["fresh-first", "append-first", "scatter-first"]
 RULES: tuple[Rule, ...] = get_args(Rule)

@@ -9,7 +9,7 @@ import pytest
 from penstock.core.cluster import Cluster, Link
 from penstock.core.graph import Layer, LayerGraph
 from penstock.planning.partition import Partition, PartitionedStage, cost_model, evaluate
-from penstock.planning.partition.readers import handed_on, reads_of, skips_of, sources_of
+from penstock.planning.partition.layers import handed_on, reads_of, skips_of, sources_of
 from penstock.planning.partition.steady.states import prefixes
 
 

@@ -1,0 +1,255 @@
+"""The same task in other words, and candidates that come of that: devices in groups that share
+every layer, groups behind one cut only, and layers in another order.
+
+With tensor parallelism throughout, a task has one graph: the model as one device of a group sees it
+(``in_groups``). Convolutions on replicas, each on one device, and linear layers on one group ("one
+weird trick", Krizhevsky, arXiv 1404.5997) are plans of two stages, of which only the second one's
+layers are shared (``mixed``). There the graph is that of single devices up to the cut and that of a
+group behind it, so it belongs to its cut, and nothing may move that. Cuts are ranked by a formula,
+and the best few are priced and simulated as everything else.
+
+Branching models may be cut where no prefix of their execution order ends: their layers are put into
+another order first (``in_other_orders``, ``learned``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace as with_fields
+
+from penstock.base.errors import InputError, PlanError
+from penstock.core.cluster import Cluster, Device
+from penstock.core.cluster.subset import only
+from penstock.core.schedule import families
+from penstock.core.schedule.lower import add_update
+from penstock.core.timing.simulator import simulate
+from penstock.core.versions import Flush
+from penstock.planning.partition import best_partition
+from penstock.planning.planner.candidate import Candidate
+from penstock.planning.planner.cuts import with_cuts
+from penstock.planning.planner.offers import Offer
+from penstock.planning.planner.request import PLAIN, Constraints
+from penstock.planning.planner.task import Task, TensorGroups
+
+if TYPE_CHECKING:
+    from penstock.planning.partition.placement import Stages
+    from penstock.planning.partition.tensor import TensorSplit
+
+
+_USUAL_BYTES = 2**20
+"""Of a message for which links are compared."""
+
+
+def in_other_orders(task: Task) -> Iterator[Task]:
+    """The task with its layers in other orders: those that the exact partitions of the graph, in
+    the steady state, have."""
+    names = [layer.name for layer in task.graph.layers]
+    for updates in (1 / task.num_microbatches, 1.0):
+        for straight in (False, True):
+            partition = best_partition(
+                task.graph,
+                task.cluster,
+                task.communication,
+                updates=updates,
+                straight=straight,
+                order="any",
+            )
+            order = [name for stage in partition.stages for name in stage.layers]
+            if order != names:
+                names = order
+                yield replace(task, graph=task.graph.reordered(order))
+
+
+def learned(task: Task, constraints: Constraints) -> Candidate | None:
+    """The candidate whose placement of layers on devices a policy learned by trial and error,
+    judged by simulations of 1F1B (``planning.partition.placement.learned``); ``None`` if it does
+    not fit.
+
+    Args:
+        task: with devices that are all used, or fewer.
+        constraints: what may run twice.
+    """
+    from penstock.planning.partition.placement import (  # for those who ask
+        learned_placement,
+        stage_costs,
+    )
+
+    link = task.topology.slowest_link(range(len(task.cluster.devices)), _USUAL_BYTES)
+
+    def score(stages: Stages) -> float:
+        schedule = families.build(
+            PLAIN, num_ranks=len(stages), num_microbatches=task.num_microbatches
+        )
+        return simulate(add_update(schedule), stage_costs(task.graph, stages, link)).makespan
+
+    num_devices = min(len(task.cluster.devices), task.num_layers)
+    stages = learned_placement(task.graph, num_devices, score).stages
+    return _placed_candidate(task, constraints, stages)
+
+
+def _placed_candidate(
+    task: Task, constraints: Constraints, stages: Sequence[Sequence[str]]
+) -> Candidate | None:
+    order = [name for stage in stages for name in stage]
+    cuts = tuple(accumulate(map(len, stages), initial=0))
+    placed = replace(task, graph=task.graph.reordered(order), marks=cuts)
+    offer = Offer(PLAIN, tuple(range(len(stages))), recompute=constraints.recompute)
+    candidate = with_cuts(placed, offer.setting(placed), cuts)
+    return candidate if candidate.fits else None
+
+
+def in_groups(task: Task, num_tensor_ranks: int) -> Task:
+    """A task whose devices are groups of ``num_tensor_ranks`` (at least 2) neighbouring devices of
+    another task, which has one device for each.
+
+    Raises:
+        PlanError: the cluster has fewer devices.
+    """
+    from penstock.planning.partition.tensor import split_layers  # for the few who ask
+
+    cluster, count = task.cluster, len(task.cluster.devices)
+    if num_tensor_ranks > count:
+        raise PlanError(
+            f"layers cannot be split over {num_tensor_ranks} devices: the cluster has {count}"
+        )
+    last = count - count % num_tensor_ranks
+    members = [range(first, first + num_tensor_ranks) for first in range(0, last, num_tensor_ranks)]
+    links = [task.topology.slowest_link(group, _USUAL_BYTES) for group in members]
+    slowest = max(links, key=lambda link: link.seconds(_USUAL_BYTES))
+    tensor_split = split_layers(
+        task.graph, num_tensor_ranks, slowest, num_microbatches=task.num_microbatches
+    )
+    groups = tuple(tuple(cluster.devices[index] for index in group) for group in members)
+    return replace(
+        task,
+        graph=tensor_split.graph,
+        cluster=_of_leaders(cluster, members, groups),
+        groups=TensorGroups(groups, tensor_split, task),
+    )
+
+
+def _of_leaders(
+    cluster: Cluster, members: Sequence[range], groups: Sequence[Sequence[Device]]
+) -> Cluster:
+    """A cluster with one device for each group: its first one, as slow and as small as the weakest
+    in it."""
+    leaders = only(cluster, [group[0] for group in members])
+    devices = tuple(
+        with_fields(
+            leader,
+            speed=min(device.speed for device in group),
+            memory_bytes=min(
+                (device.memory_bytes for device in group if device.memory_bytes), default=0
+            ),
+        )
+        for leader, group in zip(leaders.devices, groups, strict=True)
+    )
+    return with_fields(leaders, devices=devices)
+
+
+def widths(task: Task) -> Iterator[int]:
+    """The sizes of groups worth trying: powers of two, up to all devices."""
+    width = 2
+    while width <= len(task.cluster.devices):
+        yield width
+        width *= 2
+
+
+_MOST_CUTS = 3
+
+
+def mixed(tasks: Sequence[Task], constraints: Constraints) -> Iterator[Candidate]:
+    """The candidates that fit: replicas of the first layers, and one group for the others.
+
+    Args:
+        tasks: those of single devices, and those of groups, whose splits rank the cuts.
+    """
+    if constraints.schedule not in (None, PLAIN) or constraints.stages not in (None, 2):
+        return
+    if constraints.cuts or constraints.replicas or constraints.versions is not None:
+        return
+    for task in tasks:
+        if task.groups is None and task.reducer == "owners" and _is_chain(task):
+            seen = {
+                other.groups.num_ranks: other.groups.tensor_split
+                for other in tasks
+                if other.groups is not None and other.groups.single is task
+            }
+            yield from _of(task, seen, constraints)
+
+
+def _is_chain(task: Task) -> bool:
+    """Whether whatever layers read comes from the one before them, and nothing is tied."""
+    layers = task.graph.layers
+    return not task.ties and not any(
+        layer.inputs is not None or layer.after or layer.skip_bytes for layer in layers
+    )
+
+
+def _of(
+    task: Task, seen: Mapping[int, TensorSplit], constraints: Constraints
+) -> Iterator[Candidate]:
+    for width, split in seen.items():
+        replicas = min(len(task.cluster.devices) - width, task.num_microbatches)
+        if replicas < 1 or (replicas > 1 and not constraints.any_replicas):
+            continue
+        for cut in _promising(task, split, width, replicas):
+            with suppress(InputError, PlanError):
+                candidate = _candidate(task, width, replicas, cut, constraints)
+                if candidate.fits:
+                    yield candidate
+
+
+def _promising(task: Task, split: TensorSplit, width: int, replicas: int) -> list[int]:
+    """The cuts that promise most: the slower stage sets the pace, and sums come behind it."""
+    count = task.num_microbatches
+    before = [*accumulate(task.compute_seconds, initial=0.0)]
+    behind = [*accumulate((layer.compute_seconds for layer in split.graph.layers), initial=0.0)]
+    parameters = [*accumulate((layer.parameter_bytes for layer in task.graph.layers), initial=0)]
+
+    def seconds(cut: int) -> float:
+        front, back = before[cut] / replicas, behind[-1] - behind[cut]
+        link = task.link_between(range(replicas), [replicas], _crossing(task, cut, width))
+        hop = link.seconds(_crossing(task, cut, width))
+        summed = 2 * (replicas - 1) / replicas * link.seconds(parameters[cut])
+        return count * max(front, back, hop) + min(front, back) + 2 * hop + summed
+
+    return sorted(range(1, task.num_layers), key=seconds)[:_MOST_CUTS]
+
+
+def _crossing(task: Task, cut: int, width: int) -> int:
+    """Bytes that a microbatch brings over the cut, on an average of there and back: every member
+    gets the value, and one of them sends its gradient."""
+    return task.crossing_bytes[cut] * (width + 1) // 2
+
+
+def _candidate(
+    task: Task, width: int, replicas: int, cut: int, constraints: Constraints
+) -> Candidate:
+    from penstock.planning.partition.tensor import split_layers  # for the few who ask
+
+    group = range(replicas, replicas + width)
+    link = task.topology.slowest_link(group, _USUAL_BYTES)
+    graph = task.graph
+    behind = with_fields(
+        graph, layers=graph.layers[cut:], input_bytes=task.crossing_bytes[cut], other_sizes=()
+    )
+    split = split_layers(behind, width, link, num_microbatches=task.num_microbatches)
+    *front, last = graph.layers[:cut]
+    last = with_fields(last, output_bytes=_crossing(task, cut, width))
+    members = [*(range(index, index + 1) for index in range(replicas)), group]
+    devices = tuple(tuple(task.cluster.devices[index] for index in own) for own in members)
+    made = replace(
+        task,
+        graph=with_fields(graph, layers=(*front, last, *split.graph.layers), other_sizes=()),
+        cluster=_of_leaders(task.cluster, members, devices),
+        groups=TensorGroups(devices, split, task),
+    )
+    counts = (replicas, 1) if replicas > 1 else ()
+    offer = Offer(PLAIN, tuple(range(replicas + 1)), Flush(), counts, (), constraints.recompute)
+    return with_cuts(made, offer.setting(made), (0, cut, task.num_layers))
