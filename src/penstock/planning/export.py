@@ -15,10 +15,9 @@ from collections.abc import Iterator
 
 from penstock.base.errors import InputError, ScheduleError
 from penstock.core.schedule import Kind, Op, Schedule
-from penstock.core.schedule.channels import RECEIVED_BY, RECEIVES
 from penstock.core.schedule.check import check
 from penstock.core.schedule.lower import add_communication
-from penstock.core.schedule.op import COMMUNICATION, COMPUTE
+from penstock.core.schedule.op import COMMUNICATION, COMPUTE, RECEIVED_BY, RECEIVES
 from penstock.planning.plans import Plan
 
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")

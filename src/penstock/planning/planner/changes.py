@@ -23,8 +23,8 @@ from penstock.base.units import (
 )
 from penstock.base.values import MOST_AMOUNT, expect, whole
 from penstock.core.cluster import Cluster, Device, Link
-from penstock.core.cluster.checks import MOST_DEVICES
-from penstock.core.cluster.subset import only
+from penstock.core.cluster.cluster import only
+from penstock.core.cluster.parts import MOST_DEVICES
 from penstock.core.graph import LayerGraph
 from penstock.planning.planner.request import PlanRequest
 from penstock.planning.planner.search import planned

@@ -11,8 +11,12 @@ from math import ceil, inf
 from typing import Any, NamedTuple
 
 from penstock.core.cluster import SpareMachine
-from penstock.core.summation.portions import num_portions
-from penstock.core.summation.split import PART_OVERHEAD_SECONDS, best_part_bytes, best_split
+from penstock.core.summation.split import (
+    PART_OVERHEAD_SECONDS,
+    best_part_bytes,
+    best_split,
+    num_portions,
+)
 from penstock.planning.partition.chain import RING
 from penstock.planning.planner.setting import Setting
 from penstock.planning.planner.task import Task

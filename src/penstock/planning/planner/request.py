@@ -30,7 +30,7 @@ from penstock.base.values import (
 )
 from penstock.core.graph import LayerGraph
 from penstock.core.schedule import families
-from penstock.core.schedule.families.replicated import Replicas, read_replicas
+from penstock.core.schedule.families.options import Replicas, read_replicas
 from penstock.core.versions import USUAL, Policy
 from penstock.planning.partition.chain import CostModel, cost_model
 from penstock.planning.plans.consistency import MOST_MICROBATCHES

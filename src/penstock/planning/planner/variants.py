@@ -24,7 +24,7 @@ from msgspec.structs import replace as with_fields
 
 from penstock.base.errors import InputError, PlanError
 from penstock.core.cluster import Cluster, Device
-from penstock.core.cluster.subset import only
+from penstock.core.cluster.cluster import only
 from penstock.core.schedule import families
 from penstock.core.schedule.lower import add_update
 from penstock.core.timing.simulator import simulate

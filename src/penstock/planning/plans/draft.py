@@ -23,7 +23,7 @@ from penstock.core.cluster import Device
 from penstock.core.example import Example
 from penstock.core.graph import Contention
 from penstock.core.schedule import families
-from penstock.core.schedule.families.replicated import read_replicas
+from penstock.core.schedule.families.options import read_replicas
 from penstock.core.schedule.memory import Sizes
 from penstock.core.versions import USUAL, Flush, Place, Policy, place_of, weight_copies
 from penstock.planning.plans.consistency import (

@@ -15,8 +15,8 @@ from msgspec.structs import replace as with_fields
 from penstock.base.errors import InputError, ScheduleError
 from penstock.core.schedule import Schedule, families
 from penstock.core.schedule.check import check
-from penstock.core.schedule.families.optimal import check_size
 from penstock.core.schedule.families.options import one_per_rank, placed
+from penstock.core.schedule.families.searched import check_size
 from penstock.core.schedule.memory import Sizes
 from penstock.core.schedule.op import COMPUTE
 from penstock.core.timing.costs import Costs

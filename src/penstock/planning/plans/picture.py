@@ -17,8 +17,8 @@ from penstock.core.schedule import Kind, Schedule
 from penstock.core.schedule.memory import Curve
 from penstock.core.timing.spans import Row
 from penstock.core.timing.timeline import Timeline
-from penstock.drawing.plan import picture as pictured
-from penstock.drawing.plan.picture import PlanPicture
+from penstock.drawing import plan_picture as pictured
+from penstock.drawing.plan_picture import PlanPicture
 from penstock.drawing.timeline.excerpt import steady_part
 from penstock.planning.plans.plan import Plan
 from penstock.planning.plans.spilling import held_by_op, stage_bytes

@@ -14,9 +14,9 @@ from penstock.core.schedule import Schedule
 from penstock.core.schedule.lower import add_update, add_updates
 from penstock.core.schedule.rounds import Rounds, filling
 from penstock.core.timing.costs import Costs
-from penstock.core.timing.flow import slowest_beat
-from penstock.core.timing.served import Served
 from penstock.core.timing.simulator import simulate
+from penstock.core.timing.simulator.beside import Served
+from penstock.core.timing.spans import slowest_beat
 from penstock.core.timing.timeline import Timeline
 from penstock.core.versions import Policy, place_of, rounds_of, versions_read
 from penstock.planning.plans.spilling import (

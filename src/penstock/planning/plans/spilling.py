@@ -20,8 +20,8 @@ from penstock.core.schedule import Kind, Op, Schedule
 from penstock.core.schedule.lower import add_late_agreement, add_late_update, add_update
 from penstock.core.schedule.memory import Sizes, changes
 from penstock.core.schedule.offload import add_offload
+from penstock.core.schedule.op import Activations
 from penstock.core.schedule.residence import StageBytes, add_residence, resident_bytes
-from penstock.core.schedule.schedule import Activations
 from penstock.core.timing.costs import Costs
 from penstock.core.versions import Policy
 from penstock.planning.plans.stage_plan import StagePlan, sizes_of

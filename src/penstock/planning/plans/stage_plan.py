@@ -10,11 +10,10 @@ from msgspec import Meta, field
 
 from penstock.base.errors import InputError
 from penstock.base.values import Value, whole
-from penstock.core.cluster.checks import MOST_DEVICES
+from penstock.core.cluster.parts import MOST_DEVICES
 from penstock.core.schedule import Schedule
 from penstock.core.schedule.memory import Sizes, peaks
-from penstock.core.timing.costs import Costs
-from penstock.core.timing.exchange import Exchange
+from penstock.core.timing.costs import Costs, Exchange
 
 RecomputeWay = Literal["none", "stage", "layers"]
 Split = Annotated[

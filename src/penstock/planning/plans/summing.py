@@ -16,7 +16,7 @@ from penstock.base.errors import InputError
 from penstock.base.values import Value, number, one_of, whole
 from penstock.core.cluster import SpareMachine
 from penstock.core.summation.frames import MOST_SERVERS
-from penstock.core.timing.served import Served
+from penstock.core.timing.simulator.beside import Served
 
 if TYPE_CHECKING:
     from penstock.core.schedule import Schedule

@@ -8,18 +8,18 @@ import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from penstock.base.telling import wrap_to
 from penstock.base.units import format_bytes, format_rate, format_seconds, format_speed_up
-from penstock.base.wrapping import wrap_to
-from penstock.drawing.layer_names import counted
+from penstock.drawing.plan_picture import counted
 from penstock.planning.plans.prediction import Prediction
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 
+from penstock.base.telling import WARNING
 from penstock.base.units import count_of
 from penstock.base.values import Value, shown
-from penstock.base.wrapping import WARNING
 from penstock.core.graph import Contention
 from penstock.core.versions import Policy
 from penstock.planning.plans.summing import Shape

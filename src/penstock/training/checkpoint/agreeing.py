@@ -19,7 +19,7 @@ from penstock.engine.run.rank.worker import Worker
 from penstock.engine.run.seating import Seat
 from penstock.engine.stage.stage import Stage
 from penstock.engine.transport.rendezvous import Rendezvous
-from penstock.planning.plans.serving import servers_of
+from penstock.planning.plans.summing import servers_of
 from penstock.training.checkpoint.contents import Contents
 from penstock.training.checkpoint.folder import (
     checkpoint_in,

@@ -331,7 +331,7 @@ def _with_server(plan: Plan) -> tuple[SummationServer | None, Plan]:
     server = SummationServer("127.0.0.1", 0, key_of("", _JOB))
     host, port = server.address[:2]
     machine = SpareMachine(name="here", bytes_per_second=_PLENTY, address=f"{host}:{port}")
-    return server, plan.summed_by("servers", [machine])
+    return server, plan.with_reducer("servers", [machine])
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from penstock.core.cluster.local import usable_cores
 from penstock.core.graph import LayerGraph
 from penstock.core.timing.timeline import Timeline
 from penstock.drawing.contest import ONE_DEVICE, ContestRecord, Entry
-from penstock.planning.partition.tensor.split import split_layers
+from penstock.planning.partition.tensor import split_layers
 from penstock.planning.plans import Plan
 from penstock.planning.plans.spilling import traffic
 from penstock.trial.contest.entrants import Entrant
