@@ -18,7 +18,7 @@ from penstock.base.telling import Telling, tells
 from penstock.base.values import MOST_AMOUNT, expect, flag, number, whole
 from penstock.core.summation.staleness import StaleStream
 from penstock.core.timing.timeline import Timeline
-from penstock.engine.device.placement import HOST, Devices
+from penstock.engine.device.accelerators import HOST, Devices
 from penstock.engine.model import microbatches
 from penstock.engine.model.batches import LABELS, Parting, is_batch, model_loss
 from penstock.engine.model.microbatches import Microbatches, Weight, Weighting

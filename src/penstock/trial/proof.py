@@ -24,7 +24,7 @@ from penstock.base.errors import InputError
 from penstock.base.units import count_of
 from penstock.core.timing.timeline import Timeline
 from penstock.core.versions import PipeMare, Predict, Sideways
-from penstock.engine.device.placement import devices_of_ranks
+from penstock.engine.device.accelerators import devices_of_ranks
 from penstock.engine.model import microbatches, tree
 from penstock.engine.model.optimizer_factory import Parameters
 from penstock.engine.model.spine import spine_fingerprint, spine_of

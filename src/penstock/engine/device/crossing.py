@@ -9,11 +9,17 @@ optimizer, a layer that is tied to another one) still does. ``Module.to`` says s
 device that torch knows by itself, whose tensors take ``.data`` of each other. Of all others, and of
 ``meta``, it makes new parameters, and ties are broken; here the implementation behind the object is
 exchanged instead, as ``Module.to`` does it under ``torch.__future__``.
+
+Copies of tensors from which layers compute what they would from the originals, to the bit.
+
+``Tensor.clone`` packs a view that leaves gaps (``x[:, :1]``) or repeats itself (``x.expand(…)``)
+densely. Kernels are chosen by strides, and another kernel sums in another order or, under autocast,
+rounds elsewhere. Who copies so that a layer may overwrite its input must not change its output.
 """
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -98,3 +104,39 @@ def _refuse_backwards(tensor: Tensor, device: torch.device) -> None:
         raise RunError(message)
 
     get_gradient_edge(tensor).node.register_prehook(refuse)
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """A copy in memory of its own with the strides of the original; gradients flow through it.
+
+    A copy is as long as what lies between the original's first and last element. If that is more
+    than 16 MiB and more than eight times its elements (a column of a memory-mapped table), or if
+    the tensor has no strides, the copy is what ``clone`` gives.
+    """
+    if tensor.layout is not torch.strided or type(tensor) not in PLAIN_TENSORS:
+        return tensor.clone()
+    if tensor.is_contiguous() or spreads_far(tensor):
+        return tensor.clone()
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        copied: Tensor = _Copy.apply(tensor)  # type: ignore[no-untyped-call]
+        return copied
+    return _with_gaps(tensor)
+
+
+def _with_gaps(tensor: Tensor) -> Tensor:
+    # What lies in the gaps is copied, too: so that one way serves views that overlap themselves.
+    memory = tensor.as_strided((span(tensor),), (1,)).clone()
+    # A view of it could not be overwritten where a function of autograd gives it.
+    return memory.as_strided(tensor.shape, tensor.stride()).detach()
+
+
+class _Copy(torch.autograd.Function):
+    """``_with_gaps`` as a function of autograd; gradients pass as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return _with_gaps(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]

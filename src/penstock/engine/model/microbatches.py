@@ -13,8 +13,8 @@ from torch import Tensor
 
 from penstock.base.errors import InputError
 from penstock.base.values import expect, one_of
+from penstock.engine.device.crossing import copy_of
 from penstock.engine.model import tree
-from penstock.engine.model.copying import copy_of
 
 Weight = Callable[[Any], float]
 """How many terms of the loss's mean the targets of one microbatch contribute."""

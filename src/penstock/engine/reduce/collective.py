@@ -12,8 +12,7 @@ from torch import Tensor
 
 from penstock.base.errors import DeadlineError, PeerError
 from penstock.core.summation.filling import Filled
-from penstock.engine.reduce.flat import FlatBuffers, FlatLayout, Placed
-from penstock.engine.reduce.handing import FlatReducer
+from penstock.engine.reduce.flat import FlatBuffers, FlatLayout, FlatReducer, Placed
 from penstock.engine.reduce.reducer import SharedWeights
 from penstock.engine.transport import Transport, groups
 

@@ -33,10 +33,18 @@ import torch
 from torch import Tensor
 
 from penstock.base.errors import RunError
-from penstock.engine.reduce.pieces import Pieces, added, cut, keep, room_for, vector_of
-from penstock.engine.reduce.reducer import Passed, Purpose, Reducer, SharedWeights
-from penstock.engine.reduce.slices import OwnedPiece, Portion, portions_of
-from penstock.engine.reduce.watch import GradientWatch
+from penstock.engine.reduce.reducer import GradientWatch, Passed, Purpose, Reducer, SharedWeights
+from penstock.engine.reduce.slices import (
+    OwnedPiece,
+    Pieces,
+    Portion,
+    added,
+    cut,
+    keep,
+    portions_of,
+    room_for,
+    vector_of,
+)
 from penstock.engine.transport import Edge, Transport
 
 _AGAIN = 1 << 31

@@ -18,8 +18,7 @@ from penstock.core.summation.division import Owner
 from penstock.core.summation.exchange import Exchange
 from penstock.core.summation.frames import Member, is_loopback, key_of, parse_address
 from penstock.core.summation.server import SummationServer
-from penstock.engine.reduce.flat import FlatBuffers, FlatLayout, Placed
-from penstock.engine.reduce.handing import FlatReducer
+from penstock.engine.reduce.flat import FlatBuffers, FlatLayout, FlatReducer, Placed
 from penstock.engine.reduce.reducer import Purpose, Served, SharedWeights
 from penstock.engine.transport import Transport
 from penstock.engine.transport.tags import FIRST_EXCHANGE

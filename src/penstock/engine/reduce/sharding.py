@@ -34,9 +34,8 @@ from torch import nn
 
 from penstock.base.errors import InputError
 from penstock.engine.reduce.owners import OwnerReducer
-from penstock.engine.reduce.pieces import Pieces
 from penstock.engine.reduce.reducer import Purpose, Served, SharedWeights
-from penstock.engine.reduce.slices import OwnedPiece, Portion, row_portions_of
+from penstock.engine.reduce.slices import OwnedPiece, Pieces, Portion, row_portions_of
 from penstock.engine.transport import Edge, Transport
 
 _ELEMENTWISE = {

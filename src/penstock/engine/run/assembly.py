@@ -14,7 +14,7 @@ from torch import nn
 
 from penstock.base.errors import InputError
 from penstock.base.values import expect, flag, one_of, whole
-from penstock.engine.device.placement import HOST, Devices, devices_of_ranks
+from penstock.engine.device.accelerators import HOST, Devices, devices_of_ranks
 from penstock.engine.device.queue import DeviceQueue
 from penstock.engine.model.randomness import LayerStreams
 from penstock.engine.model.spine import NamedLayer, spine_fingerprint

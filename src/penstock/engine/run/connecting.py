@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from penstock.engine.device.placement import HOST, Devices, devices_of_ranks
+from penstock.engine.device.accelerators import HOST, Devices, devices_of_ranks
 from penstock.engine.device.queue import AcceleratorQueue, DeviceQueue
 from penstock.engine.reduce.owners import OwnerReducer
 from penstock.engine.reduce.reducer import MakeReducer

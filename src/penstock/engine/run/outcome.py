@@ -17,7 +17,7 @@ from penstock.core.schedule import Op
 from penstock.core.schedule.schedule import Activations
 from penstock.core.timing.spans import Row, Transfer, TransferKind
 from penstock.core.timing.timeline import Timeline
-from penstock.engine.device.stamps import Stamps, happened
+from penstock.engine.device.queue import Stamps, happened
 from penstock.engine.model import tree
 from penstock.engine.run.counting import Peak
 from penstock.engine.weights.store import Held

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.base.errors import ModelError
+from penstock.engine.device.crossing import copy_of
 from penstock.engine.model import tree
-from penstock.engine.model.copying import copy_of
 from penstock.engine.model.randomness import LayerStreams
 from penstock.engine.model.replay import Formers, Run, in_turn, recomputed
 from penstock.engine.model.spine import NamedLayer, Skip

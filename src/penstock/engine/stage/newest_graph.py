@@ -16,8 +16,7 @@ from torch import Tensor
 
 from penstock.base.errors import InputError
 from penstock.engine.model import tree
-from penstock.engine.stage.finite import check_finite
-from penstock.engine.stage.microbatch_graph import Gradients, MicrobatchGraph
+from penstock.engine.stage.microbatch_graph import Gradients, MicrobatchGraph, check_finite
 from penstock.engine.stage.protocol import Produced
 
 

@@ -29,18 +29,18 @@ import torch
 from torch import Tensor, nn
 
 from penstock.base.errors import InputError
+from penstock.engine.device.crossing import copy_of
 from penstock.engine.model import tree
-from penstock.engine.model.copying import copy_of
 from penstock.engine.model.randomness import LayerStreams
 from penstock.engine.model.replay import Past, first_run_only, repeating
 from penstock.engine.model.spine import NamedLayer, Skip
 from penstock.engine.stage.deferral import Deferral, undeferred_parameters
-from penstock.engine.stage.finite import check_finite
 from penstock.engine.stage.layer_runs import LayerRuns, apart_from_buffers, explain_overwritten
 from penstock.engine.stage.microbatch_graph import (
     Gradients,
     InputGradients,
     MicrobatchGraph,
+    check_finite,
     cut,
     edges,
     scalar,

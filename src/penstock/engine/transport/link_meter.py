@@ -32,8 +32,7 @@ from penstock.core.cluster.measured import (
     ring_seconds,
 )
 from penstock.core.cluster.parts import DeviceKind
-from penstock.engine.device.accelerators import is_on_host
-from penstock.engine.device.collectives import HOST_BACKEND, device_of
+from penstock.engine.device.accelerators import HOST_BACKEND, device_of, is_on_host
 from penstock.engine.device.memory import total_bytes
 from penstock.engine.transport.rendezvous import Rendezvous
 

@@ -47,7 +47,7 @@ from penstock.core.schedule.op import FORWARDS, RELEASING
 from penstock.core.schedule.rounds import Rounds
 from penstock.core.versions import PipeMare, Place, Policy, Predict, VersionBook
 from penstock.engine.device.activation_meter import Saved, plain
-from penstock.engine.model.autocast import autocast_here
+from penstock.engine.model.replay import autocast_here
 from penstock.engine.weights.corrections import Drift, LoweredRates, check_predictable, predicted
 from penstock.engine.weights.leaves import Leaves, Sockets
 

@@ -14,8 +14,7 @@ import torch
 from penstock.base.errors import InputError
 from penstock.base.values import whole
 from penstock.core.timing.fleet_timeline import MOST_FLEET_DEVICES
-from penstock.engine.device.accelerators import accelerators, is_on_host
-from penstock.engine.device.placement import HOST, devices_of_ranks
+from penstock.engine.device.accelerators import HOST, accelerators, devices_of_ranks, is_on_host
 from penstock.training.fleet.job import Job
 
 FleetDevices = int | Sequence[str | int | torch.device]

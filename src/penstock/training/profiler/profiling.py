@@ -13,7 +13,7 @@ from torch import nn
 from penstock.base.telling import Telling
 from penstock.base.values import expect, number, whole
 from penstock.core.graph import LayerGraph
-from penstock.engine.device.allocator import keep_freed_pages
+from penstock.engine.device.memory import keep_freed_pages
 from penstock.engine.model.batches import LABELS, Parting, model_loss, parted_if_inside, plain
 from penstock.engine.model.optimizer_factory import OptimizerFactory
 from penstock.engine.model.spine import names_a_spine, spine_of

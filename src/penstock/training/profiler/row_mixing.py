@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from penstock.engine.device.accelerators import generators_kept
 from penstock.engine.model import microbatches, tree
-from penstock.engine.model.ignored_labels import IGNORED
+from penstock.engine.model.batches import IGNORED
 from penstock.engine.model.spine import evaluation_mode, run_spine, spine_of
 from penstock.training.profiler.alone import Sample
 

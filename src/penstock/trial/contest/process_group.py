@@ -29,7 +29,7 @@ from penstock.core.cluster import SpareMachine
 from penstock.core.summation.frames import key_of
 from penstock.core.summation.server import SummationServer
 from penstock.core.timing.timeline import Timeline
-from penstock.engine.device.collectives import HOST_BACKEND
+from penstock.engine.device.accelerators import HOST_BACKEND
 from penstock.planning.plans import Plan
 from penstock.training.pipeline import Pipeline
 from penstock.trial.workload import Batch, Workload

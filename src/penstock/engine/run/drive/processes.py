@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock.base.errors import DeadlineError, PeerError, RunError
 from penstock.core.schedule.segment import Segment
 from penstock.core.timing.spans import TransferKind
-from penstock.engine.device.stamps import happened
+from penstock.engine.device.queue import happened
 from penstock.engine.run.counting import Peak
 from penstock.engine.run.drive.board import Board
 from penstock.engine.run.drive.driver import (

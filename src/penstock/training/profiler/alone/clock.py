@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from penstock.engine.device.accelerators import is_on_host
-from penstock.engine.device.stamps import timed_event
+from penstock.engine.device.queue import timed_event
 
 
 class Clock(Protocol):
