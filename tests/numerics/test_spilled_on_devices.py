@@ -13,8 +13,8 @@ from torch import nn
 
 import penstock as pk
 from penstock.base.errors import FileError, StageError
-from penstock.engine.device.side_streams import SideStreams
 from penstock.engine.weights import slabs, transfers
+from penstock.engine.weights.lane import SideStreams
 from penstock.planning.plans.spilling import Spill, Tier
 from tests.kit.examples import in_turns
 from tests.kit.helpers import make_batch

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from penstock.base.errors import DeadlineError, PeerError
-from penstock.engine.reduce import collective
-from penstock.engine.reduce.collective import AllReducer
+from penstock.engine.reduce import serving
 from penstock.engine.reduce.reducer import SharedWeights
+from penstock.engine.reduce.serving import AllReducer
 from penstock.engine.reduce.sums import Sums
 from tests.unit.reduce.test_sums import (
     DEADLINE_SECONDS,
@@ -67,8 +67,8 @@ class Work(dist.Work):
 def fixture_library(monkeypatch):
     library = Library()
     monkeypatch.setattr(dist, "all_reduce", library.all_reduce)
-    monkeypatch.setattr(collective.groups, "lend", lambda *_: None)
-    monkeypatch.setattr(collective, "_BUCKET_BYTES", 256)
+    monkeypatch.setattr(serving.groups, "lend", lambda *_: None)
+    monkeypatch.setattr(serving, "_BUCKET_BYTES", 256)
     return library
 
 

@@ -18,8 +18,7 @@ from penstock.engine.reduce.reducer import SharedWeights
 from penstock.engine.reduce.slices import slices_of
 from penstock.engine.reduce.sums import Sums
 from penstock.engine.transport import ThreadExchange
-from penstock.engine.transport.base import Patience
-from penstock.engine.transport.tags import SHARED_TAGS
+from penstock.engine.transport.base import SHARED_TAGS, Patience
 from penstock.engine.transport.threads import ThreadTransport
 from tests.kit.alive import Alive
 from tests.unit.transport.test_shared_memory import connected

@@ -10,10 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.base.errors import DeadlineError, PeerError
-from penstock.engine.tensor.cuts import Cut
-from penstock.engine.tensor.memory_order import memory_order
-from penstock.engine.tensor.parts import bounds
-from penstock.engine.tensor.redistributions import (
+from penstock.engine.tensor.cuts import Cut, bounds, memory_order
+from penstock.engine.tensor.layouts import (
     enter,
     gather,
     gather_copies,

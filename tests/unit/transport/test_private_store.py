@@ -8,7 +8,7 @@ import stat
 import pytest
 
 from penstock.base.errors import RunError
-from penstock.engine.transport.private_store import (
+from penstock.engine.transport.rendezvous import (
     VARIABLE,
     empty_store,
     private_store,

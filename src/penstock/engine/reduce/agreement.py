@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from penstock.engine.device.accelerators import is_on_host
 from penstock.engine.transport import Edge, Transport
-from penstock.engine.transport.tags import AGREEMENT_TAG
+from penstock.engine.transport.base import AGREEMENT_TAG
 
 
 def unscale(gradients: Iterable[Tensor], inverse: float) -> Tensor | None:

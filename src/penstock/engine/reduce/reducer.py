@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from penstock.engine.device.accelerators import is_on_host
 from penstock.engine.tensor.stand_ins import StandIns
 from penstock.engine.transport import Edge, Transport
-from penstock.engine.transport.tags import RENEWED_TAGS, SHARED_TAGS
+from penstock.engine.transport.base import RENEWED_TAGS, SHARED_TAGS
 
 
 class GradientWatch:

@@ -32,7 +32,7 @@ from penstock.engine.reduce.serving import own_host
 from penstock.engine.reduce.sharding import ShardedReducer, owned_rows
 from penstock.engine.reduce.slices import Pieces, added
 from penstock.engine.transport import Edge, Transport
-from penstock.engine.transport.tags import FIRST_EXCHANGE
+from penstock.engine.transport.base import FIRST_EXCHANGE
 
 
 class StaleReducer(ShardedReducer):

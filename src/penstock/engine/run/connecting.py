@@ -24,7 +24,7 @@ from penstock.engine.run.settling import building, local_rank
 from penstock.engine.run.shared_state import SharedState
 from penstock.engine.run.wholes import Wholes
 from penstock.engine.stage.stage import Stage
-from penstock.engine.tensor.channel_group import ChannelGroup
+from penstock.engine.tensor.group import ChannelGroup
 from penstock.engine.transport import ThreadTransport, Transport
 from penstock.engine.transport.device_link import DeviceLink
 from penstock.engine.transport.on_devices import ProcessDeviceTransport, ThreadDeviceTransport

@@ -21,13 +21,13 @@ from penstock.engine.run.rank.program import SkipRoute
 from penstock.engine.run.twins import Twins
 from penstock.engine.run.wholes import Wholes
 from penstock.engine.tensor.chain import LayerSharing, walk
-from penstock.engine.tensor.channel_group import ChannelGroup
 from penstock.engine.tensor.cuts import Cut
+from penstock.engine.tensor.group import ChannelGroup
 from penstock.engine.tensor.layouts import Layout
-from penstock.engine.tensor.patterns import check_used, inner_splits, own_split
 from penstock.engine.tensor.sharing import cut_tensors, shared, terms
 from penstock.engine.tensor.stand_ins import StandIns
-from penstock.engine.transport.tags import SKIP_TAGS
+from penstock.engine.tensor.ways import check_used, inner_splits, own_split
+from penstock.engine.transport.base import SKIP_TAGS
 from penstock.planning.plans import Plan
 
 

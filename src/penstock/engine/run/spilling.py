@@ -24,8 +24,7 @@ from penstock.engine.run.materialising import Values
 from penstock.engine.run.rank.updater import Holding
 from penstock.engine.run.recipe import Recipe
 from penstock.engine.stage.stage import Stage
-from penstock.engine.weights.group import Group
-from penstock.engine.weights.optimizer_state import state_tensors
+from penstock.engine.weights.group import Group, state_tensors
 from penstock.engine.weights.residence import Residence
 from penstock.engine.weights.slabs import Slabs
 from penstock.engine.weights.ways import Way

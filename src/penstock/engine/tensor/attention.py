@@ -9,20 +9,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.base.errors import ModelError
-from penstock.engine.tensor.cuts import Cut
-from penstock.engine.tensor.divided_layers import ColumnLinear, RowLinear
-from penstock.engine.tensor.dropout import PartDropout
-from penstock.engine.tensor.layouts import FEATURES, WHOLE, as_copies, converted, summed
-from penstock.engine.tensor.membership import Member
-from penstock.engine.tensor.module_way import Way
-from penstock.engine.tensor.parts import bounds
-from penstock.engine.tensor.redistributions import gather
-from penstock.engine.tensor.transposed import (
+from penstock.engine.tensor.cuts import Cut, bounds
+from penstock.engine.tensor.divided_layers import (
+    ColumnLinear,
     ColumnTransposed,
+    PartDropout,
+    RowLinear,
     RowTransposed,
     SplittingHeads,
     is_transposed,
 )
+from penstock.engine.tensor.layouts import FEATURES, WHOLE, as_copies, converted, gather, summed
+from penstock.engine.tensor.membership import Member, Way
 
 
 class HeadAttention(Member, nn.MultiheadAttention):

@@ -15,9 +15,9 @@ from torch import nn
 from penstock.base.errors import ModelError
 from penstock.engine.model.spine import NamedLayer
 from penstock.engine.tensor.attention import by_heads, is_block
-from penstock.engine.tensor.embedding import RowEmbedding
+from penstock.engine.tensor.divided_layers import RowEmbedding
 from penstock.engine.tensor.layouts import CHANNELS, FEATURES, ROWS, SEQUENCE, WHOLE, Layout
-from penstock.engine.tensor.module_way import Way
+from penstock.engine.tensor.membership import Way
 from penstock.engine.tensor.ways import (
     channels,
     has_batch_statistics,

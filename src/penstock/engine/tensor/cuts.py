@@ -1,13 +1,84 @@
-"""Which part of a parameter a member has, and how it goes back into the whole."""
+"""Which part of a parameter a member has, and how it goes back into the whole.
+
+Where the parts of a value begin and end: the same rule for rows, features and parameters.
+
+In which order the dimensions of a value lie in memory, kept where members hand values around.
+
+Dropout draws in the order of memory, and kernels are chosen by it: what has been divided or put
+together must lie as the whole value does on one device.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from penstock.engine.tensor.parts import Bounds, bounds
+
+def memory_order(value: Tensor) -> list[int]:
+    """The dimensions, the outermost in memory first.
+
+    A dimension of one number tells nothing of its place beside another with the same stride, except
+    that it is the inner one.
+    """
+    strides, sizes = [*value.stride()], [*value.shape]
+    return sorted(range(value.dim()), key=lambda dim: (-strides[dim], -sizes[dim]))
+
+
+def put_back(value: Tensor, order: Sequence[int]) -> Tensor:
+    """What has the dimensions of ``permute(order)``, in the places where they were."""
+    places = [order.index(dim) for dim in range(len(order))]
+    # A view could not be overwritten where a function of autograd gives it.
+    return value if places == sorted(places) else value.permute(places).detach()
+
+
+def dense_copy(value: Tensor, order: Sequence[int] | None = None) -> Tensor:
+    """A copy without gaps, of which the dimensions lie in an order; by default in that of the
+    value."""
+    order = memory_order(value) if order is None else [*order]
+    return put_back(value.permute(order).clone(memory_format=torch.contiguous_format), order)
+
+
+def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Parts one behind another along a dimension, lying as the first one does, which is the largest
+    and the same for all who join them."""
+    order = memory_order(parts[0])
+    return put_back(torch.cat([part.permute(order) for part in parts], order.index(dim)), order)
+
+
+class Bounds(NamedTuple):
+    """A part of a dimension: from ``start`` up to, and without, ``stop``."""
+
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        """How many entries the part has."""
+        return self.stop - self.start
+
+
+def bounds(size: int, count: int, index: int) -> Bounds:
+    """The part of a dimension that one of ``count`` members has; the first ones have one entry more
+    where it does not divide.
+
+    >>> [bounds(7, 3, index) for index in range(3)]
+    [Bounds(start=0, stop=3), Bounds(start=3, stop=5), Bounds(start=5, stop=7)]
+    """
+    whole, more = divmod(size, count)
+    start = index * whole + min(index, more)
+    return Bounds(start, start + whole + (index < more))
+
+
+def sizes(size: int, count: int) -> list[int]:
+    """How many entries each member has.
+
+    >>> sizes(7, 3)
+    [3, 2, 2]
+    """
+    return [bounds(size, count, index).length for index in range(count)]
 
 
 class Cut(NamedTuple):

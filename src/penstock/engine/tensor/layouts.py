@@ -1,23 +1,164 @@
-"""In which layout a value lies: along which dimension members have a part of it, or whole."""
+"""In which layout a value lies: along which dimension members have a part of it, or whole.
+
+How values go from one layout to another, and their gradients back: linear maps and adjoints.
+
+A value that a group shares lies by rows (each member has its part of the batch), by features, or is
+whole (every member has all of it). Its gradient lies as the value does. Two things are different
+inside a layer only: ``copies`` are whole, but every member's gradient of them is one term of a sum;
+and ``partial`` is a sum of which every member has a term.
+
+======================  ===================  =====================
+from → to               forward              gradient
+======================  ===================  =====================
+part → whole            gather               own part
+part → copies           gather               reduce-scatter
+whole → part            own part             gather
+whole → copies          nothing              all-reduce
+partial → whole         all-reduce           nothing
+partial → part          reduce-scatter       gather
+part → other part       all-to-all           all-to-all
+======================  ===================  =====================
+
+None of them works in place, and what they give shares no memory with what they were given, except
+``enter``, whose reader must not overwrite it.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from penstock.base.errors import ModelError
 from penstock.engine.model import tree
 from penstock.engine.tensor.group import Group
-from penstock.engine.tensor.redistributions import (
-    enter,
-    gather,
-    gather_copies,
-    leave,
-    own_part,
-    scatter,
-    turn,
-)
+
+
+class _Gather(torch.autograd.Function):
+    """part → whole, or copies where gradients are terms of a sum."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Group, dim: int, sums: bool) -> Tensor:
+        whole, ctx.lengths = group.gather(part, dim)
+        ctx.group, ctx.dim, ctx.sums = group, dim, sums
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        group: Group = ctx.group
+        if ctx.sums:
+            back = group.reduce_scatter(gradients[0], ctx.dim, ctx.lengths)
+        else:
+            back = gradients[0].split(ctx.lengths, ctx.dim)[group.index].contiguous()
+        return back, None, None, None
+
+
+class _ToPart(torch.autograd.Function):
+    """What gives parts, so that parts of its gradient come back."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return ctx.group.gather(gradients[0], ctx.dim)[0], None, None
+
+
+class _Part(_ToPart):
+    """whole → part."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return group.part(whole, dim)
+
+
+class _Enter(torch.autograd.Function):
+    """whole → copies."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return ctx.group.all_reduce(gradients[0]), None
+
+
+class _Leave(torch.autograd.Function):
+    """partial → whole."""
+
+    @staticmethod
+    def forward(ctx: Any, term: Tensor, group: Group) -> Tensor:
+        return group.all_reduce(term)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0], None
+
+
+class _Scatter(_ToPart):
+    """partial → part."""
+
+    @staticmethod
+    def forward(ctx: Any, term: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return group.reduce_scatter(term, dim)
+
+
+class _Turn(torch.autograd.Function):
+    """part along one dimension → part along another."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Group, have: int, want: int) -> Tensor:
+        ctx.group, ctx.have, ctx.want = group, have, want
+        turned, ctx.lengths = group.all_to_all(part, have, want)
+        return turned
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        back, _ = ctx.group.all_to_all(gradients[0], ctx.want, ctx.have, ctx.lengths)
+        return back, None, None, None
+
+
+def gather(part: Tensor, group: Group, dim: int) -> Tensor:
+    """part → whole: every member gets all parts along ``dim``."""
+    return _call(_Gather, part, group, dim, False)
+
+
+def gather_copies(part: Tensor, group: Group, dim: int) -> Tensor:
+    """part → copies: as ``gather``, for a reader whose gradient is one term of a sum."""
+    return _call(_Gather, part, group, dim, True)
+
+
+def own_part(whole: Tensor, group: Group, dim: int) -> Tensor:
+    """whole → part: every member keeps its part along ``dim``."""
+    return _call(_Part, whole, group, dim)
+
+
+def enter(whole: Tensor, group: Group) -> Tensor:
+    """whole → copies: the value itself; its gradient is the sum of the members'."""
+    return _call(_Enter, whole, group)
+
+
+def leave(term: Tensor, group: Group) -> Tensor:
+    """partial → whole: the sum of the members' terms."""
+    return _call(_Leave, term, group)
+
+
+def scatter(term: Tensor, group: Group, dim: int) -> Tensor:
+    """partial → part: the member's part, along ``dim``, of the sum of the members' terms."""
+    return _call(_Scatter, term, group, dim)
+
+
+def turn(part: Tensor, group: Group, have: int, want: int) -> Tensor:
+    """part along ``have`` → part along ``want``."""
+    return _call(_Turn, part, group, have, want)
+
+
+def _call(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    value: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
+    return value
+
 
 Layout = int | None
 """The dimension along which each member has its part; ``None``: everyone has all of it."""

@@ -16,16 +16,18 @@ import torch
 from torch import Tensor, fx, nn
 
 from penstock.base.errors import ModelError
-from penstock.engine.tensor.divided_layers import ColumnConv, ColumnLinear
-from penstock.engine.tensor.dropout import mask_of_whole
-from penstock.engine.tensor.embedding import ColumnEmbedding
-from penstock.engine.tensor.extents import Divided
+from penstock.engine.tensor.cuts import bounds
+from penstock.engine.tensor.divided_layers import (
+    ColumnConv,
+    ColumnEmbedding,
+    ColumnLinear,
+    ColumnTransposed,
+    mask_of_whole,
+)
 from penstock.engine.tensor.group import Group
-from penstock.engine.tensor.module_way import Way
-from penstock.engine.tensor.parts import bounds
-from penstock.engine.tensor.recorded_rules import RULES, Rule, shape_of
-from penstock.engine.tensor.redistributions import gather, own_part
-from penstock.engine.tensor.transposed import ColumnTransposed
+from penstock.engine.tensor.layouts import gather, own_part
+from penstock.engine.tensor.membership import Way
+from penstock.engine.tensor.recorded_rules import RULES, Divided, Rule, shape_of
 from penstock.engine.tensor.ways import works_on_features
 
 _COLUMNS = (ColumnLinear, ColumnConv, ColumnEmbedding, ColumnTransposed)

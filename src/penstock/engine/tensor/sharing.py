@@ -14,7 +14,7 @@ from penstock.engine.device.accelerators import is_on_host
 from penstock.engine.model import tree
 from penstock.engine.tensor.chain import LayerSharing
 from penstock.engine.tensor.cuts import Cut
-from penstock.engine.tensor.dropout import DROPOUTS, PartChannelDropout, PartDropout
+from penstock.engine.tensor.divided_layers import DROPOUTS, PartChannelDropout, PartDropout
 from penstock.engine.tensor.first_run import Expected, difference, divided_dimension, on_one_device
 from penstock.engine.tensor.group import Group
 from penstock.engine.tensor.layouts import ROWS, SEQUENCE, WHOLE, Layout, converted

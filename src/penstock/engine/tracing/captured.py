@@ -20,8 +20,6 @@ from penstock.engine.model import microbatches, tree
 from penstock.engine.model.batches import plain
 from penstock.engine.model.spine import run_spine
 from penstock.engine.tracing.examples import described
-from penstock.engine.tracing.failing import explained
-from penstock.engine.tracing.flow import ValueFlow, must_follow
 from penstock.engine.tracing.graphs import Given, Traced, UntraceableError, spread, trace
 from penstock.engine.tracing.hidden import Whole
 from penstock.engine.tracing.layers import (
@@ -33,16 +31,18 @@ from penstock.engine.tracing.layers import (
     dtypes_of,
     program_of,
 )
-from penstock.engine.tracing.proof import check_equal, run_alone, with_other_rows
+from penstock.engine.tracing.proof import check_equal, explained, run_alone, with_other_rows
 from penstock.engine.tracing.segments import (
     LayerNodes,
+    ValueFlow,
     blocks_of,
     localise_sizes,
+    must_follow,
     segments_of,
 )
-from penstock.engine.tracing.settings import Settings
 from penstock.engine.tracing.units import number_units
 from penstock.engine.tracing.unseen import (
+    Settings,
     attributes_kept,
     check_constants,
     check_draws,

@@ -12,8 +12,8 @@ from torch import Tensor, fx, nn
 
 from penstock.base.errors import InputError
 from penstock.engine.model import tree
-from penstock.engine.tracing.flow import ValueFlow
 from penstock.engine.tracing.graphs import Traced, spread
+from penstock.engine.tracing.segments import ValueFlow
 
 _COMPUTES_ON = "computes_on"
 """The attribute of a layer that its code reads where the model's code named a device."""

@@ -31,9 +31,8 @@ from torch import Tensor
 
 from penstock.base.errors import DeadlineError, PeerError, RunError
 from penstock.engine.transport import groups, packing
-from penstock.engine.transport.base import Edge, Noted, Patience, Transport, overdue
+from penstock.engine.transport.base import SHARED_TAGS, Edge, Noted, Patience, Transport, overdue
 from penstock.engine.transport.packing import BlockKind, Packer
-from penstock.engine.transport.tags import SHARED_TAGS
 from penstock.engine.transport.wire import Codec
 
 _FIRST_CAPACITY = 4096

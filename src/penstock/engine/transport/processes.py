@@ -12,7 +12,7 @@ import msgspec
 import torch.distributed as dist
 
 from penstock.base.errors import RunError
-from penstock.engine.transport import groups, segment
+from penstock.engine.transport import groups, slots
 from penstock.engine.transport.base import Edge, Patience, Transport
 from penstock.engine.transport.meeting import Doorway, Invitation, this_host
 from penstock.engine.transport.process_group import ProcessGroupTransport
@@ -244,7 +244,7 @@ def _connect_near(
 def _open_doorway(rank: int, num_ranks: int) -> tuple[Doorway | None, str]:
     """A doorway; or why there is none, or no memory to share."""
     try:
-        memory, descriptor = segment.allocate(mmap.PAGESIZE, rank, "to try it")
+        memory, descriptor = slots.allocate(mmap.PAGESIZE, rank, "to try it")
         os.close(descriptor)
         memory.close()
         return Doorway(num_ranks), ""

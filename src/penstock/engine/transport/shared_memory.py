@@ -38,11 +38,19 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from penstock.base.errors import DeadlineError, PeerError, RunError
-from penstock.engine.transport import segment
+from penstock.engine.transport import slots
 from penstock.engine.transport.base import Edge, Noted, Patience, RankFailure, Transport, overdue
-from penstock.engine.transport.link import Notice, NoticeKind, PeerLink
+from penstock.engine.transport.link import (
+    HAS_RINGS,
+    RING_BYTES,
+    Lookout,
+    Notice,
+    NoticeKind,
+    PeerLink,
+    RingReader,
+    RingWriter,
+)
 from penstock.engine.transport.packing import BlockLayout, Packer
-from penstock.engine.transport.ring import HAS_RINGS, RING_BYTES, Lookout, RingReader, RingWriter
 from penstock.engine.transport.slots import RemoteSlot, Slot, SlotPool, SlotState, segment_size
 from penstock.engine.transport.wire import Codec
 
@@ -129,7 +137,7 @@ class SharedMemoryTransport(Transport):
 
     def _make_ring(self, peer: _Peer) -> None:
         purpose = f"to tell rank {peer.rank} of messages"
-        memory, descriptor = segment.allocate(RING_BYTES, self._rank, purpose)
+        memory, descriptor = slots.allocate(RING_BYTES, self._rank, purpose)
         try:
             # The first notice of a link always has room; a peer that is gone is noticed later.
             with contextlib.suppress(ConnectionError):
@@ -208,7 +216,7 @@ class SharedMemoryTransport(Transport):
             f"for a message to rank {peer.rank} beside the {pool.num_bytes:,} bytes of "
             f"{len(pool)} messages that rank {peer.rank} has not taken or still uses"
         )
-        memory, descriptor = segment.allocate(size, self._rank, purpose)
+        memory, descriptor = slots.allocate(size, self._rank, purpose)
         try:
             slot = pool.make(memory)
             notice = Notice(NoticeKind.NEW_SLOT, slot.index, 0, size, descriptor=descriptor)
@@ -340,12 +348,12 @@ class SharedMemoryTransport(Transport):
             pass  # whoever reads links looks at the rings next
         elif kind is NoticeKind.RING:
             purpose = f"to hear of messages from rank {peer.rank}"
-            ring = RingReader(segment.attach(descriptor, number, self._rank, purpose))
+            ring = RingReader(slots.attach(descriptor, number, self._rank, purpose))
             self._rings.append((peer, ring))
             self._lookout.rings.append(ring)
         elif kind is NoticeKind.NEW_SLOT:  # [2]
             purpose = f"for a message from rank {peer.rank}"
-            memory = segment.attach(descriptor, number, self._rank, purpose)
+            memory = slots.attach(descriptor, number, self._rank, purpose)
             peer.remote_slots[slot] = RemoteSlot(memory)
         elif kind is NoticeKind.OLD_SLOT:
             peer.remote_slots.pop(slot, None)

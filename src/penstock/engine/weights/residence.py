@@ -25,13 +25,11 @@ from torch import Tensor, nn
 
 from penstock.core.schedule.residence import Stay
 from penstock.engine.device.crossing import moved
-from penstock.engine.weights.group import Elsewhere, Group
-from penstock.engine.weights.optimizer_state import state_tensors
-from penstock.engine.weights.shelf import Shelved, shelved
+from penstock.engine.weights.group import Elsewhere, Group, state_tensors
 from penstock.engine.weights.slabs import Slab, Slabs
 from penstock.engine.weights.store import Instead
 from penstock.engine.weights.tiers import whole_pages
-from penstock.engine.weights.transfers import Transfers
+from penstock.engine.weights.transfers import Shelved, Transfers, shelved
 from penstock.engine.weights.ways import Way
 
 

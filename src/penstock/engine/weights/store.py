@@ -48,8 +48,14 @@ from penstock.core.schedule.rounds import Rounds
 from penstock.core.versions import PipeMare, Place, Policy, Predict, VersionBook
 from penstock.engine.device.activation_meter import Saved, plain
 from penstock.engine.model.replay import autocast_here
-from penstock.engine.weights.corrections import Drift, LoweredRates, check_predictable, predicted
-from penstock.engine.weights.leaves import Leaves, Sockets
+from penstock.engine.weights.corrections import (
+    Drift,
+    Leaves,
+    LoweredRates,
+    Sockets,
+    check_predictable,
+    predicted,
+)
 
 
 class StandsIn(Protocol):

@@ -25,7 +25,7 @@ from torch import Tensor
 from penstock.base.errors import FileError
 from penstock.base.units import format_bytes
 from penstock.core.cluster.parts import Tier
-from penstock.engine.device.side_streams import pinned_bytes
+from penstock.engine.weights.lane import pinned_bytes
 
 PAGE = 4096
 """Whatever lies in a tier or a slab begins and ends with pages: direct transfers need that."""

@@ -21,9 +21,8 @@ from torch import Tensor
 from penstock.core.cluster.parts import Tier
 from penstock.engine.device.accelerators import is_on_host
 from penstock.engine.device.queue import taken_up
-from penstock.engine.device.side_streams import SideStreams, pinned_bytes
 from penstock.engine.weights.group import Group, Place
-from penstock.engine.weights.lane import Lane, Moved, Transfer, at_once
+from penstock.engine.weights.lane import Lane, Moved, SideStreams, Transfer, at_once, pinned_bytes
 from penstock.engine.weights.slabs import Slab
 from penstock.engine.weights.tiers import PAGE, Extent, PinnedSpace, Space, Store, opened
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.base.errors import FileError
 from penstock.base.values import MOST_BYTES, Value
-from penstock.engine.weights.shelf import Shelved
+from penstock.engine.weights.transfers import Shelved
 
 FORMAT = 1
 

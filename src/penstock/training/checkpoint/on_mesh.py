@@ -26,10 +26,8 @@ from penstock.engine.run.rank.worker import Worker
 from penstock.engine.run.seating import MeshTransport
 from penstock.engine.run.settling import building
 from penstock.engine.stage.stage import Stage
-from penstock.engine.tensor.channel_group import ChannelGroup
-from penstock.engine.tensor.cuts import Cut
-from penstock.engine.tensor.group import Group
-from penstock.engine.tensor.parts import Bounds
+from penstock.engine.tensor.cuts import Bounds, Cut
+from penstock.engine.tensor.group import ChannelGroup, Group
 from penstock.engine.transport.rendezvous import translated, within
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.engine.weights.shelf import Shelved
+from penstock.engine.weights.transfers import Shelved
 
 _ALIGNED = 8
 _NAMES = {

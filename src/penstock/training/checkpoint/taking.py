@@ -14,8 +14,8 @@ from penstock.base.values import shown
 from penstock.engine.reduce.sharding import Shard
 from penstock.engine.run.rank.mail import Letter
 from penstock.engine.stage.stage import Stage
-from penstock.engine.weights.shelf import Shelved
 from penstock.engine.weights.store import WeightStore
+from penstock.engine.weights.transfers import Shelved
 from penstock.training.checkpoint.division import DRIFT, OPTIMIZER, UNDER_WAY, Division
 from penstock.training.checkpoint.header import Extent, Optimizing, UnderWay, extent_of
 from penstock.training.checkpoint.plain import to_json

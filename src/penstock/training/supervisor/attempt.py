@@ -13,7 +13,7 @@ from functools import partial
 from typing import NamedTuple
 
 from penstock.engine.run.logbook import PAGE_BYTES, Logbook, Notes
-from penstock.engine.transport.private_store import empty_store
+from penstock.engine.transport.rendezvous import empty_store
 from penstock.training.supervisor.causes import Cause, Ended, first_cause
 from penstock.training.supervisor.forking import Forked, door, keep_store
 from penstock.training.supervisor.job import Job

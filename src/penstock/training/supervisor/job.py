@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from penstock.base.values import number, whole
 from penstock.engine.run.logbook import VARIABLE
-from penstock.engine.transport import private_store
+from penstock.engine.transport import rendezvous
 from penstock.training.supervisor.script import Script
 
 
@@ -88,5 +88,5 @@ class Job:
                 "TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"
             ),
             VARIABLE: f"{os.getpid()}:{logbook}:{rank}",
-            private_store.VARIABLE: private_store.told_to_rank(store, self.num_ranks),
+            rendezvous.VARIABLE: rendezvous.told_to_rank(store, self.num_ranks),
         }

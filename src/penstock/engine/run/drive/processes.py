@@ -31,15 +31,15 @@ from penstock.engine.run.outcome import MinibatchOutcome, RankRecord
 from penstock.engine.run.rank.worker import NUMBERS_PER_RUN, Worker, moments_of
 from penstock.engine.run.seals import Call, Seal, SealedTransport, check_alike
 from penstock.engine.transport import Edge, Noted
-from penstock.engine.transport.base import LARGEST_NUMBER
-from penstock.engine.transport.rendezvous import Rendezvous
-from penstock.engine.transport.tags import (
+from penstock.engine.transport.base import (
     AGREEMENT_TAG,
     FIRST_EXCHANGE,
+    LARGEST_NUMBER,
     ORDER_TAG,
     REPORT_TAG,
     STATE_TAG,
 )
+from penstock.engine.transport.rendezvous import Rendezvous
 from penstock.engine.weights.store import Held
 
 _KINDS: tuple[TransferKind, ...] = get_args(TransferKind)

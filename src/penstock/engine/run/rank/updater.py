@@ -51,9 +51,9 @@ from penstock.engine.reduce.sums import Sums
 from penstock.engine.run.rank.group_gradients import GroupGradients
 from penstock.engine.run.rank.undo import Undo
 from penstock.engine.run.recipe import Recipe
-from penstock.engine.tensor.channel_group import ChannelGroup
+from penstock.engine.tensor.group import ChannelGroup
 from penstock.engine.transport import Edge, Transport
-from penstock.engine.transport.tags import FIRST_EXCHANGE
+from penstock.engine.transport.base import FIRST_EXCHANGE
 
 
 @dataclass(frozen=True)

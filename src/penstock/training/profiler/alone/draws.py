@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from penstock.engine.model.randomness import RandomStream
-from penstock.engine.tensor.dropout import DROPOUTS
+from penstock.engine.tensor.divided_layers import DROPOUTS
 
 _SEED = 0
 
