@@ -523,7 +523,7 @@ def test_a_rank_that_closes_its_pipeline_is_missed_by_those_who_wait_for_it_alon
 def test_who_took_a_message_may_leave_before_it_is_woken(monkeypatch, takes, says_goodbye, told):
     sender, receiver = connected(2)
     ring = sender._peers[1].outgoing
-    must_wake = link.must_wake
+    must_wake = ring.must_wake
 
     def after_it_has_left():
         if takes:
@@ -531,7 +531,7 @@ def test_who_took_a_message_may_leave_before_it_is_woken(monkeypatch, takes, say
         receiver.close("training is over") if says_goodbye else receiver.abandon()
         return must_wake() or not says_goodbye
 
-    monkeypatch.setattr(link, "must_wake", after_it_has_left)
+    monkeypatch.setattr(ring, "must_wake", after_it_has_left)
     if told is None:
         sender.send(FORWARD, 0, "the last")
     else:
