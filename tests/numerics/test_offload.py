@@ -209,7 +209,7 @@ class Stalled(HostStore):
 def test_a_tier_that_does_not_answer_or_loses_a_bit_is_told(monkeypatch, tmp_path):
     model = net()
     plan = planned(model, "1f1b").offloading(Offload(tier=HOST))
-    monkeypatch.setattr("penstock.engine.weights.ways.opened", lambda tier: Stalled())
+    monkeypatch.setattr("penstock.engine.weights.data_paths.opened", lambda tier: Stalled())
     options = {"loss": F.cross_entropy, "optimizer": adamw, "deadline_seconds": 0.5}
     with (
         pk.Pipeline(model, plan, **options) as pipeline,
@@ -222,7 +222,7 @@ def test_a_tier_that_does_not_answer_or_loses_a_bit_is_told(monkeypatch, tmp_pat
             super()._get(extent, start, memory)
             memory[100] ^= 4
 
-    monkeypatch.setattr("penstock.engine.weights.ways.opened", lambda tier: Forgetful())
+    monkeypatch.setattr("penstock.engine.weights.data_paths.opened", lambda tier: Forgetful())
     with (
         pk.Pipeline(net(), plan, loss=F.cross_entropy, optimizer=adamw) as pipeline,
         pytest.raises(StageError, match=r"B\d: FileError: activations .* not what was written"),

@@ -16,7 +16,7 @@ from penstock.base.errors import ModelError
 from penstock.engine.model.randomness import RandomStream
 from penstock.engine.tensor.chain import LayerSharing
 from penstock.engine.tensor.sharing import cut_tensors, shared
-from penstock.engine.tensor.ways import ways_of
+from penstock.engine.tensor.splits import ways_of
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit.examples import examples
 from tests.kit.groups import WORDS, net_batch, net_loss, together

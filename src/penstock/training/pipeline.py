@@ -20,7 +20,7 @@ from penstock.core.summation.staleness import StaleStream
 from penstock.core.timing.timeline import Timeline
 from penstock.engine.device.accelerators import HOST, Devices
 from penstock.engine.model import microbatches
-from penstock.engine.model.batches import LABELS, Parting, is_batch, model_loss
+from penstock.engine.model.batches import LABELS, BatchSplit, is_batch, model_loss
 from penstock.engine.model.microbatches import Microbatches, Weight, Weighting
 from penstock.engine.model.optimizer_factory import OptimizerFactory, SchedulerFactory
 from penstock.engine.model.randomness import Audit
@@ -41,7 +41,7 @@ from penstock.engine.run.own_rows import OwnRows, Rows, own_rows
 from penstock.engine.run.recipe import BatchNormStatistics, Loss, LossScale, Metric, Recipe
 from penstock.engine.run.step_loss import StepLoss
 from penstock.engine.run.work import Work
-from penstock.engine.weights.store import Held
+from penstock.engine.weights.store import HeldVersions
 from penstock.planning.plans import Plan
 from penstock.training.checkpoint.in_course import InCourse
 from penstock.training.checkpoint.keeper import Keeper
@@ -180,7 +180,7 @@ class Pipeline:
     ) -> None:
         expect(plan, Plan, "the plan", "make one with penstock.plan, or Plan.load a file")
         deadlines = Deadlines.of(deadline_seconds, startup_seconds)
-        Parting.by(labels, loss, model)  # which may refuse the keys
+        BatchSplit.by(labels, loss, model)  # which may refuse the keys
 
         def described(model: nn.Module) -> tuple[Recipe, Running]:
             loss_scale = None if grad_scaler is None else LossScale.of(grad_scaler)
@@ -216,7 +216,7 @@ class Pipeline:
         with Telling("building a Pipeline"):
             built = build(model, plan, transport, deadlines, described)
         self._model, self._parts, self._recipe, self._outside = built
-        self._parting = Parting.by(labels, self._recipe.loss, self._model)
+        self._parting = BatchSplit.by(labels, self._recipe.loss, self._model)
         self.plan = self._parts.plan
         self.stages = self._parts.stages
         self.transport = self._parts.transport
@@ -502,7 +502,7 @@ class Pipeline:
         return self._history.timeline
 
     @property
-    def held_versions(self) -> tuple[Held, ...]:
+    def held_versions(self) -> tuple[HeldVersions, ...]:
         """The most versions of its stage's weights that each rank held at once during the last loop
         over ``steps``, and their bytes.
 

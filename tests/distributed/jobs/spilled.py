@@ -59,9 +59,9 @@ def train(folder, spill, num_ranks=1, num_steps=NUM_STEPS, **options):
 def interrupted(folder):
     """Trains, and saves behind the third step; the save behind the fourth, in the background, reads
     some of the tier, says so, and is never done, while training goes on."""
-    from penstock.engine.weights.ways import HostWay
+    from penstock.engine.weights.data_paths import HostDataPath
 
-    peek = HostWay.peek
+    peek = HostDataPath.peek
 
     def peek_once(self, *arguments):
         peek(self, *arguments)
@@ -75,7 +75,7 @@ def interrupted(folder):
             if step == 2:
                 pipeline.save(folder, background=False)
             elif step == 3:
-                HostWay.peek = peek_once
+                HostDataPath.peek = peek_once
                 pipeline.save(folder)
 
 

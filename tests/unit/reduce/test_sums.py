@@ -14,9 +14,9 @@ from torch import nn
 import penstock as pk
 from penstock.base.errors import PeerError, RunError
 from penstock.engine.model import tree
+from penstock.engine.reduce.buckets import shards_of
 from penstock.engine.reduce.reducer import SharedWeights
-from penstock.engine.reduce.slices import slices_of
-from penstock.engine.reduce.sums import Sums
+from penstock.engine.reduce.sums import GradientSums
 from penstock.engine.transport import ThreadExchange
 from penstock.engine.transport.base import SHARED_TAGS, Patience
 from penstock.engine.transport.threads import ThreadTransport
@@ -80,7 +80,7 @@ def folded(copies, divisor=1):
 def sums_of(copies, transports, *, everywhere=True):
     ranks = tuple(range(len(copies)))
     return [
-        Sums(
+        GradientSums(
             rank,
             [SharedWeights(0, ranks, frozenset({0}), parameters)],
             transport,
@@ -156,7 +156,7 @@ def test_what_is_only_gathered_stays_with_the_first_holder():
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_slices_are_equal_and_cover_every_number_once(count):
     parameters = dict(enumerate(holders(1)[0]))
-    slices = slices_of(parameters, range(count))
+    slices = shards_of(parameters, range(count))
     pieces = [piece for one in slices for piece in one.pieces]
     for place, parameter in parameters.items():
         own = [range(start, stop) for at, start, stop in pieces if at == place]
@@ -181,7 +181,7 @@ def test_ranks_may_come_to_their_stages_in_any_order():
             SharedWeights(stage, (0, 1, 2), frozenset({stage}), own[rank])
             for stage, own in copies.items()
         ]
-        sums = Sums(rank, shared, transports[rank], everywhere=True)
+        sums = GradientSums(rank, shared, transports[rank], everywhere=True)
         sums.begin(0, averages=False)
         for stage in orders[rank]:
             sums.hand_in(stage)

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.base.errors import DeadlineError, PeerError
-from penstock.engine.tensor.cuts import Cut, bounds, memory_order
 from penstock.engine.tensor.layouts import (
     enter,
     gather,
@@ -20,6 +19,7 @@ from penstock.engine.tensor.layouts import (
     scatter,
     turn,
 )
+from penstock.engine.tensor.shards import ShardSpec, bounds, memory_order
 from tests.kit.groups import together
 
 KINDS = ("part", "whole", "copies", "partial")
@@ -45,7 +45,7 @@ def drawn(shape, seed):
 def own_value(kind, shape, size, index, seed):
     """What a member has of a value: its part, all of it, or a term of its own."""
     if kind.startswith("part "):
-        return Cut(int(kind[-1])).part(drawn(shape, seed), size, index)
+        return ShardSpec(int(kind[-1])).part(drawn(shape, seed), size, index)
     return drawn(shape, seed + (index if kind == "partial" else 0))
 
 
@@ -83,7 +83,7 @@ def test_gradients_go_back_by_the_adjoint(name, rows, columns, size, seed):
     terms = [own_value(have, shape, size, index, seed) for index in range(size)]
     whole = sum(terms) if have == "partial" else drawn(shape, seed)
     for index, ours in enumerate(made):
-        expected = Cut(int(want[-1])).part(whole, size, index) if "part " in want else whole
+        expected = ShardSpec(int(want[-1])).part(whole, size, index) if "part " in want else whole
         torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -103,7 +103,7 @@ def test_bounds_cover_everything_once(size, count):
 def test_cuts_give_back_what_they_take(length, blocks, dim, size):
     shape = [3, 3]
     shape[dim] = length * blocks
-    whole, cut = drawn(shape, 0), Cut(dim, blocks)
+    whole, cut = drawn(shape, 0), ShardSpec(dim, blocks)
     parts = [cut.part(whole, size, index) for index in range(size)]
     assert torch.equal(cut.joined(parts), whole)
     again = torch.zeros_like(whole)

@@ -121,12 +121,12 @@ class ActivationMeter:
             addresses = self._count(key, _storages(tensor))
             saved = plain(tensor)
             if addresses:
-                saved = _Counted(_without_history(tensor), (key, addresses), self._notes)
+                saved = _CountedTensor(_without_history(tensor), (key, addresses), self._notes)
             return saved if around is None else around(saved)
 
         return saved_tensors_hooks(pack, _unpack)
 
-    def keep(self, key: Key, tensors: Iterable[Tensor]) -> Kept:
+    def keep(self, key: Key, tensors: Iterable[Tensor]) -> KeptMemory:
         """Count tensors that are held outside autograd, such as a stage's inputs.
 
         Returns:
@@ -134,7 +134,7 @@ class ActivationMeter:
         """
         self._renew_excluded()
         storages = [storage for tensor in tensors for storage in _storages(tensor)]
-        return Kept(storages, (key, self._count(key, storages)), self._notes)
+        return KeptMemory(storages, (key, self._count(key, storages)), self._notes)
 
     def _count(self, key: Key, storages: Sequence[torch.UntypedStorage]) -> tuple[int, ...]:
         """Count storages for a key; gives the addresses that were counted."""
@@ -185,7 +185,7 @@ class ActivationMeter:
             }
 
 
-class Kept:
+class KeptMemory:
     """Memory that is held outside autograd and counts until released; see ``keep``."""
 
     __slots__ = ("_note", "_notes", "_storages")
@@ -242,7 +242,7 @@ class Saved:
         return tensor
 
 
-class _Counted(Saved):
+class _CountedTensor(Saved):
     """A saved tensor that counts as long as it lives."""
 
     __slots__ = ("_note", "_notes")

@@ -174,7 +174,7 @@ def parted_if_inside(batch: Any, loss: Any, model: Any) -> tuple[Any, Any]:
     """
     if not (isinstance(batch, Mapping) or _is_dataclass(batch)):
         return batch, None
-    return Parting.by(LABELS, loss, model).parted(batch, "the batch")
+    return BatchSplit.by(LABELS, loss, model).parted(batch, "the batch")
 
 
 def is_batch(value: Any) -> bool:
@@ -191,7 +191,7 @@ def _is_dataclass(value: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Parting:
+class BatchSplit:
     """How batches are parted into what the first stage takes and what the loss takes.
 
     Attributes:

@@ -28,7 +28,7 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 """In the order in which frames count them (``summation.frames.ITEM_BYTES``)."""
 
 
-class Placed(NamedTuple):
+class PlacedGradient(NamedTuple):
     """Where a parameter's gradient lies.
 
     Attributes:
@@ -57,7 +57,7 @@ class FlatLayout:
 
     def __init__(self, parameters: Sequence[nn.Parameter], frozen: Sequence[int]) -> None:
         self.counts = [0] * len(DTYPES)
-        self.placed: list[Placed] = []
+        self.placed: list[PlacedGradient] = []
         for place, parameter in reversed([*enumerate(parameters)]):
             if place in frozen:
                 continue
@@ -69,7 +69,7 @@ class FlatLayout:
             dtype = DTYPES.index(parameter.dtype)
             start = self.counts[dtype]
             self.counts[dtype] = start + parameter.numel()
-            self.placed.append(Placed(place, dtype, start, self.counts[dtype]))
+            self.placed.append(PlacedGradient(place, dtype, start, self.counts[dtype]))
 
 
 class FlatBuffers:
@@ -88,7 +88,7 @@ class FlatBuffers:
         """The same memory for numpy, which takes bfloat16 for 16 bits."""
         return {dtype: _as_numbers(tensor) for dtype, tensor in self.tensors.items()}
 
-    def copy(self, placed: Placed, parameters: Sequence[nn.Parameter]) -> bool:
+    def copy(self, placed: PlacedGradient, parameters: Sequence[nn.Parameter]) -> bool:
         """Copy one parameter's gradient in.
 
         Returns:
@@ -171,7 +171,7 @@ class FlatReducer(Reducer):
         self._has_begun = False
         self._began = 0.0
         self._passed: list[Passed] = []
-        self._left: set[Placed] = set()
+        self._left: set[PlacedGradient] = set()
         self._watch = GradientWatch(shared.parameters)
 
     @abstractmethod
@@ -179,7 +179,7 @@ class FlatReducer(Reducer):
         """A round begins, whose gradients lie so; waits for nobody."""
 
     @abstractmethod
-    def give(self, placed: Placed) -> bool:
+    def give(self, placed: PlacedGradient) -> bool:
         """Take over one parameter's gradient, which is complete; waits for nobody.
 
         Returns:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from penstock.engine.device.accelerators import is_on_host
-from penstock.engine.tensor.stand_ins import StandIns
+from penstock.engine.tensor.unequal_groups import WholePlaceholders
 from penstock.engine.transport import Edge, Transport
 from penstock.engine.transport.base import RENEWED_TAGS, SHARED_TAGS
 
@@ -110,7 +110,7 @@ class SharedWeights(NamedTuple):
     stages: frozenset[int]
     parameters: tuple[nn.Parameter, ...]
     divisible: bool = True
-    stand_ins: StandIns | None = None
+    stand_ins: WholePlaceholders | None = None
 
     def edge(self, source: int, target: int, purpose: Purpose, lane: int = 0) -> Edge:
         """The channel on which one holder tells another something.
@@ -143,7 +143,7 @@ class Passed(NamedTuple):
     end: float
 
 
-class Served(NamedTuple):
+class ServedGradients(NamedTuple):
     """One rank's gradients at one server.
 
     Attributes:
@@ -203,7 +203,7 @@ class Reducer(ABC):
         """What has been exchanged since this was asked last, as far as anybody notes it."""
         return []
 
-    def take_served(self) -> list[Served]:
+    def take_served(self) -> list[ServedGradients]:
         """What servers have had since this was asked last."""
         return []
 

@@ -33,9 +33,9 @@ import torch
 from torch import nn
 
 from penstock.base.errors import InputError
+from penstock.engine.reduce.buckets import Bucket, ParameterRange, Pieces, row_buckets_of
 from penstock.engine.reduce.owners import OwnerReducer
-from penstock.engine.reduce.reducer import Purpose, Served, SharedWeights
-from penstock.engine.reduce.slices import OwnedPiece, Pieces, Portion, row_portions_of
+from penstock.engine.reduce.reducer import Purpose, ServedGradients, SharedWeights
 from penstock.engine.transport import Edge, Transport
 
 _ELEMENTWISE = {
@@ -140,7 +140,7 @@ class ShardedReducer(OwnerReducer):
     Args:
         rank: the holder.
         transport: the holder's end of its channels.
-        most_portions, servers: see ``OwnerReducer``.
+        most_buckets, servers: see ``OwnerReducer``.
 
     Attributes:
         shards: what this rank owns, by the whole parameter.
@@ -152,14 +152,14 @@ class ShardedReducer(OwnerReducer):
         rank: int,
         shared: SharedWeights,
         transport: Transport,
-        most_portions: int = 1,
+        most_buckets: int = 1,
         servers: Collection[int] = (),
     ) -> None:
-        super().__init__(rank, shared, transport, most_portions, servers)
+        super().__init__(rank, shared, transport, most_buckets, servers)
         self.hands_sums_to_all = False
         self._handed_in = 0.0
-        self._served: list[Served] = []
-        self._of_rows = row_portions_of(shared.parameters, self._owners, most_portions)
+        self._served: list[ServedGradients] = []
+        self._of_rows = row_buckets_of(shared.parameters, self._owners, most_buckets)
         self.shards = {parameter: Shard(0, None) for parameter in shared.parameters}
         for place, start, stop in self._pieces(rank):
             whole = shared.parameters[place]
@@ -167,11 +167,11 @@ class ShardedReducer(OwnerReducer):
             part = nn.Parameter(rows, requires_grad=whole.requires_grad)
             self.shards[whole] = Shard(start // _row_size(whole), part)
 
-    def _pieces(self, rank: int) -> tuple[OwnedPiece, ...]:
+    def _pieces(self, rank: int) -> tuple[ParameterRange, ...]:
         return tuple(
             piece
-            for portion in self._of_rows
-            for owner, pieces in portion.slices
+            for bucket in self._of_rows
+            for owner, pieces in bucket.slices
             if owner == rank
             for piece in pieces
         )
@@ -180,7 +180,7 @@ class ShardedReducer(OwnerReducer):
         self._handed_in = time.perf_counter()
         super().hand_in(number, num_gathered)
 
-    def _portions_without(self, frozen: tuple[int, ...]) -> tuple[Portion, ...]:
+    def _buckets_without(self, frozen: tuple[int, ...]) -> tuple[Bucket, ...]:
         return self._of_rows  # who owns what never changes, since the optimizer's state is there
 
     def _hand_out(self, index: int, more: int) -> None:
@@ -209,8 +209,8 @@ class ShardedReducer(OwnerReducer):
         """Those of this rank whose weights these are."""
         return self._shared.stages
 
-    def _in_turn(self, owner: int) -> Iterator[tuple[int, tuple[OwnedPiece, ...]]]:
-        """(portion, rows of it that a holder owns), those of the first layers first: backwards make
+    def _in_turn(self, owner: int) -> Iterator[tuple[int, tuple[ParameterRange, ...]]]:
+        """(bucket, rows of it that a holder owns), those of the first layers first: backwards make
         the last ones first, and forwards need them last."""
         for index in reversed(range(len(self._of_rows))):
             slices = self._of_rows[index].slices
@@ -243,7 +243,7 @@ class ShardedReducer(OwnerReducer):
                 if turn is not None:
                     self._take(other, number, *turn)
 
-    def _take(self, other: int, number: int, index: int, pieces: Sequence[OwnedPiece]) -> None:
+    def _take(self, other: int, number: int, index: int, pieces: Sequence[ParameterRange]) -> None:
         edge = self._shared.edge(other, self._rank, Purpose.WEIGHTS, index)
         waiting = f"rank {self._rank}, waiting for the weights that rank {other} has updated"
         values = self._transport.recv(edge, number, waiting)
@@ -256,9 +256,9 @@ class ShardedReducer(OwnerReducer):
         """Weights have come from their owner."""
         if owner not in self._givers:
             server = self._owners.index(owner)
-            self._served.append(Served(server, self._handed_in, time.perf_counter()))
+            self._served.append(ServedGradients(server, self._handed_in, time.perf_counter()))
 
-    def take_served(self) -> list[Served]:
+    def take_served(self) -> list[ServedGradients]:
         served, self._served = self._served, []
         return served
 

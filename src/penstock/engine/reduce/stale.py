@@ -27,10 +27,10 @@ from penstock.base.errors import DeadlineError, RunError
 from penstock.core.summation.bell import Bell, Ring, Ringer
 from penstock.core.summation.frames import Member, key_of
 from penstock.core.summation.staleness import Answer, Contribution, StaleClock, StaleStream
+from penstock.engine.reduce.buckets import Pieces, added
+from penstock.engine.reduce.delegated import own_host
 from penstock.engine.reduce.reducer import Purpose, SharedWeights
-from penstock.engine.reduce.serving import own_host
 from penstock.engine.reduce.sharding import ShardedReducer, owned_rows
-from penstock.engine.reduce.slices import Pieces, added
 from penstock.engine.transport import Edge, Transport
 from penstock.engine.transport.base import FIRST_EXCHANGE
 

@@ -18,18 +18,18 @@ from msgspec.structs import replace
 
 from penstock.base.units import count_of
 from penstock.core.summation.portions import MOST_PORTIONS
+from penstock.engine.reduce.buckets import buckets_of, cut
+from penstock.engine.reduce.delegated import AllReducer, ServerReducer
 from penstock.engine.reduce.owners import OwnerReducer
 from penstock.engine.reduce.reducer import (
     MakeReducer,
     Passed,
     Purpose,
     Reducer,
-    Served,
+    ServedGradients,
     SharedWeights,
 )
-from penstock.engine.reduce.serving import AllReducer, ServerReducer
 from penstock.engine.reduce.sharding import ShardedReducer, Shards
-from penstock.engine.reduce.slices import cut, portions_of
 from penstock.engine.reduce.stale import StaleReducer
 from penstock.engine.transport import Edge, Transport
 from penstock.engine.transport.base import FIRST_EXCHANGE
@@ -134,10 +134,10 @@ def begin_equal(rank: int, shared: SharedWeights, transport: Transport) -> None:
     """
     first = shared.ranks[0]
     vectors = [parameter.detach().reshape(-1) for parameter in shared.parameters]
-    portions = portions_of(dict(enumerate(shared.parameters)), shared.ranks, MOST_PORTIONS)
+    buckets = buckets_of(dict(enumerate(shared.parameters)), shared.ranks, MOST_PORTIONS)
     waiting = f"rank {rank}, waiting for the weights that it shares with rank {first}"
-    for index, portion in enumerate(portions):
-        for number, (_, pieces) in enumerate(portion.slices, start=FIRST_EXCHANGE):
+    for index, bucket in enumerate(buckets):
+        for number, (_, pieces) in enumerate(bucket.slices, start=FIRST_EXCHANGE):
             if rank == first:
                 values = [cut(vectors[piece.place], piece) for piece in pieces]
                 for other in shared.others(rank):
@@ -163,7 +163,7 @@ def begin_equal(rank: int, shared: SharedWeights, transport: Transport) -> None:
 T = TypeVar("T")
 
 
-class Sums:
+class GradientSums:
     """Completes the gradients of weights that one rank shares with others.
 
     A round begins with ``begin`` and sums every group of shared weights once.
@@ -347,7 +347,7 @@ class Sums:
         """What copies of a stage have exchanged since this was asked last, with the stage."""
         return self._by_stage(lambda reducer: reducer.take_passed())
 
-    def take_served(self) -> list[tuple[int, Served]]:
+    def take_served(self) -> list[tuple[int, ServedGradients]]:
         """What servers have had of a stage since this was asked last, with the stage."""
         return self._by_stage(lambda reducer: reducer.take_served())
 

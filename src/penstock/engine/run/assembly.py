@@ -47,7 +47,7 @@ from penstock.engine.stage.stage import Stage
 from penstock.engine.transport import Codec, ThreadExchange, connect
 from penstock.engine.transport.on_devices import LinkedDevices, link_devices
 from penstock.engine.transport.rendezvous import Rendezvous
-from penstock.engine.weights.residence import Residence
+from penstock.engine.weights.residency import Residency
 from penstock.planning.plans import Plan
 from penstock.planning.plans.serving import server_ranks
 
@@ -369,7 +369,7 @@ def _settled(
     held: Mapping[Seat, dict[int, Stage]],
     devices: Mapping[int, torch.device],
     queues: Mapping[int, DeviceQueue],
-) -> dict[int, Residence]:
+) -> dict[int, Residency]:
     """Move stages to their ranks' devices; where they come and go, to tiers: of each rank of this
     process, which are in memory."""
     if plan.spill is None:

@@ -28,7 +28,7 @@ from penstock.engine.tensor.group import ChannelGroup
 from penstock.engine.transport import ThreadTransport, Transport
 from penstock.engine.transport.device_link import DeviceLink
 from penstock.engine.transport.on_devices import ProcessDeviceTransport, ThreadDeviceTransport
-from penstock.engine.weights.ways import Way
+from penstock.engine.weights.data_paths import DataPath
 from penstock.planning.plans import Plan
 from penstock.planning.plans.serving import server_ranks
 
@@ -137,4 +137,4 @@ def worker_of(
 def offload(worker: Worker, plan: Plan, device: torch.device, seconds: float) -> None:
     """Let a rank's activations leave, if the plan says so."""
     if plan.offload is not None:
-        worker.offload(Way.between(plan.offload.tier, device, seconds), device)
+        worker.offload(DataPath.between(plan.offload.tier, device, seconds), device)

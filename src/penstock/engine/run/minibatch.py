@@ -17,7 +17,7 @@ from penstock.engine.model import tree
 from penstock.engine.model.replay import autocasting, remembering_no_casts
 from penstock.engine.run.counting import Peak
 from penstock.engine.run.seals import Call, Modes, Next, Seal, autocast_codes
-from penstock.engine.weights.store import Held
+from penstock.engine.weights.store import HeldVersions
 
 
 class Mark(Protocol):
@@ -183,7 +183,7 @@ class Harvest:
     peak: Peak | None = None
     number: int = 0
     versions: list[int] = field(default_factory=list)
-    held: Held | None = None
+    held: HeldVersions | None = None
     moment: torch.Event | None = None
     stamps: Stamps | None = None
     moved: list[tuple[TransferKind, int, int, float, float]] = field(default_factory=list)

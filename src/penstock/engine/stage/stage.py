@@ -59,7 +59,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
-class _Given:
+class _ForwardCall:
     """What a forward was called with; ``where``: (step, microbatch, slice), for random streams."""
 
     microbatch: int
@@ -126,7 +126,7 @@ class Stage:
             key for layer in self.layers for key in layer.recalls if key not in stashed
         )
         self._graphs: dict[int, MicrobatchGraph] = {}
-        self._past: dict[int, tuple[_Given, Past]] = {}
+        self._past: dict[int, tuple[_ForwardCall, Past]] = {}
         self._deferred: dict[int, Deferral] = {}
 
     def stay_finite(self) -> None:
@@ -184,7 +184,7 @@ class Stage:
             )
         taken = self._carried.take(microbatch)
         where = (step, *divmod(microbatch - first, self._num_slices))
-        given = _Given(microbatch, inputs, where, criterion, {**skips, **taken})
+        given = _ForwardCall(microbatch, inputs, where, criterion, {**skips, **taken})
         if torch.is_grad_enabled() and keep is Keep.INPUT:
             produced = self._forward_keeping_input(given)
         else:
@@ -400,7 +400,7 @@ class Stage:
             return result._replace(skips=self._carried_back.leave(microbatch, result.skips))
         return result
 
-    def _forward_keeping_input(self, given: _Given) -> Produced:
+    def _forward_keeping_input(self, given: _ForwardCall) -> Produced:
         inputs, skips = tree.replace(Tensor, tree.apart, (given.inputs, dict(given.skips)))
         # The first layer may overwrite its input.
         own_inputs, own_skips = tree.replace(Tensor, _copied, (inputs, skips))
@@ -411,7 +411,7 @@ class Stage:
         return produced
 
     def _run(
-        self, given: _Given, keep: Keep, again: bool = False
+        self, given: _ForwardCall, keep: Keep, again: bool = False
     ) -> tuple[Produced, MicrobatchGraph]:
         """Run the layers on what was given, cut off from all graphs outside of the stage.
 
@@ -453,7 +453,7 @@ class Stage:
         return sent(own, self.index)
 
     def _run_layers(
-        self, value: Any, skips: dict[str, Skip], given: _Given, again: bool
+        self, value: Any, skips: dict[str, Skip], given: _ForwardCall, again: bool
     ) -> tuple[Any, bool]:
         """The output of the layers, and of the criterion; and whether any drew.
 

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.base.errors import ModelError
-from penstock.engine.tensor.cuts import Cut, bounds
 from penstock.engine.tensor.divided_layers import (
     ColumnLinear,
     ColumnTransposed,
@@ -20,10 +19,11 @@ from penstock.engine.tensor.divided_layers import (
     is_transposed,
 )
 from penstock.engine.tensor.layouts import FEATURES, WHOLE, as_copies, converted, gather, summed
-from penstock.engine.tensor.membership import Member, Way
+from penstock.engine.tensor.membership import GroupMember, ModuleSharing
+from penstock.engine.tensor.shards import ShardSpec, bounds
 
 
-class HeadAttention(Member, nn.MultiheadAttention):
+class HeadAttention(GroupMember, nn.MultiheadAttention):
     """Each member projects to its own heads, attends with them, and hands them to ``out_proj``,
     which sums what all heads give.
 
@@ -199,16 +199,16 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
 
 
-Ways = dict[str, Way]
+ModuleSharings = dict[str, ModuleSharing]
 """By the names of modules in a module; ``""`` is the module itself."""
 
 _BLOCKS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
-COLUMN = Way(ColumnLinear, {"weight": Cut(0), "bias": Cut(0)}, FEATURES)
-ROW = Way(RowLinear, {"weight": Cut(1)}, FEATURES, adds=True, bias="bias")
+COLUMN = ModuleSharing(ColumnLinear, {"weight": ShardSpec(0), "bias": ShardSpec(0)}, FEATURES)
+ROW = ModuleSharing(RowLinear, {"weight": ShardSpec(1)}, FEATURES, adds=True, bias="bias")
 
 
-def by_heads(module: nn.Module, name: str) -> Ways:
+def by_heads(module: nn.Module, name: str) -> ModuleSharings:
     """How members share what is in a module, by heads and by the features of its MLP.
 
     Args:
@@ -239,22 +239,28 @@ def is_block(module: nn.Module) -> bool:
     )
 
 
-def _attention(module: nn.MultiheadAttention) -> Ways:
+def _attention(module: nn.MultiheadAttention) -> ModuleSharings:
     width = module.head_dim
     cuts = {
-        "in_proj_weight": Cut(0, 3, width),
-        "in_proj_bias": Cut(0, 3, width),
-        **{f"{name}_proj_weight": Cut(0, 1, width) for name in "qkv"},
-        "bias_k": Cut(2, 1, width),
-        "bias_v": Cut(2, 1, width),
+        "in_proj_weight": ShardSpec(0, 3, width),
+        "in_proj_bias": ShardSpec(0, 3, width),
+        **{f"{name}_proj_weight": ShardSpec(0, 1, width) for name in "qkv"},
+        "bias_k": ShardSpec(2, 1, width),
+        "bias_v": ShardSpec(2, 1, width),
     }
-    own = Way(HeadAttention, cuts, pieces=module.num_heads)
-    out = Way(RowLinear, {"weight": Cut(1, 1, width)}, FEATURES, adds=True, bias="bias")
+    own = ModuleSharing(HeadAttention, cuts, pieces=module.num_heads)
+    out = ModuleSharing(
+        RowLinear, {"weight": ShardSpec(1, 1, width)}, FEATURES, adds=True, bias="bias"
+    )
     return {"": own, "out_proj": out}
 
 
-def _block(module: nn.Module, name: str) -> Ways:
-    ways = {"linear1": COLUMN, "dropout": Way(PartDropout, features=FEATURES), "linear2": ROW}
+def _block(module: nn.Module, name: str) -> ModuleSharings:
+    ways = {
+        "linear1": COLUMN,
+        "dropout": ModuleSharing(PartDropout, features=FEATURES),
+        "linear2": ROW,
+    }
     for attention in ("self_attn", "multihead_attn"):
         if attention in module._modules:
             inner = by_heads(module.get_submodule(attention), f"{name}.{attention}")
@@ -272,14 +278,14 @@ def _is_splitting_attention(module: nn.Module) -> bool:
     )
 
 
-def _splitting_attention(module: nn.Module) -> Ways:
+def _splitting_attention(module: nn.Module) -> ModuleSharings:
     width = int(vars(module)["head_dim"])
     heads = int(vars(module)["split_size"]) // width
-    column = {"weight": Cut(1, 3, width), "bias": Cut(0, 3, width)}
+    column = {"weight": ShardSpec(1, 3, width), "bias": ShardSpec(0, 3, width)}
     return {
-        "": Way(SplittingHeads, pieces=heads),
-        "c_attn": Way(ColumnTransposed, column, FEATURES),
-        "c_proj": Way(
-            RowTransposed, {"weight": Cut(0, 1, width)}, FEATURES, adds=True, bias="bias"
+        "": ModuleSharing(SplittingHeads, pieces=heads),
+        "c_attn": ModuleSharing(ColumnTransposed, column, FEATURES),
+        "c_proj": ModuleSharing(
+            RowTransposed, {"weight": ShardSpec(0, 1, width)}, FEATURES, adds=True, bias="bias"
         ),
     }

@@ -17,13 +17,13 @@ from penstock.engine.model.spine import NamedLayer
 from penstock.engine.tensor.attention import by_heads, is_block
 from penstock.engine.tensor.divided_layers import RowEmbedding
 from penstock.engine.tensor.layouts import CHANNELS, FEATURES, ROWS, SEQUENCE, WHOLE, Layout
-from penstock.engine.tensor.membership import Way
-from penstock.engine.tensor.ways import (
+from penstock.engine.tensor.membership import ModuleSharing
+from penstock.engine.tensor.splits import (
     channels,
     has_batch_statistics,
     mixes_features,
+    sharings_of,
     way,
-    ways_of,
     works_on_channels,
     works_on_features,
 )
@@ -53,8 +53,8 @@ class LayerSharing:
     reads: Layout
     gives: Layout
     leaves: Layout
-    own: Way | None = None
-    inner: Mapping[str, Way] = field(default_factory=dict)
+    own: ModuleSharing | None = None
+    inner: Mapping[str, ModuleSharing] = field(default_factory=dict)
     recalls: Mapping[str, Layout] = field(default_factory=dict)
     said: Mapping[str, str] = field(default_factory=dict)
 
@@ -203,7 +203,7 @@ def _recorded(
     return LayerSharing(name, have, WHOLE, WHOLE, WHOLE, inner=_inner_ways(layer, inner))
 
 
-def _check_positions(layer: NamedLayer, ways: Mapping[str, Way]) -> None:
+def _check_positions(layer: NamedLayer, ways: Mapping[str, ModuleSharing]) -> None:
     """Raise ``ModelError`` where a module of torch's mixes positions of which members have some."""
     for path, module in layer.module.named_modules():
         if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) and path not in ways:
@@ -216,13 +216,13 @@ def _check_positions(layer: NamedLayer, ways: Mapping[str, Way]) -> None:
             )
 
 
-def _inner_ways(layer: NamedLayer, inner: Mapping[str, str]) -> dict[str, Way]:
+def _inner_ways(layer: NamedLayer, inner: Mapping[str, str]) -> dict[str, ModuleSharing]:
     """By their names in a layer, how modules are shared that are split, or whose parents are."""
-    ways: dict[str, Way] = {}
+    ways: dict[str, ModuleSharing] = {}
     said: dict[str, str] = {}
     for path, how in inner.items():
         name = layer.key(path)
-        for below, own in ways_of(layer.module.get_submodule(path), how, name).items():
+        for below, own in sharings_of(layer.module.get_submodule(path), how, name).items():
             key = f"{path}.{below}" if below else path
             if key in ways:
                 raise ModelError(
@@ -233,7 +233,7 @@ def _inner_ways(layer: NamedLayer, inner: Mapping[str, str]) -> dict[str, Way]:
     return ways
 
 
-def _check_taken_up(layer: NamedLayer, ways: Mapping[str, Way]) -> None:
+def _check_taken_up(layer: NamedLayer, ways: Mapping[str, ModuleSharing]) -> None:
     """Raise ``ModelError`` for a ``row`` in a layer in which nothing divides features for it."""
     divides = any(own.cuts and own.features is not WHOLE and not own.adds for own in ways.values())
     rows = [path for path, own in ways.items() if own.adds and own.kind is not RowEmbedding]

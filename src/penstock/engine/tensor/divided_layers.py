@@ -19,16 +19,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.base.errors import ModelError
-from penstock.engine.tensor.cuts import bounds, memory_order, put_back
 from penstock.engine.tensor.layouts import Layout, as_copies, converted, summed
-from penstock.engine.tensor.membership import Member
+from penstock.engine.tensor.membership import GroupMember
+from penstock.engine.tensor.shards import bounds, memory_order, put_back
 
 FEATURE_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 DROPOUTS = (nn.Dropout, *FEATURE_DROPOUTS)
 """Modules of which a member can keep its part of the whole value's mask."""
 
 
-class PartChannelDropout(Member, nn.modules.dropout._DropoutNd):
+class PartChannelDropout(GroupMember, nn.modules.dropout._DropoutNd):
     """Dropout of whole channels, of a value of which each member has some rows or channels."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class PartChannelDropout(Member, nn.modules.dropout._DropoutNd):
         return input * torch.split(mask, lengths, dim)[here.group.index]
 
 
-class PartDropout(Member, nn.Dropout):
+class PartDropout(GroupMember, nn.Dropout):
     """Dropout of a value of which each member has a part.
 
     In a region, ``membership.gives`` says along which dimension; outside, it is as the layer.
@@ -107,7 +107,7 @@ def is_transposed(module: nn.Module) -> bool:
     return tuple(weight.shape) == shape and not module._modules
 
 
-class ColumnTransposed(Member, nn.Module):
+class ColumnTransposed(GroupMember, nn.Module):
     """Each member computes its part of the outputs: all inputs → features."""
 
     weight: Tensor
@@ -120,7 +120,7 @@ class ColumnTransposed(Member, nn.Module):
         return F.linear(as_copies(x, here.around, here.group), self.weight.t(), self.bias)
 
 
-class RowTransposed(Member, nn.Module):
+class RowTransposed(GroupMember, nn.Module):
     """Each member takes its part of the inputs, and outputs are summed: features → any layout."""
 
     weight: Tensor
@@ -134,7 +134,7 @@ class RowTransposed(Member, nn.Module):
         return output + self.bias
 
 
-class SplittingHeads(Member, nn.Module):
+class SplittingHeads(GroupMember, nn.Module):
     """An attention that cuts what its projection gives into pieces of ``split_size``: of a member,
     those of its heads."""
 
@@ -148,7 +148,7 @@ class SplittingHeads(Member, nn.Module):
         return bounds(whole, group.size, group.index).length * self.head_dim
 
 
-class ColumnEmbedding(Member, nn.Embedding):
+class ColumnEmbedding(GroupMember, nn.Embedding):
     """Each member has its part of the features: all tokens → features."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ class ColumnEmbedding(Member, nn.Embedding):
         return F.embedding(tokens, self.weight, self.padding_idx)
 
 
-class RowEmbedding(Member, nn.Embedding):
+class RowEmbedding(GroupMember, nn.Embedding):
     """Each member looks up the tokens of its part of the vocabulary, and everyone adds up."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ class RowEmbedding(Member, nn.Embedding):
         return summed(term, here.gives, here.group)
 
 
-class ColumnConv(Member, nn.modules.conv._ConvNd):
+class ColumnConv(GroupMember, nn.modules.conv._ConvNd):
     """Each member computes its part of the output channels."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ class ColumnConv(Member, nn.modules.conv._ConvNd):
         return self._conv_forward(copies, self.weight, self.bias)
 
 
-class RowConv(Member, nn.modules.conv._ConvNd):
+class RowConv(GroupMember, nn.modules.conv._ConvNd):
     """Each member takes its part of the input channels, and outputs are summed."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -203,7 +203,7 @@ class RowConv(Member, nn.modules.conv._ConvNd):
         return output + self.bias.view(-1, *[1] * len(self.kernel_size))
 
 
-class ColumnLinear(Member, nn.Linear):
+class ColumnLinear(GroupMember, nn.Linear):
     """Each member computes its part of the outputs: all inputs → features."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -213,7 +213,7 @@ class ColumnLinear(Member, nn.Linear):
         return F.linear(as_copies(input, here.around, here.group), self.weight, self.bias)
 
 
-class RowLinear(Member, nn.Linear):
+class RowLinear(GroupMember, nn.Linear):
     """Each member takes its part of the inputs, and outputs are summed: features → any layout."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -224,11 +224,11 @@ class RowLinear(Member, nn.Linear):
         return output if self.bias is None else output + self.bias
 
 
-class ChannelNorm(Member, nn.modules.batchnorm._BatchNorm):
+class ChannelNorm(GroupMember, nn.modules.batchnorm._BatchNorm):
     """Normalises the channels that a member has; parameters and statistics are parts, too."""
 
 
-class PartInstanceNorm(Member, nn.modules.instancenorm._InstanceNorm):
+class PartInstanceNorm(GroupMember, nn.modules.instancenorm._InstanceNorm):
     """Normalises every row of the channels that a member has."""
 
     @property
@@ -238,7 +238,7 @@ class PartInstanceNorm(Member, nn.modules.instancenorm._InstanceNorm):
         return bounds(int(self.__dict__["num_features"]), group.size, group.index).length
 
 
-class PartGroupNorm(Member, nn.GroupNorm):
+class PartGroupNorm(GroupMember, nn.GroupNorm):
     """Normalises the groups of channels that a member has; each has as many of them."""
 
     def forward(self, input: Tensor) -> Tensor:

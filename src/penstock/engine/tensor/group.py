@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.tensor.cuts import bounds, dense_copy, joined, memory_order, sizes
+from penstock.engine.tensor.shards import bounds, dense_copy, joined, memory_order, sizes
 from penstock.engine.transport import Edge, Transport
 from penstock.engine.transport.base import GROUP_TAG
 
 
-class Group(ABC):
+class TensorGroup(ABC):
     """One member's end of its group. Every member calls the same methods in the same order.
 
     Attributes:
@@ -130,7 +130,7 @@ def _summed(terms: Sequence[Tensor], order: Sequence[int]) -> Tensor:
     return total
 
 
-class ChannelGroup(Group):
+class ChannelGroup(TensorGroup):
     """One member's end of a group.
 
     Args:

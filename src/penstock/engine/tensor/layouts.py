@@ -32,21 +32,21 @@ from torch import Tensor
 
 from penstock.base.errors import ModelError
 from penstock.engine.model import tree
-from penstock.engine.tensor.group import Group
+from penstock.engine.tensor.group import TensorGroup
 
 
-class _Gather(torch.autograd.Function):
+class _ShardToWhole(torch.autograd.Function):
     """part → whole, or copies where gradients are terms of a sum."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Group, dim: int, sums: bool) -> Tensor:
+    def forward(ctx: Any, part: Tensor, group: TensorGroup, dim: int, sums: bool) -> Tensor:
         whole, ctx.lengths = group.gather(part, dim)
         ctx.group, ctx.dim, ctx.sums = group, dim, sums
         return whole
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        group: Group = ctx.group
+        group: TensorGroup = ctx.group
         if ctx.sums:
             back = group.reduce_scatter(gradients[0], ctx.dim, ctx.lengths)
         else:
@@ -62,20 +62,20 @@ class _ToPart(torch.autograd.Function):
         return ctx.group.gather(gradients[0], ctx.dim)[0], None, None
 
 
-class _Part(_ToPart):
+class _WholeToShard(_ToPart):
     """whole → part."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, group: Group, dim: int) -> Tensor:
+    def forward(ctx: Any, whole: Tensor, group: TensorGroup, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
         return group.part(whole, dim)
 
 
-class _Enter(torch.autograd.Function):
+class _WholeToCopies(torch.autograd.Function):
     """whole → copies."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, whole: Tensor, group: TensorGroup) -> Tensor:
         ctx.group = group
         return whole.view_as(whole)
 
@@ -84,11 +84,11 @@ class _Enter(torch.autograd.Function):
         return ctx.group.all_reduce(gradients[0]), None
 
 
-class _Leave(torch.autograd.Function):
+class _PartialToWhole(torch.autograd.Function):
     """partial → whole."""
 
     @staticmethod
-    def forward(ctx: Any, term: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, term: Tensor, group: TensorGroup) -> Tensor:
         return group.all_reduce(term)
 
     @staticmethod
@@ -96,20 +96,20 @@ class _Leave(torch.autograd.Function):
         return gradients[0], None
 
 
-class _Scatter(_ToPart):
+class _PartialToShard(_ToPart):
     """partial → part."""
 
     @staticmethod
-    def forward(ctx: Any, term: Tensor, group: Group, dim: int) -> Tensor:
+    def forward(ctx: Any, term: Tensor, group: TensorGroup, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
         return group.reduce_scatter(term, dim)
 
 
-class _Turn(torch.autograd.Function):
+class _ShardToShard(torch.autograd.Function):
     """part along one dimension → part along another."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Group, have: int, want: int) -> Tensor:
+    def forward(ctx: Any, part: Tensor, group: TensorGroup, have: int, want: int) -> Tensor:
         ctx.group, ctx.have, ctx.want = group, have, want
         turned, ctx.lengths = group.all_to_all(part, have, want)
         return turned
@@ -120,39 +120,39 @@ class _Turn(torch.autograd.Function):
         return back, None, None, None
 
 
-def gather(part: Tensor, group: Group, dim: int) -> Tensor:
+def gather(part: Tensor, group: TensorGroup, dim: int) -> Tensor:
     """part → whole: every member gets all parts along ``dim``."""
-    return _call(_Gather, part, group, dim, False)
+    return _call(_ShardToWhole, part, group, dim, False)
 
 
-def gather_copies(part: Tensor, group: Group, dim: int) -> Tensor:
+def gather_copies(part: Tensor, group: TensorGroup, dim: int) -> Tensor:
     """part → copies: as ``gather``, for a reader whose gradient is one term of a sum."""
-    return _call(_Gather, part, group, dim, True)
+    return _call(_ShardToWhole, part, group, dim, True)
 
 
-def own_part(whole: Tensor, group: Group, dim: int) -> Tensor:
+def own_part(whole: Tensor, group: TensorGroup, dim: int) -> Tensor:
     """whole → part: every member keeps its part along ``dim``."""
-    return _call(_Part, whole, group, dim)
+    return _call(_WholeToShard, whole, group, dim)
 
 
-def enter(whole: Tensor, group: Group) -> Tensor:
+def enter(whole: Tensor, group: TensorGroup) -> Tensor:
     """whole → copies: the value itself; its gradient is the sum of the members'."""
-    return _call(_Enter, whole, group)
+    return _call(_WholeToCopies, whole, group)
 
 
-def leave(term: Tensor, group: Group) -> Tensor:
+def leave(term: Tensor, group: TensorGroup) -> Tensor:
     """partial → whole: the sum of the members' terms."""
-    return _call(_Leave, term, group)
+    return _call(_PartialToWhole, term, group)
 
 
-def scatter(term: Tensor, group: Group, dim: int) -> Tensor:
+def scatter(term: Tensor, group: TensorGroup, dim: int) -> Tensor:
     """partial → part: the member's part, along ``dim``, of the sum of the members' terms."""
-    return _call(_Scatter, term, group, dim)
+    return _call(_PartialToShard, term, group, dim)
 
 
-def turn(part: Tensor, group: Group, have: int, want: int) -> Tensor:
+def turn(part: Tensor, group: TensorGroup, have: int, want: int) -> Tensor:
     """part along ``have`` → part along ``want``."""
-    return _call(_Turn, part, group, have, want)
+    return _call(_ShardToShard, part, group, have, want)
 
 
 def _call(function: type[torch.autograd.Function], *args: Any) -> Tensor:
@@ -171,7 +171,7 @@ CHANNELS: Layout = 1
 FEATURES: Layout = -1
 
 
-def converted(value: Any, have: Layout, want: Layout, group: Group, layer: str) -> Any:
+def converted(value: Any, have: Layout, want: Layout, group: TensorGroup, layer: str) -> Any:
     """A value in another layout; every tensor in it, if it is nested.
 
     Raises:
@@ -184,7 +184,7 @@ def converted(value: Any, have: Layout, want: Layout, group: Group, layer: str) 
     return tree.replace(Tensor, lambda tensor: _converted(tensor, have, want, group, layer), value)
 
 
-def _converted(value: Tensor, have: Layout, want: Layout, group: Group, layer: str) -> Tensor:
+def _converted(value: Tensor, have: Layout, want: Layout, group: TensorGroup, layer: str) -> Tensor:
     here = _dimension(value, have, layer)
     there = _dimension(value, want, layer)
     if here == there:
@@ -197,14 +197,14 @@ def _converted(value: Tensor, have: Layout, want: Layout, group: Group, layer: s
     return turn(value, group, here, there)
 
 
-def as_copies(value: Tensor, have: Layout, group: Group) -> Tensor:
+def as_copies(value: Tensor, have: Layout, group: TensorGroup) -> Tensor:
     """A value whole on every member, for a reader that divides its outputs."""
     if have is None:
         return enter(value, group)
     return gather_copies(value, group, have % value.dim())
 
 
-def summed(term: Tensor, want: Layout, group: Group) -> Tensor:
+def summed(term: Tensor, want: Layout, group: TensorGroup) -> Tensor:
     """The sum of the members' terms, in a layout."""
     if want is None:
         return leave(term, group)

@@ -1,6 +1,6 @@
 """What a module knows of the group that shares it.
 
-``Way``: how members share one module.
+``ModuleSharing``: how members share one module.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from torch import nn
 
 from penstock.base.errors import ModelError
 from penstock.engine.model.randomness import current_stream
-from penstock.engine.tensor.cuts import Cut
-from penstock.engine.tensor.group import Group
+from penstock.engine.tensor.group import TensorGroup
 from penstock.engine.tensor.layouts import FEATURES, WHOLE, Layout
+from penstock.engine.tensor.shards import ShardSpec
 
 
 class Region:
@@ -127,20 +127,20 @@ class Membership:
         gives: the layout of its output.
     """
 
-    group: Group
+    group: TensorGroup
     name: str
     region: Region
     around: Layout = WHOLE
     gives: Layout = WHOLE
 
 
-class Member:
+class GroupMember:
     """What all modules have that members of a group share, beside ``nn.Module``."""
 
     membership: Membership
 
 
-class Outside(Member, nn.Module):
+class UndividedModule(GroupMember, nn.Module):
     """A module whose parameters nobody divides: it must not be called where values lie by
     features."""
 
@@ -162,7 +162,7 @@ class Outside(Member, nn.Module):
 
 
 @dataclass(frozen=True)
-class Way:
+class ModuleSharing:
     """How members share one module.
 
     Attributes:
@@ -177,8 +177,8 @@ class Way:
         even: whether each member must have as many pieces.
     """
 
-    kind: type[Member]
-    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    kind: type[GroupMember]
+    cuts: Mapping[str, ShardSpec] = field(default_factory=dict)
     features: Layout = None
     adds: bool = False
     alike: bool = False

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 
-class Divided(NamedTuple):
+class ShardedDim(NamedTuple):
     """A dimension of ``outer × length × inner`` numbers, of which members have some of the
     ``length``. Queries, keys and values of one linear layer are an ``outer`` of three; a feature of
     a head that was repeated is an ``inner``.
@@ -42,11 +42,11 @@ class Divided(NamedTuple):
         """What a member has of a whole dimension of ``size``."""
         return size // self.length * self.parts[member]
 
-    def at(self, dim: int) -> Divided:
+    def at(self, dim: int) -> ShardedDim:
         """The same in another place."""
         return self._replace(dim=dim)
 
-    def alike(self, other: Divided) -> bool:
+    def alike(self, other: ShardedDim) -> bool:
         """Whether members have the same numbers of a dimension of the same size."""
         mine, theirs = (
             (one.length * one.inner, *(part * one.inner for part in one.parts))
@@ -55,7 +55,7 @@ class Divided(NamedTuple):
         return mine == theirs
 
 
-def reshaped(divided: Divided, before: Sequence[int], after: Sequence[int]) -> Divided | None:
+def reshaped(divided: ShardedDim, before: Sequence[int], after: Sequence[int]) -> ShardedDim | None:
     """What is divided of a value that is seen in another shape.
 
     Args:
@@ -64,11 +64,11 @@ def reshaped(divided: Divided, before: Sequence[int], after: Sequence[int]) -> D
     Returns:
         ``None`` if no dimension of the new shape is divided in one piece.
 
-    >>> reshaped(Divided(2, 12, 1, (6, 6)), (5, 7, 12), (5, 7, 4, 3))
-    Divided(dim=2, length=4, inner=1, parts=(2, 2))
-    >>> reshaped(Divided(1, 4, 1, (2, 2)), (5, 4, 7), (20, 7))
-    Divided(dim=0, length=4, inner=1, parts=(2, 2))
-    >>> reshaped(Divided(2, 12, 1, (6, 6)), (5, 7, 12), (5, 7, 3, 4)) is None
+    >>> reshaped(ShardedDim(2, 12, 1, (6, 6)), (5, 7, 12), (5, 7, 4, 3))
+    ShardedDim(dim=2, length=4, inner=1, parts=(2, 2))
+    >>> reshaped(ShardedDim(1, 4, 1, (2, 2)), (5, 4, 7), (20, 7))
+    ShardedDim(dim=0, length=4, inner=1, parts=(2, 2))
+    >>> reshaped(ShardedDim(2, 12, 1, (6, 6)), (5, 7, 12), (5, 7, 3, 4)) is None
     True
     """
     # From how many numbers on one step in the divided places goes, and where they begin again.
@@ -89,7 +89,7 @@ def reshaped(divided: Divided, before: Sequence[int], after: Sequence[int]) -> D
         if (below * size) % end:
             return None
         parts = tuple(part // steps for part in divided.parts)
-        return Divided(dim, divided.length // steps, 1, parts)
+        return ShardedDim(dim, divided.length // steps, 1, parts)
     return None
 
 
@@ -101,11 +101,11 @@ class Rule(NamedTuple):
         arguments: to be given instead; ``None`` for the same.
     """
 
-    divided: Divided | None
+    divided: ShardedDim | None
     arguments: tuple[Any, ...] | None = None
 
 
-Known = Mapping[fx.Node, Divided]
+Known = Mapping[fx.Node, ShardedDim]
 Find = Callable[[fx.Node, Known, int], Rule | None]
 
 
@@ -126,7 +126,7 @@ class _Plain(NamedTuple):
     hint: int
 
 
-def _first(node: fx.Node, known: Known) -> tuple[Divided, list[int]] | None:
+def _first(node: fx.Node, known: Known) -> tuple[ShardedDim, list[int]] | None:
     """How an operation's first argument is divided, and its shape; ``None`` unless it is, alone."""
     value = node.args[0]
     others = [one for one in node.all_input_nodes if one is not value]
@@ -146,7 +146,7 @@ def _pointwise(node: fx.Node, known: Known, _: int) -> Rule | None:
     output = shape_of(node)
     if output is None or torch.Tag.nondeterministic_seeded in node.target.tags:  # type: ignore[union-attr]
         return None
-    agreed: Divided | None = None
+    agreed: ShardedDim | None = None
     for value in node.all_input_nodes:
         if value in known:
             shape = shape_of(value)
@@ -171,7 +171,7 @@ def _size_at(value: fx.Node, place: int) -> int | None:
 
 
 def _with_size(
-    node: fx.Node, argument: int, place: int, divided: Divided, whole: int, member: int
+    node: fx.Node, argument: int, place: int, divided: ShardedDim, whole: int, member: int
 ) -> tuple[Any, ...] | None:
     """Arguments with a member's size in the place of the whole one; ``None`` if it is computed."""
     sizes = list(node.args[argument])  # type: ignore[arg-type]
@@ -326,7 +326,7 @@ def _multiplied(node: fx.Node, known: Known, _: int) -> Rule | None:
     return Rule(first)
 
 
-def _in_proportion(divided: Sequence[Divided], sizes: Sequence[int]) -> bool:
+def _in_proportion(divided: Sequence[ShardedDim], sizes: Sequence[int]) -> bool:
     """Whether each member has the same share of all."""
     first, size = divided[0], sizes[0]
     return all(

@@ -13,13 +13,19 @@ from penstock.base.errors import ModelError, PenstockError
 from penstock.engine.device.accelerators import is_on_host
 from penstock.engine.model import tree
 from penstock.engine.tensor.chain import LayerSharing
-from penstock.engine.tensor.cuts import Cut
 from penstock.engine.tensor.divided_layers import DROPOUTS, PartChannelDropout, PartDropout
 from penstock.engine.tensor.first_run import Expected, difference, divided_dimension, on_one_device
-from penstock.engine.tensor.group import Group
+from penstock.engine.tensor.group import TensorGroup
 from penstock.engine.tensor.layouts import ROWS, SEQUENCE, WHOLE, Layout, converted
-from penstock.engine.tensor.membership import Member, Membership, Outside, RecordedRegion, Region
+from penstock.engine.tensor.membership import (
+    GroupMember,
+    Membership,
+    RecordedRegion,
+    Region,
+    UndividedModule,
+)
 from penstock.engine.tensor.recorded import for_member
+from penstock.engine.tensor.shards import ShardSpec
 from penstock.engine.tracing.layers import CapturedLayer
 
 
@@ -161,7 +167,7 @@ class SharedLayer(nn.Module):
     """
 
     sharing: LayerSharing
-    sharers: Group
+    sharers: TensorGroup
     region: Region
     first_run: FirstRun
 
@@ -229,7 +235,9 @@ class SlicedLayer(SharedLayer):
             return self._given(result[0]), result[1]
 
 
-def shared(layer: nn.Module, sharing: LayerSharing, group: Group, original: nn.Module) -> nn.Module:
+def shared(
+    layer: nn.Module, sharing: LayerSharing, group: TensorGroup, original: nn.Module
+) -> nn.Module:
     """Make a copy of a layer a member's own; its parameters must be parts already.
 
     Args:
@@ -249,7 +257,7 @@ def shared(layer: nn.Module, sharing: LayerSharing, group: Group, original: nn.M
             of_numbers = isinstance(module, nn.Dropout)
             _become(module, PartDropout if of_numbers else PartChannelDropout, membership)
         elif sharing.inner and module._parameters:
-            _become(module, Outside, membership)
+            _become(module, UndividedModule, membership)
     if not sharing.is_plain:
         kind = type(layer)
         outside = SlicedLayer if hasattr(kind, "forward_slice") else SharedLayer
@@ -273,13 +281,13 @@ def _is_unknown(layer: nn.Module, sharing: LayerSharing) -> bool:
     return bool(sharing.inner) or sharing.own is not None or sharing.reads is not WHOLE
 
 
-def _become(module: nn.Module, kind: type[Member], membership: Membership) -> None:
+def _become(module: nn.Module, kind: type[GroupMember], membership: Membership) -> None:
     own = type(module)
     module.__class__ = type(own.__name__, (kind, own), {})
-    cast(Member, module).membership = membership
+    cast(GroupMember, module).membership = membership
 
 
-def cut_tensors(layer: nn.Module, sharing: LayerSharing) -> Iterator[tuple[Tensor, Cut]]:
+def cut_tensors(layer: nn.Module, sharing: LayerSharing) -> Iterator[tuple[Tensor, ShardSpec]]:
     """The parameters and buffers of a layer of which members have parts."""
     ways = {**sharing.inner, **({"": sharing.own} if sharing.own else {})}
     for path, way in ways.items():
@@ -292,7 +300,7 @@ def cut_tensors(layer: nn.Module, sharing: LayerSharing) -> Iterator[tuple[Tenso
         if way.bias and sharing.gives == way.features:  # it is added behind the sum
             bias = held.get(way.bias)
             if bias is not None:
-                yield bias, Cut(0)
+                yield bias, ShardSpec(0)
 
 
 def terms(layer: nn.Module, sharing: LayerSharing) -> Iterator[Tensor]:

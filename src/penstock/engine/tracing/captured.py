@@ -25,7 +25,7 @@ from penstock.engine.tracing.hidden import Whole
 from penstock.engine.tracing.layers import (
     Borders,
     CapturedLayer,
-    Shape,
+    InputShape,
     adopt_the_rest,
     devices_of,
     dtypes_of,
@@ -52,7 +52,7 @@ from penstock.engine.tracing.unseen import (
 
 
 @dataclass(frozen=True)
-class _Trace:
+class _ModelTraces:
     """A model's graphs, from which its layers can be built in any order.
 
     Attributes:
@@ -99,7 +99,9 @@ class Captured(nn.Module):
     how: str
     dtypes: tuple[torch.dtype, ...]
 
-    def __init__(self, model: nn.Module, traces: _Trace, how: str, order: Sequence[int]) -> None:
+    def __init__(
+        self, model: nn.Module, traces: _ModelTraces, how: str, order: Sequence[int]
+    ) -> None:
         super().__init__()
         for kind in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[kind] = getattr(model, kind)
@@ -281,7 +283,7 @@ def _captured(
     segments = _segments(model, traced, granularity)
     borders = _borders(signature, given, traced, dynamic)
     example = described(inputs, granularity, dynamic)
-    traces = _Trace(traced, segments, borders, settings, example)
+    traces = _ModelTraces(traced, segments, borders, settings, example)
     captured = Captured(model, traces, how, range(len(traces.names)))
     if verify:
         for training in (True, False):
@@ -446,13 +448,15 @@ def _borders(
 def _expected(leaf: Any, fixed: int | None) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    return Shape(
+    return InputShape(
         None if fixed is None or dimension < fixed else size
         for dimension, size in enumerate(leaf.shape)
     )
 
 
-def _layers(model: nn.Module, traces: _Trace, order: Sequence[int]) -> tuple[CapturedLayer, ...]:
+def _layers(
+    model: nn.Module, traces: _ModelTraces, order: Sequence[int]
+) -> tuple[CapturedLayer, ...]:
     flows = {training: traces.flow(training, order) for training in (True, False)}
     layers = []
     for index, segment in enumerate(flows[True].segments):

@@ -27,18 +27,18 @@ from penstock.planning.plans import Plan
 _KEPT = "_penstock_captured"
 
 
-class _Kept:
+class _OnModel:
     """Holds a captured model on the model. A copy or a file of the model gets an empty one: layers
     compute with the parameters of the model that they were made of."""
 
     def __init__(self, captured: Captured | None = None) -> None:
         self.captured = captured
 
-    def __deepcopy__(self, memo: Any) -> _Kept:
-        return _Kept()
+    def __deepcopy__(self, memo: Any) -> _OnModel:
+        return _OnModel()
 
-    def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:
-        return _Kept, ()
+    def __reduce__(self) -> tuple[type[_OnModel], tuple[()]]:
+        return _OnModel, ()
 
 
 def traced_for_profile(model: nn.Module, inputs: Any) -> Captured:
@@ -56,7 +56,7 @@ def traced_for_profile(model: nn.Module, inputs: Any) -> Captured:
             captured = capture(model, inputs, dynamic="all", verify=verify)
     if captured is None:
         captured = capture(model, inputs, verify=verify)
-    model.__dict__[_KEPT] = _Kept(captured)
+    model.__dict__[_KEPT] = _OnModel(captured)
     return captured
 
 
@@ -77,7 +77,7 @@ def as_planned(model: nn.Module, plan: Plan) -> Captured | None:
         ModelError: the model cannot be traced any more.
     """
     kept = model.__dict__.get(_KEPT)
-    captured: Captured | None = kept.captured if isinstance(kept, _Kept) else None
+    captured: Captured | None = kept.captured if isinstance(kept, _OnModel) else None
     if captured is None or not _is_for(captured, plan):
         if plan.example is None:
             return None
@@ -90,7 +90,7 @@ def as_planned(model: nn.Module, plan: Plan) -> Captured | None:
                 dynamic=plan.example.dynamic,
                 verify=False,
             )
-        model.__dict__[_KEPT] = _Kept(captured)
+        model.__dict__[_KEPT] = _OnModel(captured)
     if captured.names != plan.layers and sorted(captured.names) == sorted(plan.layers):
         return captured.ordered(plan.layers)
     return captured

@@ -33,7 +33,7 @@ from penstock.engine.model import tree
 from penstock.engine.tracing.buffers import write_buffers_early
 from penstock.engine.tracing.hidden import Whole
 from penstock.engine.tracing.leaves import OpaqueError, WholeModules
-from penstock.engine.tracing.lines import Failure, asks_its_mask, lines_of
+from penstock.engine.tracing.lines import TraceFailure, asks_its_mask, lines_of
 
 _WARNS = "torch.fx.experimental.symbolic_shapes"
 _COMPLAINS = "torch._subclasses.fake_tensor"
@@ -192,7 +192,7 @@ def trace(model: nn.Module, given: Given, dynamic: Dynamic, whole: Whole) -> tup
         except Exception as second:
             # What failed before anything was hidden says most of the model.
             failed = failed or UntraceableError(first, second)
-        has_a_remedy = asks_its_mask(Failure(model, first, lines_of(first)))
+        has_a_remedy = asks_its_mask(TraceFailure(model, first, lines_of(first)))
         if has_a_remedy or not whole.hide_what_failed(first):
             raise failed from failed.exported
 

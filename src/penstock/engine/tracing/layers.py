@@ -136,7 +136,7 @@ class Borders:
     Attributes:
         signature: the signature of the model's ``forward``.
         structure: the structure of ``(args, kwargs)``.
-        leaves: their leaves: a ``Shape`` for each tensor, and all other values themselves.
+        leaves: their leaves: a ``InputShape`` for each tensor, and all other values themselves.
         guards: what checks the shapes of inputs, by whether the model is training.
         outputs: the structure of what the model returns, by whether it is training.
     """
@@ -198,12 +198,12 @@ class Borders:
         return [*self.signature.bind(*args, **kwargs).arguments]
 
 
-class Shape(tuple[int | None, ...]):
+class InputShape(tuple[int | None, ...]):
     """The shape of a tensor; ``None`` where it may differ."""
 
 
 def _fits(leaf: Any, expected: Any) -> bool:
-    if not isinstance(expected, Shape):
+    if not isinstance(expected, InputShape):
         return not isinstance(leaf, Tensor) and bool(leaf == expected)
     if not isinstance(leaf, Tensor) or leaf.dim() != len(expected):
         return False
@@ -216,7 +216,7 @@ def _flat(structure: tree.Structure) -> str:
 
 
 def _text(expected: Any) -> str:
-    if not isinstance(expected, Shape):
+    if not isinstance(expected, InputShape):
         return repr(expected)
     return "(" + ", ".join("any" if size is None else str(size) for size in expected) + ")"
 

@@ -157,7 +157,7 @@ _WHOLE = "if it calls no other module, put it into one without children, which i
 
 
 @dataclass(frozen=True)
-class Failure:
+class TraceFailure:
     """A model that could not be traced.
 
     Attributes:
@@ -185,7 +185,7 @@ class Failure:
         return self.lines[-1].text if self.lines else ""
 
 
-def remedy_of(failure: Failure) -> str | None:
+def remedy_of(failure: TraceFailure) -> str | None:
     """What the code does there, and what to write instead; ``None`` if nobody knows."""
     for fits, remedy in _STORIES:
         if fits(failure):
@@ -193,42 +193,42 @@ def remedy_of(failure: Failure) -> str | None:
     return None
 
 
-def asks_its_mask(failure: Failure) -> bool:
+def asks_its_mask(failure: TraceFailure) -> bool:
     """Whether an argument of a call would help, so that nothing needs to be left whole."""
     asks = "_detect_is_causal_mask" in called_functions(failure.error)
     return asks and any(isinstance(module, _ASKING) for module in failure.model.modules())
 
 
-def _packs(failure: Failure) -> bool:
+def _packs(failure: TraceFailure) -> bool:
     packs = {"pack_padded_sequence", "pad_packed_sequence"} & called_functions(failure.error)
     recurrent = any(isinstance(module, nn.RNNBase) for module in failure.model.modules())
     # A recurrent module that is given what was packed before asks it for a batch size.
     return bool(packs) or (recurrent and "failed to unpack the object" in str(failure.error))
 
 
-def _leaves_numpy(failure: Failure) -> bool:
+def _leaves_numpy(failure: TraceFailure) -> bool:
     return ".numpy() is not supported" in str(failure.error)
 
 
-def _hangs_hooks(failure: Failure) -> bool:
+def _hangs_hooks(failure: TraceFailure) -> bool:
     return "cannot register a hook on a tensor" in str(failure.error)
 
 
-def _drops_layers(failure: Failure) -> bool:
+def _drops_layers(failure: TraceFailure) -> bool:
     return failure.looks_at_values and re.search(_DRAWING, failure.text) is not None
 
 
-def _branches(failure: Failure) -> bool:
+def _branches(failure: TraceFailure) -> bool:
     return failure.looks_at_values and any(
         isinstance(node, ast.If | ast.While | ast.IfExp) for node in _syntax(failure.text)
     )
 
 
-def _asserts(failure: Failure) -> bool:
+def _asserts(failure: TraceFailure) -> bool:
     return failure.looks_at_values and failure.text.lstrip().startswith("assert")
 
 
-def _makes_numbers(failure: Failure) -> bool:
+def _makes_numbers(failure: TraceFailure) -> bool:
     names = {"int", "float", "bool", "item", "tolist", "range", "max", "min", "round", "len"}
     return failure.looks_at_values and any(
         isinstance(node, ast.Call) and _name(node.func) in names for node in _syntax(failure.text)
@@ -254,7 +254,7 @@ def _syntax(text: str) -> Iterator[ast.AST]:
             return
 
 
-_STORIES: tuple[tuple[Callable[[Failure], bool], str], ...] = (
+_STORIES: tuple[tuple[Callable[[TraceFailure], bool], str], ...] = (
     (
         asks_its_mask,
         "a Transformer of torch looks into a mask to see whether it is causal, unless it is told. "

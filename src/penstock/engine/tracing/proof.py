@@ -16,7 +16,7 @@ from penstock.engine.device.accelerators import generators_kept
 from penstock.engine.model import microbatches, tree
 from penstock.engine.model.replay import put_back, saved_buffers
 from penstock.engine.tracing.graphs import Given, UntraceableError, short
-from penstock.engine.tracing.lines import PAGE, Failure, because, lines_of, remedy_of
+from penstock.engine.tracing.lines import PAGE, TraceFailure, because, lines_of, remedy_of
 from penstock.engine.tracing.unseen import (
     HookWatch,
     attributes_kept,
@@ -180,7 +180,7 @@ def explained(model: nn.Module, given: Given, failed: UntraceableError) -> Model
         error.__cause__ = own
         return error
     lines = lines_of(failed.exported)
-    remedy = remedy_of(Failure(model, failed.exported, lines))
+    remedy = remedy_of(TraceFailure(model, failed.exported, lines))
     if remedy is None:
         error = ModelError(
             f"{name} can be traced neither by torch.export ({short(failed.exported)}) nor by "

@@ -34,9 +34,9 @@ them, the one thing that is kept for the whole process.
 """
 
 from penstock.engine.transport.base import Edge, Noted, Transport
-from penstock.engine.transport.meeting import SharedMemoryExchange
+from penstock.engine.transport.listener import SharedMemoryExchange
 from penstock.engine.transport.process_group import ProcessGroupTransport
-from penstock.engine.transport.processes import ProcessTransport, Way, connect
+from penstock.engine.transport.processes import ProcessTransport, TransportKind, connect
 from penstock.engine.transport.shared_memory import SharedMemoryTransport
 from penstock.engine.transport.threads import ThreadExchange, ThreadTransport
 from penstock.engine.transport.wire import Codec
@@ -52,6 +52,6 @@ __all__ = [
     "ThreadExchange",
     "ThreadTransport",
     "Transport",
-    "Way",
+    "TransportKind",
     "connect",
 ]

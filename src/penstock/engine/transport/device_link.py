@@ -69,7 +69,7 @@ class _Before(NamedTuple):
     number: int
 
 
-class _Place(NamedTuple):
+class _LinkPosition(NamedTuple):
     """Where a message stands on a link.
 
     Attributes:
@@ -87,7 +87,7 @@ class _Place(NamedTuple):
         return torch.tensor([self.turn, *self.before, self.num_taken])
 
     @classmethod
-    def read(cls, told: Tensor) -> _Place:
+    def read(cls, told: Tensor) -> _LinkPosition:
         """Undo ``as_tensor``."""
         turn, tag, number, num_taken = told.tolist()
         return cls(turn, _Before(tag, number), num_taken)
@@ -103,7 +103,7 @@ class LinkMessage(NamedTuple):
     """
 
     small_part: Any
-    place: _Place
+    place: _LinkPosition
     tensors: Sequence[Tensor]
 
 
@@ -119,7 +119,7 @@ class _Arriving(NamedTuple):
     """A message whose receives are posted."""
 
     value: Any
-    place: _Place
+    place: _LinkPosition
     works: Sequence[dist.Work]
     tensors: Sequence[Tensor]
 
@@ -160,7 +160,7 @@ class DeviceLink:
                 leaves[index] = _sketch(tensor).requires_grad_(leaf.requires_grad)
                 if tensor.numel():
                     tensors.append(tensor)
-        place = _Place(_NONE, self._last_sent, self._num_taken)
+        place = _LinkPosition(_NONE, self._last_sent, self._num_taken)
         if tensors:
             place = place._replace(turn=self._num_sent)
             self._num_sent += 1
@@ -205,9 +205,9 @@ class DeviceLink:
         while True:
             told = hear(*key)
             if not _is_small_part(told):  # what is sent below this transport, such as a call's seal
-                self._early[key] = _Arriving(told, _Place(_NONE, self._last_sent, 0), (), ())
+                self._early[key] = _Arriving(told, _LinkPosition(_NONE, self._last_sent, 0), (), ())
                 return
-            value, forms, place = told[0], told[1], _Place.read(told[2])
+            value, forms, place = told[0], told[1], _LinkPosition.read(told[2])
             heard.append((key, value, forms, place))
             if place.turn <= self._num_posted:
                 break
@@ -215,7 +215,9 @@ class DeviceLink:
         for key, value, forms, place in reversed(heard):
             self._early[key] = self._posted(key[0], value, forms, place)
 
-    def _posted(self, edge: Edge, value: Any, forms: Sequence[Form], place: _Place) -> _Arriving:
+    def _posted(
+        self, edge: Edge, value: Any, forms: Sequence[Form], place: _LinkPosition
+    ) -> _Arriving:
         leaves, structure = tree.flatten(value)
         if len(forms) != len(leaves):
             packing.refuse(edge, f"it has {len(leaves)} parts, but tells of {len(forms)}")

@@ -66,7 +66,7 @@ class BlockKind(IntEnum):
     """No value: the sender has left for good, the text says why."""
 
 
-class Prefix(NamedTuple):
+class BlockPrefix(NamedTuple):
     """What a block begins with; ``text`` is a notice's, or the description of a value."""
 
     kind: BlockKind
@@ -351,7 +351,7 @@ def short(text: str) -> bytes:
     return data.decode(errors="ignore").encode()
 
 
-def read_prefix(edge: Edge, memory: memoryview) -> Prefix:
+def read_prefix(edge: Edge, memory: memoryview) -> BlockPrefix:
     """What a block of an edge begins with.
 
     Raises:
@@ -363,7 +363,7 @@ def read_prefix(edge: Edge, memory: memoryview) -> Prefix:
     if kind not in _KINDS or not 0 <= size <= len(memory) - PREFIX.size:
         refuse(edge, f"a block of kind {kind} with a description of {size} bytes")
     text = bytes(memory[PREFIX.size : PREFIX.size + size])
-    return Prefix(_KINDS[kind], number, b"" if note == _NO_NOTE else note, text)
+    return BlockPrefix(_KINDS[kind], number, b"" if note == _NO_NOTE else note, text)
 
 
 _KINDS = {int(kind): kind for kind in BlockKind}

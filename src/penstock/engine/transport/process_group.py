@@ -266,7 +266,7 @@ _PARTING_SECONDS = 5.0
 
 
 @dataclass
-class _Watched:
+class _WatchedReceive:
     """A receive that a thread waits for.
 
     Attributes:
@@ -288,8 +288,8 @@ class ReceiveWatch:
     """
 
     def __init__(self) -> None:
-        self._watched: dict[Edge, _Watched] = {}
-        self._inbox: queue.SimpleQueue[_Watched | None] = queue.SimpleQueue()
+        self._watched: dict[Edge, _WatchedReceive] = {}
+        self._inbox: queue.SimpleQueue[_WatchedReceive | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         # Not when the interpreter ends: a thread that wakes then ends the process with an abort.
         weakref.finalize(self, self._inbox.put, None).atexit = False
@@ -307,7 +307,7 @@ class ReceiveWatch:
                     target=_wait_for_all, args=(self._inbox,), name="penstock-receives", daemon=True
                 )
                 self._thread.start()
-            self._watched[edge] = watched = _Watched(work)
+            self._watched[edge] = watched = _WatchedReceive(work)
             self._inbox.put(watched)
         return self._watched[edge].done.is_set()
 
@@ -335,7 +335,7 @@ class ReceiveWatch:
             self._thread.join(_PARTING_SECONDS)
 
 
-def _wait_for_all(inbox: queue.SimpleQueue[_Watched | None]) -> None:
+def _wait_for_all(inbox: queue.SimpleQueue[_WatchedReceive | None]) -> None:
     while (watched := inbox.get()) is not None:
         try:
             watched.work.wait(_FOR_EVER)

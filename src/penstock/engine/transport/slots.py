@@ -30,7 +30,7 @@ from torch import Tensor
 from penstock.base.errors import RunError
 from penstock.engine.transport import packing
 from penstock.engine.transport.base import Edge
-from penstock.engine.transport.packing import BlockLayout, BlockPlace, Buffer, Prefix
+from penstock.engine.transport.packing import BlockLayout, BlockPlace, BlockPrefix, Buffer
 
 _REMEDIES = {
     errno.EMFILE: "too many files are open: raise the limit (ulimit -n)",
@@ -264,7 +264,7 @@ class RemoteSlot:
         self._bytes = memoryview(memory)[_BLOCK_START:]
         self.block: Buffer = np.frombuffer(memory, dtype=np.uint8)[_BLOCK_START:]
 
-    def prefix(self, edge: Edge) -> Prefix:
+    def prefix(self, edge: Edge) -> BlockPrefix:
         """What the message in it, which came over an edge, begins with.
 
         Raises:

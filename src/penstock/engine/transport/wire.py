@@ -145,7 +145,7 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
 _PLAIN = frozenset({type(None), bool, float, str})
 
 
-class _Way(NamedTuple):
+class _ClassCodec(NamedTuple):
     """How objects of a class are taken apart, into (context, parts), and made again."""
 
     apart: Callable[[Any], tuple[Any, Iterable[Any]]]
@@ -354,7 +354,7 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _way(kind: type) -> _Way:
+def _way(kind: type) -> _ClassCodec:
     """How objects of a class travel.
 
     Raises:
@@ -363,15 +363,15 @@ def _way(kind: type) -> _Way:
     if not isinstance(kind, type):
         raise InputError(f"message_types holds {kind!r}, which is no class")
     if issubclass(kind, Enum):
-        return _Way(lambda member: (member.name, ()), lambda name, _: kind[name])
+        return _ClassCodec(lambda member: (member.name, ()), lambda name, _: kind[name])
     registered = tree.node(kind)
     if registered is not None:
-        return _Way(*registered)
+        return _ClassCodec(*registered)
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
-        return _Way(lambda value: (None, value), lambda _, parts: kind(*parts))
+        return _ClassCodec(lambda value: (None, value), lambda _, parts: kind(*parts))
     if dataclasses.is_dataclass(kind):
         names = [field.name for field in dataclasses.fields(kind) if field.init]
-        return _Way(
+        return _ClassCodec(
             lambda value: (None, [getattr(value, name) for name in names]),
             lambda _, parts: kind(**dict(zip(names, parts, strict=True))),
         )

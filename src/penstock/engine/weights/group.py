@@ -1,4 +1,4 @@
-"""Tensors that travel together: between a slab of memory and an extent of a tier.
+"""Tensors that travel together: between a buffer of memory and an extent of a tier.
 
 What an optimizer keeps of a stage's parameters, as far as it comes and goes.
 """
@@ -15,8 +15,8 @@ from penstock.base.errors import InputError, RunError
 from penstock.core.timing.spans import ALL_OF_STAGE
 from penstock.engine.device.crossing import give_memory
 from penstock.engine.model import tree
-from penstock.engine.weights.lane import Moved
-from penstock.engine.weights.slabs import Slab
+from penstock.engine.weights.buffers import MemoryBuffer
+from penstock.engine.weights.movers import Moved
 from penstock.engine.weights.tiers import Extent, whole_pages
 
 
@@ -50,7 +50,7 @@ def state_tensors(
 _ALIGNED = 64
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """Where a tensor lies in its group."""
 
     tensor: Tensor
@@ -59,7 +59,7 @@ class Place(NamedTuple):
     stride: tuple[int, ...]
 
 
-class Group:
+class SwapGroup:
     """Tensors of one stage that come and go together. They stay the objects that they are; what
     changes is where their values lie.
 
@@ -71,12 +71,12 @@ class Group:
 
     Attributes:
         whose, stage, microbatch: as given.
-        num_bytes: of the extent and of the slab that they need; 0 without tensors.
+        num_bytes: of the extent and of the buffer that they need; 0 without tensors.
         extent: where they lie in the tier, once that is reserved.
-        slab: where they lie in memory, if they are there or on their way.
+        buffer: where they lie in memory, if they are there or on their way.
         arriving: ends when what is on its way has come.
         writing: ends when the tier has what was written last.
-        is_parked: whether the slab has the values, and the tensors do not look there.
+        is_parked: whether the buffer has the values, and the tensors do not look there.
     """
 
     def __init__(
@@ -85,15 +85,15 @@ class Group:
         self.whose = whose
         self.stage = stage
         self.microbatch = microbatch
-        self.places: list[Place] = []
+        self.places: list[TensorPlace] = []
         end = 0
         for tensor in tensors:
             stride = torch.empty_like(tensor, device="meta").stride()
-            self.places.append(Place(tensor, end, tensor.size(), stride))
+            self.places.append(TensorPlace(tensor, end, tensor.size(), stride))
             end += -(-tensor.numel() * tensor.itemsize // _ALIGNED) * _ALIGNED
         self.num_bytes = whole_pages(end)
         self.extent: Extent | None = None
-        self.slab: Slab | None = None
+        self.buffer: MemoryBuffer | None = None
         self.arriving: Moved | None = None
         self.writing: Moved | None = None
         self.is_parked = False
@@ -122,25 +122,25 @@ class Group:
         """All of them, in order."""
         return [place.tensor for place in self.places]
 
-    def lies_in(self, slab: Slab, place: Place) -> Tensor:
-        """What the slab has of one of the tensors."""
-        return slab.tensor(place.offset, place.tensor.dtype, place.size, place.stride)
+    def lies_in(self, buffer: MemoryBuffer, place: TensorPlace) -> Tensor:
+        """What the buffer has of one of the tensors."""
+        return buffer.tensor(place.offset, place.tensor.dtype, place.size, place.stride)
 
-    def move_in(self, slab: Slab) -> None:
-        """Copy all values into a slab, in which they are from now on; memory that they leave is
+    def move_in(self, buffer: MemoryBuffer) -> None:
+        """Copy all values into a buffer, in which they are from now on; memory that they leave is
         free at once, tensor by tensor."""
-        self.slab = slab
-        slab.claim()
+        self.buffer = buffer
+        buffer.claim()
         for place in self.places:
-            inside = self.lies_in(slab, place)
+            inside = self.lies_in(buffer, place)
             inside.copy_(place.tensor.detach())
             give_memory(place.tensor, inside)
 
     def point(self) -> None:
-        """Let the tensors have the values that their slab has."""
-        assert self.slab is not None
+        """Let the tensors have the values that their buffer has."""
+        assert self.buffer is not None
         for place in self.places:
-            place.tensor.data = self.lies_in(self.slab, place)
+            place.tensor.data = self.lies_in(self.buffer, place)
         self.is_parked = False
         self._versions = self._counted_versions()
 
@@ -158,10 +158,10 @@ class Group:
         for place in self.places:
             place.tensor.data = place.tensor.new_empty(0)
 
-    def is_in(self, slab: Slab) -> bool:
+    def is_in(self, buffer: MemoryBuffer) -> bool:
         """Whether the values of all tensors are where this group has put them."""
         return all(
-            place.tensor.data_ptr() == slab.start + place.offset or not place.tensor.numel()
+            place.tensor.data_ptr() == buffer.start + place.offset or not place.tensor.numel()
             for place in self.places
         )
 
@@ -174,24 +174,24 @@ def nothing_like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
     return filled.expand(tensor.shape)
 
 
-class Elsewhere:
+class WeightPlaceholder:
     """Stands for a part of a group that a backward will read where the group lies then."""
 
     __slots__ = ("_dtype", "_group", "_offset", "_size", "_stride")
 
-    def __init__(self, group: Group, slab: Slab, tensor: Tensor) -> None:
+    def __init__(self, group: SwapGroup, buffer: MemoryBuffer, tensor: Tensor) -> None:
         self._group = group
-        self._offset = tensor.data_ptr() - slab.start
+        self._offset = tensor.data_ptr() - buffer.start
         self._dtype = tensor.dtype
         self._size = tensor.size()
         self._stride = tensor.stride()
 
     def unpack(self) -> Tensor:
         """The same part of the same tensors, now."""
-        slab = self._group.slab
-        if slab is None or self._group.arriving is not None:
+        buffer = self._group.buffer
+        if buffer is None or self._group.arriving is not None:
             raise RunError(
                 f"a backward reads the {self._group.whose}, which are not in memory; this is a "
                 "mistake of Penstock's: report it with the schedule"
             )
-        return slab.tensor(self._offset, self._dtype, self._size, self._stride)
+        return buffer.tensor(self._offset, self._dtype, self._size, self._stride)

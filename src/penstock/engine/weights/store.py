@@ -69,7 +69,7 @@ Instead = Callable[[Tensor], StandsIn | None]
 """What to save instead of a tensor, if anything."""
 
 
-class Held(NamedTuple):
+class HeldVersions(NamedTuple):
     """What a stage keeps of its weights.
 
     Attributes:
@@ -337,7 +337,7 @@ class WeightStore:
                 self._versions[version] = self._sockets.leaves()  # [5]
         with self._drift.following() if self._drift is not None else nullcontext():
             yield version
-        self._most = Held(*map(max, self._most, self.held()))
+        self._most = HeldVersions(*map(max, self._most, self.held()))
 
     def _make_room(self, *_: Any) -> None:
         """New memory for parameters that a step is about to change, where a version that is still
@@ -356,7 +356,7 @@ class WeightStore:
             version: leaves for version, leaves in self._versions.items() if version in live
         }
 
-    def held(self) -> Held:
+    def held(self) -> HeldVersions:
         """What is kept now, by unique memory."""
         sets: list[Leaves] = [self._live, *self._versions.values()]
         most = total = 0
@@ -364,10 +364,10 @@ class WeightStore:
             storages = {leaf.untyped_storage().data_ptr(): leaf for leaf in column}
             most = max(most, len(storages))
             total += sum(leaf.untyped_storage().nbytes() for leaf in storages.values())
-        return Held(most, total, 0 if self._drift is None else self._drift.num_bytes)
+        return HeldVersions(most, total, 0 if self._drift is None else self._drift.num_bytes)
 
     @property
-    def most(self) -> Held:
+    def most(self) -> HeldVersions:
         """The most that was kept at once since the stream began."""
         return self._most
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from penstock.engine.tensor.cuts import Cut
+from penstock.engine.tensor.shards import ShardSpec
 from penstock.training.checkpoint.header import Extent, extent_of
 
 OPTIMIZER, DRIFT, UNDER_WAY = "optimizer/", "drift/", "under-way/"
@@ -47,7 +47,7 @@ class Division(NamedTuple):
         size: how many members there are.
     """
 
-    cuts: Mapping[str, Cut]
+    cuts: Mapping[str, ShardSpec]
     shapes: Mapping[str, tuple[int, ...]]
     num_blocks: int
     coordinate: int

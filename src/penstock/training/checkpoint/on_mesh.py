@@ -26,8 +26,8 @@ from penstock.engine.run.rank.worker import Worker
 from penstock.engine.run.seating import MeshTransport
 from penstock.engine.run.settling import building
 from penstock.engine.stage.stage import Stage
-from penstock.engine.tensor.cuts import Bounds, Cut
-from penstock.engine.tensor.group import ChannelGroup, Group
+from penstock.engine.tensor.group import ChannelGroup, TensorGroup
+from penstock.engine.tensor.shards import Bounds, ShardSpec
 from penstock.engine.transport.rendezvous import translated, within
 
 
@@ -44,7 +44,7 @@ class _Own(NamedTuple):
     key: str
     value: Tensor
     shape: tuple[int, ...]
-    cut: Cut | None
+    cut: ShardSpec | None
 
     @property
     def placements(self) -> tuple[Placement, Placement]:
@@ -191,7 +191,7 @@ def _chunk_of(size: int, count: int, index: int) -> Bounds:
     return Bounds(min(index * length, size), min((index + 1) * length, size))
 
 
-def _lies_in_chunks(own: _Own, cut: Cut, group: Group) -> bool:
+def _lies_in_chunks(own: _Own, cut: ShardSpec, group: TensorGroup) -> bool:
     """Whether the members' parts are those of ``torch.chunk``; the same answer on all of them."""
     length, count = own.shape[cut.dim], group.size
     return all(
@@ -200,7 +200,7 @@ def _lies_in_chunks(own: _Own, cut: Cut, group: Group) -> bool:
     )
 
 
-def _chunk(own: _Own, group: Group) -> Tensor:
+def _chunk(own: _Own, group: TensorGroup) -> Tensor:
     """What a member gives of a value."""
     part, cut = own.value.detach(), own.cut
     if cut is None or _lies_in_chunks(own, cut, group):

@@ -17,7 +17,7 @@ from penstock.base.errors import InputError, PenstockError
 from penstock.base.values import expect, number, one_of, whole
 from penstock.core.timing.fleet_timeline import FleetTimeline
 from penstock.engine.run.drive.driver import told
-from penstock.engine.weights.slabs import Spare
+from penstock.engine.weights.buffers import SpareBuffers
 from penstock.planning.turns.bounds import Bound, bound
 from penstock.planning.turns.policies import POLICIES, PolicyName
 from penstock.planning.turns.simulator import Task, bound_of, simulate_fleet
@@ -132,12 +132,14 @@ class Fleet:
                 )
 
     def _share_memory(self) -> None:
-        """Let jobs hand slabs on to each other: no more are free than devices work with."""
-        slabs = [one.residence.slabs for one in self._trainees if one.residence is not None]
-        most = max((one.budget_bytes for one in slabs), default=0.0)
-        devices = {one.device for one in slabs}
-        spare = {device: Spare(self._num_devices * most / len(devices)) for device in devices}
-        for one in slabs:
+        """Let jobs hand buffers on to each other: no more are free than devices work with."""
+        buffers = [one.residence.buffers for one in self._trainees if one.residence is not None]
+        most = max((one.budget_bytes for one in buffers), default=0.0)
+        devices = {one.device for one in buffers}
+        spare = {
+            device: SpareBuffers(self._num_devices * most / len(devices)) for device in devices
+        }
+        for one in buffers:
             one.spare = spare[one.device]
 
     @property

@@ -40,7 +40,7 @@ from penstock.engine.transport.base import (
     STATE_TAG,
 )
 from penstock.engine.transport.rendezvous import Rendezvous
-from penstock.engine.weights.store import Held
+from penstock.engine.weights.store import HeldVersions
 
 _KINDS: tuple[TransferKind, ...] = get_args(TransferKind)
 _MOST_SEGMENTS = 64
@@ -63,7 +63,7 @@ class RankReport(NamedTuple):
     outputs: dict[int, Any]
     metrics: dict[str, dict[int, Tensor]]
     peak: Peak | None
-    held: Held | None
+    held: HeldVersions | None
 
     def packed(self) -> tuple[Any, ...]:
         """The report as it travels."""
@@ -79,7 +79,7 @@ class RankReport(NamedTuple):
     def unpacked(cls, packed: tuple[Any, ...]) -> RankReport:
         """Undo ``packed``."""
         times, versions, moved, microbatches, losses, outputs, metrics, peak, held = packed
-        peak, held = peak and Peak(*peak), held and Held(*held)
+        peak, held = peak and Peak(*peak), held and HeldVersions(*held)
         own = dict(zip(microbatches, losses, strict=True))
         return cls(times, versions, moved, own, outputs, metrics, peak, held)
 

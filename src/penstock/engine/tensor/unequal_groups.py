@@ -17,11 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.tensor.cuts import Bounds, Cut, bounds
-from penstock.engine.tensor.group import Group
+from penstock.engine.tensor.group import TensorGroup
+from penstock.engine.tensor.shards import Bounds, ShardSpec, bounds
 
 
-class Slice(NamedTuple):
+class Handover(NamedTuple):
     """What one member of a group sends to one member of another.
 
     Attributes:
@@ -34,7 +34,7 @@ class Slice(NamedTuple):
     within: Bounds
 
 
-def slices(lengths: Sequence[int], num_targets: int) -> Iterator[Slice]:
+def slices(lengths: Sequence[int], num_targets: int) -> Iterator[Handover]:
     """All that goes from one group to another, also what is empty: a target does not know where
     parts begin, and waits for everyone.
 
@@ -51,7 +51,7 @@ def slices(lengths: Sequence[int], num_targets: int) -> Iterator[Slice]:
             wanted = bounds(sum(lengths), num_targets, target)
             first = min(max(wanted.start - start, 0), length)
             last = min(max(wanted.stop - start, first), length)
-            yield Slice(source, target, Bounds(first, last))
+            yield Handover(source, target, Bounds(first, last))
         start += length
 
 
@@ -75,7 +75,7 @@ def receivers(source: int, num_sources: int, num_targets: int, *, divided: bool)
     ]
 
 
-class StandIns:
+class WholePlaceholders:
     """What one member shows to other groups in the place of its parameters.
 
     Args:
@@ -94,9 +94,9 @@ class StandIns:
         self,
         parameters: Sequence[nn.Parameter],
         shapes: Sequence[tuple[int, ...]],
-        cuts: Sequence[Cut | None],
+        cuts: Sequence[ShardSpec | None],
         terms: frozenset[int],
-        group: Group | None,
+        group: TensorGroup | None,
     ) -> None:
         self._pairs = list(zip(parameters, cuts, strict=True))
         self._terms = terms
@@ -133,12 +133,12 @@ class StandIns:
             for whole, (own, cut) in zip(self.parameters, self._pairs, strict=True):
                 own.copy_(self._part(whole.detach(), cut))
 
-    def _whole(self, part: Tensor, cut: Cut | None) -> Tensor:
+    def _whole(self, part: Tensor, cut: ShardSpec | None) -> Tensor:
         if cut is None or self._group is None:
             return part.clone()
         return cut.joined(self._group.exchange([part] * self._group.size))
 
-    def _part(self, whole: Tensor, cut: Cut | None) -> Tensor:
+    def _part(self, whole: Tensor, cut: ShardSpec | None) -> Tensor:
         if cut is None or self._group is None:
             return whole
         return cut.part(whole, self._group.size, self._group.index)

@@ -27,8 +27,8 @@ from penstock.core.summation.exchange import Exchange
 from penstock.core.summation.filling import Filled
 from penstock.core.summation.frames import Member, is_loopback, key_of, parse_address
 from penstock.core.summation.server import SummationServer
-from penstock.engine.reduce.flat import FlatBuffers, FlatLayout, FlatReducer, Placed
-from penstock.engine.reduce.reducer import Purpose, Served, SharedWeights
+from penstock.engine.reduce.flat import FlatBuffers, FlatLayout, FlatReducer, PlacedGradient
+from penstock.engine.reduce.reducer import Purpose, ServedGradients, SharedWeights
 from penstock.engine.transport import Transport, groups
 from penstock.engine.transport.base import FIRST_EXCHANGE
 from penstock.planning.plans.summing import Summing
@@ -36,7 +36,7 @@ from penstock.planning.plans.summing import Summing
 _BUCKET_BYTES = 4 * 2**20
 
 
-class _Bucket(NamedTuple):
+class _FlatBucket(NamedTuple):
     """What is summed at once: numbers ``start`` to ``stop`` of the buffer of a type."""
 
     dtype: int
@@ -67,7 +67,7 @@ class AllReducer(FlatReducer):
         groups.lend(group[shared.tag], self)
         self._buffers: tuple[FlatLayout, FlatBuffers] | None = None
         self._filled: dict[int, Filled] = {}
-        self._to_begin: deque[_Bucket] = deque()
+        self._to_begin: deque[_FlatBucket] = deque()
         self._under_way: list[dist.Work] = []
         self.closed = False
 
@@ -81,12 +81,14 @@ class AllReducer(FlatReducer):
         _, buffers = self._buffers
         self._filled = {dtype: Filled() for dtype in buffers.tensors}
         self._to_begin = deque(
-            _Bucket(dtype, start, min(start + _BUCKET_BYTES // tensor.element_size(), len(tensor)))
+            _FlatBucket(
+                dtype, start, min(start + _BUCKET_BYTES // tensor.element_size(), len(tensor))
+            )
             for dtype, tensor in buffers.tensors.items()
             for start in range(0, len(tensor), _BUCKET_BYTES // tensor.element_size())
         )
 
-    def give(self, placed: Placed) -> bool:
+    def give(self, placed: PlacedGradient) -> bool:
         assert self._buffers is not None
         _, buffers = self._buffers
         there = buffers.copy(placed, self._shared.parameters)
@@ -98,7 +100,7 @@ class AllReducer(FlatReducer):
             self._under_way.append(self._begun(buffers.tensors[dtype][start:stop]))
         return there
 
-    def _is_filled(self, bucket: _Bucket) -> bool:
+    def _is_filled(self, bucket: _FlatBucket) -> bool:
         return self._filled[bucket.dtype].has(bucket.start, bucket.stop)
 
     def _begun(self, bucket: Tensor) -> dist.Work:
@@ -228,7 +230,7 @@ class ServerReducer(FlatReducer):
         given = buffers[self._round % 2]
         self._exchange.begin(self._round, given.numbers, buffers[2].numbers, filled=False)
 
-    def give(self, placed: Placed) -> bool:
+    def give(self, placed: PlacedGradient) -> bool:
         assert self._exchange is not None and self._buffers is not None
         _, buffers = self._buffers
         there = buffers[self._round % 2].copy(placed, self._shared.parameters)
@@ -240,10 +242,10 @@ class ServerReducer(FlatReducer):
         self._exchange.wait(self._transport.patience.seconds, waiting)
         return self._buffers[1][2]
 
-    def take_served(self) -> list[Served]:
+    def take_served(self) -> list[ServedGradients]:
         if self._exchange is None:
             return []
-        return [Served(*one) for one in self._exchange.take_served()]
+        return [ServedGradients(*one) for one in self._exchange.take_served()]
 
     def close(self, *, failed: bool) -> None:
         if self._exchange is not None:

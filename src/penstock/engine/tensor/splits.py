@@ -13,8 +13,7 @@ from torch import nn
 
 from penstock.base.errors import ModelError
 from penstock.engine.model.spine import NamedLayer
-from penstock.engine.tensor.attention import COLUMN, ROW, Ways, by_heads, is_block
-from penstock.engine.tensor.cuts import Cut
+from penstock.engine.tensor.attention import COLUMN, ROW, ModuleSharings, by_heads, is_block
 from penstock.engine.tensor.divided_layers import (
     DROPOUTS,
     FEATURE_DROPOUTS,
@@ -32,7 +31,8 @@ from penstock.engine.tensor.divided_layers import (
     is_transposed,
 )
 from penstock.engine.tensor.layouts import CHANNELS, FEATURES
-from penstock.engine.tensor.membership import Member, Way
+from penstock.engine.tensor.membership import GroupMember, ModuleSharing
+from penstock.engine.tensor.shards import ShardSpec
 from penstock.engine.tracing.layers import CapturedLayer
 
 
@@ -119,13 +119,13 @@ BY_CHANNEL: tuple[type[nn.Module], ...] = (
 """What treats every row and channel by itself, where both are dimensions of their own."""
 
 
-def ways_of(module: nn.Module, split: str, name: str) -> Ways:
+def sharings_of(module: nn.Module, split: str, name: str) -> ModuleSharings:
     """How members share a module that is split so, and modules in it; arguments as of ``way``."""
     known = by_heads(module, name) if split == "heads" else {}
     return known or {"": way(module, split, name)}
 
 
-def way(module: nn.Module, split: str, name: str) -> Way:
+def way(module: nn.Module, split: str, name: str) -> ModuleSharing:
     """How members share a module that is split so.
 
     Args:
@@ -205,57 +205,61 @@ def _outputs(module: nn.Module) -> int:
     return int(module._parameters["weight"].shape[0])  # type: ignore[union-attr]
 
 
-def _column(module: nn.Module, blocks: int) -> Way:
+def _column(module: nn.Module, blocks: int) -> ModuleSharing:
     if isinstance(module, nn.Embedding):
-        return Way(ColumnEmbedding, {"weight": Cut(1, blocks)}, FEATURES)
-    cuts = {"weight": Cut(0, blocks), "bias": Cut(0, blocks)}
+        return ModuleSharing(ColumnEmbedding, {"weight": ShardSpec(1, blocks)}, FEATURES)
+    cuts = {"weight": ShardSpec(0, blocks), "bias": ShardSpec(0, blocks)}
     if isinstance(module, nn.Linear):
         return replace(COLUMN, cuts=cuts)
-    return Way(ColumnConv, cuts, CHANNELS)
+    return ModuleSharing(ColumnConv, cuts, CHANNELS)
 
 
-def _row(module: nn.Module) -> Way:
+def _row(module: nn.Module) -> ModuleSharing:
     if isinstance(module, nn.Embedding):
-        return Way(RowEmbedding, {"weight": Cut(0)}, FEATURES, adds=True)
+        return ModuleSharing(RowEmbedding, {"weight": ShardSpec(0)}, FEATURES, adds=True)
     if isinstance(module, nn.Linear):
         return ROW
-    return Way(RowConv, {"weight": Cut(1)}, CHANNELS, adds=True, bias="bias")
+    return ModuleSharing(RowConv, {"weight": ShardSpec(1)}, CHANNELS, adds=True, bias="bias")
 
 
-def _transposed(blocks: int, *, divides_outputs: bool) -> Way:
+def _transposed(blocks: int, *, divides_outputs: bool) -> ModuleSharing:
     if divides_outputs:
-        return Way(ColumnTransposed, {"weight": Cut(1, blocks), "bias": Cut(0, blocks)}, FEATURES)
-    return Way(RowTransposed, {"weight": Cut(0)}, FEATURES, adds=True, bias="bias")
+        return ModuleSharing(
+            ColumnTransposed,
+            {"weight": ShardSpec(1, blocks), "bias": ShardSpec(0, blocks)},
+            FEATURES,
+        )
+    return ModuleSharing(RowTransposed, {"weight": ShardSpec(0)}, FEATURES, adds=True, bias="bias")
 
 
-def _inside(module: nn.Module, split: str, name: str) -> Way:
+def _inside(module: nn.Module, split: str, name: str) -> ModuleSharing:
     if isinstance(module, nn.Dropout):
-        return Way(PartDropout, features=FEATURES if split == "features" else 1)
+        return ModuleSharing(PartDropout, features=FEATURES if split == "features" else 1)
     if isinstance(module, FEATURE_DROPOUTS):
-        return Way(PartChannelDropout, features=CHANNELS)
+        return ModuleSharing(PartChannelDropout, features=CHANNELS)
     if split == "heads":
-        return Way(Member, alike=True)
+        return ModuleSharing(GroupMember, alike=True)
     own = channels(module)
     if own is not None:
         return own
     if next(module.parameters(), None) is None:
-        return Way(Member)
+        return ModuleSharing(GroupMember)
     raise _refused(module, split, name, "nobody knows which of its parameters belong to a feature")
 
 
-def channels(module: nn.Module) -> Way | None:
+def channels(module: nn.Module) -> ModuleSharing | None:
     """How members share a module with parameters or statistics for each channel; ``None`` if it has
     nothing that would have to be divided with its channels."""
     held = {**module._parameters, **module._buffers}
-    cuts = {key: Cut(0) for key in _STATISTICS if held.get(key) is not None}
+    cuts = {key: ShardSpec(0) for key in _STATISTICS if held.get(key) is not None}
     if isinstance(module, _BATCH_NORMS):
-        return Way(ChannelNorm, cuts, CHANNELS)
+        return ModuleSharing(ChannelNorm, cuts, CHANNELS)
     if isinstance(module, _INSTANCE_NORMS):
-        return Way(PartInstanceNorm, cuts, CHANNELS)
+        return ModuleSharing(PartInstanceNorm, cuts, CHANNELS)
     if isinstance(module, nn.GroupNorm):
-        return Way(PartGroupNorm, cuts, CHANNELS, pieces=module.num_groups, even=True)
+        return ModuleSharing(PartGroupNorm, cuts, CHANNELS, pieces=module.num_groups, even=True)
     if isinstance(module, nn.PReLU) and module.num_parameters > 1:
-        return Way(Member, cuts, CHANNELS)
+        return ModuleSharing(GroupMember, cuts, CHANNELS)
     return None
 
 

@@ -6,9 +6,9 @@ kernel says whose process is at the other end: ranks of one job are one user's.
 
 How two ranks come to a connection; the numbers stand at the lines below:
 
-1. Each opens a doorway: a listening socket at a random address, and a secret.
+1. Each opens a listener: a listening socket at a random address, and a secret.
 2. They exchange these invitations where both are already: before the fork, or in the job's store.
-3. Each knocks at the doorways of lower ranks. That succeeds before their owners look, so all can
+3. Each knocks at the listeners of lower ranks. That succeeds before their owners look, so all can
    knock first and open afterwards without waiting for each other in a circle.
 4. Who knocks has the kernel say whose process listens, then tells the secret and its rank.
 5. Each opens to higher ranks: a stranger of another user is turned away unheard; from others a
@@ -41,14 +41,14 @@ _TIME = struct.Struct("@ll")
 """Seconds and microseconds, as in ``SO_SNDTIMEO``."""
 
 
-class Invitation(NamedTuple):
+class Credentials(NamedTuple):
     """What another process needs to connect."""
 
     address: str
     secret: bytes
 
 
-class Doorway:
+class Listener:
     """Where one rank waits for others.
 
     Args:
@@ -59,12 +59,12 @@ class Doorway:
     """
 
     def __init__(self, num_guests: int) -> None:
-        self.invitation = Invitation(  # [1]
+        self.credentials = Credentials(  # [1]
             f"\0penstock-{secrets.token_hex(16)}", secrets.token_bytes(_SECRET_BYTES)
         )
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            self._socket.bind(self.invitation.address)
+            self._socket.bind(self.credentials.address)
             self._socket.listen(max(1, num_guests))
         except OSError:
             self.close()
@@ -75,7 +75,7 @@ class Doorway:
         self._socket.close()
 
     def connections(
-        self, rank: int, hosts: Mapping[int, Invitation], deadline_seconds: float
+        self, rank: int, hosts: Mapping[int, Credentials], deadline_seconds: float
     ) -> dict[int, socket.socket]:
         """A socket to each of ``hosts``, who all call this at about the same time.
 
@@ -91,9 +91,9 @@ class Doorway:
             connections = {}
             for other in sorted(hosts):  # [3]
                 if other < rank:
-                    connections[other] = stack.enter_context(_knock(rank, hosts[other], end))
+                    connections[other] = stack.enter_context(_connect_to(rank, hosts[other], end))
             missing = {other for other in hosts if other > rank}
-            with _Guests(self._socket, self.invitation.secret) as guests:
+            with _PendingConnections(self._socket, self.credentials.secret) as guests:
                 while missing:
                     for guest, connection in guests.admitted(end, rank, min(missing)):
                         stack.enter_context(connection)
@@ -106,8 +106,8 @@ class Doorway:
         return connections
 
 
-class _Guests:
-    """Who has come to a doorway, and has not said so far who it is.
+class _PendingConnections:
+    """Who has come to a listener, and has not said so far who it is.
 
     Anybody on this host can come. Processes of other users are turned away at once; among those of
     this user may be one that says nothing, for which nobody waits.
@@ -181,18 +181,18 @@ def _is_own(connection: socket.socket) -> bool:
     return bool(user == os.geteuid())
 
 
-def _knock(rank: int, invitation: Invitation, end: float) -> socket.socket:
+def _connect_to(rank: int, credentials: Credentials, end: float) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        # Where strangers crowd the doorway, connecting waits, and this is what limits the wait.
+        # Where strangers crowd the listener, connecting waits, and this is what limits the wait.
         left = max(1.0, 1e6 * (end - time.monotonic()))
         limit = _TIME.pack(*divmod(int(left), 1_000_000))
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        connection.connect(invitation.address)
+        connection.connect(credentials.address)
         if not _is_own(connection):
             raise PermissionError("a process of another user has taken the rank's address")
         # [4]
-        connection.send(invitation.secret + rank.to_bytes(_RANK_BYTES, "big"))
+        connection.send(credentials.secret + rank.to_bytes(_RANK_BYTES, "big"))
     except OSError:
         connection.close()
         raise
@@ -214,10 +214,10 @@ class SharedMemoryExchange:
 
     def __init__(self, num_ranks: int, deadline_seconds: float) -> None:
         self._deadline_seconds = deadline_seconds
-        self._doorways: list[Doorway] = []
+        self._doorways: list[Listener] = []
         try:
             for _ in range(num_ranks):
-                self._doorways.append(Doorway(num_ranks))
+                self._doorways.append(Listener(num_ranks))
         except OSError as error:
             self.close()
             raise RunError(
@@ -231,27 +231,27 @@ class SharedMemoryExchange:
             DeadlineError: another rank did not.
             RunError: a connection was refused, since its process has ended.
         """
-        doorway = self._doorways[rank]
+        listener = self._doorways[rank]
         for other in self._doorways:
-            if other is not doorway:
+            if other is not listener:
                 other.close()
         # [2] The invitations were there before the fork.
-        hosts = {k: other.invitation for k, other in enumerate(self._doorways) if k != rank}
+        hosts = {k: other.credentials for k, other in enumerate(self._doorways) if k != rank}
         try:
-            connections = doorway.connections(rank, hosts, self._deadline_seconds)
+            connections = listener.connections(rank, hosts, self._deadline_seconds)
         except OSError as error:
             raise RunError(
                 f"rank {rank} could not connect to the others of this host: {error}; another rank "
                 "has ended before it came, see its output"
             ) from error
         finally:
-            doorway.close()
+            listener.close()
         return SharedMemoryTransport(rank, connections, self._deadline_seconds)
 
     def close(self) -> None:
         """This process will be no rank; may be called twice."""
-        for doorway in self._doorways:
-            doorway.close()
+        for listener in self._doorways:
+            listener.close()
 
 
 def this_host() -> str:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from penstock.core.summation.portions import num_portions
 
 
-class OwnedPiece(NamedTuple):
+class ParameterRange(NamedTuple):
     """A part of one parameter: elements ``start`` to ``stop`` of it as a vector.
 
     Attributes:
@@ -27,8 +27,8 @@ class OwnedPiece(NamedTuple):
     stop: int
 
 
-class Slice(NamedTuple):
-    """What one holder owns of a portion of the sum.
+class BucketShard(NamedTuple):
+    """What one holder owns of a bucket of the sum.
 
     Attributes:
         owner: its rank.
@@ -36,12 +36,12 @@ class Slice(NamedTuple):
     """
 
     owner: int
-    pieces: tuple[OwnedPiece, ...]
+    pieces: tuple[ParameterRange, ...]
 
 
-class Portion(NamedTuple):
-    """What of the gradients leaves at once. Every holder owns a slice of each portion, so that all
-    links are busy in both directions from the first portion to the last.
+class Bucket(NamedTuple):
+    """What of the gradients leaves at once. Every holder owns a slice of each bucket, so that all
+    links are busy in both directions from the first bucket to the last.
 
     Attributes:
         places: the parameters of which it has numbers.
@@ -49,47 +49,51 @@ class Portion(NamedTuple):
     """
 
     places: frozenset[int]
-    slices: tuple[Slice, ...]
+    slices: tuple[BucketShard, ...]
 
 
-def slices_of(parameters: Mapping[int, nn.Parameter], owners: Sequence[int]) -> tuple[Slice, ...]:
+def shards_of(
+    parameters: Mapping[int, nn.Parameter], owners: Sequence[int]
+) -> tuple[BucketShard, ...]:
     """Cut parameters into slices of equal bytes, as nearly as numbers can be divided.
 
     Args:
         parameters: by their place among those that are shared.
         owners: ranks, one for each slice.
     """
-    (portion,) = portions_of(parameters, owners, most=1)
-    return portion.slices
+    (bucket,) = buckets_of(parameters, owners, most=1)
+    return bucket.slices
 
 
-def portions_of(
+def buckets_of(
     parameters: Mapping[int, nn.Parameter], owners: Sequence[int], most: int
-) -> tuple[Portion, ...]:
-    """Cut parameters into portions of equal bytes, and each of these into equal slices.
+) -> tuple[Bucket, ...]:
+    """Cut parameters into buckets of equal bytes, and each of these into equal slices.
 
     Args:
         parameters: by their place among those that are shared.
         owners: ranks, one for each slice.
-        most: the largest number of portions; of few bytes, fewer are made.
+        most: the largest number of buckets; of few bytes, fewer are made.
 
     Returns:
         At least one, in the order in which backwards make gradients: the last parameters first.
     """
     sizes = {place: parameter.element_size() for place, parameter in parameters.items()}
-    whole = [OwnedPiece(place, 0, one.numel()) for place, one in reversed([*parameters.items()])]
+    whole = [
+        ParameterRange(place, 0, one.numel()) for place, one in reversed([*parameters.items()])
+    ]
     num_bytes = sum(parameter.nbytes for parameter in parameters.values())
-    portions = []
+    buckets = []
     for pieces in _evenly(whole, sizes, num_portions(num_bytes, most)):
         cut = _evenly(sorted(pieces), sizes, len(owners))
-        slices = [Slice(owner, tuple(own)) for owner, own in zip(owners, cut, strict=True)]
-        portions.append(Portion(frozenset(piece.place for piece in pieces), tuple(slices)))
-    return tuple(portions)
+        slices = [BucketShard(owner, tuple(own)) for owner, own in zip(owners, cut, strict=True)]
+        buckets.append(Bucket(frozenset(piece.place for piece in pieces), tuple(slices)))
+    return tuple(buckets)
 
 
 def _evenly(
-    pieces: Iterable[OwnedPiece], sizes: Mapping[int, int], count: int
-) -> list[list[OwnedPiece]]:
+    pieces: Iterable[ParameterRange], sizes: Mapping[int, int], count: int
+) -> list[list[ParameterRange]]:
     """Cut pieces, in their order, into so many groups of equal bytes.
 
     Args:
@@ -98,57 +102,59 @@ def _evenly(
     pieces = [*pieces]
     total = sum((stop - start) * sizes[place] for place, start, stop in pieces)
     borders = [total * index // count for index in range(count + 1)]
-    groups: list[list[OwnedPiece]] = [[] for _ in range(count)]
+    groups: list[list[ParameterRange]] = [[] for _ in range(count)]
     before = 0
     for place, start, stop in pieces:
         size, length = sizes[place], stop - start
         cuts = [start + min(max((border - before) // size, 0), length) for border in borders]
         for group, first, last in zip(groups, cuts, cuts[1:], strict=False):
             if first < last:
-                group.append(OwnedPiece(place, first, last))
+                group.append(ParameterRange(place, first, last))
         before += length * size
     return groups
 
 
-def row_portions_of(
+def row_buckets_of(
     parameters: Sequence[nn.Parameter], owners: Sequence[int], most: int
-) -> tuple[Portion, ...]:
-    """Cut parameters into portions of whole parameters, of bytes as equal as these allow, and each
-    portion into slices of whole rows. So a holder owns one run of rows of each parameter.
+) -> tuple[Bucket, ...]:
+    """Cut parameters into buckets of whole parameters, of bytes as equal as these allow, and each
+    bucket into slices of whole rows. So a holder owns one run of rows of each parameter.
 
     Args:
         parameters: those that are shared.
         owners: ranks, one for each slice.
-        most: the largest number of portions; of few bytes, or few parameters, fewer are made.
+        most: the largest number of buckets; of few bytes, or few parameters, fewer are made.
 
     Returns:
         At least one, the last parameters first.
     """
     total = sum(parameter.nbytes for parameter in parameters)
     number = num_portions(total, most)
-    portions: list[Portion] = []
+    buckets: list[Bucket] = []
     stop, done = len(parameters), 0
     for first in reversed(range(len(parameters))):
         done += parameters[first].nbytes
-        is_full = len(portions) < number - 1 and done * number >= total * (len(portions) + 1)
+        is_full = len(buckets) < number - 1 and done * number >= total * (len(buckets) + 1)
         if is_full or first == 0:
-            portions.append(_of_rows(parameters, first, stop, owners))
+            buckets.append(_of_rows(parameters, first, stop, owners))
             stop = first
-    return tuple(portions) or (_of_rows(parameters, 0, 0, owners),)
+    return tuple(buckets) or (_of_rows(parameters, 0, 0, owners),)
 
 
 def _of_rows(
     parameters: Sequence[nn.Parameter], first: int, stop: int, owners: Sequence[int]
-) -> Portion:
-    """The portion that some neighbouring parameters make."""
+) -> Bucket:
+    """The bucket that some neighbouring parameters make."""
     slices = tuple(
-        Slice(owner, tuple(piece._replace(place=first + piece.place) for piece in pieces))
-        for owner, pieces in row_slices_of(parameters[first:stop], owners)
+        BucketShard(owner, tuple(piece._replace(place=first + piece.place) for piece in pieces))
+        for owner, pieces in row_shards_of(parameters[first:stop], owners)
     )
-    return Portion(frozenset(range(first, stop)), slices)
+    return Bucket(frozenset(range(first, stop)), slices)
 
 
-def row_slices_of(parameters: Sequence[nn.Parameter], owners: Sequence[int]) -> tuple[Slice, ...]:
+def row_shards_of(
+    parameters: Sequence[nn.Parameter], owners: Sequence[int]
+) -> tuple[BucketShard, ...]:
     """Cut parameters into slices of whole rows and of bytes as equal as rows allow.
 
     Args:
@@ -157,7 +163,7 @@ def row_slices_of(parameters: Sequence[nn.Parameter], owners: Sequence[int]) -> 
     """
     total = sum(parameter.nbytes for parameter in parameters)
     borders = [total * index // len(owners) for index in range(len(owners) + 1)]
-    slices: dict[int, list[OwnedPiece]] = {owner: [] for owner in owners}
+    slices: dict[int, list[ParameterRange]] = {owner: [] for owner in owners}
     before = 0
     for place, parameter in enumerate(parameters):
         count = parameter.shape[0] if parameter.dim() else 1
@@ -165,9 +171,9 @@ def row_slices_of(parameters: Sequence[nn.Parameter], owners: Sequence[int]) -> 
         for owner, (first, last) in zip(owners, _cuts(borders, before, count, row), strict=True):
             if first < last:
                 size = parameter.numel() // count
-                slices[owner].append(OwnedPiece(place, first * size, last * size))
+                slices[owner].append(ParameterRange(place, first * size, last * size))
         before += parameter.nbytes
-    return tuple(Slice(owner, tuple(pieces)) for owner, pieces in slices.items())
+    return tuple(BucketShard(owner, tuple(pieces)) for owner, pieces in slices.items())
 
 
 def _cuts(borders: Iterable[int], before: int, count: int, row: float) -> Iterator[tuple[int, int]]:
@@ -189,7 +195,7 @@ def vector_of(gradient: Tensor | None) -> Tensor | None:
     return gradient.detach().reshape(-1)
 
 
-def cut(vector: Tensor | None, piece: OwnedPiece) -> Tensor | None:
+def cut(vector: Tensor | None, piece: ParameterRange) -> Tensor | None:
     """A piece of a gradient; what is not dense goes whole, as its first piece."""
     if vector is None or vector.layout is torch.strided:
         return None if vector is None else vector[piece.start : piece.stop]

@@ -1,10 +1,10 @@
-"""Slabs: pieces of aligned memory into which stages come, used again and again.
+"""BufferPool: pieces of aligned memory into which stages come, used again and again.
 
 Memory that is mapped anew costs a fault for each page when it is first touched; in the steady state
-of training no slab is new. What is free counts towards the budget, too, since the system does not
-have it back; free slabs of other sizes go when room is needed.
+of training no buffer is new. What is free counts towards the budget, too, since the system does not
+have it back; free buffers of other sizes go when room is needed.
 
-On an accelerator a slab is given back while streams still work on it, and taken again at once: it
+On an accelerator a buffer is given back while streams still work on it, and taken again at once: it
 remembers what is to happen before anybody writes to it.
 """
 
@@ -27,7 +27,7 @@ from penstock.engine.weights.tiers import whole_pages
 HOST = torch.device("cpu")
 
 
-class Slab:
+class MemoryBuffer:
     """A piece of memory of whole pages.
 
     Args:
@@ -85,8 +85,8 @@ class Slab:
         return count
 
 
-class Spare:
-    """Free slabs that ranks which take turns hand on to each other; any thread may ask.
+class SpareBuffers:
+    """Free buffers that ranks which take turns hand on to each other; any thread may ask.
 
     Args:
         limit_bytes: the most that it keeps.
@@ -95,27 +95,27 @@ class Spare:
     def __init__(self, limit_bytes: float) -> None:
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
-        self._free: dict[int, list[Slab]] = defaultdict(list)
+        self._free: dict[int, list[MemoryBuffer]] = defaultdict(list)
         self._kept = 0
 
-    def take(self, size: int) -> Slab | None:
-        """A slab of exactly this size, if there is one."""
+    def take(self, size: int) -> MemoryBuffer | None:
+        """A buffer of exactly this size, if there is one."""
         with self._lock:
             if not self._free[size]:
                 return None
             self._kept -= size
             return self._free[size].pop()
 
-    def put(self, slab: Slab) -> None:
-        """Take a slab that nobody uses; what is beyond the limit goes back to the system."""
+    def put(self, buffer: MemoryBuffer) -> None:
+        """Take a buffer that nobody uses; what is beyond the limit goes back to the system."""
         with self._lock:
-            if self._kept + slab.num_bytes <= self._limit_bytes:
-                self._kept += slab.num_bytes
-                self._free[slab.num_bytes].append(slab)
+            if self._kept + buffer.num_bytes <= self._limit_bytes:
+                self._kept += buffer.num_bytes
+                self._free[buffer.num_bytes].append(buffer)
 
 
-class Slabs:
-    """The slabs of one rank, within a budget.
+class BufferPool:
+    """The buffers of one rank, within a budget.
 
     Args:
         budget_bytes: the most that all of them together may have, free ones included.
@@ -125,21 +125,21 @@ class Slabs:
         budget_bytes, device: as given.
         peak_bytes: the most that they have had.
         used_peak_bytes: the most that has been in use at once.
-        spare: where free slabs may come from and go to, if other ranks have some.
-        reclaim: waits for what is on its way out of slabs, and gives these back.
+        spare: where free buffers may come from and go to, if other ranks have some.
+        reclaim: waits for what is on its way out of buffers, and gives these back.
     """
 
     def __init__(self, budget_bytes: float, device: torch.device = HOST) -> None:
         self.budget_bytes = budget_bytes
         self.device = device
-        self._free: dict[int, list[Slab]] = defaultdict(list)
+        self._free: dict[int, list[MemoryBuffer]] = defaultdict(list)
         self._mapped = self._used = 0
         self.peak_bytes = self.used_peak_bytes = 0
-        self.spare: Spare | None = None
+        self.spare: SpareBuffers | None = None
         self.reclaim: Callable[[], None] | None = None
 
-    def take(self, num_bytes: int, whose: str) -> Slab:
-        """A slab for so many bytes; what is in it is anything.
+    def take(self, num_bytes: int, whose: str) -> MemoryBuffer:
+        """A buffer for so many bytes; what is in it is anything.
 
         Raises:
             RunError: the budget has no room for it.
@@ -147,19 +147,19 @@ class Slabs:
         size = max(whole_pages(num_bytes), whole_pages(1))
         self._wait_for_room(size)
         if self._free[size]:
-            slab = self._free[size].pop()
+            buffer = self._free[size].pop()
         else:
             self._make_room(size, whose)
             spare = None if self.spare is None else self.spare.take(size)
-            slab = spare or Slab(size, self.device)
+            buffer = spare or MemoryBuffer(size, self.device)
             self._mapped += size
         self._used += size
         self.peak_bytes = max(self.peak_bytes, self._mapped)
         self.used_peak_bytes = max(self.used_peak_bytes, self._used)
-        return slab
+        return buffer
 
     def _wait_for_room(self, size: int) -> None:
-        """What leaves keeps its slab until it is written, unless somebody needs the room sooner:
+        """What leaves keeps its buffer until it is written, unless somebody needs the room sooner:
         gradients that no update has used are written and come back within one visit, where a
         rank keeps its only stage."""
         if self._used + size > self.budget_bytes and self.reclaim is not None:
@@ -178,7 +178,7 @@ class Slabs:
             )
 
     def count(self, num_bytes: int, whose: str = "") -> None:
-        """Let memory that is no slab count as used, or, if negative, as free again.
+        """Let memory that is no buffer count as used, or, if negative, as free again.
 
         Raises:
             RunError: the budget has no room for it.
@@ -191,15 +191,15 @@ class Slabs:
         self.peak_bytes = max(self.peak_bytes, self._mapped)
         self.used_peak_bytes = max(self.used_peak_bytes, self._used)
 
-    def give(self, slab: Slab) -> None:
-        """Take a slab back."""
-        self._used -= slab.num_bytes
-        self._free[slab.num_bytes].append(slab)
+    def give(self, buffer: MemoryBuffer) -> None:
+        """Take a buffer back."""
+        self._used -= buffer.num_bytes
+        self._free[buffer.num_bytes].append(buffer)
 
-    def drop(self, slab: Slab) -> None:
-        """Let a slab go for good: somebody may still see it, so it must not be used again."""
-        self._used -= slab.num_bytes
-        self._mapped -= slab.num_bytes
+    def drop(self, buffer: MemoryBuffer) -> None:
+        """Let a buffer go for good: somebody may still see it, so it must not be used again."""
+        self._used -= buffer.num_bytes
+        self._mapped -= buffer.num_bytes
 
     @property
     def mapped_bytes(self) -> int:
@@ -207,13 +207,13 @@ class Slabs:
         return self._mapped
 
     def lend(self) -> None:
-        """Hand all free slabs on to whoever needs them; this rank stands still for a while."""
+        """Hand all free buffers on to whoever needs them; this rank stands still for a while."""
         if self.spare is None:
             return
         for free in self._free.values():
-            for slab in free:
-                self._mapped -= slab.num_bytes
-                self.spare.put(slab)
+            for buffer in free:
+                self._mapped -= buffer.num_bytes
+                self.spare.put(buffer)
             free.clear()
 
     def clear(self) -> None:

@@ -1,8 +1,8 @@
-"""Ways: how the bytes of a slab get to a tier and back, wherever the slab is.
+"""Ways: how the bytes of a buffer get to a tier and back, wherever the buffer is.
 
-A way begins a transfer and returns at once. In main memory a thread reads and another one writes.
+A data_path begins a transfer and returns at once. In main memory a thread reads and another one writes.
 An accelerator copies by itself, on streams of its own, from and to pinned memory: to main memory as
-a tier without any thread, to a disk by way of pinned buffers, which the two threads fill and empty.
+a tier without any thread, to a disk by data_path of pinned buffers, which the two threads fill and empty.
 
 What is needed first is read first, also if something else was asked for before: the next stage
 often is, before this stage's optimizer state. Copies of an accelerator cannot be stopped once they
@@ -21,14 +21,21 @@ from torch import Tensor
 from penstock.core.cluster.parts import Tier
 from penstock.engine.device.accelerators import is_on_host
 from penstock.engine.device.queue import taken_up
-from penstock.engine.weights.group import Group, Place
-from penstock.engine.weights.lane import Lane, Moved, SideStreams, Transfer, at_once, pinned_bytes
-from penstock.engine.weights.slabs import Slab
-from penstock.engine.weights.tiers import PAGE, Extent, PinnedSpace, Space, Store, opened
+from penstock.engine.weights.buffers import MemoryBuffer
+from penstock.engine.weights.group import SwapGroup, TensorPlace
+from penstock.engine.weights.movers import (
+    IOThread,
+    Moved,
+    SideStreams,
+    Transfer,
+    at_once,
+    pinned_bytes,
+)
+from penstock.engine.weights.tiers import PAGE, Extent, PinnedSpace, Store, TierSpace, opened
 
 
-class Way(ABC):
-    """How the slabs of one rank get to its tier and back.
+class DataPath(ABC):
+    """How the buffers of one rank get to its tier and back.
 
     Args:
         space: the tier in use.
@@ -38,21 +45,23 @@ class Way(ABC):
         space, seconds: as given.
     """
 
-    def __init__(self, space: Space, seconds: float) -> None:
+    def __init__(self, space: TierSpace, seconds: float) -> None:
         self.space = space
         self.seconds = seconds
 
     @abstractmethod
-    def put(self, extent: Extent, slab: Slab) -> None:
-        """Write a slab of main memory, and wait for that.
+    def put(self, extent: Extent, buffer: MemoryBuffer) -> None:
+        """Write a buffer of main memory, and wait for that.
 
         Raises:
             FileError: it could not be written.
         """
 
     @abstractmethod
-    def read(self, extent: Extent, slab: Slab, before: Moved | None, needed_at: int = 0) -> Moved:
-        """Begin to fill a slab.
+    def read(
+        self, extent: Extent, buffer: MemoryBuffer, before: Moved | None, needed_at: int = 0
+    ) -> Moved:
+        """Begin to fill a buffer.
 
         Args:
             before: the last write of the extent, behind which it is read.
@@ -60,12 +69,12 @@ class Way(ABC):
         """
 
     @abstractmethod
-    def write(self, extent: Extent, slab: Slab) -> Moved:
-        """Begin to write a slab, behind all that this thread's current stream has been asked
+    def write(self, extent: Extent, buffer: MemoryBuffer) -> Moved:
+        """Begin to write a buffer, behind all that this thread's current stream has been asked
         for."""
 
     @abstractmethod
-    def gather(self, group: Group) -> Moved:
+    def gather(self, group: SwapGroup) -> Moved:
         """Begin to write tensors that lie anywhere, behind all that this thread's current stream
         has been asked for. Their memory is the group's until that is done, but in main memory it
         comes back one by one.
@@ -88,7 +97,7 @@ class Way(ABC):
 
     @abstractmethod
     def moments(self) -> list[torch.Event]:
-        """When a slab that nobody writes any more may be filled anew: now, on this thread's current
+        """When a buffer that nobody writes any more may be filled anew: now, on this thread's current
         stream; none where ops happen when they are called."""
 
     @abstractmethod
@@ -96,32 +105,32 @@ class Way(ABC):
         """End the threads, behind what they were given, and let copies end."""
 
     @staticmethod
-    def between(tier: Tier, device: torch.device, seconds: float) -> Way:
-        """The way between a tier and the memory of a device.
+    def between(tier: Tier, device: torch.device, seconds: float) -> DataPath:
+        """The data_path between a tier and the memory of a device.
 
         Raises:
             FileError: nothing can be kept in the tier.
         """
         if is_on_host(device):
-            return HostWay(opened(tier), seconds)
+            return HostDataPath(opened(tier), seconds)
         if tier.kind == "host":
-            return PinnedWay(PinnedSpace(), seconds, SideStreams(device))
-        return StagedWay(opened(tier), seconds, SideStreams(device))
+            return PinnedDataPath(PinnedSpace(), seconds, SideStreams(device))
+        return StagedDataPath(opened(tier), seconds, SideStreams(device))
 
 
 class _Threads:
     """One that reads and one that writes: each does one thing after another."""
 
     def __init__(self) -> None:
-        self.reader = Lane("penstock-fetching")
-        self.writer = Lane("penstock-writing")
+        self.reader = IOThread("penstock-fetching")
+        self.writer = IOThread("penstock-writing")
 
     def close(self) -> None:
         self.reader.close()
         self.writer.close()
 
 
-class HostWay(Way):
+class HostDataPath(DataPath):
     """Between main memory and a tier."""
 
     def __init__(self, store: Store, seconds: float) -> None:
@@ -129,23 +138,25 @@ class HostWay(Way):
         self._store = store
         self._threads = _Threads()
 
-    def put(self, extent: Extent, slab: Slab) -> None:
-        self._store.write(extent, slab.view)
+    def put(self, extent: Extent, buffer: MemoryBuffer) -> None:
+        self._store.write(extent, buffer.view)
 
-    def read(self, extent: Extent, slab: Slab, before: Moved | None, needed_at: int = 0) -> Moved:
-        reading = self._store.reading(extent, slab.view)
+    def read(
+        self, extent: Extent, buffer: MemoryBuffer, before: Moved | None, needed_at: int = 0
+    ) -> Moved:
+        reading = self._store.reading(extent, buffer.view)
         return self._threads.reader.begin(reading, needed_at, before)
 
-    def write(self, extent: Extent, slab: Slab) -> Moved:
-        return self._threads.writer.begin(self._store.writing(extent, slab.view))
+    def write(self, extent: Extent, buffer: MemoryBuffer) -> Moved:
+        return self._threads.writer.begin(self._store.writing(extent, buffer.view))
 
-    def gather(self, group: Group) -> Moved:
+    def gather(self, group: SwapGroup) -> Moved:
         extent = _extent_of(group)
-        slab = Slab(extent.num_bytes)
-        for place, target in _targets(group, slab.bytes):
+        buffer = MemoryBuffer(extent.num_bytes)
+        for place, target in _targets(group, buffer.bytes):
             target.copy_(place.tensor)
             place.tensor.data = place.tensor.new_empty(0)
-        return self.write(extent, slab)
+        return self.write(extent, buffer)
 
     def peek(self, extent: Extent, start: int, memory: memoryview, written: Moved | None) -> None:
         _peek(self._store, extent, start, memory, written)
@@ -157,7 +168,7 @@ class HostWay(Way):
         self._threads.close()
 
 
-class PinnedWay(Way):
+class PinnedDataPath(DataPath):
     """Between an accelerator and main memory: copies on two streams, which wait for what they need
     by themselves. The host never sees the bytes, and waits for nothing."""
 
@@ -167,24 +178,26 @@ class PinnedWay(Way):
         self._streams = streams
         self._needed_at = 0
 
-    def put(self, extent: Extent, slab: Slab) -> None:
+    def put(self, extent: Extent, buffer: MemoryBuffer) -> None:
         self._memory.written_bytes += extent.num_bytes
-        self._memory.part(extent).copy_(slab.bytes)
+        self._memory.part(extent).copy_(buffer.bytes)
 
-    def read(self, extent: Extent, slab: Slab, before: Moved | None, needed_at: int = 0) -> Moved:
-        behind = [*slab.free_after, None if before is None else before.result()]
-        slab.free_after.clear()
+    def read(
+        self, extent: Extent, buffer: MemoryBuffer, before: Moved | None, needed_at: int = 0
+    ) -> Moved:
+        behind = [*buffer.free_after, None if before is None else before.result()]
+        buffer.free_after.clear()
         self._memory.read_bytes += extent.num_bytes
         overtakes, self._needed_at = needed_at < self._needed_at, needed_at
         part = self._memory.part(extent)
-        return _done(self._streams.bring(slab.bytes, part, behind, overtakes=overtakes))
+        return _done(self._streams.bring(buffer.bytes, part, behind, overtakes=overtakes))
 
-    def write(self, extent: Extent, slab: Slab) -> Moved:
+    def write(self, extent: Extent, buffer: MemoryBuffer) -> Moved:
         self._memory.written_bytes += extent.num_bytes
         behind = [self._streams.now()]
-        return _done(self._streams.take_out(self._memory.part(extent), slab.bytes, behind))
+        return _done(self._streams.take_out(self._memory.part(extent), buffer.bytes, behind))
 
-    def gather(self, group: Group) -> Moved:
+    def gather(self, group: SwapGroup) -> Moved:
         extent = _extent_of(group)
         self._memory.written_bytes += extent.num_bytes
         targets = _targets(group, self._memory.part(extent))
@@ -203,8 +216,8 @@ class PinnedWay(Way):
         self._streams.settle()
 
 
-class StagedWay(Way):
-    """Between an accelerator and a disk, by way of pinned buffers: one for pieces of what comes,
+class StagedDataPath(DataPath):
+    """Between an accelerator and a disk, by data_path of pinned buffers: one for pieces of what comes,
     and one for what goes, as large as the largest of it."""
 
     def __init__(self, store: Store, seconds: float, streams: SideStreams) -> None:
@@ -214,41 +227,43 @@ class StagedWay(Way):
         self._threads = _Threads()
         self._coming, self._going = pinned_bytes(0), pinned_bytes(0)
 
-    def put(self, extent: Extent, slab: Slab) -> None:
-        self._store.write(extent, slab.view)
+    def put(self, extent: Extent, buffer: MemoryBuffer) -> None:
+        self._store.write(extent, buffer.view)
 
-    def read(self, extent: Extent, slab: Slab, before: Moved | None, needed_at: int = 0) -> Moved:
-        behind = [*slab.free_after]
-        slab.free_after.clear()
-        return self._threads.reader.begin(self._read(extent, slab, behind), needed_at, before)
+    def read(
+        self, extent: Extent, buffer: MemoryBuffer, before: Moved | None, needed_at: int = 0
+    ) -> Moved:
+        behind = [*buffer.free_after]
+        buffer.free_after.clear()
+        return self._threads.reader.begin(self._read(extent, buffer, behind), needed_at, before)
 
-    def _read(self, extent: Extent, slab: Slab, behind: list[torch.Event]) -> Transfer:
+    def _read(self, extent: Extent, buffer: MemoryBuffer, behind: list[torch.Event]) -> Transfer:
         moment = None
         for start, stop in self._store.pieces(extent):
             self._coming = _at_least(self._coming, stop - start)
-            buffer = self._coming[: stop - start]
-            self._store.read_piece(extent, start, buffer.numpy().data)
-            moment = self._streams.bring(slab.bytes[start:stop], buffer, behind)
-            moment.synchronize()  # what comes next needs the buffer
+            staging = self._coming[: stop - start]
+            self._store.read_piece(extent, start, staging.numpy().data)
+            moment = self._streams.bring(buffer.bytes[start:stop], staging, behind)
+            moment.synchronize()  # what comes next needs the staging
             yield
         return moment
 
-    def write(self, extent: Extent, slab: Slab) -> Moved:
+    def write(self, extent: Extent, buffer: MemoryBuffer) -> Moved:
         moment = self._streams.now()
-        return self._threads.writer.begin(at_once(partial(self._write, extent, slab, moment)))
+        return self._threads.writer.begin(at_once(partial(self._write, extent, buffer, moment)))
 
-    def gather(self, group: Group) -> Moved:
+    def gather(self, group: SwapGroup) -> Moved:
         gathers = partial(self._gather, group, self._streams.now())
         return self._threads.writer.begin(at_once(gathers))
 
-    def _gather(self, group: Group, moment: torch.Event) -> torch.Event:
+    def _gather(self, group: SwapGroup, moment: torch.Event) -> torch.Event:
         extent = _extent_of(group)
-        buffer = self._buffer_for(extent)
-        pairs = [(target, place.tensor) for place, target in _targets(group, buffer)]
+        staging = self._buffer_for(extent)
+        pairs = [(target, place.tensor) for place, target in _targets(group, staging)]
         taken_up([], moment)  # this thread's current stream, which nobody else uses
         copied = self._streams.take_all_out(pairs)
         copied.synchronize()
-        self._store.write(extent, buffer.numpy().data)
+        self._store.write(extent, staging.numpy().data)
         return copied
 
     def peek(self, extent: Extent, start: int, memory: memoryview, written: Moved | None) -> None:
@@ -258,11 +273,11 @@ class StagedWay(Way):
         self._going = _at_least(self._going, extent.num_bytes)
         return self._going[: extent.num_bytes]
 
-    def _write(self, extent: Extent, slab: Slab, moment: torch.Event) -> torch.Event:
-        buffer = self._buffer_for(extent)
-        copied = self._streams.take_out(buffer, slab.bytes, [moment])
+    def _write(self, extent: Extent, buffer: MemoryBuffer, moment: torch.Event) -> torch.Event:
+        staging = self._buffer_for(extent)
+        copied = self._streams.take_out(staging, buffer.bytes, [moment])
         copied.synchronize()
-        self._store.write(extent, buffer.numpy().data)
+        self._store.write(extent, staging.numpy().data)
         return copied
 
     def moments(self) -> list[torch.Event]:
@@ -280,12 +295,12 @@ def _peek(
     store.peek(extent, start, memory)
 
 
-def _extent_of(group: Group) -> Extent:
+def _extent_of(group: SwapGroup) -> Extent:
     assert group.extent is not None
     return group.extent
 
 
-def _targets(group: Group, memory: Tensor) -> Iterator[tuple[Place, Tensor]]:
+def _targets(group: SwapGroup, memory: Tensor) -> Iterator[tuple[TensorPlace, Tensor]]:
     """Where each tensor of a group of bytes lies in memory for all of it."""
     for place in group.places:
         yield place, memory[place.offset : place.offset + place.tensor.numel()]
@@ -297,10 +312,10 @@ def _done(moment: torch.Event) -> Moved:
     return moved
 
 
-def _at_least(buffer: Tensor, num_bytes: int) -> Tensor:
-    """A pinned buffer for so many bytes, as direct transfers want it: the given one if it is large
+def _at_least(staging: Tensor, num_bytes: int) -> Tensor:
+    """A pinned staging for so many bytes, as direct transfers want it: the given one if it is large
     enough."""
-    if len(buffer) >= num_bytes:
-        return buffer
+    if len(staging) >= num_bytes:
+        return staging
     memory = pinned_bytes(num_bytes + PAGE)
     return memory[-memory.data_ptr() % PAGE :][:num_bytes]

@@ -133,7 +133,7 @@ class Moved(Future["torch.Event | None"]):
         self.stretches: list[tuple[float, float]] = []
 
 
-class _Given(NamedTuple):
+class _QueuedTransfer(NamedTuple):
     """Something to transfer. Sorts by urgency; what is as urgent goes in order."""
 
     needed_at: int
@@ -142,7 +142,7 @@ class _Given(NamedTuple):
     moved: Moved
 
 
-class Lane:
+class IOThread:
     """A thread that performs one transfer at a time: the one that is needed first, and what it has
     begun goes on behind that. It ends with the process, whatever it waits for: a disk that never
     answers must not keep a process alive.
@@ -155,7 +155,7 @@ class Lane:
         self._name = name
         self._numbers = count()
         self._turned = threading.Condition()
-        self._given: list[_Given] = []
+        self._given: list[_QueuedTransfer] = []
         self._num_held_up = 0
         """Transfers that wait for the end of others."""
         self._is_closed = False
@@ -168,7 +168,7 @@ class Lane:
             needed_at: how soon it is needed: lower numbers come first, equal ones in order.
             behind: what has to end before this can begin; others go first meanwhile.
         """
-        given = _Given(needed_at, next(self._numbers), what, Moved())
+        given = _QueuedTransfer(needed_at, next(self._numbers), what, Moved())
         moved = given.moved
         with self._turned:
             if self._thread is None:
@@ -181,7 +181,7 @@ class Lane:
             behind.add_done_callback(lambda ended: self._let_begin(given, ended.exception()))
         return moved
 
-    def _let_begin(self, given: _Given, error: BaseException | None = None) -> None:
+    def _let_begin(self, given: _QueuedTransfer, error: BaseException | None = None) -> None:
         with self._turned:
             self._num_held_up -= 1
             if error is None:
@@ -196,7 +196,7 @@ class Lane:
             # What was moved must not be kept alive until something else is.
             del given
 
-    def _next(self) -> _Given | None:
+    def _next(self) -> _QueuedTransfer | None:
         with self._turned:
             while not self._given:
                 if self._is_closed and not self._num_held_up:
@@ -204,7 +204,7 @@ class Lane:
                 self._turned.wait()
             return heapq.heappop(self._given)
 
-    def _perform(self, given: _Given) -> None:
+    def _perform(self, given: _QueuedTransfer) -> None:
         """Go on with a transfer until its end, or until something else is more urgent."""
         moved, began = given.moved, time.perf_counter()
         try:

@@ -81,7 +81,7 @@ def sizes(size: int, count: int) -> list[int]:
     return [bounds(size, count, index).length for index in range(count)]
 
 
-class Cut(NamedTuple):
+class ShardSpec(NamedTuple):
     """How a parameter is divided.
 
     Attributes:
