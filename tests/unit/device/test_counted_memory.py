@@ -14,7 +14,6 @@ from torch import nn
 
 from penstock.base.errors import InputError
 from penstock.core.schedule import Kind, families
-from penstock.core.schedule.check import executable_order
 from penstock.core.schedule.memory import Sizes, units
 from penstock.core.timing.simulator import simulate
 from penstock.demo.gpt import GPT, loss
@@ -26,6 +25,7 @@ from penstock.engine.stage.stage import Keep, Stage
 from penstock.training.profiler import profile
 from tests.kit.alive import Alive
 from tests.kit.helpers import make_batch, make_mlp
+from tests.oracles.op_by_op import executable_order
 
 
 @dataclass(frozen=True)

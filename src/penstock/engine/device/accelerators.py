@@ -1,12 +1,8 @@
-"""The accelerators of this process, whichever kind they are.
+"""The accelerators of this process, whichever kind they are, and which of them each rank takes.
 
 Only ``torch.accelerator`` and the module that torch has for a kind of device are asked, so
-``cuda``, ``xpu``, ``npu`` and ``mps`` need no line of their own.
-
-Which backend of ``torch.distributed`` moves tensors between accelerators of several processes,
-and where they must lie for it.
-
-Which device each rank computes on.
+``cuda``, ``xpu``, ``npu`` and ``mps`` need no line of their own. So too for the backend of
+``torch.distributed`` that moves tensors between accelerators of several processes.
 """
 
 from __future__ import annotations
@@ -55,7 +51,7 @@ def accelerators() -> tuple[torch.device, ...]:
 
 
 def accelerator_name(device: torch.device) -> str:
-    """What an accelerator is called, for people; its place where torch does not know."""
+    """The name of an accelerator, for people; its place where torch does not know."""
     name_of = getattr(torch.get_device_module(device), "get_device_name", None)
     return str(device) if name_of is None else str(name_of(device))
 

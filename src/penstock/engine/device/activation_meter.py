@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from penstock.engine.device.crossing import PLAIN_TENSORS
+
 Key = Hashable
 """The owner of activations: (stage, microbatch)."""
 
 _Note = tuple[Key, tuple[int, ...]]
-_ORDINARY = (Tensor, torch.nn.Parameter)
 _SPARSE_PARTS: dict[torch.layout, tuple[str, ...]] = {
     torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
@@ -293,7 +294,7 @@ def _unpack(saved: Any) -> Tensor:
 
 def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
     """The memory behind a tensor: several pieces if it is sparse or wraps other tensors."""
-    wraps = type(tensor) not in _ORDINARY and hasattr(tensor, "__tensor_flatten__")
+    wraps = type(tensor) not in PLAIN_TENSORS and hasattr(tensor, "__tensor_flatten__")
     if tensor.layout is torch.strided and not wraps:
         return [tensor.untyped_storage()]
     return [storage for part in _parts(tensor) for storage in _storages(part)]

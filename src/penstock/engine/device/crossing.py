@@ -1,20 +1,15 @@
-"""Tensors on another device, with the strides that they had; and tensors that go there themselves.
+"""Copies of tensors with the strides that they had, and tensors that go to another device themselves.
 
-``Tensor.to`` packs a view that leaves gaps (``x[:, :1]``) or repeats itself (``x.expand(…)``)
-densely when it crosses devices. Kernels are chosen by strides, and another kernel sums in another
-order: what is computed from a tensor must not depend on where the tensor came from.
+``Tensor.to`` and ``Tensor.clone`` pack a view that leaves gaps (``x[:, :1]``) or repeats itself
+(``x.expand(…)``) densely. Kernels are chosen by strides, and another kernel sums in another order
+or, under autocast, rounds elsewhere: what is computed from a tensor must depend neither on where
+the tensor came from, nor on whether it was copied so that a layer may overwrite it.
 
 A parameter stays the object that it is wherever its values go, so that whoever holds it (an
 optimizer, a layer that is tied to another one) still does. ``Module.to`` says so of the kinds of
 device that torch knows by itself, whose tensors take ``.data`` of each other. Of all others, and of
 ``meta``, it makes new parameters, and ties are broken; here the implementation behind the object is
 exchanged instead, as ``Module.to`` does it under ``torch.__future__``.
-
-Copies of tensors from which layers compute what they would from the originals, to the bit.
-
-``Tensor.clone`` packs a view that leaves gaps (``x[:, :1]``) or repeats itself (``x.expand(…)``)
-densely. Kernels are chosen by strides, and another kernel sums in another order or, under autocast,
-rounds elsewhere. Who copies so that a layer may overwrite its input must not change its output.
 """
 
 from __future__ import annotations
@@ -37,7 +32,7 @@ def moved(tensor: Tensor, device: torch.device, *, non_blocking: bool = False) -
     """A tensor on a device: itself if it is there, else a copy with its strides.
 
     What lies between the tensor's first and last element is copied, too. If that is far more than
-    the tensor (see ``spreads_far``), the copy is dense. Gradients flow through a dense copy only.
+    the tensor (see ``_spreads_far``), the copy is dense. Gradients flow through a dense copy only.
     """
     if tensor.device == device:
         return tensor
@@ -52,7 +47,7 @@ def _travels_as_it_is(tensor: Tensor) -> bool:
     if not has_strides or tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return True
     needs_history = tensor.requires_grad and torch.is_grad_enabled()
-    return needs_history or spreads_far(tensor)
+    return needs_history or _spreads_far(tensor)
 
 
 def span(tensor: Tensor) -> int:
@@ -62,7 +57,7 @@ def span(tensor: Tensor) -> int:
     )
 
 
-def spreads_far(tensor: Tensor) -> bool:
+def _spreads_far(tensor: Tensor) -> bool:
     """Whether a tensor's elements lie over more than 16 MiB and more than eight times its size, as
     a column of a large table, so that a copy with its gaps would waste memory."""
     length = span(tensor)
@@ -115,7 +110,7 @@ def copy_of(tensor: Tensor) -> Tensor:
     """
     if tensor.layout is not torch.strided or type(tensor) not in PLAIN_TENSORS:
         return tensor.clone()
-    if tensor.is_contiguous() or spreads_far(tensor):
+    if tensor.is_contiguous() or _spreads_far(tensor):
         return tensor.clone()
     if torch.is_grad_enabled() and tensor.requires_grad:
         copied: Tensor = _Copy.apply(tensor)  # type: ignore[no-untyped-call]

@@ -1,9 +1,7 @@
-"""How much memory a device has, and how much of it is taken.
+"""How much memory a device has and how much of it is taken, and what becomes of freed memory.
 
-Tells how much memory each accelerator of this machine has: a program for those who do not import
-torch themselves, ``python -m penstock.engine.device.listing``.
-
-Keep freed memory instead of giving it back to the system between microbatches.
+``python -m penstock.engine.device.memory`` tells how much memory each accelerator of this machine
+has, for those who do not import torch themselves.
 
 A training step frees and takes the same large blocks thousands of times. With its default settings
 glibc returns them each time, and every first touch of a returned page is a fault: measured at up to
@@ -16,7 +14,6 @@ import ctypes
 import functools
 import sys
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
@@ -69,41 +66,28 @@ def _mallopt() -> Callable[[int, int], int] | None:
     return mallopt
 
 
-class Gauge(Protocol):
-    """Tells how much memory of a device is taken, and how much it has been at most."""
-
-    def taken(self) -> int:
-        """The bytes that are taken now."""
-        ...
-
-    def peak(self) -> int:
-        """The most bytes since ``forget_peak``."""
-        ...
-
-    def forget_peak(self) -> None:
-        """Begin anew with what is taken now."""
-        ...
-
-
-class AcceleratorGauge:
-    """Asks torch's allocator of an accelerator."""
+class Gauge:
+    """Tells how much memory of an accelerator is taken, and how much it has been at most."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def taken(self) -> int:
+        """The bytes that are taken now."""
         return torch.accelerator.memory_allocated(self._device)
 
     def peak(self) -> int:
+        """The most bytes since ``forget_peak``."""
         return torch.accelerator.max_memory_allocated(self._device)
 
     def forget_peak(self) -> None:
+        """Begin anew with what is taken now."""
         torch.accelerator.reset_peak_memory_stats(self._device)
 
 
 def gauge_of(device: torch.device) -> Gauge | None:
     """The gauge of a device; ``None`` where nobody counts, as on a CPU."""
-    return None if is_on_host(device) else AcceleratorGauge(device)
+    return None if is_on_host(device) else Gauge(device)
 
 
 def total_bytes(device: torch.device) -> int:

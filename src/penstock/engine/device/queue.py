@@ -13,10 +13,9 @@ one that waits for what comes, so that only those ops wait with it that need it.
 Memory belongs to the stream on which it was allocated, and may be used again as soon as it is
 dropped. Who reads it on another stream says so to the allocator (``record_stream``).
 
-When ops happen on an accelerator, which is later than when the host asks for them.
-
-Events are recorded around every op on the rank's compute stream. What they tell is read when
-somebody wants to see it, so that nobody waits for that in between.
+Ops happen later than the host asks for them. Events are recorded around every op on the rank's
+compute stream (``Stamps``); what they tell is read when somebody wants to see it, so that nobody
+waits for that in between.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ class Stamps:
         self._events.append(self._clock.stamp())
 
     def put_off(self) -> None:
-        """What seemed to begin has only waited: it begins here."""
+        """Something that seemed to begin has only waited: it begins here."""
         self._events[-1] = self._clock.stamp()
 
     def seconds(self) -> tuple[array[float], array[float]]:
@@ -98,8 +97,8 @@ class Stamps:
             start = self._clock.seconds(origin)
             if others:
                 others[-1].synchronize()
-            told = [start, *(start + origin.elapsed_time(event) / 1000 for event in others)]
-            self._seconds = array("d", told[::2]), array("d", told[1::2])
+            moments = [start, *(start + origin.elapsed_time(event) / 1000 for event in others)]
+            self._seconds = array("d", moments[::2]), array("d", moments[1::2])
             self._events.clear()
         return self._seconds
 
@@ -142,7 +141,7 @@ class DeviceQueue(ABC):
         self._callers = callers
 
     def given(self, tensor: Tensor) -> Tensor:
-        """What the caller has given, on this device."""
+        """A tensor that the caller has given, on this device."""
         return self.fetched(tensor, self._callers.get(tensor.device))
 
     @abstractmethod
@@ -155,12 +154,12 @@ class DeviceQueue(ABC):
 
     @abstractmethod
     def stamps(self) -> Stamps | None:
-        """What tells when the ops of the next minibatch happen; ``None`` where the host sees it."""
+        """Stamps for the ops of the next minibatch; ``None`` where the host sees when these happen."""
 
     @abstractmethod
     def fetched(self, tensor: Tensor, moment: torch.Event | None) -> Tensor:
-        """What another rank has made, on this device, with its strides; what is here already is
-        not copied.
+        """A tensor that another rank has made, on this device, with its strides; one that is here
+        already is not copied.
 
         Args:
             tensor: it must not be changed any more.
@@ -302,8 +301,8 @@ class AcceleratorQueue(DeviceQueue):
         return copies, self._sending.record_event()
 
     def from_host(self, tensor: Tensor) -> Tensor:
-        """What has come in main memory, on this device; the caller's memory is free at once, and
-        the host does not wait for the copy."""
+        """A tensor that has come in main memory, on this device; the caller's memory is free at
+        once, and the host does not wait for the copy."""
         return self.fetched(self._staging_for(tensor).copy_(tensor), None)
 
     def _staging_for(self, tensor: Tensor) -> Tensor:

@@ -1,10 +1,9 @@
-"""What loaders give, parted into inputs and targets: pairs, and batches with the labels inside.
+"""Batches as loaders give them, parted into inputs and targets, and labels that losses leave out.
 
 The collators of ``transformers`` give one mapping per minibatch, with the labels among what the
 model takes; others give dataclasses. Here they become what the rest of the package knows: a value
-for the first stage, and one for the loss.
-
-Labels that losses leave out: a mean over the others is no mean over rows.
+for the first stage, and one for the loss. Where a loss leaves labels out, a mean over the others is
+no mean over rows (``IgnoredLabels``).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from penstock.engine.model import tree
 from penstock.engine.model.microbatches import Microbatches
 
 IGNORED = -100
-"""What ``torch``'s losses and ``transformers`` leave out unless somebody says otherwise."""
+"""The label that ``torch``'s losses and ``transformers`` leave out unless told otherwise."""
 
 REMEDY = "weight=lambda labels: (labels != -100).sum()"
 
@@ -121,14 +120,14 @@ def model_loss(outputs: Any, targets: Any = None) -> Tensor:
     return loss
 
 
-def plain(value: Any, what: str) -> Any:
+def plain(value: Any, name: str) -> Any:
     """A value whose containers torch's tree helpers know: other mappings, and dataclasses, become
     dictionaries.
 
     What is no tensor goes to every microbatch as it is.
 
     Args:
-        what: it is, for errors, as ``"inputs"``.
+        name: of the value, for errors, as ``"inputs"``.
 
     Raises:
         InputError: an array or a list of texts, which no microbatch may have all of.
@@ -136,31 +135,31 @@ def plain(value: Any, what: str) -> Any:
     if isinstance(value, Tensor):
         return value
     if isinstance(value, Microbatches):
-        return Microbatches(plain(one, what) for one in value)
-    if isinstance(value, list) and value and all(isinstance(one, str) for one in value):
+        return Microbatches(plain(part, name) for part in value)
+    if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
         raise InputError(
-            f"{what} hold a list of texts, {shown(value)}, which cannot be cut into microbatches; "
+            f"{name} hold a list of texts, {shown(value)}, which cannot be cut into microbatches; "
             "leave it out, or give tensors"
         )
     leaves, structure = tree.flatten(value)
     if all(isinstance(leaf, Tensor) for leaf in leaves):
         return value
     if leaves == [value] and tree.is_leaf(structure):
-        return _opened(value, what)
-    return tree.unflatten([plain(leaf, what) for leaf in leaves], structure)
+        return _opened(value, name)
+    return tree.unflatten([plain(leaf, name) for leaf in leaves], structure)
 
 
-def _opened(leaf: Any, what: str) -> Any:
+def _opened(leaf: Any, name: str) -> Any:
     """A value that torch takes for one, although it may hold others."""
     if isinstance(leaf, np.ndarray):
         raise InputError(
-            f"{what} hold an array of numpy, which cannot be cut into microbatches; give "
+            f"{name} hold an array of numpy, which cannot be cut into microbatches; give "
             "torch.from_numpy(array)"
         )
     if isinstance(leaf, Mapping):
-        return {key: plain(value, what) for key, value in leaf.items()}
+        return {key: plain(value, name) for key, value in leaf.items()}
     if _is_dataclass(leaf):
-        return {field.name: plain(getattr(leaf, field.name), what) for field in fields(leaf)}
+        return {field.name: plain(getattr(leaf, field.name), name) for field in fields(leaf)}
     return leaf
 
 
@@ -181,7 +180,7 @@ def is_batch(value: Any) -> bool:
     """Whether a value is one batch, and no loader of batches. A list is one if a tensor stands in
     it, as in the pairs that ``torch.utils.data`` makes."""
     if isinstance(value, list) and not isinstance(value, Microbatches):
-        return any(isinstance(one, Tensor) for one in value)
+        return any(isinstance(item, Tensor) for item in value)
     known = isinstance(value, Tensor | Mapping | tuple | Microbatches)
     return known or _is_dataclass(value)
 
@@ -208,8 +207,8 @@ class BatchSplit:
     taken: Collection[str] = ()
 
     def __post_init__(self) -> None:
-        known = isinstance(self.labels, str | Sequence) and self._keys
-        if not known or not all(isinstance(key, str) for key in self._keys):
+        has_keys = isinstance(self.labels, str | Sequence) and self._keys
+        if not has_keys or not all(isinstance(key, str) for key in self._keys):
             raise InputError(
                 f"labels is {shown(self.labels)}; give the key of the targets in a batch, as in "
                 'labels="labels", or a list of keys'
@@ -234,8 +233,10 @@ class BatchSplit:
             InputError: it is neither, or there are no targets in it.
         """
         if isinstance(batch, Microbatches):
-            pairs = [self.parted(one, whose) for one in batch]
-            return Microbatches(one for one, _ in pairs), Microbatches(one for _, one in pairs)
+            pairs = [self.parted(part, whose) for part in batch]
+            return Microbatches(inputs for inputs, _ in pairs), Microbatches(
+                targets for _, targets in pairs
+            )
         opened = batch if isinstance(batch, Tensor | tuple | list) else _opened(batch, "inputs")
         if isinstance(opened, dict):
             return self._without_labels(opened), self._targets(opened, whose)
@@ -257,10 +258,10 @@ class BatchSplit:
             yield self.parted(batch, f"minibatch {number} of the loader")
 
     def inputs_of(self, batch: Any) -> Any:
-        """What the first stage takes of a batch of which only outputs are wanted: all of it, but
-        labels that it would not be given in training."""
+        """The inputs for the first stage, of a batch of which only outputs are wanted: all of it,
+        but labels that the stage would not be given in training."""
         if isinstance(batch, Microbatches):
-            return Microbatches(self.inputs_of(one) for one in batch)
+            return Microbatches(self.inputs_of(part) for part in batch)
         opened = batch if isinstance(batch, Tensor | tuple | list) else _opened(batch, "inputs")
         return self._without_labels(opened) if isinstance(opened, dict) else batch
 

@@ -1,4 +1,4 @@
-"""What users give as ``optimizer``: a function from parameters to an optimizer of them."""
+"""Factories of optimizers and learning-rate schedulers, as users give them: functions of parameters."""
 
 from __future__ import annotations
 

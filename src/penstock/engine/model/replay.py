@@ -1,4 +1,4 @@
-"""Running modules a second time as if it were the first.
+"""Running modules a second time as if it were the first, and autocast, which is part of that.
 
 Recomputing activations repeats a forward. What the first run changed must not change twice (the
 running statistics of a BatchNorm, the number of batches it saw), and what it read must be read
@@ -13,15 +13,12 @@ the second run. Whoever overwrites it has its old value and leaves that to those
 
 What a module keeps elsewhere, in plain attributes, is not protected.
 
-Autocast, where several threads of a process use it.
-
 Autocast remembers the copies of weights that it has made: in one place for the whole process, all
 of which any thread forgets that leaves autocast. A weight that a forward uses several times, as
 those of recurrent layers are, would then be copied anew in the middle of it, and its gradients be
-summed in another order. So in a process, forwards under autocast take turns.
-
-Where ranks wait for each other within a forward, as the members of a group do, they cannot take
-turns. They remember no casts instead: a weight that is used twice is cast twice.
+summed in another order. So in a process, forwards under autocast take turns. Where ranks wait for
+each other within a forward, as the members of a group do, they cannot take turns: they remember no
+casts instead, and a weight that is used twice is cast twice.
 """
 
 from __future__ import annotations
@@ -111,7 +108,7 @@ class Formers:
         self._unchanged = WeakIdKeyDictionary()
 
     def read(self, buffer: Tensor) -> Former:
-        """What whoever reads a buffer keeps, to find its value later."""
+        """A note for whoever reads a buffer, to find its value later."""
         if buffer not in self._unchanged:
             self._unchanged[buffer] = Former()
         former: Former = self._unchanged[buffer]
@@ -125,7 +122,7 @@ class Formers:
 
 @dataclass
 class Past:
-    """What a second run needs to know of the first.
+    """The circumstances of a first run, for the second.
 
     Attributes:
         buffers: (module, name, value before) of each; a buffer that several modules hold has one

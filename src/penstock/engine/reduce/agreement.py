@@ -72,8 +72,8 @@ class Share(NamedTuple):
 
 
 def _any(overflows: Iterable[Tensor | None]) -> Tensor | None:
-    told = [overflow for overflow in overflows if overflow is not None]
-    return reduce(torch.maximum, told) if told else None
+    scaled = [overflow for overflow in overflows if overflow is not None]
+    return reduce(torch.maximum, scaled) if scaled else None
 
 
 class Verdict(NamedTuple):
@@ -118,8 +118,8 @@ class Verdict(NamedTuple):
         factor = torch.clamp(clip_norm / (norm + 1e-6), max=1.0)
         if not reads_factor and not is_on_host(norm.device):
             return cls(norm, not any(_read(overflow)), factor)
-        told, *infinite = _read(factor, overflow)
-        return cls(norm, not any(infinite), told)
+        read_factor, *infinite = _read(factor, overflow)
+        return cls(norm, not any(infinite), read_factor)
 
 
 def _read(*numbers: Tensor | None) -> list[float]:
@@ -128,8 +128,8 @@ def _read(*numbers: Tensor | None) -> list[float]:
     >>> _read(torch.tensor(0.5), None, torch.tensor([2.0]))
     [0.5, 2.0]
     """
-    told = [number.reshape(1) for number in numbers if number is not None]
-    read: list[float] = torch.cat(told).tolist() if told else []
+    wanted = [number.reshape(1) for number in numbers if number is not None]
+    read: list[float] = torch.cat(wanted).tolist() if wanted else []
     return read
 
 

@@ -80,7 +80,8 @@ def buckets_of(
     """
     sizes = {place: parameter.element_size() for place, parameter in parameters.items()}
     whole = [
-        ParameterRange(place, 0, one.numel()) for place, one in reversed([*parameters.items()])
+        ParameterRange(place, 0, parameter.numel())
+        for place, parameter in reversed([*parameters.items()])
     ]
     num_bytes = sum(parameter.nbytes for parameter in parameters.values())
     buckets = []

@@ -186,20 +186,22 @@ class ServerReducer(FlatReducer):
         """
         spare = [_owner(server) for server in self._summing.servers]
         word, first = secrets.token_hex(16), self._shared.ranks[0]
-        told = {self._rank: self._listen(word)} if self._rank == first else {}
+        addresses = {self._rank: self._listen(word)} if self._rank == first else {}
         if self._rank != first:
             # The first one makes up the secret with which holders know each other.
-            *_, word = told[first] = self._hear_address(first)
-            told[self._rank] = self._listen(word)
+            *_, word = addresses[first] = self._hear_address(first)
+            addresses[self._rank] = self._listen(word)
         for other in self._shared.others(self._rank):
             edge = self._shared.edge(self._rank, other, Purpose.PART)
-            self._transport.send(edge, FIRST_EXCHANGE, told[self._rank])
-        told |= {rank: self._hear_address(rank) for rank in self._shared.ranks if rank not in told}
+            self._transport.send(edge, FIRST_EXCHANGE, addresses[self._rank])
+        addresses |= {
+            rank: self._hear_address(rank) for rank in self._shared.ranks if rank not in addresses
+        }
         rates = self._summing.bytes_per_second
         holders = [
             Owner(
                 f"rank {rank}",
-                told[rank][:2],
+                addresses[rank][:2],
                 key_of(word, ""),
                 rates[rank] if rates else 0.0,
             )
@@ -245,7 +247,7 @@ class ServerReducer(FlatReducer):
     def take_served(self) -> list[ServedGradients]:
         if self._exchange is None:
             return []
-        return [ServedGradients(*one) for one in self._exchange.take_served()]
+        return [ServedGradients(*served) for served in self._exchange.take_served()]
 
     def close(self, *, failed: bool) -> None:
         if self._exchange is not None:

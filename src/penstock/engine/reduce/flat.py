@@ -206,7 +206,7 @@ class FlatReducer(Reducer):
     @contextmanager
     def closing(self, number: int) -> Iterator[None]:
         """Within, each gradient leaves as soon as it has been made."""
-        placed = {one.place: one for one in self._start().placed}
+        placed = {gradient.place: gradient for gradient in self._start().placed}
 
         def complete(place: int) -> None:
             self._left.add(placed[place])
@@ -239,22 +239,22 @@ class FlatReducer(Reducer):
         total, absent = 0, frozenset(self._own.absent)
         waiting = f"rank {self._rank}, waiting before its update for"
         for holder in self._shared.ranks:
-            told = self._own if holder == self._rank else self._hear(holder, waiting)
-            if told.frozen != self._own.frozen:
+            report = self._own if holder == self._rank else self._hear(holder, waiting)
+            if report.frozen != self._own.frozen:
                 raise RunError(
                     f"rank {self._rank} and rank {holder} hold the same weights, but do not train "
                     "the same of them; call requires_grad_ alike on every rank"
                 )
-            total += told.num_gathered
-            absent &= {*told.absent}
+            total += report.num_gathered
+            absent &= {*report.absent}
         sums = self.summed(f"{waiting} the sum of gradients of weights that several ranks hold")
         self._passed.append(Passed(0, self._began, time.perf_counter()))
         sums.put(self._shared.parameters, absent, total if self._averages else 1)
 
     def _hear(self, holder: int, waiting: str) -> _Told:
         edge = self._shared.edge(holder, self._rank, Purpose.PART)
-        told = f"{waiting} rank {holder}'s gradients of weights that both hold"
-        return _Told(*self._transport.recv(edge, self._number, told))
+        waiting_for = f"{waiting} rank {holder}'s gradients of weights that both hold"
+        return _Told(*self._transport.recv(edge, self._number, waiting_for))
 
     def take_passed(self) -> list[Passed]:
         passed, self._passed = self._passed, []
@@ -267,7 +267,7 @@ class FlatReducer(Reducer):
 
 def _frozen(parameters: Sequence[nn.Parameter]) -> tuple[int, ...]:
     """Places of those that are not trained."""
-    return tuple(place for place, one in enumerate(parameters) if not one.requires_grad)
+    return tuple(place for place, parameter in enumerate(parameters) if not parameter.requires_grad)
 
 
 def _refuse(place: int) -> None:

@@ -117,8 +117,8 @@ class OwnerReducer(Reducer):
         servers: Collection[int] = (),
     ) -> None:
         assert most_buckets == 1 or not servers, "only holders know of how many microbatches"
-        self._owners = tuple(one for one in shared.ranks if one in servers) or shared.ranks
-        self._givers = tuple(one for one in shared.ranks if one not in servers)
+        self._owners = tuple(holder for holder in shared.ranks if holder in servers) or shared.ranks
+        self._givers = tuple(holder for holder in shared.ranks if holder not in servers)
         self.leaves_early = most_buckets > 1
         self._rank = rank
         self._shared = shared
@@ -132,7 +132,9 @@ class OwnerReducer(Reducer):
     def _begin(self, number: int) -> _SumRound:
         if self._round is None or self._round.number != number:
             parameters = self._shared.parameters
-            frozen = tuple(place for place, one in enumerate(parameters) if not one.requires_grad)
+            frozen = tuple(
+                place for place, parameter in enumerate(parameters) if not parameter.requires_grad
+            )
             self._round = _SumRound(number, frozen, self._buckets_without(frozen))
         return self._round
 
@@ -140,7 +142,9 @@ class OwnerReducer(Reducer):
         if frozen not in self._buckets:
             shared = self._shared
             trained = {
-                place: one for place, one in enumerate(shared.parameters) if place not in frozen
+                place: parameter
+                for place, parameter in enumerate(shared.parameters)
+                if place not in frozen
             }
             # What is frozen seldom changes, and then for good.
             self._buckets = {frozen: buckets_of(trained, self._owners, self._most_buckets)}
@@ -206,11 +210,11 @@ class OwnerReducer(Reducer):
             if owner == self._rank:
                 round_.own[index] = values
             elif gives and round_.tells(index, owner):
-                told = self._told(index)
+                header = self._header(index)
                 edge = shared.edge(self._rank, owner, Purpose.PART, index)
-                self._transport.send(edge, round_.number + more, (*told, values))
+                self._transport.send(edge, round_.number + more, (*header, values))
 
-    def _told(self, index: int) -> tuple[tuple[int, ...] | None, int, tuple[int, ...]]:
+    def _header(self, index: int) -> tuple[tuple[int, ...] | None, int, tuple[int, ...]]:
         """What goes with a bucket: what is not trained, with the first; with the last, how many
         microbatches were summed, and which buckets must be summed once more."""
         round_ = self._now

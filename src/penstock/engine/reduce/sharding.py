@@ -82,7 +82,11 @@ class Shards:
         Raises:
             InputError: its step needs more of a parameter than the numbers that it changes.
         """
-        if not any(one in self.of for group in optimizer.param_groups for one in group["params"]):
+        if not any(
+            parameter in self.of
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ):
             return
         kind = type(optimizer)
         alone = getattr(kind, "elementwise", None)
@@ -95,7 +99,9 @@ class Shards:
             )
         self._groups[optimizer] = self.groups_of(optimizer)
         for group in optimizer.param_groups:
-            own = (self.of.get(one, Shard(0, one)).part for one in group["params"])
+            own = (
+                self.of.get(parameter, Shard(0, parameter)).part for parameter in group["params"]
+            )
             group["params"] = [part for part in own if part is not None]
 
     def groups_of(self, optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:

@@ -164,7 +164,9 @@ class StaleReducer(ShardedReducer):
         waiting = f"rank {self._rank}, waiting for rank {edge.source}'s gradients"
         frozen, *_, pieces = self._transport.recv(edge, number, waiting)
         own = tuple(
-            where for where, one in enumerate(self._shared.parameters) if not one.requires_grad
+            where
+            for where, parameter in enumerate(self._shared.parameters)
+            if not parameter.requires_grad
         )
         if frozen != own:
             raise RunError(
@@ -180,7 +182,9 @@ class StaleReducer(ShardedReducer):
 
     def add_up(self, contributions: Sequence[Contribution]) -> None:
         """Give the rows that the server steps the sum of some contributions. [3]"""
-        columns = zip(*(self._kept.pop(one) for one in contributions), strict=True)
+        columns = zip(
+            *(self._kept.pop(contribution) for contribution in contributions), strict=True
+        )
         for (place, *_), values in zip(self._pieces(self._rank), columns, strict=True):
             part = self.shards[self._shared.parameters[place]].part
             assert part is not None

@@ -189,7 +189,9 @@ class GradientSums:
         self._transport = transport
         self._everywhere = everywhere
         self._reducers: list[Reducer] = [make(rank, weights, transport) for weights in shared]
-        self._sharded = [one for one in self._reducers if isinstance(one, ShardedReducer)]
+        self._sharded = [
+            reducer for reducer in self._reducers if isinstance(reducer, ShardedReducer)
+        ]
         for reducer in self.stale[1:]:
             reducer.heard = self.stale[0].heard
         self._number = 0
@@ -208,7 +210,7 @@ class GradientSums:
     @property
     def stale(self) -> list[StaleReducer]:
         """Those of weights whose updates need not wait for all workers."""
-        return [one for one in self._reducers if isinstance(one, StaleReducer)]
+        return [reducer for reducer in self._reducers if isinstance(reducer, StaleReducer)]
 
     def take_last(self) -> None:
         """Take the weights with which a stream has ended that nobody knew to end."""
@@ -355,9 +357,9 @@ class GradientSums:
         """What reducers tell, with the stage whose weights they sum; of weights that several stages
         share nothing, which would be no stage's."""
         return [
-            (min(weights.stages), told)
+            (min(weights.stages), report)
             for reducer, weights in zip(self._reducers, self._shared, strict=True)
-            for told in taken(reducer)
+            for report in taken(reducer)
             if len(weights.stages) == 1
         ]
 

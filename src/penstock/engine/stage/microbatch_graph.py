@@ -242,8 +242,8 @@ def scalar(loss: Any, training: bool) -> Tensor:
         InputError: it is no number, or is to be trained on and has no gradient.
     """
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise InputError(f"the loss must be one number, but it has {what}; reduce it to a scalar")
+        given = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise InputError(f"the loss must be one number, but it has {given}; reduce it to a scalar")
     if training and not loss.requires_grad:
         raise InputError(
             "the loss has no gradient: it was detached or depends on no trained parameter; compute "

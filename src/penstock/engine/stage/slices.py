@@ -137,7 +137,8 @@ class Relay:
             return {}
         if number not in self._left:
             before, after = (
-                slice_name(one, self._num_slices) for one in (number - self._ahead, number)
+                slice_name(slice_number, self._num_slices)
+                for slice_number in (number - self._ahead, number)
             )
             raise InputError(f"on stage {self._stage}, {before} must come before {after}")
         return self._left.pop(number)

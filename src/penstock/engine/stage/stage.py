@@ -362,12 +362,12 @@ class Stage:
         elif graph is not None:
             self._graphs[microbatch] = graph
 
-    def _take(self, kept: dict[int, K], microbatch: int, what: str, wanted: str) -> K:
+    def _take(self, kept: dict[int, K], microbatch: int, action: str, wanted: str) -> K:
         if microbatch not in kept:
-            raise self._missing(microbatch, what, wanted)
+            raise self._missing(microbatch, action, wanted)
         return kept.pop(microbatch)
 
-    def _missing(self, microbatch: int, what: str, wanted: str) -> InputError:
+    def _missing(self, microbatch: int, action: str, wanted: str) -> InputError:
         state = "nothing of it is kept"
         if microbatch in self._past:
             state = "only its input is kept; recompute it first"
@@ -377,7 +377,7 @@ class Stage:
         elif microbatch in self._deferred:
             state = "its backward_input is done and its backward_weight is due"
         return InputError(
-            f"{what} of {slice_name(microbatch, self._num_slices)} on stage {self.index} needs "
+            f"{action} of {slice_name(microbatch, self._num_slices)} on stage {self.index} needs "
             f"{wanted} before it, but {state}"
         )
 

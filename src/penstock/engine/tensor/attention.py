@@ -95,8 +95,8 @@ class HeadAttention(GroupMember, nn.MultiheadAttention):
             output = turned.transpose(0, 1)
         if weights is None or not need_weights:
             return output, None
-        told = self._told(weights, average_attn_weights)
-        return output, told if batched else told.squeeze(0)
+        shown = self._told(weights, average_attn_weights)
+        return output, shown if batched else shown.squeeze(0)
 
     def _check(self, query: Tensor, attn_mask: Tensor | None, is_causal: bool) -> None:
         here = self.membership
@@ -140,7 +140,10 @@ class HeadAttention(GroupMember, nn.MultiheadAttention):
                 made[place] = torch.cat([made[place], bias.expand(rows, -1, -1)], 1)
             if self.add_zero_attn:
                 made[place] = F.pad(made[place], (0, 0, 0, 1))
-        return [torch.unflatten(one, -1, (-1, self.head_dim)).transpose(1, 2) for one in made]
+        return [
+            torch.unflatten(projected, -1, (-1, self.head_dim)).transpose(1, 2)
+            for projected in made
+        ]
 
     def _mask(
         self,
@@ -188,8 +191,8 @@ class HeadAttention(GroupMember, nn.MultiheadAttention):
         if average:
             return summed(weights.sum(1) / self.num_heads, here.around, here.group)
         every = gather(weights, here.group, 1)
-        told: Tensor = converted(every, WHOLE, here.around, here.group, here.name)
-        return told
+        mine: Tensor = converted(every, WHOLE, here.around, here.group, here.name)
+        return mine
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -272,7 +275,7 @@ def _is_splitting_attention(module: nn.Module) -> bool:
     """Whether it is an attention as GPT-2's in ``transformers``, told without importing it."""
     projections = [module._modules.get(name) for name in ("c_attn", "c_proj")]
     return (
-        all(one is not None and is_transposed(one) for one in projections)
+        all(projection is not None and is_transposed(projection) for projection in projections)
         and "q_attn" not in module._modules
         and all(isinstance(vars(module).get(name), int) for name in ("split_size", "head_dim"))
     )

@@ -190,7 +190,7 @@ class _MemberGraphWriter:
             return wanted
         unit = way.cuts["weight"].unit
         part = self._call(part_of, self.whole(value), wanted.dim, wanted.length // unit, unit)
-        self._copy(node, lambda one: part if one is value else self.whole(one))
+        self._copy(node, lambda given: part if given is value else self.whole(given))
         return wanted
 
     def _divided(self, value: fx.Node, way: ModuleSharing, module: nn.Module) -> ShardedDim:

@@ -49,13 +49,15 @@ class ShardedDim(NamedTuple):
     def alike(self, other: ShardedDim) -> bool:
         """Whether members have the same numbers of a dimension of the same size."""
         mine, theirs = (
-            (one.length * one.inner, *(part * one.inner for part in one.parts))
-            for one in (self, other)
+            (sharded.length * sharded.inner, *(part * sharded.inner for part in sharded.parts))
+            for sharded in (self, other)
         )
         return mine == theirs
 
 
-def reshaped(divided: ShardedDim, before: Sequence[int], after: Sequence[int]) -> ShardedDim | None:
+def _reshaped(
+    divided: ShardedDim, before: Sequence[int], after: Sequence[int]
+) -> ShardedDim | None:
     """What is divided of a value that is seen in another shape.
 
     Args:
@@ -64,11 +66,11 @@ def reshaped(divided: ShardedDim, before: Sequence[int], after: Sequence[int]) -
     Returns:
         ``None`` if no dimension of the new shape is divided in one piece.
 
-    >>> reshaped(ShardedDim(2, 12, 1, (6, 6)), (5, 7, 12), (5, 7, 4, 3))
+    >>> _reshaped(ShardedDim(2, 12, 1, (6, 6)), (5, 7, 12), (5, 7, 4, 3))
     ShardedDim(dim=2, length=4, inner=1, parts=(2, 2))
-    >>> reshaped(ShardedDim(1, 4, 1, (2, 2)), (5, 4, 7), (20, 7))
+    >>> _reshaped(ShardedDim(1, 4, 1, (2, 2)), (5, 4, 7), (20, 7))
     ShardedDim(dim=0, length=4, inner=1, parts=(2, 2))
-    >>> reshaped(ShardedDim(2, 12, 1, (6, 6)), (5, 7, 12), (5, 7, 3, 4)) is None
+    >>> _reshaped(ShardedDim(2, 12, 1, (6, 6)), (5, 7, 12), (5, 7, 3, 4)) is None
     True
     """
     # From how many numbers on one step in the divided places goes, and where they begin again.
@@ -129,8 +131,12 @@ class _Plain(NamedTuple):
 def _first(node: fx.Node, known: Known) -> tuple[ShardedDim, list[int]] | None:
     """How an operation's first argument is divided, and its shape; ``None`` unless it is, alone."""
     value = node.args[0]
-    others = [one for one in node.all_input_nodes if one is not value]
-    if not isinstance(value, fx.Node) or value not in known or any(one in known for one in others):
+    others = [other for other in node.all_input_nodes if other is not value]
+    if (
+        not isinstance(value, fx.Node)
+        or value not in known
+        or any(other in known for other in others)
+    ):
         return None
     shape = shape_of(value)
     return None if shape is None else (known[value], shape)
@@ -186,7 +192,7 @@ def _viewed(node: fx.Node, known: Known, member: int) -> Rule | None:
     given, output = _first(node, known), shape_of(node)
     if given is None or output is None:
         return None
-    divided = reshaped(*given, output)
+    divided = _reshaped(*given, output)
     if divided is None:
         return None
     if _bare(node) == "flatten":
@@ -293,10 +299,10 @@ def _concatenated(node: fx.Node, known: Known, _: int) -> Rule | None:
     values: Sequence[Any] = node.args[0]  # type: ignore[assignment]
     output = shape_of(node)
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-    if output is None or not isinstance(dim, int) or any(one not in known for one in values):
+    if output is None or not isinstance(dim, int) or any(value not in known for value in values):
         return None
     first = known[values[0]]
-    fit = all(known[one].dim == first.dim and known[one].alike(first) for one in values)
+    fit = all(known[value].dim == first.dim and known[value].alike(first) for value in values)
     return Rule(first) if fit and dim % len(output) != first.dim else None
 
 
@@ -306,20 +312,22 @@ def _multiplied(node: fx.Node, known: Known, _: int) -> Rule | None:
     matrices, output = node.args[: 3 if attends else 2], shape_of(node)
     if attends and (node.kwargs.get("dropout_p") or any(node.args[4:5])):
         return None  # the mask would be that of other heads
-    if output is None or not all(isinstance(one, fx.Node) and one in known for one in matrices):
+    if output is None or not all(
+        isinstance(matrix, fx.Node) and matrix in known for matrix in matrices
+    ):
         return None
-    divided = [known[one] for one in matrices]  # type: ignore[index]
-    shapes = [shape_of(one) for one in matrices]  # type: ignore[arg-type]
+    divided = [known[matrix] for matrix in matrices]  # type: ignore[index]
+    shapes = [shape_of(matrix) for matrix in matrices]  # type: ignore[arg-type]
     first, place = divided[0], divided[0].dim - len(output)
     # Keys may have fewer heads than queries; then each of theirs is for several in a row.
     grouped = bool(node.kwargs.get("enable_gqa"))
-    fit = place < -2 and all(one.dim == first.dim for one in divided)
-    fit = fit and all(one is not None and len(one) == len(output) for one in shapes)
-    if not fit or not (grouped or all(one.alike(first) for one in divided)):
+    fit = place < -2 and all(own.dim == first.dim for own in divided)
+    fit = fit and all(shape is not None and len(shape) == len(output) for shape in shapes)
+    if not fit or not (grouped or all(own.alike(first) for own in divided)):
         return None
-    if grouped and not _in_proportion(divided, [one[first.dim] for one in shapes if one]):
+    if grouped and not _in_proportion(divided, [shape[first.dim] for shape in shapes if shape]):
         return None
-    others = [one for one in node.all_input_nodes if one not in matrices]
+    others = [other for other in node.all_input_nodes if other not in matrices]
     for other in others:
         if other in known or _size_at(other, place) not in (None, 1):
             return None
@@ -330,8 +338,8 @@ def _in_proportion(divided: Sequence[ShardedDim], sizes: Sequence[int]) -> bool:
     """Whether each member has the same share of all."""
     first, size = divided[0], sizes[0]
     return all(
-        one.local(own, member) * size == first.local(size, member) * own
-        for one, own in zip(divided, sizes, strict=True)
+        sharded.local(own, member) * size == first.local(size, member) * own
+        for sharded, own in zip(divided, sizes, strict=True)
         for member in range(len(first.parts))
     )
 

@@ -74,8 +74,8 @@ class FirstRun:
         except RuntimeError as error:
             if self._expected is None or isinstance(error, PenstockError):
                 raise
-            told = f"fails there ({type(error).__name__}: {error})"
-            raise ModelError(_refusal(how, told)) from error
+            trouble = f"fails there ({type(error).__name__}: {error})"
+            raise ModelError(_refusal(how, trouble)) from error
 
     def divided_dimension(self, output: Any, lies: Layout) -> Layout:
         """Along which dimension members have parts of an output that nobody has put together.
@@ -100,24 +100,24 @@ class FirstRun:
         if getattr(layer, "stashes", ()):
             output = output[0]
             expected = None if expected is None else expected._replace(output=expected.output[0])
-        told = ""
+        trouble = ""
         try:
             with torch.no_grad():
                 whole = converted(output, gives, WHOLE, layer.sharers, how.name)
         except RuntimeError as error:
             if isinstance(error, PenstockError):
                 raise
-            told = f"gives parts that do not fit together ({error})"
+            trouble = f"gives parts that do not fit together ({error})"
         self._due = False
-        if not told and expected is not None:
+        if not trouble and expected is not None:
             on_host = all(is_on_host(leaf.device) for leaf in tree.tensors(whole))
-            told = difference(whole, expected.output, draws_alike=on_host or not expected.drew)
-        if told:
-            self._refusal = _refusal(how, told)
+            trouble = difference(whole, expected.output, draws_alike=on_host or not expected.drew)
+        if trouble:
+            self._refusal = _refusal(how, trouble)
             raise ModelError(self._refusal)
 
 
-def _refusal(how: LayerSharing, told: str) -> str:
+def _refusal(how: LayerSharing, trouble: str) -> str:
     names = [f"{how.name}.{path}" if path else how.name for path in how.said]
     said = dict(zip(names, how.said.values(), strict=True))
     has = {ROWS: "some of its rows", SEQUENCE: "some of its positions"}.get(how.reads, "")
@@ -126,7 +126,7 @@ def _refusal(how: LayerSharing, told: str) -> str:
         why = f"each tensor rank has {has}, so what mixes them must be split, too"
     return (
         f"layer {how.name!r} does not compute what it computes on one device: split as "
-        f'{said}, it {told}; {why}. Split attention in it as "heads", or its projections as '
+        f'{said}, it {trouble}; {why}. Split attention in it as "heads", or its projections as '
         '"column" and "row", and let code between them take sizes from what it is given, as '
         '`unflatten(-1, (-1, head_width))` does; end a "column" with a "row" in the same layer; or '
         'let all tensor ranks repeat it ("whole")'
@@ -135,7 +135,10 @@ def _refusal(how: LayerSharing, told: str) -> str:
 
 def _whole_values(original: nn.Module, layer: SharedLayer) -> dict[int, Tensor]:
     """The whole parameters and buffers of a layer in main memory, by the ids of the user's."""
-    group, cuts = layer.sharers, {id(one): cut for one, cut in cut_tensors(original, layer.sharing)}
+    group, cuts = (
+        layer.sharers,
+        {id(tensor): cut for tensor, cut in cut_tensors(original, layer.sharing)},
+    )
     values: dict[int, Tensor] = {}
     for theirs, ours in zip(_tensors_of(original), _tensors_of(layer), strict=True):
         if id(theirs) in values:
@@ -151,8 +154,8 @@ def _whole_values(original: nn.Module, layer: SharedLayer) -> dict[int, Tensor]:
 
 
 def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
-    yield from (one for _, one in module.named_parameters(remove_duplicate=False))
-    yield from (one for _, one in module.named_buffers(remove_duplicate=False))
+    yield from (tensor for _, tensor in module.named_parameters(remove_duplicate=False))
+    yield from (tensor for _, tensor in module.named_buffers(remove_duplicate=False))
 
 
 class SharedLayer(nn.Module):
@@ -309,7 +312,7 @@ def terms(layer: nn.Module, sharing: LayerSharing) -> Iterator[Tensor]:
     # What a divided layer has besides is added behind a sum, where the output lies.
     lies = sharing.reads if sharing.own is None else sharing.gives
     if lies is not WHOLE:
-        yield from (one for one in layer.parameters() if id(one) not in cut)
+        yield from (parameter for parameter in layer.parameters() if id(parameter) not in cut)
         return
     for path, way in sharing.inner.items():
         if way.alike:

@@ -73,8 +73,8 @@ def own_split(layer: NamedLayer, splits: Mapping[str, str]) -> str:
 def _said(name: str, splits: Mapping[str, str]) -> str:
     said = {how for pattern, how in splits.items() if matches(pattern, name)}
     if len(said) > 1:
-        told = " and ".join(map(repr, sorted(said)))
-        raise ModelError(f"splits say {told} of {name}; let only one pattern mean it")
+        both = " and ".join(map(repr, sorted(said)))
+        raise ModelError(f"splits say {both} of {name}; let only one pattern mean it")
     return said.pop() if said else ""
 
 

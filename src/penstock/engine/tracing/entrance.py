@@ -100,7 +100,9 @@ def as_planned(model: nn.Module, plan: Plan) -> Captured | None:
 def _off_meta(model: nn.Module) -> Iterator[None]:
     """A context in which what is on ``meta`` has memory on the host. No tracer reads or writes its
     values, so the system gives no pages for it."""
-    tensors = {id(one): one for one in (*model.parameters(), *model.buffers()) if one.is_meta}
+    tensors = {
+        id(tensor): tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_meta
+    }
     try:
         for tensor in tensors.values():
             give_memory(tensor, torch.empty_like(tensor, device="cpu"))

@@ -152,10 +152,16 @@ def _misfits(signature: inspect.Signature, inputs: Any) -> str:
     if not isinstance(inputs, dict):
         return ""
     parameters = signature.parameters.values()
-    named = [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
-    extra = [repr(key) for key in inputs if key not in {one.name for one in named}]
+    named = [
+        parameter
+        for parameter in parameters
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    extra = [repr(key) for key in inputs if key not in {parameter.name for parameter in named}]
     missing = [
-        repr(one.name) for one in named if one.default is one.empty and one.name not in inputs
+        repr(parameter.name)
+        for parameter in named
+        if parameter.default is parameter.empty and parameter.name not in inputs
     ]
     wrong = [f"it takes no {' and no '.join(extra)}"] if extra else []
     wrong += [f"it needs {' and '.join(missing)}, too"] if missing else []

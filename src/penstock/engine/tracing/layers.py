@@ -161,9 +161,9 @@ class Borders:
             raise self._other_form(inputs, structure)
         for position, (leaf, expected) in enumerate(zip(leaves, self.leaves, strict=True)):
             if not _fits(leaf, expected):
-                what = tuple(leaf.shape) if isinstance(leaf, Tensor) else repr(leaf)
+                given = tuple(leaf.shape) if isinstance(leaf, Tensor) else repr(leaf)
                 raise InputError(
-                    f"input {position} is {what}, but the model was captured with "
+                    f"input {position} is {given}, but the model was captured with "
                     f"{_text(expected)}; capture it with dynamic='all' for other lengths, or with "
                     "these inputs"
                 )

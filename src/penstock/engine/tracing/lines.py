@@ -101,7 +101,7 @@ def running_line(frame: FrameType | None, calm: Iterable[object] = ()) -> CodeLi
     return innermost
 
 
-def called_functions(error: BaseException) -> set[str]:
+def _called_functions(error: BaseException) -> set[str]:
     """The names of all functions, of whomever, through which an error came."""
     return {
         frame.f_code.co_name
@@ -195,12 +195,12 @@ def remedy_of(failure: TraceFailure) -> str | None:
 
 def asks_its_mask(failure: TraceFailure) -> bool:
     """Whether an argument of a call would help, so that nothing needs to be left whole."""
-    asks = "_detect_is_causal_mask" in called_functions(failure.error)
+    asks = "_detect_is_causal_mask" in _called_functions(failure.error)
     return asks and any(isinstance(module, _ASKING) for module in failure.model.modules())
 
 
 def _packs(failure: TraceFailure) -> bool:
-    packs = {"pack_padded_sequence", "pad_packed_sequence"} & called_functions(failure.error)
+    packs = {"pack_padded_sequence", "pad_packed_sequence"} & _called_functions(failure.error)
     recurrent = any(isinstance(module, nn.RNNBase) for module in failure.model.modules())
     # A recurrent module that is given what was packed before asks it for a batch size.
     return bool(packs) or (recurrent and "failed to unpack the object" in str(failure.error))

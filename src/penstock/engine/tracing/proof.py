@@ -56,7 +56,7 @@ def check_equal(
     rows = microbatches.num_rows(list(given), "inputs")
     for given_rows in (given, with_other_rows(given)):
         other = microbatches.num_rows(list(given_rows), "inputs")
-        what = f"{type(model).__name__} with {other} rows"
+        run = f"{type(model).__name__} with {other} rows"
         watch = HookWatch(calm)
         try:
             with watch, attributes_kept(model, calm) as changed:
@@ -64,16 +64,16 @@ def check_equal(
         except Exception as error:
             where = because(lines_of(error))
             if other == rows:
-                raise ModelError(f"{what} fails: {short(error)}{where}") from error
+                raise ModelError(f"{run} fails: {short(error)}{where}") from error
             raise ModelError(
-                f"{what} fails, where {rows} were given: {type(error).__name__}: {error}{where}. "
+                f"{run} fails, where {rows} were given: {type(error).__name__}: {error}{where}. "
                 f"Microbatches may be of any size. {_MEND}"
             ) from error
         try:
             output, moved = _run(model, captured, given_rows)
         except Exception as error:
             raise ModelError(
-                f"{what} cannot be run layer by layer, though the model can: "
+                f"{run} cannot be run layer by layer, though the model can: "
                 f"{type(error).__name__}: {error}. "
                 f"{_BY_ROW if isinstance(error, InputError) else _MEND}"
             ) from error
@@ -82,7 +82,7 @@ def check_equal(
             differs = "buffers, such as running statistics, differ"
         if differs is not None:
             raise ModelError(
-                f"{what}, run layer by layer, is another model: {differs}. "
+                f"{run}, run layer by layer, is another model: {differs}. "
                 f"{_UNSEEN if other == rows else f'{_MEND}; or: {_UNSEEN}'}"
             )
         if model.training:

@@ -168,9 +168,9 @@ def _overwritten_views(
     order = {node: place for place, node in enumerate(layer_of)}
     families: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node in layer_of:
-        base = base_of(node)
+        base = _base_of(node)
         for value in overwritten(node, model):
-            root = base_of(value)
+            root = _base_of(value)
             family = families[root]
             others = [member for member in (root, *family) if member is not value]
             read_later = any(
@@ -209,7 +209,7 @@ _IN_PLACE_OPERATORS = frozenset(
 )
 
 
-def base_of(node: fx.Node) -> fx.Node:
+def _base_of(node: fx.Node) -> fx.Node:
     """The first value whose memory a node's value is known to share."""
     while True:
         source = _viewed(node)
@@ -230,12 +230,12 @@ def _viewed(node: fx.Node) -> fx.Node | None:
     return node.args[0] if shares else None
 
 
-def is_value(node: fx.Node) -> bool:
+def _is_value(node: fx.Node) -> bool:
     """Whether a node's value may pass between layers; what a model holds does not."""
     return node.op not in {"get_attr", "output"}
 
 
-def is_number(node: fx.Node) -> bool:
+def _is_number(node: fx.Node) -> bool:
     """Whether a node gives a number, such as the rows of a tensor."""
     return isinstance(node.meta.get("val"), int | float | bool | torch.SymInt | torch.SymFloat)
 
@@ -248,7 +248,7 @@ def localise_sizes(traced: Traced, segments: Iterable[LayerNodes]) -> None:
         known: dict[Any, fx.Node] = {}
         for node in list(segment.nodes):
             for value in node.all_input_nodes:
-                if not is_number(value) or value in own:
+                if not _is_number(value) or value in own:
                     continue
                 wanted = str(value.meta["val"])
                 if wanted not in known:
@@ -269,7 +269,7 @@ def _dimension_of_size(wanted: str, nodes: Sequence[fx.Node]) -> tuple[fx.Node, 
     for node in nodes:
         for value in node.all_input_nodes:
             tensor = value.meta.get("val")
-            if value in own or not is_value(value) or not isinstance(tensor, Tensor):
+            if value in own or not _is_value(value) or not isinstance(tensor, Tensor):
                 continue
             for dimension, size in enumerate(tensor.shape):
                 if str(size) == wanted:
@@ -317,9 +317,9 @@ class ValueFlow:
         last: dict[fx.Node, int] = {}
         for index, segment in enumerate(self.segments):
             for node in segment.nodes:
-                last.update((value, index) for value in node.all_input_nodes if is_value(value))
+                last.update((value, index) for value in node.all_input_nodes if _is_value(value))
         end = len(self.segments) - 1
-        last.update((value, end) for value in output.all_input_nodes if is_value(value))
+        last.update((value, end) for value in output.all_input_nodes if _is_value(value))
         return {value: index for value, index in last.items() if self.maker.get(value, -1) < index}
 
     def reads(self, index: int) -> list[fx.Node]:
@@ -331,7 +331,7 @@ class ValueFlow:
         return [
             value
             for value in dict.fromkeys(values)
-            if is_value(value) and self.maker.get(value, -1) != index
+            if _is_value(value) and self.maker.get(value, -1) != index
         ]
 
     def sources(self, index: int) -> list[int]:
@@ -339,7 +339,7 @@ class ValueFlow:
         made = (
             self.maker[value]
             for value in self.reads(index)
-            if value in self.maker and not is_number(value)
+            if value in self.maker and not _is_number(value)
         )
         return sorted(set(made))
 
@@ -370,7 +370,7 @@ def must_follow(model: nn.Module, flow: ValueFlow) -> list[set[int]]:
 
 
 def _memory(node: fx.Node) -> object:
-    base = base_of(node)
+    base = _base_of(node)
     # Each use of a buffer has a node of its own; its name is what they share.
     return base.target if base.op == "get_attr" else base
 

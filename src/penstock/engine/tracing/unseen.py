@@ -30,7 +30,7 @@ from penstock.base.errors import ModelError
 from penstock.engine.model import tree
 from penstock.engine.tracing.lines import PAGE, CodeLine, is_models, running_line
 
-TORCHS_OWN = frozenset({*vars(nn.Module()), "forward"})
+_TORCHS_OWN = frozenset({*vars(nn.Module()), "forward"})
 """Attributes that every module has, among them those that hold parameters, buffers and children."""
 _WHOLE = "in a module without children, which is called as it is"
 
@@ -257,14 +257,14 @@ def _lengths(module: nn.Module) -> dict[str, int]:
     return {
         name: len(value)
         for name, value in held
-        if isinstance(value, list | set | dict) and name not in TORCHS_OWN
+        if isinstance(value, list | set | dict) and name not in _TORCHS_OWN
     }
 
 
 def _put_back(module: nn.Module, attributes: dict[str, Any], lengths: dict[str, int]) -> list[str]:
     """Undo what has become of a module's attributes; gives their names."""
     now = vars(module)
-    changed = [name for name in now if name not in TORCHS_OWN and _is_new(name, attributes, now)]
+    changed = [name for name in now if name not in _TORCHS_OWN and _is_new(name, attributes, now)]
     grown = [name for name in lengths if len(attributes[name]) > lengths[name]]
     for name in grown:
         if isinstance(attributes[name], list):
@@ -321,7 +321,7 @@ class Settings:
         set_it = nn.Module.__setattr__
 
         def is_own(module: nn.Module, attribute: str) -> bool:
-            known = id(module) in names and attribute not in TORCHS_OWN
+            known = id(module) in names and attribute not in _TORCHS_OWN
             return known and is_models(sys._getframe(2))
 
         def read(module: nn.Module, attribute: str) -> Any:

@@ -87,9 +87,9 @@ class _LinkPosition(NamedTuple):
         return torch.tensor([self.turn, *self.before, self.num_taken])
 
     @classmethod
-    def read(cls, told: Tensor) -> _LinkPosition:
+    def read(cls, numbers: Tensor) -> _LinkPosition:
         """Undo ``as_tensor``."""
-        turn, tag, number, num_taken = told.tolist()
+        turn, tag, number, num_taken = numbers.tolist()
         return cls(turn, _Before(tag, number), num_taken)
 
 
@@ -203,11 +203,15 @@ class DeviceLink:
         heard = []
         key = (edge, number)
         while True:
-            told = hear(*key)
-            if not _is_small_part(told):  # what is sent below this transport, such as a call's seal
-                self._early[key] = _Arriving(told, _LinkPosition(_NONE, self._last_sent, 0), (), ())
+            message = hear(*key)
+            if not _is_small_part(
+                message
+            ):  # what is sent below this transport, such as a call's seal
+                self._early[key] = _Arriving(
+                    message, _LinkPosition(_NONE, self._last_sent, 0), (), ()
+                )
                 return
-            value, forms, place = told[0], told[1], _LinkPosition.read(told[2])
+            value, forms, place = message[0], message[1], _LinkPosition.read(message[2])
             heard.append((key, value, forms, place))
             if place.turn <= self._num_posted:
                 break
@@ -305,8 +309,8 @@ def is_dense_on(device: torch.device, leaf: Any) -> bool:
     )
 
 
-def _is_small_part(told: Any) -> bool:
-    return type(told) is tuple and len(told) == 3 and isinstance(told[2], Tensor)
+def _is_small_part(message: Any) -> bool:
+    return type(message) is tuple and len(message) == 3 and isinstance(message[2], Tensor)
 
 
 def _sketch(tensor: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ from penstock.engine.transport.base import Edge, OnTop, Transport
 from penstock.engine.transport.device_link import DeviceLink, is_dense_on
 from penstock.engine.transport.rendezvous import Rendezvous, within
 
-RankPair = tuple[int, int]
+_RankPair = tuple[int, int]
 """The lower one first."""
 
 
@@ -89,7 +89,7 @@ def link_devices(
     host: str,
     device: torch.device,
     queue: DeviceQueue | None,
-    pairs: Iterable[RankPair],
+    pairs: Iterable[_RankPair],
     seconds: float,
 ) -> LinkedDevices:
     """Link the devices of all ranks that can be linked; every rank must call it.
@@ -167,7 +167,7 @@ def _identity(device: torch.device) -> str:
     return str(device.index or 0) if known is None else str(known)
 
 
-def _why_apart(pair: RankPair, first: _Whereabouts, second: _Whereabouts) -> str:
+def _why_apart(pair: _RankPair, first: _Whereabouts, second: _Whereabouts) -> str:
     """Why two ranks are not linked; empty if they can be."""
     for rank, place in zip(pair, (first, second), strict=True):
         if place.kind == "cpu":
@@ -181,7 +181,7 @@ def _why_apart(pair: RankPair, first: _Whereabouts, second: _Whereabouts) -> str
     return ""
 
 
-def _told(places: list[_Whereabouts], apart: Mapping[RankPair, str]) -> str:
+def _told(places: list[_Whereabouts], apart: Mapping[_RankPair, str]) -> str:
     linked = [pair for pair, why in apart.items() if not why]
     others = {pair: why for pair, why in apart.items() if why}
     pair, why = next(iter(others.items()), ((0, 0), ""))
@@ -197,7 +197,7 @@ def _told(places: list[_Whereabouts], apart: Mapping[RankPair, str]) -> str:
 
 def _connect(
     rank: int,
-    linked: list[RankPair],
+    linked: list[_RankPair],
     places: list[_Whereabouts],
     device: torch.device,
     queue: DeviceQueue | None,

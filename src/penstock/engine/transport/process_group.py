@@ -331,7 +331,9 @@ class ReceiveWatch:
     def close(self) -> None:
         """Nothing more will be watched. If nothing is waited for, the thread has ended then."""
         self._inbox.put(None)
-        if self._thread is not None and all(one.done.is_set() for one in self._watched.values()):
+        if self._thread is not None and all(
+            watched.done.is_set() for watched in self._watched.values()
+        ):
             self._thread.join(_PARTING_SECONDS)
 
 

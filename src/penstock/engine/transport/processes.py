@@ -36,10 +36,10 @@ class ProcessTransport(Transport):
         hosts: the host of every rank.
         far: to all ranks; ``None`` if all of them are near.
         near: to the ranks of this host, or ``None``.
-        told: how messages travel, and why so, as a sentence without its end.
+        summary: how messages travel, and why so, as a sentence without its end.
 
     Attributes:
-        told: as given.
+        told: the summary.
         hosts: the host of every rank; equal where they share a clock and memory.
         near_ranks: the ranks with which this one shares memory.
     """
@@ -49,9 +49,9 @@ class ProcessTransport(Transport):
         hosts: Sequence[str],
         far: ProcessGroupTransport | None,
         near: SharedMemoryTransport | None,
-        told: str = "",
+        summary: str = "",
     ) -> None:
-        self.told = told
+        self.told = summary
         self.hosts = tuple(hosts)
         self.near_ranks = near.ranks if near else frozenset[int]()
         self._far = far
@@ -164,16 +164,16 @@ def connect(
             near.close("shared memory could not be had everywhere")
         near = None
         _do_without(way, problems[0], meeting.rank)
-    told = _told(way, hosts, problems)
+    summary = _summary(way, hosts, problems)
     if near is not None and len(near.ranks) == meeting.num_ranks - 1:
-        return ProcessTransport(hosts, None, near, told)
+        return ProcessTransport(hosts, None, near, summary)
     neighbours = frozenset(rank for rank, other in enumerate(hosts) if other == own)
     group = groups.make_group(deadline_seconds)
     far = ProcessGroupTransport(group, neighbours, deadline_seconds, codec)
-    return ProcessTransport(hosts, far, near, told)
+    return ProcessTransport(hosts, far, near, summary)
 
 
-def _told(way: TransportKind, hosts: Sequence[str], problems: Sequence[str]) -> str:
+def _summary(way: TransportKind, hosts: Sequence[str], problems: Sequence[str]) -> str:
     """How messages travel, and why so; the same on every rank."""
     if way != "auto":
         by = "shared memory" if way == "shared-memory" else "the process group"

@@ -85,10 +85,10 @@ def private_store(num_ranks: int) -> Store | None:
     Raises:
         RunError: it cannot be opened.
     """
-    told = os.environ.get(VARIABLE, "").split(":")
-    if told[0] != str(os.getpid()) or told[2] != str(num_ranks):
+    words = os.environ.get(VARIABLE, "").split(":")
+    if words[0] != str(os.getpid()) or words[2] != str(num_ranks):
         return None
-    path = f"/proc/self/fd/{told[1]}"
+    path = f"/proc/self/fd/{words[1]}"
     try:
         os.stat(path)  # what cannot be opened, torch would try to open for minutes
     except OSError as error:

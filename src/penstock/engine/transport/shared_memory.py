@@ -183,8 +183,8 @@ class SharedMemoryTransport(Transport):
             if peer.outgoing is None:
                 self._tell(peer, Notice(NoticeKind.MESSAGE, slot.index, edge.tag, number), waiting)
             else:
-                told = -layout.number if note else layout.number
-                self._put(peer, peer.outgoing, slot, told, waiting)
+                layout_number = -layout.number if note else layout.number
+                self._put(peer, peer.outgoing, slot, layout_number, waiting)
         except RunError:
             slot.take_back()
             raise

@@ -123,7 +123,6 @@ class ObjectNode(_Node, frozen=True, tag="record"):
 
 Node: TypeAlias = "TensorNode | PlainNode | TextNode | SeriesNode | TableNode | ObjectNode"
 
-_NOTHING = PlainNode(None)
 _SERIES: dict[type, Literal["tuple", "list", "torch.Size"]] = {
     tuple: "tuple",
     list: "list",

@@ -201,7 +201,7 @@ class PinnedDataPath(DataPath):
         extent = _extent_of(group)
         self._memory.written_bytes += extent.num_bytes
         targets = _targets(group, self._memory.part(extent))
-        return _done(self._streams.take_all_out([(to, one.tensor) for one, to in targets]))
+        return _done(self._streams.take_all_out([(to, place.tensor) for place, to in targets]))
 
     def peek(self, extent: Extent, start: int, memory: memoryview, written: Moved | None) -> None:
         moment = None if written is None else written.result()

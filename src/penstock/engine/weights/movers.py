@@ -138,7 +138,7 @@ class _QueuedTransfer(NamedTuple):
 
     needed_at: int
     number: int
-    what: Transfer
+    transfer: Transfer
     moved: Moved
 
 
@@ -161,14 +161,14 @@ class IOThread:
         self._is_closed = False
         self._thread: threading.Thread | None = None
 
-    def begin(self, what: Transfer, needed_at: int = 0, behind: Moved | None = None) -> Moved:
+    def begin(self, transfer: Transfer, needed_at: int = 0, behind: Moved | None = None) -> Moved:
         """Perform something.
 
         Args:
             needed_at: how soon it is needed: lower numbers come first, equal ones in order.
             behind: what has to end before this can begin; others go first meanwhile.
         """
-        given = _QueuedTransfer(needed_at, next(self._numbers), what, Moved())
+        given = _QueuedTransfer(needed_at, next(self._numbers), transfer, Moved())
         moved = given.moved
         with self._turned:
             if self._thread is None:
@@ -209,7 +209,7 @@ class IOThread:
         moved, began = given.moved, time.perf_counter()
         try:
             while True:
-                next(given.what)
+                next(given.transfer)
                 with self._turned:
                     if self._given and self._given[0] < given:
                         heapq.heappush(self._given, given)
@@ -228,8 +228,8 @@ class IOThread:
             self._turned.notify()
 
 
-def at_once(what: Callable[[], torch.Event | None]) -> Transfer:
+def at_once(move: Callable[[], torch.Event | None]) -> Transfer:
     """A transfer of a single piece."""
-    moment = what()
+    moment = move()
     yield
     return moment

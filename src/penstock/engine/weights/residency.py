@@ -76,9 +76,13 @@ class Residency:
         """
         parameters = self._parameters[stage]
         groups = [
-            SwapGroup(f"{what} of stage {stage}", chosen, stage)
-            for what, trained in (("weights", True), ("frozen weights", False))
-            if (chosen := [one for one in parameters if one.requires_grad is trained])
+            SwapGroup(f"{kind} of stage {stage}", chosen, stage)
+            for kind, trained in (("weights", True), ("frozen weights", False))
+            if (
+                chosen := [
+                    parameter for parameter in parameters if parameter.requires_grad is trained
+                ]
+            )
         ]
         self._weights[stage] = groups
         for group in groups:
@@ -306,7 +310,9 @@ class Residency:
         self._send_gradients(stage)
 
     def _send_gradients(self, stage: int) -> None:
-        parameters = [one for one in self._parameters[stage] if one.grad is not None]
+        parameters = [
+            parameter for parameter in self._parameters[stage] if parameter.grad is not None
+        ]
         if not parameters:
             return
         known = self._gradients.get(stage)

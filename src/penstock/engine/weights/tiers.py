@@ -344,8 +344,8 @@ def _full(extent: Extent, where: str, error: OSError) -> FileError:
     room = ""
     if error.errno == errno.ENOSPC:
         with suppress(OSError):
-            found = os.statvfs(where)
-            room = f" ({format_bytes(found.f_bavail * found.f_frsize)} are free)"
+            disk = os.statvfs(where)
+            room = f" ({format_bytes(disk.f_bavail * disk.f_frsize)} are free)"
     return FileError(
         f"{where} has no room for {format_bytes(extent.num_bytes)} of {extent.whose}, behind "
         f"{format_bytes(extent.offset)} that are reserved{room}: {error.strerror}; make room, or "

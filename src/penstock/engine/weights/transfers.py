@@ -100,14 +100,14 @@ def shelved(
         tensors: by name, with the memory of the groups or of anybody else.
     """
     by_address = {group.buffer.start: group for group in groups if group.buffer is not None}
-    found = {}
+    on_tier = {}
     for name, tensor in tensors.items():
         group = by_address.get(tensor.untyped_storage().data_ptr())
         if group is None or group.extent is None or group.buffer is None:
             continue
         group.extent.is_held = True
         offset = tensor.data_ptr() - group.buffer.start
-        found[name] = Shelved(
+        on_tier[name] = Shelved(
             way,
             group.extent,
             group.writing,
@@ -116,7 +116,7 @@ def shelved(
             tensor.shape,
             tensor.stride(),
         )
-    return found
+    return on_tier
 
 
 NOW = -1
@@ -168,7 +168,9 @@ class Transfers:
         if not self._notes:
             return moved
         own, stretches = (kind, group.stage, group.microbatch), moved.stretches
-        moved.add_done_callback(lambda _: self._moved.extend([(*own, *one) for one in stretches]))
+        moved.add_done_callback(
+            lambda _: self._moved.extend([(*own, *stretch) for stretch in stretches])
+        )
         return moved
 
     def take_moved(self) -> list[tuple[TransferKind, int, int, float, float]]:
@@ -198,7 +200,7 @@ class Transfers:
             group.point()
         return False
 
-    def _await(self, moved: Moved, group: SwapGroup, what: str) -> torch.Event | None:
+    def _await(self, moved: Moved, group: SwapGroup, failing: str) -> torch.Event | None:
         """Wait for the host's part of a transfer; gives the moment of the rest, if there is any."""
         try:
             # Who did not answer once is not waited for again while all is taken down.
@@ -206,7 +208,7 @@ class Transfers:
         except FutureTimeoutError:
             self._stalls = True
             raise DeadlineError(
-                f"the {group.whose} {what} {self.way.space} within {self.way.seconds:g} s; raise "
+                f"the {group.whose} {failing} {self.way.space} within {self.way.seconds:g} s; raise "
                 "deadline_seconds, or take a faster tier"
             ) from None
 
@@ -320,7 +322,7 @@ class Transfers:
             for group, buffer in leaving
             if group.writing is not None and not group.writing.done()
         ]
-        self._leaving = [one for one in leaving if one not in under_way]
+        self._leaving = [pair for pair in leaving if pair not in under_way]
         self.finish()
         self._leaving = under_way
         return bool(under_way)
