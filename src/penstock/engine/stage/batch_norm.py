@@ -139,7 +139,7 @@ class _ChannelMoments:
 
 
 def _move(layer: _BatchNorm, moments: _ChannelMoments) -> None:
-    """What one forward on the whole minibatch does to a layer's buffers."""
+    """Do to a layer's buffers what one forward on the whole minibatch does."""
     mean, variance, tracked = layer.running_mean, layer.running_var, layer.num_batches_tracked
     if mean is None or variance is None:
         return

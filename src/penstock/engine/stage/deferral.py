@@ -101,7 +101,7 @@ class Deferral(TorchFunctionMode):
         return output
 
     def _use(self, value: Any) -> Any:
-        """What stands for an argument of an operation that is not deferred."""
+        """A stand-in for an argument of an operation that is not deferred."""
         kind = type(value)
         if kind is list or kind is tuple:
             return kind([self._use(item) for item in value])
@@ -139,7 +139,7 @@ class Deferral(TorchFunctionMode):
         _accumulate_all(finished)
 
     def held(self) -> list[Tensor]:
-        """What is kept for the gradients that are still to be computed."""
+        """The tensors kept for gradients that are still to be computed."""
         held = [tensor for entry in self._entries for tensor in (entry.gradient, entry.saved)]
         return [tensor for tensor in held if tensor is not None]
 

@@ -71,7 +71,7 @@ class NewestGraph:
     def take(
         self, microbatch: int, gradients: Gradients, skip_gradients: Mapping[str, Gradients]
     ) -> MicrobatchGraph | None:
-        """What the gradients of a microbatch go through; nobody else will.
+        """The graph that the gradients of a microbatch go through; nobody else will.
 
         Returns:
             ``None`` if there are no gradients, or nothing that they could go through: the stream
@@ -106,7 +106,7 @@ class NewestGraph:
 
 
 def _differentiated(graph: MicrobatchGraph, produced: Produced) -> Iterator[Tensor]:
-    """What a forward has produced and gradients come back through: a mask may be infinite."""
+    """The tensors of a forward through which gradients come back: a mask may be infinite."""
     pairs = [(graph.outputs, produced.value)]
     pairs += [(edges, produced.skips[key]) for key, edges in graph.stashed.items()]
     for edges, value in pairs:

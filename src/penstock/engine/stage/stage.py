@@ -42,10 +42,8 @@ from penstock.engine.stage.microbatch_graph import (
     MicrobatchGraph,
     check_finite,
     cut,
-    edges,
     scalar,
     sent,
-    trained,
 )
 from penstock.engine.stage.newest_graph import NewestGraph
 from penstock.engine.stage.protocol import NO_SKIPS, Criterion, Keep, Produced
@@ -60,7 +58,7 @@ _NOTHING = contextlib.nullcontext()
 
 @dataclass(frozen=True)
 class _ForwardCall:
-    """What a forward was called with; ``where``: (step, microbatch, slice), for random streams."""
+    """The arguments of a forward; ``where``: (step, microbatch, slice), for random streams."""
 
     microbatch: int
     inputs: Any
@@ -280,7 +278,7 @@ class Stage:
             self._take(self._deferred, microbatch, "backward_weight", "its backward_input").run()
 
     def held(self, microbatch: int) -> list[Tensor]:
-        """What is kept of a microbatch outside of autograd's graph, for those who count memory."""
+        """Tensors kept of a microbatch outside of autograd's graph, for those who count memory."""
         held: list[Any] = []
         if microbatch in self._past:
             given, _ = self._past[microbatch]
@@ -339,19 +337,12 @@ class Stage:
                 value = module(value)
             if criterion is not None:
                 value = scalar(criterion(value), wants).clone()
-        if deferral is not None:
-            deferral.check_forward()
-        produced, graph = Produced(self._leaving(value, criterion), {}), None
+        graph = None
         if wants:
-            graph = MicrobatchGraph(
-                inputs=[leaf],
-                recalled=NO_SKIPS,
-                outputs=edges(value),
-                stashed=NO_SKIPS,
-                drew=False,
-                deferral=deferral,
-                parameters=trained(self._modules),
+            graph = MicrobatchGraph.of(
+                [leaf], NO_SKIPS, value, NO_SKIPS, False, deferral, self._modules
             )
+        produced = Produced(self._leaving(value, criterion), {})
         self._keep(microbatch, graph, produced)
         return produced
 
@@ -421,27 +412,19 @@ class Stage:
         leaves, value = cut(given.inputs, wants and self._first_layer > 0)
         recalled = {key: cut(skip, wants) for key, skip in given.skips.items()}
         skips = {key: Skip.of(skip) for key, (_, skip) in recalled.items()}
-        splits = keep is Keep.SPLIT and torch.is_grad_enabled()
-        deferral = Deferral(self._undeferred) if splits else None
+        deferral = Deferral(self._undeferred) if wants and keep is Keep.SPLIT else None
         with deferral or _NOTHING:
             value, drew = self._run_layers(value, skips, given, again)
-        if deferral is not None:
-            deferral.check_forward()
         left = {key: skip.taken(key) for key, skip in skips.items()}
-        graph = MicrobatchGraph(
-            inputs=leaves,
-            recalled={key: skip_leaves for key, (skip_leaves, _) in recalled.items()},
-            outputs=edges(value),
-            stashed={key: edges(skip) for key, skip in left.items()},
-            drew=drew,
-            deferral=deferral,
-            parameters=trained(self._modules) if wants else (),
+        recalled_leaves = {key: skip_leaves for key, (skip_leaves, _) in recalled.items()}
+        graph = MicrobatchGraph.of(
+            leaves, recalled_leaves, value, left, drew, deferral, self._modules
         )
         stashed = {key: self._leaving(skip) for key, skip in left.items()}
         return Produced(self._leaving(value, given.criterion), stashed), graph
 
     def _leaving(self, value: Any, criterion: Criterion | None = None) -> Any:
-        """What goes to other stages, in memory that the next forward does not overwrite; or a loss,
+        """A value for other stages, in memory that the next forward does not overwrite; or a loss,
         which goes to the caller."""
         if criterion is not None:
             return value.detach()
