@@ -14,7 +14,7 @@ from torch import nn
 import penstock as pk
 from penstock.base.errors import PeerError, RunError
 from penstock.engine.model import tree
-from penstock.engine.reduce.buckets import shards_of
+from penstock.engine.reduce.buckets import buckets_of
 from penstock.engine.reduce.reducer import SharedWeights
 from penstock.engine.reduce.sums import GradientSums
 from penstock.engine.transport import ThreadExchange
@@ -156,7 +156,8 @@ def test_what_is_only_gathered_stays_with_the_first_holder():
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_slices_are_equal_and_cover_every_number_once(count):
     parameters = dict(enumerate(holders(1)[0]))
-    slices = shards_of(parameters, range(count))
+    (bucket,) = buckets_of(parameters, range(count), most=1)
+    slices = bucket.shards
     pieces = [piece for one in slices for piece in one.pieces]
     for place, parameter in parameters.items():
         own = [range(start, stop) for at, start, stop in pieces if at == place]

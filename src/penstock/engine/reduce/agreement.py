@@ -1,4 +1,4 @@
-"""What all ranks must agree on before an update: the global norm, and whether all is finite.
+"""Agreement of all ranks before an update: on the global norm, and whether all is finite.
 
 The norm is computed as ``torch.nn.utils.clip_grad_norm_`` does on one device: the norm of the
 parameters' norms in the model's order. Every rank tells the norms of its parameters and computes
@@ -46,7 +46,7 @@ def unscale(gradients: Iterable[Tensor], inverse: float) -> Tensor | None:
 
 
 class Share(NamedTuple):
-    """What one rank knows.
+    """One rank's part of what all must know.
 
     Attributes:
         norms: by the parameter's place in the model.
@@ -77,7 +77,7 @@ def _any(overflows: Iterable[Tensor | None]) -> Tensor | None:
 
 
 class Verdict(NamedTuple):
-    """What follows from all shares.
+    """The consequences of all shares.
 
     Attributes:
         norm: that of all gradients together.
@@ -149,7 +149,7 @@ def hear(
     return [
         own
         if other == rank
-        else _told(
+        else _read_share(
             *transport.recv(
                 Edge(other, rank, AGREEMENT_TAG),
                 number,
@@ -160,7 +160,6 @@ def hear(
     ]
 
 
-def _told(places: tuple[int, ...], norms: Tensor | None, overflow: Tensor | None) -> Share:
-    """What a message of ``tell`` says."""
+def _read_share(places: tuple[int, ...], norms: Tensor | None, overflow: Tensor | None) -> Share:
     values = () if norms is None else norms.unbind()
     return Share(dict(zip(places, values, strict=True)), overflow)

@@ -1,6 +1,7 @@
-"""Who owns which numbers of shared weights, and which of them leave at once.
+"""Gradients of shared weights in buckets that travel together, each cut into one shard per owner.
 
-Gradients in pieces: cut from parameters, added up, and put back.
+A shard is a list of ranges of parameters. Here they are chosen, cut from gradients, added up, and
+put back.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from penstock.core.summation.portions import num_portions
 
 
 class ParameterRange(NamedTuple):
-    """A part of one parameter: elements ``start`` to ``stop`` of it as a vector.
+    """Some elements of one parameter: ``start`` to ``stop`` of it as a vector.
 
     Attributes:
         place: the parameter's number among those that are shared.
@@ -28,51 +29,42 @@ class ParameterRange(NamedTuple):
 
 
 class BucketShard(NamedTuple):
-    """What one holder owns of a bucket of the sum.
+    """The part of a bucket's sum that one holder owns.
 
     Attributes:
         owner: its rank.
-        pieces: none where there are fewer numbers than holders.
+        ranges: none where there are fewer numbers than holders.
     """
 
     owner: int
-    pieces: tuple[ParameterRange, ...]
+    ranges: tuple[ParameterRange, ...]
 
 
 class Bucket(NamedTuple):
-    """What of the gradients leaves at once. Every holder owns a slice of each bucket, so that all
-    links are busy in both directions from the first bucket to the last.
+    """Gradients that leave at once. Every holder owns a shard of each bucket, so that all links
+    are busy in both directions from the first bucket to the last.
 
     Attributes:
         places: the parameters of which it has numbers.
-        slices: who owns which of these.
+        shards: who owns which of these.
     """
 
     places: frozenset[int]
-    slices: tuple[BucketShard, ...]
+    shards: tuple[BucketShard, ...]
 
-
-def shards_of(
-    parameters: Mapping[int, nn.Parameter], owners: Sequence[int]
-) -> tuple[BucketShard, ...]:
-    """Cut parameters into slices of equal bytes, as nearly as numbers can be divided.
-
-    Args:
-        parameters: by their place among those that are shared.
-        owners: ranks, one for each slice.
-    """
-    (bucket,) = buckets_of(parameters, owners, most=1)
-    return bucket.slices
+    def ranges_of(self, owner: int) -> tuple[ParameterRange, ...]:
+        """The ranges that a holder owns."""
+        return next((shard.ranges for shard in self.shards if shard.owner == owner), ())
 
 
 def buckets_of(
     parameters: Mapping[int, nn.Parameter], owners: Sequence[int], most: int
 ) -> tuple[Bucket, ...]:
-    """Cut parameters into buckets of equal bytes, and each of these into equal slices.
+    """Cut parameters into buckets of equal bytes, and each of these into equal shards.
 
     Args:
         parameters: by their place among those that are shared.
-        owners: ranks, one for each slice.
+        owners: ranks, one for each shard.
         most: the largest number of buckets; of few bytes, fewer are made.
 
     Returns:
@@ -85,27 +77,27 @@ def buckets_of(
     ]
     num_bytes = sum(parameter.nbytes for parameter in parameters.values())
     buckets = []
-    for pieces in _evenly(whole, sizes, num_portions(num_bytes, most)):
-        cut = _evenly(sorted(pieces), sizes, len(owners))
-        slices = [BucketShard(owner, tuple(own)) for owner, own in zip(owners, cut, strict=True)]
-        buckets.append(Bucket(frozenset(piece.place for piece in pieces), tuple(slices)))
+    for ranges in _evenly(whole, sizes, num_portions(num_bytes, most)):
+        cut = _evenly(sorted(ranges), sizes, len(owners))
+        shards = [BucketShard(owner, tuple(own)) for owner, own in zip(owners, cut, strict=True)]
+        buckets.append(Bucket(frozenset(place for place, *_ in ranges), tuple(shards)))
     return tuple(buckets)
 
 
 def _evenly(
-    pieces: Iterable[ParameterRange], sizes: Mapping[int, int], count: int
+    ranges: Iterable[ParameterRange], sizes: Mapping[int, int], count: int
 ) -> list[list[ParameterRange]]:
-    """Cut pieces, in their order, into so many groups of equal bytes.
+    """Cut ranges, in their order, into so many groups of equal bytes.
 
     Args:
         sizes: bytes of a number, by place.
     """
-    pieces = [*pieces]
-    total = sum((stop - start) * sizes[place] for place, start, stop in pieces)
+    ranges = [*ranges]
+    total = sum((stop - start) * sizes[place] for place, start, stop in ranges)
     borders = [total * index // count for index in range(count + 1)]
     groups: list[list[ParameterRange]] = [[] for _ in range(count)]
     before = 0
-    for place, start, stop in pieces:
+    for place, start, stop in ranges:
         size, length = sizes[place], stop - start
         cuts = [start + min(max((border - before) // size, 0), length) for border in borders]
         for group, first, last in zip(groups, cuts, cuts[1:], strict=False):
@@ -119,11 +111,11 @@ def row_buckets_of(
     parameters: Sequence[nn.Parameter], owners: Sequence[int], most: int
 ) -> tuple[Bucket, ...]:
     """Cut parameters into buckets of whole parameters, of bytes as equal as these allow, and each
-    bucket into slices of whole rows. So a holder owns one run of rows of each parameter.
+    bucket into shards of whole rows. So a holder owns one run of rows of each parameter.
 
     Args:
         parameters: those that are shared.
-        owners: ranks, one for each slice.
+        owners: ranks, one for each shard.
         most: the largest number of buckets; of few bytes, or few parameters, fewer are made.
 
     Returns:
@@ -146,25 +138,25 @@ def _of_rows(
     parameters: Sequence[nn.Parameter], first: int, stop: int, owners: Sequence[int]
 ) -> Bucket:
     """The bucket that some neighbouring parameters make."""
-    slices = tuple(
-        BucketShard(owner, tuple(piece._replace(place=first + piece.place) for piece in pieces))
-        for owner, pieces in row_shards_of(parameters[first:stop], owners)
+    shards = tuple(
+        BucketShard(owner, tuple(own._replace(place=first + own.place) for own in ranges))
+        for owner, ranges in row_shards_of(parameters[first:stop], owners)
     )
-    return Bucket(frozenset(range(first, stop)), slices)
+    return Bucket(frozenset(range(first, stop)), shards)
 
 
 def row_shards_of(
     parameters: Sequence[nn.Parameter], owners: Sequence[int]
 ) -> tuple[BucketShard, ...]:
-    """Cut parameters into slices of whole rows and of bytes as equal as rows allow.
+    """Cut parameters into shards of whole rows and of bytes as equal as rows allow.
 
     Args:
         parameters: those that are shared.
-        owners: ranks, one for each slice.
+        owners: ranks, one for each shard.
     """
     total = sum(parameter.nbytes for parameter in parameters)
     borders = [total * index // len(owners) for index in range(len(owners) + 1)]
-    slices: dict[int, list[ParameterRange]] = {owner: [] for owner in owners}
+    shards: dict[int, list[ParameterRange]] = {owner: [] for owner in owners}
     before = 0
     for place, parameter in enumerate(parameters):
         count = parameter.shape[0] if parameter.dim() else 1
@@ -172,9 +164,9 @@ def row_shards_of(
         for owner, (first, last) in zip(owners, _cuts(borders, before, count, row), strict=True):
             if first < last:
                 size = parameter.numel() // count
-                slices[owner].append(ParameterRange(place, first * size, last * size))
+                shards[owner].append(ParameterRange(place, first * size, last * size))
         before += parameter.nbytes
-    return tuple(BucketShard(owner, tuple(pieces)) for owner, pieces in slices.items())
+    return tuple(BucketShard(owner, tuple(ranges)) for owner, ranges in shards.items())
 
 
 def _cuts(borders: Iterable[int], before: int, count: int, row: float) -> Iterator[tuple[int, int]]:
@@ -184,8 +176,8 @@ def _cuts(borders: Iterable[int], before: int, count: int, row: float) -> Iterat
     return pairwise(rows)
 
 
-Pieces = list[Tensor | None]
-"""Of each piece of a slice, its numbers; ``None`` where its parameter has no gradient."""
+ShardValues = list[Tensor | None]
+"""The numbers of each range of a shard; ``None`` where its parameter has no gradient."""
 
 
 def vector_of(gradient: Tensor | None) -> Tensor | None:
@@ -196,11 +188,11 @@ def vector_of(gradient: Tensor | None) -> Tensor | None:
     return gradient.detach().reshape(-1)
 
 
-def cut(vector: Tensor | None, piece: ParameterRange) -> Tensor | None:
-    """A piece of a gradient; what is not dense goes whole, as its first piece."""
+def cut(vector: Tensor | None, own: ParameterRange) -> Tensor | None:
+    """A range of a gradient; one that is not dense goes whole, as its first range."""
     if vector is None or vector.layout is torch.strided:
-        return None if vector is None else vector[piece.start : piece.stop]
-    return vector if piece.start == 0 else None
+        return None if vector is None else vector[own.start : own.stop]
+    return vector if own.start == 0 else None
 
 
 def added(gradients: Iterable[Tensor | None]) -> Tensor | None:

@@ -1,9 +1,10 @@
-"""``ServerReducer``: sums by owners of which some are spare machines, in parts (BytePS).
+"""Sums of flat buffers that somebody else makes: ``torch.distributed``, or servers (BytePS).
 
-Each holder runs a summation server in this process, for the parts that it owns, and connects to
-those of all others and to the spare ones. Everything else is ``penstock.core.summation``'s.
+``AllReducer`` sums by ``torch.distributed``, in buckets: in the library's own order of adding.
 
-``AllReducer``: sums by ``torch.distributed``, in buckets: the library's own order of adding.
+``ServerReducer`` sums by owners of which some are spare machines, in parts. Each holder runs a
+summation server in this process, for the parts that it owns, and connects to those of all others
+and to the spare ones. Everything else is ``penstock.core.summation``'s.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _BUCKET_BYTES = 4 * 2**20
 
 
 class _FlatBucket(NamedTuple):
-    """What is summed at once: numbers ``start`` to ``stop`` of the buffer of a type."""
+    """Numbers ``start`` to ``stop`` of the buffer of a type, which are summed at once."""
 
     dtype: int
     start: int

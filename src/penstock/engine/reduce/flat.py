@@ -1,9 +1,8 @@
 """Gradients of shared weights as flat buffers in main memory, for those who sum plain numbers.
 
-``FlatReducer``: what ways to sum have in common that hand flat buffers to somebody else.
-
-Holders tell each other, besides, how many microbatches they summed, what is frozen, and which
-gradients they lack. Gradients leave as soon as they are complete.
+``FlatReducer`` is what ways to sum have in common that hand such buffers to somebody else. Holders
+tell each other, besides, how many microbatches they summed, what is frozen, and which gradients
+they lack. Gradients leave as soon as they are complete.
 """
 
 from __future__ import annotations
@@ -21,7 +20,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from penstock.base.errors import RunError
-from penstock.engine.reduce.reducer import GradientWatch, Passed, Purpose, Reducer, SharedWeights
+from penstock.engine.reduce.reducer import (
+    GradientWatch,
+    Passed,
+    Purpose,
+    Reducer,
+    SharedWeights,
+    check_trained_alike,
+    frozen_places,
+)
 from penstock.engine.transport import Edge, Transport
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -139,8 +146,8 @@ def _as_numbers(tensor: Tensor) -> NDArray[Any]:
     return numbers
 
 
-class _Told(NamedTuple):
-    """What one holder tells the others of a round."""
+class _HolderWords(NamedTuple):
+    """One holder's words to the others in a round."""
 
     num_gathered: int
     frozen: tuple[int, ...]
@@ -166,7 +173,7 @@ class FlatReducer(Reducer):
         self._transport = transport
         self._layouts: dict[tuple[int, ...], FlatLayout] = {}
         self._number = 0
-        self._own = _Told(0, (), ())
+        self._own = _HolderWords(0, (), ())
         self._averages = False
         self._has_begun = False
         self._began = 0.0
@@ -197,7 +204,7 @@ class FlatReducer(Reducer):
     @property
     def layout(self) -> FlatLayout:
         """Where gradients lie now."""
-        frozen = _frozen(self._shared.parameters)
+        frozen = frozen_places(self._shared.parameters)
         if frozen not in self._layouts:
             # What is frozen seldom changes, and then for good.
             self._layouts = {frozen: FlatLayout(self._shared.parameters, frozen)}
@@ -222,12 +229,12 @@ class FlatReducer(Reducer):
         return layout
 
     def hand_in(self, number: int, num_gathered: int) -> None:
-        frozen = _frozen(self._shared.parameters)
+        frozen = frozen_places(self._shared.parameters)
         layout = self.layout if self._has_begun else self._start()
         self._has_begun = False
         rest = [placed for placed in layout.placed if placed not in self._left]
         absent = tuple(placed.place for placed in rest if not self.give(placed))
-        self._number, self._own = number, _Told(num_gathered, frozen, absent)
+        self._number, self._own = number, _HolderWords(num_gathered, frozen, absent)
         for other in self._shared.others(self._rank):
             edge = self._shared.edge(self._rank, other, Purpose.PART)
             self._transport.send(edge, number, tuple(self._own))
@@ -240,21 +247,17 @@ class FlatReducer(Reducer):
         waiting = f"rank {self._rank}, waiting before its update for"
         for holder in self._shared.ranks:
             report = self._own if holder == self._rank else self._hear(holder, waiting)
-            if report.frozen != self._own.frozen:
-                raise RunError(
-                    f"rank {self._rank} and rank {holder} hold the same weights, but do not train "
-                    "the same of them; call requires_grad_ alike on every rank"
-                )
+            check_trained_alike(self._rank, self._own.frozen, holder, report.frozen)
             total += report.num_gathered
             absent &= {*report.absent}
         sums = self.summed(f"{waiting} the sum of gradients of weights that several ranks hold")
         self._passed.append(Passed(0, self._began, time.perf_counter()))
         sums.put(self._shared.parameters, absent, total if self._averages else 1)
 
-    def _hear(self, holder: int, waiting: str) -> _Told:
+    def _hear(self, holder: int, waiting: str) -> _HolderWords:
         edge = self._shared.edge(holder, self._rank, Purpose.PART)
         waiting_for = f"{waiting} rank {holder}'s gradients of weights that both hold"
-        return _Told(*self._transport.recv(edge, self._number, waiting_for))
+        return _HolderWords(*self._transport.recv(edge, self._number, waiting_for))
 
     def take_passed(self) -> list[Passed]:
         passed, self._passed = self._passed, []
@@ -263,11 +266,6 @@ class FlatReducer(Reducer):
     def outgoing(self) -> set[Edge]:
         others = self._shared.others(self._rank)
         return {self._shared.edge(self._rank, other, Purpose.PART) for other in others}
-
-
-def _frozen(parameters: Sequence[nn.Parameter]) -> tuple[int, ...]:
-    """Places of those that are not trained."""
-    return tuple(place for place, parameter in enumerate(parameters) if not parameter.requires_grad)
 
 
 def _refuse(place: int) -> None:

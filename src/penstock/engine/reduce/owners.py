@@ -1,17 +1,17 @@
-"""Sums of gradients by owners: each holder of the same weights sums one slice, for all of them.
+"""Sums of gradients by owners: each holder of the same weights sums one shard, for all of them.
 
-With r holders of M bytes, a slice is M/r, as nearly as numbers can be divided:
+With r holders of M bytes, a shard is M/r, as nearly as numbers can be divided:
 
-1. Each holder sends every owner its own gradients of that owner's slice: (r−1)/r · M in all.
+1. Each holder sends every owner its own gradients of that owner's shard: (r−1)/r · M in all.
 2. The owner adds what it has got in the order of the ranks, so that the sum has the bits of a loop.
-3. It sends the sum of its slice to all others: (r−1) · M/r.
+3. It sends the sum of its shard to all others: (r−1) · M/r.
 
 That is 2(r−1)/r · M per rank and direction, what a ring of the same ranks moves, in two steps
 instead of 2(r−1). If all sent everything to all, it would be (r−1) · M. Until its gradients are the
-sums, a rank keeps M besides: in step 2 the r−1 slices that it got and the sum of its own, in step 3
+sums, a rank keeps M besides: in step 2 the r−1 shards that it got and the sum of its own, in step 3
 its sum and the r−1 of others.
 
-Gradients are not copied together first: a slice is a list of pieces, each a part of one gradient.
+Gradients are not copied together first: a shard is a list of ranges, each of one gradient.
 One that a holder does not have is ``None`` there, which is not the same as zeros.
 
 Between processes the three steps are made of each bucket of the gradients by itself. A bucket is
@@ -32,11 +32,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.base.errors import RunError
 from penstock.engine.reduce.buckets import (
     Bucket,
     ParameterRange,
-    Pieces,
+    ShardValues,
     added,
     buckets_of,
     cut,
@@ -44,11 +43,19 @@ from penstock.engine.reduce.buckets import (
     room_for,
     vector_of,
 )
-from penstock.engine.reduce.reducer import GradientWatch, Passed, Purpose, Reducer, SharedWeights
+from penstock.engine.reduce.reducer import (
+    GradientWatch,
+    Passed,
+    Purpose,
+    Reducer,
+    SharedWeights,
+    check_trained_alike,
+    frozen_places,
+)
 from penstock.engine.transport import Edge, Transport
 
 _AGAIN = 1 << 31
-"""What is added to the number of a round for buckets that are summed once more."""
+"""Added to the number of a round for buckets that are summed once more."""
 
 
 @dataclass
@@ -59,8 +66,8 @@ class _SumRound:
         number: tells the round's messages from others.
         frozen: places of the parameters that are not trained.
         buckets: those of the others.
-        own: by bucket that has left, this rank's gradients of the slice that it owns.
-        sums: by bucket, what it has made of its slice.
+        own: by bucket that has left, this rank's gradients of the shard that it owns.
+        sums: by bucket, what it has made of its shard.
         counts: of each holder that has said so, of how many microbatches its gradients are.
         left: when each bucket left, on this host's clock.
         again: buckets that are summed once more, as far as this rank knows.
@@ -70,8 +77,8 @@ class _SumRound:
     number: int
     frozen: tuple[int, ...]
     buckets: tuple[Bucket, ...]
-    own: dict[int, Pieces] = field(default_factory=dict)
-    sums: dict[int, Pieces] = field(default_factory=dict)
+    own: dict[int, ShardValues] = field(default_factory=dict)
+    sums: dict[int, ShardValues] = field(default_factory=dict)
     counts: dict[int, int] = field(default_factory=dict)
     left: dict[int, float] = field(default_factory=dict)
     again: set[int] = field(default_factory=set)
@@ -82,15 +89,10 @@ class _SumRound:
         """The bucket that leaves when all gradients are there."""
         return len(self.buckets) - 1
 
-    def pieces(self, bucket: int, owner: int) -> tuple[ParameterRange, ...]:
-        """What a holder owns of a bucket."""
-        slices = self.buckets[bucket].slices
-        return next((pieces for holder, pieces in slices if holder == owner), ())
-
     def tells(self, bucket: int, owner: int) -> bool:
         """Whether the others send an owner something of a bucket: its numbers or, with the first
         and the last, what all must know."""
-        return bucket in (0, self.last) or bool(self.pieces(bucket, owner))
+        return bucket in (0, self.last) or bool(self.buckets[bucket].ranges_of(owner))
 
 
 class OwnerReducer(Reducer):
@@ -102,7 +104,7 @@ class OwnerReducer(Reducer):
         most_buckets: into how many buckets gradients are cut at most; of more than one, those
             that are complete leave before the others.
         servers: holders that own everything and have no gradients of their own; by default there
-            are none, and every holder owns a slice. They take all gradients at once.
+            are none, and every holder owns a shard. They take all gradients at once.
 
     Raises:
         RunError: in a step, if not all holders train the same weights.
@@ -131,10 +133,7 @@ class OwnerReducer(Reducer):
 
     def _begin(self, number: int) -> _SumRound:
         if self._round is None or self._round.number != number:
-            parameters = self._shared.parameters
-            frozen = tuple(
-                place for place, parameter in enumerate(parameters) if not parameter.requires_grad
-            )
+            frozen = frozen_places(self._shared.parameters)
             self._round = _SumRound(number, frozen, self._buckets_without(frozen))
         return self._round
 
@@ -205,8 +204,7 @@ class OwnerReducer(Reducer):
         for owner in (self._rank, *shared.others(self._rank)):
             if owner not in self._owners:
                 continue
-            pieces = round_.pieces(index, owner)
-            values = [cut(gradients[piece.place], piece) for piece in pieces]
+            values = [cut(gradients[own.place], own) for own in bucket.ranges_of(owner)]
             if owner == self._rank:
                 round_.own[index] = values
             elif gives and round_.tells(index, owner):
@@ -215,8 +213,8 @@ class OwnerReducer(Reducer):
                 self._transport.send(edge, round_.number + more, (*header, values))
 
     def _header(self, index: int) -> tuple[tuple[int, ...] | None, int, tuple[int, ...]]:
-        """What goes with a bucket: what is not trained, with the first; with the last, how many
-        microbatches were summed, and which buckets must be summed once more."""
+        """Words that go with a bucket: what is not trained, with the first; with the last, how
+        many microbatches were summed, and which buckets must be summed once more."""
         round_ = self._now
         frozen = round_.frozen if index == 0 else None
         if index < round_.last:
@@ -250,7 +248,7 @@ class OwnerReducer(Reducer):
             self._sum(index, _AGAIN)
 
     def _sum(self, index: int, more: int = 0) -> None:
-        """Sum this rank's slice of a bucket, and hand it out."""
+        """Sum this rank's shard of a bucket, and hand it out."""
         round_ = self._now
         if self._rank not in self._owners:
             round_.sums[index] = []
@@ -269,14 +267,14 @@ class OwnerReducer(Reducer):
         return self._owners != self._givers
 
     def _hand_out(self, index: int, more: int) -> None:
-        """Send the sum of the slice that this rank owns to all other holders."""
+        """Send the sum of the shard that this rank owns to all other holders."""
         sums = self._now.sums[index]
         for holder in self._shared.others(self._rank) if sums else ():
             edge = self._shared.edge(self._rank, holder, Purpose.SUM, index)
             self._transport.send(edge, self._now.number + more, sums)
 
-    def _parts_of(self, holder: int, index: int, more: int) -> Pieces:
-        """One holder's gradients of the slice of a bucket that this rank owns."""
+    def _parts_of(self, holder: int, index: int, more: int) -> ShardValues:
+        """One holder's gradients of the shard of a bucket that this rank owns."""
         round_ = self._now
         if holder == self._rank or not round_.tells(index, self._rank):
             return round_.own[index]
@@ -284,16 +282,13 @@ class OwnerReducer(Reducer):
             f"rank {self._rank}, waiting before its update for rank {holder}'s gradients of "
             "weights that both hold"
         )
-        frozen, count, again, pieces = self._receive(holder, Purpose.PART, index, more, waiting)
-        if index == 0 and frozen != round_.frozen:
-            raise RunError(
-                f"rank {self._rank} and rank {holder} hold the same weights, but do not train the "
-                "same of them; call requires_grad_ alike on every rank"
-            )
+        frozen, count, again, numbers = self._receive(holder, Purpose.PART, index, more, waiting)
+        if index == 0:
+            check_trained_alike(self._rank, round_.frozen, holder, frozen)
         if index == round_.last and not more:
             round_.counts[holder] = count
             round_.again |= {*again}
-        values: Pieces = pieces
+        values: ShardValues = numbers
         return values
 
     def _receive(self, holder: int, purpose: Purpose, index: int, more: int, waiting: str) -> Any:
@@ -303,9 +298,9 @@ class OwnerReducer(Reducer):
     def finish(self) -> None:
         whole: dict[int, Tensor] = {}
         for index, bucket in enumerate(self._now.buckets):
-            for owner, pieces in bucket.slices:
-                if pieces:
-                    self._put(pieces, self._sums_of(owner, index), whole)
+            for owner, ranges in bucket.shards:
+                if ranges:
+                    self._put(ranges, self._sums_of(owner, index), whole)
             self._note(index)
         for place, vector in whole.items():
             self._divide(vector)
@@ -328,24 +323,24 @@ class OwnerReducer(Reducer):
         if self._now.averages and total > 1:
             summed.div_(total)
 
-    def _sums_of(self, owner: int, index: int) -> Pieces:
+    def _sums_of(self, owner: int, index: int) -> ShardValues:
         if owner == self._rank:
             return self._now.sums[index]
         waiting = (
             f"rank {self._rank}, waiting before its update for rank {owner}'s sum of gradients of "
             "weights that both hold"
         )
-        pieces: Pieces = self._receive(owner, Purpose.SUM, index, 0, waiting)
+        sums: ShardValues = self._receive(owner, Purpose.SUM, index, 0, waiting)
         if index in self._now.again:  # that was the one that does not count
-            pieces = self._receive(owner, Purpose.SUM, index, _AGAIN, waiting)
-        return pieces
+            sums = self._receive(owner, Purpose.SUM, index, _AGAIN, waiting)
+        return sums
 
     def _put(
-        self, pieces: Sequence[ParameterRange], sums: Pieces, whole: dict[int, Tensor]
+        self, ranges: Sequence[ParameterRange], sums: ShardValues, whole: dict[int, Tensor]
     ) -> None:
         """Write sums where this rank's own gradients were: between threads others read these, but
-        who has sent the sum of a slice has read all of it."""
-        for (place, start, stop), value in zip(pieces, sums, strict=True):
+        who has sent the sum of a shard has read all of it."""
+        for (place, start, stop), value in zip(ranges, sums, strict=True):
             if value is None:
                 continue
             if value.layout is not torch.strided:

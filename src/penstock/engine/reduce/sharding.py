@@ -30,10 +30,10 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.base.errors import InputError
-from penstock.engine.reduce.buckets import Bucket, ParameterRange, Pieces, row_buckets_of
+from penstock.engine.reduce.buckets import Bucket, ParameterRange, row_buckets_of
 from penstock.engine.reduce.owners import OwnerReducer
 from penstock.engine.reduce.reducer import Purpose, ServedGradients, SharedWeights
 from penstock.engine.transport import Edge, Transport
@@ -63,7 +63,7 @@ class Shard(NamedTuple):
 
 
 class Shards:
-    """What one rank owns of the parameters that it shares.
+    """The rows that one rank owns of the parameters that it shares.
 
     Args:
         shards: by the whole parameter.
@@ -125,16 +125,16 @@ class Shards:
                     part.grad = None
 
 
-def _rows(whole: torch.Tensor, start: int, part: torch.Tensor) -> torch.Tensor:
+def _rows(whole: Tensor, start: int, part: Tensor) -> Tensor:
     return whole[start : start + part.shape[0]] if part.dim() else whole
 
 
-def _row_size(whole: torch.Tensor) -> int:
+def _row_size(whole: Tensor) -> int:
     """How many numbers a row has; of one number without dimensions, that."""
     return max(whole[0].numel(), 1) if whole.dim() else 1
 
 
-def owned_rows(whole: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+def _owned_rows(whole: Tensor, start: int, stop: int) -> Tensor:
     """The rows, in the memory of the whole, that some of its numbers make."""
     size = _row_size(whole)
     return whole[start // size : stop // size] if whole.dim() else whole
@@ -167,20 +167,14 @@ class ShardedReducer(OwnerReducer):
         self._served: list[ServedGradients] = []
         self._of_rows = row_buckets_of(shared.parameters, self._owners, most_buckets)
         self.shards = {parameter: Shard(0, None) for parameter in shared.parameters}
-        for place, start, stop in self._pieces(rank):
+        for place, start, stop in self._ranges_of(rank):
             whole = shared.parameters[place]
-            rows = owned_rows(whole.detach(), start, stop)
+            rows = _owned_rows(whole.detach(), start, stop)
             part = nn.Parameter(rows, requires_grad=whole.requires_grad)
             self.shards[whole] = Shard(start // _row_size(whole), part)
 
-    def _pieces(self, rank: int) -> tuple[ParameterRange, ...]:
-        return tuple(
-            piece
-            for bucket in self._of_rows
-            for owner, pieces in bucket.slices
-            if owner == rank
-            for piece in pieces
-        )
+    def _ranges_of(self, rank: int) -> list[ParameterRange]:
+        return [own for bucket in self._of_rows for own in bucket.ranges_of(rank)]
 
     def hand_in(self, number: int, num_gathered: int) -> None:
         self._handed_in = time.perf_counter()
@@ -199,16 +193,21 @@ class ShardedReducer(OwnerReducer):
             return
         for index in self._now.sums:
             self._note(index)
-        sums = (value for _, values in sorted(self._now.sums.items()) for value in values)
-        for (place, *_), value in zip(self._pieces(self._rank), sums, strict=True):
-            part = self.shards[self._shared.parameters[place]].part
-            assert part is not None
+        sums = [value for _, values in sorted(self._now.sums.items()) for value in values]
+        for value in sums:
             if value is not None:
                 self._divide(value)
-            part.grad = None if value is None else value.view_as(part)
+        self._give_rows(sums)
         for parameter in self._shared.parameters:
             parameter.grad = None
         self._round = None
+
+    def _give_rows(self, sums: Iterable[Tensor | None]) -> None:
+        """Make sums the gradients of the rows that this rank owns."""
+        for (place, *_), value in zip(self._ranges_of(self._rank), sums, strict=True):
+            part = self.shards[self._shared.parameters[place]].part
+            assert part is not None
+            part.grad = None if value is None else value.view_as(part)
 
     @property
     def stages(self) -> frozenset[int]:
@@ -219,18 +218,13 @@ class ShardedReducer(OwnerReducer):
         """(bucket, rows of it that a holder owns), those of the first layers first: backwards make
         the last ones first, and forwards need them last."""
         for index in reversed(range(len(self._of_rows))):
-            slices = self._of_rows[index].slices
-            pieces = next((pieces for holder, pieces in slices if holder == owner), ())
-            if pieces:
-                yield index, pieces
+            if ranges := self._of_rows[index].ranges_of(owner):
+                yield index, ranges
 
     def hand_back(self, number: int) -> None:
         """Send the rows that have been updated to all other holders; waits for nobody."""
-        for index, pieces in self._in_turn(self._rank):
-            values: Pieces = [
-                self._shared.parameters[place].detach().reshape(-1)[start:stop]
-                for place, start, stop in pieces
-            ]
+        for index, ranges in self._in_turn(self._rank):
+            values = self._values_of(ranges)
             for other in self._shared.others(self._rank):
                 if other not in self._givers:
                     continue  # other servers compute nothing with them
@@ -249,14 +243,24 @@ class ShardedReducer(OwnerReducer):
                 if turn is not None:
                     self._take(other, number, *turn)
 
-    def _take(self, other: int, number: int, index: int, pieces: Sequence[ParameterRange]) -> None:
+    def _values_of(self, ranges: Iterable[ParameterRange]) -> list[Tensor]:
+        """Weights as they are, in their own memory."""
+        return [
+            self._shared.parameters[place].detach().reshape(-1)[start:stop]
+            for place, start, stop in ranges
+        ]
+
+    def _take(self, other: int, number: int, index: int, ranges: Sequence[ParameterRange]) -> None:
         edge = self._shared.edge(other, self._rank, Purpose.WEIGHTS, index)
         waiting = f"rank {self._rank}, waiting for the weights that rank {other} has updated"
-        values = self._transport.recv(edge, number, waiting)
-        for (place, start, stop), value in zip(pieces, values, strict=True):
-            rows = owned_rows(self._shared.parameters[place], start, stop)
-            rows.copy_(value.view(rows.shape))
+        self._put_rows(ranges, self._transport.recv(edge, number, waiting))
         self._note_served(other)
+
+    def _put_rows(self, ranges: Iterable[ParameterRange], values: Iterable[Tensor]) -> None:
+        """Make values that their owner has updated this rank's weights."""
+        for (place, start, stop), value in zip(ranges, values, strict=True):
+            rows = _owned_rows(self._shared.parameters[place], start, stop)
+            rows.copy_(value.view(rows.shape))
 
     def _note_served(self, owner: int) -> None:
         """Weights have come from their owner."""

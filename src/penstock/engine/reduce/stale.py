@@ -10,7 +10,7 @@ arrive. What travels is what ``sharding`` sends, with the numbers of each worker
 5. Behind the last minibatch all workers have all of the journal: what each update has added up, and
    what each worker has read. It is all that the result depends on.
 
-``Serving``: a parameter server's part of a stream, as gradients of many workers arrive.
+``Serving`` is the server's part of a stream, over all groups of weights.
 """
 
 from __future__ import annotations
@@ -23,14 +23,19 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
-from penstock.base.errors import DeadlineError, RunError
+from penstock.base.errors import DeadlineError
 from penstock.core.summation.bell import Bell, Ring, Ringer
 from penstock.core.summation.frames import Member, key_of
 from penstock.core.summation.staleness import Answer, Contribution, StaleClock, StaleStream
-from penstock.engine.reduce.buckets import Pieces, added
+from penstock.engine.reduce.buckets import ShardValues, added
 from penstock.engine.reduce.delegated import own_host
-from penstock.engine.reduce.reducer import Purpose, SharedWeights
-from penstock.engine.reduce.sharding import ShardedReducer, owned_rows
+from penstock.engine.reduce.reducer import (
+    Purpose,
+    SharedWeights,
+    check_trained_alike,
+    frozen_places,
+)
+from penstock.engine.reduce.sharding import ShardedReducer
 from penstock.engine.transport import Edge, Transport
 from penstock.engine.transport.base import FIRST_EXCHANGE
 
@@ -68,7 +73,7 @@ class StaleReducer(ShardedReducer):
         self.heard: queue.SimpleQueue[Ring] = queue.SimpleQueue()  # of all groups of a rank
         self.stream = StaleStream()
         self._clock = StaleClock(len(self._givers), most_stale)
-        self._kept: dict[Contribution, Pieces] = {}
+        self._kept: dict[Contribution, ShardValues] = {}
         self._numbers: list[int] = []
 
     @property
@@ -122,9 +127,7 @@ class StaleReducer(ShardedReducer):
         journal, values = self._transport.recv(edge, number, waiting)
         if journal is not None:
             self.stream = StaleStream.unpacked(journal.tolist())
-        for (place, start, stop), value in zip(self._pieces(self._server), values, strict=True):
-            rows = owned_rows(self._shared.parameters[place], start, stop)
-            rows.copy_(value.view(rows.shape))
+        self._put_rows(self._ranges_of(self._server), values)
         self._note_served(self._server)
 
     # What the server does instead of ``hand_in``, ``advance`` and ``finish``.
@@ -162,18 +165,10 @@ class StaleReducer(ShardedReducer):
         contribution = self._clock.next_of(place)
         edge, number = self.expected()[place]
         waiting = f"rank {self._rank}, waiting for rank {edge.source}'s gradients"
-        frozen, *_, pieces = self._transport.recv(edge, number, waiting)
-        own = tuple(
-            where
-            for where, parameter in enumerate(self._shared.parameters)
-            if not parameter.requires_grad
-        )
-        if frozen != own:
-            raise RunError(
-                f"rank {self._rank} and rank {edge.source} hold the same weights, but do not train "
-                "the same of them; call requires_grad_ alike on every rank"
-            )
-        self._kept[contribution] = pieces
+        frozen, *_, numbers = self._transport.recv(edge, number, waiting)
+        own = frozen_places(self._shared.parameters)
+        check_trained_alike(self._rank, own, edge.source, frozen)
+        self._kept[contribution] = numbers
         return self._clock.arrive(place)
 
     def ends_with(self, minibatch: int) -> list[tuple[Contribution, ...] | Answer]:
@@ -185,11 +180,7 @@ class StaleReducer(ShardedReducer):
         columns = zip(
             *(self._kept.pop(contribution) for contribution in contributions), strict=True
         )
-        for (place, *_), values in zip(self._pieces(self._rank), columns, strict=True):
-            part = self.shards[self._shared.parameters[place]].part
-            assert part is not None
-            total = added(values)
-            part.grad = None if total is None else total.view_as(part)
+        self._give_rows(map(added, columns))
 
     def answer(self, to: Contribution) -> None:
         """Send a worker the weights as they are. [4]"""
@@ -202,10 +193,7 @@ class StaleReducer(ShardedReducer):
             self._send(giver, number, ends=True)
 
     def _send(self, giver: int, number: int, *, ends: bool) -> None:
-        values = [
-            self._shared.parameters[place].detach().reshape(-1)[start:stop].clone()
-            for place, start, stop in self._pieces(self._rank)
-        ]
+        values = [value.clone() for value in self._values_of(self._ranges_of(self._rank))]
         journal: Tensor | None = None
         if ends:  # [5]
             self.stream = self._clock.stream

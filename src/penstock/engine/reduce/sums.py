@@ -1,8 +1,7 @@
-"""The sums that a rank takes part in: which are due, and in which order.
+"""``GradientSums``: the sums that a rank takes part in, which are due, and in which order.
 
-``begin_equal``: weights with several holders begin with the same values.
-
-From the name of a reducer in a plan to what makes it.
+What makes a reducer follows from its name in a plan (``maker_of``). Weights with several holders
+begin with the same values (``begin_equal``).
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from penstock.planning.plans.summing import Summing
 
 
 def stepping_servers(summing: Summing, attempt: str, servers: Collection[int]) -> MakeReducer:
-    """What makes the reducers of a rank whose shared weights parameter servers update.
+    """A maker of reducers for a rank whose shared weights parameter servers update.
 
     Args:
         summing: the plan's.
@@ -58,7 +57,7 @@ def maker_of(
     coordinate: int = 0,
     servers: Collection[int] = (),
 ) -> MakeReducer:
-    """What makes the reducers of a rank that is a process; all ranks call it.
+    """A maker of reducers for a rank that is a process; all ranks call it.
 
     Args:
         summing: the plan's.
@@ -127,7 +126,7 @@ def begin_equal(rank: int, shared: SharedWeights, transport: Transport) -> None:
     """Give shared weights the values that their first holder has. For processes: each has built the
     model for itself, perhaps with other random numbers.
 
-    They travel slice by slice on the channels of the sums, since a channel between hosts keeps as
+    They travel shard by shard on the channels of the sums, since a channel between hosts keeps as
     much memory ready as its largest message needed. All others answer: what leaves an accelerator
     may be overwritten behind something that its target has made of it, and the first update need
     not come behind any such thing.
@@ -137,15 +136,15 @@ def begin_equal(rank: int, shared: SharedWeights, transport: Transport) -> None:
     buckets = buckets_of(dict(enumerate(shared.parameters)), shared.ranks, MOST_PORTIONS)
     waiting = f"rank {rank}, waiting for the weights that it shares with rank {first}"
     for index, bucket in enumerate(buckets):
-        for number, (_, pieces) in enumerate(bucket.slices, start=FIRST_EXCHANGE):
+        for number, (_, ranges) in enumerate(bucket.shards, start=FIRST_EXCHANGE):
             if rank == first:
-                values = [cut(vectors[piece.place], piece) for piece in pieces]
+                values = [cut(vectors[own.place], own) for own in ranges]
                 for other in shared.others(rank):
                     transport.send(shared.edge(first, other, Purpose.SUM, index), number, values)
                 continue
             edge = shared.edge(first, rank, Purpose.SUM, index)
             values = transport.recv(edge, number, waiting)
-            for (place, start, stop), value in zip(pieces, values, strict=True):
+            for (place, start, stop), value in zip(ranges, values, strict=True):
                 vectors[place][start:stop] = value
     if rank == first:
         for other in shared.others(rank) if vectors else ():
@@ -204,7 +203,7 @@ class GradientSums:
 
     @property
     def number(self) -> int:
-        """What tells the messages of the round at hand from others."""
+        """The number that tells the messages of the round at hand from others."""
         return self._number
 
     @property
@@ -248,7 +247,7 @@ class GradientSums:
             raise
 
     def shards(self, *, hands_sums_to_all: bool) -> Shards:
-        """What this rank owns of the weights of which each holder updates a part.
+        """The rows that this rank owns of weights of which each holder updates a part.
 
         Args:
             hands_sums_to_all: whether every holder is given all sums.
@@ -346,16 +345,16 @@ class GradientSums:
                     parameter.grad = None
 
     def take_passed(self) -> list[tuple[int, Passed]]:
-        """What copies of a stage have exchanged since this was asked last, with the stage."""
+        """Exchanges of copies of a stage since this was asked last, with the stage."""
         return self._by_stage(lambda reducer: reducer.take_passed())
 
     def take_served(self) -> list[tuple[int, ServedGradients]]:
-        """What servers have had of a stage since this was asked last, with the stage."""
+        """Gradients that servers have had of a stage since this was asked last, with the stage."""
         return self._by_stage(lambda reducer: reducer.take_served())
 
     def _by_stage(self, taken: Callable[[Reducer], Iterable[T]]) -> list[tuple[int, T]]:
-        """What reducers tell, with the stage whose weights they sum; of weights that several stages
-        share nothing, which would be no stage's."""
+        """Reports of reducers, with the stage whose weights they sum; of weights that several
+        stages share nothing, which would be no stage's."""
         return [
             (min(weights.stages), report)
             for reducer, weights in zip(self._reducers, self._shared, strict=True)
