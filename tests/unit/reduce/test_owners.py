@@ -41,12 +41,12 @@ def test_buckets_have_every_number_once_and_the_last_parameters_first(
     assert 1 <= len(buckets) <= most
     owned = [torch.zeros(parameter.numel()) for parameter in parameters]
     for bucket in buckets:
-        assert [owner for owner, _ in bucket.slices] == [*range(num_owners)]
-        pieces = [piece for _, own in bucket.slices for piece in own]
+        assert [owner for owner, _ in bucket.shards] == [*range(num_owners)]
+        pieces = [piece for _, own in bucket.shards for piece in own]
         assert bucket.places >= {piece.place for piece in pieces}
         for place, start, stop in pieces:
             owned[place][start:stop] += 1
-        sizes = [sum(stop - start for _, start, stop in own) for _, own in bucket.slices]
+        sizes = [sum(stop - start for _, start, stop in own) for _, own in bucket.shards]
         # What has no dimensions is a row of one number.
         widths = [one[0].numel() if one.dim() else 1 for one in parameters if one.numel()]
         assert max(sizes) - min(sizes) <= 2 * (max(widths, default=0) if rows else 1)

@@ -158,12 +158,12 @@ def test_slices_are_equal_and_cover_every_number_once(count):
     parameters = dict(enumerate(holders(1)[0]))
     (bucket,) = buckets_of(parameters, range(count), most=1)
     slices = bucket.shards
-    pieces = [piece for one in slices for piece in one.pieces]
+    pieces = [piece for one in slices for piece in one.ranges]
     for place, parameter in parameters.items():
         own = [range(start, stop) for at, start, stop in pieces if at == place]
         assert [*itertools.chain(*own)] == [*range(parameter.numel())]
     sizes = [
-        sum((stop - start) * parameters[place].element_size() for place, start, stop in one.pieces)
+        sum((stop - start) * parameters[place].element_size() for place, start, stop in one.ranges)
         for one in slices
     ]
     assert max(sizes) - min(sizes) <= 2 * max(one.element_size() for one in parameters.values())

@@ -59,13 +59,12 @@ class HeadAttention(GroupMember, nn.MultiheadAttention):
         here.region.enter()
         self._check(query, attn_mask, is_causal)
         batched = query.dim() == 3
-        copies = {id(one): as_copies(one, here.around, here.group) for one in (query, key, value)}
-        given = [self._rows_first(copies[id(one)], batched) for one in (query, key, value)]
+        copies = {id(x): as_copies(x, here.around, here.group) for x in (query, key, value)}
+        given = [self._rows_first(copies[id(x)], batched) for x in (query, key, value)]
         (rows, length), positions = given[0].shape[:2], given[1].shape[1]
         if key_padding_mask is not None:
-            if not batched:
-                key_padding_mask = key_padding_mask.unsqueeze(0)
-            key_padding_mask = self._whole(key_padding_mask, (rows, positions))
+            padding = key_padding_mask if batched else key_padding_mask.unsqueeze(0)
+            key_padding_mask = self._whole(padding, (rows, positions))
         if attn_mask is not None:
             own = (length,) if attn_mask.dim() == 2 else (rows * self.num_heads, length)
             attn_mask = self._whole(attn_mask, (*own, positions))
@@ -75,28 +74,31 @@ class HeadAttention(GroupMember, nn.MultiheadAttention):
             key_padding_mask, None if causal else attn_mask, rows, query.dtype,
             keys.shape[2] - positions,
         )  # fmt: skip
-        weights = None
-        if need_weights or (self.training and self.dropout):
-            if causal:
-                seen = torch.ones(length, keys.shape[2], dtype=torch.bool, device=keys.device)
-                mask = _added(~seen.tril(), query.dtype)
-            weights = self._weights(queries, keys, mask)
-            attended = weights @ values
-        else:
+        has_weights = need_weights or bool(self.training and self.dropout)
+        if causal and has_weights:
+            seen = torch.ones(length, keys.shape[2], dtype=torch.bool, device=keys.device)
+            mask = _added(~seen.tril(), query.dtype)
+        if not has_weights:
             attended = F.scaled_dot_product_attention(
                 queries, keys, values, attn_mask=mask, is_causal=causal
             )
+            return self._output(attended, batched), None
+        weights = self._weights(queries, keys, mask)
+        output = self._output(weights @ values, batched)
+        if not need_weights:
+            return output, None
+        shown = self._shown(weights, average_attn_weights)
+        return output, shown if batched else shown.squeeze(0)
+
+    def _output(self, attended: Tensor, batched: bool) -> Tensor:
         joined = attended.transpose(1, 2).flatten(2)
         if not self.batch_first or not batched:
             joined = joined.transpose(0, 1)
-        output = self.out_proj(joined if batched else joined.squeeze(1))
+        output: Tensor = self.out_proj(joined if batched else joined.squeeze(1))
         if self.batch_first and batched:  # it lies in memory as torch's does, for dropout behind it
             turned = output.transpose(0, 1).clone(memory_format=torch.contiguous_format)
             output = turned.transpose(0, 1)
-        if weights is None or not need_weights:
-            return output, None
-        shown = self._told(weights, average_attn_weights)
-        return output, shown if batched else shown.squeeze(0)
+        return output
 
     def _check(self, query: Tensor, attn_mask: Tensor | None, is_causal: bool) -> None:
         here = self.membership
@@ -153,7 +155,7 @@ class HeadAttention(GroupMember, nn.MultiheadAttention):
         dtype: torch.dtype,
         more: int,
     ) -> Tensor | None:
-        """What is added to the scores of the own heads.
+        """The mask that is added to the scores of the own heads.
 
         Args:
             more: positions behind those of the keys that were given, which all may look at.
@@ -185,7 +187,7 @@ class HeadAttention(GroupMember, nn.MultiheadAttention):
         here.region.drawn()
         return weights * mask.narrow(1, own.start, own.length)
 
-    def _told(self, weights: Tensor, average: bool) -> Tensor:
+    def _shown(self, weights: Tensor, average: bool) -> Tensor:
         """The weights of all heads, in the layout of the layer."""
         here = self.membership
         if average:

@@ -1,13 +1,11 @@
-"""Linear layers, convolutions and norms of which each member has some of the outputs, or of the
-inputs.
+"""Modules of torch of which each member has a part.
 
-Embeddings of which each member has some of the features, or of the vocabulary.
+Linear layers, convolutions and norms have some of the outputs or of the inputs, embeddings some of
+the features or of the vocabulary. So have linear layers that keep their weights as inputs ×
+outputs, as GPT-2's in ``transformers`` do.
 
-Linear layers that keep their weights as inputs × outputs, as GPT-2 in ``transformers`` does.
-
-Dropout that draws the mask of the whole value and keeps its member's part of it.
-
-So the mask is the same on every mesh, and different features never share one.
+Dropout draws the mask of the whole value and keeps its member's part of it. So the mask is the same
+on every mesh, and different features never share one.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class Expected(NamedTuple):
-    """What one device gives.
+    """The outcome on one device.
 
     Attributes:
         output: of the layer, in main memory.

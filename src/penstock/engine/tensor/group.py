@@ -1,4 +1,4 @@
-"""What the members of a group do together.
+"""A group of members, and all that they do together.
 
 All of it is one exchange: every member hands a tensor to every other one, and gets one from each.
 A ring would send as many bytes; by direct messages a member waits once instead of t−1 times.
@@ -7,7 +7,7 @@ With t members and a value of V bytes a member sends (t−1)/t · V in a gather,
 an all-to-all of rows and features less by another t, and 2(t−1)/t · V in an all-reduce: what
 ``docs/tensor-parallelism.md`` says that a ring sends.
 
-A group whose members talk over the transport that joins all ranks.
+Members talk over the transport that joins all ranks (``ChannelGroup``).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class TensorGroup(ABC):
 
     @abstractmethod
     def tell(self, number: int) -> list[int]:
-        """What every member tells, in the order of the members; no device has to be waited for.
+        """Tell a number, and hear every member's, in their order; no device has to be waited for.
 
         Raises:
             PeerError, DeadlineError: a member failed, or did not come.

@@ -1,22 +1,21 @@
-"""In which layout a value lies: along which dimension members have a part of it, or whole.
+"""Layouts of values that a group shares, and how values go from one to another.
 
-How values go from one layout to another, and their gradients back: linear maps and adjoints.
-
-A value that a group shares lies by rows (each member has its part of the batch), by features, or is
-whole (every member has all of it). Its gradient lies as the value does. Two things are different
-inside a layer only: ``copies`` are whole, but every member's gradient of them is one term of a sum;
-and ``partial`` is a sum of which every member has a term.
+A layout is the dimension along which each member has its shard of a value: by rows (of the batch)
+or by features; or every member has the whole value. Its gradient lies as the value does. Two things
+are different inside a layer only: ``copies`` are whole, but every member's gradient of them is one
+term of a sum; and ``partial`` is a sum of which every member has a term. All are linear maps, and
+gradients go back by their adjoints:
 
 ======================  ===================  =====================
 from → to               forward              gradient
 ======================  ===================  =====================
-part → whole            gather               own part
-part → copies           gather               reduce-scatter
-whole → part            own part             gather
+shard → whole           gather               own shard
+shard → copies          gather               reduce-scatter
+whole → shard           own shard            gather
 whole → copies          nothing              all-reduce
 partial → whole         all-reduce           nothing
-partial → part          reduce-scatter       gather
-part → other part       all-to-all           all-to-all
+partial → shard         reduce-scatter       gather
+shard → other shard     all-to-all           all-to-all
 ======================  ===================  =====================
 
 None of them works in place, and what they give shares no memory with what they were given, except
@@ -36,7 +35,7 @@ from penstock.engine.tensor.group import TensorGroup
 
 
 class _ShardToWhole(torch.autograd.Function):
-    """part → whole, or copies where gradients are terms of a sum."""
+    """shard → whole, or copies where gradients are terms of a sum."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: TensorGroup, dim: int, sums: bool) -> Tensor:
@@ -54,16 +53,16 @@ class _ShardToWhole(torch.autograd.Function):
         return back, None, None, None
 
 
-class _ToPart(torch.autograd.Function):
-    """What gives parts, so that parts of its gradient come back."""
+class _ToShard(torch.autograd.Function):
+    """A map that gives shards, so that shards of its gradient come back."""
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         return ctx.group.gather(gradients[0], ctx.dim)[0], None, None
 
 
-class _WholeToShard(_ToPart):
-    """whole → part."""
+class _WholeToShard(_ToShard):
+    """whole → shard."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: TensorGroup, dim: int) -> Tensor:
@@ -96,8 +95,8 @@ class _PartialToWhole(torch.autograd.Function):
         return gradients[0], None
 
 
-class _PartialToShard(_ToPart):
-    """partial → part."""
+class _PartialToShard(_ToShard):
+    """partial → shard."""
 
     @staticmethod
     def forward(ctx: Any, term: Tensor, group: TensorGroup, dim: int) -> Tensor:
@@ -106,7 +105,7 @@ class _PartialToShard(_ToPart):
 
 
 class _ShardToShard(torch.autograd.Function):
-    """part along one dimension → part along another."""
+    """shard along one dimension → shard along another."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: TensorGroup, have: int, want: int) -> Tensor:
@@ -121,17 +120,17 @@ class _ShardToShard(torch.autograd.Function):
 
 
 def gather(part: Tensor, group: TensorGroup, dim: int) -> Tensor:
-    """part → whole: every member gets all parts along ``dim``."""
+    """shard → whole: every member gets all shards along ``dim``."""
     return _call(_ShardToWhole, part, group, dim, False)
 
 
 def gather_copies(part: Tensor, group: TensorGroup, dim: int) -> Tensor:
-    """part → copies: as ``gather``, for a reader whose gradient is one term of a sum."""
+    """shard → copies: as ``gather``, for a reader whose gradient is one term of a sum."""
     return _call(_ShardToWhole, part, group, dim, True)
 
 
 def own_part(whole: Tensor, group: TensorGroup, dim: int) -> Tensor:
-    """whole → part: every member keeps its part along ``dim``."""
+    """whole → shard: every member keeps its shard along ``dim``."""
     return _call(_WholeToShard, whole, group, dim)
 
 
@@ -146,12 +145,12 @@ def leave(term: Tensor, group: TensorGroup) -> Tensor:
 
 
 def scatter(term: Tensor, group: TensorGroup, dim: int) -> Tensor:
-    """partial → part: the member's part, along ``dim``, of the sum of the members' terms."""
+    """partial → shard: the member's shard, along ``dim``, of the sum of the members' terms."""
     return _call(_PartialToShard, term, group, dim)
 
 
 def turn(part: Tensor, group: TensorGroup, have: int, want: int) -> Tensor:
-    """part along ``have`` → part along ``want``."""
+    """shard along ``have`` → shard along ``want``."""
     return _call(_ShardToShard, part, group, have, want)
 
 

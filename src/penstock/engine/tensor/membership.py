@@ -1,7 +1,4 @@
-"""What a module knows of the group that shares it.
-
-``ModuleSharing``: how members share one module.
-"""
+"""Membership: what a module that members share knows of the group, and how it is shared."""
 
 from __future__ import annotations
 
@@ -71,7 +68,7 @@ class Region:
         self.inside = False
 
     def drawn(self) -> None:
-        """What has been drawn since ``check`` was meant for this part."""
+        """Random numbers drawn since ``check`` were meant for this part."""
         stream = current_stream()
         if stream is not None:
             self._drew, stream.drew = True, False
@@ -135,7 +132,7 @@ class Membership:
 
 
 class GroupMember:
-    """What all modules have that members of a group share, beside ``nn.Module``."""
+    """The base, beside ``nn.Module``, of all modules that members of a group share."""
 
     membership: Membership
 

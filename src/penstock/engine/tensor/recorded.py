@@ -137,7 +137,7 @@ class _MemberGraphWriter:
             self.divided[node] = rule.divided
 
     def _rule(self, node: fx.Node) -> Rule | None:
-        """What is known of an operation on parts; ``None`` if it needs whole values."""
+        """The rule of an operation on parts; ``None`` if it needs whole values."""
         if node.op != "call_function" or not any(
             given in self.divided for given in node.all_input_nodes
         ):

@@ -1,10 +1,8 @@
-"""What recorded operations do to a dimension of which members have parts.
+"""Rules of recorded operations for a dimension that is sharded over members.
 
-A rule gets the operation, and how what it is given is divided. It says how the output is divided
-and, where the operation has sizes as constants, with which arguments a member calls it; ``None`` if
-the operation must be given whole values.
-
-How a dimension of a recorded value is divided, and what becomes of it where shapes change.
+A rule gets the operation, and how what it is given is divided (``ShardedDim``). It says how the
+output is divided and, where the operation has sizes as constants, with which arguments a member
+calls it; ``None`` if the operation must be given whole values.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ class ShardedDim(NamedTuple):
         return size // (self.length * self.inner)
 
     def local(self, size: int, member: int) -> int:
-        """What a member has of a whole dimension of ``size``."""
+        """The numbers that a member has of a whole dimension of ``size``."""
         return size // self.length * self.parts[member]
 
     def at(self, dim: int) -> ShardedDim:
@@ -58,7 +56,7 @@ class ShardedDim(NamedTuple):
 def _reshaped(
     divided: ShardedDim, before: Sequence[int], after: Sequence[int]
 ) -> ShardedDim | None:
-    """What is divided of a value that is seen in another shape.
+    """The sharded dimension of a value that is seen in another shape.
 
     Args:
         before, after: its whole shapes.
@@ -96,7 +94,7 @@ def _reshaped(
 
 
 class Rule(NamedTuple):
-    """What a member does.
+    """An operation as a member performs it.
 
     Attributes:
         divided: how the output is.
@@ -260,7 +258,7 @@ def _one_of(node: fx.Node, known: Known, _: int) -> Rule | None:
 
 
 def _elsewhere(node: fx.Node, known: Known, _: int) -> Rule | None:
-    """What works along one dimension, which is the second argument, and must not be divided."""
+    """Works along one dimension, which is the second argument, and must not be divided."""
     given = _first(node, known)
     if given is None:
         return None

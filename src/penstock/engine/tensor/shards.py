@@ -1,11 +1,8 @@
-"""Which part of a parameter a member has, and how it goes back into the whole.
+"""Shards: where the part of a value or of a parameter begins and ends that one member has.
 
-Where the parts of a value begin and end: the same rule for rows, features and parameters.
-
-In which order the dimensions of a value lie in memory, kept where members hand values around.
-
-Dropout draws in the order of memory, and kernels are chosen by it: what has been divided or put
-together must lie as the whole value does on one device.
+The rule is the same for rows, features and parameters. Dropout draws in the order of memory, and
+kernels are chosen by it: what has been divided or put together must lie as the whole value does on
+one device (``memory_order``).
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ def memory_order(value: Tensor) -> list[int]:
 
 
 def put_back(value: Tensor, order: Sequence[int]) -> Tensor:
-    """What has the dimensions of ``permute(order)``, in the places where they were."""
+    """Put the dimensions of ``permute(order)`` back in the places where they were."""
     places = [order.index(dim) for dim in range(len(order))]
     # A view could not be overwritten where a function of autograd gives it.
     return value if places == sorted(places) else value.permute(places).detach()

@@ -189,7 +189,7 @@ class SharedLayer(nn.Module):
             return self._given(output)
 
     def _taken(self, value: Any, recalled: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """What comes to the layer, in the layouts that it reads."""
+        """Inputs of the layer, in the layouts that it reads."""
         how, group, name = self.sharing, self.sharers, self.sharing.name
         value = converted(value, how.have, how.reads, group, name)
         return value, {
@@ -198,7 +198,7 @@ class SharedLayer(nn.Module):
         }
 
     def _given(self, output: Any) -> Any:
-        """What goes from the layer, in the layout in which it leaves."""
+        """The output of the layer, in the layout in which it leaves."""
         how, group, name = self.sharing, self.sharers, self.sharing.name
         gives = how.gives
         if how.inner and self.region.inside:

@@ -1,6 +1,7 @@
-"""What a module can be divided into: which of its parameters, and by which class.
+"""Splits: which modules their keys mean, and how each of these can be divided.
 
-Which modules the keys of ``splits`` mean: layers by their names, or modules inside them.
+A key is the name of a layer, or a pattern of modules inside layers. A module is divided in some of
+its parameters, and its copy on a member becomes another class.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ def _said(name: str, splits: Mapping[str, str]) -> str:
 
 
 def named(layer: NamedLayer, path: str) -> str:
-    """What splits call a module in a layer. Layers of a captured model hold modules under the names
-    that these have in the model."""
+    """The name of a module of a layer in splits. Layers of a captured model hold modules under the
+    names that these have in the model."""
     return path if isinstance(layer.module, CapturedLayer) else f"{layer.name}.{path}"
 
 
@@ -109,14 +110,14 @@ BY_ELEMENT: tuple[type[nn.Module], ...] = (
     nn.Mish, nn.Tanh, nn.Sigmoid, nn.Softplus, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid,
     nn.LogSigmoid, nn.Softsign,
 )  # fmt: skip
-"""What treats every number by itself, and so works on any part."""
+"""Modules that treat every number by itself, and so work on any part."""
 
 BY_CHANNEL: tuple[type[nn.Module], ...] = (
     nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d,
     nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool1d,
     nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d, nn.Upsample, nn.ZeroPad2d, nn.PixelShuffle,
 )  # fmt: skip
-"""What treats every row and channel by itself, where both are dimensions of their own."""
+"""Modules that treat every row and channel by itself, where both are dimensions."""
 
 
 def sharings_of(module: nn.Module, split: str, name: str) -> ModuleSharings:
@@ -184,7 +185,7 @@ def _check_plain(module: nn.Module, split: str, name: str) -> None:
 
 
 def trait_of(module: nn.Module) -> str:
-    """What the kind of a module does not tell of how it can be divided; empty if that is all."""
+    """A trait beside its class that decides how a module can be divided; empty if there is none."""
     if isinstance(module, nn.TransformerEncoderLayer) and is_block(module):
         return f"heads={module.self_attn.num_heads}"
     if not _is_plain(module):

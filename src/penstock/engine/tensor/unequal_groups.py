@@ -1,12 +1,11 @@
-"""Whole stand-ins for weights that groups of different sizes hold: their parts do not match.
+"""Groups of different sizes, of which one hands values to the other, or both hold the same weights.
 
-Such weights are tied, so they are few. Before their holders sum gradients, the members of each
-group make theirs whole; behind the sum, each takes its part again.
+Groups of equal size hand over shard by shard. Where sizes differ, every shard of the source is cut
+at the borders of the target's shards, and each piece goes to whom it belongs: every number once.
 
-Who sends which slice of a value to whom, where one group hands it to another.
-
-Groups of equal size hand over part by part. Where sizes differ, every part of the source is cut at
-the borders of the target's parts, and each piece goes to whom it belongs: every number once.
+Shards of weights that both hold do not match. Such weights are tied, so they are few. Before their
+holders sum gradients, the members of each group make theirs whole, in placeholders; behind the sum,
+each takes its shard again.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from penstock.engine.tensor.shards import Bounds, ShardSpec, bounds
 
 
 class Handover(NamedTuple):
-    """What one member of a group sends to one member of another.
+    """A slice that one member of a group sends to one member of another.
 
     Attributes:
         source, target: their coordinates.
@@ -76,7 +75,7 @@ def receivers(source: int, num_sources: int, num_targets: int, *, divided: bool)
 
 
 class WholePlaceholders:
-    """What one member shows to other groups in the place of its parameters.
+    """Whole parameters that one member shows to other groups in the place of its own.
 
     Args:
         parameters: the member's.
@@ -107,7 +106,7 @@ class WholePlaceholders:
         )
 
     def gather(self) -> None:
-        """Give the stand-ins whole gradients. All members call it at the same time."""
+        """Give the placeholders whole gradients. All members call it at the same time."""
         for whole, (own, cut) in zip(self.parameters, self._pairs, strict=True):
             whole.requires_grad_(own.requires_grad)
             gradient = own.grad
@@ -122,7 +121,7 @@ class WholePlaceholders:
             whole.grad = None
 
     def gather_values(self) -> None:
-        """Give the stand-ins whole values."""
+        """Give the placeholders whole values."""
         with torch.no_grad():
             for whole, (own, cut) in zip(self.parameters, self._pairs, strict=True):
                 whole.copy_(self._whole(own.detach(), cut))
