@@ -16,7 +16,7 @@ from penstock.training.checkpoint.header import Extent
 def rows_of(name, parameter, copy, num_copies):
     """The rows of a parameter that a copy updates: what an optimizer keeps of them, and where."""
     slices = row_shards_of([parameter], range(num_copies))
-    for _, start, stop in slices[copy].pieces:
+    for _, start, stop in slices[copy].ranges:
         row = parameter[0].numel()
         shape = tuple(parameter.shape)
         first = (start // row, *(0 for _ in shape[1:]))

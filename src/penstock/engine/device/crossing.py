@@ -1,4 +1,4 @@
-"""Copies of tensors with the strides that they had, and tensors that go to another device themselves.
+"""Copies of tensors with the strides that they had, and parameters that go to another device.
 
 ``Tensor.to`` and ``Tensor.clone`` pack a view that leaves gaps (``x[:, :1]``) or repeats itself
 (``x.expand(…)``) densely. Kernels are chosen by strides, and another kernel sums in another order

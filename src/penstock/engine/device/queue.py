@@ -154,7 +154,7 @@ class DeviceQueue(ABC):
 
     @abstractmethod
     def stamps(self) -> Stamps | None:
-        """Stamps for the ops of the next minibatch; ``None`` where the host sees when these happen."""
+        """Stamps for the ops of the next minibatch; ``None`` where the host sees these happen."""
 
     @abstractmethod
     def fetched(self, tensor: Tensor, moment: torch.Event | None) -> Tensor:

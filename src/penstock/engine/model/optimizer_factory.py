@@ -1,4 +1,4 @@
-"""Factories of optimizers and learning-rate schedulers, as users give them: functions of parameters."""
+"""Functions of parameters, as users give them, that make optimizers and their schedulers."""
 
 from __future__ import annotations
 

@@ -19,7 +19,6 @@ from penstock.engine.tensor.unequal_groups import WholePlaceholders
 from penstock.engine.transport import Edge, Transport
 from penstock.engine.transport.base import RENEWED_TAGS, SHARED_TAGS
 
-
 _MOST_LANES = 16
 
 

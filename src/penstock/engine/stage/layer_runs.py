@@ -16,8 +16,7 @@ from penstock.engine.model.randomness import LayerStreams
 from penstock.engine.model.replay import Formers, Run, in_turn, recomputed
 from penstock.engine.model.spine import NamedLayer, Skip
 from penstock.engine.stage.slices import call_of
-from penstock.engine.tracing.layers import CapturedLayer
-from penstock.engine.tracing.units import RecomputedTogether, units_of
+from penstock.engine.tracing.layers import CapturedLayer, RecomputedTogether, units_of
 
 Where = tuple[int, int, int]
 """(step, microbatch, slice), for random streams."""

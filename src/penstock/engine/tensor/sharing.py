@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from penstock.base.errors import ModelError, PenstockError
 from penstock.engine.device.accelerators import is_on_host
 from penstock.engine.model import tree
+from penstock.engine.model.spine import state_of
 from penstock.engine.tensor.chain import LayerSharing
 from penstock.engine.tensor.divided_layers import DROPOUTS, PartChannelDropout, PartDropout
 from penstock.engine.tensor.first_run import Expected, difference, divided_dimension, on_one_device
@@ -140,7 +141,7 @@ def _whole_values(original: nn.Module, layer: SharedLayer) -> dict[int, Tensor]:
         {id(tensor): cut for tensor, cut in cut_tensors(original, layer.sharing)},
     )
     values: dict[int, Tensor] = {}
-    for theirs, ours in zip(_tensors_of(original), _tensors_of(layer), strict=True):
+    for (_, theirs), (_, ours) in zip(state_of(original), state_of(layer), strict=True):
         if id(theirs) in values:
             continue
         whole = ours.detach()
@@ -151,11 +152,6 @@ def _whole_values(original: nn.Module, layer: SharedLayer) -> dict[int, Tensor]:
         is_parameter = isinstance(theirs, nn.Parameter)
         values[id(theirs)] = nn.Parameter(whole, False) if is_parameter else whole
     return values
-
-
-def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
-    yield from (tensor for _, tensor in module.named_parameters(remove_duplicate=False))
-    yield from (tensor for _, tensor in module.named_buffers(remove_duplicate=False))
 
 
 class SharedLayer(nn.Module):

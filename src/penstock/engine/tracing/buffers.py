@@ -7,6 +7,8 @@ a value that is written there passes through all layers between, as if gradients
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx, nn
 
@@ -97,16 +99,26 @@ def _writes_into(value: fx.Node, user: fx.Node, model: nn.Module) -> bool:
         return True  # a graph within the graph, such as what runs without gradients
     if not isinstance(user.target, torch._ops.OpOverload) or _writes_back(user):
         return False
-    written = (
-        given
-        for given, argument in zip(user.args, user.target._schema.arguments, strict=False)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
     # Some overwrite a list of tensors.
-    return any(given is value or (isinstance(given, list) and value in given) for given in written)
+    return any(
+        given is value or (isinstance(given, list) and value in given)
+        for given in written_arguments(user, user.target)
+    )
+
+
+def written_arguments(node: fx.Node, operation: torch._ops.OpOverload) -> list[Any]:
+    """The arguments of a node that its operation writes into."""
+    return [
+        given
+        for given, argument in zip(node.args, operation._schema.arguments, strict=False)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
+def gives_alias(operation: torch._ops.OpOverload) -> bool:
+    """Whether what an operation gives may share memory with what it is given."""
+    return any(result.alias_info is not None for result in operation._schema.returns)
 
 
 def _may_be_a_view(node: fx.Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return True
-    return any(result.alias_info is not None for result in node.target._schema.returns)
+    return not isinstance(node.target, torch._ops.OpOverload) or gives_alias(node.target)

@@ -19,16 +19,15 @@ from penstock.core.example import Dynamic, Example, Granularity
 from penstock.engine.model import microbatches, tree
 from penstock.engine.model.batches import plain
 from penstock.engine.model.spine import run_spine
-from penstock.engine.tracing.examples import described
-from penstock.engine.tracing.graphs import Given, Traced, UntraceableError, spread, trace
+from penstock.engine.tracing.graphs import Traced, UntraceableError, trace
 from penstock.engine.tracing.hidden import Whole
+from penstock.engine.tracing.inputs import Borders, Given, borders_of, described, spread
 from penstock.engine.tracing.layers import (
-    Borders,
     CapturedLayer,
-    InputShape,
     adopt_the_rest,
     devices_of,
     dtypes_of,
+    number_units,
     program_of,
 )
 from penstock.engine.tracing.proof import check_equal, explained, run_alone, with_other_rows
@@ -40,7 +39,6 @@ from penstock.engine.tracing.segments import (
     must_follow,
     segments_of,
 )
-from penstock.engine.tracing.units import number_units
 from penstock.engine.tracing.unseen import (
     Settings,
     attributes_kept,
@@ -78,7 +76,7 @@ class _ModelTraces:
         return [segment.name for segment in self.segments[True]]
 
     def flow(self, training: bool, order: Sequence[int]) -> ValueFlow:
-        """What passes between the layers if they run in an order."""
+        """The values that pass between the layers if they run in an order."""
         segments = self.segments[training]
         return ValueFlow(self.traced[training], [segments[index] for index in order])
 
@@ -145,7 +143,7 @@ class Captured(nn.Module):
         self._tell_layers()  # its mode may have been switched at the model itself
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns; called as the model is, or with its inputs as one value."""
+        """Run the layers; called as the model is, or with its inputs as one value."""
         if kwargs and args:
             bound = self._traces.borders.signature.bind(*args, **kwargs)
             inputs: Any = dict(bound.arguments)
@@ -281,7 +279,9 @@ def _captured(
     with generators_of_python_kept():
         traced, how, settings = _traced_in_both_modes(model, given, dynamic, whole, verify)
     segments = _segments(model, traced, granularity)
-    borders = _borders(signature, given, traced, dynamic)
+    guards = {mode: graph.guards for mode, graph in traced.items()}
+    outputs = {mode: graph.output_structure for mode, graph in traced.items()}
+    borders = borders_of(signature, given, dynamic, guards, outputs)
     example = described(inputs, granularity, dynamic)
     traces = _ModelTraces(traced, segments, borders, settings, example)
     captured = Captured(model, traces, how, range(len(traces.names)))
@@ -429,29 +429,6 @@ def _segments(
     for mode, segments in ((True, training), (False, evaluation)):
         localise_sizes(traced[mode], segments)
     return {True: training, False: evaluation}
-
-
-def _borders(
-    signature: inspect.Signature, given: Given, traced: dict[bool, Traced], dynamic: Dynamic
-) -> Borders:
-    leaves, structure = tree.flatten(given)
-    fixed = 1 if dynamic == "rows" else None
-    return Borders(
-        signature=signature,
-        structure=structure,
-        leaves=tuple(_expected(leaf, fixed) for leaf in leaves),
-        guards={mode: graph.guards for mode, graph in traced.items()},
-        outputs={mode: graph.output_structure for mode, graph in traced.items()},
-    )
-
-
-def _expected(leaf: Any, fixed: int | None) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return InputShape(
-        None if fixed is None or dimension < fixed else size
-        for dimension, size in enumerate(leaf.shape)
-    )
 
 
 def _layers(

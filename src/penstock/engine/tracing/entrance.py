@@ -20,7 +20,7 @@ from penstock.base.errors import InputError, ModelError
 from penstock.engine.device.crossing import give_memory
 from penstock.engine.model import tree
 from penstock.engine.tracing.captured import Captured, capture
-from penstock.engine.tracing.examples import inputs_like
+from penstock.engine.tracing.inputs import inputs_like
 from penstock.engine.tracing.layers import devices_of, dtypes_of
 from penstock.planning.plans import Plan
 

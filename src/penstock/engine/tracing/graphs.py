@@ -1,17 +1,15 @@
 """Tracing a model: ``torch.export`` first, ``torch.fx`` if that fails.
 
-Keeping torch from printing whole graphs where an export fails: our error says what matters.
-
-``sys.stderr`` belongs to all threads, so it stays as it is. The module of torch that prints the
-graph is given a ``print`` of its own while anybody exports; it leaves out the graphs of those
-threads that asked for it.
+Where an export fails, torch prints whole graphs; our error says what matters. ``sys.stderr``
+belongs to all threads, so it stays as it is. The module of torch that prints the graph is given a
+``print`` of its own while anybody exports; it leaves out the graphs of those threads that asked for
+it (``without_dumps``).
 """
 
 from __future__ import annotations
 
 import builtins
 import contextlib
-import inspect
 import logging
 import sys
 import threading
@@ -26,14 +24,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from penstock.base.errors import InputError, ModelError
+from penstock.base.errors import ModelError
 from penstock.core.example import Dynamic
 from penstock.engine.device.accelerators import generators_kept
 from penstock.engine.model import tree
+from penstock.engine.model.spine import state_of
 from penstock.engine.tracing.buffers import write_buffers_early
 from penstock.engine.tracing.hidden import Whole
+from penstock.engine.tracing.inputs import Given
 from penstock.engine.tracing.leaves import OpaqueError, WholeModules
-from penstock.engine.tracing.lines import TraceFailure, asks_its_mask, lines_of
+from penstock.engine.tracing.lines import TraceFailure, asks_its_mask, causes_of, lines_of
 
 _WARNS = "torch.fx.experimental.symbolic_shapes"
 _COMPLAINS = "torch._subclasses.fake_tensor"
@@ -121,61 +121,6 @@ class Traced:
     guards: Callable[..., Any] | None
 
 
-Given = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-def spread(signature: inspect.Signature, inputs: Any) -> Given:
-    """The (args, kwargs) with which ``forward`` is called for the inputs of a pipeline.
-
-    A tuple is spread over the arguments of ``forward``, a dictionary over its keywords, if they
-    fit; everything else, and what does not fit, is one argument.
-    """
-    tries: list[Given] = [((inputs,), {})]
-    if isinstance(inputs, tuple):
-        tries.insert(0, (inputs, {}))
-    elif isinstance(inputs, dict) and all(isinstance(key, str) for key in inputs):
-        tries.insert(0, ((), _as_declared(signature, inputs)))
-    for args, kwargs in tries:
-        try:
-            signature.bind(*args, **kwargs)
-        except TypeError:
-            continue
-        return args, kwargs
-    raise InputError(
-        f"forward{signature} cannot be called with these inputs{_misfits(signature, inputs)}; give "
-        "a tuple with its arguments, or a dictionary with its keywords"
-    )
-
-
-def _misfits(signature: inspect.Signature, inputs: Any) -> str:
-    """Which keywords are too many or too few, if the inputs are a dictionary."""
-    if not isinstance(inputs, dict):
-        return ""
-    parameters = signature.parameters.values()
-    named = [
-        parameter
-        for parameter in parameters
-        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
-    extra = [repr(key) for key in inputs if key not in {parameter.name for parameter in named}]
-    missing = [
-        repr(parameter.name)
-        for parameter in named
-        if parameter.default is parameter.empty and parameter.name not in inputs
-    ]
-    wrong = [f"it takes no {' and no '.join(extra)}"] if extra else []
-    wrong += [f"it needs {' and '.join(missing)}, too"] if missing else []
-    if extra == ["'labels'"]:
-        wrong.append("with loss=pk.model_loss, a model must take its labels")
-    return f": {'; '.join(wrong)}" if wrong else ""
-
-
-def _as_declared(signature: inspect.Signature, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Put keywords in the order in which ``forward`` declares them."""
-    own = [name for name in signature.parameters if name in inputs]
-    return {name: inputs[name] for name in (*own, *sorted(inputs.keys() - {*own}))}
-
-
 def trace(model: nn.Module, given: Given, dynamic: Dynamic, whole: Whole) -> tuple[Traced, str]:
     """Trace a model in its current mode; gives the graph and which tracer made it.
 
@@ -224,12 +169,9 @@ def _exported(model: nn.Module, given: Given, dynamic: Dynamic, whole: Whole) ->
             modules = {name: module for name, module in modules.items() if name != hiding}
 
 
-def _opaque(error: BaseException | None) -> str | None:
-    while error is not None:
-        if isinstance(error, OpaqueError):
-            return error.name
-        error = error.__cause__ or error.__context__
-    return None
+def _opaque(error: BaseException) -> str | None:
+    causes = (cause.name for cause in causes_of(error) if isinstance(cause, OpaqueError))
+    return next(causes, None)
 
 
 def _export(model: nn.Module, given: Given, dynamic: Dynamic, whole: WholeModules) -> Traced:
@@ -336,8 +278,7 @@ def _is_idle(node: fx.Node) -> bool:
 
 def _constants(module: nn.Module, model: nn.Module) -> dict[str, Any]:
     """The values that a graph reads and that are neither parameters nor buffers of the model."""
-    state = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    state |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    state = {name for name, _ in state_of(model)}
     constants: dict[str, Any] = {}
     for node in module.graph.nodes:  # type: ignore[union-attr]
         if node.op == "get_attr" and node.target not in state:

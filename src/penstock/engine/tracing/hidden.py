@@ -34,7 +34,7 @@ Run = Callable[[int], None]
 
 
 class UnseenShapesError(Exception):
-    """What a module returns cannot be told from what it is given."""
+    """The shapes that a module returns cannot be told from those that it is given."""
 
 
 class Whole:
@@ -73,7 +73,7 @@ class Whole:
         return True
 
     def seen(self) -> SeenCalls:
-        """What the hidden modules return, in the model's mode.
+        """Calls of the hidden modules, in the model's mode.
 
         Raises:
             UnseenShapesError: that cannot be told.

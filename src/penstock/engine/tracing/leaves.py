@@ -123,7 +123,7 @@ class WholeCall:
         ]
 
     def output(self, tensors: list[Tensor]) -> Any:
-        """What the module returned, with these in the place of its tensors."""
+        """The value that the module returned, with these in the place of its tensors."""
         ours = iter(tensors)
         leaves = [next(ours) if isinstance(leaf, Tensor) else leaf for leaf in self._outputs]
         assert self._output_structure is not None

@@ -1,9 +1,7 @@
-"""Which line of a user's code an error came from, or runs just now.
+"""Lines of a user's code: where an error came from, what runs just now, and what to write instead.
 
-What models do that no graph can hold, and what to write instead.
-
-The page that ``PAGE`` names tells each story, with its error as it is printed and a remedy that
-runs.
+What models do that no graph can hold are stories. The page that ``PAGE`` names tells each, with its
+error as it is printed and a remedy that runs.
 """
 
 from __future__ import annotations
@@ -186,7 +184,7 @@ class TraceFailure:
 
 
 def remedy_of(failure: TraceFailure) -> str | None:
-    """What the code does there, and what to write instead; ``None`` if nobody knows."""
+    """Words on what the code does there and what to write instead; ``None`` if nobody knows."""
     for fits, remedy in _STORIES:
         if fits(failure):
             return remedy

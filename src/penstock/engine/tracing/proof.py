@@ -1,6 +1,6 @@
-"""The check that a captured model computes what the model computes.
+"""The check that a captured model computes what the model does, and the error where none was captured.
 
-The one error for a model that cannot be traced: the line of its code, and what helps.
+That error names the line of the model's code, and what helps.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from penstock.base.errors import InputError, ModelError
 from penstock.engine.device.accelerators import generators_kept
 from penstock.engine.model import microbatches, tree
 from penstock.engine.model.replay import put_back, saved_buffers
-from penstock.engine.tracing.graphs import Given, UntraceableError, short
+from penstock.engine.tracing.graphs import UntraceableError, short
+from penstock.engine.tracing.inputs import Given
 from penstock.engine.tracing.lines import PAGE, TraceFailure, because, lines_of, remedy_of
 from penstock.engine.tracing.unseen import (
     HookWatch,
@@ -113,7 +114,7 @@ def with_other_rows(given: Given) -> Given:
 
 
 def _run(holder: nn.Module, runs: nn.Module, given: Given) -> tuple[Any, list[Tensor]]:
-    """What a module returns, and the holder's buffers after that; they are put back."""
+    """Run a module; gives its output, and the holder's buffers after that, which are put back."""
     before = saved_buffers(holder.modules())
     args, kwargs = tree.replace(Tensor, Tensor.clone, given)  # it may overwrite its inputs
     with generators_kept(tensor.device for tensor in tree.tensors(given)), torch.enable_grad():
@@ -196,7 +197,7 @@ def explained(model: nn.Module, given: Given, failed: UntraceableError) -> Model
 
 
 def _own_error(model: nn.Module, given: Given) -> Exception | None:
-    """What the model raises without any tracer; ``None`` if it works."""
+    """The error that the model raises without any tracer; ``None`` if it works."""
     try:
         run_alone(model, given)
     except Exception as error:

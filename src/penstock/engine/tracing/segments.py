@@ -1,6 +1,7 @@
 """From a traced graph to layers: which nodes go together, and what passes between them.
 
-What passes between the layers of a traced model, in one order of them.
+``segments_of`` cuts a graph into layers; ``ValueFlow`` has the values that live between these, in
+one order of them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from penstock.core.example import Granularity
+from penstock.engine.tracing.buffers import gives_alias, written_arguments
 from penstock.engine.tracing.graphs import Traced
 
 _NO_WORK = (nn.Identity, nn.Flatten, nn.Unflatten)
@@ -192,13 +194,8 @@ def overwritten(node: fx.Node, model: nn.Module) -> list[fx.Node]:
         works_in_place = getattr(model.get_submodule(str(node.target)), "inplace", False)
         return list(node.all_input_nodes[:1]) if works_in_place else []
     if isinstance(node.target, torch._ops.OpOverload):
-        return [
-            value
-            for value, argument in zip(node.args, node.target._schema.arguments, strict=False)
-            if isinstance(value, fx.Node)
-            and argument.alias_info is not None
-            and argument.alias_info.is_write
-        ]
+        written = written_arguments(node, node.target)
+        return [value for value in written if isinstance(value, fx.Node)]
     in_place = node.op == "call_method" and str(node.target).rstrip("_") != node.target
     in_place |= node.kwargs.get("inplace") is True or node.target in _IN_PLACE_OPERATORS
     return list(node.all_input_nodes[:1]) if in_place else []
@@ -226,8 +223,7 @@ def _viewed(node: fx.Node) -> fx.Node | None:
         return node.args[0] if node.args[0].op == "call_function" else None
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
-    shares = any(result.alias_info is not None for result in node.target._schema.returns)
-    return node.args[0] if shares else None
+    return node.args[0] if gives_alias(node.target) else None
 
 
 def _is_value(node: fx.Node) -> bool:

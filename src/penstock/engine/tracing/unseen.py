@@ -1,10 +1,9 @@
-"""What a forward does that tracing does not see, though its output may look right.
+"""Doings of a forward that tracing does not see, though its output may look right.
 
 Numbers that Python or numpy draws are constants in a graph. What only a backward does, as a
 function of its own or a hook on a tensor, is in no graph at all, nor are attributes that a forward
-sets. Modules that stay whole may do all of that: they are called as they are.
-
-Numbers and words that a traced forward reads from its modules: a graph keeps what they were.
+sets. Of numbers and words that a forward reads from its modules a graph keeps what they were
+(``Settings``). Modules that stay whole may do all of that: they are called as they are.
 """
 
 from __future__ import annotations
@@ -387,7 +386,7 @@ def _modules_called(name: str, model: nn.Module) -> list[nn.Module]:
 
 
 def _held(module: nn.Module, attribute: str) -> Any:
-    """What a module or its class has under a name, without asking a property for it."""
+    """The value that a module or its class has under a name, without asking a property for it."""
     held = object.__getattribute__(module, "__dict__")
     if attribute in held:
         return held[attribute]

@@ -14,8 +14,7 @@ from penstock.core.graph import Layer, LayerGraph
 from penstock.engine.model.optimizer_factory import OptimizerFactory
 from penstock.engine.model.spine import NamedLayer, spine_of
 from penstock.engine.tensor.splits import trait_of
-from penstock.engine.tracing.layers import CapturedLayer
-from penstock.engine.tracing.units import units_of
+from penstock.engine.tracing.layers import CapturedLayer, units_of
 from penstock.training.profiler.alone.bench import Bench, Measured, Progress
 from penstock.training.profiler.alone.chain import num_bytes
 from penstock.training.profiler.alone.conditions import device_of, name_of, software, undisturbed
