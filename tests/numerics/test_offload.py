@@ -56,7 +56,7 @@ def trained(model, plan, **options):
         state = {key: value.cpu() for key, value in pipeline.state_dict().items()}
         outputs = pipeline.evaluate(BATCHES[0][0]).cpu()
         offloadings = [worker.offloading for worker in pipeline._parts.workers]
-        left = [one.transfers.way.space.written_bytes for one in offloadings if one is not None]
+        left = [one.transfers.path.space.written_bytes for one in offloadings if one is not None]
         return torch.stack(losses), state, outputs, sum(left)
 
 
@@ -248,7 +248,7 @@ def test_what_is_moved_is_what_the_plan_says():
     with pk.Pipeline(model, plan, loss=F.mse_loss, optimizer=adamw) as pipeline:
         for _ in range(2):
             pipeline.step(inputs, inputs)
-        spaces = [worker.offloading.transfers.way.space for worker in pipeline._parts.workers]
+        spaces = [worker.offloading.transfers.path.space for worker in pipeline._parts.workers]
     expected = 2 * moved_activations(plan.build_schedule(), plan.stages)
     assert sum(space.written_bytes for space in spaces) == pytest.approx(expected, rel=0.1)
     assert sum(space.read_bytes for space in spaces) == sum(s.written_bytes for s in spaces)

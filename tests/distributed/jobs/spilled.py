@@ -90,7 +90,7 @@ def offloaded(offload):
         losses = [pipeline.step(*batch(step)).item() for step in range(3)]
         state = pipeline.gather_state_dict()
         leaving = [worker.offloading for worker in pipeline._parts.workers]
-        left = [one.transfers.way.space.written_bytes for one in leaving if one is not None]
+        left = [one.transfers.path.space.written_bytes for one in leaving if one is not None]
         return {"losses": losses, "digest": digest(state) if state else "", "left": sum(left)}
 
 

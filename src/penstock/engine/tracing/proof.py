@@ -1,4 +1,4 @@
-"""The check that a captured model computes what the model does, and the error where none was captured.
+"""The check that a captured model computes what the model does, and the error if none was captured.
 
 That error names the line of the model's code, and what helps.
 """

@@ -1,13 +1,14 @@
 """A stage's weights: in as many versions as its policy needs, and in memory when they are needed.
 
-``store`` keeps them and says which a pass reads; ``leaves`` puts other tensors in the place of
-parameters while it reads them; ``prediction`` foresees where an optimizer is heading, and
-``pipemare`` has the two corrections of that name.
+``store`` keeps them and says which a pass reads; ``corrections`` puts other tensors in the place of
+parameters while it reads them, foresees where an optimizer is heading, and has PipeMare's two
+corrections.
 
-``residence`` brings stages in from a tier and lets them go: ``tiers`` are a disk or main memory,
-``buffers`` the memory, on any device, into which a ``group`` of tensors comes, ``ways`` how bytes get
-from one to the other, ``lane`` a thread that transfers. ``offload`` does the same for what
-microbatches keep between forward and backward; ``shelf`` has what checkpoints read from a tier.
+Weight swapping: ``residency`` loads stages from a tier and evicts them. ``tiers`` are a disk or
+main memory, ``buffers`` the memory, on any device, into which a ``group`` of tensors comes,
+``data_paths`` how bytes get from one to the other, and ``movers`` the I/O threads and streams that
+move them; ``transfers`` is what is on its way, and what checkpoints read from a tier. ``offload``
+does the same for what microbatches keep between forward and backward.
 
 Decisions:
 

@@ -1,4 +1,4 @@
-"""BufferPool: pieces of aligned memory into which stages come, used again and again.
+"""Buffers: aligned memory into which stages come, used again and again.
 
 Memory that is mapped anew costs a fault for each page when it is first touched; in the steady state
 of training no buffer is new. What is free counts towards the budget, too, since the system does not
@@ -20,11 +20,9 @@ from torch import Tensor
 
 from penstock.base.errors import RunError
 from penstock.base.units import format_bytes
-from penstock.engine.device.accelerators import is_on_host
+from penstock.engine.device.accelerators import HOST, is_on_host
 from penstock.engine.device.queue import moments_of_caller, taken_up
 from penstock.engine.weights.tiers import whole_pages
-
-HOST = torch.device("cpu")
 
 
 class MemoryBuffer:
@@ -159,7 +157,7 @@ class BufferPool:
         return buffer
 
     def _wait_for_room(self, size: int) -> None:
-        """What leaves keeps its buffer until it is written, unless somebody needs the room sooner:
+        """A leaving group keeps its buffer until it is written, unless the room is needed sooner:
         gradients that no update has used are written and come back within one visit, where a
         rank keeps its only stage."""
         if self._used + size > self.budget_bytes and self.reclaim is not None:
@@ -203,7 +201,7 @@ class BufferPool:
 
     @property
     def mapped_bytes(self) -> int:
-        """What all of them have now, free ones included, and what else is counted."""
+        """Bytes that all of them have now, free ones included, and what else is counted."""
         return self._mapped
 
     def lend(self) -> None:

@@ -1,9 +1,10 @@
-"""What delay is corrected by: PipeMare's slower steps and weights as they were (Yang et al., MLSys
-2021), and the direction of an optimizer's next steps, by which weights are predicted.
+"""Corrections of delay, and other tensors in the place of a model's parameters during a pass.
 
-Other tensors in the place of a model's parameters, for the time of a pass.
+PipeMare has slower steps, and weights as they were (Yang et al., MLSys 2021); weights are predicted
+by the direction of an optimizer's next steps.
 
-Nothing is copied: the dictionaries in which modules keep their parameters are changed and restored.
+Where ``Leaves`` stand in the place of parameters, nothing is copied: the dictionaries in which
+modules keep their parameters are changed and restored.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class Sockets:
 
     @contextmanager
     def gathering(self, leaves: Leaves | None) -> Iterator[None]:
-        """What is added to the gradients of leaves is added to those of the live parameters."""
+        """Add what is added to the gradients of leaves to those of the live parameters."""
         if leaves is None:
             yield
             return

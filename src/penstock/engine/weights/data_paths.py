@@ -1,8 +1,9 @@
-"""Ways: how the bytes of a buffer get to a tier and back, wherever the buffer is.
+"""Data paths: how the bytes of a buffer get to a tier and back, wherever the buffer is.
 
-A data_path begins a transfer and returns at once. In main memory a thread reads and another one writes.
-An accelerator copies by itself, on streams of its own, from and to pinned memory: to main memory as
-a tier without any thread, to a disk by data_path of pinned buffers, which the two threads fill and empty.
+A data path begins a transfer and returns at once. In main memory a thread reads and another one
+writes. An accelerator copies by itself, on streams of its own, from and to pinned memory: to main
+memory as a tier without any thread, to a disk by way of pinned memory, which the two threads fill
+and empty.
 
 What is needed first is read first, also if something else was asked for before: the next stage
 often is, before this stage's optimizer state. Copies of an accelerator cannot be stopped once they
@@ -97,8 +98,8 @@ class DataPath(ABC):
 
     @abstractmethod
     def moments(self) -> list[torch.Event]:
-        """When a buffer that nobody writes any more may be filled anew: now, on this thread's current
-        stream; none where ops happen when they are called."""
+        """When a buffer that nobody writes any more may be filled anew: now, on this thread's
+        current stream; none where ops happen when they are called."""
 
     @abstractmethod
     def close(self) -> None:
@@ -118,37 +119,39 @@ class DataPath(ABC):
         return StagedDataPath(opened(tier), seconds, SideStreams(device))
 
 
-class _Threads:
-    """One that reads and one that writes: each does one thing after another."""
-
-    def __init__(self) -> None:
-        self.reader = IOThread("penstock-fetching")
-        self.writer = IOThread("penstock-writing")
-
-    def close(self) -> None:
-        self.reader.close()
-        self.writer.close()
-
-
-class HostDataPath(DataPath):
-    """Between main memory and a tier."""
+class _ThreadedDataPath(DataPath):
+    """To a tier that the host reads and writes, in a thread each."""
 
     def __init__(self, store: Store, seconds: float) -> None:
         super().__init__(store, seconds)
         self._store = store
-        self._threads = _Threads()
+        self._reader = IOThread("penstock-fetching")
+        self._writer = IOThread("penstock-writing")
 
     def put(self, extent: Extent, buffer: MemoryBuffer) -> None:
         self._store.write(extent, buffer.view)
+
+    def peek(self, extent: Extent, start: int, memory: memoryview, written: Moved | None) -> None:
+        if written is not None:
+            written.result()
+        self._store.peek(extent, start, memory)
+
+    def close(self) -> None:
+        self._reader.close()
+        self._writer.close()
+
+
+class HostDataPath(_ThreadedDataPath):
+    """Between main memory and a tier."""
 
     def read(
         self, extent: Extent, buffer: MemoryBuffer, before: Moved | None, needed_at: int = 0
     ) -> Moved:
         reading = self._store.reading(extent, buffer.view)
-        return self._threads.reader.begin(reading, needed_at, before)
+        return self._reader.begin(reading, needed_at, before)
 
     def write(self, extent: Extent, buffer: MemoryBuffer) -> Moved:
-        return self._threads.writer.begin(self._store.writing(extent, buffer.view))
+        return self._writer.begin(self._store.writing(extent, buffer.view))
 
     def gather(self, group: SwapGroup) -> Moved:
         extent = _extent_of(group)
@@ -158,14 +161,8 @@ class HostDataPath(DataPath):
             place.tensor.data = place.tensor.new_empty(0)
         return self.write(extent, buffer)
 
-    def peek(self, extent: Extent, start: int, memory: memoryview, written: Moved | None) -> None:
-        _peek(self._store, extent, start, memory, written)
-
     def moments(self) -> list[torch.Event]:
         return []
-
-    def close(self) -> None:
-        self._threads.close()
 
 
 class PinnedDataPath(DataPath):
@@ -216,26 +213,21 @@ class PinnedDataPath(DataPath):
         self._streams.settle()
 
 
-class StagedDataPath(DataPath):
-    """Between an accelerator and a disk, by data_path of pinned buffers: one for pieces of what comes,
-    and one for what goes, as large as the largest of it."""
+class StagedDataPath(_ThreadedDataPath):
+    """Between an accelerator and a disk, by way of pinned memory: some for pieces of what comes,
+    and some for what goes, as large as the largest of it."""
 
     def __init__(self, store: Store, seconds: float, streams: SideStreams) -> None:
         super().__init__(store, seconds)
-        self._store = store
         self._streams = streams
-        self._threads = _Threads()
         self._coming, self._going = pinned_bytes(0), pinned_bytes(0)
-
-    def put(self, extent: Extent, buffer: MemoryBuffer) -> None:
-        self._store.write(extent, buffer.view)
 
     def read(
         self, extent: Extent, buffer: MemoryBuffer, before: Moved | None, needed_at: int = 0
     ) -> Moved:
         behind = [*buffer.free_after]
         buffer.free_after.clear()
-        return self._threads.reader.begin(self._read(extent, buffer, behind), needed_at, before)
+        return self._reader.begin(self._read(extent, buffer, behind), needed_at, before)
 
     def _read(self, extent: Extent, buffer: MemoryBuffer, behind: list[torch.Event]) -> Transfer:
         moment = None
@@ -250,11 +242,11 @@ class StagedDataPath(DataPath):
 
     def write(self, extent: Extent, buffer: MemoryBuffer) -> Moved:
         moment = self._streams.now()
-        return self._threads.writer.begin(at_once(partial(self._write, extent, buffer, moment)))
+        return self._writer.begin(at_once(partial(self._write, extent, buffer, moment)))
 
     def gather(self, group: SwapGroup) -> Moved:
         gathers = partial(self._gather, group, self._streams.now())
-        return self._threads.writer.begin(at_once(gathers))
+        return self._writer.begin(at_once(gathers))
 
     def _gather(self, group: SwapGroup, moment: torch.Event) -> torch.Event:
         extent = _extent_of(group)
@@ -265,9 +257,6 @@ class StagedDataPath(DataPath):
         copied.synchronize()
         self._store.write(extent, staging.numpy().data)
         return copied
-
-    def peek(self, extent: Extent, start: int, memory: memoryview, written: Moved | None) -> None:
-        _peek(self._store, extent, start, memory, written)
 
     def _buffer_for(self, extent: Extent) -> Tensor:
         self._going = _at_least(self._going, extent.num_bytes)
@@ -282,17 +271,6 @@ class StagedDataPath(DataPath):
 
     def moments(self) -> list[torch.Event]:
         return [self._streams.now()]
-
-    def close(self) -> None:
-        self._threads.close()
-
-
-def _peek(
-    store: Store, extent: Extent, start: int, memory: memoryview, written: Moved | None
-) -> None:
-    if written is not None:
-        written.result()
-    store.peek(extent, start, memory)
 
 
 def _extent_of(group: SwapGroup) -> Extent:

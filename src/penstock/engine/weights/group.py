@@ -1,7 +1,4 @@
-"""Tensors that travel together: between a buffer of memory and an extent of a tier.
-
-What an optimizer keeps of a stage's parameters, as far as it comes and goes.
-"""
+"""Tensors that travel together: between a buffer of memory and an extent of a tier."""
 
 from __future__ import annotations
 
@@ -18,34 +15,6 @@ from penstock.engine.model import tree
 from penstock.engine.weights.buffers import MemoryBuffer
 from penstock.engine.weights.movers import Moved
 from penstock.engine.weights.tiers import Extent, whole_pages
-
-
-def _hides_tensors(value: object) -> bool:
-    return isinstance(value, list | tuple | dict) and bool(tree.tensors(value))
-
-
-def state_tensors(
-    optimizer: torch.optim.Optimizer | None, parameters: Sequence[nn.Parameter]
-) -> list[Tensor]:
-    """What an optimizer keeps of parameters in tensors; single numbers are not worth the way."""
-    if optimizer is None:
-        return []
-    for key, kept in optimizer.state.items():
-        if not isinstance(key, nn.Parameter) or any(map(_hides_tensors, kept.values())):
-            raise InputError(
-                f"{type(optimizer).__name__} keeps tensors that belong to no parameter of its "
-                "stage, or several in a list, and these cannot come and go with it; take another "
-                'optimizer, or plan with spill="never"'
-            )
-    own = {id(parameter) for parameter in parameters}
-    return [
-        value
-        for parameter, state in optimizer.state.items()
-        if id(parameter) in own
-        for value in state.values()
-        if isinstance(value, Tensor) and value.dim() and value.layout is torch.strided
-    ]
-
 
 _ALIGNED = 64
 
@@ -123,7 +92,7 @@ class SwapGroup:
         return [place.tensor for place in self.places]
 
     def lies_in(self, buffer: MemoryBuffer, place: TensorPlace) -> Tensor:
-        """What the buffer has of one of the tensors."""
+        """The part of a buffer that has one of the tensors."""
         return buffer.tensor(place.offset, place.tensor.dtype, place.size, place.stride)
 
     def move_in(self, buffer: MemoryBuffer) -> None:
@@ -195,3 +164,30 @@ class WeightPlaceholder:
                 "mistake of Penstock's: report it with the schedule"
             )
         return buffer.tensor(self._offset, self._dtype, self._size, self._stride)
+
+
+def _hides_tensors(value: object) -> bool:
+    return isinstance(value, list | tuple | dict) and bool(tree.tensors(value))
+
+
+def state_tensors(
+    optimizer: torch.optim.Optimizer | None, parameters: Sequence[nn.Parameter]
+) -> list[Tensor]:
+    """Tensors that an optimizer keeps of parameters; single numbers are not worth a transfer."""
+    if optimizer is None:
+        return []
+    for key, kept in optimizer.state.items():
+        if not isinstance(key, nn.Parameter) or any(map(_hides_tensors, kept.values())):
+            raise InputError(
+                f"{type(optimizer).__name__} keeps tensors that belong to no parameter of its "
+                "stage, or several in a list, and these cannot come and go with it; take another "
+                'optimizer, or plan with spill="never"'
+            )
+    own = {id(parameter) for parameter in parameters}
+    return [
+        value
+        for parameter, state in optimizer.state.items()
+        if id(parameter) in own
+        for value in state.values()
+        if isinstance(value, Tensor) and value.dim() and value.layout is torch.strided
+    ]

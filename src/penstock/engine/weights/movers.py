@@ -1,9 +1,10 @@
-"""A thread that transfers, for whoever does not want to wait: first what is needed first.
+"""Movers: what moves bytes beside compute, for whoever does not want to wait.
 
-Streams of one device on which a rank's weights come and go, beside its compute.
+An I/O thread transfers between main memory and a tier: first what is needed first.
 
-Nobody waits on the host. What comes is written behind the last use of the memory that it goes to;
-what goes is read behind the ops that made it; and who needs what has come lets its own stream wait.
+Side streams copy between main memory and a device on which a rank's weights come and go. Nobody
+waits on the host. What comes is written behind the last use of the memory that it goes to; what
+goes is read behind the ops that made it; and who needs what has come lets its own stream wait.
 """
 
 from __future__ import annotations

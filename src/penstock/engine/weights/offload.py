@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.device.activation_meter import KeptMemory, Saved
-from penstock.engine.device.crossing import PLAIN_TENSORS
+from penstock.engine.device.crossing import PLAIN_TENSORS, span
 from penstock.engine.weights.buffers import BufferPool
 from penstock.engine.weights.data_paths import DataPath
 from penstock.engine.weights.group import SwapGroup, nothing_like
@@ -59,7 +59,7 @@ class _SavedPlace(NamedTuple):
 
 
 class Handle:
-    """What autograd holds in the place of a tensor that may leave."""
+    """Held by autograd in the place of a tensor that may leave."""
 
     __slots__ = ("place", "saved")
 
@@ -77,7 +77,7 @@ class Handle:
 
 @dataclass
 class _ActivationStash:
-    """What a microbatch keeps at a stage.
+    """The activations that a microbatch keeps at a stage.
 
     Attributes:
         handles: of what autograd has saved, until it leaves.
@@ -94,7 +94,7 @@ class Offloading:
     """Lets activations of one rank leave, and brings them back.
 
     Args:
-        way: to the rank's tier and back.
+        path: to the rank's tier and back.
         device: where the rank computes.
         keep: counts the memory that they take.
 
@@ -103,9 +103,9 @@ class Offloading:
         transfers: what is on its way.
     """
 
-    def __init__(self, way: DataPath, device: torch.device, keep: Keep) -> None:
+    def __init__(self, path: DataPath, device: torch.device, keep: Keep) -> None:
         self.buffers = BufferPool(inf, device)
-        self.transfers = Transfers(way, self.buffers)
+        self.transfers = Transfers(path, self.buffers)
         self._keep = keep
         self._stashes: dict[Key, _ActivationStash] = {}
         self._leaving: list[SwapGroup] = []
@@ -149,7 +149,7 @@ class Offloading:
         pieces.hand_over(group)
         _give_up(held, pieces.addresses, handles)
         del pieces
-        group.writing = self.transfers.noted("write", group, self.transfers.way.gather(group))
+        group.writing = self.transfers.noted("write", group, self.transfers.path.gather(group))
         self._leaving.append(group)
 
     def _finish(self) -> None:
@@ -168,7 +168,7 @@ class Offloading:
                 self._extents.remove(extent)
                 extent.whose = group.whose
                 return extent
-        return self.transfers.way.space.reserve(group.whose, group.num_bytes)
+        return self.transfers.path.space.reserve(group.whose, group.num_bytes)
 
     def fetch(self, key: Key) -> None:
         """Begin to bring a stash back.
@@ -227,7 +227,7 @@ class Offloading:
         self.forget()
         self.transfers.close()
         self.buffers.clear()
-        self.transfers.way.space.close()
+        self.transfers.path.space.close()
 
 
 class _MemoryStretches:
@@ -298,8 +298,7 @@ def _first_byte(tensor: Tensor) -> int:
 
 def _last_byte(tensor: Tensor) -> int:
     """The end of its last element."""
-    spans = zip(tensor.size(), tensor.stride(), strict=True)
-    return _first_byte(tensor) + (1 + sum((n - 1) * step for n, step in spans)) * tensor.itemsize
+    return _first_byte(tensor) + span(tensor) * tensor.itemsize
 
 
 def _bytes_of(tensor: Tensor, start: int, stop: int) -> Tensor:

@@ -37,7 +37,7 @@ class Residency:
     """The stages of one rank that come and go.
 
     Args:
-        way: to the rank's tier and back.
+        path: to the rank's tier and back.
         buffers: memory for what is here, on the rank's device.
         weights: by stage, the parameters that leave with it, each of one stage only.
 
@@ -48,10 +48,10 @@ class Residency:
     """
 
     def __init__(
-        self, way: DataPath, buffers: BufferPool, weights: Mapping[int, Sequence[nn.Parameter]]
+        self, path: DataPath, buffers: BufferPool, weights: Mapping[int, Sequence[nn.Parameter]]
     ) -> None:
-        self.store, self.buffers = way.space, buffers
-        self.transfers = Transfers(way, buffers)
+        self.store, self.buffers = path.space, buffers
+        self.transfers = Transfers(path, buffers)
         self._optimizers: Mapping[int, torch.optim.Optimizer] = {}
         self._owed: Container[int] = ()
         self._parameters = weights
@@ -92,7 +92,7 @@ class Residency:
             for parameter in group.tensors:
                 parameter.grad = None  # which would have to be where the values are
             group.move_in(packed)
-            self.transfers.way.put(group.extent, packed)
+            self.transfers.path.put(group.extent, packed)
             group.blank(self.buffers.device)
             group.buffer = None
             for parameter, gradient in zip(group.tensors, gradients, strict=True):
@@ -231,7 +231,7 @@ class Residency:
         return self._state[stage].num_bytes if stage in self._state else 0
 
     def instead(self, stage: int) -> Instead:
-        """What autograd is to save in the place of a stage's weights. [4]"""
+        """A function that gives what autograd saves in the place of a stage's weights. [4]"""
         there = [
             (group, group.buffer) for group in self._weights[stage] if group.buffer is not None
         ]
@@ -361,7 +361,7 @@ class Residency:
             tensors: by name: weights and what the optimizer keeps, or parts of other memory.
         """
         groups = [*self._weights[stage], *filter(None, [self._state.get(stage)])]
-        return shelved(self.transfers.way, groups, tensors)
+        return shelved(self.transfers.path, groups, tensors)
 
     def forget(self) -> None:
         """A step has failed, or another kind of step begins: let all go that is here. What has

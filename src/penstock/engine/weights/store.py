@@ -59,18 +59,18 @@ from penstock.engine.weights.corrections import (
 
 
 class StandsIn(Protocol):
-    """What autograd saves in the place of a tensor."""
+    """Saved by autograd in the place of a tensor."""
 
     def unpack(self) -> Tensor:
         """The tensor that a backward gets."""
 
 
 Instead = Callable[[Tensor], StandsIn | None]
-"""What to save instead of a tensor, if anything."""
+"""A function that gives what to save instead of a tensor, if anything."""
 
 
 class HeldVersions(NamedTuple):
-    """What a stage keeps of its weights.
+    """The versions that a stage keeps of its weights.
 
     Attributes:
         versions: how many there are of the parameter with most of them.
@@ -357,7 +357,7 @@ class WeightStore:
         }
 
     def held(self) -> HeldVersions:
-        """What is kept now, by unique memory."""
+        """The versions that are kept now, by unique memory."""
         sets: list[Leaves] = [self._live, *self._versions.values()]
         most = total = 0
         for column in zip(*sets, strict=True):

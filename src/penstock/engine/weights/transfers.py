@@ -1,11 +1,9 @@
-"""What is on its way between a rank's tier and its buffers.
+"""Transfers between a rank's tier and its buffers, and tensors that are read from a tier meanwhile.
 
-Tensors that are read from a tier while training goes on, without coming into memory.
-
-A checkpoint of stages that come and go is taken from the tier on which they lie anyway. What lies
-there is to stay as it is until it is read, although updates go on, so its extents are *held*: a
-group whose extent is held writes to another one. That costs room on the tier, and no memory but a
-staging of a mebibyte.
+A checkpoint of stages that come and go is taken from the tier on which they lie anyway, without
+coming into memory (``Shelved``). What lies there is to stay as it is until it is read, although
+updates go on, so its extents are *held*: a group whose extent is held writes to another one. That
+costs room on the tier, and no memory but a buffer of a mebibyte.
 """
 
 from __future__ import annotations
@@ -28,97 +26,6 @@ from penstock.engine.weights.group import SwapGroup
 from penstock.engine.weights.movers import Moved
 from penstock.engine.weights.tiers import PAGE, Extent
 
-_BUFFER = 1 << 20
-
-
-@dataclass(frozen=True)
-class Shelved:
-    """A tensor as it lies on a tier. What it lies in must be held until it is read.
-
-    Attributes:
-        way: to the tier.
-        extent: where it lies, with others.
-        written: the last write of the extent.
-        offset: where its first element is in the extent.
-        dtype, shape, strides: as of the tensor.
-    """
-
-    way: DataPath
-    extent: Extent
-    written: Moved | None
-    offset: int
-    dtype: torch.dtype
-    shape: torch.Size
-    strides: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its elements."""
-        return prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def is_contiguous(self) -> bool:
-        """Whether its elements lie in the order of its indices."""
-        return torch.empty_strided(self.shape, self.strides, device="meta").is_contiguous()
-
-    def pieces(self) -> Iterator[memoryview]:
-        """Its bytes in the order in which they lie there; each piece is valid until the next.
-
-        Raises:
-            FileError: it could not be written or read, or is not what was written.
-        """
-        staging = MemoryBuffer(_BUFFER)
-        start, stop = self.offset, self.offset + self.nbytes
-        while start < stop:
-            page = start // PAGE * PAGE
-            length = min(_BUFFER, self.extent.num_bytes - page)
-            self.way.peek(self.extent, page, staging.view[:length], self.written)
-            end = min(stop, page + length)
-            yield staging.view[start - page : end - page]
-            start = end
-
-    def tensor(self) -> Tensor:
-        """All of it, in main memory, dense and in the order of its indices."""
-        whole = torch.empty_strided(self.shape, self.strides, dtype=self.dtype)
-        size = self.nbytes // self.dtype.itemsize
-        memory = whole.as_strided((size,), (1,)).view(torch.uint8).numpy().data
-        done = 0
-        for piece in self.pieces():
-            memory[done : done + len(piece)] = piece
-            done += len(piece)
-        return whole.contiguous()
-
-
-def shelved(
-    way: DataPath, groups: Iterable[SwapGroup], tensors: Mapping[str, Tensor]
-) -> dict[str, Shelved]:
-    """Of some tensors, those that lie in groups that are in memory, as they lie on the tier; their
-    extents are held from now on.
-
-    Args:
-        way: to the tier.
-        tensors: by name, with the memory of the groups or of anybody else.
-    """
-    by_address = {group.buffer.start: group for group in groups if group.buffer is not None}
-    on_tier = {}
-    for name, tensor in tensors.items():
-        group = by_address.get(tensor.untyped_storage().data_ptr())
-        if group is None or group.extent is None or group.buffer is None:
-            continue
-        group.extent.is_held = True
-        offset = tensor.data_ptr() - group.buffer.start
-        on_tier[name] = Shelved(
-            way,
-            group.extent,
-            group.writing,
-            offset,
-            tensor.dtype,
-            tensor.shape,
-            tensor.stride(),
-        )
-    return on_tier
-
-
 NOW = -1
 """Before all places of ops: somebody is waiting for it."""
 
@@ -131,15 +38,15 @@ class Transfers:
     thread that calls does, once the host has done its part of the transfer.
 
     Args:
-        way: how bytes get to the rank's tier and back.
+        path: how bytes get to the rank's tier and back.
         buffers: memory for what comes.
 
     Attributes:
-        way, buffers: as given.
+        path, buffers: as given.
     """
 
-    def __init__(self, way: DataPath, buffers: BufferPool) -> None:
-        self.way = way
+    def __init__(self, path: DataPath, buffers: BufferPool) -> None:
+        self.path = path
         self.buffers = buffers
         buffers.reclaim = self.finish
         self._moved: list[tuple[TransferKind, int, int, float, float]] = []
@@ -160,7 +67,7 @@ class Transfers:
             return
         assert group.extent is not None
         buffer = group.buffer = self.buffers.take(group.num_bytes, group.whose)
-        moved = self.way.read(group.extent, buffer, group.writing, needed_at)
+        moved = self.path.read(group.extent, buffer, group.writing, needed_at)
         group.arriving = self.noted("read", group, moved)
 
     def noted(self, kind: TransferKind, group: SwapGroup, moved: Moved) -> Moved:
@@ -174,7 +81,7 @@ class Transfers:
         return moved
 
     def take_moved(self) -> list[tuple[TransferKind, int, int, float, float]]:
-        """What has come and gone since this was asked last, as ``Harvest.moved`` has it; of main
+        """Transfers that have ended since this was asked last, as ``Harvest.moved`` has it; of main
         memory only, since an accelerator copies when it likes."""
         moved, self._moved = self._moved, []
         return moved
@@ -204,12 +111,12 @@ class Transfers:
         """Wait for the host's part of a transfer; gives the moment of the rest, if there is any."""
         try:
             # Who did not answer once is not waited for again while all is taken down.
-            return moved.result(0 if self._stalls else self.way.seconds)
+            return moved.result(0 if self._stalls else self.path.seconds)
         except FutureTimeoutError:
             self._stalls = True
             raise DeadlineError(
-                f"the {group.whose} {failing} {self.way.space} within {self.way.seconds:g} s; raise "
-                "deadline_seconds, or take a faster tier"
+                f"the {group.whose} {failing} {self.path.space} within {self.path.seconds:g} s; "
+                "raise deadline_seconds, or take a faster tier"
             ) from None
 
     def written(self, group: SwapGroup) -> None:
@@ -236,7 +143,7 @@ class Transfers:
         if group.extent.is_held:
             held, group.extent = group.extent, self._other_extent(group.extent)
             self._held.append(held)
-        group.writing = self.noted("write", group, self.way.write(group.extent, buffer))
+        group.writing = self.noted("write", group, self.path.write(group.extent, buffer))
 
     def _other_extent(self, extent: Extent) -> Extent:
         for other in self._held:
@@ -244,7 +151,7 @@ class Transfers:
                 self._held.remove(other)
                 other.whose = extent.whose
                 return other
-        return self.way.space.reserve(extent.whose, extent.num_bytes)
+        return self.path.space.reserve(extent.whose, extent.num_bytes)
 
     def let_go(self, group: SwapGroup, *, writes: bool, keeps: bool) -> None:
         """Take a group's values away. [6]
@@ -285,7 +192,7 @@ class Transfers:
             ModelError: something still sees weights there.
         """
         if not buffer.is_held:
-            buffer.free_after += self.way.moments()
+            buffer.free_after += self.path.moments()
             if written is not None:
                 buffer.free_after.append(written)
             self.buffers.give(buffer)
@@ -330,4 +237,95 @@ class Transfers:
     def close(self) -> None:
         """End what transfers, behind what it was given."""
         self.buffers.reclaim = None
-        self.way.close()
+        self.path.close()
+
+
+_BUFFER = 1 << 20
+
+
+@dataclass(frozen=True)
+class Shelved:
+    """A tensor as it lies on a tier. What it lies in must be held until it is read.
+
+    Attributes:
+        path: to the tier.
+        extent: where it lies, with others.
+        written: the last write of the extent.
+        offset: where its first element is in the extent.
+        dtype, shape, strides: as of the tensor.
+    """
+
+    path: DataPath
+    extent: Extent
+    written: Moved | None
+    offset: int
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether its elements lie in the order of its indices."""
+        return torch.empty_strided(self.shape, self.strides, device="meta").is_contiguous()
+
+    def pieces(self) -> Iterator[memoryview]:
+        """Its bytes in the order in which they lie there; each piece is valid until the next.
+
+        Raises:
+            FileError: it could not be written or read, or is not what was written.
+        """
+        staging = MemoryBuffer(_BUFFER)
+        start, stop = self.offset, self.offset + self.nbytes
+        while start < stop:
+            page = start // PAGE * PAGE
+            length = min(_BUFFER, self.extent.num_bytes - page)
+            self.path.peek(self.extent, page, staging.view[:length], self.written)
+            end = min(stop, page + length)
+            yield staging.view[start - page : end - page]
+            start = end
+
+    def tensor(self) -> Tensor:
+        """All of it, in main memory, dense and in the order of its indices."""
+        whole = torch.empty_strided(self.shape, self.strides, dtype=self.dtype)
+        size = self.nbytes // self.dtype.itemsize
+        memory = whole.as_strided((size,), (1,)).view(torch.uint8).numpy().data
+        done = 0
+        for piece in self.pieces():
+            memory[done : done + len(piece)] = piece
+            done += len(piece)
+        return whole.contiguous()
+
+
+def shelved(
+    path: DataPath, groups: Iterable[SwapGroup], tensors: Mapping[str, Tensor]
+) -> dict[str, Shelved]:
+    """Of some tensors, those that lie in groups that are in memory, as they lie on the tier; their
+    extents are held from now on.
+
+    Args:
+        path: to the tier.
+        tensors: by name, with the memory of the groups or of anybody else.
+    """
+    by_address = {group.buffer.start: group for group in groups if group.buffer is not None}
+    on_tier = {}
+    for name, tensor in tensors.items():
+        group = by_address.get(tensor.untyped_storage().data_ptr())
+        if group is None or group.extent is None or group.buffer is None:
+            continue
+        group.extent.is_held = True
+        offset = tensor.data_ptr() - group.buffer.start
+        on_tier[name] = Shelved(
+            path,
+            group.extent,
+            group.writing,
+            offset,
+            tensor.dtype,
+            tensor.shape,
+            tensor.stride(),
+        )
+    return on_tier
