@@ -15,7 +15,7 @@ from penstock.engine.transport import SharedMemoryExchange
 from penstock.engine.transport.listener import Listener, this_host
 
 
-def knock(address, words):
+def connect_and_say(address, words):
     stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     stranger.connect(address)
     if words:
@@ -25,14 +25,15 @@ def knock(address, words):
 
 def test_who_does_not_know_the_secret_is_not_let_in():
     first, second = Listener(2), Listener(2)
-    invitations = {0: first.credentials, 1: second.credentials}
+    credentials = {0: first.credentials, 1: second.credentials}
     rank_one = (1).to_bytes(8, "big")
     strangers = [
-        knock(first.credentials.address, words) for words in (b"\0" * 16 + rank_one, rank_one, b"x")
+        connect_and_say(first.credentials.address, words)
+        for words in (b"\0" * 16 + rank_one, rank_one, b"x")
     ]
     with ThreadPoolExecutor() as pool:
-        zero = pool.submit(first.connections, 0, {1: invitations[1]}, 5)
-        one = pool.submit(second.connections, 1, {0: invitations[0]}, 5)
+        zero = pool.submit(first.connections, 0, {1: credentials[1]}, 5)
+        one = pool.submit(second.connections, 1, {0: credentials[0]}, 5)
     zero.result()[1].send(b"hello")
     assert one.result()[0].recv(10) == b"hello"
     for stranger in strangers:
@@ -46,7 +47,7 @@ def test_who_does_not_know_the_secret_is_not_let_in():
 
 def test_nobody_waits_for_a_guest_that_says_nothing():
     listeners = [Listener(3) for _ in range(3)]
-    silent = [knock(listeners[0].credentials.address, b"") for _ in range(2)]
+    silent = [connect_and_say(listeners[0].credentials.address, b"") for _ in range(2)]
     hosts = {rank: listener.credentials for rank, listener in enumerate(listeners)}
 
     def meet(rank):
@@ -86,7 +87,7 @@ def test_a_process_of_another_user_is_turned_away_though_it_knows_the_secret():
 
     def come():
         try:
-            stranger = knock(address, secret + (1).to_bytes(8, "big"))
+            stranger = connect_and_say(address, secret + (1).to_bytes(8, "big"))
             stranger.settimeout(30)
             return stranger.recv(10) != b""
         except ConnectionError:
@@ -163,14 +164,14 @@ def test_a_lone_rank_needs_nobody():
 def test_all_pairs_of_many_ranks_are_connected():
     """Children have closed the listeners of others; threads would close them for each other."""
     listeners = [Listener(6) for _ in range(6)]
-    invitations = {rank: listener.credentials for rank, listener in enumerate(listeners)}
+    credentials = {rank: listener.credentials for rank, listener in enumerate(listeners)}
     found = {}
 
     def meet(rank):
-        others = {other: it for other, it in invitations.items() if other != rank}
+        others = {other: it for other, it in credentials.items() if other != rank}
         found[rank] = listeners[rank].connections(rank, others, 10)
 
-    threads = [threading.Thread(target=meet, args=(rank,)) for rank in invitations]
+    threads = [threading.Thread(target=meet, args=(rank,)) for rank in credentials]
     for thread in threads:
         thread.start()
     for thread in threads:

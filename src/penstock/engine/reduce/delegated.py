@@ -31,7 +31,7 @@ from penstock.core.summation.server import SummationServer
 from penstock.engine.reduce.flat import FlatBuffers, FlatLayout, FlatReducer, PlacedGradient
 from penstock.engine.reduce.reducer import Purpose, ServedGradients, SharedWeights
 from penstock.engine.transport import Transport, groups
-from penstock.engine.transport.base import FIRST_EXCHANGE
+from penstock.engine.transport.base import FIRST_EXCHANGE, gone
 from penstock.planning.plans.summing import Summing
 
 _BUCKET_BYTES = 4 * 2**20
@@ -134,7 +134,7 @@ class AllReducer(FlatReducer):
         return " or ".join(map(str, sorted(self._shared.others(self._rank))))
 
     def _lost(self, waiting: str) -> PeerError:
-        reason = f"rank {self._others} is gone (its process ended or was killed)"
+        reason = gone(self._others)
         return PeerError(f"{waiting}: {reason}", reason)
 
     def close(self, *, failed: bool) -> None:

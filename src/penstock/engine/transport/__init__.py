@@ -22,7 +22,7 @@ host, where that costs more than it gives, it is posted when needed.
 Tensors on accelerators go straight to the other rank's by the collective library that torch has
 for them (``device_link``), beside the message, which stays in main memory: so nothing else had to
 learn of a second way (failures, deadlines, seals, the numbers of messages). Pairs that no library
-links go through pinned memory (``on_devices``). ``linking`` decides once, when ranks meet.
+links go through pinned memory (``on_devices``). Who is linked is decided once, when ranks meet.
 
 Ranks meet in the job's store before they can send messages. What they exchange while a pipeline is
 built (plan, seed, hosts) is JSON, read strictly: nothing that arrives may run code. torch's store

@@ -4,9 +4,8 @@
 schedule check proves harmless); ``recv`` returns exactly the message asked for, whatever its
 shapes, or raises before the deadline.
 
-What tells the channels between two ranks apart, and messages that are no microbatch's.
-
-One list, so that no two mean the same. Tags below these are the chain's own, two per stage.
+Tags tell the channels between two ranks apart. There is one list of them, so that no two mean the
+same. Tags below these are the chain's own, two per stage.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ END_TAG = REPORT_TAG + 2
 STATE_TAG = REPORT_TAG + 3
 ORDER_TAG = REPORT_TAG + 4
 GROUP_TAG = REPORT_TAG + 5
-"""What the members of a group exchange while they share a layer."""
+"""Of the exchanges of a group's members while they share a layer."""
 SKIP_TAGS = 1 << 21
 """The first of them: two per skip."""
 SHARED_TAGS = 1 << 22
@@ -82,7 +81,7 @@ class Patience(NamedTuple):
 
 
 class RankFailure(NamedTuple):
-    """What a rank that fails tells all others.
+    """The words of a rank that fails to all others.
 
     Attributes:
         reason: why it failed.
@@ -246,8 +245,13 @@ class OnTop(Transport):
         self.inner.close(reason)
 
 
+def gone(rank: int | str) -> str:
+    """Words on a rank that will not answer any more."""
+    return f"rank {rank} is gone (its process ended or was killed)"
+
+
 def overdue(waiting: str, rank: int, patience: Patience) -> str:
-    """What to say of a rank that did not answer in time: it is slow, or it has nothing to say.
+    """Words on a rank that did not answer in time: it is slow, or it has nothing to say.
 
     Args:
         waiting: what waits for it.

@@ -1,12 +1,12 @@
-"""A socket between two ranks of one host: small notices, each a packet, and the end of the peer.
+"""How two ranks of one host tell each other of messages: by a ring in shared memory, and a socket.
 
-The notices tell what lies in shared memory. When the other process ends, however it ends, the
-kernel closes its socket, and the reader of this one sees the end of file at once.
+Notices on the socket, each a packet, tell what lies in shared memory. When the other process ends,
+however it ends, the kernel closes its socket, and the reader of this one sees the end of file at
+once.
 
-A ring in memory that two processes share: who sends leaves a few numbers, who receives looks.
-
-Leaving and finding an entry takes no system call, where a packet through a socket takes two. Only a
-reader that has gone to sleep has to be woken, by other means; the ring tells whether it has.
+In a ring, who sends leaves a few numbers, and who receives looks. That takes no system call, where
+a packet through a socket takes two. Only a reader that has gone to sleep has to be woken, by a
+notice; the ring tells whether it has.
 
 An entry is written before the count of entries, and the reader reads the count first. On x86-64
 that is enough: a core's stores are seen in their order. Elsewhere they need not be, and Python has
@@ -54,7 +54,7 @@ RING_BYTES = -(-_WORD_BYTES * (_FIRST_ENTRY + _WORDS_PER_ENTRY * _NUM_ENTRIES) /
 
 
 class RingEntry(NamedTuple):
-    """What is told of one message.
+    """One message, as a ring tells of it.
 
     Attributes:
         slot: where it lies.
@@ -144,7 +144,7 @@ _LOOKS_PER_CLOCK = 8
 
 
 class Lookout:
-    """What looks at the rings of all other ranks of this host.
+    """Looks at the rings of all other ranks of this host.
 
     Args:
         num_ranks: of this host, this one included.
@@ -205,7 +205,7 @@ _DESCRIPTOR_BYTES = struct.calcsize("i")
 
 
 class NoticeKind(IntEnum):
-    """What a notice says."""
+    """The kinds of notices."""
 
     NEW_SLOT = 0
     """A slot, of a segment that comes with it; the number is the segment's bytes."""
@@ -227,7 +227,7 @@ _WITH_SEGMENT = frozenset({NoticeKind.NEW_SLOT, NoticeKind.RING})
 
 
 class Notice(NamedTuple):
-    """What one rank tells another."""
+    """Words of one rank to another."""
 
     kind: NoticeKind
     slot: int = 0
@@ -314,7 +314,7 @@ class PeerLink:
 
 
 def _notice(data: bytes, descriptor: int) -> Notice | None:
-    """What a packet says; ``None`` if it is nonsense."""
+    """Read a packet; ``None`` if it is nonsense."""
     if len(data) < _FIELDS.size:
         return None
     kind, slot, tag, number = _FIELDS.unpack_from(data)

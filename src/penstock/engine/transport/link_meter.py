@@ -62,7 +62,7 @@ class SummedTogether(NamedTuple):
 
 
 class Measurement(NamedTuple):
-    """What was measured; the same on every rank.
+    """The outcome of a measurement; the same on every rank.
 
     Attributes:
         cluster: device i is rank i's.

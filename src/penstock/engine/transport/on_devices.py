@@ -13,14 +13,13 @@ stay its job. The bytes of tensors on a device go one of two ways:
   own, and the message is held back until they are there; the host waits for that only when it is
   about to wait for another rank anyway, which may itself be waiting for this message.
 
-Which ranks exchange tensors straight between their accelerators, decided once when they meet.
-
-All ranks tell where they compute, and all come to the same conclusion. A pair of ranks is linked if
-both compute on accelerators of one kind that torch has a collective library for, and on different
-ones: no library connects a device with itself. Each linked pair has a group per direction
-(``device_link`` says why), in which one byte is exchanged at once, always in the order of the
-pairs: libraries connect when something is first sent, and who sends would wait for that. If it
-fails for any pair, all go through main memory, and a warning says why.
+Which ranks are linked is decided once when they meet (``link_devices``). All ranks tell where they
+compute, and all come to the same conclusion. A pair of ranks is linked if both compute on
+accelerators of one kind that torch has a collective library for, and on different ones: no library
+connects a device with itself. Each linked pair has a group per direction (``device_link`` says
+why), in which one byte is exchanged at once, always in the order of the pairs: libraries connect
+when something is first sent, and who sends would wait for that. If it fails for any pair, all go
+through main memory, and a warning says why.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ Read = Callable[[Sequence["BlockPlace"]], list[Tensor]]
 
 
 class BlockKind(IntEnum):
-    """What a block holds."""
+    """The kinds of blocks."""
 
     VALUE = 0
     GROW = 1
@@ -67,7 +67,7 @@ class BlockKind(IntEnum):
 
 
 class BlockPrefix(NamedTuple):
-    """What a block begins with; ``text`` is a notice's, or the description of a value."""
+    """The beginning of a block; ``text`` is a notice's, or the description of a value."""
 
     kind: BlockKind
     number: int
@@ -352,7 +352,7 @@ def short(text: str) -> bytes:
 
 
 def read_prefix(edge: Edge, memory: memoryview) -> BlockPrefix:
-    """What a block of an edge begins with.
+    """Read the beginning of a block of an edge.
 
     Raises:
         RunError: it is no block.

@@ -31,7 +31,15 @@ from torch import Tensor
 
 from penstock.base.errors import DeadlineError, PeerError, RunError
 from penstock.engine.transport import groups, packing
-from penstock.engine.transport.base import SHARED_TAGS, Edge, Noted, Patience, Transport, overdue
+from penstock.engine.transport.base import (
+    SHARED_TAGS,
+    Edge,
+    Noted,
+    Patience,
+    Transport,
+    gone,
+    overdue,
+)
 from penstock.engine.transport.packing import BlockKind, Packer
 from penstock.engine.transport.wire import Codec
 
@@ -206,7 +214,7 @@ class ProcessGroupTransport(Transport):
     def _translated(self, error: RuntimeError, peer: int, waiting: str) -> RunError:
         if "timed out" in str(error).lower():
             return DeadlineError(overdue(waiting, peer, self.patience))
-        reason = f"rank {peer} is gone (its process ended or was killed)"
+        reason = gone(peer)
         return PeerError(f"{waiting}: {reason}", reason)
 
     def fail(self, reason: str, edges: Iterable[Edge]) -> None:

@@ -115,7 +115,7 @@ class _RankAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         host: equal for ranks that share a host.
-        credentials: to its listener; ``None`` where shared memory is not wanted, or not to be had.
+        credentials: of its listener; ``None`` where shared memory is not wanted, or not to be had.
         problem: why it is not to be had; empty where there is none.
     """
 
@@ -194,7 +194,7 @@ def _share_memory(
     meeting: Rendezvous, host: str, deadline_seconds: float, codec: Codec | None
 ) -> tuple[list[str], SharedMemoryTransport | None, list[str]]:
     """The hosts of all ranks, shared memory with those of this host, and all ranks' problems."""
-    listener, problem = _open_doorway(meeting.rank, meeting.num_ranks)
+    listener, problem = _make_listener(meeting.rank, meeting.num_ranks)
     near = None
     try:
         own = _RankAddress(host, listener.credentials if listener else None, problem)
@@ -243,7 +243,7 @@ def _connect_near(
     return near, ""
 
 
-def _open_doorway(rank: int, num_ranks: int) -> tuple[Listener | None, str]:
+def _make_listener(rank: int, num_ranks: int) -> tuple[Listener | None, str]:
     """A listener; or why there is none, or no memory to share."""
     try:
         memory, descriptor = slots.allocate(mmap.PAGESIZE, rank, "to try it")

@@ -1,10 +1,10 @@
 """Transport between processes of one host: values lie in shared memory, and rings tell where.
 
 A value is copied once, by its sender; the receiver's tensors lie where it was copied to
-(``slots``). What came is told in shared memory too (``ring``). All else, failures and the end of a
-process above all, comes over one socket per pair of ranks (``link``), which also wakes who sleeps.
-Nothing here has a name in the file system, so nothing can be left behind. Who waits looks at the
-rings before it sleeps (``lookout``).
+(``slots``). What came is told in shared memory too, in a ring (``link``). All else, failures and
+the end of a process above all, comes over one socket per pair of ranks, which also wakes who
+sleeps. Nothing here has a name in the file system, so nothing can be left behind. Who waits looks
+at the rings before it sleeps (``Lookout``).
 
 A hand-over, from the sender's side (S) to the receiver's (R); the numbers stand at the lines below
 and in ``slots``:
@@ -39,7 +39,15 @@ from typing import Any, NamedTuple
 
 from penstock.base.errors import DeadlineError, PeerError, RunError
 from penstock.engine.transport import slots
-from penstock.engine.transport.base import Edge, Noted, Patience, RankFailure, Transport, overdue
+from penstock.engine.transport.base import (
+    Edge,
+    Noted,
+    Patience,
+    RankFailure,
+    Transport,
+    gone,
+    overdue,
+)
 from penstock.engine.transport.link import (
     HAS_RINGS,
     RING_BYTES,
@@ -71,7 +79,7 @@ class _Arrival(NamedTuple):
 
 
 class _Peer:
-    """What this rank has to do with one other."""
+    """One other rank, as this one deals with it."""
 
     def __init__(self, rank: int, link: PeerLink) -> None:
         self.rank = rank
@@ -391,7 +399,7 @@ class SharedMemoryTransport(Transport):
             self._poll.unregister(peer.link.fileno())
         if not peer.farewell:
             peer.died = True
-            peer.farewell = f"rank {peer.rank} is gone (its process ended or was killed)"
+            peer.farewell = gone(peer.rank)
 
     def fail(self, reason: str, edges: Iterable[Edge]) -> None:
         # Every rank of this host hears it, for any may wait for one that now will not answer.

@@ -7,10 +7,9 @@ processes see: giving a slot back costs neither side a system call.
 
 Marks like [3] are the steps of a hand-over, which ``shared_memory`` describes.
 
-Memory that two processes share and that has no name.
-
-It cannot outlive the processes that use it, however they end, and it is no file in ``/dev/shm``,
-which is 64 MB in a container unless somebody asked for more.
+Their memory is segments without a name. These cannot outlive the processes that use them, however
+they end, and are no files in ``/dev/shm``, which is 64 MB in a container unless somebody asked for
+more.
 """
 
 from __future__ import annotations
@@ -265,7 +264,7 @@ class RemoteSlot:
         self.block: Buffer = np.frombuffer(memory, dtype=np.uint8)[_BLOCK_START:]
 
     def prefix(self, edge: Edge) -> BlockPrefix:
-        """What the message in it, which came over an edge, begins with.
+        """The beginning of the message in it, which came over an edge.
 
         Raises:
             RunError: there is none.
@@ -281,7 +280,7 @@ class RemoteSlot:
         self._state[0] = SlotState.FREE
 
     def note(self) -> bytes:
-        """What came beside the message in it."""
+        """The note of the message in it."""
         return packing.read_note(self._bytes)
 
     def lend(self, places: Sequence[BlockPlace]) -> list[Tensor]:

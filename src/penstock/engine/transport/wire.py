@@ -1,4 +1,4 @@
-"""What a value looks like on the wire: its nesting and its tensors' places, as strict data.
+"""Descriptions of values on the wire: their nesting and their tensors' places, as strict data.
 
 A message must never be able to run code in the process that reads it, so nothing is pickled. A
 description is msgpack that can say a few things only: tensors, plain values, tuples, lists and
@@ -185,7 +185,7 @@ class Codec:
         return self._encoder.encode(node), tensors
 
     def read(self, description: bytes) -> tuple[Node, list[TensorNode]]:
-        """What is described, and its tensors' slots in their order.
+        """Read a description; gives its node, and its tensors' slots in their order.
 
         Raises:
             Garbled: it is no description, or of something that this program does not take.
@@ -263,7 +263,7 @@ _NO_TENSOR = torch.empty(0)
 
 
 def slot_of(tensor: Tensor) -> TensorNode:
-    """What stands for a tensor.
+    """The node that stands for a tensor.
 
     Raises:
         Unsendable: it has more to it than its numbers.
