@@ -124,7 +124,7 @@ def capped(folder, way):
     try:
         with pk.Pipeline(model, plan, **options) as pipeline:
             losses = [pipeline.step(*batch(step, WIDTH, 9)).item() for step in range(3)]
-            slabs = pipeline._parts.workers[0].residence.slabs
+            slabs = pipeline._parts.workers[0].residence.buffers
             return {"losses": losses, "peak": slabs.peak_bytes, "allowed": allowed}
     except (PenstockError, RuntimeError, MemoryError) as error:
         return {"error": f"{type(error).__name__}: {error}"}

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from penstock.engine.reduce.buckets import row_shards_of
-from penstock.engine.tensor.shards import ShardSpec
+from penstock.engine.tensor.group import ShardSpec
 from penstock.training.checkpoint.division import Division
 from penstock.training.checkpoint.header import Extent
 

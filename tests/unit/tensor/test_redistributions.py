@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.base.errors import DeadlineError, PeerError
+from penstock.engine.tensor.group import ShardSpec, bounds, memory_order
 from penstock.engine.tensor.layouts import (
     enter,
     gather,
@@ -19,7 +20,6 @@ from penstock.engine.tensor.layouts import (
     scatter,
     turn,
 )
-from penstock.engine.tensor.shards import ShardSpec, bounds, memory_order
 from tests.kit.groups import together
 
 KINDS = ("part", "whole", "copies", "partial")

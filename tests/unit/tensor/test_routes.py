@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.tensor.shards import bounds
+from penstock.engine.tensor.group import bounds
 from penstock.engine.tensor.unequal_groups import receivers, senders, slices
 
 counts = st.integers(1, 6)

@@ -65,4 +65,4 @@ def test_what_is_told():
     ],
 )
 def test_what_is_told_of_messages(way, hosts, problems, told):
-    assert told in processes._told(way, hosts, problems)
+    assert told in processes._summary(way, hosts, problems)

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.base.errors import DeadlineError, RunError
 from penstock.engine.transport import SharedMemoryExchange
-from penstock.engine.transport.listener import Listener, this_host
+from penstock.engine.transport.listener import RankListener, this_host
 
 
 def connect_and_say(address, words):
@@ -24,7 +24,7 @@ def connect_and_say(address, words):
 
 
 def test_who_does_not_know_the_secret_is_not_let_in():
-    first, second = Listener(2), Listener(2)
+    first, second = RankListener(2), RankListener(2)
     credentials = {0: first.credentials, 1: second.credentials}
     rank_one = (1).to_bytes(8, "big")
     strangers = [
@@ -46,7 +46,7 @@ def test_who_does_not_know_the_secret_is_not_let_in():
 
 
 def test_nobody_waits_for_a_guest_that_says_nothing():
-    listeners = [Listener(3) for _ in range(3)]
+    listeners = [RankListener(3) for _ in range(3)]
     silent = [connect_and_say(listeners[0].credentials.address, b"") for _ in range(2)]
     hosts = {rank: listener.credentials for rank, listener in enumerate(listeners)}
 
@@ -82,7 +82,7 @@ def as_another_user(function):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_a_process_of_another_user_is_turned_away_though_it_knows_the_secret():
-    listener, own = Listener(2), Listener(2)
+    listener, own = RankListener(2), RankListener(2)
     address, secret = listener.credentials
 
     def come():
@@ -109,7 +109,7 @@ def test_a_process_of_another_user_is_turned_away_though_it_knows_the_secret():
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_an_address_that_another_user_has_taken_is_not_told_the_secret():
-    before = Listener(2)
+    before = RankListener(2)
     credentials = before.credentials
     before.close()
     told, tell = os.pipe()
@@ -125,7 +125,7 @@ def test_an_address_that_another_user_has_taken_is_not_told_the_secret():
 
     child = as_another_user(listen)
     assert os.read(told, 5) == b"ready"
-    own = Listener(2)
+    own = RankListener(2)
     with pytest.raises(PermissionError, match="another user has taken"):
         own.connections(1, {0: credentials}, 30)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -136,7 +136,7 @@ def test_an_address_that_another_user_has_taken_is_not_told_the_secret():
 
 def test_a_rank_that_does_not_come_is_named_and_nothing_stays_open():
     before = len(os.listdir("/proc/self/fd"))
-    listeners = [Listener(3) for _ in range(3)]
+    listeners = [RankListener(3) for _ in range(3)]
     others = {rank: listeners[rank].credentials for rank in (0, 2)}
     start = time.monotonic()
     with pytest.raises(DeadlineError, match=r"rank 1, connecting .*: rank 2 did not come"):
@@ -149,7 +149,7 @@ def test_a_rank_that_does_not_come_is_named_and_nothing_stays_open():
 
 def test_a_rank_that_ended_before_it_came_is_told_apart_from_a_late_one():
     exchange = SharedMemoryExchange(2, deadline_seconds=5)
-    exchange._doorways[0].close()
+    exchange._listeners[0].close()
     with pytest.raises(RunError, match=r"rank 1 could not connect .* has ended before it came"):
         exchange.transport(1)
 
@@ -163,7 +163,7 @@ def test_a_lone_rank_needs_nobody():
 
 def test_all_pairs_of_many_ranks_are_connected():
     """Children have closed the listeners of others; threads would close them for each other."""
-    listeners = [Listener(6) for _ in range(6)]
+    listeners = [RankListener(6) for _ in range(6)]
     credentials = {rank: listener.credentials for rank, listener in enumerate(listeners)}
     found = {}
 

@@ -11,9 +11,8 @@ import torch
 
 from penstock.core.cluster.parts import Tier
 from penstock.engine.weights import tiers
-from penstock.engine.weights.buffers import BufferPool
+from penstock.engine.weights.buffers import BufferPool, SwapGroup
 from penstock.engine.weights.data_paths import DataPath
-from penstock.engine.weights.group import SwapGroup
 from penstock.engine.weights.movers import IOThread, Moved, at_once
 from penstock.engine.weights.tiers import PAGE
 from penstock.engine.weights.transfers import Transfers

@@ -21,9 +21,8 @@ from penstock.engine.run.rank.program import SkipRoute
 from penstock.engine.run.twins import Twins
 from penstock.engine.run.wholes import Wholes
 from penstock.engine.tensor.chain import LayerSharing, walk
-from penstock.engine.tensor.group import ChannelGroup
+from penstock.engine.tensor.group import ChannelGroup, ShardSpec
 from penstock.engine.tensor.layouts import Layout
-from penstock.engine.tensor.shards import ShardSpec
 from penstock.engine.tensor.sharing import cut_tensors, shared, terms
 from penstock.engine.tensor.splits import check_used, inner_splits, own_split
 from penstock.engine.tensor.unequal_groups import WholePlaceholders

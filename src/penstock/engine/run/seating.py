@@ -16,9 +16,8 @@ from typing import Any
 from torch import Tensor
 
 from penstock.engine.model import tree
-from penstock.engine.tensor.group import ChannelGroup
+from penstock.engine.tensor.group import Bounds, ChannelGroup, dense_copy, joined, memory_order
 from penstock.engine.tensor.layouts import Layout
-from penstock.engine.tensor.shards import Bounds, dense_copy, joined, memory_order
 from penstock.engine.tensor.unequal_groups import receivers, senders, slices
 from penstock.engine.transport import Edge, Transport
 from penstock.engine.transport.base import SHARED_TAGS, OnTop

@@ -24,9 +24,8 @@ from penstock.engine.run.materialising import Values
 from penstock.engine.run.rank.updater import Holding
 from penstock.engine.run.recipe import Recipe
 from penstock.engine.stage.stage import Stage
-from penstock.engine.weights.buffers import BufferPool
+from penstock.engine.weights.buffers import BufferPool, SwapGroup, state_tensors
 from penstock.engine.weights.data_paths import DataPath
-from penstock.engine.weights.group import SwapGroup, state_tensors
 from penstock.engine.weights.residency import Residency
 from penstock.planning.plans import Plan
 from penstock.planning.plans.spilling import most_held, with_residence

@@ -1,10 +1,10 @@
 """One rank as a group of members that share its layers.
 
 A plan may give a rank several tensor ranks: threads or processes that perform the same ops, each on
-its part of every layer. ``group`` is how members talk, and ``layouts`` moves values between
-layouts, with the adjoint for gradients. ``splits`` tells how a module can be divided, with
-``attention`` for attention and transformer blocks; ``shards`` is the rule by which parameters and
-values are cut, and ``chain`` says in which layout each value of a model lies. ``divided_layers``
+its part of every layer. ``group`` is by which shards members share, and how they talk;
+``layouts`` moves values between layouts, with the adjoint for gradients. ``splits`` tells how a
+module can be divided, with ``attention`` for attention and transformer blocks, and ``chain`` says
+in which layout each value of a model lies. ``divided_layers``
 and ``attention`` have torch's own modules with a part of the parameters; ``sharing`` makes them of
 a user's modules, and ``membership`` is what they know. ``first_run`` compares a layer's first run
 with one device. Layers of captured models are written anew by ``recorded``, with

@@ -18,9 +18,9 @@ from penstock.engine.tensor.divided_layers import (
     SplittingHeads,
     is_transposed,
 )
+from penstock.engine.tensor.group import ShardSpec, bounds
 from penstock.engine.tensor.layouts import FEATURES, WHOLE, as_copies, converted, gather, summed
 from penstock.engine.tensor.membership import GroupMember, ModuleSharing
-from penstock.engine.tensor.shards import ShardSpec, bounds
 
 
 class HeadAttention(GroupMember, nn.MultiheadAttention):

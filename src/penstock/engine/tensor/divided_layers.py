@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.base.errors import ModelError
+from penstock.engine.tensor.group import bounds, memory_order, put_back
 from penstock.engine.tensor.layouts import Layout, as_copies, converted, summed
 from penstock.engine.tensor.membership import GroupMember
-from penstock.engine.tensor.shards import bounds, memory_order, put_back
 
 FEATURE_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 DROPOUTS = (nn.Dropout, *FEATURE_DROPOUTS)

@@ -10,9 +10,8 @@ from torch import nn
 
 from penstock.base.errors import ModelError
 from penstock.engine.model.randomness import current_stream
-from penstock.engine.tensor.group import TensorGroup
+from penstock.engine.tensor.group import ShardSpec, TensorGroup
 from penstock.engine.tensor.layouts import FEATURES, WHOLE, Layout
-from penstock.engine.tensor.shards import ShardSpec
 
 
 class Region:

@@ -23,11 +23,10 @@ from penstock.engine.tensor.divided_layers import (
     ColumnTransposed,
     mask_of_whole,
 )
-from penstock.engine.tensor.group import TensorGroup
+from penstock.engine.tensor.group import TensorGroup, bounds
 from penstock.engine.tensor.layouts import gather, own_part
 from penstock.engine.tensor.membership import ModuleSharing
 from penstock.engine.tensor.recorded_rules import RULES, Rule, ShardedDim, shape_of
-from penstock.engine.tensor.shards import bounds
 from penstock.engine.tensor.splits import works_on_features
 
 _COLUMNS = (ColumnLinear, ColumnConv, ColumnEmbedding, ColumnTransposed)

@@ -16,7 +16,7 @@ from penstock.engine.model.spine import state_of
 from penstock.engine.tensor.chain import LayerSharing
 from penstock.engine.tensor.divided_layers import DROPOUTS, PartChannelDropout, PartDropout
 from penstock.engine.tensor.first_run import Expected, difference, divided_dimension, on_one_device
-from penstock.engine.tensor.group import TensorGroup
+from penstock.engine.tensor.group import ShardSpec, TensorGroup
 from penstock.engine.tensor.layouts import ROWS, SEQUENCE, WHOLE, Layout, converted
 from penstock.engine.tensor.membership import (
     GroupMember,
@@ -26,7 +26,6 @@ from penstock.engine.tensor.membership import (
     UndividedModule,
 )
 from penstock.engine.tensor.recorded import for_member
-from penstock.engine.tensor.shards import ShardSpec
 from penstock.engine.tracing.layers import CapturedLayer
 
 

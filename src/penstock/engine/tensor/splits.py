@@ -31,9 +31,9 @@ from penstock.engine.tensor.divided_layers import (
     RowTransposed,
     is_transposed,
 )
+from penstock.engine.tensor.group import ShardSpec
 from penstock.engine.tensor.layouts import CHANNELS, FEATURES
 from penstock.engine.tensor.membership import GroupMember, ModuleSharing
-from penstock.engine.tensor.shards import ShardSpec
 from penstock.engine.tracing.layers import CapturedLayer
 
 

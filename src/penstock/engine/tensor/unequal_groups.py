@@ -16,8 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.tensor.group import TensorGroup
-from penstock.engine.tensor.shards import Bounds, ShardSpec, bounds
+from penstock.engine.tensor.group import Bounds, ShardSpec, TensorGroup, bounds
 
 
 class Handover(NamedTuple):

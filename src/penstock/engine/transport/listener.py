@@ -48,7 +48,7 @@ class Credentials(NamedTuple):
     secret: bytes
 
 
-class Listener:
+class RankListener:
     """Where one rank waits for others.
 
     Args:
@@ -214,10 +214,10 @@ class SharedMemoryExchange:
 
     def __init__(self, num_ranks: int, deadline_seconds: float) -> None:
         self._deadline_seconds = deadline_seconds
-        self._listeners: list[Listener] = []
+        self._listeners: list[RankListener] = []
         try:
             for _ in range(num_ranks):
-                self._listeners.append(Listener(num_ranks))
+                self._listeners.append(RankListener(num_ranks))
         except OSError as error:
             self.close()
             raise RunError(

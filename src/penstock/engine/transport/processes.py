@@ -14,7 +14,7 @@ import torch.distributed as dist
 from penstock.base.errors import RunError
 from penstock.engine.transport import groups, slots
 from penstock.engine.transport.base import Edge, Patience, Transport
-from penstock.engine.transport.listener import Credentials, Listener, this_host
+from penstock.engine.transport.listener import Credentials, RankListener, this_host
 from penstock.engine.transport.process_group import ProcessGroupTransport
 from penstock.engine.transport.rendezvous import Rendezvous
 from penstock.engine.transport.shared_memory import SharedMemoryTransport
@@ -216,7 +216,7 @@ def _share_memory(
 
 def _connect_near(
     rank: int,
-    listener: Listener,
+    listener: RankListener,
     seats: Sequence[_RankAddress],
     deadline_seconds: float,
     codec: Codec | None,
@@ -243,13 +243,13 @@ def _connect_near(
     return near, ""
 
 
-def _make_listener(rank: int, num_ranks: int) -> tuple[Listener | None, str]:
+def _make_listener(rank: int, num_ranks: int) -> tuple[RankListener | None, str]:
     """A listener; or why there is none, or no memory to share."""
     try:
         memory, descriptor = slots.allocate(mmap.PAGESIZE, rank, "to try it")
         os.close(descriptor)
         memory.close()
-        return Listener(num_ranks), ""
+        return RankListener(num_ranks), ""
     except RunError as error:
         return None, str(error)
     except OSError as error:

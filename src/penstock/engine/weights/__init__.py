@@ -5,7 +5,7 @@ parameters while it reads them, foresees where an optimizer is heading, and has 
 corrections.
 
 Weight swapping: ``residency`` loads stages from a tier and evicts them. ``tiers`` are a disk or
-main memory, ``buffers`` the memory, on any device, into which a ``group`` of tensors comes,
+main memory, ``buffers`` the memory, on any device, into which groups of tensors come,
 ``data_paths`` how bytes get from one to the other, and ``movers`` the I/O threads and streams that
 move them; ``transfers`` is what is on its way, and what checkpoints read from a tier. ``offload``
 does the same for what microbatches keep between forward and backward.

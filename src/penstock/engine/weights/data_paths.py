@@ -22,8 +22,7 @@ from torch import Tensor
 from penstock.core.cluster.parts import Tier
 from penstock.engine.device.accelerators import is_on_host
 from penstock.engine.device.queue import taken_up
-from penstock.engine.weights.buffers import MemoryBuffer
-from penstock.engine.weights.group import SwapGroup, TensorPlace
+from penstock.engine.weights.buffers import MemoryBuffer, SwapGroup, TensorPlace
 from penstock.engine.weights.movers import (
     IOThread,
     Moved,

@@ -27,9 +27,8 @@ from torch import Tensor
 
 from penstock.engine.device.activation_meter import KeptMemory, Saved
 from penstock.engine.device.crossing import PLAIN_TENSORS, span
-from penstock.engine.weights.buffers import BufferPool
+from penstock.engine.weights.buffers import BufferPool, SwapGroup, nothing_like
 from penstock.engine.weights.data_paths import DataPath
-from penstock.engine.weights.group import SwapGroup, nothing_like
 from penstock.engine.weights.tiers import Extent
 from penstock.engine.weights.transfers import Transfers
 

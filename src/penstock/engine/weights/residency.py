@@ -25,9 +25,14 @@ from torch import Tensor, nn
 
 from penstock.core.schedule.residence import Stay
 from penstock.engine.device.crossing import moved
-from penstock.engine.weights.buffers import BufferPool, MemoryBuffer
+from penstock.engine.weights.buffers import (
+    BufferPool,
+    MemoryBuffer,
+    SwapGroup,
+    WeightPlaceholder,
+    state_tensors,
+)
 from penstock.engine.weights.data_paths import DataPath
-from penstock.engine.weights.group import SwapGroup, WeightPlaceholder, state_tensors
 from penstock.engine.weights.store import Instead
 from penstock.engine.weights.tiers import whole_pages
 from penstock.engine.weights.transfers import Shelved, Transfers, shelved

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from penstock.engine.tensor.shards import ShardSpec
+from penstock.engine.tensor.group import ShardSpec
 from penstock.training.checkpoint.header import Extent, extent_of
 
 OPTIMIZER, DRIFT, UNDER_WAY = "optimizer/", "drift/", "under-way/"

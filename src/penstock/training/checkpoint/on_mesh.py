@@ -26,8 +26,7 @@ from penstock.engine.run.rank.worker import Worker
 from penstock.engine.run.seating import MeshTransport
 from penstock.engine.run.settling import building
 from penstock.engine.stage.stage import Stage
-from penstock.engine.tensor.group import ChannelGroup, TensorGroup
-from penstock.engine.tensor.shards import Bounds, ShardSpec
+from penstock.engine.tensor.group import Bounds, ChannelGroup, ShardSpec, TensorGroup
 from penstock.engine.transport.rendezvous import translated, within
 
 
