@@ -3,7 +3,7 @@
 A rank of the plan with t tensor ranks has t seats in a row. The ops of ranks, their edges and their
 numbers are those of the plan; only here a message from one rank to another becomes one between
 seats. Members of equal coordinate exchange what groups of equal size exchange. Between groups of
-different sizes, ``tensor.routes`` says who sends which slice to whom.
+different sizes, ``tensor.unequal_groups`` says who sends which slice to whom.
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ class NoticeKind(IntEnum):
     CLOSED = 4
     """The sender left for good, the text says why."""
     RING = 5
-    """Messages will be told of in a ring (``ring``), of a segment that comes with it."""
+    """Messages will be told of in a ring (``RingWriter``), of a segment that comes with it."""
     WAKE = 6
     """The ring has something new."""
 

@@ -31,7 +31,7 @@ NOW = -1
 
 class Transfers:
     """Brings groups of tensors in and lets them go: one read and one write at a time, beside
-    compute. Marks like [2] are those of ``residence``.
+    compute. Marks like [2] are those of ``residency``.
 
     On an accelerator the host does not wait: where this says "wait", the current stream of the
     thread that calls does, once the host has done its part of the transfer.
