@@ -106,7 +106,7 @@ def _sharded(
     return make(rank, shared, transport, 1 if servers else MOST_PORTIONS, servers)
 
 
-def told(summing: Summing) -> str:
+def summing_words(summing: Summing) -> str:
     """Who sums gradients, where it is not the usual; else empty."""
     if summing.reducer == "servers":
         servers = count_of(len(summing.servers), "server")

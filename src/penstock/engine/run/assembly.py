@@ -351,7 +351,7 @@ def _in_processes(
             [
                 transport.told,
                 links.told,
-                sums.told(plan.summing) if layout.weights.shared_stages else "",
+                sums.summing_words(plan.summing) if layout.weights.shared_stages else "",
             ]
         ),
         attempt,

@@ -266,7 +266,7 @@ def _address(tensor: Tensor) -> int | None:
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else None
 
 
-REMEDY = "Lower the learning rate, clip gradients, or look at this minibatch"
+NOT_FINITE_REMEDY = "Lower the learning rate, clip gradients, or look at this minibatch"
 
 
 class NotFinite(ArithmeticError):
@@ -280,8 +280,9 @@ class NotFinite(ArithmeticError):
 
     def __init__(self, microbatch: int, name: str, value: complex) -> None:
         super().__init__(
-            f"{name} is {value}; nothing has been learned through it. {REMEDY}; what is meant to "
-            "be infinite, such as a mask, is given without requires_grad, or with stop_at_nan=False"
+            f"{name} is {value}; nothing has been learned through it. {NOT_FINITE_REMEDY}; what is "
+            "meant to be infinite, such as a mask, is given without requires_grad, or with "
+            "stop_at_nan=False"
         )
         self.microbatch = microbatch
 

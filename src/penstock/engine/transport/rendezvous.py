@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 
-VARIABLE = "PENSTOCK_STORE"
+STORE_VARIABLE = "PENSTOCK_STORE"
 """``<process>:<descriptor>:<number of ranks>``: only the process itself is meant, not those that it
 starts, which may be a job of their own."""
 
@@ -85,7 +85,7 @@ def private_store(num_ranks: int) -> Store | None:
     Raises:
         RunError: it cannot be opened.
     """
-    words = os.environ.get(VARIABLE, "").split(":")
+    words = os.environ.get(STORE_VARIABLE, "").split(":")
     if words[0] != str(os.getpid()) or words[2] != str(num_ranks):
         return None
     path = f"/proc/self/fd/{words[1]}"

@@ -88,5 +88,5 @@ class Job:
                 "TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"
             ),
             VARIABLE: f"{os.getpid()}:{logbook}:{rank}",
-            rendezvous.VARIABLE: rendezvous.told_to_rank(store, self.num_ranks),
+            rendezvous.STORE_VARIABLE: rendezvous.told_to_rank(store, self.num_ranks),
         }

@@ -172,7 +172,7 @@ class Work:
         if looks and is_on_host(produced.device):
             value = produced.item()
             if not math.isfinite(value):
-                remedy = microbatch_graph.REMEDY
+                remedy = microbatch_graph.NOT_FINITE_REMEDY
                 if all_ignored(self.minibatch.targets[number]):
                     remedy = (
                         f"All labels of this microbatch are {IGNORED}: give Pipeline(…, {REMEDY})"
