@@ -39,6 +39,8 @@ from penstock.base.errors import RunError
 from penstock.core.cluster.local import usable_cores
 from penstock.engine.transport import packing
 from penstock.engine.transport.base import Edge
+from penstock.engine.transport.packing import BlockLayout
+from penstock.engine.transport.slots import RemoteSlot, SlotPool
 
 HAS_RINGS = platform.machine() in ("x86_64", "AMD64")
 
@@ -330,3 +332,28 @@ _KINDS = {int(kind): kind for kind in NoticeKind}
 def _descriptor(ancillary: list[tuple[int, int, bytes]]) -> int:
     _, _, data = ancillary[0]
     return int.from_bytes(data[:_DESCRIPTOR_BYTES], sys.byteorder)
+
+
+_MOST_UNDER_WAY = 64
+
+
+class Peer:
+    """One other rank, as this one deals with it."""
+
+    def __init__(self, rank: int, link: PeerLink) -> None:
+        self.rank = rank
+        self.link = link
+        self.pool = SlotPool()
+        self.remote_slots: dict[int, RemoteSlot] = {}
+        self.outgoing: RingWriter | None = None
+        self.layouts: dict[int, tuple[int, BlockLayout]] = {}
+        """By tag, the last layout that came, and its number."""
+        self.farewell = ""
+        """Why nothing will come any more; empty while it lives."""
+        self.died = False
+
+    def has_room(self, tag: int, lowest: int) -> bool:
+        """Whether one more message may be under way to it."""
+        pool = self.pool
+        # Mostly there are fewer slots than that, whatever is in them.
+        return len(pool) < _MOST_UNDER_WAY or pool.num_waiting(tag, lowest) < _MOST_UNDER_WAY
