@@ -16,7 +16,7 @@ from penstock.engine.tensor.layouts import (
     gather,
     gather_copies,
     leave,
-    own_part,
+    own_shard,
     scatter,
     turn,
 )
@@ -28,7 +28,7 @@ KINDS = ("part", "whole", "copies", "partial")
 MAPS = {
     "gather": (lambda value, group: gather(value, group, 0), "part 0", "whole"),
     "gather copies": (lambda value, group: gather_copies(value, group, 1), "part 1", "copies"),
-    "own part": (lambda value, group: own_part(value, group, 1), "whole", "part 1"),
+    "own part": (lambda value, group: own_shard(value, group, 1), "whole", "part 1"),
     "enter": (enter, "whole", "copies"),
     "leave": (leave, "partial", "whole"),
     "scatter": (lambda value, group: scatter(value, group, 0), "partial", "part 0"),

@@ -299,7 +299,7 @@ def check_finite(microbatch: int, name: str, tensors: Iterable[Tensor | None]) -
 
 
 def _not_finite(tensor: Tensor) -> complex | None:
-    """The first such number in a tensor."""
+    """The first number in a tensor that is not finite."""
     has_some = tensor.is_floating_point() or tensor.is_complex()
     if not has_some or not is_on_host(tensor.device):
         return None

@@ -12,9 +12,9 @@ from penstock.base.errors import ModelError
 from penstock.engine.tensor.divided_layers import (
     ColumnLinear,
     ColumnTransposed,
-    PartDropout,
     RowLinear,
     RowTransposed,
+    ShardDropout,
     SplittingHeads,
     is_transposed,
 )
@@ -263,7 +263,7 @@ def _attention(module: nn.MultiheadAttention) -> ModuleSharings:
 def _block(module: nn.Module, name: str) -> ModuleSharings:
     ways = {
         "linear1": COLUMN,
-        "dropout": ModuleSharing(PartDropout, features=FEATURES),
+        "dropout": ModuleSharing(ShardDropout, features=FEATURES),
         "linear2": ROW,
     }
     for attention in ("self_attn", "multihead_attn"):

@@ -26,7 +26,7 @@ DROPOUTS = (nn.Dropout, *FEATURE_DROPOUTS)
 """Modules of which a member can keep its part of the whole value's mask."""
 
 
-class PartChannelDropout(GroupMember, nn.modules.dropout._DropoutNd):
+class ShardChannelDropout(GroupMember, nn.modules.dropout._DropoutNd):
     """Dropout of whole channels, of a value of which each member has some rows or channels."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class PartChannelDropout(GroupMember, nn.modules.dropout._DropoutNd):
         return input * torch.split(mask, lengths, dim)[here.group.index]
 
 
-class PartDropout(GroupMember, nn.Dropout):
+class ShardDropout(GroupMember, nn.Dropout):
     """Dropout of a value of which each member has a part.
 
     In a region, ``membership.gives`` says along which dimension; outside, it is as the layer.
@@ -226,7 +226,7 @@ class ChannelNorm(GroupMember, nn.modules.batchnorm._BatchNorm):
     """Normalises the channels that a member has; parameters and statistics are parts, too."""
 
 
-class PartInstanceNorm(GroupMember, nn.modules.instancenorm._InstanceNorm):
+class ShardInstanceNorm(GroupMember, nn.modules.instancenorm._InstanceNorm):
     """Normalises every row of the channels that a member has."""
 
     @property
@@ -236,7 +236,7 @@ class PartInstanceNorm(GroupMember, nn.modules.instancenorm._InstanceNorm):
         return bounds(int(self.__dict__["num_features"]), group.size, group.index).length
 
 
-class PartGroupNorm(GroupMember, nn.GroupNorm):
+class ShardGroupNorm(GroupMember, nn.GroupNorm):
     """Normalises the groups of channels that a member has; each has as many of them."""
 
     def forward(self, input: Tensor) -> Tensor:

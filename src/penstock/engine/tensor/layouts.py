@@ -62,8 +62,6 @@ class _ToShard(torch.autograd.Function):
 
 
 class _WholeToShard(_ToShard):
-    """whole → shard."""
-
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: TensorGroup, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
@@ -71,8 +69,6 @@ class _WholeToShard(_ToShard):
 
 
 class _WholeToCopies(torch.autograd.Function):
-    """whole → copies."""
-
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: TensorGroup) -> Tensor:
         ctx.group = group
@@ -84,8 +80,6 @@ class _WholeToCopies(torch.autograd.Function):
 
 
 class _PartialToWhole(torch.autograd.Function):
-    """partial → whole."""
-
     @staticmethod
     def forward(ctx: Any, term: Tensor, group: TensorGroup) -> Tensor:
         return group.all_reduce(term)
@@ -96,8 +90,6 @@ class _PartialToWhole(torch.autograd.Function):
 
 
 class _PartialToShard(_ToShard):
-    """partial → shard."""
-
     @staticmethod
     def forward(ctx: Any, term: Tensor, group: TensorGroup, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
@@ -129,7 +121,7 @@ def gather_copies(part: Tensor, group: TensorGroup, dim: int) -> Tensor:
     return _call(_ShardToWhole, part, group, dim, True)
 
 
-def own_part(whole: Tensor, group: TensorGroup, dim: int) -> Tensor:
+def own_shard(whole: Tensor, group: TensorGroup, dim: int) -> Tensor:
     """whole → shard: every member keeps its shard along ``dim``."""
     return _call(_WholeToShard, whole, group, dim)
 
@@ -190,7 +182,7 @@ def _converted(value: Tensor, have: Layout, want: Layout, group: TensorGroup, la
         return value
     if here is None:
         assert there is not None
-        return own_part(value, group, there)
+        return own_shard(value, group, there)
     if there is None:
         return gather(value, group, here)
     return turn(value, group, here, there)

@@ -20,7 +20,7 @@ class Region:
 
     In there a module with parameters that nobody divides would get a term of its gradient and take
     it for the sum. And what draws random numbers for a part of a value, by features or by rows,
-    would draw the same for different parts, unless it draws for the whole value as ``PartDropout``
+    would draw the same for different parts, unless it draws for the whole value as ``ShardDropout``
     does. So both are told by where they are called, not by what they are called.
 
     Attributes:

@@ -24,7 +24,7 @@ from penstock.engine.tensor.divided_layers import (
     mask_of_whole,
 )
 from penstock.engine.tensor.group import TensorGroup, bounds
-from penstock.engine.tensor.layouts import gather, own_part
+from penstock.engine.tensor.layouts import gather, own_shard
 from penstock.engine.tensor.membership import ModuleSharing
 from penstock.engine.tensor.recorded_rules import RULES, Rule, ShardedDim, shape_of
 from penstock.engine.tensor.splits import works_on_features
@@ -48,7 +48,7 @@ def whole_of(part: Tensor, group: TensorGroup, dim: int, count: int) -> Tensor:
 def part_of(whole: Tensor, group: TensorGroup, dim: int, length: int, inner: int) -> Tensor:
     """A member's part of a whole value; graphs call it."""
     pieces = torch.unflatten(whole, dim, (-1, length, inner))
-    return own_part(pieces, group, dim + 1).flatten(dim, dim + 2)
+    return own_shard(pieces, group, dim + 1).flatten(dim, dim + 2)
 
 
 def dropped(part: Tensor, dropout: nn.Dropout, group: TensorGroup, divided: ShardedDim) -> Tensor:

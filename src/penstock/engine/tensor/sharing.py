@@ -14,7 +14,7 @@ from penstock.engine.device.accelerators import is_on_host
 from penstock.engine.model import tree
 from penstock.engine.model.spine import state_of
 from penstock.engine.tensor.chain import LayerSharing
-from penstock.engine.tensor.divided_layers import DROPOUTS, PartChannelDropout, PartDropout
+from penstock.engine.tensor.divided_layers import DROPOUTS, ShardChannelDropout, ShardDropout
 from penstock.engine.tensor.first_run import Expected, difference, divided_dimension, on_one_device
 from penstock.engine.tensor.group import ShardSpec, TensorGroup
 from penstock.engine.tensor.layouts import ROWS, SEQUENCE, WHOLE, Layout, converted
@@ -253,7 +253,7 @@ def shared(
             _become(module, way.kind, membership)
         elif isinstance(module, DROPOUTS):
             of_numbers = isinstance(module, nn.Dropout)
-            _become(module, PartDropout if of_numbers else PartChannelDropout, membership)
+            _become(module, ShardDropout if of_numbers else ShardChannelDropout, membership)
         elif sharing.inner and module._parameters:
             _become(module, UndividedModule, membership)
     if not sharing.is_plain:

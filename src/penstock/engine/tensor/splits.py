@@ -22,13 +22,13 @@ from penstock.engine.tensor.divided_layers import (
     ColumnConv,
     ColumnEmbedding,
     ColumnTransposed,
-    PartChannelDropout,
-    PartDropout,
-    PartGroupNorm,
-    PartInstanceNorm,
     RowConv,
     RowEmbedding,
     RowTransposed,
+    ShardChannelDropout,
+    ShardDropout,
+    ShardGroupNorm,
+    ShardInstanceNorm,
     is_transposed,
 )
 from penstock.engine.tensor.group import ShardSpec
@@ -235,9 +235,9 @@ def _transposed(blocks: int, *, divides_outputs: bool) -> ModuleSharing:
 
 def _inside(module: nn.Module, split: str, name: str) -> ModuleSharing:
     if isinstance(module, nn.Dropout):
-        return ModuleSharing(PartDropout, features=FEATURES if split == "features" else 1)
+        return ModuleSharing(ShardDropout, features=FEATURES if split == "features" else 1)
     if isinstance(module, FEATURE_DROPOUTS):
-        return ModuleSharing(PartChannelDropout, features=CHANNELS)
+        return ModuleSharing(ShardChannelDropout, features=CHANNELS)
     if split == "heads":
         return ModuleSharing(GroupMember, alike=True)
     own = channels(module)
@@ -256,9 +256,9 @@ def channels(module: nn.Module) -> ModuleSharing | None:
     if isinstance(module, _BATCH_NORMS):
         return ModuleSharing(ChannelNorm, cuts, CHANNELS)
     if isinstance(module, _INSTANCE_NORMS):
-        return ModuleSharing(PartInstanceNorm, cuts, CHANNELS)
+        return ModuleSharing(ShardInstanceNorm, cuts, CHANNELS)
     if isinstance(module, nn.GroupNorm):
-        return ModuleSharing(PartGroupNorm, cuts, CHANNELS, pieces=module.num_groups, even=True)
+        return ModuleSharing(ShardGroupNorm, cuts, CHANNELS, pieces=module.num_groups, even=True)
     if isinstance(module, nn.PReLU) and module.num_parameters > 1:
         return ModuleSharing(GroupMember, cuts, CHANNELS)
     return None
