@@ -258,14 +258,12 @@ class Residency:
             late: whether forwards follow, which do not need the state.
         """
         self._changed.add(stage)
-        spent = self._gradients.pop(stage, None)
-        if spent is not None and spent[0].buffer is not None:
-            group, buffer = spent[0], spent[0].buffer
-            group.blank()
-            group.buffer = None
-            self.transfers.give(buffer, group)
-        if spent is not None:
-            self._spent[stage] = spent[0]
+        if stage in self._gradients:
+            group = self._spent[stage] = self._gradients.pop(stage)[0]
+            if group.buffer is not None:
+                buffer, group.buffer = group.buffer, None
+                group.blank()
+                self.transfers.give(buffer, group)
         self._add_no_more(stage)
         self._find_state(stage)
         if late and stage in self._state:
@@ -315,13 +313,11 @@ class Residency:
         self._send_gradients(stage)
 
     def _send_gradients(self, stage: int) -> None:
-        parameters = [
-            parameter for parameter in self._parameters[stage] if parameter.grad is not None
-        ]
-        if not parameters:
+        pairs = [(own, own.grad) for own in self._parameters[stage] if own.grad is not None]
+        if not pairs:
             return
         known = self._gradients.get(stage)
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        parameters, gradients = [own for own, _ in pairs], [gradient for _, gradient in pairs]
         if known is not None and known[0].buffer is not None and _same(known[0].tensors, gradients):
             group = known[0]
         else:
@@ -365,8 +361,12 @@ class Residency:
         Args:
             tensors: by name: weights and what the optimizer keeps, or parts of other memory.
         """
-        groups = [*self._weights[stage], *filter(None, [self._state.get(stage)])]
-        return shelved(self.transfers.path, groups, tensors)
+        return shelved(self.transfers.path, self._groups(stage), tensors)
+
+    def _groups(self, stage: int) -> list[SwapGroup]:
+        """The weights and the optimizer state of a stage."""
+        state = self._state.get(stage)
+        return self._weights[stage] if state is None else [*self._weights[stage], state]
 
     def forget(self) -> None:
         """A step has failed, or another kind of step begins: let all go that is here. What has
@@ -379,8 +379,7 @@ class Residency:
     def _forget(self, stage: int) -> None:
         changed = stage in self._changed
         self._changed.discard(stage)
-        groups = [*self._weights[stage], *filter(None, [self._state.get(stage)])]
-        for group in groups:
+        for group in self._groups(stage):
             buffer = group.buffer
             if buffer is None:
                 continue
