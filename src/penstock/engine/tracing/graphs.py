@@ -29,10 +29,9 @@ from penstock.core.example import Dynamic
 from penstock.engine.device.accelerators import generators_kept
 from penstock.engine.model import tree
 from penstock.engine.model.spine import state_of
-from penstock.engine.tracing.buffers import write_buffers_early
+from penstock.engine.tracing.exports import OpaqueError, WholeModules, write_buffers_early
 from penstock.engine.tracing.hidden import Whole
 from penstock.engine.tracing.inputs import Given
-from penstock.engine.tracing.leaves import OpaqueError, WholeModules
 from penstock.engine.tracing.lines import TraceFailure, asks_its_mask, causes_of, lines_of
 
 _WARNS = "torch.fx.experimental.symbolic_shapes"

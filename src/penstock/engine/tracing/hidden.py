@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.model import tree
-from penstock.engine.tracing.leaves import leaves_of
+from penstock.engine.tracing.exports import leaves_of
 from penstock.engine.tracing.lines import because, causes_of, is_models, lines_of
 
 _MOST_OF_THE_MODEL = 0.8

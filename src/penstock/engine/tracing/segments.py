@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from penstock.core.example import Granularity
-from penstock.engine.tracing.buffers import gives_alias, written_arguments
+from penstock.engine.tracing.exports import gives_alias, written_arguments
 from penstock.engine.tracing.graphs import Traced
 
 _NO_WORK = (nn.Identity, nn.Flatten, nn.Unflatten)
