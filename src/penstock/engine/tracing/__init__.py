@@ -3,10 +3,10 @@
 ``capture`` is the entrance. A traced graph (``graphs``) is cut where modules are called
 (``segments``, which say what passes between the layers, too), and ``layers`` makes modules of the
 pieces that hold the model's own parameters; ``inputs`` is what goes into the first of them. Modules
-without children stay whole (``exports``), and so do those whose code no graph can hold (``hidden``).
-Before anyone uses the result, it is run beside the model (``proof``), and what a trace does not see
-is looked for (``unseen``). A model that cannot be traced is told by the line of its own code and
-what to write there instead (``lines``).
+without children stay whole (``exports``), and so do those whose code no graph can hold
+(``hidden``). Before anyone uses the result, it is run beside the model (``proof``), and what a
+trace does not see is looked for (``unseen``). A model that cannot be traced is told by the line of
+its own code and what to write there instead (``lines``).
 
 Decisions:
 
