@@ -87,7 +87,9 @@ class MicrobatchGraph:
         """
         if deferral is not None:
             deferral.check_forward()
-        outputs, edges_of = edges(output), {key: edges(skip) for key, skip in stashed.items()}
+        outputs, edges_of = edges(output), stashed
+        if stashed:  # mostly nothing is
+            edges_of = {key: edges(skip) for key, skip in stashed.items()}
         parameters = trained(modules) if torch.is_grad_enabled() else ()
         return cls(inputs, recalled, outputs, edges_of, drew, deferral, parameters)
 
