@@ -22,8 +22,8 @@ from penstock.engine.tensor.splits import (
     channels,
     has_batch_statistics,
     mixes_features,
+    sharing_of,
     sharings_of,
-    way,
     works_on_channels,
     works_on_features,
 )
@@ -123,7 +123,7 @@ def _shared(
         works = _DIVIDING[split]
         if works is not WHOLE and has_batch_statistics(module):
             works = WHOLE  # its rows are normalised together, on one device
-        ways = _inner_ways(layer, inner)
+        ways = _inner_sharings(layer, inner)
         if works == SEQUENCE:
             _check_positions(layer, ways)
         _check_taken_up(layer, ways)
@@ -155,7 +155,7 @@ def _by_itself(
             "inside a layer, and for torch's blocks of transformers as a whole; name the attention "
             'in it, or let all tensor ranks repeat the layer ("whole")'
         )
-    own = way(module, split, name)
+    own = sharing_of(module, split, name)
     if not own.adds:
         reads = WHOLE if isinstance(module, nn.Embedding) else have
         return LayerSharing(name, have, reads, own.features, own.features, own)
@@ -165,7 +165,7 @@ def _by_itself(
 
 def _by_features(name: str, module: nn.Module, have: Layout, size: int) -> LayerSharing:
     """A layer that takes its part of the features, or channels, and gives it."""
-    own = way(module, "features", name)
+    own = sharing_of(module, "features", name)
     if mixes_features(module, size):
         raise ModelError(
             f"layer {name!r} ({type(module).__name__}) cannot be split as 'features': it does not "
@@ -200,7 +200,7 @@ def _recorded(
             f"layer {name!r} of a captured model calls no module {uncalled[0]!r} that could be "
             f"split as {inner[uncalled[0]]!r}; it calls {', '.join(sorted(module.calls)) or 'none'}"
         )
-    return LayerSharing(name, have, WHOLE, WHOLE, WHOLE, inner=_inner_ways(layer, inner))
+    return LayerSharing(name, have, WHOLE, WHOLE, WHOLE, inner=_inner_sharings(layer, inner))
 
 
 def _check_positions(layer: NamedLayer, ways: Mapping[str, ModuleSharing]) -> None:
@@ -216,7 +216,7 @@ def _check_positions(layer: NamedLayer, ways: Mapping[str, ModuleSharing]) -> No
             )
 
 
-def _inner_ways(layer: NamedLayer, inner: Mapping[str, str]) -> dict[str, ModuleSharing]:
+def _inner_sharings(layer: NamedLayer, inner: Mapping[str, str]) -> dict[str, ModuleSharing]:
     """By their names in a layer, how modules are shared that are split, or whose parents are."""
     ways: dict[str, ModuleSharing] = {}
     said: dict[str, str] = {}
@@ -285,7 +285,7 @@ def _wanted(layers: Sequence[NamedLayer], splits: Sequence[str], index: int) -> 
     """In which layout the next reader that does not take values as they come wants its input."""
     for layer, split in zip(layers[index:], splits[index:], strict=True):
         if split == "row" and not isinstance(layer.module, (nn.Embedding, CapturedLayer)):
-            return way(layer.module, split, layer.name).features
+            return sharing_of(layer.module, split, layer.name).features
         if split == "any":
             if works_on_features(layer.module):
                 continue

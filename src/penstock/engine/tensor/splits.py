@@ -121,12 +121,12 @@ BY_CHANNEL: tuple[type[nn.Module], ...] = (
 
 
 def sharings_of(module: nn.Module, split: str, name: str) -> ModuleSharings:
-    """How members share a module that is split so, and modules in it; arguments as of ``way``."""
+    """As ``sharing_of``, for a module and those in it that are split with it."""
     known = by_heads(module, name) if split == "heads" else {}
-    return known or {"": way(module, split, name)}
+    return known or {"": sharing_of(module, split, name)}
 
 
-def way(module: nn.Module, split: str, name: str) -> ModuleSharing:
+def sharing_of(module: nn.Module, split: str, name: str) -> ModuleSharing:
     """How members share a module that is split so.
 
     Args:
