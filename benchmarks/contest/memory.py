@@ -40,7 +40,7 @@ from benchmarks.contest.penstock_peers import penstock_peer
 from benchmarks.contest.runtime import print_table
 from benchmarks.contest.torch_peers import PEERS
 from penstock.engine.device.activation_meter import ActivationMeter
-from penstock.engine.device.allocator import keep_freed_pages
+from penstock.engine.device.memory import keep_freed_pages
 from penstock.engine.transport.rendezvous import Rendezvous
 
 CONTESTANTS = {

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.common.works import Work
-from penstock.engine.device.allocator import keep_freed_pages
+from penstock.engine.device.memory import keep_freed_pages
 
 Step = Callable[[Tensor, Tensor], "Tensor | None"]
 Batch = tuple[Tensor, Tensor]

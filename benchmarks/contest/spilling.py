@@ -241,8 +241,8 @@ def run_plan(plan: pk.Plan, budget: int, options: argparse.Namespace, way: str) 
         report |= {
             "moved": step_moved,
             "formula": formula,
-            "counted": residence.slabs.used_peak_bytes,
-            "ordered": residence.slabs.budget_bytes,
+            "counted": residence.buffers.used_peak_bytes,
+            "ordered": residence.buffers.budget_bytes,
             "budget": budget,
         }
     return report

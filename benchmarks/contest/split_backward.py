@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.common.alone import publish
 from penstock.demo.gpt import Block
-from penstock.engine.device.allocator import keep_freed_pages
+from penstock.engine.device.memory import keep_freed_pages
 from penstock.engine.model import tree
 from penstock.engine.model.randomness import LayerStreams
 from penstock.engine.model.spine import spine_of

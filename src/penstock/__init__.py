@@ -126,7 +126,7 @@ _CELLS = "penstock.drawing.cells"
 provide(
     {
         "cluster_cell": _CELLS,
-        "device_memories": "penstock.engine.device.listing",
+        "device_memories": "penstock.engine.device.memory",
         "fleet_cell": _CELLS,
         "graph_cell": _CELLS,
         "schedule_cell": _CELLS,

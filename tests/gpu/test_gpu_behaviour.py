@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from penstock.engine.device.collectives import backend_of_accelerators
+from penstock.engine.device.accelerators import backend_of_accelerators
 from tests.kit.helpers import make_batch, make_mlp
 from tests.kit.launch import torchrun
 from tests.kit.on_devices import on_cpu

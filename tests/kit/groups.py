@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from penstock.engine.tensor.channel_group import ChannelGroup
+from penstock.engine.tensor.group import ChannelGroup
 from penstock.engine.transport import ThreadExchange
 from tests.kit.training import DEADLINE_SECONDS
 

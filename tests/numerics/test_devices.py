@@ -17,7 +17,7 @@ import penstock as pk
 from penstock import versions
 from penstock.base.errors import InputError, StageError
 from penstock.engine.device.accelerators import accelerators
-from penstock.engine.device.stamps import Stamps
+from penstock.engine.device.queue import Stamps
 from penstock.trial import Workload, prove
 from tests.kit import streams
 from tests.kit.helpers import make_batch, make_mlp, make_plan

@@ -413,30 +413,30 @@ def test_the_next_visit_is_fetched_meanwhile_and_few_wait_with_a_stage(num_devic
 def _has_fetched(pipeline):
     residence = pipeline._parts.workers[0].residence
     groups = [group for stage in residence.stages[1:] for group in residence._weights[stage]]
-    return any(group.slab is not None for group in groups)
+    return any(group.buffer is not None for group in groups)
 
 
 def test_jobs_that_wait_hand_their_memory_on():
     """Six equal jobs on one device have less in memory than three would by themselves."""
     jobs = {f"j{seed}": job(seed) for seed in range(6)}
     with pk.Fleet(jobs, devices=1) as fleet:
-        slabs = [pipe._parts.workers[0].residence.slabs for pipe in fleet.pipelines.values()]
+        buffers = [pipe._parts.workers[0].residence.buffers for pipe in fleet.pipelines.values()]
         mapped = []
-        for one in slabs:
-            _after_each_take(one, lambda: mapped.append(sum(each.mapped_bytes for each in slabs)))
+        for one in buffers:
+            _after_each_take(one, lambda: mapped.append(sum(each.mapped_bytes for each in buffers)))
         fleet.run(steps=4)
     kept = sum(p.nbytes for p in make_net()[0].parameters())  # the first stage's weights stay
-    by_itself = max(one.peak_bytes for one in slabs)
+    by_itself = max(one.peak_bytes for one in buffers)
     assert max(mapped) <= len(jobs) * kept + 2.5 * by_itself
-    assert all(one.peak_bytes <= one.budget_bytes for one in slabs)
+    assert all(one.peak_bytes <= one.budget_bytes for one in buffers)
 
 
-def _after_each_take(slabs, note):
-    take = slabs.take
+def _after_each_take(buffers, note):
+    take = buffers.take
 
     def noted(num_bytes, whose):
-        slab = take(num_bytes, whose)
+        buffer = take(num_bytes, whose)
         note()
-        return slab
+        return buffer
 
-    slabs.take = noted
+    buffers.take = noted

@@ -13,7 +13,7 @@ from torch import nn
 import penstock as pk
 from penstock.base.errors import InputError
 from penstock.engine.device.queue import AcceleratorQueue
-from penstock.engine.weights import slabs
+from penstock.engine.weights import buffers
 from penstock.planning.plans.spilling import Spill, Tier
 from tests.kit.spilling import make_net
 from tests.numerics.test_fleets import alone, job, mixed_jobs
@@ -121,8 +121,10 @@ def test_halving_saves_and_resumes_on_devices(tmp_path):
 
 
 def test_a_missing_wait_before_memory_is_handed_on_is_found(monkeypatch):
-    """Slabs that forget who still works on them: the accelerator proves the order."""
-    monkeypatch.setattr(slabs.Slab, "free_after", property(lambda _: [], lambda *_: None), False)
+    """Buffers that forget who still works on them: the accelerator proves the order."""
+    monkeypatch.setattr(
+        buffers.MemoryBuffer, "free_after", property(lambda _: [], lambda *_: None), False
+    )
     monkeypatch.setattr(AcceleratorQueue, "moment", lambda _: None)
     with pk.Fleet({f"j{seed}": job(seed) for seed in range(2)}, ["emu:1"]) as fleet:
         results = fleet.run(steps=2)

@@ -55,7 +55,7 @@ def trained(model, plan, **options):
         state = {key: value.cpu() for key, value in pipeline.state_dict().items()}
         outputs = pipeline.evaluate(BATCHES[0][0]).cpu()
         offloadings = [worker.offloading for worker in pipeline._parts.workers]
-        left = [one.transfers.way.space.written_bytes for one in offloadings if one is not None]
+        left = [one.transfers.path.space.written_bytes for one in offloadings if one is not None]
         return torch.stack(losses), state, outputs, sum(left)
 
 
@@ -208,7 +208,7 @@ class Stalled(HostStore):
 def test_a_tier_that_does_not_answer_or_loses_a_bit_is_told(monkeypatch, tmp_path):
     model = net()
     plan = planned(model, "1f1b").offloading(Offload(tier=HOST))
-    monkeypatch.setattr("penstock.engine.weights.ways.opened", lambda tier: Stalled())
+    monkeypatch.setattr("penstock.engine.weights.data_paths.opened", lambda tier: Stalled())
     options = {"loss": F.cross_entropy, "optimizer": adamw, "deadline_seconds": 0.5}
     with (
         pk.Pipeline(model, plan, **options) as pipeline,
@@ -221,7 +221,7 @@ def test_a_tier_that_does_not_answer_or_loses_a_bit_is_told(monkeypatch, tmp_pat
             super()._get(extent, start, memory)
             memory[100] ^= 4
 
-    monkeypatch.setattr("penstock.engine.weights.ways.opened", lambda tier: Forgetful())
+    monkeypatch.setattr("penstock.engine.weights.data_paths.opened", lambda tier: Forgetful())
     with (
         pk.Pipeline(net(), plan, loss=F.cross_entropy, optimizer=adamw) as pipeline,
         pytest.raises(StageError, match=r"B\d: FileError: activations .* not what was written"),
@@ -247,7 +247,7 @@ def test_what_is_moved_is_what_the_plan_says():
     with pk.Pipeline(model, plan, loss=F.mse_loss, optimizer=adamw) as pipeline:
         for _ in range(2):
             pipeline.step(inputs, inputs)
-        spaces = [worker.offloading.transfers.way.space for worker in pipeline._parts.workers]
+        spaces = [worker.offloading.transfers.path.space for worker in pipeline._parts.workers]
     expected = 2 * moved_activations(plan.build_schedule(), plan.stages)
     assert sum(space.written_bytes for space in spaces) == pytest.approx(expected, rel=0.1)
     assert sum(space.read_bytes for space in spaces) == sum(s.written_bytes for s in spaces)

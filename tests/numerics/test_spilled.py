@@ -16,8 +16,8 @@ from torch import nn
 
 import penstock as pk
 from penstock.base.errors import DeadlineError, FileError, InputError, ModelError, StageError
+from penstock.engine.weights.data_paths import HostDataPath
 from penstock.engine.weights.tiers import HostStore
-from penstock.engine.weights.ways import HostWay
 from penstock.planning.plans import StagePlan
 from penstock.planning.plans.spilling import Spill, Tier, traffic
 from penstock.trial.reference.single_device import SingleDevice
@@ -272,9 +272,9 @@ def test_counted_memory_is_what_the_order_says(clip):
     with spilled_pipeline(make_net(), options={"clip_norm": clip}) as pipeline:
         for batch in BATCHES:
             pipeline.step(*batch)
-        slabs = residence_of(pipeline).slabs
-        assert slabs.used_peak_bytes == slabs.budget_bytes
-        assert slabs.peak_bytes <= slabs.budget_bytes
+        buffers = residence_of(pipeline).buffers
+        assert buffers.used_peak_bytes == buffers.budget_bytes
+        assert buffers.peak_bytes <= buffers.budget_bytes
 
 
 def test_a_plan_that_allows_too_little_is_refused_before_the_first_step():
@@ -571,7 +571,7 @@ class Stalled(HostStore):
 
 
 def test_a_tier_that_does_not_answer_ends_at_the_deadline(monkeypatch):
-    monkeypatch.setattr("penstock.engine.weights.ways.opened", lambda tier: Stalled())
+    monkeypatch.setattr("penstock.engine.weights.data_paths.opened", lambda tier: Stalled())
     with spilled_pipeline(make_net(), options={"deadline_seconds": 0.5}) as pipeline:
         pipeline.step(*BATCHES[0])
         Stalled.stalls = True
@@ -593,7 +593,7 @@ class Broken(HostStore):
 
 def test_a_write_that_fails_behind_compute_is_told_by_the_next_op_that_needs_it(monkeypatch):
     store = Broken()
-    monkeypatch.setattr("penstock.engine.weights.ways.opened", lambda tier: store)
+    monkeypatch.setattr("penstock.engine.weights.data_paths.opened", lambda tier: store)
     with spilled_pipeline(make_net()) as pipeline:
         pipeline.step(*BATCHES[0])
         residence_of(pipeline).transfers.finish()
@@ -633,13 +633,13 @@ def pictures(seed):
 def test_a_checkpoint_is_read_from_the_tier_while_training_goes_on(tmp_path, monkeypatch, kind):
     """What is saved is what was trained when it was asked for, in the memory of the budget."""
     may_read = threading.Event()
-    peek = HostWay.peek
+    peek = HostDataPath.peek
 
     def late(self, *args):
         assert may_read.wait(DEADLINE_SECONDS)
         peek(self, *args)
 
-    monkeypatch.setattr(HostWay, "peek", late)
+    monkeypatch.setattr(HostDataPath, "peek", late)
     tier = HOST if kind == "host" else Tier(folder=str(tmp_path))
     batches = [(torch.randn(8, 3, 6, 6), torch.randint(0, 4, (8,))) for _ in range(6)]
     with spilled_pipeline(pictures(0), Spill(tier=tier)) as pipeline:
@@ -654,8 +654,8 @@ def test_a_checkpoint_is_read_from_the_tier_while_training_goes_on(tmp_path, mon
             may_read.set()
             pipeline._keeper._saver.wait()
             ends.append(residence_of(pipeline).store._end)
-        slabs = residence_of(pipeline).slabs
-        assert slabs.peak_bytes <= slabs.budget_bytes
+        buffers = residence_of(pipeline).buffers
+        assert buffers.peak_bytes <= buffers.budget_bytes
         trained = pipeline.state_dict()
     assert ends[1] == ends[2]  # what was read has become free
     with spilled_pipeline(pictures(9), None) as pipeline:

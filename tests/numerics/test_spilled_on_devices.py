@@ -13,8 +13,8 @@ from torch import nn
 
 import penstock as pk
 from penstock.base.errors import FileError, StageError
-from penstock.engine.device.side_streams import SideStreams
-from penstock.engine.weights import slabs, transfers
+from penstock.engine.weights import buffers, transfers
+from penstock.engine.weights.movers import SideStreams
 from penstock.planning.plans.spilling import Spill, Tier
 from tests.kit.examples import in_turns
 from tests.kit.helpers import make_batch
@@ -112,7 +112,7 @@ def test_a_device_with_no_more_memory_than_the_budget_trains(accelerator):
         with pk.Pipeline(model, plan, devices=where, **options) as pipeline:
             losses = torch.stack([pipeline.step(*batch).cpu() for batch in BATCHES])
             if where == "emu:1":
-                memory = residence_of(pipeline).slabs
+                memory = residence_of(pipeline).buffers
                 assert memory.peak_bytes <= memory.budget_bytes < budget
                 assert all(parameter.isnan().all() for parameter in model.parameters())
             found.append((losses, pipeline.state_dict()))
@@ -147,8 +147,12 @@ def without(name):
     """A way to leave one kind of wait out."""
     if name == "ops wait for what comes":
         return transfers, "taken_up", lambda tensors, moment: None
-    if name == "slabs wait for those who used them":
-        return slabs.Slab, "free_after", property(lambda self: [], lambda self, moments: None)
+    if name == "buffers wait for those who used them":
+        return (
+            buffers.MemoryBuffer,
+            "free_after",
+            property(lambda self: [], lambda self, moments: None),
+        )
     original = SideStreams._copied
 
     def unordered(self, stream, target, source, on_device, behind):
@@ -159,7 +163,7 @@ def without(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["ops wait for what comes", "slabs wait for those who used them", "copies wait for ops"],
+    ["ops wait for what comes", "buffers wait for those who used them", "copies wait for ops"],
 )
 def test_each_wait_is_missed_where_it_is_left_out(monkeypatch, name):
     monkeypatch.setattr(*without(name), raising=False)

@@ -16,7 +16,7 @@ from penstock.base.errors import ModelError
 from penstock.engine.model.randomness import RandomStream
 from penstock.engine.tensor.chain import LayerSharing
 from penstock.engine.tensor.sharing import cut_tensors, shared
-from penstock.engine.tensor.ways import ways_of
+from penstock.engine.tensor.splits import sharings_of
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit.examples import examples
 from tests.kit.groups import WORDS, net_batch, net_loss, together
@@ -110,7 +110,7 @@ def test_attention_by_heads_is_attention(case, size):
     num_given = len({id(one) for one in given_.values() if one.requires_grad})
     inner = {
         f"attention.{path}".rstrip("."): way
-        for path, way in ways_of(layer.attention, "heads", "attention").items()
+        for path, way in sharings_of(layer.attention, "heads", "attention").items()
     }
     sharing = LayerSharing("0", None, layout, layout, None, inner=inner)
     cuts = {id(tensor): cut for tensor, cut in cut_tensors(layer, sharing)}

@@ -23,7 +23,7 @@ def place_of(change):
     (place,) = (
         one
         for one in places("engine/reduce")
-        if one.key == ("engine/reduce/pieces.py", "added", change)
+        if one.key == ("engine/reduce/buckets.py", "added", change)
     )
     return place
 

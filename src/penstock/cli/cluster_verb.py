@@ -126,9 +126,9 @@ def _process_group(backend: str | None, deadline_seconds: float) -> Iterator[int
     import torch
     import torch.distributed as dist
 
-    from penstock.engine.device.accelerators import accelerators
-    from penstock.engine.device.collectives import (
+    from penstock.engine.device.accelerators import (
         HOST_BACKEND,
+        accelerators,
         backend_of_accelerators,
         is_of_accelerators,
     )

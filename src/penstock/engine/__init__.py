@@ -1,1 +1,3 @@
-"""What runs a plan: stages on devices, their weights, messages and sums. From here on, torch."""
+"""The engine that runs a plan: stages on devices, their weights, messages and sums. From here on,
+torch.
+"""

@@ -17,7 +17,7 @@ from penstock.base.errors import InputError
 from penstock.base.values import expect, whole
 from penstock.core.cluster import Cluster
 from penstock.core.example import Dynamic, Granularity
-from penstock.engine.device.placement import Devices
+from penstock.engine.device.accelerators import Devices
 from penstock.engine.run.recipe import Loss
 from penstock.engine.tracing import capture
 from penstock.planning.plans import Plan

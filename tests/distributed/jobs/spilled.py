@@ -58,9 +58,9 @@ def train(folder, spill, num_ranks=1, num_steps=NUM_STEPS, **options):
 def interrupted(folder):
     """Trains, and saves behind the third step; the save behind the fourth, in the background, reads
     some of the tier, says so, and is never done, while training goes on."""
-    from penstock.engine.weights.ways import HostWay
+    from penstock.engine.weights.data_paths import HostDataPath
 
-    peek = HostWay.peek
+    peek = HostDataPath.peek
 
     def peek_once(self, *arguments):
         peek(self, *arguments)
@@ -74,7 +74,7 @@ def interrupted(folder):
             if step == 2:
                 pipeline.save(folder, background=False)
             elif step == 3:
-                HostWay.peek = peek_once
+                HostDataPath.peek = peek_once
                 pipeline.save(folder)
 
 
@@ -89,7 +89,7 @@ def offloaded(offload):
         losses = [pipeline.step(*batch(step)).item() for step in range(3)]
         state = pipeline.gather_state_dict()
         leaving = [worker.offloading for worker in pipeline._parts.workers]
-        left = [one.transfers.way.space.written_bytes for one in leaving if one is not None]
+        left = [one.transfers.path.space.written_bytes for one in leaving if one is not None]
         return {"losses": losses, "digest": digest(state) if state else "", "left": sum(left)}
 
 
@@ -123,7 +123,7 @@ def capped(folder, way):
     try:
         with pk.Pipeline(model, plan, **options) as pipeline:
             losses = [pipeline.step(*batch(step, WIDTH, 9)).item() for step in range(3)]
-            slabs = pipeline._parts.workers[0].residence.slabs
+            slabs = pipeline._parts.workers[0].residence.buffers
             return {"losses": losses, "peak": slabs.peak_bytes, "allowed": allowed}
     except (PenstockError, RuntimeError, MemoryError) as error:
         return {"error": f"{type(error).__name__}: {error}"}

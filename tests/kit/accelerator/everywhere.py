@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import penstock as pk
-from penstock.engine.device import placement
+from penstock.engine.device import accelerators
 from penstock.engine.model import tree
 from penstock.engine.run import assembly
 from penstock.engine.run.placing import place_buffers, place_parameters
@@ -28,7 +28,7 @@ _NUM_DEVICES = 3  # so that some ranks share one where there are four
 def _devices_of_ranks(given, on_accelerator, ranks, first=0):
     if given is None:
         given = [f"{NAME}:{rank % _NUM_DEVICES}" for rank in range(len(on_accelerator))]
-    return placement.devices_of_ranks(given, on_accelerator, ranks, first)
+    return accelerators.devices_of_ranks(given, on_accelerator, ranks, first)
 
 
 def _on_cpu(value):

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from penstock.engine.device import collectives
-from penstock.engine.device.collectives import (
+from penstock.engine.device import accelerators
+from penstock.engine.device.accelerators import (
     backend_of_accelerators,
     device_of,
     is_of_accelerators,
@@ -19,7 +19,7 @@ def here(monkeypatch):
     """Says which kind of accelerator this process has."""
 
     def have(kind, available=True):
-        monkeypatch.setattr(collectives, "accelerator_kind", lambda: kind)
+        monkeypatch.setattr(accelerators, "accelerator_kind", lambda: kind)
         monkeypatch.setattr(dist, "is_backend_available", lambda backend: available)
         monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
 

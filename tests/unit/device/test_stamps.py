@@ -7,8 +7,7 @@ import time
 import pytest
 import torch
 
-from penstock.engine.device.queue import DeviceQueue
-from penstock.engine.device.stamps import DeviceClock, Stamps
+from penstock.engine.device.queue import DeviceClock, DeviceQueue, Stamps
 
 pytestmark = pytest.mark.usefixtures("accelerator")
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from penstock.engine.model.autocast import autocast_here, autocasting
+from penstock.engine.model.replay import autocast_here, autocasting
 
 BFLOAT16 = {"cpu": torch.bfloat16}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.engine.model.copying import copy_of
+from penstock.engine.device.crossing import copy_of
 
 BASE = torch.arange(120.0).view(2, 3, 4, 5)
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from penstock.base.errors import StageError
-from penstock.engine.model.ignored_labels import IgnoredLabels
+from penstock.engine.model.batches import IgnoredLabels
 from penstock.engine.model.microbatches import Microbatches
 from tests.kit.training import pipeline_of, sgd
 

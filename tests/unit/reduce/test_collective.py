@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from penstock.base.errors import DeadlineError, PeerError
-from penstock.engine.reduce import collective
-from penstock.engine.reduce.collective import AllReducer
+from penstock.engine.reduce import delegated
+from penstock.engine.reduce.delegated import AllReducer
 from penstock.engine.reduce.reducer import SharedWeights
-from penstock.engine.reduce.sums import Sums
+from penstock.engine.reduce.sums import GradientSums
 from tests.unit.reduce.test_sums import (
     DEADLINE_SECONDS,
     between_threads,
@@ -67,14 +67,14 @@ class Work(dist.Work):
 def fixture_library(monkeypatch):
     library = Library()
     monkeypatch.setattr(dist, "all_reduce", library.all_reduce)
-    monkeypatch.setattr(collective.groups, "lend", lambda *_: None)
-    monkeypatch.setattr(collective, "_BUCKET_BYTES", 256)
+    monkeypatch.setattr(delegated.groups, "lend", lambda *_: None)
+    monkeypatch.setattr(delegated, "_BUCKET_BYTES", 256)
     return library
 
 
 def sums_of(copies, transports):
     return [
-        Sums(
+        GradientSums(
             rank, [SharedWeights(0, (*range(NUM_RANKS),), frozenset({0}), own)], transport,
             everywhere=True, make=partial(AllReducer, group=[rank]),
         )

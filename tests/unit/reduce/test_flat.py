@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from penstock.base.errors import RunError
-from penstock.engine.reduce.flat import FlatBuffers, FlatLayout, Placed
+from penstock.engine.reduce.flat import FlatBuffers, FlatLayout, PlacedGradient
 
 SHAPES = [
     ((2, 3), torch.float32),
@@ -37,7 +37,7 @@ def test_the_last_parameters_gradients_lie_first_in_the_buffer_of_their_type(
     frozen, placed, counts
 ):
     layout = FlatLayout(parameters_of(), frozen)
-    assert layout.placed == [Placed(*one) for one in placed]
+    assert layout.placed == [PlacedGradient(*one) for one in placed]
     assert layout.counts == counts
     sizes = {dtype: len(tensor) for dtype, tensor in FlatBuffers(layout).tensors.items()}
     assert sizes == {dtype: count for dtype, count in enumerate(counts) if count}

@@ -1,4 +1,4 @@
-"""Sums by owners between processes: portions leave while backwards run, with the bits of a loop."""
+"""Sums by owners between processes: buckets leave while backwards run, with the bits of a loop."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import nn
 
 from penstock.core.summation import split as portions_module
 from penstock.engine.model import tree
+from penstock.engine.reduce.buckets import buckets_of, row_buckets_of
 from penstock.engine.reduce.owners import OwnerReducer
 from penstock.engine.reduce.reducer import Purpose, SharedWeights
 from penstock.engine.reduce.sharding import ShardedReducer
-from penstock.engine.reduce.slices import portions_of, row_portions_of
-from penstock.engine.reduce.sums import Sums
+from penstock.engine.reduce.sums import GradientSums
 from penstock.engine.transport.base import OnTop
 from tests.unit.reduce.test_sums import folded, in_shared_memory, on_all_ranks
 
@@ -27,36 +27,36 @@ SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1
 
 @example(shapes=[(), (1, 0)], num_owners=2, most=1, rows=True)
 @given(shapes=SHAPES, num_owners=st.integers(1, 4), most=st.integers(1, 5), rows=st.booleans())
-def test_portions_have_every_number_once_and_the_last_parameters_first(
+def test_buckets_have_every_number_once_and_the_last_parameters_first(
     shapes, num_owners, most, rows
 ):
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(portions_module, "LEAST_PORTION_BYTES", 16)
-        portions = (
-            row_portions_of(parameters, range(num_owners), most)
+        buckets = (
+            row_buckets_of(parameters, range(num_owners), most)
             if rows
-            else portions_of(dict(enumerate(parameters)), range(num_owners), most)
+            else buckets_of(dict(enumerate(parameters)), range(num_owners), most)
         )
-    assert 1 <= len(portions) <= most
+    assert 1 <= len(buckets) <= most
     owned = [torch.zeros(parameter.numel()) for parameter in parameters]
-    for portion in portions:
-        assert [owner for owner, _ in portion.slices] == [*range(num_owners)]
-        pieces = [piece for _, own in portion.slices for piece in own]
-        assert portion.places >= {piece.place for piece in pieces}
+    for bucket in buckets:
+        assert [owner for owner, _ in bucket.shards] == [*range(num_owners)]
+        pieces = [piece for _, own in bucket.shards for piece in own]
+        assert bucket.places >= {piece.place for piece in pieces}
         for place, start, stop in pieces:
             owned[place][start:stop] += 1
-        sizes = [sum(stop - start for _, start, stop in own) for _, own in portion.slices]
+        sizes = [sum(stop - start for _, start, stop in own) for _, own in bucket.shards]
         # What has no dimensions is a row of one number.
         widths = [one[0].numel() if one.dim() else 1 for one in parameters if one.numel()]
         assert max(sizes) - min(sizes) <= 2 * (max(widths, default=0) if rows else 1)
     assert all((one == 1).all() for one in owned)
-    for before, after in pairwise(portions):
+    for before, after in pairwise(buckets):
         assert min(before.places, default=0) >= max(after.places, default=0) or not before.places
 
 
 class Listening(OnTop):
-    """Notes what is sent: bytes, and which portions in which order."""
+    """Notes what is sent: bytes, and which buckets in which order."""
 
     def __init__(self, inner):
         super().__init__(inner)
@@ -152,7 +152,7 @@ def check(holders, expected):
             assert wanted is None or torch.equal(parameter.grad, wanted)
 
 
-def test_portions_leave_while_the_backward_runs_and_nothing_is_sent_twice(holders_of):
+def test_buckets_leave_while_the_backward_runs_and_nothing_is_sent_twice(holders_of):
     holders = holders_of(OwnerReducer)
     num_bytes = sum(parameter.nbytes for parameter in holders.models[0].parameters())
     others = NUM_RANKS - 1
@@ -206,7 +206,7 @@ def test_a_stage_waits_for_its_own_weights_only_and_the_first_layers_come_first(
     models = [[nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))) for _ in "ab"] for _ in "ab"]
     links = [Listening(one) for one in in_shared_memory(2)]
     sums = [
-        Sums(
+        GradientSums(
             rank,
             [
                 SharedWeights(stage, (0, 1), frozenset({stage}), (*model.parameters(),))
@@ -214,7 +214,7 @@ def test_a_stage_waits_for_its_own_weights_only_and_the_first_layers_come_first(
             ],
             links[rank],
             everywhere=True,
-            make=partial(ShardedReducer, most_portions=4),
+            make=partial(ShardedReducer, most_buckets=4),
         )
         for rank, own in enumerate(models)
     ]

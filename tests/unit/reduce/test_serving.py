@@ -13,8 +13,8 @@ from penstock.base.errors import InputError, RunError
 from penstock.core.cluster import SpareMachine
 from penstock.core.summation.frames import key_of
 from penstock.core.summation.server import SummationServer
+from penstock.engine.reduce.delegated import ServerReducer
 from penstock.engine.reduce.reducer import SharedWeights
-from penstock.engine.reduce.serving import ServerReducer
 from penstock.planning.plans.summing import Summing
 from tests.unit.reduce.test_sums import (
     SHAPES,

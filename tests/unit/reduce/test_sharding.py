@@ -12,9 +12,9 @@ from torch import nn
 
 from penstock.base.errors import InputError
 from penstock.engine.model import tree
+from penstock.engine.reduce.buckets import row_shards_of
 from penstock.engine.reduce.reducer import SharedWeights
 from penstock.engine.reduce.sharding import Shard, ShardedReducer, Shards
-from penstock.engine.reduce.slices import row_slices_of
 from penstock.engine.transport.base import OnTop
 from tests.unit.reduce.test_sums import between_threads, fill, folded, holders, on_all_ranks
 
@@ -24,7 +24,7 @@ SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1
 @given(shapes=SHAPES, num_owners=st.integers(1, 5))
 def test_every_row_has_one_owner_and_owners_are_as_equal_as_rows_allow(shapes, num_owners):
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
-    slices = row_slices_of(parameters, range(num_owners))
+    slices = row_shards_of(parameters, range(num_owners))
     owned = [torch.zeros(parameter.numel()) for parameter in parameters]
     for _, pieces in slices:
         for place, start, stop in pieces:

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from penstock.engine.reduce.reducer import SharedWeights
-from penstock.engine.reduce.stale import StaleReducer
-from penstock.engine.reduce.stale_serving import Serving
+from penstock.engine.reduce.stale import Serving, StaleReducer
 from tests.unit.reduce.test_sums import between_threads, holders, on_all_ranks
 
 NUM_WORKERS, SERVER = 2, 2

@@ -14,12 +14,11 @@ from torch import nn
 import penstock as pk
 from penstock.base.errors import PeerError, RunError
 from penstock.engine.model import tree
+from penstock.engine.reduce.buckets import buckets_of
 from penstock.engine.reduce.reducer import SharedWeights
-from penstock.engine.reduce.slices import slices_of
-from penstock.engine.reduce.sums import Sums
+from penstock.engine.reduce.sums import GradientSums
 from penstock.engine.transport import ThreadExchange
-from penstock.engine.transport.base import Patience
-from penstock.engine.transport.tags import SHARED_TAGS
+from penstock.engine.transport.base import SHARED_TAGS, Patience
 from penstock.engine.transport.threads import ThreadTransport
 from tests.kit.alive import Alive
 from tests.unit.transport.test_shared_memory import connected
@@ -81,7 +80,7 @@ def folded(copies, divisor=1):
 def sums_of(copies, transports, *, everywhere=True):
     ranks = tuple(range(len(copies)))
     return [
-        Sums(
+        GradientSums(
             rank,
             [SharedWeights(0, ranks, frozenset({0}), parameters)],
             transport,
@@ -157,13 +156,14 @@ def test_what_is_only_gathered_stays_with_the_first_holder():
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_slices_are_equal_and_cover_every_number_once(count):
     parameters = dict(enumerate(holders(1)[0]))
-    slices = slices_of(parameters, range(count))
-    pieces = [piece for one in slices for piece in one.pieces]
+    (bucket,) = buckets_of(parameters, range(count), most=1)
+    slices = bucket.shards
+    pieces = [piece for one in slices for piece in one.ranges]
     for place, parameter in parameters.items():
         own = [range(start, stop) for at, start, stop in pieces if at == place]
         assert [*itertools.chain(*own)] == [*range(parameter.numel())]
     sizes = [
-        sum((stop - start) * parameters[place].element_size() for place, start, stop in one.pieces)
+        sum((stop - start) * parameters[place].element_size() for place, start, stop in one.ranges)
         for one in slices
     ]
     assert max(sizes) - min(sizes) <= 2 * max(one.element_size() for one in parameters.values())
@@ -182,7 +182,7 @@ def test_ranks_may_come_to_their_stages_in_any_order():
             SharedWeights(stage, (0, 1, 2), frozenset({stage}), own[rank])
             for stage, own in copies.items()
         ]
-        sums = Sums(rank, shared, transports[rank], everywhere=True)
+        sums = GradientSums(rank, shared, transports[rank], everywhere=True)
         sums.begin(0, averages=False)
         for stage in orders[rank]:
             sums.hand_in(stage)

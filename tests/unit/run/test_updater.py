@@ -11,7 +11,7 @@ from penstock.engine.run.rank.updater import Holding, Updater
 from penstock.engine.run.rank.worker import NUMBERS_PER_RUN
 from penstock.engine.run.recipe import LossScale, Recipe
 from penstock.engine.transport import ThreadExchange
-from penstock.engine.transport.tags import FIRST_EXCHANGE
+from penstock.engine.transport.base import FIRST_EXCHANGE
 
 
 def updater_of(stages, **options):

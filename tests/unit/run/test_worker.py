@@ -23,7 +23,7 @@ from penstock.engine.run.recipe import Recipe
 from penstock.engine.run.shared_state import SharedState, SharedTensor
 from penstock.engine.stage.stage import Stage
 from penstock.engine.transport import Edge, Transport
-from penstock.engine.transport.tags import FIRST_EXCHANGE
+from penstock.engine.transport.base import FIRST_EXCHANGE
 from tests.kit.helpers import make_mlp
 
 

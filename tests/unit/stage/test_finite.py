@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.engine.stage.finite import NotFinite, check_finite
+from penstock.engine.stage.microbatch_graph import NotFinite, check_finite
 
 NAN, INF = float("nan"), float("inf")
 SPARSE = torch.sparse_coo_tensor([[1]], [[NAN, 1.0]], (3, 2), check_invariants=True)

@@ -10,15 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.base.errors import DeadlineError, PeerError
-from penstock.engine.tensor.cuts import Cut
-from penstock.engine.tensor.memory_order import memory_order
-from penstock.engine.tensor.parts import bounds
-from penstock.engine.tensor.redistributions import (
+from penstock.engine.tensor.group import ShardSpec, bounds, memory_order
+from penstock.engine.tensor.layouts import (
     enter,
     gather,
     gather_copies,
     leave,
-    own_part,
+    own_shard,
     scatter,
     turn,
 )
@@ -30,7 +28,7 @@ KINDS = ("part", "whole", "copies", "partial")
 MAPS = {
     "gather": (lambda value, group: gather(value, group, 0), "part 0", "whole"),
     "gather copies": (lambda value, group: gather_copies(value, group, 1), "part 1", "copies"),
-    "own part": (lambda value, group: own_part(value, group, 1), "whole", "part 1"),
+    "own part": (lambda value, group: own_shard(value, group, 1), "whole", "part 1"),
     "enter": (enter, "whole", "copies"),
     "leave": (leave, "partial", "whole"),
     "scatter": (lambda value, group: scatter(value, group, 0), "partial", "part 0"),
@@ -47,7 +45,7 @@ def drawn(shape, seed):
 def own_value(kind, shape, size, index, seed):
     """What a member has of a value: its part, all of it, or a term of its own."""
     if kind.startswith("part "):
-        return Cut(int(kind[-1])).part(drawn(shape, seed), size, index)
+        return ShardSpec(int(kind[-1])).part(drawn(shape, seed), size, index)
     return drawn(shape, seed + (index if kind == "partial" else 0))
 
 
@@ -85,7 +83,7 @@ def test_gradients_go_back_by_the_adjoint(name, rows, columns, size, seed):
     terms = [own_value(have, shape, size, index, seed) for index in range(size)]
     whole = sum(terms) if have == "partial" else drawn(shape, seed)
     for index, ours in enumerate(made):
-        expected = Cut(int(want[-1])).part(whole, size, index) if "part " in want else whole
+        expected = ShardSpec(int(want[-1])).part(whole, size, index) if "part " in want else whole
         torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -105,7 +103,7 @@ def test_bounds_cover_everything_once(size, count):
 def test_cuts_give_back_what_they_take(length, blocks, dim, size):
     shape = [3, 3]
     shape[dim] = length * blocks
-    whole, cut = drawn(shape, 0), Cut(dim, blocks)
+    whole, cut = drawn(shape, 0), ShardSpec(dim, blocks)
     parts = [cut.part(whole, size, index) for index in range(size)]
     assert torch.equal(cut.joined(parts), whole)
     again = torch.zeros_like(whole)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.tensor.parts import bounds
-from penstock.engine.tensor.routes import receivers, senders, slices
+from penstock.engine.tensor.group import bounds
+from penstock.engine.tensor.unequal_groups import receivers, senders, slices
 
 counts = st.integers(1, 6)
 

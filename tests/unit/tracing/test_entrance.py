@@ -17,7 +17,7 @@ from torch import nn
 import penstock as pk
 from penstock.core.example import Example
 from penstock.engine.tracing.entrance import as_planned
-from penstock.engine.tracing.examples import described, inputs_like
+from penstock.engine.tracing.inputs import described, inputs_like
 from penstock.trial.reference.single_device import SingleDevice
 
 

@@ -12,7 +12,7 @@ import torch.export._trace
 from torch import nn
 
 from penstock.engine.tracing import capture
-from penstock.engine.tracing.hush import without_dumps
+from penstock.engine.tracing.graphs import without_dumps
 
 SHARED = torch.export._trace
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.engine.transport import linking, processes
+from penstock.engine.transport import on_devices, processes
 
 
 def place(number=0, *, kind="emu", host="here", identity=None, library="quick", problem=""):
     identity = str(number) if identity is None else identity
-    return linking._Whereabouts(host, kind, identity, f"{kind}:{number}", library, problem)
+    return on_devices._Whereabouts(host, kind, identity, f"{kind}:{number}", library, problem)
 
 
 @pytest.mark.parametrize(
@@ -28,16 +28,16 @@ def place(number=0, *, kind="emu", host="here", identity=None, library="quick", 
     ],
 )
 def test_who_is_apart(first, second, why):
-    assert linking._why_apart((2, 5), first, second) == why
+    assert on_devices._why_apart((2, 5), first, second) == why
 
 
 def test_what_is_told():
     def told(*places):
         apart = {
-            (rank, rank + 1): linking._why_apart((rank, rank + 1), *places[rank : rank + 2])
+            (rank, rank + 1): on_devices._why_apart((rank, rank + 1), *places[rank : rank + 2])
             for rank in range(len(places) - 1)
         }
-        return linking._told([*places], apart)
+        return on_devices._told([*places], apart)
 
     assert told(place(0), place(1)) == "tensors go straight from device to device by quick"
     assert told(place(0), place(0)) == (
@@ -65,4 +65,4 @@ def test_what_is_told():
     ],
 )
 def test_what_is_told_of_messages(way, hosts, problems, told):
-    assert told in processes._told(way, hosts, problems)
+    assert told in processes._summary(way, hosts, problems)

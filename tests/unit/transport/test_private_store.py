@@ -8,8 +8,8 @@ import stat
 import pytest
 
 from penstock.base.errors import RunError
-from penstock.engine.transport.private_store import (
-    VARIABLE,
+from penstock.engine.transport.rendezvous import (
+    STORE_VARIABLE,
     empty_store,
     private_store,
     told_to_rank,
@@ -19,7 +19,7 @@ from penstock.engine.transport.private_store import (
 @pytest.fixture
 def descriptor(monkeypatch):
     descriptor = empty_store()
-    monkeypatch.setenv(VARIABLE, told_to_rank(descriptor, 4))
+    monkeypatch.setenv(STORE_VARIABLE, told_to_rank(descriptor, 4))
     yield descriptor
     os.close(descriptor)
 
@@ -38,13 +38,13 @@ def test_it_has_no_name_and_is_the_users_alone(descriptor):
 
 def test_other_jobs_have_none(descriptor, monkeypatch):
     assert private_store(3) is None  # another group of processes than the job's
-    monkeypatch.setenv(VARIABLE, f"{os.getppid()}:{descriptor}:4")
+    monkeypatch.setenv(STORE_VARIABLE, f"{os.getppid()}:{descriptor}:4")
     assert private_store(4) is None  # a process that the rank has started
-    monkeypatch.delenv(VARIABLE)
+    monkeypatch.delenv(STORE_VARIABLE)
     assert private_store(4) is None
 
 
 def test_a_store_that_is_gone_is_told(monkeypatch):
-    monkeypatch.setenv(VARIABLE, told_to_rank(99999, 4))
+    monkeypatch.setenv(STORE_VARIABLE, told_to_rank(99999, 4))
     with pytest.raises(RunError, match="the store of the job cannot be opened at /proc/self/fd/9"):
         private_store(4)

@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from penstock.base.errors import DeadlineError, PeerError, RunError
 from penstock.engine.transport import Edge, Noted, ProcessGroupTransport, groups
-from penstock.engine.transport.base import NOTE_BYTES
-from penstock.engine.transport.tags import SHARED_TAGS
+from penstock.engine.transport.base import NOTE_BYTES, SHARED_TAGS
 from tests.kit.launch import forked
 
 DEADLINE_SECONDS = 2.0

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.transport.ring import HAS_RINGS, RING_BYTES, RingReader, RingWriter
+from penstock.engine.transport.link import HAS_RINGS, RING_BYTES, RingReader, RingWriter
 
 pytestmark = pytest.mark.skipif(not HAS_RINGS, reason="stores are seen in order on x86-64 only")
 

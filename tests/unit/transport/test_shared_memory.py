@@ -26,8 +26,8 @@ from penstock.engine.transport import (
     Edge,
     Noted,
     SharedMemoryTransport,
+    link,
     packing,
-    ring,
     shared_memory,
     slots,
 )
@@ -343,7 +343,7 @@ def test_a_sender_runs_ahead_only_so_far():
 def test_nobody_sleeps_past_a_message(monkeypatch, looks):
     """Not even where no clock would wake it, and whether it looks first or not."""
     monkeypatch.setattr(shared_memory, "_LONGEST_SLEEP_MILLISECONDS", 120_000.0)
-    monkeypatch.setattr(ring, "usable_cores", lambda: 1_000 if looks else 1)
+    monkeypatch.setattr(link, "usable_cores", lambda: 1_000 if looks else 1)
     left, right = connected(2, deadline_seconds=60)
     num_messages = 2_000
 

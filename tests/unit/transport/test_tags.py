@@ -13,8 +13,8 @@ from penstock.core.schedule.rounds import Segment
 from penstock.engine.reduce.reducer import Purpose, SharedWeights
 from penstock.engine.run.rank.program import RankProgram, SkipRoute
 from penstock.engine.run.rank.worker import NUMBERS_PER_RUN
-from penstock.engine.tensor.channel_group import ChannelGroup
-from penstock.engine.transport import tags
+from penstock.engine.tensor.group import ChannelGroup
+from penstock.engine.transport import base
 from penstock.engine.transport.base import LARGEST_NUMBER
 
 MANY = 2000
@@ -48,11 +48,11 @@ def shared_tags(purpose):
 
 KINDS = {
     "the chain": (chain_tags, 2 * 63),
-    "reports": (lambda: {tags.REPORT_TAG}, 1),
-    "agreements": (lambda: {tags.AGREEMENT_TAG}, 1),
-    "ends": (lambda: {tags.END_TAG}, 1),
-    "states": (lambda: {tags.STATE_TAG}, 1),
-    "orders": (lambda: {tags.ORDER_TAG}, 1),
+    "reports": (lambda: {base.REPORT_TAG}, 1),
+    "agreements": (lambda: {base.AGREEMENT_TAG}, 1),
+    "ends": (lambda: {base.END_TAG}, 1),
+    "states": (lambda: {base.STATE_TAG}, 1),
+    "orders": (lambda: {base.ORDER_TAG}, 1),
     "groups": (lambda: {edge.tag for edge in ChannelGroup(None, (0, 1), 0).outgoing()}, 1),
     "skips": (skip_tags, 2 * MANY),
     "gradients to sum": (lambda: shared_tags(Purpose.PART), LANES * MANY),
@@ -75,15 +75,15 @@ def test_no_two_kinds_of_messages_share_a_channel():
 
 
 def test_every_tag_of_the_list_is_its_own():
-    numbers = {name: value for name, value in vars(tags).items() if name.endswith(("_TAG", "TAGS"))}
+    numbers = {name: value for name, value in vars(base).items() if name.endswith(("_TAG", "TAGS"))}
     assert len(numbers) >= 9
     assert [value for value, count in Counter(numbers.values()).items() if count > 1] == []
     # What the seals compare and the transports delay is told by which tags are below which.
-    assert tags.REPORT_TAG < tags.SKIP_TAGS < tags.SHARED_TAGS < tags.RENEWED_TAGS
+    assert base.REPORT_TAG < base.SKIP_TAGS < base.SHARED_TAGS < base.RENEWED_TAGS
 
 
 def test_no_attempt_has_the_numbers_of_what_belongs_to_no_microbatch():
     """An attempt that begins anew discards what is below its numbers: microbatches, and no sum."""
     attempts = 1_000_000  # weeks of training
-    assert attempts * NUMBERS_PER_RUN < tags.FIRST_EXCHANGE
-    assert tags.FIRST_EXCHANGE + attempts * NUMBERS_PER_RUN <= LARGEST_NUMBER
+    assert attempts * NUMBERS_PER_RUN < base.FIRST_EXCHANGE
+    assert base.FIRST_EXCHANGE + attempts * NUMBERS_PER_RUN <= LARGEST_NUMBER

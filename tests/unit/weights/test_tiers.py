@@ -15,15 +15,15 @@ import pytest
 from penstock.base.errors import FileError, InputError, RunError
 from penstock.core.cluster.parts import Tier
 from penstock.engine.weights import tiers
-from penstock.engine.weights.slabs import Slab, Slabs
+from penstock.engine.weights.buffers import BufferPool, MemoryBuffer
 from penstock.engine.weights.tiers import PAGE, DiskStore, opened, whole_pages
 
 
 def filled(num_bytes, seed):
-    slab = Slab(whole_pages(num_bytes))
+    buffer = MemoryBuffer(whole_pages(num_bytes))
     generator = np.random.default_rng(seed)
-    slab.view[:] = generator.bytes(slab.num_bytes)
-    return slab
+    buffer.view[:] = generator.bytes(buffer.num_bytes)
+    return buffer
 
 
 def read(store, extent, memory):
@@ -46,18 +46,18 @@ def store(request, tmp_path, monkeypatch):
 def test_what_was_written_is_read(store):
     extents = [store.reserve(f"part {size}", size) for size in (1, PAGE, 3 * PAGE + 5)]
     written = [filled(extent.num_bytes, seed) for seed, extent in enumerate(extents)]
-    for extent, slab in zip(extents, written, strict=True):
-        store.write(extent, slab.view)
-    for extent, slab in reversed([*zip(extents, written, strict=True)]):
-        back = Slab(extent.num_bytes)
+    for extent, buffer in zip(extents, written, strict=True):
+        store.write(extent, buffer.view)
+    for extent, buffer in reversed([*zip(extents, written, strict=True)]):
+        back = MemoryBuffer(extent.num_bytes)
         read(store, extent, back.view)
-        assert back.bytes.equal(slab.bytes)
+        assert back.bytes.equal(buffer.bytes)
     assert store.read_bytes == store.written_bytes == 6 * PAGE
 
 
 def test_what_was_never_written_is_not_read(store):
     with pytest.raises(FileError, match="nothing was written"):
-        read(store, store.reserve("weights of stage 1", 10), Slab(PAGE).view)
+        read(store, store.reserve("weights of stage 1", 10), MemoryBuffer(PAGE).view)
 
 
 @pytest.mark.parametrize("bit", [0, 77, 3 * PAGE * 8 - 1])
@@ -65,25 +65,25 @@ def test_any_flipped_bit_is_found_with_its_page(tmp_path, bit):
     store = DiskStore(str(tmp_path))
     store.reserve("something before", PAGE)
     extent = store.reserve("weights of stage 4", 3 * PAGE)
-    slab = filled(extent.num_bytes, 0)
-    store.write(extent, slab.view)
-    slab.view[bit // 8] ^= 1 << bit % 8
-    store._put(extent, slab.view)
+    buffer = filled(extent.num_bytes, 0)
+    store.write(extent, buffer.view)
+    buffer.view[bit // 8] ^= 1 << bit % 8
+    store._put(extent, buffer.view)
     offset = PAGE + bit // 8 // PAGE * PAGE
     with pytest.raises(FileError, match=rf"weights of stage 4: .* offset {offset} "):
-        read(store, extent, slab.view)
+        read(store, extent, buffer.view)
     store.close()
 
 
 def test_pages_that_changed_places_are_found(tmp_path):
     store = DiskStore(str(tmp_path))
     extent = store.reserve("state", 2 * PAGE)
-    slab = filled(extent.num_bytes, 0)
-    store.write(extent, slab.view)
-    slab.view[:] = bytes(slab.view[PAGE:]) + bytes(slab.view[:PAGE])
-    store._put(extent, slab.view)
+    buffer = filled(extent.num_bytes, 0)
+    store.write(extent, buffer.view)
+    buffer.view[:] = bytes(buffer.view[PAGE:]) + bytes(buffer.view[:PAGE])
+    store._put(extent, buffer.view)
     with pytest.raises(FileError, match="2 of 2 pages differ"):
-        read(store, extent, slab.view)
+        read(store, extent, buffer.view)
     store.close()
 
 
@@ -105,11 +105,11 @@ def test_an_error_of_the_disk_names_what_and_where(tmp_path, monkeypatch, move, 
 
     store = DiskStore(str(tmp_path))
     extent = store.reserve("weights of stage 2", PAGE)
-    slab = filled(PAGE, 0)
-    store.write(extent, slab.view)
+    buffer = filled(PAGE, 0)
+    store.write(extent, buffer.view)
     monkeypatch.setattr(tiers.os, move, broken)
     with pytest.raises(FileError, match=f"cannot {doing} the weights of stage 2 .*offset 0"):
-        {"read": partial(read, store), "write": store.write}[doing](extent, slab.view)
+        {"read": partial(read, store), "write": store.write}[doing](extent, buffer.view)
     store.close()
 
 
@@ -119,7 +119,7 @@ def test_a_file_that_was_cut_is_told(tmp_path):
     store.write(extent, filled(PAGE, 0).view)
     os.ftruncate(store._file, 0)
     with pytest.raises(FileError, match="ends at offset 0"):
-        read(store, extent, Slab(PAGE).view)
+        read(store, extent, MemoryBuffer(PAGE).view)
     store.close()
 
 
@@ -136,9 +136,9 @@ def test_main_memory_has_no_folder():
 _JOB = """
 import os, sys
 from penstock.engine.weights.tiers import DiskStore, PAGE
-from penstock.engine.weights.slabs import Slab
+from penstock.engine.weights.buffers import MemoryBuffer
 store = DiskStore(sys.argv[1])
-store.write(store.reserve("weights", PAGE), Slab(PAGE).view)
+store.write(store.reserve("weights", PAGE), MemoryBuffer(PAGE).view)
 print("written", flush=True)
 sys.stdin.read()
 """
@@ -154,33 +154,33 @@ def test_a_process_that_is_killed_leaves_nothing(tmp_path):
 
 
 def test_slabs_are_used_again_within_the_budget():
-    slabs = Slabs(4 * PAGE)
-    first = slabs.take(2 * PAGE, "weights of stage 0")
-    slabs.give(first)
-    assert slabs.take(PAGE + 1, "weights of stage 1") is first
-    second = slabs.take(PAGE, "weights of stage 2")
+    buffers = BufferPool(4 * PAGE)
+    first = buffers.take(2 * PAGE, "weights of stage 0")
+    buffers.give(first)
+    assert buffers.take(PAGE + 1, "weights of stage 1") is first
+    second = buffers.take(PAGE, "weights of stage 2")
     with pytest.raises(RunError, match="no room for 8 KiB of weights of stage 3"):
-        slabs.take(2 * PAGE, "weights of stage 3")
-    slabs.give(second)
+        buffers.take(2 * PAGE, "weights of stage 3")
+    buffers.give(second)
     # The free one goes, since it has another size.
-    assert slabs.take(2 * PAGE, "weights of stage 3").num_bytes == 2 * PAGE
-    assert slabs.peak_bytes == slabs.used_peak_bytes == 4 * PAGE
+    assert buffers.take(2 * PAGE, "weights of stage 3").num_bytes == 2 * PAGE
+    assert buffers.peak_bytes == buffers.used_peak_bytes == 4 * PAGE
 
 
 def test_what_is_counted_makes_free_slabs_go():
-    slabs = Slabs(2 * PAGE)
-    slabs.give(slabs.take(PAGE, "weights"))
-    slabs.count(2 * PAGE, "gradients")
+    buffers = BufferPool(2 * PAGE)
+    buffers.give(buffers.take(PAGE, "weights"))
+    buffers.count(2 * PAGE, "gradients")
     with pytest.raises(RunError):
-        slabs.take(PAGE, "weights")
-    slabs.count(-2 * PAGE)
-    slabs.take(2 * PAGE, "weights")
+        buffers.take(PAGE, "weights")
+    buffers.count(-2 * PAGE)
+    buffers.take(2 * PAGE, "weights")
 
 
 def test_a_slab_knows_who_still_sees_it():
-    slab = Slab(PAGE)
-    assert not slab.is_held
-    view = slab.bytes[:4]
-    assert slab.is_held
+    buffer = MemoryBuffer(PAGE)
+    assert not buffer.is_held
+    view = buffer.bytes[:4]
+    assert buffer.is_held
     del view
-    assert not slab.is_held
+    assert not buffer.is_held

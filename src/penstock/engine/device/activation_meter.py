@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from penstock.engine.device.crossing import PLAIN_TENSORS
+
 Key = Hashable
 """The owner of activations: (stage, microbatch)."""
 
 _Note = tuple[Key, tuple[int, ...]]
-_ORDINARY = (Tensor, torch.nn.Parameter)
 _SPARSE_PARTS: dict[torch.layout, tuple[str, ...]] = {
     torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
@@ -121,12 +122,12 @@ class ActivationMeter:
             addresses = self._count(key, _storages(tensor))
             saved = plain(tensor)
             if addresses:
-                saved = _Counted(_without_history(tensor), (key, addresses), self._notes)
+                saved = _CountedTensor(_without_history(tensor), (key, addresses), self._notes)
             return saved if around is None else around(saved)
 
         return saved_tensors_hooks(pack, _unpack)
 
-    def keep(self, key: Key, tensors: Iterable[Tensor]) -> Kept:
+    def keep(self, key: Key, tensors: Iterable[Tensor]) -> KeptMemory:
         """Count tensors that are held outside autograd, such as a stage's inputs.
 
         Returns:
@@ -134,7 +135,7 @@ class ActivationMeter:
         """
         self._renew_excluded()
         storages = [storage for tensor in tensors for storage in _storages(tensor)]
-        return Kept(storages, (key, self._count(key, storages)), self._notes)
+        return KeptMemory(storages, (key, self._count(key, storages)), self._notes)
 
     def _count(self, key: Key, storages: Sequence[torch.UntypedStorage]) -> tuple[int, ...]:
         """Count storages for a key; gives the addresses that were counted."""
@@ -185,7 +186,7 @@ class ActivationMeter:
             }
 
 
-class Kept:
+class KeptMemory:
     """Memory that is held outside autograd and counts until released; see ``keep``."""
 
     __slots__ = ("_note", "_notes", "_storages")
@@ -242,7 +243,7 @@ class Saved:
         return tensor
 
 
-class _Counted(Saved):
+class _CountedTensor(Saved):
     """A saved tensor that counts as long as it lives."""
 
     __slots__ = ("_note", "_notes")
@@ -293,7 +294,7 @@ def _unpack(saved: Any) -> Tensor:
 
 def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
     """The memory behind a tensor: several pieces if it is sparse or wraps other tensors."""
-    wraps = type(tensor) not in _ORDINARY and hasattr(tensor, "__tensor_flatten__")
+    wraps = type(tensor) not in PLAIN_TENSORS and hasattr(tensor, "__tensor_flatten__")
     if tensor.layout is torch.strided and not wraps:
         return [tensor.untyped_storage()]
     return [storage for part in _parts(tensor) for storage in _storages(part)]

@@ -1,8 +1,9 @@
-"""Tensors on another device, with the strides that they had; and tensors that go there themselves.
+"""Copies of tensors with the strides that they had, and parameters that go to another device.
 
-``Tensor.to`` packs a view that leaves gaps (``x[:, :1]``) or repeats itself (``x.expand(…)``)
-densely when it crosses devices. Kernels are chosen by strides, and another kernel sums in another
-order: what is computed from a tensor must not depend on where the tensor came from.
+``Tensor.to`` and ``Tensor.clone`` pack a view that leaves gaps (``x[:, :1]``) or repeats itself
+(``x.expand(…)``) densely. Kernels are chosen by strides, and another kernel sums in another order
+or, under autocast, rounds elsewhere: what is computed from a tensor must depend neither on where
+the tensor came from, nor on whether it was copied so that a layer may overwrite it.
 
 A parameter stays the object that it is wherever its values go, so that whoever holds it (an
 optimizer, a layer that is tied to another one) still does. ``Module.to`` says so of the kinds of
@@ -13,7 +14,7 @@ exchanged instead, as ``Module.to`` does it under ``torch.__future__``.
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ def moved(tensor: Tensor, device: torch.device, *, non_blocking: bool = False) -
     """A tensor on a device: itself if it is there, else a copy with its strides.
 
     What lies between the tensor's first and last element is copied, too. If that is far more than
-    the tensor (see ``spreads_far``), the copy is dense. Gradients flow through a dense copy only.
+    the tensor (see ``_spreads_far``), the copy is dense. Gradients flow through a dense copy only.
     """
     if tensor.device == device:
         return tensor
@@ -46,7 +47,7 @@ def _travels_as_it_is(tensor: Tensor) -> bool:
     if not has_strides or tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return True
     needs_history = tensor.requires_grad and torch.is_grad_enabled()
-    return needs_history or spreads_far(tensor)
+    return needs_history or _spreads_far(tensor)
 
 
 def span(tensor: Tensor) -> int:
@@ -56,7 +57,7 @@ def span(tensor: Tensor) -> int:
     )
 
 
-def spreads_far(tensor: Tensor) -> bool:
+def _spreads_far(tensor: Tensor) -> bool:
     """Whether a tensor's elements lie over more than 16 MiB and more than eight times its size, as
     a column of a large table, so that a copy with its gaps would waste memory."""
     length = span(tensor)
@@ -98,3 +99,39 @@ def _refuse_backwards(tensor: Tensor, device: torch.device) -> None:
         raise RunError(message)
 
     get_gradient_edge(tensor).node.register_prehook(refuse)
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """A copy in memory of its own with the strides of the original; gradients flow through it.
+
+    A copy is as long as what lies between the original's first and last element. If that is more
+    than 16 MiB and more than eight times its elements (a column of a memory-mapped table), or if
+    the tensor has no strides, the copy is what ``clone`` gives.
+    """
+    if tensor.layout is not torch.strided or type(tensor) not in PLAIN_TENSORS:
+        return tensor.clone()
+    if tensor.is_contiguous() or _spreads_far(tensor):
+        return tensor.clone()
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        copied: Tensor = _Copy.apply(tensor)  # type: ignore[no-untyped-call]
+        return copied
+    return _with_gaps(tensor)
+
+
+def _with_gaps(tensor: Tensor) -> Tensor:
+    # What lies in the gaps is copied, too: so that one way serves views that overlap themselves.
+    memory = tensor.as_strided((span(tensor),), (1,)).clone()
+    # A view of it could not be overwritten where a function of autograd gives it.
+    return memory.as_strided(tensor.shape, tensor.stride()).detach()
+
+
+class _Copy(torch.autograd.Function):
+    """``_with_gaps`` as a function of autograd; gradients pass as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return _with_gaps(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]

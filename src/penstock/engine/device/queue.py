@@ -12,11 +12,17 @@ one that waits for what comes, so that only those ops wait with it that need it.
 
 Memory belongs to the stream on which it was allocated, and may be used again as soon as it is
 dropped. Who reads it on another stream says so to the allocator (``record_stream``).
+
+Ops happen later than the host asks for them. Events are recorded around every op on the rank's
+compute stream (``Stamps``); what they tell is read when somebody wants to see it, so that nobody
+waits for that in between.
 """
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
@@ -26,7 +32,83 @@ from torch import Tensor
 
 from penstock.engine.device.accelerators import can_pin, is_on_host
 from penstock.engine.device.crossing import moved
-from penstock.engine.device.stamps import DeviceClock, Stamps
+
+
+def timed_event(stream: torch.Stream) -> torch.Event:
+    """An event, recorded now on a stream, whose time can be told."""
+    event = torch.Event(stream.device, enable_timing=True)
+    event.record(stream)
+    return event
+
+
+class DeviceClock:
+    """Translates events of one device into seconds of this host's monotonic clock.
+
+    Args:
+        stream: of that device.
+    """
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self._stream = stream
+        self._known = self.stamp()
+        self._known.synchronize()
+        self._seconds = time.perf_counter()
+
+    def stamp(self) -> torch.Event:
+        """An event, recorded now, whose time can be told."""
+        return timed_event(self._stream)
+
+    def seconds(self, event: torch.Event) -> float:
+        """When an event happened; waits until it has."""
+        event.synchronize()
+        self._seconds += self._known.elapsed_time(event) / 1000
+        # From here on next time: torch tells milliseconds in single precision, which is coarse
+        # after some minutes.
+        self._known = event
+        return self._seconds
+
+
+class Stamps:
+    """When a rank's ops of one minibatch began and ended on its device.
+
+    Args:
+        clock: that device's.
+    """
+
+    def __init__(self, clock: DeviceClock) -> None:
+        self._clock = clock
+        self._events: list[torch.Event] = []
+        self._seconds: tuple[array[float], array[float]] | None = None
+
+    def add(self) -> None:
+        """Something begins or ends here."""
+        self._events.append(self._clock.stamp())
+
+    def put_off(self) -> None:
+        """Something that seemed to begin has only waited: it begins here."""
+        self._events[-1] = self._clock.stamp()
+
+    def seconds(self) -> tuple[array[float], array[float]]:
+        """The begin and the end of each op; waits until all of them have ended."""
+        if not self._events and self._seconds is None:
+            self._seconds = array("d"), array("d")
+        if self._seconds is None:
+            origin, *others = self._events
+            start = self._clock.seconds(origin)
+            if others:
+                others[-1].synchronize()
+            moments = [start, *(start + origin.elapsed_time(event) / 1000 for event in others)]
+            self._seconds = array("d", moments[::2]), array("d", moments[1::2])
+            self._events.clear()
+        return self._seconds
+
+
+def happened(
+    starts: array[float], ends: array[float], stamps: Stamps | None
+) -> tuple[array[float], array[float]]:
+    """When ops happened: as stamps tell, or else when the host asked for them."""
+    return (starts, ends) if stamps is None else stamps.seconds()
+
 
 Moments = Mapping[torch.device, torch.Event]
 """For some devices, a moment in the work of one of their streams."""
@@ -59,7 +141,7 @@ class DeviceQueue(ABC):
         self._callers = callers
 
     def given(self, tensor: Tensor) -> Tensor:
-        """What the caller has given, on this device."""
+        """A tensor that the caller has given, on this device."""
         return self.fetched(tensor, self._callers.get(tensor.device))
 
     @abstractmethod
@@ -72,12 +154,12 @@ class DeviceQueue(ABC):
 
     @abstractmethod
     def stamps(self) -> Stamps | None:
-        """What tells when the ops of the next minibatch happen; ``None`` where the host sees it."""
+        """Stamps for the ops of the next minibatch; ``None`` where the host sees these happen."""
 
     @abstractmethod
     def fetched(self, tensor: Tensor, moment: torch.Event | None) -> Tensor:
-        """What another rank has made, on this device, with its strides; what is here already is
-        not copied.
+        """A tensor that another rank has made, on this device, with its strides; one that is here
+        already is not copied.
 
         Args:
             tensor: it must not be changed any more.
@@ -219,8 +301,8 @@ class AcceleratorQueue(DeviceQueue):
         return copies, self._sending.record_event()
 
     def from_host(self, tensor: Tensor) -> Tensor:
-        """What has come in main memory, on this device; the caller's memory is free at once, and
-        the host does not wait for the copy."""
+        """A tensor that has come in main memory, on this device; the caller's memory is free at
+        once, and the host does not wait for the copy."""
         return self.fetched(self._staging_for(tensor).copy_(tensor), None)
 
     def _staging_for(self, tensor: Tensor) -> Tensor:

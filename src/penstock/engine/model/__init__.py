@@ -1,10 +1,11 @@
-"""What a user hands in, and what a pipeline must know of it.
+"""Models and batches as users hand them in, and what a pipeline must know of them.
 
 ``spine`` is a model as a chain of layers with skips beside it; ``tree`` walks nested values (the
-only file that knows torch's private helpers for that) and ``copying`` copies them with their
-strides; ``microbatches`` cuts a minibatch and weights its loss; ``randomness`` gives every layer
-and microbatch a stream of its own; ``replay`` runs a module a second time as if it were the first;
-``optimizer_factory`` makes a user's optimizer of a stage's parameters.
+only file that knows torch's private helpers for that); ``batches`` parts what loaders give into
+inputs and targets; ``microbatches`` cuts a minibatch and weights its loss; ``randomness`` gives
+every layer and microbatch a stream of its own; ``replay`` runs a module a second time as if it were
+the first; ``optimizer_factory`` makes a user's optimizer of a stage's parameters; ``flops`` counts
+what a model computes.
 
 Decisions:
 

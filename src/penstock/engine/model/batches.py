@@ -1,23 +1,35 @@
-"""What loaders give, parted into inputs and targets: pairs, and batches with the labels inside.
+"""Batches as loaders give them, parted into inputs and targets, and labels that losses leave out.
 
 The collators of ``transformers`` give one mapping per minibatch, with the labels among what the
 model takes; others give dataclasses. Here they become what the rest of the package knows: a value
-for the first stage, and one for the loss.
+for the first stage, and one for the loss. Where a loss leaves labels out, a mean over the others is
+no mean over rows (``IgnoredLabels``).
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Self
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from penstock.base.errors import InputError
 from penstock.base.values import shown
+from penstock.engine.device.accelerators import is_on_host
 from penstock.engine.model import tree
 from penstock.engine.model.microbatches import Microbatches
+
+IGNORED = -100
+"""The label that ``torch``'s losses and ``transformers`` leave out unless told otherwise."""
+
+REMEDY = "weight=lambda labels: (labels != -100).sum()"
+
+_SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
+
 
 LABELS = "labels"
 """The key of the targets, unless somebody says otherwise: that of ``transformers``' collators."""
@@ -54,14 +66,14 @@ def model_loss(outputs: Any, targets: Any = None) -> Tensor:
     return loss
 
 
-def plain(value: Any, what: str) -> Any:
+def plain(value: Any, name: str) -> Any:
     """A value whose containers torch's tree helpers know: other mappings, and dataclasses, become
     dictionaries.
 
     What is no tensor goes to every microbatch as it is.
 
     Args:
-        what: it is, for errors, as ``"inputs"``.
+        name: of the value, for errors, as ``"inputs"``.
 
     Raises:
         InputError: an array or a list of texts, which no microbatch may have all of.
@@ -69,31 +81,31 @@ def plain(value: Any, what: str) -> Any:
     if isinstance(value, Tensor):
         return value
     if isinstance(value, Microbatches):
-        return Microbatches(plain(one, what) for one in value)
-    if isinstance(value, list) and value and all(isinstance(one, str) for one in value):
+        return Microbatches(plain(part, name) for part in value)
+    if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
         raise InputError(
-            f"{what} hold a list of texts, {shown(value)}, which cannot be cut into microbatches; "
+            f"{name} hold a list of texts, {shown(value)}, which cannot be cut into microbatches; "
             "leave it out, or give tensors"
         )
     leaves, structure = tree.flatten(value)
     if all(isinstance(leaf, Tensor) for leaf in leaves):
         return value
     if leaves == [value] and tree.is_leaf(structure):
-        return _opened(value, what)
-    return tree.unflatten([plain(leaf, what) for leaf in leaves], structure)
+        return _opened(value, name)
+    return tree.unflatten([plain(leaf, name) for leaf in leaves], structure)
 
 
-def _opened(leaf: Any, what: str) -> Any:
+def _opened(leaf: Any, name: str) -> Any:
     """A value that torch takes for one, although it may hold others."""
     if isinstance(leaf, np.ndarray):
         raise InputError(
-            f"{what} hold an array of numpy, which cannot be cut into microbatches; give "
+            f"{name} hold an array of numpy, which cannot be cut into microbatches; give "
             "torch.from_numpy(array)"
         )
     if isinstance(leaf, Mapping):
-        return {key: plain(value, what) for key, value in leaf.items()}
+        return {key: plain(value, name) for key, value in leaf.items()}
     if _is_dataclass(leaf):
-        return {field.name: plain(getattr(leaf, field.name), what) for field in fields(leaf)}
+        return {field.name: plain(getattr(leaf, field.name), name) for field in fields(leaf)}
     return leaf
 
 
@@ -107,14 +119,14 @@ def parted_if_inside(batch: Any, loss: Any, model: Any) -> tuple[Any, Any]:
     """
     if not (isinstance(batch, Mapping) or _is_dataclass(batch)):
         return batch, None
-    return Parting.by(LABELS, loss, model).parted(batch, "the batch")
+    return BatchSplit.by(LABELS, loss, model).parted(batch, "the batch")
 
 
 def is_batch(value: Any) -> bool:
     """Whether a value is one batch, and no loader of batches. A list is one if a tensor stands in
     it, as in the pairs that ``torch.utils.data`` makes."""
     if isinstance(value, list) and not isinstance(value, Microbatches):
-        return any(isinstance(one, Tensor) for one in value)
+        return any(isinstance(item, Tensor) for item in value)
     known = isinstance(value, Tensor | Mapping | tuple | Microbatches)
     return known or _is_dataclass(value)
 
@@ -124,7 +136,7 @@ def _is_dataclass(value: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Parting:
+class BatchSplit:
     """How batches are parted into what the first stage takes and what the loss takes.
 
     Attributes:
@@ -141,8 +153,8 @@ class Parting:
     taken: Collection[str] = ()
 
     def __post_init__(self) -> None:
-        known = isinstance(self.labels, str | Sequence) and self._keys
-        if not known or not all(isinstance(key, str) for key in self._keys):
+        has_keys = isinstance(self.labels, str | Sequence) and self._keys
+        if not has_keys or not all(isinstance(key, str) for key in self._keys):
             raise InputError(
                 f"labels is {shown(self.labels)}; give the key of the targets in a batch, as in "
                 'labels="labels", or a list of keys'
@@ -167,8 +179,10 @@ class Parting:
             InputError: it is neither, or there are no targets in it.
         """
         if isinstance(batch, Microbatches):
-            pairs = [self.parted(one, whose) for one in batch]
-            return Microbatches(one for one, _ in pairs), Microbatches(one for _, one in pairs)
+            pairs = [self.parted(part, whose) for part in batch]
+            return Microbatches(inputs for inputs, _ in pairs), Microbatches(
+                targets for _, targets in pairs
+            )
         opened = batch if isinstance(batch, Tensor | tuple | list) else _opened(batch, "inputs")
         if isinstance(opened, dict):
             return self._without_labels(opened), self._targets(opened, whose)
@@ -190,10 +204,10 @@ class Parting:
             yield self.parted(batch, f"minibatch {number} of the loader")
 
     def inputs_of(self, batch: Any) -> Any:
-        """What the first stage takes of a batch of which only outputs are wanted: all of it, but
-        labels that it would not be given in training."""
+        """The inputs for the first stage, of a batch of which only outputs are wanted: all of it,
+        but labels that the stage would not be given in training."""
         if isinstance(batch, Microbatches):
-            return Microbatches(self.inputs_of(one) for one in batch)
+            return Microbatches(self.inputs_of(part) for part in batch)
         opened = batch if isinstance(batch, Tensor | tuple | list) else _opened(batch, "inputs")
         return self._without_labels(opened) if isinstance(opened, dict) else batch
 
@@ -224,3 +238,57 @@ class Parting:
         if isinstance(self.labels, str):
             return batch[self.labels]
         return {key: batch[key] for key in self._keys}
+
+
+class IgnoredLabels:
+    """Warns once if microbatches have different shares of labels that the loss leaves out, while
+    each counts by its rows.
+
+    What is on an accelerator is not looked at, since the host would have to wait for it.
+    """
+
+    def __init__(self) -> None:
+        self._warned = False
+
+    def look(self, targets: Any, parts: Sequence[Any]) -> None:
+        """Look at a minibatch.
+
+        Args:
+            targets: of all of it.
+            parts: those of each microbatch, or of each slice.
+        """
+        if self._warned or len(parts) < 2 or (isinstance(targets, Tensor) and not _has(targets)):
+            return
+        shares = {_share(part) for part in parts}
+        if len(shares) > 1:
+            self._warned = True
+            warnings.warn(
+                f"some targets are {IGNORED}, which losses leave out, more in some microbatches "
+                "than in others, yet each counts by its rows; so this trains (and reports) a mean "
+                f"over microbatches, not the mean over all labels. Give Pipeline(…, {REMEDY}) (a "
+                "causal language model counts labels[:, 1:]), or weight=len if it should be so",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def all_ignored(targets: Any) -> bool:
+    """Whether targets on the host hold labels, and a loss leaves all of them out."""
+    labels = [tensor for tensor in tree.tensors(targets) if _may_be_labels(tensor)]
+    return bool(labels) and all(bool((tensor == IGNORED).all()) for tensor in labels)
+
+
+def _share(targets: Any) -> tuple[float, ...]:
+    """Which share of each tensor of labels is left out."""
+    labels = (tensor for tensor in tree.tensors(targets) if _may_be_labels(tensor))
+    return tuple(int((tensor == IGNORED).sum()) / tensor.numel() for tensor in labels)
+
+
+def _has(targets: Tensor) -> bool:
+    return _may_be_labels(targets) and bool((targets == IGNORED).any())
+
+
+def _may_be_labels(tensor: Tensor) -> bool:
+    # Of the types that hold -100; a tensor on meta has no values.
+    known = tensor.dtype in _SIGNED and bool(tensor.numel())
+    return known and is_on_host(tensor.device) and not tensor.is_meta

@@ -45,11 +45,11 @@ def count_flops(modules: Sequence[nn.Module], inputs: Any) -> int | None:
             torch.inference_mode(False),
             torch.enable_grad(),
             torch.device(_META),
-            _Counter() as counter,
+            _FlopCounter() as counter,
         ):
             copies = _copies(modules)
             outputs = run_spine(copies, without_values(inputs))
-            weights = {weight for one in copies for weight in one.parameters()}
+            weights = {weight for module in copies for weight in module.parameters()}
             ends = [leaf for leaf in tree.tensors(outputs) if leaf.requires_grad]
             learning = [weight for weight in weights if weight.requires_grad]
             if ends and learning:
@@ -63,9 +63,9 @@ def count_flops(modules: Sequence[nn.Module], inputs: Any) -> int | None:
 def _copies(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Copies of layers, whose parameters and buffers have no values; tied ones stay tied.
 
-    Parameters clone themselves, which within a ``_Counter`` gives clones on meta, also where a rank
-    at work has just exchanged one for another version. Buffers would copy their memory, so they are
-    given.
+    Parameters clone themselves, which within a ``_FlopCounter`` gives clones on meta, also where a
+    rank at work has just exchanged one for another version. Buffers would copy their memory, so
+    they are given.
     """
     buffers = [buffer for module in modules for buffer in module.buffers()]
     memo: dict[int, Any] = {id(buffer): without_values(buffer) for buffer in buffers}
@@ -74,7 +74,7 @@ def _copies(modules: Sequence[nn.Module]) -> list[nn.Module]:
     return copies
 
 
-class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up what each operation of this thread takes, and keeps all of them on meta."""
 
     def __init__(self) -> None:

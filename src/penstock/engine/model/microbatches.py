@@ -13,8 +13,8 @@ from torch import Tensor
 
 from penstock.base.errors import InputError
 from penstock.base.values import expect, one_of
+from penstock.engine.device.crossing import copy_of
 from penstock.engine.model import tree
-from penstock.engine.model.copying import copy_of
 
 Weight = Callable[[Any], float]
 """How many terms of the loss's mean the targets of one microbatch contribute."""
@@ -24,7 +24,7 @@ class Microbatches(list[Any]):
     """A minibatch that is cut already: one value per microbatch, whose shapes may differ."""
 
 
-def num_rows(value: Any, what: str) -> int:
+def num_rows(value: Any, name: str) -> int:
     """Rows of a minibatch: the first dimension, which all its tensors share.
 
     Raises:
@@ -34,28 +34,28 @@ def num_rows(value: Any, what: str) -> int:
         return value.shape[0]
     tensors = tree.tensors(value)
     if not tensors:
-        raise InputError(f"{what} hold no tensor")
-    check_dense(tensors, what)
+        raise InputError(f"{name} hold no tensor")
+    check_dense(tensors, name)
     counts = {tensor.shape[0] if tensor.dim() else None for tensor in tensors}
     if None in counts:
-        raise InputError(f"{what} hold a tensor without dimensions; the first one must be the rows")
+        raise InputError(f"{name} hold a tensor without dimensions; the first one must be the rows")
     if len(counts) > 1:
         raise InputError(
-            f"{what} disagree in their number of rows: {_rows_by_name(value, what)}; all are cut "
+            f"{name} disagree in their number of rows: {_rows_by_name(value, name)}; all are cut "
             "into microbatches along their first dimension, so expand what is the same for all "
             "rows, as a mask may be, or let the model make it"
         )
     rows = counts.pop()
     if not rows:
-        raise InputError(f"{what} have no rows")
+        raise InputError(f"{name} have no rows")
     return rows
 
 
-def _rows_by_name(value: Any, what: str) -> str:
+def _rows_by_name(value: Any, name: str) -> str:
     """Of each number of rows, the first tensor that has it."""
     first: dict[int, str] = {}
-    for name, tensor in tree.named_tensors(value, what):
-        first.setdefault(tensor.shape[0], f"{tensor.shape[0]} in {name} {tuple(tensor.shape)}")
+    for own, tensor in tree.named_tensors(value, name):
+        first.setdefault(tensor.shape[0], f"{tensor.shape[0]} in {own} {tuple(tensor.shape)}")
     return ", ".join(first.values())
 
 
@@ -64,13 +64,13 @@ def _has_rows(tensor: Tensor) -> bool:
     return dense and tensor.dim() > 0 and tensor.shape[0] > 0
 
 
-def check_dense(tensors: Iterable[Tensor], what: str) -> None:
+def check_dense(tensors: Iterable[Tensor], name: str) -> None:
     """Raise ``InputError`` for a sparse or nested tensor, which has no rows to cut and send."""
     for tensor in tensors:
         if tensor.layout is not torch.strided or tensor.is_nested:
             kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
             raise InputError(
-                f"{what} hold a tensor that is {kind}, which cannot be cut into microbatches; give "
+                f"{name} hold a tensor that is {kind}, which cannot be cut into microbatches; give "
                 "a dense one (to_dense() or to_padded_tensor()), and let the first layer convert it"
             )
 
@@ -107,7 +107,7 @@ def _owned(pieces: tuple[Tensor, ...]) -> list[Tensor]:
         return [copy_of(piece) for piece in pieces]
 
 
-def sequence_length(value: Any, what: str) -> int:
+def sequence_length(value: Any, name: str) -> int:
     """Positions of a microbatch: the second dimension, which all its tensors share.
 
     Raises:
@@ -117,7 +117,7 @@ def sequence_length(value: Any, what: str) -> int:
     if len(lengths) != 1 or () in lengths:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tree.tensors(value))
         raise InputError(
-            f"{what} cannot be cut into slices of the sequence: it must be the second dimension of "
+            f"{name} cannot be cut into slices of the sequence: it must be the second dimension of "
             f"every tensor, but their shapes are {shapes}; choose a schedule without slices, or "
             "give [rows, length, …]"
         )
@@ -125,7 +125,7 @@ def sequence_length(value: Any, what: str) -> int:
     return length
 
 
-def split_sequence(value: Any, num_slices: int, what: str, *, copied: bool = True) -> list[Any]:
+def split_sequence(value: Any, num_slices: int, name: str, *, copied: bool = True) -> list[Any]:
     """Cut a microbatch into slices whose lengths differ by at most one, the longer ones first.
 
     Each has memory of its own if they are ``copied``, as in ``split``.
@@ -135,10 +135,10 @@ def split_sequence(value: Any, num_slices: int, what: str, *, copied: bool = Tru
     """
     if num_slices == 1:
         return [value]
-    length = sequence_length(value, what)
+    length = sequence_length(value, name)
     if length < num_slices:
         raise InputError(
-            f"{what} have {length} positions, which do not make {num_slices} slices; give longer "
+            f"{name} have {length} positions, which do not make {num_slices} slices; give longer "
             "sequences, or plan with fewer slices"
         )
     return _split(value, num_slices, 1, copied=copied)

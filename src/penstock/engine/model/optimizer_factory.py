@@ -1,4 +1,4 @@
-"""What users give as ``optimizer``: a function from parameters to an optimizer of them."""
+"""Functions of parameters, as users give them, that make optimizers and their schedulers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Running modules a second time as if it were the first.
+"""Running modules a second time as if it were the first, and autocast, which is part of that.
 
 Recomputing activations repeats a forward. What the first run changed must not change twice (the
 running statistics of a BatchNorm, the number of batches it saw), and what it read must be read
@@ -12,12 +12,20 @@ A buffer may also be read by some layers and overwritten by others, for another 
 the second run. Whoever overwrites it has its old value and leaves that to those that have read it.
 
 What a module keeps elsewhere, in plain attributes, is not protected.
+
+Autocast remembers the copies of weights that it has made: in one place for the whole process, all
+of which any thread forgets that leaves autocast. A weight that a forward uses several times, as
+those of recurrent layers are, would then be copied anew in the middle of it, and its gradients be
+summed in another order. So in a process, forwards under autocast take turns. Where ranks wait for
+each other within a forward, as the members of a group do, they cannot take turns: they remember no
+casts instead, and a weight that is used twice is cast twice.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,9 +36,59 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 from penstock.base.errors import InputError
+from penstock.engine.device.accelerators import device_kinds
+from penstock.engine.device.crossing import copy_of
 from penstock.engine.model import tree
-from penstock.engine.model.autocast import autocast_here, autocasting
-from penstock.engine.model.copying import copy_of
+
+_TURN = threading.RLock()  # a backward under autocast may run forwards again
+
+
+def autocast_here() -> dict[str, torch.dtype]:
+    """Device types for which this thread has autocast on, and the dtype of each."""
+    return {
+        device: torch.get_autocast_dtype(device)
+        for device in device_kinds()
+        if torch.is_autocast_enabled(device)
+    }
+
+
+@contextmanager
+def remembering_no_casts() -> Iterator[None]:
+    """A context in which this thread's forwards under autocast take no turns."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+@contextmanager
+def autocasting(dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
+    """A context with autocast on for some device types and off for all others. Only where it is on
+    does one wait for a turn, and weights are cast anew.
+
+    Args:
+        dtypes: by device type, what to cast to.
+    """
+    here = autocast_here()
+    if not dtypes and not here:
+        yield
+        return
+    # Within another region, switching off and back again forgets nothing: that needs no turn.
+    takes_turns = dtypes and torch.is_autocast_cache_enabled()
+    with _TURN if takes_turns else nullcontext(), ExitStack() as stack:
+        for device in here.keys() - dtypes.keys():
+            stack.enter_context(torch.autocast(device, enabled=False))
+        for device, dtype in dtypes.items():
+            stack.enter_context(torch.autocast(device, dtype))
+        if dtypes:
+            # Within the caller's region, which may last for many updates, nothing would be
+            # forgotten, and forwards would go on with casts of old weights.
+            torch.clear_autocast_cache()
+            stack.callback(torch.clear_autocast_cache)
+        yield
+
 
 Run = Callable[[Any, dict[str, Any]], tuple[Any, bool, dict[str, Any]]]
 """From a layer's input and the skips it recalls to (output, whether it drew, stashed skips)."""
@@ -50,7 +108,7 @@ class Formers:
         self._unchanged = WeakIdKeyDictionary()
 
     def read(self, buffer: Tensor) -> Former:
-        """What whoever reads a buffer keeps, to find its value later."""
+        """A note for whoever reads a buffer, to find its value later."""
         if buffer not in self._unchanged:
             self._unchanged[buffer] = Former()
         former: Former = self._unchanged[buffer]
@@ -64,7 +122,7 @@ class Formers:
 
 @dataclass
 class Past:
-    """What a second run needs to know of the first.
+    """The circumstances of a first run, for the second.
 
     Attributes:
         buffers: (module, name, value before) of each; a buffer that several modules hold has one

@@ -313,7 +313,7 @@ def _named(model: nn.Module, modules: Iterable[object]) -> Iterator[NamedLayer]:
         # A module that stands in several places has a name for each.
         aliases = names.get(id(module), [])
         prefix = aliases.pop(0) if len(aliases) > 1 else next(iter(aliases), None)
-        if prefix is None and any(True for _ in _state(module)):
+        if prefix is None and any(True for _ in state_of(module)):
             raise ModelError(
                 f"entry {index} of the spine ({type(module).__name__}) has parameters or buffers "
                 "but is not a submodule of the model; assign it to an attribute in __init__"
@@ -325,14 +325,15 @@ def _named(model: nn.Module, modules: Iterable[object]) -> Iterator[NamedLayer]:
         yield NamedLayer(name or "model", prefix, module)
 
 
-def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def state_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers of a module by all names that they have."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
 
 
 def _check_covered(model: nn.Module, layers: tuple[NamedLayer, ...]) -> None:
-    covered = {id(tensor) for layer in layers for _, tensor in _state(layer.module)}
-    missed = [name for name, tensor in _state(model) if id(tensor) not in covered]
+    covered = {id(tensor) for layer in layers for _, tensor in state_of(layer.module)}
+    missed = [name for name, tensor in state_of(model) if id(tensor) not in covered]
     if missed:
         more = f" and {len(missed) - 3} more" if len(missed) > 3 else ""
         raise ModelError(

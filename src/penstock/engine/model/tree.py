@@ -136,7 +136,7 @@ def named_tensors(value: Any, name: str) -> list[tuple[str, Tensor]]:
     try:
         leaves, _ = pytree.tree_flatten_with_path(value)
     except ValueError:  # a class was registered without the names of its parts
-        return [(f"{name}, tensor {place}", one) for place, one in enumerate(tensors(value))]
+        return [(f"{name}, tensor {place}", tensor) for place, tensor in enumerate(tensors(value))]
     return [
         (f"{name}{pytree.keystr(path)}", leaf) for path, leaf in leaves if isinstance(leaf, Tensor)
     ]

@@ -1,22 +1,23 @@
-"""How the holders of the same weights come to one gradient, and all ranks to one norm.
+"""Reducers: how the holders of the same weights come to one gradient, and all ranks to one norm.
 
 A new way to sum starts at ``reducer``, the protocol that all ways keep to, and gets its name in
-``ways``. ``sums`` is what trains: which sums a rank takes part in, and when. By ``owners`` every
+``sums``, which is what trains: which sums a rank takes part in, and when. By ``owners`` every
 element is summed by one holder in the order of one device; in ``sharding`` the owner also updates
 it, be it a holder or a parameter server, and in ``stale`` a server does so without waiting for all.
-In which portions gradients leave, and who owns what of them, is ``slices``; ``watch`` tells when a
-gradient is complete. ``handing`` is for those who hand flat buffers (``flat``) to somebody else:
-``serving`` to owners of which some are spare machines (``core.summation``), ``collective`` to
-``torch.distributed``. ``agreement`` is how all ranks learn the norm of the whole model's gradients.
+In which ``buckets`` gradients leave, and which shard of a bucket is whose, is said there; a
+``GradientWatch`` tells when a gradient is complete. ``flat`` is for those who hand flat buffers to
+somebody else: in ``delegated`` to owners of which some are spare machines (``core.summation``), or
+to ``torch.distributed``. ``agreement`` is how all ranks learn the norm of the whole model's
+gradients.
 
 Decisions:
 
 Weights with several holders (tied across stages, or copies of a stage) are a copy per rank. Each
-hands in its gradients (``REDUCE``) and owns a slice of the sum, which it adds up in the order of
+hands in its gradients (``REDUCE``) and owns a shard of the sum, which it adds up in the order of
 the ranks and hands to all; then all make the same update. With r holders of M bytes a rank sends
 2(r−1)/r · M, as in a ring, and the bits are those of a loop over the ranks, which a ring's are not.
-Between processes, the sum is made in portions of neighbouring layers, so that links are busy while
-the last backward still runs. Every holder owns a slice of every portion: if whole portions had one
+Between processes, the sum is made in buckets of neighbouring layers, so that links are busy while
+the last backward still runs. Every holder owns a shard of every bucket: if whole buckets had one
 owner each, only its link would be busy with them.
 A parameter server is a rank of the job, behind those that run stages, and not a machine that
 somebody else's program listens on: optimizers, schedulers and checkpoints are the user's code and

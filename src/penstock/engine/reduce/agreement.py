@@ -1,4 +1,4 @@
-"""What all ranks must agree on before an update: the global norm, and whether all is finite.
+"""Agreement of all ranks before an update: on the global norm, and whether all is finite.
 
 The norm is computed as ``torch.nn.utils.clip_grad_norm_`` does on one device: the norm of the
 parameters' norms in the model's order. Every rank tells the norms of its parameters and computes
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from penstock.engine.device.accelerators import is_on_host
 from penstock.engine.transport import Edge, Transport
-from penstock.engine.transport.tags import AGREEMENT_TAG
+from penstock.engine.transport.base import AGREEMENT_TAG
 
 
 def unscale(gradients: Iterable[Tensor], inverse: float) -> Tensor | None:
@@ -46,7 +46,7 @@ def unscale(gradients: Iterable[Tensor], inverse: float) -> Tensor | None:
 
 
 class Share(NamedTuple):
-    """What one rank knows.
+    """One rank's part of what all must know.
 
     Attributes:
         norms: by the parameter's place in the model.
@@ -72,12 +72,12 @@ class Share(NamedTuple):
 
 
 def _any(overflows: Iterable[Tensor | None]) -> Tensor | None:
-    told = [overflow for overflow in overflows if overflow is not None]
-    return reduce(torch.maximum, told) if told else None
+    scaled = [overflow for overflow in overflows if overflow is not None]
+    return reduce(torch.maximum, scaled) if scaled else None
 
 
 class Verdict(NamedTuple):
-    """What follows from all shares.
+    """The consequences of all shares.
 
     Attributes:
         norm: that of all gradients together.
@@ -118,8 +118,8 @@ class Verdict(NamedTuple):
         factor = torch.clamp(clip_norm / (norm + 1e-6), max=1.0)
         if not reads_factor and not is_on_host(norm.device):
             return cls(norm, not any(_read(overflow)), factor)
-        told, *infinite = _read(factor, overflow)
-        return cls(norm, not any(infinite), told)
+        read_factor, *infinite = _read(factor, overflow)
+        return cls(norm, not any(infinite), read_factor)
 
 
 def _read(*numbers: Tensor | None) -> list[float]:
@@ -128,8 +128,8 @@ def _read(*numbers: Tensor | None) -> list[float]:
     >>> _read(torch.tensor(0.5), None, torch.tensor([2.0]))
     [0.5, 2.0]
     """
-    told = [number.reshape(1) for number in numbers if number is not None]
-    read: list[float] = torch.cat(told).tolist() if told else []
+    wanted = [number.reshape(1) for number in numbers if number is not None]
+    read: list[float] = torch.cat(wanted).tolist() if wanted else []
     return read
 
 
@@ -149,7 +149,7 @@ def hear(
     return [
         own
         if other == rank
-        else _told(
+        else _read_share(
             *transport.recv(
                 Edge(other, rank, AGREEMENT_TAG),
                 number,
@@ -160,7 +160,6 @@ def hear(
     ]
 
 
-def _told(places: tuple[int, ...], norms: Tensor | None, overflow: Tensor | None) -> Share:
-    """What a message of ``tell`` says."""
+def _read_share(places: tuple[int, ...], norms: Tensor | None, overflow: Tensor | None) -> Share:
     values = () if norms is None else norms.unbind()
     return Share(dict(zip(places, values, strict=True)), overflow)

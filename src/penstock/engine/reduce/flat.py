@@ -1,8 +1,16 @@
-"""Gradients of shared weights as flat buffers in main memory, for those who sum plain numbers."""
+"""Gradients of shared weights as flat buffers in main memory, for those who sum plain numbers.
+
+``FlatReducer`` is what ways to sum have in common that hand such buffers to somebody else. Holders
+tell each other, besides, how many microbatches they summed, what is frozen, and which gradients
+they lack. Gradients leave as soon as they are complete.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -12,12 +20,22 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from penstock.base.errors import RunError
+from penstock.engine.reduce.reducer import (
+    GradientWatch,
+    Passed,
+    Purpose,
+    Reducer,
+    SharedWeights,
+    check_trained_alike,
+    frozen_places,
+)
+from penstock.engine.transport import Edge, Transport
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 """In the order in which frames count them (``summation.frames.ITEM_BYTES``)."""
 
 
-class Placed(NamedTuple):
+class PlacedGradient(NamedTuple):
     """Where a parameter's gradient lies.
 
     Attributes:
@@ -46,7 +64,7 @@ class FlatLayout:
 
     def __init__(self, parameters: Sequence[nn.Parameter], frozen: Sequence[int]) -> None:
         self.counts = [0] * len(DTYPES)
-        self.placed: list[Placed] = []
+        self.placed: list[PlacedGradient] = []
         for place, parameter in reversed([*enumerate(parameters)]):
             if place in frozen:
                 continue
@@ -58,7 +76,7 @@ class FlatLayout:
             dtype = DTYPES.index(parameter.dtype)
             start = self.counts[dtype]
             self.counts[dtype] = start + parameter.numel()
-            self.placed.append(Placed(place, dtype, start, self.counts[dtype]))
+            self.placed.append(PlacedGradient(place, dtype, start, self.counts[dtype]))
 
 
 class FlatBuffers:
@@ -77,7 +95,7 @@ class FlatBuffers:
         """The same memory for numpy, which takes bfloat16 for 16 bits."""
         return {dtype: _as_numbers(tensor) for dtype, tensor in self.tensors.items()}
 
-    def copy(self, placed: Placed, parameters: Sequence[nn.Parameter]) -> bool:
+    def copy(self, placed: PlacedGradient, parameters: Sequence[nn.Parameter]) -> bool:
         """Copy one parameter's gradient in.
 
         Returns:
@@ -126,3 +144,132 @@ def _as_numbers(tensor: Tensor) -> NDArray[Any]:
         return tensor.view(torch.int16).numpy().view(np.uint16)
     numbers: NDArray[Any] = tensor.numpy()
     return numbers
+
+
+class _HolderWords(NamedTuple):
+    """One holder's words to the others in a round."""
+
+    num_gathered: int
+    frozen: tuple[int, ...]
+    absent: tuple[int, ...]
+
+
+class FlatReducer(Reducer):
+    """Hands in flat buffers of gradients, and takes their sums.
+
+    Args:
+        rank: the holder.
+        transport: the holder's end of its channels.
+
+    Raises:
+        RunError: in a step, if not all holders train the same weights.
+    """
+
+    leaves_early = True
+
+    def __init__(self, rank: int, shared: SharedWeights, transport: Transport) -> None:
+        self._rank = rank
+        self._shared = shared
+        self._transport = transport
+        self._layouts: dict[tuple[int, ...], FlatLayout] = {}
+        self._number = 0
+        self._own = _HolderWords(0, (), ())
+        self._averages = False
+        self._has_begun = False
+        self._began = 0.0
+        self._passed: list[Passed] = []
+        self._left: set[PlacedGradient] = set()
+        self._watch = GradientWatch(shared.parameters)
+
+    @abstractmethod
+    def start(self, layout: FlatLayout) -> None:
+        """A round begins, whose gradients lie so; waits for nobody."""
+
+    @abstractmethod
+    def give(self, placed: PlacedGradient) -> bool:
+        """Take over one parameter's gradient, which is complete; waits for nobody.
+
+        Returns:
+            Whether there is one.
+        """
+
+    @abstractmethod
+    def summed(self, waiting: str) -> FlatBuffers:
+        """Wait for the sums.
+
+        Args:
+            waiting: what waits, for errors.
+        """
+
+    @property
+    def layout(self) -> FlatLayout:
+        """Where gradients lie now."""
+        frozen = frozen_places(self._shared.parameters)
+        if frozen not in self._layouts:
+            # What is frozen seldom changes, and then for good.
+            self._layouts = {frozen: FlatLayout(self._shared.parameters, frozen)}
+        return self._layouts[frozen]
+
+    @contextmanager
+    def closing(self, number: int) -> Iterator[None]:
+        """Within, each gradient leaves as soon as it has been made."""
+        placed = {gradient.place: gradient for gradient in self._start().placed}
+
+        def complete(place: int) -> None:
+            self._left.add(placed[place])
+            self.give(placed[place])
+
+        with self._watch.watching(placed, complete, _refuse):
+            yield
+
+    def _start(self) -> FlatLayout:
+        layout, self._has_begun = self.layout, True
+        self._left, self._began = set(), time.perf_counter()
+        self.start(layout)
+        return layout
+
+    def hand_in(self, number: int, num_gathered: int) -> None:
+        frozen = frozen_places(self._shared.parameters)
+        layout = self.layout if self._has_begun else self._start()
+        self._has_begun = False
+        rest = [placed for placed in layout.placed if placed not in self._left]
+        absent = tuple(placed.place for placed in rest if not self.give(placed))
+        self._number, self._own = number, _HolderWords(num_gathered, frozen, absent)
+        for other in self._shared.others(self._rank):
+            edge = self._shared.edge(self._rank, other, Purpose.PART)
+            self._transport.send(edge, number, tuple(self._own))
+
+    def advance(self, *, averages: bool) -> None:
+        self._averages = averages
+
+    def finish(self) -> None:
+        total, absent = 0, frozenset(self._own.absent)
+        waiting = f"rank {self._rank}, waiting before its update for"
+        for holder in self._shared.ranks:
+            report = self._own if holder == self._rank else self._hear(holder, waiting)
+            check_trained_alike(self._rank, self._own.frozen, holder, report.frozen)
+            total += report.num_gathered
+            absent &= {*report.absent}
+        sums = self.summed(f"{waiting} the sum of gradients of weights that several ranks hold")
+        self._passed.append(Passed(0, self._began, time.perf_counter()))
+        sums.put(self._shared.parameters, absent, total if self._averages else 1)
+
+    def _hear(self, holder: int, waiting: str) -> _HolderWords:
+        edge = self._shared.edge(holder, self._rank, Purpose.PART)
+        waiting_for = f"{waiting} rank {holder}'s gradients of weights that both hold"
+        return _HolderWords(*self._transport.recv(edge, self._number, waiting_for))
+
+    def take_passed(self) -> list[Passed]:
+        passed, self._passed = self._passed, []
+        return passed
+
+    def outgoing(self) -> set[Edge]:
+        others = self._shared.others(self._rank)
+        return {self._shared.edge(self._rank, other, Purpose.PART) for other in others}
+
+
+def _refuse(place: int) -> None:
+    raise RunError(
+        "a gradient was added to after it had left, since the model computes otherwise than in the "
+        "step before; plan with reducer='owners'"
+    )

@@ -1,24 +1,29 @@
-"""Weights with several holders, and what any way of summing their gradients must keep to."""
+"""Weights with several holders, and the protocol of all ways of summing their gradients."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import IntEnum
+from functools import partial
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from penstock.engine.tensor.stand_ins import StandIns
+from penstock.base.errors import RunError
+from penstock.engine.device.accelerators import is_on_host
+from penstock.engine.tensor.unequal_groups import WholePlaceholders
 from penstock.engine.transport import Edge, Transport
-from penstock.engine.transport.tags import RENEWED_TAGS, SHARED_TAGS
+from penstock.engine.transport.base import RENEWED_TAGS, SHARED_TAGS
 
 _MOST_LANES = 16
 
 
 class Purpose(IntEnum):
-    """What a message between holders of the same weights is for; each has channels of its own."""
+    """The purpose of a message between holders of the same weights; each has its own channels."""
 
     PART = 0
     """One holder's gradients, for another to sum."""
@@ -47,7 +52,7 @@ class SharedWeights(NamedTuple):
     stages: frozenset[int]
     parameters: tuple[nn.Parameter, ...]
     divisible: bool = True
-    stand_ins: StandIns | None = None
+    stand_ins: WholePlaceholders | None = None
 
     def edge(self, source: int, target: int, purpose: Purpose, lane: int = 0) -> Edge:
         """The channel on which one holder tells another something.
@@ -80,7 +85,7 @@ class Passed(NamedTuple):
     end: float
 
 
-class Served(NamedTuple):
+class ServedGradients(NamedTuple):
     """One rank's gradients at one server.
 
     Attributes:
@@ -137,11 +142,11 @@ class Reducer(ABC):
         them, those of adding in the order of the ranks. May wait until others advance."""
 
     def take_passed(self) -> list[Passed]:
-        """What has been exchanged since this was asked last, as far as anybody notes it."""
+        """Exchanges since this was asked last, as far as anybody notes them."""
         return []
 
-    def take_served(self) -> list[Served]:
-        """What servers have had since this was asked last."""
+    def take_served(self) -> list[ServedGradients]:
+        """Gradients that servers have had since this was asked last."""
         return []
 
     def open(self) -> None:  # noqa: B027 - most need nothing but the transport
@@ -161,3 +166,78 @@ class Reducer(ABC):
 
 MakeReducer = Callable[[int, SharedWeights, Transport], Reducer]
 """From (rank, weights, the rank's end of its channels) to that rank's reducer."""
+
+
+class GradientWatch:
+    """Tells which gradients are complete, on a CPU. One that is made in several steps is complete
+    after as many as it took in the round before, so that the first round tells nothing.
+
+    Args:
+        parameters: those of which gradients may be watched.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._places: tuple[int, ...] = ()
+        self._times_made: Counter[int] = Counter()
+
+    @contextmanager
+    def watching(
+        self, places: Iterable[int], complete: Callable[[int], None], again: Callable[[int], None]
+    ) -> Iterator[None]:
+        """Within, the last gradients of a round are made.
+
+        Args:
+            places: the parameters that are trained, by their number.
+            complete: called with each whose gradient is complete.
+            again: called with each whose gradient is added to although it seemed to be complete,
+                since the model computes otherwise than in the round before.
+        """
+        trained = tuple(places)
+        expected = self._times_made if trained == self._places else Counter()
+        self._places, self._times_made = trained, Counter()
+        times_made = self._times_made
+
+        def made(place: int, _: Tensor) -> None:
+            times_made[place] += 1
+            if times_made[place] == expected[place]:
+                complete(place)
+            elif times_made[place] > expected[place] > 0:
+                again(place)
+
+        hooks = [
+            _when_made(self._parameters[place], partial(made, place))
+            for place in trained
+            # Elsewhere gradients are made later than it seems, and by other threads.
+            if is_on_host(self._parameters[place].device)
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def frozen_places(parameters: Sequence[nn.Parameter]) -> tuple[int, ...]:
+    """The places of parameters that are not trained."""
+    return tuple(place for place, parameter in enumerate(parameters) if not parameter.requires_grad)
+
+
+def check_trained_alike(
+    rank: int, own: Sequence[int], other: int, theirs: Sequence[int] | None
+) -> None:
+    """Raise ``RunError`` unless two holders of the same weights have frozen the same of them.
+
+    Args:
+        own, theirs: ``frozen_places`` of the ranks.
+    """
+    if theirs != own:
+        raise RunError(
+            f"rank {rank} and rank {other} hold the same weights, but do not train the same of "
+            "them; call requires_grad_ alike on every rank"
+        )
+
+
+def _when_made(parameter: nn.Parameter, then: Callable[[Tensor], None]) -> RemovableHandle:
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(then)  # type: ignore[no-untyped-call]
+    return handle

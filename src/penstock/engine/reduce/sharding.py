@@ -30,13 +30,12 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.base.errors import InputError
+from penstock.engine.reduce.buckets import Bucket, ParameterRange, row_buckets_of
 from penstock.engine.reduce.owners import OwnerReducer
-from penstock.engine.reduce.pieces import Pieces
-from penstock.engine.reduce.reducer import Purpose, Served, SharedWeights
-from penstock.engine.reduce.slices import OwnedPiece, Portion, row_portions_of
+from penstock.engine.reduce.reducer import Purpose, ServedGradients, SharedWeights
 from penstock.engine.transport import Edge, Transport
 
 _ELEMENTWISE = {
@@ -64,7 +63,7 @@ class Shard(NamedTuple):
 
 
 class Shards:
-    """What one rank owns of the parameters that it shares.
+    """The rows that one rank owns of the parameters that it shares.
 
     Args:
         shards: by the whole parameter.
@@ -83,7 +82,11 @@ class Shards:
         Raises:
             InputError: its step needs more of a parameter than the numbers that it changes.
         """
-        if not any(one in self.of for group in optimizer.param_groups for one in group["params"]):
+        if not any(
+            parameter in self.of
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ):
             return
         kind = type(optimizer)
         alone = getattr(kind, "elementwise", None)
@@ -96,7 +99,9 @@ class Shards:
             )
         self._groups[optimizer] = self.groups_of(optimizer)
         for group in optimizer.param_groups:
-            own = (self.of.get(one, Shard(0, one)).part for one in group["params"])
+            own = (
+                self.of.get(parameter, Shard(0, parameter)).part for parameter in group["params"]
+            )
             group["params"] = [part for part in own if part is not None]
 
     def groups_of(self, optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:
@@ -120,16 +125,16 @@ class Shards:
                     part.grad = None
 
 
-def _rows(whole: torch.Tensor, start: int, part: torch.Tensor) -> torch.Tensor:
+def _rows(whole: Tensor, start: int, part: Tensor) -> Tensor:
     return whole[start : start + part.shape[0]] if part.dim() else whole
 
 
-def _row_size(whole: torch.Tensor) -> int:
+def _row_size(whole: Tensor) -> int:
     """How many numbers a row has; of one number without dimensions, that."""
     return max(whole[0].numel(), 1) if whole.dim() else 1
 
 
-def owned_rows(whole: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+def _owned_rows(whole: Tensor, start: int, stop: int) -> Tensor:
     """The rows, in the memory of the whole, that some of its numbers make."""
     size = _row_size(whole)
     return whole[start // size : stop // size] if whole.dim() else whole
@@ -141,7 +146,7 @@ class ShardedReducer(OwnerReducer):
     Args:
         rank: the holder.
         transport: the holder's end of its channels.
-        most_portions, servers: see ``OwnerReducer``.
+        most_buckets, servers: see ``OwnerReducer``.
 
     Attributes:
         shards: what this rank owns, by the whole parameter.
@@ -153,35 +158,29 @@ class ShardedReducer(OwnerReducer):
         rank: int,
         shared: SharedWeights,
         transport: Transport,
-        most_portions: int = 1,
+        most_buckets: int = 1,
         servers: Collection[int] = (),
     ) -> None:
-        super().__init__(rank, shared, transport, most_portions, servers)
+        super().__init__(rank, shared, transport, most_buckets, servers)
         self.hands_sums_to_all = False
         self._handed_in = 0.0
-        self._served: list[Served] = []
-        self._of_rows = row_portions_of(shared.parameters, self._owners, most_portions)
+        self._served: list[ServedGradients] = []
+        self._of_rows = row_buckets_of(shared.parameters, self._owners, most_buckets)
         self.shards = {parameter: Shard(0, None) for parameter in shared.parameters}
-        for place, start, stop in self._pieces(rank):
+        for place, start, stop in self._ranges_of(rank):
             whole = shared.parameters[place]
-            rows = owned_rows(whole.detach(), start, stop)
+            rows = _owned_rows(whole.detach(), start, stop)
             part = nn.Parameter(rows, requires_grad=whole.requires_grad)
             self.shards[whole] = Shard(start // _row_size(whole), part)
 
-    def _pieces(self, rank: int) -> tuple[OwnedPiece, ...]:
-        return tuple(
-            piece
-            for portion in self._of_rows
-            for owner, pieces in portion.slices
-            if owner == rank
-            for piece in pieces
-        )
+    def _ranges_of(self, rank: int) -> list[ParameterRange]:
+        return [own for bucket in self._of_rows for own in bucket.ranges_of(rank)]
 
     def hand_in(self, number: int, num_gathered: int) -> None:
         self._handed_in = time.perf_counter()
         super().hand_in(number, num_gathered)
 
-    def _portions_without(self, frozen: tuple[int, ...]) -> tuple[Portion, ...]:
+    def _buckets_without(self, frozen: tuple[int, ...]) -> tuple[Bucket, ...]:
         return self._of_rows  # who owns what never changes, since the optimizer's state is there
 
     def _hand_out(self, index: int, more: int) -> None:
@@ -194,38 +193,38 @@ class ShardedReducer(OwnerReducer):
             return
         for index in self._now.sums:
             self._note(index)
-        sums = (value for _, values in sorted(self._now.sums.items()) for value in values)
-        for (place, *_), value in zip(self._pieces(self._rank), sums, strict=True):
-            part = self.shards[self._shared.parameters[place]].part
-            assert part is not None
+        sums = [value for _, values in sorted(self._now.sums.items()) for value in values]
+        for value in sums:
             if value is not None:
                 self._divide(value)
-            part.grad = None if value is None else value.view_as(part)
+        self._give_rows(sums)
         for parameter in self._shared.parameters:
             parameter.grad = None
         self._round = None
+
+    def _give_rows(self, sums: Iterable[Tensor | None]) -> None:
+        """Make sums the gradients of the rows that this rank owns."""
+        for (place, *_), value in zip(self._ranges_of(self._rank), sums, strict=True):
+            part = self.shards[self._shared.parameters[place]].part
+            assert part is not None
+            part.grad = None if value is None else value.view_as(part)
 
     @property
     def stages(self) -> frozenset[int]:
         """Those of this rank whose weights these are."""
         return self._shared.stages
 
-    def _in_turn(self, owner: int) -> Iterator[tuple[int, tuple[OwnedPiece, ...]]]:
-        """(portion, rows of it that a holder owns), those of the first layers first: backwards make
+    def _in_turn(self, owner: int) -> Iterator[tuple[int, tuple[ParameterRange, ...]]]:
+        """(bucket, rows of it that a holder owns), those of the first layers first: backwards make
         the last ones first, and forwards need them last."""
         for index in reversed(range(len(self._of_rows))):
-            slices = self._of_rows[index].slices
-            pieces = next((pieces for holder, pieces in slices if holder == owner), ())
-            if pieces:
-                yield index, pieces
+            if ranges := self._of_rows[index].ranges_of(owner):
+                yield index, ranges
 
     def hand_back(self, number: int) -> None:
         """Send the rows that have been updated to all other holders; waits for nobody."""
-        for index, pieces in self._in_turn(self._rank):
-            values: Pieces = [
-                self._shared.parameters[place].detach().reshape(-1)[start:stop]
-                for place, start, stop in pieces
-            ]
+        for index, ranges in self._in_turn(self._rank):
+            values = self._values_of(ranges)
             for other in self._shared.others(self._rank):
                 if other not in self._givers:
                     continue  # other servers compute nothing with them
@@ -244,22 +243,32 @@ class ShardedReducer(OwnerReducer):
                 if turn is not None:
                     self._take(other, number, *turn)
 
-    def _take(self, other: int, number: int, index: int, pieces: Sequence[OwnedPiece]) -> None:
+    def _values_of(self, ranges: Iterable[ParameterRange]) -> list[Tensor]:
+        """Weights as they are, in their own memory."""
+        return [
+            self._shared.parameters[place].detach().reshape(-1)[start:stop]
+            for place, start, stop in ranges
+        ]
+
+    def _take(self, other: int, number: int, index: int, ranges: Sequence[ParameterRange]) -> None:
         edge = self._shared.edge(other, self._rank, Purpose.WEIGHTS, index)
         waiting = f"rank {self._rank}, waiting for the weights that rank {other} has updated"
-        values = self._transport.recv(edge, number, waiting)
-        for (place, start, stop), value in zip(pieces, values, strict=True):
-            rows = owned_rows(self._shared.parameters[place], start, stop)
-            rows.copy_(value.view(rows.shape))
+        self._put_rows(ranges, self._transport.recv(edge, number, waiting))
         self._note_served(other)
+
+    def _put_rows(self, ranges: Iterable[ParameterRange], values: Iterable[Tensor]) -> None:
+        """Make values that their owner has updated this rank's weights."""
+        for (place, start, stop), value in zip(ranges, values, strict=True):
+            rows = _owned_rows(self._shared.parameters[place], start, stop)
+            rows.copy_(value.view(rows.shape))
 
     def _note_served(self, owner: int) -> None:
         """Weights have come from their owner."""
         if owner not in self._givers:
             server = self._owners.index(owner)
-            self._served.append(Served(server, self._handed_in, time.perf_counter()))
+            self._served.append(ServedGradients(server, self._handed_in, time.perf_counter()))
 
-    def take_served(self) -> list[Served]:
+    def take_served(self) -> list[ServedGradients]:
         served, self._served = self._served, []
         return served
 

@@ -9,27 +9,35 @@ arrive. What travels is what ``sharding`` sends, with the numbers of each worker
 4. An answer is a copy of the weights as they are, since the next update may come at any time.
 5. Behind the last minibatch all workers have all of the journal: what each update has added up, and
    what each worker has read. It is all that the result depends on.
+
+``Serving`` is the server's part of a stream, over all groups of weights.
 """
 
 from __future__ import annotations
 
 import queue
 import secrets
-from collections.abc import Collection, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
 
-from penstock.base.errors import RunError
+from penstock.base.errors import DeadlineError
+from penstock.core.summation.bell import Bell, Ring, Ringer
 from penstock.core.summation.frames import Member, key_of
-from penstock.core.summation.listener import Bell, Ring, Ringer
 from penstock.core.summation.staleness import Answer, Contribution, StaleClock, StaleStream
-from penstock.engine.reduce.pieces import Pieces, added
-from penstock.engine.reduce.reducer import Purpose, SharedWeights
-from penstock.engine.reduce.serving import own_host
-from penstock.engine.reduce.sharding import ShardedReducer, owned_rows
+from penstock.engine.reduce.buckets import ShardValues, added
+from penstock.engine.reduce.delegated import own_host
+from penstock.engine.reduce.reducer import (
+    Purpose,
+    SharedWeights,
+    check_trained_alike,
+    frozen_places,
+)
+from penstock.engine.reduce.sharding import ShardedReducer
 from penstock.engine.transport import Edge, Transport
-from penstock.engine.transport.tags import FIRST_EXCHANGE
+from penstock.engine.transport.base import FIRST_EXCHANGE
 
 
 class StaleReducer(ShardedReducer):
@@ -65,7 +73,7 @@ class StaleReducer(ShardedReducer):
         self.heard: queue.SimpleQueue[Ring] = queue.SimpleQueue()  # of all groups of a rank
         self.stream = StaleStream()
         self._clock = StaleClock(len(self._givers), most_stale)
-        self._kept: dict[Contribution, Pieces] = {}
+        self._kept: dict[Contribution, ShardValues] = {}
         self._numbers: list[int] = []
 
     @property
@@ -119,9 +127,7 @@ class StaleReducer(ShardedReducer):
         journal, values = self._transport.recv(edge, number, waiting)
         if journal is not None:
             self.stream = StaleStream.unpacked(journal.tolist())
-        for (place, start, stop), value in zip(self._pieces(self._server), values, strict=True):
-            rows = owned_rows(self._shared.parameters[place], start, stop)
-            rows.copy_(value.view(rows.shape))
+        self._put_rows(self._ranges_of(self._server), values)
         self._note_served(self._server)
 
     # What the server does instead of ``hand_in``, ``advance`` and ``finish``.
@@ -159,16 +165,10 @@ class StaleReducer(ShardedReducer):
         contribution = self._clock.next_of(place)
         edge, number = self.expected()[place]
         waiting = f"rank {self._rank}, waiting for rank {edge.source}'s gradients"
-        frozen, *_, pieces = self._transport.recv(edge, number, waiting)
-        own = tuple(
-            where for where, one in enumerate(self._shared.parameters) if not one.requires_grad
-        )
-        if frozen != own:
-            raise RunError(
-                f"rank {self._rank} and rank {edge.source} hold the same weights, but do not train "
-                "the same of them; call requires_grad_ alike on every rank"
-            )
-        self._kept[contribution] = pieces
+        frozen, *_, numbers = self._transport.recv(edge, number, waiting)
+        own = frozen_places(self._shared.parameters)
+        check_trained_alike(self._rank, own, edge.source, frozen)
+        self._kept[contribution] = numbers
         return self._clock.arrive(place)
 
     def ends_with(self, minibatch: int) -> list[tuple[Contribution, ...] | Answer]:
@@ -177,12 +177,10 @@ class StaleReducer(ShardedReducer):
 
     def add_up(self, contributions: Sequence[Contribution]) -> None:
         """Give the rows that the server steps the sum of some contributions. [3]"""
-        columns = zip(*(self._kept.pop(one) for one in contributions), strict=True)
-        for (place, *_), values in zip(self._pieces(self._rank), columns, strict=True):
-            part = self.shards[self._shared.parameters[place]].part
-            assert part is not None
-            total = added(values)
-            part.grad = None if total is None else total.view_as(part)
+        columns = zip(
+            *(self._kept.pop(contribution) for contribution in contributions), strict=True
+        )
+        self._give_rows(map(added, columns))
 
     def answer(self, to: Contribution) -> None:
         """Send a worker the weights as they are. [4]"""
@@ -195,13 +193,126 @@ class StaleReducer(ShardedReducer):
             self._send(giver, number, ends=True)
 
     def _send(self, giver: int, number: int, *, ends: bool) -> None:
-        values = [
-            self._shared.parameters[place].detach().reshape(-1)[start:stop].clone()
-            for place, start, stop in self._pieces(self._rank)
-        ]
+        values = [value.clone() for value in self._values_of(self._ranges_of(self._rank))]
         journal: Tensor | None = None
         if ends:  # [5]
             self.stream = self._clock.stream
             journal = torch.tensor(self.stream.packed(), dtype=torch.int64)
         edge = self._shared.edge(self._rank, giver, Purpose.WEIGHTS)
         self._transport.send(edge, number, (journal, values))
+
+
+class Serving:
+    """A parameter server's part of a stream, over all groups of weights.
+
+    Args:
+        rank: the server's.
+        reducers: one for each group.
+        transport: the rank's end of its channels.
+        step: steps the stages of a group whose gradients are there.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        reducers: Sequence[StaleReducer],
+        transport: Transport,
+        step: Callable[[Collection[int]], None],
+    ) -> None:
+        self._rank, self._reducers, self._transport, self._step = rank, reducers, transport, step
+        self._by_tag = {reducer.tag: reducer for reducer in reducers}
+        self._early: deque[Ring] = deque()
+        self._heard = reducers[0].heard
+        self._count: int | None = None
+
+    def forget(self) -> None:
+        """Whatever was under way is given up."""
+        self._count = None
+        self._early.clear()
+
+    def serve(self, number: int, *, is_last: bool) -> None:
+        """Make the updates of one minibatch.
+
+        Args:
+            number: of its messages.
+            is_last: whether none follows.
+        """
+        if self._count is None:
+            self._count = 0
+            for reducer in self._reducers:
+                reducer.begin_stream()
+        for reducer in self._reducers:
+            reducer.begin_minibatch(number)
+        self._count += 1
+        if is_last:
+            self._end()
+        while not all(reducer.has_updated for reducer in self._reducers):
+            self._take_next()
+
+    def drain(self, number: int) -> None:
+        """End a stream behind the minibatch before, which nobody knew to be the last.
+
+        Args:
+            number: of the messages with which workers get what came of it.
+        """
+        if self._count is not None:
+            self._end()
+        for reducer in self._reducers:
+            reducer.send_to_all(number)
+
+    def _end(self) -> None:
+        assert self._count is not None
+        for reducer in self._reducers:
+            self._follow(reducer, reducer.ends_with(self._count - 1))
+        while not all(reducer.is_over for reducer in self._reducers):
+            self._take_next()
+        self.forget()
+
+    def _take_next(self) -> None:
+        reducer, place = self._next()
+        self._follow(reducer, reducer.take_in(place))
+
+    def _follow(
+        self, reducer: StaleReducer, decided: Sequence[tuple[Contribution, ...] | Answer]
+    ) -> None:
+        for decision in decided:
+            if isinstance(decision, Answer):
+                reducer.answer(decision.to)
+            else:
+                reducer.add_up(decision)
+                self._step(reducer.stages)
+
+    def _next(self) -> tuple[StaleReducer, int]:
+        """Whose gradients have come first of those that are expected now."""
+        waiting = f"rank {self._rank}, waiting for any worker's gradients"
+        expected: list[tuple[StaleReducer, int, tuple[Edge, int]]] = [
+            (reducer, place, message)
+            for reducer in self._reducers
+            for place, message in reducer.expected().items()
+        ]
+        first = self._transport.first_of([message for *_, message in expected], waiting)
+        if first is not None:
+            reducer, place, _ = expected[first]
+            return reducer, place
+        return self._next_heard({(reducer.tag, place) for reducer, place, _ in expected}, waiting)
+
+    def _next_heard(
+        self, expected: Collection[tuple[int, int]], waiting: str
+    ) -> tuple[StaleReducer, int]:
+        for ring in self._early:
+            if (ring.group, ring.place) in expected:
+                self._early.remove(ring)
+                return self._by_tag[ring.group], ring.place
+        patience = self._transport.patience
+        while True:
+            try:
+                ring = self._heard.get(timeout=patience.seconds)
+            except queue.Empty:
+                raise DeadlineError(
+                    f"{waiting}: none came within {patience.seconds:g} s; if their work takes "
+                    f"longer, raise {patience.argument}"
+                ) from None
+            # Of one that has left, what it has said last comes now, or why it has left.
+            if (ring.group, ring.place) in expected:
+                return self._by_tag[ring.group], ring.place
+            self._early.append(ring)

@@ -1,22 +1,44 @@
-"""The sums that a rank takes part in: which are due, and in which order."""
+"""``GradientSums``: the sums that a rank takes part in, which are due, and in which order.
+
+What makes a reducer follows from its name in a plan (``maker_of``). Weights with several holders
+begin with the same values (``begin_equal``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import accumulate
 from typing import TypeVar
 
-from penstock.engine.reduce.equal_start import begin_equal
+import torch
+from msgspec.structs import replace
+
+from penstock.base.units import count_of
+from penstock.core.summation.portions import MOST_PORTIONS
+from penstock.engine.reduce.buckets import buckets_of, cut
+from penstock.engine.reduce.delegated import AllReducer, ServerReducer
 from penstock.engine.reduce.owners import OwnerReducer
-from penstock.engine.reduce.reducer import MakeReducer, Passed, Reducer, Served, SharedWeights
+from penstock.engine.reduce.reducer import (
+    MakeReducer,
+    Passed,
+    Purpose,
+    Reducer,
+    ServedGradients,
+    SharedWeights,
+)
 from penstock.engine.reduce.sharding import ShardedReducer, Shards
 from penstock.engine.reduce.stale import StaleReducer
 from penstock.engine.transport import Edge, Transport
+from penstock.engine.transport.base import FIRST_EXCHANGE
+from penstock.engine.transport.groups import make_groups
+from penstock.planning.plans.summing import Summing
 
 T = TypeVar("T")
 
 
-class Sums:
+class GradientSums:
     """Completes the gradients of weights that one rank shares with others.
 
     A round begins with ``begin`` and sums every group of shared weights once.
@@ -42,7 +64,9 @@ class Sums:
         self._transport = transport
         self._everywhere = everywhere
         self._reducers: list[Reducer] = [make(rank, weights, transport) for weights in shared]
-        self._sharded = [one for one in self._reducers if isinstance(one, ShardedReducer)]
+        self._sharded = [
+            reducer for reducer in self._reducers if isinstance(reducer, ShardedReducer)
+        ]
         for reducer in self.stale[1:]:
             reducer.heard = self.stale[0].heard
         self._number = 0
@@ -55,13 +79,13 @@ class Sums:
 
     @property
     def number(self) -> int:
-        """What tells the messages of the round at hand from others."""
+        """The number that tells the messages of the round at hand from others."""
         return self._number
 
     @property
     def stale(self) -> list[StaleReducer]:
         """Those of weights whose updates need not wait for all workers."""
-        return [one for one in self._reducers if isinstance(one, StaleReducer)]
+        return [reducer for reducer in self._reducers if isinstance(reducer, StaleReducer)]
 
     def take_last(self) -> None:
         """Take the weights with which a stream has ended that nobody knew to end."""
@@ -99,7 +123,7 @@ class Sums:
             raise
 
     def shards(self, *, hands_sums_to_all: bool) -> Shards:
-        """What this rank owns of the weights of which each holder updates a part.
+        """The rows that this rank owns of weights of which each holder updates a part.
 
         Args:
             hands_sums_to_all: whether every holder is given all sums.
@@ -197,23 +221,146 @@ class Sums:
                     parameter.grad = None
 
     def take_passed(self) -> list[tuple[int, Passed]]:
-        """What copies of a stage have exchanged since this was asked last, with the stage."""
+        """Exchanges of copies of a stage since this was asked last, with the stage."""
         return self._by_stage(lambda reducer: reducer.take_passed())
 
-    def take_served(self) -> list[tuple[int, Served]]:
-        """What servers have had of a stage since this was asked last, with the stage."""
+    def take_served(self) -> list[tuple[int, ServedGradients]]:
+        """Gradients that servers have had of a stage since this was asked last, with the stage."""
         return self._by_stage(lambda reducer: reducer.take_served())
 
     def _by_stage(self, taken: Callable[[Reducer], Iterable[T]]) -> list[tuple[int, T]]:
-        """What reducers tell, with the stage whose weights they sum; of weights that several stages
-        share nothing, which would be no stage's."""
+        """Reports of reducers, with the stage whose weights they sum; of weights that several
+        stages share nothing, which would be no stage's."""
         return [
-            (min(weights.stages), told)
+            (min(weights.stages), report)
             for reducer, weights in zip(self._reducers, self._shared, strict=True)
-            for told in taken(reducer)
+            for report in taken(reducer)
             if len(weights.stages) == 1
         ]
 
     def outgoing(self) -> set[Edge]:
         """The channels on which others may wait for this rank's gradients or sums."""
         return {edge for reducer in self._reducers for edge in reducer.outgoing()}
+
+
+def stepping_servers(summing: Summing, attempt: str, servers: Collection[int]) -> MakeReducer:
+    """A maker of reducers for a rank whose shared weights parameter servers update.
+
+    Args:
+        summing: the plan's.
+        attempt: the name of this pipeline, in hexadecimal digits, which no other has.
+        servers: their ranks.
+    """
+    if summing.stale and servers:
+        return partial(StaleReducer, servers=servers, most_stale=summing.stale, attempt=attempt)
+    return partial(_sharded, servers=servers)
+
+
+def maker_of(
+    summing: Summing,
+    attempt: str,
+    holders: Sequence[Sequence[Sequence[int]]],
+    seconds: float,
+    coordinate: int = 0,
+    servers: Collection[int] = (),
+) -> MakeReducer:
+    """A maker of reducers for a rank that is a process; all ranks call it.
+
+    Args:
+        summing: the plan's.
+        attempt: the name of this pipeline, in hexadecimal digits, which no other has.
+        holders: the processes that hold each group of shared weights, by its tag and by the
+            coordinate of tensor ranks, of which each has a part; alike on all ranks.
+        seconds: how long ranks wait for each other.
+        coordinate: this process's.
+        servers: the ranks that are parameter servers, if any are.
+    """
+    if summing.reducer == "parameter-server":
+        return stepping_servers(summing, attempt, servers)
+    teams = [team for those in holders for team in those]
+    # By tag, the place of this process's team; of groups that it has nothing of, any.
+    firsts = accumulate(map(len, holders[:-1]), initial=0) if holders else ()
+    places = [
+        first + min(coordinate, len(those) - 1)
+        for first, those in zip(firsts, holders, strict=True)
+    ]
+    if summing.reducer == "servers":
+        # Each sum counts on its share of a server.
+        shares = tuple(
+            replace(server, bytes_per_second=server.bytes_per_second / len(teams))
+            for server in summing.servers
+            if teams
+        )
+        by_shares = replace(summing, servers=shares)
+        return partial(ServerReducer, summing=by_shares, attempt=attempt, numbers=places)
+    if summing.reducer == "all-reduce":
+        groups = make_groups(seconds, teams)
+        return partial(AllReducer, group=[groups[place] for place in places])
+    return _sharded if summing.reducer == "sharded" else _by_owners
+
+
+def _by_owners(rank: int, shared: SharedWeights, transport: Transport) -> Reducer:
+    return OwnerReducer(rank, shared, transport, MOST_PORTIONS)
+
+
+def _sharded(
+    rank: int, shared: SharedWeights, transport: Transport, servers: Collection[int] = ()
+) -> Reducer:
+    """Tied weights are of several stages, each with an optimizer, and of gradients of which tensor
+    ranks have terms nobody knows a row before all are summed: all holders keep all of those."""
+    make = ShardedReducer if shared.divisible else OwnerReducer
+    # A server that steps takes all gradients of a worker at once.
+    return make(rank, shared, transport, 1 if servers else MOST_PORTIONS, servers)
+
+
+def summing_words(summing: Summing) -> str:
+    """Who sums gradients, where it is not the usual; else empty."""
+    if summing.reducer == "servers":
+        servers = count_of(len(summing.servers), "server")
+        return f"gradients of copies are summed by ranks and {servers}"
+    if summing.reducer == "all-reduce":
+        return "gradients of copies are summed by torch.distributed"
+    if summing.reducer == "parameter-server":
+        servers = count_of(max(len(summing.servers), 1), "parameter server")
+        late = f", {summing.stale} late at most" if summing.stale else ""
+        return f"weights of copies are updated by {servers}, the last of the ranks{late}"
+    if summing.reducer == "sharded":
+        return "each copy updates a part of the weights for all"
+    return ""
+
+
+def begin_equal(rank: int, shared: SharedWeights, transport: Transport) -> None:
+    """Give shared weights the values that their first holder has. For processes: each has built the
+    model for itself, perhaps with other random numbers.
+
+    They travel shard by shard on the channels of the sums, since a channel between hosts keeps as
+    much memory ready as its largest message needed. All others answer: what leaves an accelerator
+    may be overwritten behind something that its target has made of it, and the first update need
+    not come behind any such thing.
+    """
+    first = shared.ranks[0]
+    vectors = [parameter.detach().reshape(-1) for parameter in shared.parameters]
+    buckets = buckets_of(dict(enumerate(shared.parameters)), shared.ranks, MOST_PORTIONS)
+    waiting = f"rank {rank}, waiting for the weights that it shares with rank {first}"
+    for index, bucket in enumerate(buckets):
+        for number, (_, ranges) in enumerate(bucket.shards, start=FIRST_EXCHANGE):
+            if rank == first:
+                values = [cut(vectors[own.place], own) for own in ranges]
+                for other in shared.others(rank):
+                    transport.send(shared.edge(first, other, Purpose.SUM, index), number, values)
+                continue
+            edge = shared.edge(first, rank, Purpose.SUM, index)
+            values = transport.recv(edge, number, waiting)
+            for (place, start, stop), value in zip(ranges, values, strict=True):
+                vectors[place][start:stop] = value
+    if rank == first:
+        for other in shared.others(rank) if vectors else ():
+            waiting = f"rank {rank}, waiting for rank {other} to have the weights that both hold"
+            transport.recv(shared.edge(other, first, Purpose.SUM), FIRST_EXCHANGE, waiting)
+        return
+    with torch.no_grad():
+        for parameter, vector in zip(shared.parameters, vectors, strict=True):
+            parameter.copy_(vector.view_as(parameter))
+    if vectors:
+        answer = vectors[0].new_zeros(1)
+        transport.send(shared.edge(rank, first, Purpose.SUM), FIRST_EXCHANGE, answer)

@@ -14,11 +14,11 @@ from torch import nn
 
 from penstock.base.errors import InputError
 from penstock.base.values import expect, flag, one_of, whole
-from penstock.engine.device.placement import HOST, Devices, devices_of_ranks
+from penstock.engine.device.accelerators import HOST, Devices, devices_of_ranks
 from penstock.engine.device.queue import DeviceQueue
 from penstock.engine.model.randomness import LayerStreams
 from penstock.engine.model.spine import NamedLayer, spine_fingerprint
-from penstock.engine.reduce import ways
+from penstock.engine.reduce import sums
 from penstock.engine.reduce.owners import OwnerReducer
 from penstock.engine.run.connecting import Connections, device_here, offload, wholes_of, worker_of
 from penstock.engine.run.cutter import Cutter
@@ -45,9 +45,9 @@ from penstock.engine.run.spilling import Settling, check_spillable, settled_in
 from penstock.engine.run.wholes import check_there
 from penstock.engine.stage.stage import Stage
 from penstock.engine.transport import Codec, ThreadExchange, connect
-from penstock.engine.transport.linking import LinkedDevices, link_devices
+from penstock.engine.transport.on_devices import LinkedDevices, link_devices
 from penstock.engine.transport.rendezvous import Rendezvous
-from penstock.engine.weights.residence import Residence
+from penstock.engine.weights.residency import Residency
 from penstock.planning.plans import Plan
 from penstock.planning.plans.summing import server_ranks
 
@@ -220,7 +220,7 @@ def _in_threads(
     exchange = ThreadExchange(len(seats), running.deadlines.start.seconds)
     servers = layout.server_ranks
     attempt = _new_name()
-    make = ways.stepping_servers(plan.summing, attempt, servers) if servers else OwnerReducer
+    make = sums.stepping_servers(plan.summing, attempt, servers) if servers else OwnerReducer
     connections = [
         Connections(transport, seat, queues.get(seat.number), make_reducer=make)
         for seat, transport in zip(seats, exchange.transports, strict=True)
@@ -298,7 +298,7 @@ def _in_processes(
         if running.transport == "auto":
             pairs, own_host = layout.neighbours, transport.hosts[meeting.rank]
             links = link_devices(meeting, own_host, device, queue, pairs, start.seconds)
-        make = ways.maker_of(
+        make = sums.maker_of(
             plan.summing,
             attempt,
             layout.holders,
@@ -352,7 +352,7 @@ def _in_processes(
             [
                 transport.told,
                 links.told,
-                ways.told(plan.summing) if layout.weights.shared_stages else "",
+                sums.summing_words(plan.summing) if layout.weights.shared_stages else "",
             ]
         ),
         attempt,
@@ -370,7 +370,7 @@ def _settled(
     held: Mapping[Seat, dict[int, Stage]],
     devices: Mapping[int, torch.device],
     queues: Mapping[int, DeviceQueue],
-) -> dict[int, Residence]:
+) -> dict[int, Residency]:
     """Move stages to their ranks' devices; where they come and go, to tiers: of each rank of this
     process, which are in memory."""
     if plan.spill is None:

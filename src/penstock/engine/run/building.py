@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from penstock.engine.device.allocator import keep_freed_pages, return_freed_pages
+from penstock.engine.device.memory import keep_freed_pages, return_freed_pages
 from penstock.engine.model.spine import names_a_spine, spine_fingerprint, spine_of
 from penstock.engine.run.assembly import Assembly, Running, assemble
 from penstock.engine.run.drive.driver import Deadlines

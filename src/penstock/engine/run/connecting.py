@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from penstock.engine.device.placement import HOST, Devices, devices_of_ranks
+from penstock.engine.device.accelerators import HOST, Devices, devices_of_ranks
 from penstock.engine.device.queue import AcceleratorQueue, DeviceQueue
 from penstock.engine.reduce.owners import OwnerReducer
 from penstock.engine.reduce.reducer import MakeReducer
@@ -24,11 +24,11 @@ from penstock.engine.run.settling import building, local_rank
 from penstock.engine.run.shared_state import SharedState
 from penstock.engine.run.wholes import Wholes
 from penstock.engine.stage.stage import Stage
-from penstock.engine.tensor.channel_group import ChannelGroup
+from penstock.engine.tensor.group import ChannelGroup
 from penstock.engine.transport import ThreadTransport, Transport
 from penstock.engine.transport.device_link import DeviceLink
 from penstock.engine.transport.on_devices import ProcessDeviceTransport, ThreadDeviceTransport
-from penstock.engine.weights.ways import Way
+from penstock.engine.weights.data_paths import DataPath
 from penstock.planning.plans import Plan
 from penstock.planning.plans.summing import server_ranks
 
@@ -137,4 +137,4 @@ def worker_of(
 def offload(worker: Worker, plan: Plan, device: torch.device, seconds: float) -> None:
     """Let a rank's activations leave, if the plan says so."""
     if plan.offload is not None:
-        worker.offload(Way.between(plan.offload.tier, device, seconds), device)
+        worker.offload(DataPath.between(plan.offload.tier, device, seconds), device)

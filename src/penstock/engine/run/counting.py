@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.engine.device.activation_meter import ActivationMeter, Kept, Saved
+from penstock.engine.device.activation_meter import ActivationMeter, KeptMemory, Saved
 from penstock.engine.device.memory import gauge_of
 from penstock.engine.stage.protocol import RunnableStage
 from penstock.planning.plans import Plan
@@ -38,7 +38,7 @@ class Counter:
         self._meter = ActivationMeter(
             tensor for module in modules for tensor in (*module.parameters(), *module.buffers())
         )
-        self._kept: dict[tuple[int, int], Kept] = {}
+        self._kept: dict[tuple[int, int], KeptMemory] = {}
 
     def begin(self) -> None:
         """A new minibatch."""
@@ -55,7 +55,7 @@ class Counter:
         what ``instead`` takes the place of, and as long as what it is wrapped in holds it."""
         return self._meter.watching((stage, unit), instead, around)
 
-    def keep(self, key: tuple[int, int], tensors: Iterable[Tensor]) -> Kept:
+    def keep(self, key: tuple[int, int], tensors: Iterable[Tensor]) -> KeptMemory:
         """Count memory for a stage and a unit as long as what this gives is held."""
         return self._meter.keep(key, tensors)
 

@@ -11,10 +11,9 @@ from torch import nn
 
 from penstock.base.errors import InputError
 from penstock.engine.model import microbatches, tree
-from penstock.engine.model.autocast import autocast_here
-from penstock.engine.model.batches import plain
-from penstock.engine.model.ignored_labels import IgnoredLabels
+from penstock.engine.model.batches import IgnoredLabels, plain
 from penstock.engine.model.microbatches import Microbatches, Weighting
+from penstock.engine.model.replay import autocast_here
 from penstock.engine.run.giving import Giver
 from penstock.engine.run.minibatch import FrameListener, Minibatch, StreamPosition
 from penstock.engine.run.seals import Modes, digest, modes_of

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from penstock.base.errors import StageError
 from penstock.engine.device.accelerators import is_on_host
-from penstock.engine.device.crossing import moved
+from penstock.engine.device.crossing import copy_of, moved
 from penstock.engine.device.queue import Landing
 from penstock.engine.model import tree
-from penstock.engine.model.copying import copy_of
 
 
 class Giver:

@@ -13,7 +13,7 @@ from penstock.core.timing.timeline import Timeline
 from penstock.engine.run.counting import Peak
 from penstock.engine.run.outcome import MinibatchOutcome, timeline
 from penstock.engine.run.work import WorkLog
-from penstock.engine.weights.store import Held
+from penstock.engine.weights.store import HeldVersions
 
 _MOST_REMEMBERED = 256
 
@@ -56,7 +56,7 @@ class History:
         return self._timeline
 
     @property
-    def held_versions(self) -> tuple[Held, ...]:
+    def held_versions(self) -> tuple[HeldVersions, ...]:
         """The versions of its weights that every rank held."""
         if self._last is None or not self._last.held:
             raise InputError("no versions to tell of: run a plan that never flushes, and record it")

@@ -29,7 +29,7 @@ from penstock.engine.run.twins import Twins
 from penstock.engine.run.wholes import Wholes
 from penstock.engine.stage.slices import check_sliceable
 from penstock.engine.stage.stage import Stage
-from penstock.engine.tensor.channel_group import ChannelGroup
+from penstock.engine.tensor.group import ChannelGroup
 from penstock.engine.weights.store import WeightStore
 from penstock.planning.plans import Plan
 from penstock.planning.plans.summing import (

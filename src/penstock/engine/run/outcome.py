@@ -17,10 +17,10 @@ from penstock.core.schedule import Op
 from penstock.core.schedule.op import Activations
 from penstock.core.timing.spans import Row, Transfer, TransferKind
 from penstock.core.timing.timeline import Timeline
-from penstock.engine.device.stamps import Stamps, happened
+from penstock.engine.device.queue import Stamps, happened
 from penstock.engine.model import tree
 from penstock.engine.run.counting import Peak
-from penstock.engine.weights.store import Held
+from penstock.engine.weights.store import HeldVersions
 
 
 class Part(Protocol):
@@ -43,7 +43,7 @@ class Part(Protocol):
         """The most that the rank held at once, where memory is counted."""
 
     @property
-    def held(self) -> Held | None:
+    def held(self) -> HeldVersions | None:
         """What the rank keeps of its weights, where these have versions."""
 
 
@@ -104,12 +104,12 @@ class MinibatchOutcome(NamedTuple):
     records: Sequence[RankRecord] | None
     norm: Tensor | None
     peaks: tuple[Peak, ...]
-    held: tuple[Held, ...]
+    held: tuple[HeldVersions, ...]
     begins: bool
 
     @classmethod
     def of_records(
-        cls, records: Sequence[RankRecord], held: tuple[Held, ...], *, begins: bool
+        cls, records: Sequence[RankRecord], held: tuple[HeldVersions, ...], *, begins: bool
     ) -> MinibatchOutcome:
         """What ranks did, without what came out of it."""
         return cls(None, (), {}, records, None, (), held, begins)

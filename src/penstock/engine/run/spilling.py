@@ -24,11 +24,9 @@ from penstock.engine.run.materialising import Values
 from penstock.engine.run.rank.updater import Holding
 from penstock.engine.run.recipe import Recipe
 from penstock.engine.stage.stage import Stage
-from penstock.engine.weights.group import Group
-from penstock.engine.weights.optimizer_state import state_tensors
-from penstock.engine.weights.residence import Residence
-from penstock.engine.weights.slabs import Slabs
-from penstock.engine.weights.ways import Way
+from penstock.engine.weights.buffers import BufferPool, SwapGroup, state_tensors
+from penstock.engine.weights.data_paths import DataPath
+from penstock.engine.weights.residency import Residency
 from penstock.planning.plans import Plan
 from penstock.planning.plans.spilling import most_held, with_residence
 
@@ -85,7 +83,7 @@ class Settling:
     seconds: float
 
 
-def settled_in(settling: Settling, rank: int, stages: Mapping[int, Stage]) -> Residence:
+def settled_in(settling: Settling, rank: int, stages: Mapping[int, Stage]) -> Residency:
     """Move a rank's stages to its tier, one at a time, and make room for what will be kept there.
 
     Args:
@@ -105,8 +103,8 @@ def settled_in(settling: Settling, rank: int, stages: Mapping[int, Stage]) -> Re
     }
     first = [0, *accumulate(len(stage.layers) for stage in plan.stages)]
     device = settling.devices[rank]
-    way = Way.between(plan.spill.tier, device, settling.seconds)
-    residence = Residence(way, Slabs(float("inf"), device), weights)
+    way = DataPath.between(plan.spill.tier, device, settling.seconds)
+    residence = Residency(way, BufferPool(float("inf"), device), weights)
     try:
         for index in stages:
             for layer in range(first[index], first[index + 1]):
@@ -135,7 +133,7 @@ def settled_in(settling: Settling, rank: int, stages: Mapping[int, Stage]) -> Re
         residence.close()
         raise
     schedule = with_residence(plan.placement, plan.spill, agrees=recipe.needs_agreement)
-    residence.slabs.budget_bytes = max(resident_bytes(schedule.ranks[rank], sizes), default=0)
+    residence.buffers.budget_bytes = max(resident_bytes(schedule.ranks[rank], sizes), default=0)
     return residence
 
 
@@ -202,4 +200,4 @@ def _stepped_once(
     with torch.no_grad():
         optimizer.step()
     tensors: list[Tensor] = state_tensors(optimizer, travels)
-    return Group("", tensors, stage).num_bytes
+    return SwapGroup("", tensors, stage).num_bytes

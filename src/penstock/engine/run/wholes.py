@@ -18,7 +18,7 @@ from torch import nn
 from penstock.base.errors import ModelError
 from penstock.engine.model.spine import NamedLayer
 from penstock.engine.run.materialising import Values
-from penstock.engine.tensor.group import Group
+from penstock.engine.tensor.group import TensorGroup
 
 _MARK = "_penstock_in_parts"
 
@@ -37,7 +37,7 @@ class Wholes:
         self,
         layers: Mapping[int, NamedLayer],
         values: Values,
-        group: Group,
+        group: TensorGroup,
         divided: Collection[int],
     ) -> None:
         self._numbers = {layer.name: number for number, layer in layers.items()}

@@ -1,11 +1,11 @@
 """One stage: its layers forward and backward, in one piece, split, sliced, or run again.
 
-``protocol`` is what an engine asks of a stage, and ``stage`` what answers it with layers.
-``layer_runs`` runs its layers in turn, and again where their activations were not kept;
-``microbatch_graph`` is one microbatch's autograd graph, cut at the stage's borders; ``deferral``
-puts weight gradients off until W, with the formulas of ``deferrable``; ``slices`` is what a slice
-of a sequence needs of those before it; ``batch_norm`` keeps the running statistics of whole
-minibatches.
+``protocol`` is the stage as an engine sees it, and ``stage`` fulfils it with layers. ``layer_runs``
+runs its layers in turn, and again where their activations were not kept; ``microbatch_graph`` is
+one microbatch's autograd graph, cut at the stage's borders, and ``newest_graph`` the one that is
+left where backwards go through the newest activations; ``deferral`` puts weight gradients off until
+W, with the formulas of ``deferrable``; ``slices`` is what a slice of a sequence needs of those
+before it; ``batch_norm`` keeps the running statistics of whole minibatches.
 
 Decisions:
 

@@ -53,7 +53,7 @@ class MinibatchStatistics:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.layers = tuple(dict.fromkeys(_tracking_layers(modules)))
         self._paused = False
-        self._gathered: dict[_BatchNorm, _Moments] = {}
+        self._gathered: dict[_BatchNorm, _ChannelMoments] = {}
         # No hooks: copies of a module, of which other threads run one each, share those.
         self._forwards = [(layer, vars(layer).get("forward")) for layer in self.layers]
         for layer in self.layers:
@@ -103,13 +103,13 @@ class MinibatchStatistics:
         finally:
             layer.track_running_stats = True
         if not self._paused:
-            moments = _Moments.of(inputs)
+            moments = _ChannelMoments.of(inputs)
             before = self._gathered.get(layer)
             self._gathered[layer] = moments if before is None else before.joined(moments)
         return output
 
 
-class _Moments:
+class _ChannelMoments:
     """Count, mean and sum of squared deviations per channel, in float64."""
 
     __slots__ = ("count", "deviations", "mean")
@@ -120,7 +120,7 @@ class _Moments:
         self.deviations = deviations
 
     @classmethod
-    def of(cls, inputs: Tensor) -> _Moments:
+    def of(cls, inputs: Tensor) -> _ChannelMoments:
         """Those of ``[rows, channels, …]``."""
         with torch.no_grad():
             values = inputs if inputs.dtype == torch.float64 else inputs.float()
@@ -129,17 +129,17 @@ class _Moments:
             count = inputs.numel() // inputs.shape[1]
             return cls(count, mean.double(), variance.double() * count)
 
-    def joined(self, other: _Moments) -> _Moments:
+    def joined(self, other: _ChannelMoments) -> _ChannelMoments:
         """The moments of both together: Chan, Golub and LeVeque, 1983, which cancels no digits."""
         count = self.count + other.count
         shift = other.mean - self.mean
         mean = self.mean + shift * (other.count / count)
         between = shift.square() * (self.count * other.count / count)
-        return _Moments(count, mean, self.deviations + other.deviations + between)
+        return _ChannelMoments(count, mean, self.deviations + other.deviations + between)
 
 
-def _move(layer: _BatchNorm, moments: _Moments) -> None:
-    """What one forward on the whole minibatch does to a layer's buffers."""
+def _move(layer: _BatchNorm, moments: _ChannelMoments) -> None:
+    """Do to a layer's buffers what one forward on the whole minibatch does."""
     mean, variance, tracked = layer.running_mean, layer.running_var, layer.num_batches_tracked
     if mean is None or variance is None:
         return

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+
+from penstock.engine.device.crossing import PLAIN_TENSORS
 
 Formula = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 """From the output's gradient and the input to the gradients of the parameters."""
@@ -49,18 +51,15 @@ def split_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Defer
     if describe is None or torch._C._are_functorch_transforms_active():
         return None
     split = describe(*args, **kwargs)
-    if split is None or type(split.input) not in _PLAIN_TENSORS:
+    if split is None or type(split.input) not in PLAIN_TENSORS:
         return None
     return split
-
-
-_PLAIN_TENSORS = (Tensor, nn.Parameter)
 
 
 def _trained(tensor: Tensor) -> bool:
     """Whether it is an ordinary leaf that gets a gradient."""
     return (
-        type(tensor) in _PLAIN_TENSORS
+        type(tensor) in PLAIN_TENSORS
         and tensor.requires_grad
         and tensor.is_leaf
         and tensor.is_floating_point()

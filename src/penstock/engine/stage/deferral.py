@@ -40,7 +40,7 @@ _UNDEFERRED_KINDS = (
 """Modules whose parameters no deferred call takes."""
 
 
-class _Entry(NamedTuple):
+class _DeferredGradient(NamedTuple):
     """Gradients of some parameters: still to be computed, or (no formula) there already."""
 
     parameters: tuple[Tensor, ...]
@@ -67,7 +67,7 @@ class Deferral(TorchFunctionMode):
     def __init__(self, undeferred: frozenset[int]) -> None:
         super().__init__()
         self._undeferred = undeferred
-        self._entries: deque[_Entry] = deque()
+        self._entries: deque[_DeferredGradient] = deque()
         # What a diverted call gives must need a gradient even if its input needs none.
         self._anchor = torch.empty(0, requires_grad=True)
 
@@ -101,7 +101,7 @@ class Deferral(TorchFunctionMode):
         return output
 
     def _use(self, value: Any) -> Any:
-        """What stands for an argument of an operation that is not deferred."""
+        """A stand-in for an argument of an operation that is not deferred."""
         kind = type(value)
         if kind is list or kind is tuple:
             return kind([self._use(item) for item in value])
@@ -132,14 +132,14 @@ class Deferral(TorchFunctionMode):
         waiting = {id(p) for e in self._entries if e.formula is not None for p in e.parameters}
         entries = list(self._entries)
         self._entries.clear()
-        finished: deque[_Entry] = deque()
+        finished: deque[_DeferredGradient] = deque()
         for entry in entries:
             waits = id(entry.parameters[0]) in waiting
             (self._entries if waits else finished).append(entry)
         _accumulate_all(finished)
 
     def held(self) -> list[Tensor]:
-        """What is kept for the gradients that are still to be computed."""
+        """The tensors kept for gradients that are still to be computed."""
         held = [tensor for entry in self._entries for tensor in (entry.gradient, entry.saved)]
         return [tensor for tensor in held if tensor is not None]
 
@@ -157,7 +157,7 @@ class _Tap(torch.autograd.Function):
         anchor: Tensor,
         output: Tensor,
         given: Tensor,
-        entries: deque[_Entry],
+        entries: deque[_DeferredGradient],
         parameters: tuple[Tensor, ...],
         formula: Formula,
     ) -> Tensor:
@@ -172,7 +172,7 @@ class _Tap(torch.autograd.Function):
         (gradient,) = gradients
         if gradient is not None:
             (given,) = ctx.saved_tensors
-            ctx.entries.append(_Entry(ctx.parameters, ctx.formula, gradient, given))
+            ctx.entries.append(_DeferredGradient(ctx.parameters, ctx.formula, gradient, given))
         return None, gradient, None, None, None, None
 
 
@@ -181,7 +181,7 @@ class _Use(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, entries: deque[_Entry], parameters: tuple[Tensor]
+        ctx: Any, anchor: Tensor, entries: deque[_DeferredGradient], parameters: tuple[Tensor]
     ) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.entries, ctx.parameters = entries, parameters
@@ -191,7 +191,7 @@ class _Use(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
         if gradient is not None:
-            ctx.entries.append(_Entry(ctx.parameters, None, gradient, None))
+            ctx.entries.append(_DeferredGradient(ctx.parameters, None, gradient, None))
         return None, None, None
 
 
@@ -204,7 +204,7 @@ def undeferred_parameters(modules: Iterable[nn.Module]) -> frozenset[int]:
     return frozenset(held[True] - held[False])
 
 
-def _accumulate_all(entries: deque[_Entry]) -> None:
+def _accumulate_all(entries: deque[_DeferredGradient]) -> None:
     """Sum every parameter's gradients in their order, then add the sum to its ``.grad``."""
     left: dict[int, int] = {}
     for entry in entries:

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from penstock.base.errors import ModelError
+from penstock.engine.device.crossing import copy_of
 from penstock.engine.model import tree
-from penstock.engine.model.copying import copy_of
 from penstock.engine.model.randomness import LayerStreams
 from penstock.engine.model.replay import Formers, Run, in_turn, recomputed
 from penstock.engine.model.spine import NamedLayer, Skip
 from penstock.engine.stage.slices import call_of
-from penstock.engine.tracing.layers import CapturedLayer
-from penstock.engine.tracing.units import RecomputedTogether, units_of
+from penstock.engine.tracing.layers import CapturedLayer, RecomputedTogether, units_of
 
 Where = tuple[int, int, int]
 """(step, microbatch, slice), for random streams."""
@@ -57,11 +56,11 @@ def explain_overwritten(layers: Sequence[NamedLayer], error: RuntimeError) -> No
 
 
 def _overwriting(suspects: Sequence[tuple[NamedLayer, str]]) -> str:
-    told = [(layer.name, layer.key(name)) for layer, name in suspects]
-    if len(told) == 1:
-        return f"layer {told[0][0]!r} overwrites its buffer {told[0][1]!r}"
-    some = " or ".join(f"{key!r} of layer {name!r}" for name, key in told[:5])
-    return f"a layer overwrites a buffer, which may be {some}{' or another' * (len(told) > 5)},"
+    names = [(layer.name, layer.key(name)) for layer, name in suspects]
+    if len(names) == 1:
+        return f"layer {names[0][0]!r} overwrites its buffer {names[0][1]!r}"
+    some = " or ".join(f"{key!r} of layer {name!r}" for name, key in names[:5])
+    return f"a layer overwrites a buffer, which may be {some}{' or another' * (len(names) > 5)},"
 
 
 def _instead(layer: NamedLayer, name: str) -> str:

@@ -1,7 +1,8 @@
 """The autograd graph of one microbatch on one stage, cut off at the stage's borders.
 
 Inputs come in detached and leave their gradients in leaves of their own; of the outputs only the
-graph edge is kept, which is all that a backward needs.
+graph edge is kept, which is all that a backward needs. Whether what a stage makes is finite is
+looked at before any weight learns from it.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from penstock.base.errors import InputError
+from penstock.engine.device.accelerators import is_on_host
 from penstock.engine.model import tree
 from penstock.engine.model.randomness import NoDraws
 from penstock.engine.stage.deferral import Deferral
@@ -25,11 +27,11 @@ Gradients = Sequence[Tensor | None]
 """One per leaf of a value, ``None`` where nothing flows back."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)
-"""What may pass between stages beside tensors: it can hold none."""
+"""Classes of values that may pass between stages beside tensors: they can hold none."""
 
 
 class InputGradients(NamedTuple):
-    """What a backward gives; ``None`` where there is no gradient.
+    """The results of a backward; ``None`` where there is no gradient.
 
     Attributes:
         inputs: one per leaf of the input.
@@ -42,7 +44,7 @@ class InputGradients(NamedTuple):
 
 @dataclass(slots=True)
 class MicrobatchGraph:
-    """What one microbatch leaves behind until its backward.
+    """All that one microbatch leaves behind until its backward.
 
     Attributes:
         inputs: leaves of the input, where gradients will be.
@@ -61,6 +63,35 @@ class MicrobatchGraph:
     drew: bool
     deferral: Deferral | None
     parameters: Sequence[Tensor] = ()
+
+    @classmethod
+    def of(
+        cls,
+        inputs: list[Any],
+        recalled: Mapping[str, list[Any]],
+        output: Any,
+        stashed: Mapping[str, Any],
+        drew: bool,
+        deferral: Deferral | None,
+        modules: Iterable[nn.Module],
+    ) -> Self:
+        """The graph that a forward has left.
+
+        Args:
+            output: of the last layer.
+            stashed: the skips that went to later stages, by key.
+            modules: all that may hold a parameter, each alone.
+
+        Raises:
+            InputError: a layer took gradients in the forward that are to be put off.
+        """
+        if deferral is not None:
+            deferral.check_forward()
+        outputs, edges_of = edges(output), stashed
+        if stashed:  # mostly nothing is
+            edges_of = {key: edges(skip) for key, skip in stashed.items()}
+        parameters = trained(modules) if torch.is_grad_enabled() else ()
+        return cls(inputs, recalled, outputs, edges_of, drew, deferral, parameters)
 
     def backward(
         self, gradients: Gradients, skip_gradients: Mapping[str, Gradients]
@@ -165,8 +196,8 @@ def edges(value: Any) -> list[GradientEdge | None]:
 
 
 def sent(value: Any, stage: int) -> Any:
-    """What leaves a stage: the value without its graph, of which the same leaves want a gradient;
-    none while gradients are off: views of parameters still say then that they require some.
+    """A value as it leaves a stage: without its graph, and the same leaves want a gradient; none
+    while gradients are off: views of parameters still say then that they require some.
 
     Raises:
         InputError: a leaf is an object that may hold tensors.
@@ -194,8 +225,8 @@ def scalar(loss: Any, training: bool) -> Tensor:
         InputError: it is no number, or is to be trained on and has no gradient.
     """
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise InputError(f"the loss must be one number, but it has {what}; reduce it to a scalar")
+        given = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise InputError(f"the loss must be one number, but it has {given}; reduce it to a scalar")
     if training and not loss.requires_grad:
         raise InputError(
             "the loss has no gradient: it was detached or depends on no trained parameter; compute "
@@ -235,3 +266,49 @@ def _keep_apart(parameters: Iterable[Tensor], handed: Iterable[Tensor | None]) -
 def _address(tensor: Tensor) -> int | None:
     """The address of its memory, if it has some that others may share."""
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else None
+
+
+NOT_FINITE_REMEDY = "Lower the learning rate, clip gradients, or look at this minibatch"
+
+
+class NotFinite(ArithmeticError):
+    """A value or a gradient is infinite, or not a number.
+
+    Args:
+        microbatch: the one whose graph it has come through.
+        name: what it is.
+        value: the number that it has.
+    """
+
+    def __init__(self, microbatch: int, name: str, value: complex) -> None:
+        super().__init__(
+            f"{name} is {value}; nothing has been learned through it. {NOT_FINITE_REMEDY}; what is "
+            "meant to be infinite, such as a mask, is given without requires_grad, or with "
+            "stop_at_nan=False"
+        )
+        self.microbatch = microbatch
+
+
+def check_finite(microbatch: int, name: str, tensors: Iterable[Tensor | None]) -> None:
+    """Look at tensors in main memory; on an accelerator the host would have to wait for them.
+
+    Raises:
+        NotFinite: one of them holds what is infinite or not a number; arguments as for it.
+    """
+    for tensor in tensors:
+        if tensor is not None and (value := _not_finite(tensor)) is not None:
+            raise NotFinite(microbatch, name, value)
+
+
+def _not_finite(tensor: Tensor) -> complex | None:
+    """The first number in a tensor that is not finite."""
+    has_some = tensor.is_floating_point() or tensor.is_complex()
+    if not has_some or not is_on_host(tensor.device):
+        return None
+    values = tensor._values() if tensor.layout is torch.sparse_coo else tensor
+    values = values.detach()
+    # A sum is read off in one pass; of large numbers it may be infinite, and they are not.
+    if bool(values.sum().isfinite()):
+        return None
+    wrong = values[~values.isfinite()]
+    return wrong[0].item() if wrong.numel() else None

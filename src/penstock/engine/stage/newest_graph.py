@@ -16,8 +16,7 @@ from torch import Tensor
 
 from penstock.base.errors import InputError
 from penstock.engine.model import tree
-from penstock.engine.stage.finite import check_finite
-from penstock.engine.stage.microbatch_graph import Gradients, MicrobatchGraph
+from penstock.engine.stage.microbatch_graph import Gradients, MicrobatchGraph, check_finite
 from penstock.engine.stage.protocol import Produced
 
 
@@ -72,7 +71,7 @@ class NewestGraph:
     def take(
         self, microbatch: int, gradients: Gradients, skip_gradients: Mapping[str, Gradients]
     ) -> MicrobatchGraph | None:
-        """What the gradients of a microbatch go through; nobody else will.
+        """The graph that the gradients of a microbatch go through; nobody else will.
 
         Returns:
             ``None`` if there are no gradients, or nothing that they could go through: the stream
@@ -107,7 +106,7 @@ class NewestGraph:
 
 
 def _differentiated(graph: MicrobatchGraph, produced: Produced) -> Iterator[Tensor]:
-    """What a forward has produced and gradients come back through: a mask may be infinite."""
+    """The tensors of a forward through which gradients come back: a mask may be infinite."""
     pairs = [(graph.outputs, produced.value)]
     pairs += [(edges, produced.skips[key]) for key, edges in graph.stashed.items()]
     for edges, value in pairs:

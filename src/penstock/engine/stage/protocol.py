@@ -1,4 +1,4 @@
-"""What an engine asks of a stage: one function per kind of compute op, and what is still kept.
+"""The stage as an engine sees it: one function per kind of compute op, and what is still kept.
 
 ``Stage`` has layers and answers with them; a rehearsal's stages only wait. An engine is written for
 both, so it sees no more than this.
@@ -22,7 +22,7 @@ NO_SKIPS: Mapping[str, Any] = MappingProxyType({})
 
 
 class Keep(Enum):
-    """What a forward keeps, by what will come after it."""
+    """How much a forward keeps, by what will come after it."""
 
     EVERYTHING = "one full backward will come"
     SPLIT = "backward_input will come, then backward_weight"
@@ -30,7 +30,7 @@ class Keep(Enum):
 
 
 class Produced(NamedTuple):
-    """What a forward gives, detached.
+    """The results of a forward, detached.
 
     Attributes:
         value: the output, or the loss if there is a criterion.
@@ -88,7 +88,7 @@ class RunnableStage(Protocol):
         """W: what ``backward_input`` has put off."""
 
     def held(self, microbatch: int) -> list[Tensor]:
-        """What is kept of a microbatch outside of autograd's graph, for those who count memory."""
+        """Tensors kept of a microbatch outside of autograd's graph, for those who count memory."""
 
     def forget(self) -> None:
         """Drop what unfinished microbatches have left, after a failed step."""

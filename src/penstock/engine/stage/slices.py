@@ -33,8 +33,6 @@ from torch import nn
 from penstock.base.errors import InputError, ModelError
 from penstock.engine.model.spine import NamedLayer, call_layer, parted
 
-__all__ = ["LayerCall", "Relay", "call_of", "check_sliceable", "slice_name"]
-
 V = TypeVar("V")
 
 _BY_POSITION: tuple[type[nn.Module], ...] = (
@@ -42,7 +40,7 @@ _BY_POSITION: tuple[type[nn.Module], ...] = (
     nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.Softplus, nn.Hardtanh,
     nn.Hardswish, nn.Hardsigmoid, nn.LogSigmoid, nn.Softsign,
 )  # fmt: skip
-"""What torch has that treats each position by itself, whatever its arguments are."""
+"""Modules of torch that treat each position by itself, whatever their arguments are."""
 
 
 class LayerCall(Protocol):
@@ -128,7 +126,7 @@ class Relay:
         self._left: dict[int, dict[str, Any]] = {}
 
     def take(self, number: int) -> dict[str, Any]:
-        """What was left for a slice, by key; nothing for the one that comes first.
+        """The carries that were left for a slice, by key; nothing for the one that comes first.
 
         Raises:
             InputError: the slice before it has not come.
@@ -137,7 +135,8 @@ class Relay:
             return {}
         if number not in self._left:
             before, after = (
-                slice_name(one, self._num_slices) for one in (number - self._ahead, number)
+                slice_name(slice_number, self._num_slices)
+                for slice_number in (number - self._ahead, number)
             )
             raise InputError(f"on stage {self._stage}, {before} must come before {after}")
         return self._left.pop(number)

@@ -29,23 +29,21 @@ import torch
 from torch import Tensor, nn
 
 from penstock.base.errors import InputError
+from penstock.engine.device.crossing import copy_of
 from penstock.engine.model import tree
-from penstock.engine.model.copying import copy_of
 from penstock.engine.model.randomness import LayerStreams
 from penstock.engine.model.replay import Past, first_run_only, repeating
 from penstock.engine.model.spine import NamedLayer, Skip
 from penstock.engine.stage.deferral import Deferral, undeferred_parameters
-from penstock.engine.stage.finite import check_finite
 from penstock.engine.stage.layer_runs import LayerRuns, apart_from_buffers, explain_overwritten
 from penstock.engine.stage.microbatch_graph import (
     Gradients,
     InputGradients,
     MicrobatchGraph,
+    check_finite,
     cut,
-    edges,
     scalar,
     sent,
-    trained,
 )
 from penstock.engine.stage.newest_graph import NewestGraph
 from penstock.engine.stage.protocol import NO_SKIPS, Criterion, Keep, Produced
@@ -59,8 +57,8 @@ _NOTHING = contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
-class _Given:
-    """What a forward was called with; ``where``: (step, microbatch, slice), for random streams."""
+class _ForwardCall:
+    """The arguments of a forward; ``where``: (step, microbatch, slice), for random streams."""
 
     microbatch: int
     inputs: Any
@@ -126,7 +124,7 @@ class Stage:
             key for layer in self.layers for key in layer.recalls if key not in stashed
         )
         self._graphs: dict[int, MicrobatchGraph] = {}
-        self._past: dict[int, tuple[_Given, Past]] = {}
+        self._past: dict[int, tuple[_ForwardCall, Past]] = {}
         self._deferred: dict[int, Deferral] = {}
 
     def stay_finite(self) -> None:
@@ -184,7 +182,7 @@ class Stage:
             )
         taken = self._carried.take(microbatch)
         where = (step, *divmod(microbatch - first, self._num_slices))
-        given = _Given(microbatch, inputs, where, criterion, {**skips, **taken})
+        given = _ForwardCall(microbatch, inputs, where, criterion, {**skips, **taken})
         if torch.is_grad_enabled() and keep is Keep.INPUT:
             produced = self._forward_keeping_input(given)
         else:
@@ -280,7 +278,7 @@ class Stage:
             self._take(self._deferred, microbatch, "backward_weight", "its backward_input").run()
 
     def held(self, microbatch: int) -> list[Tensor]:
-        """What is kept of a microbatch outside of autograd's graph, for those who count memory."""
+        """Tensors kept of a microbatch outside of autograd's graph, for those who count memory."""
         held: list[Any] = []
         if microbatch in self._past:
             given, _ = self._past[microbatch]
@@ -339,19 +337,12 @@ class Stage:
                 value = module(value)
             if criterion is not None:
                 value = scalar(criterion(value), wants).clone()
-        if deferral is not None:
-            deferral.check_forward()
-        produced, graph = Produced(self._leaving(value, criterion), {}), None
+        graph = None
         if wants:
-            graph = MicrobatchGraph(
-                inputs=[leaf],
-                recalled=NO_SKIPS,
-                outputs=edges(value),
-                stashed=NO_SKIPS,
-                drew=False,
-                deferral=deferral,
-                parameters=trained(self._modules),
+            graph = MicrobatchGraph.of(
+                [leaf], NO_SKIPS, value, NO_SKIPS, False, deferral, self._modules
             )
+        produced = Produced(self._leaving(value, criterion), {})
         self._keep(microbatch, graph, produced)
         return produced
 
@@ -362,12 +353,12 @@ class Stage:
         elif graph is not None:
             self._graphs[microbatch] = graph
 
-    def _take(self, kept: dict[int, K], microbatch: int, what: str, wanted: str) -> K:
+    def _take(self, kept: dict[int, K], microbatch: int, action: str, wanted: str) -> K:
         if microbatch not in kept:
-            raise self._missing(microbatch, what, wanted)
+            raise self._missing(microbatch, action, wanted)
         return kept.pop(microbatch)
 
-    def _missing(self, microbatch: int, what: str, wanted: str) -> InputError:
+    def _missing(self, microbatch: int, action: str, wanted: str) -> InputError:
         state = "nothing of it is kept"
         if microbatch in self._past:
             state = "only its input is kept; recompute it first"
@@ -377,7 +368,7 @@ class Stage:
         elif microbatch in self._deferred:
             state = "its backward_input is done and its backward_weight is due"
         return InputError(
-            f"{what} of {slice_name(microbatch, self._num_slices)} on stage {self.index} needs "
+            f"{action} of {slice_name(microbatch, self._num_slices)} on stage {self.index} needs "
             f"{wanted} before it, but {state}"
         )
 
@@ -400,7 +391,7 @@ class Stage:
             return result._replace(skips=self._carried_back.leave(microbatch, result.skips))
         return result
 
-    def _forward_keeping_input(self, given: _Given) -> Produced:
+    def _forward_keeping_input(self, given: _ForwardCall) -> Produced:
         inputs, skips = tree.replace(Tensor, tree.apart, (given.inputs, dict(given.skips)))
         # The first layer may overwrite its input.
         own_inputs, own_skips = tree.replace(Tensor, _copied, (inputs, skips))
@@ -411,7 +402,7 @@ class Stage:
         return produced
 
     def _run(
-        self, given: _Given, keep: Keep, again: bool = False
+        self, given: _ForwardCall, keep: Keep, again: bool = False
     ) -> tuple[Produced, MicrobatchGraph]:
         """Run the layers on what was given, cut off from all graphs outside of the stage.
 
@@ -421,27 +412,19 @@ class Stage:
         leaves, value = cut(given.inputs, wants and self._first_layer > 0)
         recalled = {key: cut(skip, wants) for key, skip in given.skips.items()}
         skips = {key: Skip.of(skip) for key, (_, skip) in recalled.items()}
-        splits = keep is Keep.SPLIT and torch.is_grad_enabled()
-        deferral = Deferral(self._undeferred) if splits else None
+        deferral = Deferral(self._undeferred) if wants and keep is Keep.SPLIT else None
         with deferral or _NOTHING:
             value, drew = self._run_layers(value, skips, given, again)
-        if deferral is not None:
-            deferral.check_forward()
         left = {key: skip.taken(key) for key, skip in skips.items()}
-        graph = MicrobatchGraph(
-            inputs=leaves,
-            recalled={key: skip_leaves for key, (skip_leaves, _) in recalled.items()},
-            outputs=edges(value),
-            stashed={key: edges(skip) for key, skip in left.items()},
-            drew=drew,
-            deferral=deferral,
-            parameters=trained(self._modules) if wants else (),
+        recalled_leaves = {key: skip_leaves for key, (skip_leaves, _) in recalled.items()}
+        graph = MicrobatchGraph.of(
+            leaves, recalled_leaves, value, left, drew, deferral, self._modules
         )
         stashed = {key: self._leaving(skip) for key, skip in left.items()}
         return Produced(self._leaving(value, given.criterion), stashed), graph
 
     def _leaving(self, value: Any, criterion: Criterion | None = None) -> Any:
-        """What goes to other stages, in memory that the next forward does not overwrite; or a loss,
+        """A value for other stages, in memory that the next forward does not overwrite; or a loss,
         which goes to the caller."""
         if criterion is not None:
             return value.detach()
@@ -453,7 +436,7 @@ class Stage:
         return sent(own, self.index)
 
     def _run_layers(
-        self, value: Any, skips: dict[str, Skip], given: _Given, again: bool
+        self, value: Any, skips: dict[str, Skip], given: _ForwardCall, again: bool
     ) -> tuple[Any, bool]:
         """The output of the layers, and of the criterion; and whether any drew.
 

@@ -1,16 +1,15 @@
 """One rank as a group of members that share its layers.
 
 A plan may give a rank several tensor ranks: threads or processes that perform the same ops, each on
-its part of every layer. ``channel_group`` is how members talk, ``group`` what they say to each
-other, and ``redistributions`` moves values between ``layouts``, with the adjoint for gradients.
-``ways`` tells what a module can be divided into, ``heads`` how attention and transformer blocks
-are, and ``chain`` in which layout each value of a model lies. ``linear``, ``embedding``,
-``convolution``, ``attention``, ``norms`` and ``dropout`` are torch's own modules with a part of the
-parameters, ``transposed`` those of ``transformers``; ``sharing`` makes them of a user's modules,
-and ``membership`` is what they know. ``trial`` compares a layer's first run with one device;
-``memory_order`` is how values lie. Layers of captured models are written anew by ``recorded``.
-``routes`` is who hands what to whom between groups of different sizes, ``stand_ins`` how such
-groups sum the gradients of weights that both hold.
+its part of every layer. ``group`` is by which shards members share, and how they talk;
+``layouts`` moves values between layouts, with the adjoint for gradients. ``splits`` tells how a
+module can be divided, with ``attention`` for attention and transformer blocks, and ``chain`` says
+in which layout each value of a model lies. ``divided_layers``
+and ``attention`` have torch's own modules with a part of the parameters; ``sharing`` makes them of
+a user's modules, and ``membership`` is what they know. ``first_run`` compares a layer's first run
+with one device. Layers of captured models are written anew by ``recorded``, with
+``recorded_rules``. ``unequal_groups`` is how groups of different sizes hand values to each other,
+and sum the gradients of weights that both hold.
 
 Decisions:
 

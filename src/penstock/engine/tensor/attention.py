@@ -9,23 +9,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.base.errors import ModelError
-from penstock.engine.tensor.cuts import Cut
-from penstock.engine.tensor.divided_layers import ColumnLinear, RowLinear
-from penstock.engine.tensor.dropout import PartDropout
-from penstock.engine.tensor.layouts import FEATURES, WHOLE, as_copies, converted, summed
-from penstock.engine.tensor.membership import Member
-from penstock.engine.tensor.module_way import Way
-from penstock.engine.tensor.parts import bounds
-from penstock.engine.tensor.redistributions import gather
-from penstock.engine.tensor.transposed import (
+from penstock.engine.tensor.divided_layers import (
+    ColumnLinear,
     ColumnTransposed,
+    RowLinear,
     RowTransposed,
+    ShardDropout,
     SplittingHeads,
     is_transposed,
 )
+from penstock.engine.tensor.group import ShardSpec, bounds
+from penstock.engine.tensor.layouts import FEATURES, WHOLE, as_copies, converted, gather, summed
+from penstock.engine.tensor.membership import GroupMember, ModuleSharing
 
 
-class HeadAttention(Member, nn.MultiheadAttention):
+class HeadAttention(GroupMember, nn.MultiheadAttention):
     """Each member projects to its own heads, attends with them, and hands them to ``out_proj``,
     which sums what all heads give.
 
@@ -61,13 +59,12 @@ class HeadAttention(Member, nn.MultiheadAttention):
         here.region.enter()
         self._check(query, attn_mask, is_causal)
         batched = query.dim() == 3
-        copies = {id(one): as_copies(one, here.around, here.group) for one in (query, key, value)}
-        given = [self._rows_first(copies[id(one)], batched) for one in (query, key, value)]
+        copies = {id(x): as_copies(x, here.around, here.group) for x in (query, key, value)}
+        given = [self._rows_first(copies[id(x)], batched) for x in (query, key, value)]
         (rows, length), positions = given[0].shape[:2], given[1].shape[1]
         if key_padding_mask is not None:
-            if not batched:
-                key_padding_mask = key_padding_mask.unsqueeze(0)
-            key_padding_mask = self._whole(key_padding_mask, (rows, positions))
+            padding = key_padding_mask if batched else key_padding_mask.unsqueeze(0)
+            key_padding_mask = self._whole(padding, (rows, positions))
         if attn_mask is not None:
             own = (length,) if attn_mask.dim() == 2 else (rows * self.num_heads, length)
             attn_mask = self._whole(attn_mask, (*own, positions))
@@ -77,28 +74,31 @@ class HeadAttention(Member, nn.MultiheadAttention):
             key_padding_mask, None if causal else attn_mask, rows, query.dtype,
             keys.shape[2] - positions,
         )  # fmt: skip
-        weights = None
-        if need_weights or (self.training and self.dropout):
-            if causal:
-                seen = torch.ones(length, keys.shape[2], dtype=torch.bool, device=keys.device)
-                mask = _added(~seen.tril(), query.dtype)
-            weights = self._weights(queries, keys, mask)
-            attended = weights @ values
-        else:
+        has_weights = need_weights or bool(self.training and self.dropout)
+        if causal and has_weights:
+            seen = torch.ones(length, keys.shape[2], dtype=torch.bool, device=keys.device)
+            mask = _added(~seen.tril(), query.dtype)
+        if not has_weights:
             attended = F.scaled_dot_product_attention(
                 queries, keys, values, attn_mask=mask, is_causal=causal
             )
+            return self._output(attended, batched), None
+        weights = self._weights(queries, keys, mask)
+        output = self._output(weights @ values, batched)
+        if not need_weights:
+            return output, None
+        shown = self._shown(weights, average_attn_weights)
+        return output, shown if batched else shown.squeeze(0)
+
+    def _output(self, attended: Tensor, batched: bool) -> Tensor:
         joined = attended.transpose(1, 2).flatten(2)
         if not self.batch_first or not batched:
             joined = joined.transpose(0, 1)
-        output = self.out_proj(joined if batched else joined.squeeze(1))
+        output: Tensor = self.out_proj(joined if batched else joined.squeeze(1))
         if self.batch_first and batched:  # it lies in memory as torch's does, for dropout behind it
             turned = output.transpose(0, 1).clone(memory_format=torch.contiguous_format)
             output = turned.transpose(0, 1)
-        if weights is None or not need_weights:
-            return output, None
-        told = self._told(weights, average_attn_weights)
-        return output, told if batched else told.squeeze(0)
+        return output
 
     def _check(self, query: Tensor, attn_mask: Tensor | None, is_causal: bool) -> None:
         here = self.membership
@@ -142,7 +142,10 @@ class HeadAttention(Member, nn.MultiheadAttention):
                 made[place] = torch.cat([made[place], bias.expand(rows, -1, -1)], 1)
             if self.add_zero_attn:
                 made[place] = F.pad(made[place], (0, 0, 0, 1))
-        return [torch.unflatten(one, -1, (-1, self.head_dim)).transpose(1, 2) for one in made]
+        return [
+            torch.unflatten(projected, -1, (-1, self.head_dim)).transpose(1, 2)
+            for projected in made
+        ]
 
     def _mask(
         self,
@@ -152,7 +155,7 @@ class HeadAttention(Member, nn.MultiheadAttention):
         dtype: torch.dtype,
         more: int,
     ) -> Tensor | None:
-        """What is added to the scores of the own heads.
+        """The mask that is added to the scores of the own heads.
 
         Args:
             more: positions behind those of the keys that were given, which all may look at.
@@ -184,14 +187,14 @@ class HeadAttention(Member, nn.MultiheadAttention):
         here.region.drawn()
         return weights * mask.narrow(1, own.start, own.length)
 
-    def _told(self, weights: Tensor, average: bool) -> Tensor:
+    def _shown(self, weights: Tensor, average: bool) -> Tensor:
         """The weights of all heads, in the layout of the layer."""
         here = self.membership
         if average:
             return summed(weights.sum(1) / self.num_heads, here.around, here.group)
         every = gather(weights, here.group, 1)
-        told: Tensor = converted(every, WHOLE, here.around, here.group, here.name)
-        return told
+        mine: Tensor = converted(every, WHOLE, here.around, here.group, here.name)
+        return mine
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -201,16 +204,16 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
 
 
-Ways = dict[str, Way]
+ModuleSharings = dict[str, ModuleSharing]
 """By the names of modules in a module; ``""`` is the module itself."""
 
 _BLOCKS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
-COLUMN = Way(ColumnLinear, {"weight": Cut(0), "bias": Cut(0)}, FEATURES)
-ROW = Way(RowLinear, {"weight": Cut(1)}, FEATURES, adds=True, bias="bias")
+COLUMN = ModuleSharing(ColumnLinear, {"weight": ShardSpec(0), "bias": ShardSpec(0)}, FEATURES)
+ROW = ModuleSharing(RowLinear, {"weight": ShardSpec(1)}, FEATURES, adds=True, bias="bias")
 
 
-def by_heads(module: nn.Module, name: str) -> Ways:
+def by_heads(module: nn.Module, name: str) -> ModuleSharings:
     """How members share what is in a module, by heads and by the features of its MLP.
 
     Args:
@@ -241,22 +244,28 @@ def is_block(module: nn.Module) -> bool:
     )
 
 
-def _attention(module: nn.MultiheadAttention) -> Ways:
+def _attention(module: nn.MultiheadAttention) -> ModuleSharings:
     width = module.head_dim
     cuts = {
-        "in_proj_weight": Cut(0, 3, width),
-        "in_proj_bias": Cut(0, 3, width),
-        **{f"{name}_proj_weight": Cut(0, 1, width) for name in "qkv"},
-        "bias_k": Cut(2, 1, width),
-        "bias_v": Cut(2, 1, width),
+        "in_proj_weight": ShardSpec(0, 3, width),
+        "in_proj_bias": ShardSpec(0, 3, width),
+        **{f"{name}_proj_weight": ShardSpec(0, 1, width) for name in "qkv"},
+        "bias_k": ShardSpec(2, 1, width),
+        "bias_v": ShardSpec(2, 1, width),
     }
-    own = Way(HeadAttention, cuts, pieces=module.num_heads)
-    out = Way(RowLinear, {"weight": Cut(1, 1, width)}, FEATURES, adds=True, bias="bias")
+    own = ModuleSharing(HeadAttention, cuts, pieces=module.num_heads)
+    out = ModuleSharing(
+        RowLinear, {"weight": ShardSpec(1, 1, width)}, FEATURES, adds=True, bias="bias"
+    )
     return {"": own, "out_proj": out}
 
 
-def _block(module: nn.Module, name: str) -> Ways:
-    ways = {"linear1": COLUMN, "dropout": Way(PartDropout, features=FEATURES), "linear2": ROW}
+def _block(module: nn.Module, name: str) -> ModuleSharings:
+    ways = {
+        "linear1": COLUMN,
+        "dropout": ModuleSharing(ShardDropout, features=FEATURES),
+        "linear2": ROW,
+    }
     for attention in ("self_attn", "multihead_attn"):
         if attention in module._modules:
             inner = by_heads(module.get_submodule(attention), f"{name}.{attention}")
@@ -268,20 +277,20 @@ def _is_splitting_attention(module: nn.Module) -> bool:
     """Whether it is an attention as GPT-2's in ``transformers``, told without importing it."""
     projections = [module._modules.get(name) for name in ("c_attn", "c_proj")]
     return (
-        all(one is not None and is_transposed(one) for one in projections)
+        all(projection is not None and is_transposed(projection) for projection in projections)
         and "q_attn" not in module._modules
         and all(isinstance(vars(module).get(name), int) for name in ("split_size", "head_dim"))
     )
 
 
-def _splitting_attention(module: nn.Module) -> Ways:
+def _splitting_attention(module: nn.Module) -> ModuleSharings:
     width = int(vars(module)["head_dim"])
     heads = int(vars(module)["split_size"]) // width
-    column = {"weight": Cut(1, 3, width), "bias": Cut(0, 3, width)}
+    column = {"weight": ShardSpec(1, 3, width), "bias": ShardSpec(0, 3, width)}
     return {
-        "": Way(SplittingHeads, pieces=heads),
-        "c_attn": Way(ColumnTransposed, column, FEATURES),
-        "c_proj": Way(
-            RowTransposed, {"weight": Cut(0, 1, width)}, FEATURES, adds=True, bias="bias"
+        "": ModuleSharing(SplittingHeads, pieces=heads),
+        "c_attn": ModuleSharing(ColumnTransposed, column, FEATURES),
+        "c_proj": ModuleSharing(
+            RowTransposed, {"weight": ShardSpec(0, 1, width)}, FEATURES, adds=True, bias="bias"
         ),
     }

@@ -15,15 +15,15 @@ from torch import nn
 from penstock.base.errors import ModelError
 from penstock.engine.model.spine import NamedLayer
 from penstock.engine.tensor.attention import by_heads, is_block
-from penstock.engine.tensor.embedding import RowEmbedding
+from penstock.engine.tensor.divided_layers import RowEmbedding
 from penstock.engine.tensor.layouts import CHANNELS, FEATURES, ROWS, SEQUENCE, WHOLE, Layout
-from penstock.engine.tensor.module_way import Way
-from penstock.engine.tensor.ways import (
+from penstock.engine.tensor.membership import ModuleSharing
+from penstock.engine.tensor.splits import (
     channels,
     has_batch_statistics,
     mixes_features,
-    way,
-    ways_of,
+    sharing_of,
+    sharings_of,
     works_on_channels,
     works_on_features,
 )
@@ -53,8 +53,8 @@ class LayerSharing:
     reads: Layout
     gives: Layout
     leaves: Layout
-    own: Way | None = None
-    inner: Mapping[str, Way] = field(default_factory=dict)
+    own: ModuleSharing | None = None
+    inner: Mapping[str, ModuleSharing] = field(default_factory=dict)
     recalls: Mapping[str, Layout] = field(default_factory=dict)
     said: Mapping[str, str] = field(default_factory=dict)
 
@@ -123,7 +123,7 @@ def _shared(
         works = _DIVIDING[split]
         if works is not WHOLE and has_batch_statistics(module):
             works = WHOLE  # its rows are normalised together, on one device
-        ways = _inner_ways(layer, inner)
+        ways = _inner_sharings(layer, inner)
         if works == SEQUENCE:
             _check_positions(layer, ways)
         _check_taken_up(layer, ways)
@@ -155,7 +155,7 @@ def _by_itself(
             "inside a layer, and for torch's blocks of transformers as a whole; name the attention "
             'in it, or let all tensor ranks repeat the layer ("whole")'
         )
-    own = way(module, split, name)
+    own = sharing_of(module, split, name)
     if not own.adds:
         reads = WHOLE if isinstance(module, nn.Embedding) else have
         return LayerSharing(name, have, reads, own.features, own.features, own)
@@ -165,7 +165,7 @@ def _by_itself(
 
 def _by_features(name: str, module: nn.Module, have: Layout, size: int) -> LayerSharing:
     """A layer that takes its part of the features, or channels, and gives it."""
-    own = way(module, "features", name)
+    own = sharing_of(module, "features", name)
     if mixes_features(module, size):
         raise ModelError(
             f"layer {name!r} ({type(module).__name__}) cannot be split as 'features': it does not "
@@ -200,10 +200,10 @@ def _recorded(
             f"layer {name!r} of a captured model calls no module {uncalled[0]!r} that could be "
             f"split as {inner[uncalled[0]]!r}; it calls {', '.join(sorted(module.calls)) or 'none'}"
         )
-    return LayerSharing(name, have, WHOLE, WHOLE, WHOLE, inner=_inner_ways(layer, inner))
+    return LayerSharing(name, have, WHOLE, WHOLE, WHOLE, inner=_inner_sharings(layer, inner))
 
 
-def _check_positions(layer: NamedLayer, ways: Mapping[str, Way]) -> None:
+def _check_positions(layer: NamedLayer, ways: Mapping[str, ModuleSharing]) -> None:
     """Raise ``ModelError`` where a module of torch's mixes positions of which members have some."""
     for path, module in layer.module.named_modules():
         if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) and path not in ways:
@@ -216,13 +216,13 @@ def _check_positions(layer: NamedLayer, ways: Mapping[str, Way]) -> None:
             )
 
 
-def _inner_ways(layer: NamedLayer, inner: Mapping[str, str]) -> dict[str, Way]:
+def _inner_sharings(layer: NamedLayer, inner: Mapping[str, str]) -> dict[str, ModuleSharing]:
     """By their names in a layer, how modules are shared that are split, or whose parents are."""
-    ways: dict[str, Way] = {}
+    ways: dict[str, ModuleSharing] = {}
     said: dict[str, str] = {}
     for path, how in inner.items():
         name = layer.key(path)
-        for below, own in ways_of(layer.module.get_submodule(path), how, name).items():
+        for below, own in sharings_of(layer.module.get_submodule(path), how, name).items():
             key = f"{path}.{below}" if below else path
             if key in ways:
                 raise ModelError(
@@ -233,7 +233,7 @@ def _inner_ways(layer: NamedLayer, inner: Mapping[str, str]) -> dict[str, Way]:
     return ways
 
 
-def _check_taken_up(layer: NamedLayer, ways: Mapping[str, Way]) -> None:
+def _check_taken_up(layer: NamedLayer, ways: Mapping[str, ModuleSharing]) -> None:
     """Raise ``ModelError`` for a ``row`` in a layer in which nothing divides features for it."""
     divides = any(own.cuts and own.features is not WHOLE and not own.adds for own in ways.values())
     rows = [path for path, own in ways.items() if own.adds and own.kind is not RowEmbedding]
@@ -285,7 +285,7 @@ def _wanted(layers: Sequence[NamedLayer], splits: Sequence[str], index: int) -> 
     """In which layout the next reader that does not take values as they come wants its input."""
     for layer, split in zip(layers[index:], splits[index:], strict=True):
         if split == "row" and not isinstance(layer.module, (nn.Embedding, CapturedLayer)):
-            return way(layer.module, split, layer.name).features
+            return sharing_of(layer.module, split, layer.name).features
         if split == "any":
             if works_on_features(layer.module):
                 continue

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from penstock.engine.model import tree
-from penstock.engine.model.autocast import autocast_here
 from penstock.engine.model.randomness import RandomStream, current_stream
+from penstock.engine.model.replay import autocast_here
 
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
 _COARSE = 0.1
@@ -30,7 +30,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class Expected(NamedTuple):
-    """What one device gives.
+    """The outcome on one device.
 
     Attributes:
         output: of the layer, in main memory.

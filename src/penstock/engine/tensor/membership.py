@@ -1,16 +1,16 @@
-"""What a module knows of the group that shares it."""
+"""Membership: what a module that members share knows of the group, and how it is shared."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
 from penstock.base.errors import ModelError
 from penstock.engine.model.randomness import current_stream
-from penstock.engine.tensor.group import Group
+from penstock.engine.tensor.group import ShardSpec, TensorGroup
 from penstock.engine.tensor.layouts import FEATURES, WHOLE, Layout
 
 
@@ -20,7 +20,7 @@ class Region:
 
     In there a module with parameters that nobody divides would get a term of its gradient and take
     it for the sum. And what draws random numbers for a part of a value, by features or by rows,
-    would draw the same for different parts, unless it draws for the whole value as ``PartDropout``
+    would draw the same for different parts, unless it draws for the whole value as ``ShardDropout``
     does. So both are told by where they are called, not by what they are called.
 
     Attributes:
@@ -67,7 +67,7 @@ class Region:
         self.inside = False
 
     def drawn(self) -> None:
-        """What has been drawn since ``check`` was meant for this part."""
+        """Random numbers drawn since ``check`` were meant for this part."""
         stream = current_stream()
         if stream is not None:
             self._drew, stream.drew = True, False
@@ -123,20 +123,20 @@ class Membership:
         gives: the layout of its output.
     """
 
-    group: Group
+    group: TensorGroup
     name: str
     region: Region
     around: Layout = WHOLE
     gives: Layout = WHOLE
 
 
-class Member:
-    """What all modules have that members of a group share, beside ``nn.Module``."""
+class GroupMember:
+    """The base, beside ``nn.Module``, of all modules that members of a group share."""
 
     membership: Membership
 
 
-class Outside(Member, nn.Module):
+class UndividedModule(GroupMember, nn.Module):
     """A module whose parameters nobody divides: it must not be called where values lie by
     features."""
 
@@ -155,3 +155,29 @@ class Outside(Member, nn.Module):
                 'head alike, or as "features" if each feature has its own parameter'
             )
         return super().forward(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class ModuleSharing:
+    """How members share one module.
+
+    Attributes:
+        kind: the class that a member's copy becomes, before its own.
+        cuts: how parameters and buffers are divided, by their names in the module.
+        features: along which dimension its divided values lie; ``None`` where none do.
+        adds: whether outputs are sums over the members, in a layout that is to be chosen.
+        alike: whether parameters are repeated, and each member's gradient is a term of a sum.
+        bias: the name of a parameter that is added behind the sum, in its layout.
+        pieces: what is divided, if that cannot be any number: heads, of which every member needs
+            one.
+        even: whether each member must have as many pieces.
+    """
+
+    kind: type[GroupMember]
+    cuts: Mapping[str, ShardSpec] = field(default_factory=dict)
+    features: Layout = None
+    adds: bool = False
+    alike: bool = False
+    bias: str = ""
+    pieces: int = 0
+    even: bool = False

@@ -16,17 +16,18 @@ import torch
 from torch import Tensor, fx, nn
 
 from penstock.base.errors import ModelError
-from penstock.engine.tensor.divided_layers import ColumnConv, ColumnLinear
-from penstock.engine.tensor.dropout import mask_of_whole
-from penstock.engine.tensor.embedding import ColumnEmbedding
-from penstock.engine.tensor.extents import Divided
-from penstock.engine.tensor.group import Group
-from penstock.engine.tensor.module_way import Way
-from penstock.engine.tensor.parts import bounds
-from penstock.engine.tensor.recorded_rules import RULES, Rule, shape_of
-from penstock.engine.tensor.redistributions import gather, own_part
-from penstock.engine.tensor.transposed import ColumnTransposed
-from penstock.engine.tensor.ways import works_on_features
+from penstock.engine.tensor.divided_layers import (
+    ColumnConv,
+    ColumnEmbedding,
+    ColumnLinear,
+    ColumnTransposed,
+    mask_of_whole,
+)
+from penstock.engine.tensor.group import TensorGroup, bounds
+from penstock.engine.tensor.layouts import gather, own_shard
+from penstock.engine.tensor.membership import ModuleSharing
+from penstock.engine.tensor.recorded_rules import RULES, Rule, ShardedDim, shape_of
+from penstock.engine.tensor.splits import works_on_features
 
 _COLUMNS = (ColumnLinear, ColumnConv, ColumnEmbedding, ColumnTransposed)
 
@@ -34,7 +35,7 @@ SHARERS = "sharers"
 """The attribute of a shared layer that its code reads where it needs the group."""
 
 
-def whole_of(part: Tensor, group: Group, dim: int, count: int) -> Tensor:
+def whole_of(part: Tensor, group: TensorGroup, dim: int, count: int) -> Tensor:
     """The whole value of which a member has a part; graphs call it.
 
     Args:
@@ -44,13 +45,13 @@ def whole_of(part: Tensor, group: Group, dim: int, count: int) -> Tensor:
     return gather(pieces, group, dim + 1).flatten(dim, dim + 1)
 
 
-def part_of(whole: Tensor, group: Group, dim: int, length: int, inner: int) -> Tensor:
+def part_of(whole: Tensor, group: TensorGroup, dim: int, length: int, inner: int) -> Tensor:
     """A member's part of a whole value; graphs call it."""
     pieces = torch.unflatten(whole, dim, (-1, length, inner))
-    return own_part(pieces, group, dim + 1).flatten(dim, dim + 2)
+    return own_shard(pieces, group, dim + 1).flatten(dim, dim + 2)
 
 
-def dropped(part: Tensor, dropout: nn.Dropout, group: Group, divided: Divided) -> Tensor:
+def dropped(part: Tensor, dropout: nn.Dropout, group: TensorGroup, divided: ShardedDim) -> Tensor:
     """Dropout of a part with the mask of the whole value; graphs call it."""
     if not dropout.training or not dropout.p:
         return part
@@ -65,7 +66,7 @@ def dropped(part: Tensor, dropout: nn.Dropout, group: Group, divided: Divided) -
     return part * own_mask
 
 
-class _Member:
+class _MemberGraphWriter:
     """Writes a recorded graph anew for one member.
 
     Args:
@@ -77,13 +78,13 @@ class _Member:
         self,
         recorded: fx.Graph,
         module: Callable[[str], nn.Module],
-        ways: Mapping[str, Way],
-        group: Group,
+        ways: Mapping[str, ModuleSharing],
+        group: TensorGroup,
     ) -> None:
         self.recorded, self.module, self.ways, self.group = recorded, module, ways, group
         self.graph = fx.Graph()
         self.ours: dict[fx.Node, fx.Node] = {}
-        self.divided: dict[fx.Node, Divided] = {}
+        self.divided: dict[fx.Node, ShardedDim] = {}
         self.joined: dict[fx.Node, fx.Node] = {}
         self.sharers: fx.Node | None = None
 
@@ -135,7 +136,7 @@ class _Member:
             self.divided[node] = rule.divided
 
     def _rule(self, node: fx.Node) -> Rule | None:
-        """What is known of an operation on parts; ``None`` if it needs whole values."""
+        """The rule of an operation on parts; ``None`` if it needs whole values."""
         if node.op != "call_function" or not any(
             given in self.divided for given in node.all_input_nodes
         ):
@@ -168,19 +169,19 @@ class _Member:
         else:
             self._copy(node, self.whole)
 
-    def _drop(self, node: fx.Node, dropout: fx.Node, given: Divided) -> fx.Node:
+    def _drop(self, node: fx.Node, dropout: fx.Node, given: ShardedDim) -> fx.Node:
         if self.sharers is None:
             self.sharers = self.graph.create_node("get_attr", SHARERS)
         value = self.ours[node.args[0]]  # type: ignore[index]
         return self.graph.call_function(_dropper(given), (value, dropout, self.sharers))
 
-    def _take(self, node: fx.Node, way: Way, module: nn.Module) -> Divided:
+    def _take(self, node: fx.Node, way: ModuleSharing, module: nn.Module) -> ShardedDim:
         """A module takes up each member's part of its input; gives how that is divided."""
         value = node.args[0]
         assert isinstance(value, fx.Node)
         if isinstance(module, nn.Embedding):  # everybody has all tokens
             self._copy(node, self.whole)
-            return Divided(0, 1, 1, (1,) * self.group.size)
+            return ShardedDim(0, 1, 1, (1,) * self.group.size)
         wanted = self._divided(value, way, module)
         given = self.divided.get(value)
         if given is not None and given.dim == wanted.dim and given.alike(wanted):
@@ -188,10 +189,10 @@ class _Member:
             return wanted
         unit = way.cuts["weight"].unit
         part = self._call(part_of, self.whole(value), wanted.dim, wanted.length // unit, unit)
-        self._copy(node, lambda one: part if one is value else self.whole(one))
+        self._copy(node, lambda given: part if given is value else self.whole(given))
         return wanted
 
-    def _divided(self, value: fx.Node, way: Way, module: nn.Module) -> Divided:
+    def _divided(self, value: fx.Node, way: ModuleSharing, module: nn.Module) -> ShardedDim:
         """How a value lies that a module divides as it does its weight."""
         shape, cut, count = shape_of(value), way.cuts["weight"], self.group.size
         weight = module._parameters["weight"]
@@ -205,13 +206,13 @@ class _Member:
         parts = tuple(
             bounds(length // cut.unit, count, member).length * cut.unit for member in range(count)
         )
-        return Divided(way.features % len(shape), length, 1, parts)
+        return ShardedDim(way.features % len(shape), length, 1, parts)
 
 
-def _dropper(divided: Divided) -> Callable[..., Tensor]:
+def _dropper(divided: ShardedDim) -> Callable[..., Tensor]:
     """``dropped`` for values that are divided so: a graph's constants are no tuples of a class."""
 
-    def drop(part: Tensor, dropout: nn.Dropout, group: Group) -> Tensor:
+    def drop(part: Tensor, dropout: nn.Dropout, group: TensorGroup) -> Tensor:
         return dropped(part, dropout, group, divided)
 
     return drop
@@ -232,8 +233,8 @@ def _writes(node: fx.Node) -> bool:
 def for_member(
     recorded: fx.Graph,
     module: Callable[[str], nn.Module],
-    ways: Mapping[str, Way],
-    group: Group,
+    ways: Mapping[str, ModuleSharing],
+    group: TensorGroup,
 ) -> fx.Graph:
     """The graph that a member runs in the place of a recorded one.
 
@@ -245,4 +246,4 @@ def for_member(
     Raises:
         ModelError: shapes are not known, or a part would be written into.
     """
-    return _Member(recorded, module, ways, group).write()
+    return _MemberGraphWriter(recorded, module, ways, group).write()

@@ -1,34 +1,111 @@
-"""What recorded operations do to a dimension of which members have parts.
+"""Rules of recorded operations for a dimension that is sharded over members.
 
-A rule gets the operation, and how what it is given is divided. It says how the output is divided
-and, where the operation has sizes as constants, with which arguments a member calls it; ``None`` if
-the operation must be given whole values.
+A rule gets the operation, and how what it is given is divided (``ShardedDim``). It says how the
+output is divided and, where the operation has sizes as constants, with which arguments a member
+calls it; ``None`` if the operation must be given whole values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
-from penstock.engine.tensor.extents import Divided, reshaped
+
+class ShardedDim(NamedTuple):
+    """A dimension of ``outer × length × inner`` numbers, of which members have some of the
+    ``length``. Queries, keys and values of one linear layer are an ``outer`` of three; a feature of
+    a head that was repeated is an ``inner``.
+
+    Attributes:
+        dim: the dimension, from 0.
+        length: what is divided.
+        inner: numbers that stay together.
+        parts: how many of the ``length`` each member has.
+    """
+
+    dim: int
+    length: int
+    inner: int
+    parts: tuple[int, ...]
+
+    def outer(self, size: int) -> int:
+        """How many times the divided numbers lie one behind another in a whole dimension."""
+        return size // (self.length * self.inner)
+
+    def local(self, size: int, member: int) -> int:
+        """The numbers that a member has of a whole dimension of ``size``."""
+        return size // self.length * self.parts[member]
+
+    def at(self, dim: int) -> ShardedDim:
+        """The same in another place."""
+        return self._replace(dim=dim)
+
+    def alike(self, other: ShardedDim) -> bool:
+        """Whether members have the same numbers of a dimension of the same size."""
+        mine, theirs = (
+            (sharded.length * sharded.inner, *(part * sharded.inner for part in sharded.parts))
+            for sharded in (self, other)
+        )
+        return mine == theirs
+
+
+def _reshaped(
+    divided: ShardedDim, before: Sequence[int], after: Sequence[int]
+) -> ShardedDim | None:
+    """The sharded dimension of a value that is seen in another shape.
+
+    Args:
+        before, after: its whole shapes.
+
+    Returns:
+        ``None`` if no dimension of the new shape is divided in one piece.
+
+    >>> _reshaped(ShardedDim(2, 12, 1, (6, 6)), (5, 7, 12), (5, 7, 4, 3))
+    ShardedDim(dim=2, length=4, inner=1, parts=(2, 2))
+    >>> _reshaped(ShardedDim(1, 4, 1, (2, 2)), (5, 4, 7), (20, 7))
+    ShardedDim(dim=0, length=4, inner=1, parts=(2, 2))
+    >>> _reshaped(ShardedDim(2, 12, 1, (6, 6)), (5, 7, 12), (5, 7, 3, 4)) is None
+    True
+    """
+    # From how many numbers on one step in the divided places goes, and where they begin again.
+    step = divided.inner * prod(before[divided.dim + 1 :])
+    end = step * divided.length
+    for dim, size in enumerate(after):
+        below = prod(after[dim + 1 :])
+        if not below < end <= below * size:
+            continue
+        if below <= step:
+            if step % below or (below * size) % end:
+                return None
+            return divided._replace(dim=dim, inner=step // below)
+        # What is divided is cut in two, of which the outer one is divided still.
+        steps = below // step
+        if below % step or divided.length % steps or any(part % steps for part in divided.parts):
+            return None
+        if (below * size) % end:
+            return None
+        parts = tuple(part // steps for part in divided.parts)
+        return ShardedDim(dim, divided.length // steps, 1, parts)
+    return None
 
 
 class Rule(NamedTuple):
-    """What a member does.
+    """An operation as a member performs it.
 
     Attributes:
         divided: how the output is.
         arguments: to be given instead; ``None`` for the same.
     """
 
-    divided: Divided | None
+    divided: ShardedDim | None
     arguments: tuple[Any, ...] | None = None
 
 
-Known = Mapping[fx.Node, Divided]
+Known = Mapping[fx.Node, ShardedDim]
 Find = Callable[[fx.Node, Known, int], Rule | None]
 
 
@@ -49,11 +126,15 @@ class _Plain(NamedTuple):
     hint: int
 
 
-def _first(node: fx.Node, known: Known) -> tuple[Divided, list[int]] | None:
+def _first(node: fx.Node, known: Known) -> tuple[ShardedDim, list[int]] | None:
     """How an operation's first argument is divided, and its shape; ``None`` unless it is, alone."""
     value = node.args[0]
-    others = [one for one in node.all_input_nodes if one is not value]
-    if not isinstance(value, fx.Node) or value not in known or any(one in known for one in others):
+    others = [other for other in node.all_input_nodes if other is not value]
+    if (
+        not isinstance(value, fx.Node)
+        or value not in known
+        or any(other in known for other in others)
+    ):
         return None
     shape = shape_of(value)
     return None if shape is None else (known[value], shape)
@@ -69,7 +150,7 @@ def _pointwise(node: fx.Node, known: Known, _: int) -> Rule | None:
     output = shape_of(node)
     if output is None or torch.Tag.nondeterministic_seeded in node.target.tags:  # type: ignore[union-attr]
         return None
-    agreed: Divided | None = None
+    agreed: ShardedDim | None = None
     for value in node.all_input_nodes:
         if value in known:
             shape = shape_of(value)
@@ -94,7 +175,7 @@ def _size_at(value: fx.Node, place: int) -> int | None:
 
 
 def _with_size(
-    node: fx.Node, argument: int, place: int, divided: Divided, whole: int, member: int
+    node: fx.Node, argument: int, place: int, divided: ShardedDim, whole: int, member: int
 ) -> tuple[Any, ...] | None:
     """Arguments with a member's size in the place of the whole one; ``None`` if it is computed."""
     sizes = list(node.args[argument])  # type: ignore[arg-type]
@@ -109,7 +190,7 @@ def _viewed(node: fx.Node, known: Known, member: int) -> Rule | None:
     given, output = _first(node, known), shape_of(node)
     if given is None or output is None:
         return None
-    divided = reshaped(*given, output)
+    divided = _reshaped(*given, output)
     if divided is None:
         return None
     if _bare(node) == "flatten":
@@ -177,7 +258,7 @@ def _one_of(node: fx.Node, known: Known, _: int) -> Rule | None:
 
 
 def _elsewhere(node: fx.Node, known: Known, _: int) -> Rule | None:
-    """What works along one dimension, which is the second argument, and must not be divided."""
+    """Works along one dimension, which is the second argument, and must not be divided."""
     given = _first(node, known)
     if given is None:
         return None
@@ -216,10 +297,10 @@ def _concatenated(node: fx.Node, known: Known, _: int) -> Rule | None:
     values: Sequence[Any] = node.args[0]  # type: ignore[assignment]
     output = shape_of(node)
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-    if output is None or not isinstance(dim, int) or any(one not in known for one in values):
+    if output is None or not isinstance(dim, int) or any(value not in known for value in values):
         return None
     first = known[values[0]]
-    fit = all(known[one].dim == first.dim and known[one].alike(first) for one in values)
+    fit = all(known[value].dim == first.dim and known[value].alike(first) for value in values)
     return Rule(first) if fit and dim % len(output) != first.dim else None
 
 
@@ -229,32 +310,34 @@ def _multiplied(node: fx.Node, known: Known, _: int) -> Rule | None:
     matrices, output = node.args[: 3 if attends else 2], shape_of(node)
     if attends and (node.kwargs.get("dropout_p") or any(node.args[4:5])):
         return None  # the mask would be that of other heads
-    if output is None or not all(isinstance(one, fx.Node) and one in known for one in matrices):
+    if output is None or not all(
+        isinstance(matrix, fx.Node) and matrix in known for matrix in matrices
+    ):
         return None
-    divided = [known[one] for one in matrices]  # type: ignore[index]
-    shapes = [shape_of(one) for one in matrices]  # type: ignore[arg-type]
+    divided = [known[matrix] for matrix in matrices]  # type: ignore[index]
+    shapes = [shape_of(matrix) for matrix in matrices]  # type: ignore[arg-type]
     first, place = divided[0], divided[0].dim - len(output)
     # Keys may have fewer heads than queries; then each of theirs is for several in a row.
     grouped = bool(node.kwargs.get("enable_gqa"))
-    fit = place < -2 and all(one.dim == first.dim for one in divided)
-    fit = fit and all(one is not None and len(one) == len(output) for one in shapes)
-    if not fit or not (grouped or all(one.alike(first) for one in divided)):
+    fit = place < -2 and all(own.dim == first.dim for own in divided)
+    fit = fit and all(shape is not None and len(shape) == len(output) for shape in shapes)
+    if not fit or not (grouped or all(own.alike(first) for own in divided)):
         return None
-    if grouped and not _in_proportion(divided, [one[first.dim] for one in shapes if one]):
+    if grouped and not _in_proportion(divided, [shape[first.dim] for shape in shapes if shape]):
         return None
-    others = [one for one in node.all_input_nodes if one not in matrices]
+    others = [other for other in node.all_input_nodes if other not in matrices]
     for other in others:
         if other in known or _size_at(other, place) not in (None, 1):
             return None
     return Rule(first)
 
 
-def _in_proportion(divided: Sequence[Divided], sizes: Sequence[int]) -> bool:
+def _in_proportion(divided: Sequence[ShardedDim], sizes: Sequence[int]) -> bool:
     """Whether each member has the same share of all."""
     first, size = divided[0], sizes[0]
     return all(
-        one.local(own, member) * size == first.local(size, member) * own
-        for one, own in zip(divided, sizes, strict=True)
+        sharded.local(own, member) * size == first.local(size, member) * own
+        for sharded, own in zip(divided, sizes, strict=True)
         for member in range(len(first.parts))
     )
 

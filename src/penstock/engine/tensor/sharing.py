@@ -12,13 +12,19 @@ from torch import Tensor, nn
 from penstock.base.errors import ModelError, PenstockError
 from penstock.engine.device.accelerators import is_on_host
 from penstock.engine.model import tree
+from penstock.engine.model.spine import state_of
 from penstock.engine.tensor.chain import LayerSharing
-from penstock.engine.tensor.cuts import Cut
-from penstock.engine.tensor.dropout import DROPOUTS, PartChannelDropout, PartDropout
+from penstock.engine.tensor.divided_layers import DROPOUTS, ShardChannelDropout, ShardDropout
 from penstock.engine.tensor.first_run import Expected, difference, divided_dimension, on_one_device
-from penstock.engine.tensor.group import Group
+from penstock.engine.tensor.group import ShardSpec, TensorGroup
 from penstock.engine.tensor.layouts import ROWS, SEQUENCE, WHOLE, Layout, converted
-from penstock.engine.tensor.membership import Member, Membership, Outside, RecordedRegion, Region
+from penstock.engine.tensor.membership import (
+    GroupMember,
+    Membership,
+    RecordedRegion,
+    Region,
+    UndividedModule,
+)
 from penstock.engine.tensor.recorded import for_member
 from penstock.engine.tracing.layers import CapturedLayer
 
@@ -68,8 +74,8 @@ class FirstRun:
         except RuntimeError as error:
             if self._expected is None or isinstance(error, PenstockError):
                 raise
-            told = f"fails there ({type(error).__name__}: {error})"
-            raise ModelError(_refusal(how, told)) from error
+            trouble = f"fails there ({type(error).__name__}: {error})"
+            raise ModelError(_refusal(how, trouble)) from error
 
     def divided_dimension(self, output: Any, lies: Layout) -> Layout:
         """Along which dimension members have parts of an output that nobody has put together.
@@ -94,24 +100,24 @@ class FirstRun:
         if getattr(layer, "stashes", ()):
             output = output[0]
             expected = None if expected is None else expected._replace(output=expected.output[0])
-        told = ""
+        trouble = ""
         try:
             with torch.no_grad():
                 whole = converted(output, gives, WHOLE, layer.sharers, how.name)
         except RuntimeError as error:
             if isinstance(error, PenstockError):
                 raise
-            told = f"gives parts that do not fit together ({error})"
+            trouble = f"gives parts that do not fit together ({error})"
         self._due = False
-        if not told and expected is not None:
+        if not trouble and expected is not None:
             on_host = all(is_on_host(leaf.device) for leaf in tree.tensors(whole))
-            told = difference(whole, expected.output, draws_alike=on_host or not expected.drew)
-        if told:
-            self._refusal = _refusal(how, told)
+            trouble = difference(whole, expected.output, draws_alike=on_host or not expected.drew)
+        if trouble:
+            self._refusal = _refusal(how, trouble)
             raise ModelError(self._refusal)
 
 
-def _refusal(how: LayerSharing, told: str) -> str:
+def _refusal(how: LayerSharing, trouble: str) -> str:
     names = [f"{how.name}.{path}" if path else how.name for path in how.said]
     said = dict(zip(names, how.said.values(), strict=True))
     has = {ROWS: "some of its rows", SEQUENCE: "some of its positions"}.get(how.reads, "")
@@ -120,7 +126,7 @@ def _refusal(how: LayerSharing, told: str) -> str:
         why = f"each tensor rank has {has}, so what mixes them must be split, too"
     return (
         f"layer {how.name!r} does not compute what it computes on one device: split as "
-        f'{said}, it {told}; {why}. Split attention in it as "heads", or its projections as '
+        f'{said}, it {trouble}; {why}. Split attention in it as "heads", or its projections as '
         '"column" and "row", and let code between them take sizes from what it is given, as '
         '`unflatten(-1, (-1, head_width))` does; end a "column" with a "row" in the same layer; or '
         'let all tensor ranks repeat it ("whole")'
@@ -129,9 +135,12 @@ def _refusal(how: LayerSharing, told: str) -> str:
 
 def _whole_values(original: nn.Module, layer: SharedLayer) -> dict[int, Tensor]:
     """The whole parameters and buffers of a layer in main memory, by the ids of the user's."""
-    group, cuts = layer.sharers, {id(one): cut for one, cut in cut_tensors(original, layer.sharing)}
+    group, cuts = (
+        layer.sharers,
+        {id(tensor): cut for tensor, cut in cut_tensors(original, layer.sharing)},
+    )
     values: dict[int, Tensor] = {}
-    for theirs, ours in zip(_tensors_of(original), _tensors_of(layer), strict=True):
+    for (_, theirs), (_, ours) in zip(state_of(original), state_of(layer), strict=True):
         if id(theirs) in values:
             continue
         whole = ours.detach()
@@ -142,11 +151,6 @@ def _whole_values(original: nn.Module, layer: SharedLayer) -> dict[int, Tensor]:
         is_parameter = isinstance(theirs, nn.Parameter)
         values[id(theirs)] = nn.Parameter(whole, False) if is_parameter else whole
     return values
-
-
-def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
-    yield from (one for _, one in module.named_parameters(remove_duplicate=False))
-    yield from (one for _, one in module.named_buffers(remove_duplicate=False))
 
 
 class SharedLayer(nn.Module):
@@ -161,7 +165,7 @@ class SharedLayer(nn.Module):
     """
 
     sharing: LayerSharing
-    sharers: Group
+    sharers: TensorGroup
     region: Region
     first_run: FirstRun
 
@@ -180,7 +184,7 @@ class SharedLayer(nn.Module):
             return self._given(output)
 
     def _taken(self, value: Any, recalled: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """What comes to the layer, in the layouts that it reads."""
+        """Inputs of the layer, in the layouts that it reads."""
         how, group, name = self.sharing, self.sharers, self.sharing.name
         value = converted(value, how.have, how.reads, group, name)
         return value, {
@@ -189,7 +193,7 @@ class SharedLayer(nn.Module):
         }
 
     def _given(self, output: Any) -> Any:
-        """What goes from the layer, in the layout in which it leaves."""
+        """The output of the layer, in the layout in which it leaves."""
         how, group, name = self.sharing, self.sharers, self.sharing.name
         gives = how.gives
         if how.inner and self.region.inside:
@@ -229,7 +233,9 @@ class SlicedLayer(SharedLayer):
             return self._given(result[0]), result[1]
 
 
-def shared(layer: nn.Module, sharing: LayerSharing, group: Group, original: nn.Module) -> nn.Module:
+def shared(
+    layer: nn.Module, sharing: LayerSharing, group: TensorGroup, original: nn.Module
+) -> nn.Module:
     """Make a copy of a layer a member's own; its parameters must be parts already.
 
     Args:
@@ -247,9 +253,9 @@ def shared(layer: nn.Module, sharing: LayerSharing, group: Group, original: nn.M
             _become(module, way.kind, membership)
         elif isinstance(module, DROPOUTS):
             of_numbers = isinstance(module, nn.Dropout)
-            _become(module, PartDropout if of_numbers else PartChannelDropout, membership)
+            _become(module, ShardDropout if of_numbers else ShardChannelDropout, membership)
         elif sharing.inner and module._parameters:
-            _become(module, Outside, membership)
+            _become(module, UndividedModule, membership)
     if not sharing.is_plain:
         kind = type(layer)
         outside = SlicedLayer if hasattr(kind, "forward_slice") else SharedLayer
@@ -273,13 +279,13 @@ def _is_unknown(layer: nn.Module, sharing: LayerSharing) -> bool:
     return bool(sharing.inner) or sharing.own is not None or sharing.reads is not WHOLE
 
 
-def _become(module: nn.Module, kind: type[Member], membership: Membership) -> None:
+def _become(module: nn.Module, kind: type[GroupMember], membership: Membership) -> None:
     own = type(module)
     module.__class__ = type(own.__name__, (kind, own), {})
-    cast(Member, module).membership = membership
+    cast(GroupMember, module).membership = membership
 
 
-def cut_tensors(layer: nn.Module, sharing: LayerSharing) -> Iterator[tuple[Tensor, Cut]]:
+def cut_tensors(layer: nn.Module, sharing: LayerSharing) -> Iterator[tuple[Tensor, ShardSpec]]:
     """The parameters and buffers of a layer of which members have parts."""
     ways = {**sharing.inner, **({"": sharing.own} if sharing.own else {})}
     for path, way in ways.items():
@@ -292,7 +298,7 @@ def cut_tensors(layer: nn.Module, sharing: LayerSharing) -> Iterator[tuple[Tenso
         if way.bias and sharing.gives == way.features:  # it is added behind the sum
             bias = held.get(way.bias)
             if bias is not None:
-                yield bias, Cut(0)
+                yield bias, ShardSpec(0)
 
 
 def terms(layer: nn.Module, sharing: LayerSharing) -> Iterator[Tensor]:
@@ -301,7 +307,7 @@ def terms(layer: nn.Module, sharing: LayerSharing) -> Iterator[Tensor]:
     # What a divided layer has besides is added behind a sum, where the output lies.
     lies = sharing.reads if sharing.own is None else sharing.gives
     if lies is not WHOLE:
-        yield from (one for one in layer.parameters() if id(one) not in cut)
+        yield from (parameter for parameter in layer.parameters() if id(parameter) not in cut)
         return
     for path, way in sharing.inner.items():
         if way.alike:

@@ -1,11 +1,12 @@
 """Models that are no chain: traced, cut in execution order, run as a chain of layers.
 
 ``capture`` is the entrance. A traced graph (``graphs``) is cut where modules are called
-(``segments``); ``flow`` says what passes between the layers, and ``layers`` makes modules of them
-that hold the model's own parameters. Modules without children stay whole (``leaves``). Before
-anyone uses the result, it is run beside the model (``proof``), and what a trace does not see is
-looked for (``unseen``). A model that cannot be traced is told (``failing``) by the line of its own
-code (``lines``) and what to write there instead (``stories``).
+(``segments``, which say what passes between the layers, too), and ``layers`` makes modules of the
+pieces that hold the model's own parameters; ``inputs`` is what goes into the first of them. Modules
+without children stay whole (``exports``), and so do those whose code no graph can hold
+(``hidden``). Before anyone uses the result, it is run beside the model (``proof``), and what a
+trace does not see is looked for (``unseen``). A model that cannot be traced is told by the line of
+its own code and what to write there instead (``lines``).
 
 Decisions:
 

@@ -19,30 +19,28 @@ from penstock.core.example import Dynamic, Example, Granularity
 from penstock.engine.model import microbatches, tree
 from penstock.engine.model.batches import plain
 from penstock.engine.model.spine import run_spine
-from penstock.engine.tracing.examples import described
-from penstock.engine.tracing.failing import explained
-from penstock.engine.tracing.flow import ValueFlow, must_follow
-from penstock.engine.tracing.graphs import Given, Traced, UntraceableError, spread, trace
+from penstock.engine.tracing.graphs import Traced, UntraceableError, trace
 from penstock.engine.tracing.hidden import Whole
+from penstock.engine.tracing.inputs import Borders, Given, borders_of, described, spread
 from penstock.engine.tracing.layers import (
-    Borders,
     CapturedLayer,
-    Shape,
     adopt_the_rest,
     devices_of,
     dtypes_of,
+    number_units,
     program_of,
 )
-from penstock.engine.tracing.proof import check_equal, run_alone, with_other_rows
+from penstock.engine.tracing.proof import check_equal, explained, run_alone, with_other_rows
 from penstock.engine.tracing.segments import (
     LayerNodes,
+    ValueFlow,
     blocks_of,
     localise_sizes,
+    must_follow,
     segments_of,
 )
-from penstock.engine.tracing.settings import Settings
-from penstock.engine.tracing.units import number_units
 from penstock.engine.tracing.unseen import (
+    Settings,
     attributes_kept,
     check_constants,
     check_draws,
@@ -52,7 +50,7 @@ from penstock.engine.tracing.unseen import (
 
 
 @dataclass(frozen=True)
-class _Trace:
+class _ModelTraces:
     """A model's graphs, from which its layers can be built in any order.
 
     Attributes:
@@ -78,7 +76,7 @@ class _Trace:
         return [segment.name for segment in self.segments[True]]
 
     def flow(self, training: bool, order: Sequence[int]) -> ValueFlow:
-        """What passes between the layers if they run in an order."""
+        """The values that pass between the layers if they run in an order."""
         segments = self.segments[training]
         return ValueFlow(self.traced[training], [segments[index] for index in order])
 
@@ -99,7 +97,9 @@ class Captured(nn.Module):
     how: str
     dtypes: tuple[torch.dtype, ...]
 
-    def __init__(self, model: nn.Module, traces: _Trace, how: str, order: Sequence[int]) -> None:
+    def __init__(
+        self, model: nn.Module, traces: _ModelTraces, how: str, order: Sequence[int]
+    ) -> None:
         super().__init__()
         for kind in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[kind] = getattr(model, kind)
@@ -143,7 +143,7 @@ class Captured(nn.Module):
         self._tell_layers()  # its mode may have been switched at the model itself
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns; called as the model is, or with its inputs as one value."""
+        """Run the layers; called as the model is, or with its inputs as one value."""
         if kwargs and args:
             bound = self._traces.borders.signature.bind(*args, **kwargs)
             inputs: Any = dict(bound.arguments)
@@ -279,9 +279,11 @@ def _captured(
     with generators_of_python_kept():
         traced, how, settings = _traced_in_both_modes(model, given, dynamic, whole, verify)
     segments = _segments(model, traced, granularity)
-    borders = _borders(signature, given, traced, dynamic)
+    guards = {mode: graph.guards for mode, graph in traced.items()}
+    outputs = {mode: graph.output_structure for mode, graph in traced.items()}
+    borders = borders_of(signature, given, dynamic, guards, outputs)
     example = described(inputs, granularity, dynamic)
-    traces = _Trace(traced, segments, borders, settings, example)
+    traces = _ModelTraces(traced, segments, borders, settings, example)
     captured = Captured(model, traces, how, range(len(traces.names)))
     if verify:
         for training in (True, False):
@@ -429,30 +431,9 @@ def _segments(
     return {True: training, False: evaluation}
 
 
-def _borders(
-    signature: inspect.Signature, given: Given, traced: dict[bool, Traced], dynamic: Dynamic
-) -> Borders:
-    leaves, structure = tree.flatten(given)
-    fixed = 1 if dynamic == "rows" else None
-    return Borders(
-        signature=signature,
-        structure=structure,
-        leaves=tuple(_expected(leaf, fixed) for leaf in leaves),
-        guards={mode: graph.guards for mode, graph in traced.items()},
-        outputs={mode: graph.output_structure for mode, graph in traced.items()},
-    )
-
-
-def _expected(leaf: Any, fixed: int | None) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return Shape(
-        None if fixed is None or dimension < fixed else size
-        for dimension, size in enumerate(leaf.shape)
-    )
-
-
-def _layers(model: nn.Module, traces: _Trace, order: Sequence[int]) -> tuple[CapturedLayer, ...]:
+def _layers(
+    model: nn.Module, traces: _ModelTraces, order: Sequence[int]
+) -> tuple[CapturedLayer, ...]:
     flows = {training: traces.flow(training, order) for training in (True, False)}
     layers = []
     for index, segment in enumerate(flows[True].segments):

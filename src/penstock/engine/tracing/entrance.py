@@ -20,25 +20,25 @@ from penstock.base.errors import InputError, ModelError
 from penstock.engine.device.crossing import give_memory
 from penstock.engine.model import tree
 from penstock.engine.tracing.captured import Captured, capture
-from penstock.engine.tracing.examples import inputs_like
+from penstock.engine.tracing.inputs import inputs_like
 from penstock.engine.tracing.layers import devices_of, dtypes_of
 from penstock.planning.plans import Plan
 
 _KEPT = "_penstock_captured"
 
 
-class _Kept:
+class _OnModel:
     """Holds a captured model on the model. A copy or a file of the model gets an empty one: layers
     compute with the parameters of the model that they were made of."""
 
     def __init__(self, captured: Captured | None = None) -> None:
         self.captured = captured
 
-    def __deepcopy__(self, memo: Any) -> _Kept:
-        return _Kept()
+    def __deepcopy__(self, memo: Any) -> _OnModel:
+        return _OnModel()
 
-    def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:
-        return _Kept, ()
+    def __reduce__(self) -> tuple[type[_OnModel], tuple[()]]:
+        return _OnModel, ()
 
 
 def traced_for_profile(model: nn.Module, inputs: Any) -> Captured:
@@ -56,7 +56,7 @@ def traced_for_profile(model: nn.Module, inputs: Any) -> Captured:
             captured = capture(model, inputs, dynamic="all", verify=verify)
     if captured is None:
         captured = capture(model, inputs, verify=verify)
-    model.__dict__[_KEPT] = _Kept(captured)
+    model.__dict__[_KEPT] = _OnModel(captured)
     return captured
 
 
@@ -77,7 +77,7 @@ def as_planned(model: nn.Module, plan: Plan) -> Captured | None:
         ModelError: the model cannot be traced any more.
     """
     kept = model.__dict__.get(_KEPT)
-    captured: Captured | None = kept.captured if isinstance(kept, _Kept) else None
+    captured: Captured | None = kept.captured if isinstance(kept, _OnModel) else None
     if captured is None or not _is_for(captured, plan):
         if plan.example is None:
             return None
@@ -90,7 +90,7 @@ def as_planned(model: nn.Module, plan: Plan) -> Captured | None:
                 dynamic=plan.example.dynamic,
                 verify=False,
             )
-        model.__dict__[_KEPT] = _Kept(captured)
+        model.__dict__[_KEPT] = _OnModel(captured)
     if captured.names != plan.layers and sorted(captured.names) == sorted(plan.layers):
         return captured.ordered(plan.layers)
     return captured
@@ -100,7 +100,9 @@ def as_planned(model: nn.Module, plan: Plan) -> Captured | None:
 def _off_meta(model: nn.Module) -> Iterator[None]:
     """A context in which what is on ``meta`` has memory on the host. No tracer reads or writes its
     values, so the system gives no pages for it."""
-    tensors = {id(one): one for one in (*model.parameters(), *model.buffers()) if one.is_meta}
+    tensors = {
+        id(tensor): tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_meta
+    }
     try:
         for tensor in tensors.values():
             give_memory(tensor, torch.empty_like(tensor, device="cpu"))

@@ -1,10 +1,20 @@
-"""Tracing a model: ``torch.export`` first, ``torch.fx`` if that fails."""
+"""Tracing a model: ``torch.export`` first, ``torch.fx`` if that fails.
+
+Where an export fails, torch prints whole graphs; our error says what matters. ``sys.stderr``
+belongs to all threads, so it stays as it is. The module of torch that prints the graph is given a
+``print`` of its own while anybody exports; it leaves out the graphs of those threads that asked for
+it (``without_dumps``).
+"""
 
 from __future__ import annotations
 
-import inspect
+import builtins
+import contextlib
+import logging
+import sys
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -14,16 +24,64 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from penstock.base.errors import InputError, ModelError
+from penstock.base.errors import ModelError
 from penstock.core.example import Dynamic
 from penstock.engine.device.accelerators import generators_kept
 from penstock.engine.model import tree
-from penstock.engine.tracing.buffers import write_buffers_early
+from penstock.engine.model.spine import state_of
+from penstock.engine.tracing.exports import OpaqueError, WholeModules, write_buffers_early
 from penstock.engine.tracing.hidden import Whole
-from penstock.engine.tracing.hush import without_dumps
-from penstock.engine.tracing.leaves import OpaqueError, WholeModules
-from penstock.engine.tracing.lines import lines_of
-from penstock.engine.tracing.stories import Failure, asks_its_mask
+from penstock.engine.tracing.inputs import Given
+from penstock.engine.tracing.lines import TraceFailure, asks_its_mask, causes_of, lines_of
+
+_WARNS = "torch.fx.experimental.symbolic_shapes"
+_COMPLAINS = "torch._subclasses.fake_tensor"
+"""Logs whole tracebacks of errors, which our own error has as its cause."""
+
+_LOCK = threading.Lock()
+_HUSHED: Counter[int] = Counter()
+"""How often each thread is inside ``without_dumps``; the last to leave restores what is shared."""
+
+
+@contextlib.contextmanager
+def without_dumps() -> Iterator[None]:
+    """While active, the graph that ``torch.export`` prints with an error in this thread is not
+    shown, nor what it logs about sizes and tensors without values. All else is written as ever,
+    also by other threads."""
+    # It takes a second, and only who captures a model needs it.
+    import torch.export._trace as prints
+
+    thread = threading.get_ident()
+
+    def lets_through(record: logging.LogRecord) -> bool:
+        most = logging.ERROR if record.name == _COMPLAINS else logging.WARNING
+        return record.thread != thread or record.levelno > most
+
+    loggers = [logging.getLogger(name) for name in (_WARNS, _COMPLAINS)]
+    for logger in loggers:
+        logger.addFilter(lets_through)
+    with _LOCK:
+        _HUSHED[thread] += 1
+        vars(prints)["print"] = _print
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(lets_through)
+        with _LOCK:
+            _HUSHED.subtract([thread])
+            if not _HUSHED[thread]:
+                del _HUSHED[thread]
+            if not _HUSHED:
+                del vars(prints)["print"]
+
+
+def _print(*values: Any, **options: Any) -> None:
+    dump = getattr(sys.exc_info()[1], "partial_fx_graph", None)
+    is_dump = dump is not None and any(value is dump for value in values)
+    if not is_dump or threading.get_ident() not in _HUSHED:
+        builtins.print(*values, **options)  # noqa: T201 - torch's own words
+
 
 _EXPORTING = threading.RLock()
 """torch keeps what it exports in globals; two exports at a time fail in one of the threads."""
@@ -62,55 +120,6 @@ class Traced:
     guards: Callable[..., Any] | None
 
 
-Given = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-def spread(signature: inspect.Signature, inputs: Any) -> Given:
-    """The (args, kwargs) with which ``forward`` is called for the inputs of a pipeline.
-
-    A tuple is spread over the arguments of ``forward``, a dictionary over its keywords, if they
-    fit; everything else, and what does not fit, is one argument.
-    """
-    tries: list[Given] = [((inputs,), {})]
-    if isinstance(inputs, tuple):
-        tries.insert(0, (inputs, {}))
-    elif isinstance(inputs, dict) and all(isinstance(key, str) for key in inputs):
-        tries.insert(0, ((), _as_declared(signature, inputs)))
-    for args, kwargs in tries:
-        try:
-            signature.bind(*args, **kwargs)
-        except TypeError:
-            continue
-        return args, kwargs
-    raise InputError(
-        f"forward{signature} cannot be called with these inputs{_misfits(signature, inputs)}; give "
-        "a tuple with its arguments, or a dictionary with its keywords"
-    )
-
-
-def _misfits(signature: inspect.Signature, inputs: Any) -> str:
-    """Which keywords are too many or too few, if the inputs are a dictionary."""
-    if not isinstance(inputs, dict):
-        return ""
-    parameters = signature.parameters.values()
-    named = [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
-    extra = [repr(key) for key in inputs if key not in {one.name for one in named}]
-    missing = [
-        repr(one.name) for one in named if one.default is one.empty and one.name not in inputs
-    ]
-    wrong = [f"it takes no {' and no '.join(extra)}"] if extra else []
-    wrong += [f"it needs {' and '.join(missing)}, too"] if missing else []
-    if extra == ["'labels'"]:
-        wrong.append("with loss=pk.model_loss, a model must take its labels")
-    return f": {'; '.join(wrong)}" if wrong else ""
-
-
-def _as_declared(signature: inspect.Signature, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Put keywords in the order in which ``forward`` declares them."""
-    own = [name for name in signature.parameters if name in inputs]
-    return {name: inputs[name] for name in (*own, *sorted(inputs.keys() - {*own}))}
-
-
 def trace(model: nn.Module, given: Given, dynamic: Dynamic, whole: Whole) -> tuple[Traced, str]:
     """Trace a model in its current mode; gives the graph and which tracer made it.
 
@@ -133,7 +142,7 @@ def trace(model: nn.Module, given: Given, dynamic: Dynamic, whole: Whole) -> tup
         except Exception as second:
             # What failed before anything was hidden says most of the model.
             failed = failed or UntraceableError(first, second)
-        has_a_remedy = asks_its_mask(Failure(model, first, lines_of(first)))
+        has_a_remedy = asks_its_mask(TraceFailure(model, first, lines_of(first)))
         if has_a_remedy or not whole.hide_what_failed(first):
             raise failed from failed.exported
 
@@ -159,12 +168,9 @@ def _exported(model: nn.Module, given: Given, dynamic: Dynamic, whole: Whole) ->
             modules = {name: module for name, module in modules.items() if name != hiding}
 
 
-def _opaque(error: BaseException | None) -> str | None:
-    while error is not None:
-        if isinstance(error, OpaqueError):
-            return error.name
-        error = error.__cause__ or error.__context__
-    return None
+def _opaque(error: BaseException) -> str | None:
+    causes = (cause.name for cause in causes_of(error) if isinstance(cause, OpaqueError))
+    return next(causes, None)
 
 
 def _export(model: nn.Module, given: Given, dynamic: Dynamic, whole: WholeModules) -> Traced:
@@ -271,8 +277,7 @@ def _is_idle(node: fx.Node) -> bool:
 
 def _constants(module: nn.Module, model: nn.Module) -> dict[str, Any]:
     """The values that a graph reads and that are neither parameters nor buffers of the model."""
-    state = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    state |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    state = {name for name, _ in state_of(model)}
     constants: dict[str, Any] = {}
     for node in module.graph.nodes:  # type: ignore[union-attr]
         if node.op == "get_attr" and node.target not in state:

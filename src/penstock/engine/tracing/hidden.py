@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.model import tree
-from penstock.engine.tracing.leaves import leaves_of
+from penstock.engine.tracing.exports import leaves_of
 from penstock.engine.tracing.lines import because, causes_of, is_models, lines_of
 
 _MOST_OF_THE_MODEL = 0.8
@@ -34,7 +34,7 @@ Run = Callable[[int], None]
 
 
 class UnseenShapesError(Exception):
-    """What a module returns cannot be told from what it is given."""
+    """The shapes that a module returns cannot be told from those that it is given."""
 
 
 class Whole:
@@ -73,7 +73,7 @@ class Whole:
         return True
 
     def seen(self) -> SeenCalls:
-        """What the hidden modules return, in the model's mode.
+        """Calls of the hidden modules, in the model's mode.
 
         Raises:
             UnseenShapesError: that cannot be told.
@@ -116,7 +116,7 @@ class _Seen:
 
 
 @dataclass(frozen=True)
-class _Size:
+class _SizeRule:
     """A dimension of an output: the product of some dimensions of an input tensor."""
 
     tensor: int
@@ -158,7 +158,7 @@ class SeenCalls:
         return partial(_like, sizes, first)
 
 
-Sizes = Sequence[int | _Size]
+Sizes = Sequence[int | _SizeRule]
 
 
 def _like(sizes: Sequence[Sizes | None], seen: _Seen, *args: Any, **kwargs: Any) -> Any:
@@ -238,7 +238,7 @@ def _size(
     pair: tuple[int, int],
     ours: Sequence[tuple[int, ...]],
     theirs: Sequence[tuple[int, ...]],
-) -> int | _Size:
+) -> int | _SizeRule:
     """How one dimension of an output follows from the inputs: an input's dimension in the same
     place, rather than another of its dimensions, rather than two of them together."""
     for wanted in ((place,), None):
@@ -249,7 +249,7 @@ def _size(
                 if max(dimensions) < count and pair == tuple(
                     prod(shape[at] for at in dimensions) for shape in shapes
                 ):
-                    return _Size(tensor, dimensions)
+                    return _SizeRule(tensor, dimensions)
     if pair[0] == pair[1]:
         return pair[0]
     raise UnseenShapesError(

@@ -1,20 +1,30 @@
-"""The layers of a traced model as modules: code for each mode, and the model's own parameters."""
+"""The layers of a traced model as modules: code for each mode, and the model's own parameters.
+
+A captured layer may be a single batch norm. Its input is all that it would keep anyway, and
+recomputing it costs time for nothing. So the layers of a block are recomputed as one
+(``RecomputedTogether``): between them nothing is kept. A block is an entry of a list of modules, as
+with ``granularity="block"``; outside of lists, and for what has no weight matrix of its own (norms,
+activations, pools), layers go with those before.
+"""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any, Self
 
 import torch
 from torch import Tensor, fx, nn
 
-from penstock.base.errors import InputError
 from penstock.engine.model import tree
 from penstock.engine.tracing.digests import digest_of, lines_of_constants, lines_of_graph
-from penstock.engine.tracing.flow import ValueFlow
-from penstock.engine.tracing.graphs import Traced, spread
+from penstock.engine.model.replay import Run
+from penstock.engine.model.spine import state_of
+from penstock.engine.tracing.graphs import Traced
+from penstock.engine.tracing.inputs import Borders
+from penstock.engine.tracing.segments import ValueFlow, called
 
 _COMPUTES_ON = "computes_on"
 """The attribute of a layer that its code reads where the model's code named a device."""
@@ -22,7 +32,7 @@ _COMPUTES_ON = "computes_on"
 
 @dataclass(frozen=True)
 class LayerProgram:
-    """What a layer does in one mode.
+    """The program of a layer in one mode.
 
     Attributes:
         run: from (layer, values) to the values behind the layer; in the last layer, the leaves of
@@ -137,110 +147,6 @@ def _compiled(graph: fx.Graph) -> Callable[..., Sequence[Any]]:
     return run
 
 
-@dataclass(frozen=True)
-class Borders:
-    """How the model is called and what it returns, for its first and last layer.
-
-    Attributes:
-        signature: the signature of the model's ``forward``.
-        structure: the structure of ``(args, kwargs)``.
-        leaves: their leaves: a ``Shape`` for each tensor, and all other values themselves.
-        guards: what checks the shapes of inputs, by whether the model is training.
-        outputs: the structure of what the model returns, by whether it is training.
-    """
-
-    signature: inspect.Signature
-    structure: tree.Structure
-    leaves: tuple[Any, ...]
-    guards: Mapping[bool, Callable[..., Any] | None]
-    outputs: Mapping[bool, tree.Structure]
-
-    def __deepcopy__(self, memo: Any) -> Self:
-        return self
-
-    def flat(self, inputs: Any, training: bool) -> list[Any]:
-        """The leaves of the inputs.
-
-        Raises:
-            InputError: they are not like those that the model was captured with.
-        """
-        leaves, structure = tree.flatten(spread(self.signature, inputs))
-        if structure != self.structure:
-            raise self._other_form(inputs, structure)
-        for position, (leaf, expected) in enumerate(zip(leaves, self.leaves, strict=True)):
-            if not _fits(leaf, expected):
-                what = tuple(leaf.shape) if isinstance(leaf, Tensor) else repr(leaf)
-                raise InputError(
-                    f"input {position} is {what}, but the model was captured with "
-                    f"{_text(expected)}; capture it with dynamic='all' for other lengths, or with "
-                    "these inputs"
-                )
-        guards = self.guards[training]
-        if guards is not None:
-            _ask(guards, leaves)
-        return leaves
-
-    def _other_form(self, inputs: Any, structure: tree.Structure) -> InputError:
-        """The error for inputs not nested like those of the capture; it names what differs."""
-        args, kwargs = tree.unflatten(list(self.leaves), self.structure)
-        expected = [*self.signature.bind(*args, **kwargs).arguments]
-        given = self._names(inputs) or expected
-        extra = [name for name in given if name not in expected]
-        missing = [name for name in expected if name not in given]
-        if not extra and not missing:
-            return InputError(
-                f"the inputs are nested as {_flat(structure)}, but the model was captured with "
-                f"{_flat(self.structure)}; give them in that form, or capture the model with these"
-            )
-        advice = [f"leave out {' and '.join(extra)}"] if extra else []
-        advice += [f"give {' and '.join(missing)} too"] if missing else []
-        return InputError(
-            f"the inputs are {', '.join(given)}, but the model was captured with "
-            f"{', '.join(expected)}; {' and '.join(advice)}, or capture the model with such inputs"
-        )
-
-    def _names(self, inputs: Any) -> list[str]:
-        if isinstance(inputs, dict):
-            return [*map(str, inputs)]
-        args, kwargs = spread(self.signature, inputs)
-        return [*self.signature.bind(*args, **kwargs).arguments]
-
-
-class Shape(tuple[int | None, ...]):
-    """The shape of a tensor; ``None`` where it may differ."""
-
-
-def _fits(leaf: Any, expected: Any) -> bool:
-    if not isinstance(expected, Shape):
-        return not isinstance(leaf, Tensor) and bool(leaf == expected)
-    if not isinstance(leaf, Tensor) or leaf.dim() != len(expected):
-        return False
-    pairs = zip(leaf.shape, expected, strict=True)
-    return all(wanted is None or size == wanted for size, wanted in pairs)
-
-
-def _flat(structure: tree.Structure) -> str:
-    return " ".join(str(structure).split())
-
-
-def _text(expected: Any) -> str:
-    if not isinstance(expected, Shape):
-        return repr(expected)
-    return "(" + ", ".join("any" if size is None else str(size) for size in expected) + ")"
-
-
-def _ask(guards: Callable[..., Any], leaves: list[Any]) -> None:
-    try:
-        guards(*leaves)
-    except (AssertionError, RuntimeError) as error:
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tree.tensors(leaves))
-        said = " ".join(str(error).split())[:200]
-        raise InputError(
-            f"inputs of shape {shapes} do not fit what the model was captured for: {said}; "
-            "capture it with inputs of such shapes"
-        ) from error
-
-
 class _Scope(nn.Module):
     """Stands for a module of the model that a layer holds only parts of."""
 
@@ -284,7 +190,7 @@ class CapturedLayer(nn.Module):
         self.spine_name = name
         self.kind = kind
         self.unit = 0
-        self.computes_on = next((t.device for _, t in _state(model)), torch.device("cpu"))
+        self.computes_on = next((t.device for _, t in state_of(model)), torch.device("cpu"))
         self._programs = dict(programs)
         self._borders = borders
         self._end = end
@@ -364,7 +270,7 @@ class CapturedLayer(nn.Module):
 
     @property
     def program(self) -> LayerProgram:
-        """What the layer does in its mode."""
+        """The program of the layer in its mode."""
         return self._programs[self.training]
 
     @property
@@ -399,18 +305,13 @@ def _last(key: str) -> str:
 
 def adopt_the_rest(model: nn.Module, layers: Sequence[CapturedLayer]) -> None:
     """Let the layer nearest by name hold state that no layer uses, so that checkpoints have it."""
-    held = {name: layer for layer in layers for name, _ in _state(layer)}
-    holders = {id(tensor): layer for layer in layers for _, tensor in _state(layer)}
-    for name, tensor in _state(model):
+    held = {name: layer for layer in layers for name, _ in state_of(layer)}
+    holders = {id(tensor): layer for layer in layers for _, tensor in state_of(layer)}
+    for name, tensor in state_of(model):
         if name not in held:
             nearest = max(held, key=lambda other: _shared_atoms(name, other), default=None)
             layer = holders.get(id(tensor)) or (held[nearest] if nearest else layers[0])
             layer.adopt(model, name)
-
-
-def _state(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
 
 
 def _shared_atoms(name: str, other: str) -> int:
@@ -424,10 +325,104 @@ def _shared_atoms(name: str, other: str) -> int:
 
 
 def dtypes_of(model: nn.Module) -> tuple[torch.dtype, ...]:
-    """What a trace assumes of a model's parameters and buffers."""
-    return tuple(tensor.dtype for _, tensor in _state(model))
+    """The dtypes of a model's parameters and buffers, which a trace assumes."""
+    return tuple(tensor.dtype for _, tensor in state_of(model))
 
 
 def devices_of(model: nn.Module) -> set[torch.device]:
     """Where a model's parameters and buffers are."""
-    return {tensor.device for _, tensor in _state(model)}
+    return {tensor.device for _, tensor in state_of(model)}
+
+
+def number_units(layers: Sequence[CapturedLayer], blocks: Sequence[str]) -> None:
+    """Set ``unit`` of each layer: equal for layers that are recomputed together.
+
+    Args:
+        layers: all layers of a captured model, in execution order.
+        blocks: the name of each layer's block.
+    """
+    unit = -1
+    for own in _runs(layers, blocks):
+        unit += 1 if unit < 0 or any(map(_weighs, own)) else 0
+        for layer in own:
+            layer.unit = unit
+
+
+def _runs(layers: Sequence[CapturedLayer], blocks: Sequence[str]) -> Iterator[list[CapturedLayer]]:
+    """Split layers into runs of one block; where the block is called again, another run begins."""
+    for _, group in itertools.groupby(zip(layers, blocks, strict=True), itemgetter(1)):
+        own: list[CapturedLayer] = []
+        met: set[str] = set()
+        for layer, _ in group:
+            name = called(layer.spine_name)
+            if name in met and _weighs(layer):
+                yield own
+                own, met = [], set()
+            own.append(layer)
+            met.add(name)
+        yield own
+
+
+def _weighs(layer: CapturedLayer) -> bool:
+    return any(parameter.dim() > 1 for parameter in layer.parameters())
+
+
+class RecomputedTogether:
+    """Consecutive layers that are recomputed as one."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.modules = tuple(modules)
+        self._paths: dict[tuple[bool, ...], dict[int, int]] = {}
+
+    def beside(self, run: Run) -> Run:
+        """Make a run that is not given what the layers only hand on, so that nobody keeps it.
+
+        Args:
+            run: runs the layers.
+        """
+
+        def run_the_rest(value: Any, recalled: dict[str, Any]) -> tuple[Any, bool, dict[str, Any]]:
+            path = self._path()
+            if not path:
+                return run(value, recalled)
+            passing = set(path.values())
+            rest = tuple(None if k in passing else leaf for k, leaf in enumerate(value))
+            output, drew, stashed = run(rest, recalled)
+            whole = (value[path[k]] if k in path else leaf for k, leaf in enumerate(output))
+            return tuple(whole), drew, stashed
+
+        return run_the_rest
+
+    def _path(self) -> dict[int, int]:
+        modes = tuple(module.training for module in self.modules)
+        if modes not in self._paths:
+            self._paths[modes] = _handed_on(self.modules)
+        return self._paths[modes]
+
+
+def units_of(modules: Sequence[nn.Module]) -> list[tuple[int, int]]:
+    """(start, stop) of layers that are recomputed together; one that is not captured is alone."""
+    keys = [
+        ("captured", module.unit) if isinstance(module, CapturedLayer) else ("alone", index)
+        for index, module in enumerate(modules)
+    ]
+    groups = [list(group) for _, group in itertools.groupby(range(len(keys)), keys.__getitem__)]
+    return [(group[0], group[-1] + 1) for group in groups]
+
+
+def _handed_on(modules: Sequence[nn.Module]) -> dict[int, int]:
+    """For each value that layers hand on untouched in their modes: its position in their output,
+    and as the dictionary's value that in their input."""
+    programs = [module.program for module in modules if isinstance(module, CapturedLayer)]
+    if len(programs) < len(modules) or any(program.uses is None for program in programs):
+        return {}
+    origins: list[int | None] = list(range(programs[0].num_inputs))
+    used: set[int | None] = set()
+    for program in programs:
+        used.update(origins[position] for position in program.uses or ())
+        origins = [None if position is None else origins[position] for position in program.hands_on]
+    return {
+        position: origin
+        for position, origin in enumerate(origins)
+        if origin is not None and origin not in used
+    }

@@ -1,4 +1,7 @@
-"""The check that a captured model computes what the model computes."""
+"""The check that a captured model computes what the model does, and the error if none was captured.
+
+That error names the line of the model's code, and what helps.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,9 @@ from penstock.base.errors import InputError, ModelError
 from penstock.engine.device.accelerators import generators_kept
 from penstock.engine.model import microbatches, tree
 from penstock.engine.model.replay import put_back, saved_buffers
-from penstock.engine.tracing.graphs import Given, short
-from penstock.engine.tracing.lines import because, lines_of
+from penstock.engine.tracing.graphs import UntraceableError, short
+from penstock.engine.tracing.inputs import Given
+from penstock.engine.tracing.lines import PAGE, TraceFailure, because, lines_of, remedy_of
 from penstock.engine.tracing.unseen import (
     HookWatch,
     attributes_kept,
@@ -53,7 +57,7 @@ def check_equal(
     rows = microbatches.num_rows(list(given), "inputs")
     for given_rows in (given, with_other_rows(given)):
         other = microbatches.num_rows(list(given_rows), "inputs")
-        what = f"{type(model).__name__} with {other} rows"
+        run = f"{type(model).__name__} with {other} rows"
         watch = HookWatch(calm)
         try:
             with watch, attributes_kept(model, calm) as changed:
@@ -61,16 +65,16 @@ def check_equal(
         except Exception as error:
             where = because(lines_of(error))
             if other == rows:
-                raise ModelError(f"{what} fails: {short(error)}{where}") from error
+                raise ModelError(f"{run} fails: {short(error)}{where}") from error
             raise ModelError(
-                f"{what} fails, where {rows} were given: {type(error).__name__}: {error}{where}. "
+                f"{run} fails, where {rows} were given: {type(error).__name__}: {error}{where}. "
                 f"Microbatches may be of any size. {_MEND}"
             ) from error
         try:
             output, moved = _run(model, captured, given_rows)
         except Exception as error:
             raise ModelError(
-                f"{what} cannot be run layer by layer, though the model can: "
+                f"{run} cannot be run layer by layer, though the model can: "
                 f"{type(error).__name__}: {error}. "
                 f"{_BY_ROW if isinstance(error, InputError) else _MEND}"
             ) from error
@@ -79,7 +83,7 @@ def check_equal(
             differs = "buffers, such as running statistics, differ"
         if differs is not None:
             raise ModelError(
-                f"{what}, run layer by layer, is another model: {differs}. "
+                f"{run}, run layer by layer, is another model: {differs}. "
                 f"{_UNSEEN if other == rows else f'{_MEND}; or: {_UNSEEN}'}"
             )
         if model.training:
@@ -110,7 +114,7 @@ def with_other_rows(given: Given) -> Given:
 
 
 def _run(holder: nn.Module, runs: nn.Module, given: Given) -> tuple[Any, list[Tensor]]:
-    """What a module returns, and the holder's buffers after that; they are put back."""
+    """Run a module; gives its output, and the holder's buffers after that, which are put back."""
     before = saved_buffers(holder.modules())
     args, kwargs = tree.replace(Tensor, Tensor.clone, given)  # it may overwrite its inputs
     with generators_kept(tensor.device for tensor in tree.tensors(given)), torch.enable_grad():
@@ -150,3 +154,63 @@ def _all_close(actual: list[Tensor], expected: list[Tensor]) -> bool:
         if not torch.allclose(tensor, wanted, tolerance, tolerance * scale, equal_nan=True):
             return False
     return True
+
+
+_SPINE = (
+    f"give the model a method `spine(self)` that returns its layers in execution order (see {PAGE})"
+)
+
+
+def explained(model: nn.Module, given: Given, failed: UntraceableError) -> ModelError:
+    """Make the error for a model that no tracer could follow; what tracers said is behind its
+    ``__cause__``.
+
+    Args:
+        model: it is run on the inputs, to see whether it works at all.
+        given: the inputs.
+        failed: what the tracers said.
+    """
+    name = type(model).__name__
+    own = _own_error(model, given)
+    if own is not None:
+        error = ModelError(
+            f"{name} fails on these inputs, before anything is traced: {short(own)}"
+            f"{because(lines_of(own))}. Give inputs that `model(...)` takes"
+            f"{_what_it_lacks(model, given)}"
+        )
+        error.__cause__ = own
+        return error
+    lines = lines_of(failed.exported)
+    remedy = remedy_of(TraceFailure(model, failed.exported, lines))
+    if remedy is None:
+        error = ModelError(
+            f"{name} can be traced neither by torch.export ({short(failed.exported)}) nor by "
+            f"torch.fx ({short(failed.symbolic)}){because(lines)}. Change that, or {_SPINE}"
+        )
+    else:
+        error = ModelError(f"{name} cannot be traced{because(lines)}: {remedy}. Or {_SPINE}")
+        # Dozens of frames of a tracer, which say less than the line.
+        failed.exported.__traceback__ = None
+    failed.exported.add_note(f"torch.fx: {short(failed.symbolic)}")
+    error.__cause__ = failed.exported
+    return error
+
+
+def _own_error(model: nn.Module, given: Given) -> Exception | None:
+    """The error that the model raises without any tracer; ``None`` if it works."""
+    try:
+        run_alone(model, given)
+    except Exception as error:
+        return error
+    return None
+
+
+def _what_it_lacks(model: nn.Module, given: Given) -> str:
+    _, keywords = given
+    both_sides = getattr(getattr(model, "config", None), "is_encoder_decoder", False) is True
+    if both_sides and not {"labels", "decoder_input_ids", "decoder_inputs_embeds"} & {*keywords}:
+        return (
+            "; an encoder–decoder model takes decoder_input_ids beside input_ids, or labels, of "
+            "which it makes them"
+        )
+    return ""

@@ -1,7 +1,12 @@
-"""From a traced graph to layers: which nodes go together, and what passes between them."""
+"""From a traced graph to layers: which nodes go together, and what passes between them.
+
+``segments_of`` cuts a graph into layers; ``ValueFlow`` has the values that live between these, in
+one order of them.
+"""
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -12,6 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from penstock.core.example import Granularity
+from penstock.engine.tracing.exports import gives_alias, written_arguments
 from penstock.engine.tracing.graphs import Traced
 
 _NO_WORK = (nn.Identity, nn.Flatten, nn.Unflatten)
@@ -164,9 +170,9 @@ def _overwritten_views(
     order = {node: place for place, node in enumerate(layer_of)}
     families: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node in layer_of:
-        base = base_of(node)
+        base = _base_of(node)
         for value in overwritten(node, model):
-            root = base_of(value)
+            root = _base_of(value)
             family = families[root]
             others = [member for member in (root, *family) if member is not value]
             read_later = any(
@@ -188,13 +194,8 @@ def overwritten(node: fx.Node, model: nn.Module) -> list[fx.Node]:
         works_in_place = getattr(model.get_submodule(str(node.target)), "inplace", False)
         return list(node.all_input_nodes[:1]) if works_in_place else []
     if isinstance(node.target, torch._ops.OpOverload):
-        return [
-            value
-            for value, argument in zip(node.args, node.target._schema.arguments, strict=False)
-            if isinstance(value, fx.Node)
-            and argument.alias_info is not None
-            and argument.alias_info.is_write
-        ]
+        written = written_arguments(node, node.target)
+        return [value for value in written if isinstance(value, fx.Node)]
     in_place = node.op == "call_method" and str(node.target).rstrip("_") != node.target
     in_place |= node.kwargs.get("inplace") is True or node.target in _IN_PLACE_OPERATORS
     return list(node.all_input_nodes[:1]) if in_place else []
@@ -205,7 +206,7 @@ _IN_PLACE_OPERATORS = frozenset(
 )
 
 
-def base_of(node: fx.Node) -> fx.Node:
+def _base_of(node: fx.Node) -> fx.Node:
     """The first value whose memory a node's value is known to share."""
     while True:
         source = _viewed(node)
@@ -222,16 +223,15 @@ def _viewed(node: fx.Node) -> fx.Node | None:
         return node.args[0] if node.args[0].op == "call_function" else None
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
-    shares = any(result.alias_info is not None for result in node.target._schema.returns)
-    return node.args[0] if shares else None
+    return node.args[0] if gives_alias(node.target) else None
 
 
-def is_value(node: fx.Node) -> bool:
+def _is_value(node: fx.Node) -> bool:
     """Whether a node's value may pass between layers; what a model holds does not."""
     return node.op not in {"get_attr", "output"}
 
 
-def is_number(node: fx.Node) -> bool:
+def _is_number(node: fx.Node) -> bool:
     """Whether a node gives a number, such as the rows of a tensor."""
     return isinstance(node.meta.get("val"), int | float | bool | torch.SymInt | torch.SymFloat)
 
@@ -244,7 +244,7 @@ def localise_sizes(traced: Traced, segments: Iterable[LayerNodes]) -> None:
         known: dict[Any, fx.Node] = {}
         for node in list(segment.nodes):
             for value in node.all_input_nodes:
-                if not is_number(value) or value in own:
+                if not _is_number(value) or value in own:
                     continue
                 wanted = str(value.meta["val"])
                 if wanted not in known:
@@ -265,9 +265,118 @@ def _dimension_of_size(wanted: str, nodes: Sequence[fx.Node]) -> tuple[fx.Node, 
     for node in nodes:
         for value in node.all_input_nodes:
             tensor = value.meta.get("val")
-            if value in own or not is_value(value) or not isinstance(tensor, Tensor):
+            if value in own or not _is_value(value) or not isinstance(tensor, Tensor):
                 continue
             for dimension, size in enumerate(tensor.shape):
                 if str(size) == wanted:
                     return value, dimension
     return None
+
+
+class ValueFlow:
+    """The values that live between the layers of a traced model.
+
+    Args:
+        segments: the nodes of each layer, in an order in which layers can run.
+
+    Attributes:
+        inputs: the model's inputs, one node for each leaf.
+        outputs: what the model returns, flat; constants stand for themselves.
+        live: for every layer but the last, the values behind it that a later one reads, in the
+            order in which they were made.
+        maker: the index of the layer that makes a value.
+        last_reader: the index of the last layer that reads a value, if that is a later one.
+    """
+
+    def __init__(self, traced: Traced, segments: Sequence[LayerNodes]) -> None:
+        self.segments = tuple(segments)
+        nodes = list(traced.graph.nodes)
+        self.inputs = [node for node in nodes if node.op == "placeholder"]
+        (given,) = nodes[-1].args
+        assert isinstance(given, list | tuple)
+        self.outputs = list(given)
+        self.maker = {
+            node: index for index, segment in enumerate(segments) for node in segment.nodes
+        }
+        self.last_reader = self._last_readers(nodes[-1])
+        order = [*self.inputs, *(node for segment in segments for node in segment.nodes)]
+        self.live: list[list[fx.Node]] = [
+            [
+                node
+                for node in order
+                if self.maker.get(node, -1) <= index < self.last_reader.get(node, -1)
+            ]
+            for index in range(len(segments) - 1)
+        ]
+
+    def _last_readers(self, output: fx.Node) -> dict[fx.Node, int]:
+        last: dict[fx.Node, int] = {}
+        for index, segment in enumerate(self.segments):
+            for node in segment.nodes:
+                last.update((value, index) for value in node.all_input_nodes if _is_value(value))
+        end = len(self.segments) - 1
+        last.update((value, end) for value in output.all_input_nodes if _is_value(value))
+        return {value: index for value, index in last.items() if self.maker.get(value, -1) < index}
+
+    def reads(self, index: int) -> list[fx.Node]:
+        """The values that a layer reads of earlier layers and of the model's inputs."""
+        nodes = self.segments[index].nodes
+        values = [value for node in nodes for value in node.all_input_nodes]
+        if index == len(self.segments) - 1:
+            values += [value for value in self.outputs if isinstance(value, fx.Node)]
+        return [
+            value
+            for value in dict.fromkeys(values)
+            if _is_value(value) and self.maker.get(value, -1) != index
+        ]
+
+    def sources(self, index: int) -> list[int]:
+        """The indices of the layers that made the tensors that a layer reads."""
+        made = (
+            self.maker[value]
+            for value in self.reads(index)
+            if value in self.maker and not _is_number(value)
+        )
+        return sorted(set(made))
+
+
+def must_follow(model: nn.Module, flow: ValueFlow) -> list[set[int]]:
+    """For each layer, the indices of those that have to run before it.
+
+    Besides data, what overwrites a value or moves statistics keeps its order.
+    """
+    before: list[set[int]] = [
+        {flow.maker[value] for value in flow.reads(index) if value in flow.maker}
+        for index in range(len(flow.segments))
+    ]
+    written = {
+        _memory(value)
+        for segment in flow.segments
+        for node in segment.nodes
+        for value in overwritten(node, model)
+    }
+    users: Mapping[object, list[int]] = defaultdict(list)
+    for index, segment in enumerate(flow.segments):
+        for key in _kept_in_order(segment, model, written):
+            users[key].append(index)
+    for indices in users.values():
+        for first, second in itertools.pairwise(indices):
+            before[second].add(first)
+    return before
+
+
+def _memory(node: fx.Node) -> object:
+    base = _base_of(node)
+    # Each use of a buffer has a node of its own; its name is what they share.
+    return base.target if base.op == "get_attr" else base
+
+
+def _kept_in_order(segment: LayerNodes, model: nn.Module, written: set[object]) -> set[object]:
+    keys: set[object] = set()
+    for node in segment.nodes:
+        keys |= {_memory(value) for value in (node, *node.all_input_nodes)} & written
+        if node.op == "call_module":
+            module = model.get_submodule(str(node.target))
+            if any(True for _ in module.buffers()):
+                keys.add(module)
+    return keys

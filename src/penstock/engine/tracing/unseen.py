@@ -1,14 +1,17 @@
-"""What a forward does that tracing does not see, though its output may look right.
+"""Doings of a forward that tracing does not see, though its output may look right.
 
 Numbers that Python or numpy draws are constants in a graph. What only a backward does, as a
 function of its own or a hook on a tensor, is in no graph at all, nor are attributes that a forward
-sets. Modules that stay whole may do all of that: they are called as they are.
+sets. Of numbers and words that a forward reads from its modules a graph keeps what they were
+(``Settings``). Modules that stay whole may do all of that: they are called as they are.
 """
 
 from __future__ import annotations
 
+import inspect
 import random
 import sys
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -24,10 +27,9 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from penstock.base.errors import ModelError
 from penstock.engine.model import tree
-from penstock.engine.tracing.lines import CodeLine, is_models, running_line
-from penstock.engine.tracing.stories import PAGE
+from penstock.engine.tracing.lines import PAGE, CodeLine, is_models, running_line
 
-TORCHS_OWN = frozenset({*vars(nn.Module()), "forward"})
+_TORCHS_OWN = frozenset({*vars(nn.Module()), "forward"})
 """Attributes that every module has, among them those that hold parameters, buffers and children."""
 _WHOLE = "in a module without children, which is called as it is"
 
@@ -254,14 +256,14 @@ def _lengths(module: nn.Module) -> dict[str, int]:
     return {
         name: len(value)
         for name, value in held
-        if isinstance(value, list | set | dict) and name not in TORCHS_OWN
+        if isinstance(value, list | set | dict) and name not in _TORCHS_OWN
     }
 
 
 def _put_back(module: nn.Module, attributes: dict[str, Any], lengths: dict[str, int]) -> list[str]:
     """Undo what has become of a module's attributes; gives their names."""
     now = vars(module)
-    changed = [name for name in now if name not in TORCHS_OWN and _is_new(name, attributes, now)]
+    changed = [name for name in now if name not in _TORCHS_OWN and _is_new(name, attributes, now)]
     grown = [name for name in lengths if len(attributes[name]) > lengths[name]]
     for name in grown:
         if isinstance(attributes[name], list):
@@ -281,3 +283,116 @@ def _is_new(name: str, before: dict[str, Any], now: dict[str, Any]) -> bool:
     if isinstance(value, int | float | str):
         return bool(before[name] != value)
     return before[name] is not value
+
+
+_MISSING = object()
+_WATCHING = threading.Lock()
+"""Who watches replaces what all modules have in common, so only one may at a time."""
+
+
+class Settings:
+    """Which attributes a model's code read while it was traced, and what they were.
+
+    Modules that stay whole have none: they are called as they are, and read theirs anew each time.
+
+    Attributes:
+        read: by the name of a module and of its attribute, the values that were read; several if
+            the two modes differ.
+    """
+
+    def __init__(self) -> None:
+        self.read: dict[tuple[str, str], list[Any]] = {}
+
+    @contextmanager
+    def watching(self, model: nn.Module, calm: Collection[nn.Module]) -> Iterator[None]:
+        """A context in which what a model's code reads of its modules is noted, but for what it
+        sets itself.
+
+        Args:
+            model: the model.
+            calm: the modules that stay whole.
+        """
+        whole = {id(module) for module in calm}
+        names = {
+            id(module): name for name, module in model.named_modules() if id(module) not in whole
+        }
+        written: set[tuple[str, str]] = set()
+        set_it = nn.Module.__setattr__
+
+        def is_own(module: nn.Module, attribute: str) -> bool:
+            known = id(module) in names and attribute not in _TORCHS_OWN
+            return known and is_models(sys._getframe(2))
+
+        def read(module: nn.Module, attribute: str) -> Any:
+            value = object.__getattribute__(module, attribute)
+            simple = isinstance(value, bool | int | float | str | None)
+            if simple and is_own(module, attribute) and _held(module, attribute) is value:
+                values = self.read.setdefault((names[id(module)], attribute), [])
+                if not _is_among(value, values):
+                    values.append(value)
+            return value
+
+        def write(module: nn.Module, attribute: str, value: Any) -> None:
+            if is_own(module, attribute):
+                written.add((names[id(module)], attribute))
+            set_it(module, attribute, value)
+
+        with _WATCHING:
+            # Attributes that a module has never come to ``__getattr__``, which tracers replace.
+            nn.Module.__getattribute__ = read  # type: ignore[method-assign,assignment]
+            nn.Module.__setattr__ = write  # type: ignore[method-assign,assignment]
+            try:
+                yield
+            finally:
+                del nn.Module.__getattribute__
+                nn.Module.__setattr__ = set_it  # type: ignore[method-assign]
+        for key in written & self.read.keys():
+            del self.read[key]
+
+    def check(self, captured: nn.Module, model: nn.Module) -> None:
+        """See that a model's attributes are what they were.
+
+        Args:
+            captured: where somebody may have set attributes that are the model's.
+            model: the model that was captured.
+
+        Raises:
+            ModelError: one has changed, which no graph would notice.
+        """
+        for (name, attribute), values in self.read.items():
+            holders = _modules_called(name, model)
+            # What the capture has of its own, it says in its class.
+            own = type(captured).__annotations__
+            if not name and attribute in vars(captured) and attribute not in own:
+                holders.append(captured)
+            for holder in holders:
+                now = _held(holder, attribute)
+                if now is not _MISSING and not _is_among(now, values):
+                    whose = f"{name}.{attribute}" if name else attribute
+                    raise ModelError(
+                        f"{type(model).__name__}.{whose} is {now!r}, but it was {values[0]!r} when "
+                        "the model was captured, and its layers go on with that: the code that "
+                        "reads it is in a graph. Set it back, or capture the model again and build "
+                        "a new Pipeline; what modules without children hold may change"
+                    )
+
+
+def _modules_called(name: str, model: nn.Module) -> list[nn.Module]:
+    """The module of a name, or none; a call asks for a few of what may be thousands."""
+    try:
+        return [model.get_submodule(name)]
+    except AttributeError:
+        return []
+
+
+def _held(module: nn.Module, attribute: str) -> Any:
+    """The value that a module or its class has under a name, without asking a property for it."""
+    held = object.__getattribute__(module, "__dict__")
+    if attribute in held:
+        return held[attribute]
+    return inspect.getattr_static(type(module), attribute, _MISSING)
+
+
+def _is_among(value: Any, values: list[Any]) -> bool:
+    # Not a number is equal to nothing, not even to itself.
+    return any(value is other or bool(value == other) for other in values)

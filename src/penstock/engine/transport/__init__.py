@@ -22,7 +22,7 @@ host, where that costs more than it gives, it is posted when needed.
 Tensors on accelerators go straight to the other rank's by the collective library that torch has
 for them (``device_link``), beside the message, which stays in main memory: so nothing else had to
 learn of a second way (failures, deadlines, seals, the numbers of messages). Pairs that no library
-links go through pinned memory (``on_devices``). ``linking`` decides once, when ranks meet.
+links go through pinned memory (``on_devices``). Who is linked is decided once, when ranks meet.
 
 Ranks meet in the job's store before they can send messages. What they exchange while a pipeline is
 built (plan, seed, hosts) is JSON, read strictly: nothing that arrives may run code. torch's store
@@ -34,9 +34,9 @@ them, the one thing that is kept for the whole process.
 """
 
 from penstock.engine.transport.base import Edge, Noted, Transport
-from penstock.engine.transport.meeting import SharedMemoryExchange
+from penstock.engine.transport.listener import SharedMemoryExchange
 from penstock.engine.transport.process_group import ProcessGroupTransport
-from penstock.engine.transport.processes import ProcessTransport, Way, connect
+from penstock.engine.transport.processes import ProcessTransport, TransportKind, connect
 from penstock.engine.transport.shared_memory import SharedMemoryTransport
 from penstock.engine.transport.threads import ThreadExchange, ThreadTransport
 from penstock.engine.transport.wire import Codec
@@ -52,6 +52,6 @@ __all__ = [
     "ThreadExchange",
     "ThreadTransport",
     "Transport",
-    "Way",
+    "TransportKind",
     "connect",
 ]

@@ -3,6 +3,9 @@
 ``send`` never waits for the receiver (beyond a bounded number of messages under way, which the
 schedule check proves harmless); ``recv`` returns exactly the message asked for, whatever its
 shapes, or raises before the deadline.
+
+Tags tell the channels between two ranks apart. There is one list of them, so that no two mean the
+same. Tags below these are the chain's own, two per stage.
 """
 
 from __future__ import annotations
@@ -12,6 +15,25 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from penstock.engine.device.queue import DeviceQueue
+
+REPORT_TAG = 1 << 20
+AGREEMENT_TAG = REPORT_TAG + 1
+END_TAG = REPORT_TAG + 2
+STATE_TAG = REPORT_TAG + 3
+ORDER_TAG = REPORT_TAG + 4
+GROUP_TAG = REPORT_TAG + 5
+"""Of the exchanges of a group's members while they share a layer."""
+SKIP_TAGS = 1 << 21
+"""The first of them: two per skip."""
+SHARED_TAGS = 1 << 22
+"""The first of them: sixteen per purpose of a message and group of shared weights."""
+RENEWED_TAGS = 1 << 24
+"""The first of those of weights that were updated for others: sixteen per group of weights. It may
+be in the next minibatch that they are awaited."""
+
+FIRST_EXCHANGE = 1 << 60
+"""Numbers of messages that belong to no microbatch: above those of all that do."""
+
 
 LARGEST_NUMBER = 2**62 - 1
 NOTE_BYTES = 40
@@ -59,7 +81,7 @@ class Patience(NamedTuple):
 
 
 class RankFailure(NamedTuple):
-    """What a rank that fails tells all others.
+    """The words of a rank that fails to all others.
 
     Attributes:
         reason: why it failed.
@@ -223,8 +245,13 @@ class OnTop(Transport):
         self.inner.close(reason)
 
 
+def gone(rank: int | str) -> str:
+    """Words on a rank that will not answer any more."""
+    return f"rank {rank} is gone (its process ended or was killed)"
+
+
 def overdue(waiting: str, rank: int, patience: Patience) -> str:
-    """What to say of a rank that did not answer in time: it is slow, or it has nothing to say.
+    """Words on a rank that did not answer in time: it is slow, or it has nothing to say.
 
     Args:
         waiting: what waits for it.

@@ -69,7 +69,7 @@ class _Before(NamedTuple):
     number: int
 
 
-class _Place(NamedTuple):
+class _LinkPosition(NamedTuple):
     """Where a message stands on a link.
 
     Attributes:
@@ -87,9 +87,9 @@ class _Place(NamedTuple):
         return torch.tensor([self.turn, *self.before, self.num_taken])
 
     @classmethod
-    def read(cls, told: Tensor) -> _Place:
+    def read(cls, numbers: Tensor) -> _LinkPosition:
         """Undo ``as_tensor``."""
-        turn, tag, number, num_taken = told.tolist()
+        turn, tag, number, num_taken = numbers.tolist()
         return cls(turn, _Before(tag, number), num_taken)
 
 
@@ -103,7 +103,7 @@ class LinkMessage(NamedTuple):
     """
 
     small_part: Any
-    place: _Place
+    place: _LinkPosition
     tensors: Sequence[Tensor]
 
 
@@ -119,7 +119,7 @@ class _Arriving(NamedTuple):
     """A message whose receives are posted."""
 
     value: Any
-    place: _Place
+    place: _LinkPosition
     works: Sequence[dist.Work]
     tensors: Sequence[Tensor]
 
@@ -160,7 +160,7 @@ class DeviceLink:
                 leaves[index] = _sketch(tensor).requires_grad_(leaf.requires_grad)
                 if tensor.numel():
                     tensors.append(tensor)
-        place = _Place(_NONE, self._last_sent, self._num_taken)
+        place = _LinkPosition(_NONE, self._last_sent, self._num_taken)
         if tensors:
             place = place._replace(turn=self._num_sent)
             self._num_sent += 1
@@ -203,11 +203,15 @@ class DeviceLink:
         heard = []
         key = (edge, number)
         while True:
-            told = hear(*key)
-            if not _is_small_part(told):  # what is sent below this transport, such as a call's seal
-                self._early[key] = _Arriving(told, _Place(_NONE, self._last_sent, 0), (), ())
+            message = hear(*key)
+            if not _is_small_part(
+                message
+            ):  # what is sent below this transport, such as a call's seal
+                self._early[key] = _Arriving(
+                    message, _LinkPosition(_NONE, self._last_sent, 0), (), ()
+                )
                 return
-            value, forms, place = told[0], told[1], _Place.read(told[2])
+            value, forms, place = message[0], message[1], _LinkPosition.read(message[2])
             heard.append((key, value, forms, place))
             if place.turn <= self._num_posted:
                 break
@@ -215,7 +219,9 @@ class DeviceLink:
         for key, value, forms, place in reversed(heard):
             self._early[key] = self._posted(key[0], value, forms, place)
 
-    def _posted(self, edge: Edge, value: Any, forms: Sequence[Form], place: _Place) -> _Arriving:
+    def _posted(
+        self, edge: Edge, value: Any, forms: Sequence[Form], place: _LinkPosition
+    ) -> _Arriving:
         leaves, structure = tree.flatten(value)
         if len(forms) != len(leaves):
             packing.refuse(edge, f"it has {len(leaves)} parts, but tells of {len(forms)}")
@@ -303,8 +309,8 @@ def is_dense_on(device: torch.device, leaf: Any) -> bool:
     )
 
 
-def _is_small_part(told: Any) -> bool:
-    return type(told) is tuple and len(told) == 3 and isinstance(told[2], Tensor)
+def _is_small_part(message: Any) -> bool:
+    return type(message) is tuple and len(message) == 3 and isinstance(message[2], Tensor)
 
 
 def _sketch(tensor: Tensor) -> Tensor:

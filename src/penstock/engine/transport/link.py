@@ -1,21 +1,202 @@
-"""A socket between two ranks of one host: small notices, each a packet, and the end of the peer.
+"""How two ranks of one host tell each other of messages: by a ring in shared memory, and a socket.
 
-The notices tell what lies in shared memory. When the other process ends, however it ends, the
-kernel closes its socket, and the reader of this one sees the end of file at once.
+Notices on the socket, each a packet, tell what lies in shared memory. When the other process ends,
+however it ends, the kernel closes its socket, and the reader of this one sees the end of file at
+once.
+
+In a ring, who sends leaves a few numbers, and who receives looks. That takes no system call, where
+a packet through a socket takes two. Only a reader that has gone to sleep has to be woken, by a
+notice; the ring tells whether it has.
+
+An entry is written before the count of entries, and the reader reads the count first. On x86-64
+that is enough: a core's stores are seen in their order. Elsewhere they need not be, and Python has
+no fence for it, so there are no rings there (``HAS_RINGS``).
+
+Who falls asleep and who leaves an entry must not miss each other. The reader says that it sleeps,
+*then* looks a last time; the writer leaves the entry, *then* looks whether the reader sleeps. Each
+needs its store to be seen before its load happens, which x86-64 promises for nothing but a locked
+instruction: taking a lock is one.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
+import platform
 import socket
 import struct
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any, NamedTuple
 
+import torch
+
 from penstock.base.errors import RunError
+from penstock.core.cluster.local import usable_cores
 from penstock.engine.transport import packing
 from penstock.engine.transport.base import Edge
+from penstock.engine.transport.packing import BlockLayout
+from penstock.engine.transport.slots import RemoteSlot, SlotPool
+
+HAS_RINGS = platform.machine() in ("x86_64", "AMD64")
+
+_NUM_ENTRIES = 1024
+_WORDS_PER_ENTRY = 4
+_WORD_BYTES = 8
+# Each in a cache line of its own, since one side writes it while the other reads the rest.
+_NUM_WRITTEN, _NUM_READ, _IS_ASLEEP, _FIRST_ENTRY = 0, 8, 16, 24
+
+RING_BYTES = -(-_WORD_BYTES * (_FIRST_ENTRY + _WORDS_PER_ENTRY * _NUM_ENTRIES) // mmap.PAGESIZE) * (
+    mmap.PAGESIZE
+)
+
+
+class RingEntry(NamedTuple):
+    """One message, as a ring tells of it.
+
+    Attributes:
+        slot: where it lies.
+        tag, number: its edge's tag, and which of the edge's messages it is.
+        layout: the number of its layout among those of its edge, negative if there is a note with
+            it; 0 if all has to be read.
+    """
+
+    slot: int
+    tag: int
+    number: int
+    layout: int
+
+
+class RingWriter:
+    """The end of the one who sends.
+
+    Args:
+        memory: ``RING_BYTES`` of it, all zero.
+    """
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._words = memoryview(memory).cast("q")
+        self._num_written = 0
+        self._fence = threading.Lock()
+
+    def put(self, slot: int, tag: int, number: int, layout: int) -> bool:
+        """Leave an entry; ``False`` if the reader has left so many unread that there is no room."""
+        words, count = self._words, self._num_written
+        if count - words[_NUM_READ] >= _NUM_ENTRIES:
+            return False
+        start = _FIRST_ENTRY + _WORDS_PER_ENTRY * (count % _NUM_ENTRIES)
+        words[start] = slot
+        words[start + 1] = tag
+        words[start + 2] = number
+        words[start + 3] = layout
+        words[_NUM_WRITTEN] = self._num_written = count + 1
+        return True
+
+    def must_wake(self) -> bool:
+        """Whether the reader sleeps and has not seen the last entry."""
+        with self._fence:
+            pass
+        return self._words[_IS_ASLEEP] != 0
+
+
+class RingReader:
+    """The end of the one who receives.
+
+    Args:
+        memory: the writer's.
+    """
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._words = memoryview(memory).cast("q")
+        self._num_read = 0
+        self._fence = threading.Lock()
+
+    def has_news(self) -> bool:
+        """Whether there is an entry."""
+        return self._words[_NUM_WRITTEN] != self._num_read
+
+    def take(self) -> RingEntry | None:
+        """The next entry, if there is one."""
+        words, count = self._words, self._num_read
+        if words[_NUM_WRITTEN] == count:
+            return None
+        start = _FIRST_ENTRY + _WORDS_PER_ENTRY * (count % _NUM_ENTRIES)
+        entry = RingEntry(words[start], words[start + 1], words[start + 2], words[start + 3])
+        words[_NUM_READ] = self._num_read = count + 1
+        return entry
+
+    def fall_asleep(self) -> None:
+        """The writer has to wake this end from now on; look once more before sleeping."""
+        self._words[_IS_ASLEEP] = 1
+        with self._fence:
+            pass
+
+    def wake(self) -> None:
+        """This end looks for itself again."""
+        self._words[_IS_ASLEEP] = 0
+
+
+_LONGEST_LOOK_SECONDS = 1e-3
+_SHORTEST_LOOK_SECONDS = 2e-5
+_LOOKS_PER_CLOCK = 8
+
+
+class Lookout:
+    """Looks at the rings of all other ranks of this host.
+
+    Args:
+        num_ranks: of this host, this one included.
+
+    Attributes:
+        rings: those that are looked at.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self.rings: list[RingReader] = []
+        self._num_ranks = num_ranks
+        self._cores = usable_cores()
+        self._seconds = _LONGEST_LOOK_SECONDS
+
+    def look(self) -> bool:
+        """Look for a while, without sleeping, whether anything comes."""
+        # What some rank tells by other ways would be missed for as long as this looks.
+        if len(self.rings) < self._num_ranks - 1 or not self._has_cores():
+            return False
+        rings, clock = self.rings, time.perf_counter
+        end = clock() + self._seconds
+        while clock() < end:
+            for _ in range(_LOOKS_PER_CLOCK):
+                for ring in rings:
+                    if ring.has_news():
+                        self._seconds = min(2 * self._seconds, _LONGEST_LOOK_SECONDS)
+                        return True
+        self._seconds = max(self._seconds / 2, _SHORTEST_LOOK_SECONDS)
+        return False
+
+    @contextmanager
+    def asleep(self) -> Iterator[None]:
+        """While this rank sleeps: whoever leaves something in a ring has to wake it."""
+        for ring in self.rings:
+            ring.fall_asleep()
+        try:
+            yield
+        finally:
+            for ring in self.rings:
+                ring.wake()
+
+    def leave(self) -> None:
+        """This rank will look no more; who leaves it something finds out when waking it."""
+        for ring in self.rings:
+            ring.fall_asleep()
+
+    def _has_cores(self) -> bool:
+        """Whether a core is left for every thread if this one keeps its own busy."""
+        return self._num_ranks * torch.get_num_threads() <= self._cores
+
 
 _FIELDS = struct.Struct("<qqqq")
 _LARGEST_NOTICE_BYTES = 4096
@@ -26,7 +207,7 @@ _DESCRIPTOR_BYTES = struct.calcsize("i")
 
 
 class NoticeKind(IntEnum):
-    """What a notice says."""
+    """The kinds of notices."""
 
     NEW_SLOT = 0
     """A slot, of a segment that comes with it; the number is the segment's bytes."""
@@ -39,7 +220,7 @@ class NoticeKind(IntEnum):
     CLOSED = 4
     """The sender left for good, the text says why."""
     RING = 5
-    """Messages will be told of in a ring (``ring``), of a segment that comes with it."""
+    """Messages will be told of in a ring (``RingWriter``), of a segment that comes with it."""
     WAKE = 6
     """The ring has something new."""
 
@@ -48,7 +229,7 @@ _WITH_SEGMENT = frozenset({NoticeKind.NEW_SLOT, NoticeKind.RING})
 
 
 class Notice(NamedTuple):
-    """What one rank tells another."""
+    """Words of one rank to another."""
 
     kind: NoticeKind
     slot: int = 0
@@ -135,7 +316,7 @@ class PeerLink:
 
 
 def _notice(data: bytes, descriptor: int) -> Notice | None:
-    """What a packet says; ``None`` if it is nonsense."""
+    """Read a packet; ``None`` if it is nonsense."""
     if len(data) < _FIELDS.size:
         return None
     kind, slot, tag, number = _FIELDS.unpack_from(data)
@@ -151,3 +332,28 @@ _KINDS = {int(kind): kind for kind in NoticeKind}
 def _descriptor(ancillary: list[tuple[int, int, bytes]]) -> int:
     _, _, data = ancillary[0]
     return int.from_bytes(data[:_DESCRIPTOR_BYTES], sys.byteorder)
+
+
+_MOST_UNDER_WAY = 64
+
+
+class Peer:
+    """One other rank, as this one deals with it."""
+
+    def __init__(self, rank: int, link: PeerLink) -> None:
+        self.rank = rank
+        self.link = link
+        self.pool = SlotPool()
+        self.remote_slots: dict[int, RemoteSlot] = {}
+        self.outgoing: RingWriter | None = None
+        self.layouts: dict[int, tuple[int, BlockLayout]] = {}
+        """By tag, the last layout that came, and its number."""
+        self.farewell = ""
+        """Why nothing will come any more; empty while it lives."""
+        self.died = False
+
+    def has_room(self, tag: int, lowest: int) -> bool:
+        """Whether one more message may be under way to it."""
+        pool = self.pool
+        # Mostly there are fewer slots than that, whatever is in them.
+        return len(pool) < _MOST_UNDER_WAY or pool.num_waiting(tag, lowest) < _MOST_UNDER_WAY

@@ -32,8 +32,7 @@ from penstock.core.cluster.measured import (
     ring_seconds,
 )
 from penstock.core.cluster.parts import DeviceKind
-from penstock.engine.device.accelerators import is_on_host
-from penstock.engine.device.collectives import HOST_BACKEND, device_of
+from penstock.engine.device.accelerators import HOST_BACKEND, device_of, is_on_host
 from penstock.engine.device.memory import total_bytes
 from penstock.engine.transport.rendezvous import Rendezvous
 
@@ -63,7 +62,7 @@ class SummedTogether(NamedTuple):
 
 
 class Measurement(NamedTuple):
-    """What was measured; the same on every rank.
+    """The outcome of a measurement; the same on every rank.
 
     Attributes:
         cluster: device i is rank i's.
@@ -158,11 +157,11 @@ class _Meter:
             times = self._call(second)
         elif self._rank == second:
             self._answer(first)
-        told = torch.zeros(1 + len(SIZES), dtype=torch.float64)
-        told[: 1 + len(times)] = torch.tensor([len(times), *times], dtype=torch.float64)
-        dist.broadcast(told, first, group=self._words)
-        count = int(told[0])
-        return fit(SIZES[:count], told[1 : 1 + count].tolist())
+        numbers = torch.zeros(1 + len(SIZES), dtype=torch.float64)
+        numbers[: 1 + len(times)] = torch.tensor([len(times), *times], dtype=torch.float64)
+        dist.broadcast(numbers, first, group=self._words)
+        count = int(numbers[0])
+        return fit(SIZES[:count], numbers[1 : 1 + count].tolist())
 
     def _call(self, peer: int) -> list[float]:
         """Median seconds one way, of each size."""
@@ -181,9 +180,9 @@ class _Meter:
 
     def _answer(self, peer: int) -> None:
         while True:
-            told = torch.zeros(2, dtype=torch.int64)
-            dist.recv(told, peer, group=self._words)
-            size, repeats = told.tolist()
+            numbers = torch.zeros(2, dtype=torch.int64)
+            dist.recv(numbers, peer, group=self._words)
+            size, repeats = numbers.tolist()
             if not size:
                 return
             block = self._block(size)

@@ -55,7 +55,7 @@ Read = Callable[[Sequence["BlockPlace"]], list[Tensor]]
 
 
 class BlockKind(IntEnum):
-    """What a block holds."""
+    """The kinds of blocks."""
 
     VALUE = 0
     GROW = 1
@@ -66,8 +66,8 @@ class BlockKind(IntEnum):
     """No value: the sender has left for good, the text says why."""
 
 
-class Prefix(NamedTuple):
-    """What a block begins with; ``text`` is a notice's, or the description of a value."""
+class BlockPrefix(NamedTuple):
+    """The beginning of a block; ``text`` is a notice's, or the description of a value."""
 
     kind: BlockKind
     number: int
@@ -351,8 +351,8 @@ def short(text: str) -> bytes:
     return data.decode(errors="ignore").encode()
 
 
-def read_prefix(edge: Edge, memory: memoryview) -> Prefix:
-    """What a block of an edge begins with.
+def read_prefix(edge: Edge, memory: memoryview) -> BlockPrefix:
+    """Read the beginning of a block of an edge.
 
     Raises:
         RunError: it is no block.
@@ -363,7 +363,7 @@ def read_prefix(edge: Edge, memory: memoryview) -> Prefix:
     if kind not in _KINDS or not 0 <= size <= len(memory) - PREFIX.size:
         refuse(edge, f"a block of kind {kind} with a description of {size} bytes")
     text = bytes(memory[PREFIX.size : PREFIX.size + size])
-    return Prefix(_KINDS[kind], number, b"" if note == _NO_NOTE else note, text)
+    return BlockPrefix(_KINDS[kind], number, b"" if note == _NO_NOTE else note, text)
 
 
 _KINDS = {int(kind): kind for kind in BlockKind}

@@ -31,9 +31,16 @@ from torch import Tensor
 
 from penstock.base.errors import DeadlineError, PeerError, RunError
 from penstock.engine.transport import groups, packing
-from penstock.engine.transport.base import Edge, Noted, Patience, Transport, overdue
+from penstock.engine.transport.base import (
+    SHARED_TAGS,
+    Edge,
+    Noted,
+    Patience,
+    Transport,
+    gone,
+    overdue,
+)
 from penstock.engine.transport.packing import BlockKind, Packer
-from penstock.engine.transport.tags import SHARED_TAGS
 from penstock.engine.transport.wire import Codec
 
 _FIRST_CAPACITY = 4096
@@ -207,7 +214,7 @@ class ProcessGroupTransport(Transport):
     def _translated(self, error: RuntimeError, peer: int, waiting: str) -> RunError:
         if "timed out" in str(error).lower():
             return DeadlineError(overdue(waiting, peer, self.patience))
-        reason = f"rank {peer} is gone (its process ended or was killed)"
+        reason = gone(peer)
         return PeerError(f"{waiting}: {reason}", reason)
 
     def fail(self, reason: str, edges: Iterable[Edge]) -> None:
@@ -267,7 +274,7 @@ _PARTING_SECONDS = 5.0
 
 
 @dataclass
-class _Watched:
+class _WatchedReceive:
     """A receive that a thread waits for.
 
     Attributes:
@@ -289,8 +296,8 @@ class ReceiveWatch:
     """
 
     def __init__(self) -> None:
-        self._watched: dict[Edge, _Watched] = {}
-        self._inbox: queue.SimpleQueue[_Watched | None] = queue.SimpleQueue()
+        self._watched: dict[Edge, _WatchedReceive] = {}
+        self._inbox: queue.SimpleQueue[_WatchedReceive | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         # Not when the interpreter ends: a thread that wakes then ends the process with an abort.
         weakref.finalize(self, self._inbox.put, None).atexit = False
@@ -308,7 +315,7 @@ class ReceiveWatch:
                     target=_wait_for_all, args=(self._inbox,), name="penstock-receives", daemon=True
                 )
                 self._thread.start()
-            self._watched[edge] = watched = _Watched(work)
+            self._watched[edge] = watched = _WatchedReceive(work)
             self._inbox.put(watched)
         return self._watched[edge].done.is_set()
 
@@ -332,11 +339,13 @@ class ReceiveWatch:
     def close(self) -> None:
         """Nothing more will be watched. If nothing is waited for, the thread has ended then."""
         self._inbox.put(None)
-        if self._thread is not None and all(one.done.is_set() for one in self._watched.values()):
+        if self._thread is not None and all(
+            watched.done.is_set() for watched in self._watched.values()
+        ):
             self._thread.join(_PARTING_SECONDS)
 
 
-def _wait_for_all(inbox: queue.SimpleQueue[_Watched | None]) -> None:
+def _wait_for_all(inbox: queue.SimpleQueue[_WatchedReceive | None]) -> None:
     while (watched := inbox.get()) is not None:
         try:
             watched.work.wait(_FOR_EVER)

@@ -12,15 +12,15 @@ import msgspec
 import torch.distributed as dist
 
 from penstock.base.errors import RunError
-from penstock.engine.transport import groups, segment
+from penstock.engine.transport import groups, slots
 from penstock.engine.transport.base import Edge, Patience, Transport
-from penstock.engine.transport.meeting import Doorway, Invitation, this_host
+from penstock.engine.transport.listener import Credentials, RankListener, this_host
 from penstock.engine.transport.process_group import ProcessGroupTransport
 from penstock.engine.transport.rendezvous import Rendezvous
 from penstock.engine.transport.shared_memory import SharedMemoryTransport
 from penstock.engine.transport.wire import Codec
 
-Way = Literal["auto", "shared-memory", "process-group"]
+TransportKind = Literal["auto", "shared-memory", "process-group"]
 
 _TO_SIT_DOWN = "to say where it runs"
 
@@ -36,10 +36,10 @@ class ProcessTransport(Transport):
         hosts: the host of every rank.
         far: to all ranks; ``None`` if all of them are near.
         near: to the ranks of this host, or ``None``.
-        told: how messages travel, and why so, as a sentence without its end.
+        summary: how messages travel, and why so, as a sentence without its end.
 
     Attributes:
-        told: as given.
+        told: the summary.
         hosts: the host of every rank; equal where they share a clock and memory.
         near_ranks: the ranks with which this one shares memory.
     """
@@ -49,9 +49,9 @@ class ProcessTransport(Transport):
         hosts: Sequence[str],
         far: ProcessGroupTransport | None,
         near: SharedMemoryTransport | None,
-        told: str = "",
+        summary: str = "",
     ) -> None:
-        self.told = told
+        self.told = summary
         self.hosts = tuple(hosts)
         self.near_ranks = near.ranks if near else frozenset[int]()
         self._far = far
@@ -110,17 +110,17 @@ class ProcessTransport(Transport):
         return [transport for transport in (self._near, self._far) if transport is not None]
 
 
-class _Seat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _RankAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where a rank is, and how others of its host reach it; or why they cannot.
 
     Attributes:
         host: equal for ranks that share a host.
-        invitation: to its doorway; ``None`` where shared memory is not wanted, or not to be had.
+        credentials: of its listener; ``None`` where shared memory is not wanted, or not to be had.
         problem: why it is not to be had; empty where there is none.
     """
 
     host: str
-    invitation: Invitation | None = None
+    credentials: Credentials | None = None
     problem: str = ""
 
 
@@ -128,7 +128,7 @@ def connect(
     meeting: Rendezvous,
     deadline_seconds: float,
     host: str | None = None,
-    way: Way = "auto",
+    way: TransportKind = "auto",
     codec: Codec | None = None,
 ) -> ProcessTransport:
     """Connect all processes of the job; every one must call it.
@@ -150,7 +150,9 @@ def connect(
     own = host or this_host()
     near, problems = None, list[str]()
     if way == "process-group":
-        hosts = [seat.host for seat in meeting.exchange(_Seat(own), _Seat, _TO_SIT_DOWN)]
+        hosts = [
+            seat.host for seat in meeting.exchange(_RankAddress(own), _RankAddress, _TO_SIT_DOWN)
+        ]
     else:
         hosts, near, problems = _share_memory(meeting, own, deadline_seconds, codec)
     groups.destroy_unused()  # every rank has come, and so is through with what it has closed
@@ -162,16 +164,16 @@ def connect(
             near.close("shared memory could not be had everywhere")
         near = None
         _do_without(way, problems[0], meeting.rank)
-    told = _told(way, hosts, problems)
+    summary = _summary(way, hosts, problems)
     if near is not None and len(near.ranks) == meeting.num_ranks - 1:
-        return ProcessTransport(hosts, None, near, told)
+        return ProcessTransport(hosts, None, near, summary)
     neighbours = frozenset(rank for rank, other in enumerate(hosts) if other == own)
     group = groups.make_group(deadline_seconds)
     far = ProcessGroupTransport(group, neighbours, deadline_seconds, codec)
-    return ProcessTransport(hosts, far, near, told)
+    return ProcessTransport(hosts, far, near, summary)
 
 
-def _told(way: Way, hosts: Sequence[str], problems: Sequence[str]) -> str:
+def _summary(way: TransportKind, hosts: Sequence[str], problems: Sequence[str]) -> str:
     """How messages travel, and why so; the same on every rank."""
     if way != "auto":
         by = "shared memory" if way == "shared-memory" else "the process group"
@@ -192,14 +194,14 @@ def _share_memory(
     meeting: Rendezvous, host: str, deadline_seconds: float, codec: Codec | None
 ) -> tuple[list[str], SharedMemoryTransport | None, list[str]]:
     """The hosts of all ranks, shared memory with those of this host, and all ranks' problems."""
-    doorway, problem = _open_doorway(meeting.rank, meeting.num_ranks)
+    listener, problem = _make_listener(meeting.rank, meeting.num_ranks)
     near = None
     try:
-        own = _Seat(host, doorway.invitation if doorway else None, problem)
-        seats = meeting.exchange(own, _Seat, _TO_SIT_DOWN)
+        own = _RankAddress(host, listener.credentials if listener else None, problem)
+        seats = meeting.exchange(own, _RankAddress, _TO_SIT_DOWN)
         problems = [seat.problem for seat in seats if seat.problem]
-        if doorway is not None and not problems:
-            near, problem = _connect_near(meeting.rank, doorway, seats, deadline_seconds, codec)
+        if listener is not None and not problems:
+            near, problem = _connect_near(meeting.rank, listener, seats, deadline_seconds, codec)
             answers = meeting.exchange(problem, str, "to say whether it shares memory")
             problems = [answer for answer in answers if answer]
     except BaseException:
@@ -207,27 +209,27 @@ def _share_memory(
             near.close("another rank did not come")
         raise
     finally:
-        if doorway is not None:
-            doorway.close()
+        if listener is not None:
+            listener.close()
     return [seat.host for seat in seats], near, problems
 
 
 def _connect_near(
     rank: int,
-    doorway: Doorway,
-    seats: Sequence[_Seat],
+    listener: RankListener,
+    seats: Sequence[_RankAddress],
     deadline_seconds: float,
     codec: Codec | None,
 ) -> tuple[SharedMemoryTransport | None, str]:
     """Shared memory with the ranks of this host; or why there is none."""
     neighbours = {
-        other: seat.invitation
+        other: seat.credentials
         for other, seat in enumerate(seats)
-        if other != rank and seat.host == seats[rank].host and seat.invitation
+        if other != rank and seat.host == seats[rank].host and seat.credentials
     }
     try:
         # The others wait meanwhile for this rank to agree on the outcome, as long again.
-        connections = doorway.connections(rank, neighbours, deadline_seconds / 2)
+        connections = listener.connections(rank, neighbours, deadline_seconds / 2)
     except (OSError, RunError) as error:
         return None, f"rank {rank} could not connect to the others of its host: {error}"
     near = None
@@ -241,20 +243,20 @@ def _connect_near(
     return near, ""
 
 
-def _open_doorway(rank: int, num_ranks: int) -> tuple[Doorway | None, str]:
-    """A doorway; or why there is none, or no memory to share."""
+def _make_listener(rank: int, num_ranks: int) -> tuple[RankListener | None, str]:
+    """A listener; or why there is none, or no memory to share."""
     try:
-        memory, descriptor = segment.allocate(mmap.PAGESIZE, rank, "to try it")
+        memory, descriptor = slots.allocate(mmap.PAGESIZE, rank, "to try it")
         os.close(descriptor)
         memory.close()
-        return Doorway(num_ranks), ""
+        return RankListener(num_ranks), ""
     except RunError as error:
         return None, str(error)
     except OSError as error:
         return None, f"rank {rank} cannot open a Unix socket: {error}"
 
 
-def _do_without(way: Way, problem: str, rank: int) -> None:
+def _do_without(way: TransportKind, problem: str, rank: int) -> None:
     """Refuse to do without shared memory, or warn that it is slower; all ranks do the same."""
     if way == "shared-memory":
         raise RunError(

@@ -1,5 +1,5 @@
 """Where the processes of a job meet: the store that ``torch.distributed`` keeps for it
-or, under ``penstock run``, the one that ranks inherit (``private_store``).
+or, under ``penstock run``, the one that ranks inherit.
 
 While ranks build something together, none can send messages to another yet. They exchange small
 values here, and tell each other why they cannot come. Values are JSON, read strictly, so that
@@ -25,6 +25,11 @@ that begin an attempt first agree on a name for it, and then use only keys that 
 6. Every rank but rank 0 writes a greeting, a new word each time, and waits for an answer to it.
 7. Rank 0 makes up the name. While it waits for the others, in 3, it answers whatever greetings it
    sees with the name. One of an earlier attempt is answered, too, and nobody reads that.
+
+torch's store for jobs listens on a port and asks nobody for a password, so every user of the host
+could read there how ranks find each other, and write that one has failed. Under ``penstock run``
+the store is a file without a name (``private_store``). Only processes of the user who owns the job,
+and root, can open it.
 """
 
 from __future__ import annotations
@@ -44,10 +49,55 @@ import torch.distributed as dist
 
 from penstock.base.errors import DeadlineError, PeerError, RunError
 from penstock.core.cluster.local import host_identity
-from penstock.engine.transport.private_store import private_store
+from penstock.engine.transport.base import gone
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # the only place where mypy finds it
+
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+
+STORE_VARIABLE = "PENSTOCK_STORE"
+"""``<process>:<descriptor>:<number of ranks>``: only the process itself is meant, not those that it
+starts, which may be a job of their own."""
+
+
+def empty_store() -> int:
+    """A descriptor of the memory of a store, for processes that are forked from this one."""
+    descriptor = os.memfd_create("penstock-store", os.MFD_CLOEXEC)
+    os.fchmod(descriptor, 0o600)
+    return descriptor
+
+
+def told_to_rank(descriptor: int, num_ranks: int) -> str:
+    """The words that this process, which has become a rank, finds in its environment."""
+    return f"{os.getpid()}:{descriptor}:{num_ranks}"
+
+
+def private_store(num_ranks: int) -> Store | None:
+    """The store of this process's job, if that has as many ranks; ``None`` elsewhere than under
+    ``penstock run``.
+
+    Raises:
+        RunError: it cannot be opened.
+    """
+    words = os.environ.get(STORE_VARIABLE, "").split(":")
+    if words[0] != str(os.getpid()) or words[2] != str(num_ranks):
+        return None
+    path = f"/proc/self/fd/{words[1]}"
+    try:
+        os.stat(path)  # what cannot be opened, torch would try to open for minutes
+    except OSError as error:
+        raise RunError(
+            f"the store of the job cannot be opened at {path} ({error.strerror}); penstock run "
+            "needs /proc, and the descriptors that ranks inherit; else use torchrun"
+        ) from None
+    return dist.FileStore(path)  # type: ignore[attr-defined]
+
 
 T = TypeVar("T")
 
@@ -97,7 +147,7 @@ def _status(number: int) -> tuple[str, int] | None:
 
 
 class _Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a rank brings to an exchange."""
+    """A value that a rank brings to an exchange, and whose it is."""
 
     process: Process | None
     value: msgspec.Raw
@@ -210,7 +260,7 @@ class Rendezvous:
         return [self._read(other, text, kind, asked) for other, text in enumerate(texts)]
 
     def _gathered(self, store: Store, turn: int, text: str, asked: str, end: float) -> list[bytes]:
-        """What all ranks have brought, as soon as all have come."""
+        """The values that all ranks have brought, as soon as all have come."""
         keys = [_key(turn, rank) for rank in range(self.num_ranks)]
         store.set(keys[self.rank], text)  # [1]
         num_arrived, pause = store.add(_count(turn), 1), _FIRST_PAUSE_SECONDS  # [2]
@@ -238,7 +288,7 @@ class Rendezvous:
             raise PeerError(f"{self._where}: cancelled because {reason}", reason)
         for rank, process in self._processes.items():
             if process.is_gone() and not store.check([keys[rank]]):
-                reason = f"rank {rank} is gone (its process ended or was killed)"
+                reason = gone(rank)
                 raise PeerError(f"{self._where}: {reason}, before it came {asked}", reason)
 
     def _late(self, missing: list[int], asked: str) -> str:

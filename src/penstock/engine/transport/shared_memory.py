@@ -1,10 +1,10 @@
 """Transport between processes of one host: values lie in shared memory, and rings tell where.
 
 A value is copied once, by its sender; the receiver's tensors lie where it was copied to
-(``slots``). What came is told in shared memory too (``ring``). All else, failures and the end of a
-process above all, comes over one socket per pair of ranks (``link``), which also wakes who sleeps.
-Nothing here has a name in the file system, so nothing can be left behind. Who waits looks at the
-rings before it sleeps (``lookout``).
+(``slots``). What came is told in shared memory too, in a ring (``link``). All else, failures and
+the end of a process above all, comes over one socket per pair of ranks, which also wakes who
+sleeps. Nothing here has a name in the file system, so nothing can be left behind. Who waits looks
+at the rings before it sleeps (``Lookout``).
 
 A hand-over, from the sender's side (S) to the receiver's (R); the numbers stand at the lines below
 and in ``slots``:
@@ -38,15 +38,31 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from penstock.base.errors import DeadlineError, PeerError, RunError
-from penstock.engine.transport import segment
-from penstock.engine.transport.base import Edge, Noted, Patience, RankFailure, Transport, overdue
-from penstock.engine.transport.link import Notice, NoticeKind, PeerLink
+from penstock.engine.transport import slots
+from penstock.engine.transport.base import (
+    Edge,
+    Noted,
+    Patience,
+    RankFailure,
+    Transport,
+    gone,
+    overdue,
+)
+from penstock.engine.transport.link import (
+    HAS_RINGS,
+    RING_BYTES,
+    Lookout,
+    Notice,
+    NoticeKind,
+    Peer,
+    PeerLink,
+    RingReader,
+    RingWriter,
+)
 from penstock.engine.transport.packing import BlockLayout, Packer
-from penstock.engine.transport.ring import HAS_RINGS, RING_BYTES, Lookout, RingReader, RingWriter
-from penstock.engine.transport.slots import RemoteSlot, Slot, SlotPool, SlotState, segment_size
+from penstock.engine.transport.slots import RemoteSlot, Slot, SlotState, segment_size
 from penstock.engine.transport.wire import Codec
 
-_MOST_UNDER_WAY = 64
 _LOOK_AGAIN_MILLISECONDS = 1.0
 _PARTING_SECONDS = 1.0
 _LONGEST_SLEEP_MILLISECONDS = 100.0
@@ -60,28 +76,6 @@ class _Arrival(NamedTuple):
     slot: RemoteSlot
     layout: BlockLayout
     note: bytes
-
-
-class _Peer:
-    """What this rank has to do with one other."""
-
-    def __init__(self, rank: int, link: PeerLink) -> None:
-        self.rank = rank
-        self.link = link
-        self.pool = SlotPool()
-        self.remote_slots: dict[int, RemoteSlot] = {}
-        self.outgoing: RingWriter | None = None
-        self.layouts: dict[int, tuple[int, BlockLayout]] = {}
-        """By tag, the last layout that came, and its number."""
-        self.farewell = ""
-        """Why nothing will come any more; empty while it lives."""
-        self.died = False
-
-    def has_room(self, tag: int, lowest: int) -> bool:
-        """Whether one more message may be under way to it."""
-        pool = self.pool
-        # Mostly there are fewer slots than that, whatever is in them.
-        return len(pool) < _MOST_UNDER_WAY or pool.num_waiting(tag, lowest) < _MOST_UNDER_WAY
 
 
 class SharedMemoryTransport(Transport):
@@ -105,10 +99,10 @@ class SharedMemoryTransport(Transport):
         self._rank = rank
         self._packer = Packer(codec or Codec())
         self._peers = {
-            other: _Peer(other, PeerLink(rank, other, connection))
+            other: Peer(other, PeerLink(rank, other, connection))
             for other, connection in connections.items()
         }
-        self._rings: list[tuple[_Peer, RingReader]] = []
+        self._rings: list[tuple[Peer, RingReader]] = []
         self._lookout = Lookout(len(connections) + 1)
         self._poll = select.poll()
         self._peer_of = {peer.link.fileno(): peer for peer in self._peers.values()}
@@ -127,9 +121,9 @@ class SharedMemoryTransport(Transport):
             for peer in self._peers.values():
                 self._make_ring(peer)
 
-    def _make_ring(self, peer: _Peer) -> None:
+    def _make_ring(self, peer: Peer) -> None:
         purpose = f"to tell rank {peer.rank} of messages"
-        memory, descriptor = segment.allocate(RING_BYTES, self._rank, purpose)
+        memory, descriptor = slots.allocate(RING_BYTES, self._rank, purpose)
         try:
             # The first notice of a link always has room; a peer that is gone is noticed later.
             with contextlib.suppress(ConnectionError):
@@ -150,7 +144,7 @@ class SharedMemoryTransport(Transport):
         for peer in self._peers.values() if HAS_RINGS else ():
             self._wait(partial(self._hears, peer), peer, waiting)
 
-    def _hears(self, peer: _Peer) -> bool:
+    def _hears(self, peer: Peer) -> bool:
         return any(heard is peer for heard, _ in self._rings)
 
     @property
@@ -175,14 +169,14 @@ class SharedMemoryTransport(Transport):
             if peer.outgoing is None:
                 self._tell(peer, Notice(NoticeKind.MESSAGE, slot.index, edge.tag, number), waiting)
             else:
-                told = -layout.number if note else layout.number
-                self._put(peer, peer.outgoing, slot, told, waiting)
+                layout_number = -layout.number if note else layout.number
+                self._put(peer, peer.outgoing, slot, layout_number, waiting)
         except RunError:
             slot.take_back()
             raise
 
     def _put(
-        self, peer: _Peer, ring: RingWriter, slot: Slot, layout_number: int, waiting: str
+        self, peer: Peer, ring: RingWriter, slot: Slot, layout_number: int, waiting: str
     ) -> None:
         """Tell of a slot in a ring, reading what comes while there is no room."""
         entry = slot.index, slot.tag, slot.number, layout_number
@@ -197,7 +191,7 @@ class SharedMemoryTransport(Transport):
             if peer.died or slot.state == SlotState.WAITING:
                 raise
 
-    def _new_slot(self, peer: _Peer, num_bytes: int, waiting: str) -> Slot:
+    def _new_slot(self, peer: Peer, num_bytes: int, waiting: str) -> Slot:
         size, pool = segment_size(num_bytes), peer.pool
         if old := pool.largest_free():
             # [2] It is too small: the new one takes its place.
@@ -208,7 +202,7 @@ class SharedMemoryTransport(Transport):
             f"for a message to rank {peer.rank} beside the {pool.num_bytes:,} bytes of "
             f"{len(pool)} messages that rank {peer.rank} has not taken or still uses"
         )
-        memory, descriptor = segment.allocate(size, self._rank, purpose)
+        memory, descriptor = slots.allocate(size, self._rank, purpose)
         try:
             slot = pool.make(memory)
             notice = Notice(NoticeKind.NEW_SLOT, slot.index, 0, size, descriptor=descriptor)
@@ -218,7 +212,7 @@ class SharedMemoryTransport(Transport):
         pool.add(slot)
         return slot
 
-    def _tell(self, peer: _Peer, notice: Notice, waiting: str) -> None:
+    def _tell(self, peer: Peer, notice: Notice, waiting: str) -> None:
         """Send a notice, reading what comes while the peer does not read."""
 
         def told() -> bool:
@@ -248,7 +242,7 @@ class SharedMemoryTransport(Transport):
         lost = self._failure or any(peer.farewell for peer in self._peers.values())
         return bool(lost) or (edge, number) in self._early
 
-    def _await(self, wanted: tuple[Edge, int], peer: _Peer, waiting: str) -> None:
+    def _await(self, wanted: tuple[Edge, int], peer: Peer, waiting: str) -> None:
         # [6] The edge's other messages must not keep the wanted one from being sent.
         self._awaited = wanted[0]
         for (edge, _), arrival in self._early.items():
@@ -262,7 +256,7 @@ class SharedMemoryTransport(Transport):
     def _wait(
         self,
         done: Callable[[], bool],
-        peer: _Peer,
+        peer: Peer,
         waiting: str,
         most_milliseconds: float | None = None,
     ) -> None:
@@ -280,7 +274,7 @@ class SharedMemoryTransport(Transport):
                 raise DeadlineError(overdue(waiting, peer.rank, patience))
             self._take_in(left if most_milliseconds is None else min(left, most_milliseconds))
 
-    def _check_hope(self, peer: _Peer, waiting: str) -> None:
+    def _check_hope(self, peer: Peer, waiting: str) -> None:
         """Raise unless what this rank waits for may still come."""
         if self._failure:
             reason = self._failure.reason
@@ -328,7 +322,7 @@ class SharedMemoryTransport(Transport):
                 self._read(self._peer_of[descriptor])
             milliseconds = 0
 
-    def _read(self, peer: _Peer) -> None:
+    def _read(self, peer: Peer) -> None:
         notice = peer.link.read()
         if notice is None:
             self._lose(peer)
@@ -340,12 +334,12 @@ class SharedMemoryTransport(Transport):
             pass  # whoever reads links looks at the rings next
         elif kind is NoticeKind.RING:
             purpose = f"to hear of messages from rank {peer.rank}"
-            ring = RingReader(segment.attach(descriptor, number, self._rank, purpose))
+            ring = RingReader(slots.attach(descriptor, number, self._rank, purpose))
             self._rings.append((peer, ring))
             self._lookout.rings.append(ring)
         elif kind is NoticeKind.NEW_SLOT:  # [2]
             purpose = f"for a message from rank {peer.rank}"
-            memory = segment.attach(descriptor, number, self._rank, purpose)
+            memory = slots.attach(descriptor, number, self._rank, purpose)
             peer.remote_slots[slot] = RemoteSlot(memory)
         elif kind is NoticeKind.OLD_SLOT:
             peer.remote_slots.pop(slot, None)
@@ -355,7 +349,7 @@ class SharedMemoryTransport(Transport):
             self._failure = RankFailure(text, number)
 
     def _arrive(
-        self, peer: _Peer, index: int, edge: Edge, number: int, layout_number: int = 0
+        self, peer: Peer, index: int, edge: Edge, number: int, layout_number: int = 0
     ) -> None:
         slot = peer.remote_slots.get(index)
         if slot is None:
@@ -377,13 +371,13 @@ class SharedMemoryTransport(Transport):
             slot.take()
         self._early[edge, number] = _Arrival(slot, layout, note)
 
-    def _lose(self, peer: _Peer) -> None:
+    def _lose(self, peer: Peer) -> None:
         """The peer is gone; without a farewell it was killed."""
         if self._peer_of.pop(peer.link.fileno(), None):
             self._poll.unregister(peer.link.fileno())
         if not peer.farewell:
             peer.died = True
-            peer.farewell = f"rank {peer.rank} is gone (its process ended or was killed)"
+            peer.farewell = gone(peer.rank)
 
     def fail(self, reason: str, edges: Iterable[Edge]) -> None:
         # Every rank of this host hears it, for any may wait for one that now will not answer.
@@ -430,7 +424,7 @@ class SharedMemoryTransport(Transport):
         self._lookout.rings = []  # which keep memory of others mapped, and its descriptor open
         return links
 
-    def _peer(self, rank: int) -> _Peer:
+    def _peer(self, rank: int) -> Peer:
         if self._closed is not None:
             raise RunError(f"rank {self._rank} has closed its pipeline ({self._closed})")
         return self._peers[rank]

@@ -1,4 +1,4 @@
-"""What a value looks like on the wire: its nesting and its tensors' places, as strict data.
+"""Descriptions of values on the wire: their nesting and their tensors' places, as strict data.
 
 A message must never be able to run code in the process that reads it, so nothing is pickled. A
 description is msgpack that can say a few things only: tensors, plain values, tuples, lists and
@@ -123,7 +123,6 @@ class ObjectNode(_Node, frozen=True, tag="record"):
 
 Node: TypeAlias = "TensorNode | PlainNode | TextNode | SeriesNode | TableNode | ObjectNode"
 
-_NOTHING = PlainNode(None)
 _SERIES: dict[type, Literal["tuple", "list", "torch.Size"]] = {
     tuple: "tuple",
     list: "list",
@@ -145,7 +144,7 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
 _PLAIN = frozenset({type(None), bool, float, str})
 
 
-class _Way(NamedTuple):
+class _ClassCodec(NamedTuple):
     """How objects of a class are taken apart, into (context, parts), and made again."""
 
     apart: Callable[[Any], tuple[Any, Iterable[Any]]]
@@ -186,7 +185,7 @@ class Codec:
         return self._encoder.encode(node), tensors
 
     def read(self, description: bytes) -> tuple[Node, list[TensorNode]]:
-        """What is described, and its tensors' slots in their order.
+        """Read a description; gives its node, and its tensors' slots in their order.
 
         Raises:
             Garbled: it is no description, or of something that this program does not take.
@@ -264,7 +263,7 @@ _NO_TENSOR = torch.empty(0)
 
 
 def slot_of(tensor: Tensor) -> TensorNode:
-    """What stands for a tensor.
+    """The node that stands for a tensor.
 
     Raises:
         Unsendable: it has more to it than its numbers.
@@ -354,7 +353,7 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _way(kind: type) -> _Way:
+def _way(kind: type) -> _ClassCodec:
     """How objects of a class travel.
 
     Raises:
@@ -363,15 +362,15 @@ def _way(kind: type) -> _Way:
     if not isinstance(kind, type):
         raise InputError(f"message_types holds {kind!r}, which is no class")
     if issubclass(kind, Enum):
-        return _Way(lambda member: (member.name, ()), lambda name, _: kind[name])
+        return _ClassCodec(lambda member: (member.name, ()), lambda name, _: kind[name])
     registered = tree.node(kind)
     if registered is not None:
-        return _Way(*registered)
+        return _ClassCodec(*registered)
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
-        return _Way(lambda value: (None, value), lambda _, parts: kind(*parts))
+        return _ClassCodec(lambda value: (None, value), lambda _, parts: kind(*parts))
     if dataclasses.is_dataclass(kind):
         names = [field.name for field in dataclasses.fields(kind) if field.init]
-        return _Way(
+        return _ClassCodec(
             lambda value: (None, [getattr(value, name) for name in names]),
             lambda _, parts: kind(**dict(zip(names, parts, strict=True))),
         )

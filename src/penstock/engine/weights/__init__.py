@@ -1,23 +1,24 @@
 """A stage's weights: in as many versions as its policy needs, and in memory when they are needed.
 
-``store`` keeps them and says which a pass reads; ``leaves`` puts other tensors in the place of
-parameters while it reads them; ``prediction`` foresees where an optimizer is heading, and
-``pipemare`` has the two corrections of that name.
+``store`` keeps them and says which a pass reads; ``corrections`` puts other tensors in the place of
+parameters while it reads them, foresees where an optimizer is heading, and has PipeMare's two
+corrections.
 
-``residence`` brings stages in from a tier and lets them go: ``tiers`` are a disk or main memory,
-``slabs`` the memory, on any device, into which a ``group`` of tensors comes, ``ways`` how bytes get
-from one to the other, ``lane`` a thread that transfers. ``offload`` does the same for what
-microbatches keep between forward and backward; ``shelf`` has what checkpoints read from a tier.
+Weight swapping: ``residency`` loads stages from a tier and evicts them. ``tiers`` are a disk or
+main memory, ``buffers`` the memory, on any device, into which groups of tensors come,
+``data_paths`` how bytes get from one to the other, and ``movers`` the I/O threads and streams that
+move them; ``transfers`` is what is on its way, and what checkpoints read from a tier. ``offload``
+does the same for what microbatches keep between forward and backward.
 
 Decisions:
 
 Parameters stay the objects that they are while their values come and go; what has left is NaN, so
-that nobody computes with it unnoticed. Slabs are counted, and given back at fixed points of a
+that nobody computes with it unnoticed. Buffers are counted, and given back at fixed points of a
 rank's program, not when a transfer happens to end: what a rank holds at once follows from the order
 of its ops alone, and a plan can promise it. Only steps of a rank know a residence; stages, updaters
 and autograd do not.
 
-On an accelerator the same program runs, and the host waits for nothing: a slab that is given back
+On an accelerator the same program runs, and the host waits for nothing: a buffer that is given back
 remembers the moments before which nobody may write to it, and a transfer the moment at which it is
 done, so that streams wait where threads would.
 

@@ -8,7 +8,7 @@ The life of what a microbatch keeps at a stage; the numbers stand at the lines b
 3. What the stage holds itself, the leaves in which its graph ends, gives up its values as well:
    a backward needs no more than their shape.
 4. The memory is free once it is written, which the next leave or fetch waits for.
-5. The backward waits until the stash is back, in one slab, and the handles look there.
+5. The backward waits until the stash is back, in one buffer, and the handles look there.
 
 Nothing is kept for the next microbatch, whose sizes may be others: what has come back is given to
 the system behind its backward, or to the allocator of the device.
@@ -25,25 +25,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.engine.device.activation_meter import Kept, Saved
-from penstock.engine.device.crossing import PLAIN_TENSORS
-from penstock.engine.weights.group import Group, nothing_like
-from penstock.engine.weights.slabs import Slabs
+from penstock.engine.device.activation_meter import KeptMemory, Saved
+from penstock.engine.device.crossing import PLAIN_TENSORS, span
+from penstock.engine.weights.buffers import BufferPool, SwapGroup, nothing_like
+from penstock.engine.weights.data_paths import DataPath
 from penstock.engine.weights.tiers import Extent
 from penstock.engine.weights.transfers import Transfers
-from penstock.engine.weights.ways import Way
 
 Key = tuple[int, int]
 """(stage, unit): whose activations."""
-Keep = Callable[[Key, Iterable[Tensor]], "Kept | None"]
+Keep = Callable[[Key, Iterable[Tensor]], "KeptMemory | None"]
 """Counts memory as long as what it gives is held."""
 _ALIGNED = 64
 
 
-class _Place(NamedTuple):
+class _SavedPlace(NamedTuple):
     """Where a saved tensor lies: in which piece of a group, and how far behind its beginning."""
 
-    group: Group
+    group: SwapGroup
     piece: int
     distance: int
     dtype: torch.dtype
@@ -51,21 +50,21 @@ class _Place(NamedTuple):
     stride: tuple[int, ...]
 
     def tensor(self) -> Tensor:
-        """The tensor, in the slab in which the group is now."""
-        slab = self.group.slab
-        assert slab is not None and self.group.arriving is None  # the backward has waited
+        """The tensor, in the buffer in which the group is now."""
+        buffer = self.group.buffer
+        assert buffer is not None and self.group.arriving is None  # the backward has waited
         offset = self.group.places[self.piece].offset + self.distance
-        return slab.tensor(offset, self.dtype, self.size, self.stride)
+        return buffer.tensor(offset, self.dtype, self.size, self.stride)
 
 
 class Handle:
-    """What autograd holds in the place of a tensor that may leave."""
+    """Held by autograd in the place of a tensor that may leave."""
 
     __slots__ = ("place", "saved")
 
     def __init__(self, saved: Saved) -> None:
         self.saved: Saved | None = saved
-        self.place: _Place | None = None
+        self.place: _SavedPlace | None = None
 
     def unpack(self) -> Tensor:
         """The tensor, wherever it is."""
@@ -76,8 +75,8 @@ class Handle:
 
 
 @dataclass
-class _Stash:
-    """What a microbatch keeps at a stage.
+class _ActivationStash:
+    """The activations that a microbatch keeps at a stage.
 
     Attributes:
         handles: of what autograd has saved, until it leaves.
@@ -86,34 +85,34 @@ class _Stash:
     """
 
     handles: list[Handle] = field(default_factory=list)
-    group: Group | None = None
-    counted: Kept | None = None
+    group: SwapGroup | None = None
+    counted: KeptMemory | None = None
 
 
 class Offloading:
     """Lets activations of one rank leave, and brings them back.
 
     Args:
-        way: to the rank's tier and back.
+        path: to the rank's tier and back.
         device: where the rank computes.
         keep: counts the memory that they take.
 
     Attributes:
-        slabs: memory for what leaves and comes.
+        buffers: memory for what leaves and comes.
         transfers: what is on its way.
     """
 
-    def __init__(self, way: Way, device: torch.device, keep: Keep) -> None:
-        self.slabs = Slabs(inf, device)
-        self.transfers = Transfers(way, self.slabs)
+    def __init__(self, path: DataPath, device: torch.device, keep: Keep) -> None:
+        self.buffers = BufferPool(inf, device)
+        self.transfers = Transfers(path, self.buffers)
         self._keep = keep
-        self._stashes: dict[Key, _Stash] = {}
-        self._leaving: list[Group] = []
+        self._stashes: dict[Key, _ActivationStash] = {}
+        self._leaving: list[SwapGroup] = []
         self._extents: list[Extent] = []
 
     def around(self, key: Key) -> Callable[[Saved], Handle]:
         """For a forward: from what autograd would save to what it saves. [1]"""
-        handles = self._stashes.setdefault(key, _Stash()).handles
+        handles = self._stashes.setdefault(key, _ActivationStash()).handles
 
         def handle(saved: Saved) -> Handle:
             handles.append(Handle(saved))
@@ -135,12 +134,12 @@ class Offloading:
         stash = self._stashes[key]
         handles, stash.handles = stash.handles, []
         stay = {tensor.untyped_storage().data_ptr() for tensor in own if _has_memory(tensor)}
-        pieces = _Pieces(handles, self.slabs.device, stay)
+        pieces = _MemoryStretches(handles, self.buffers.device, stay)
         if not pieces.tensors:
             return
         # [2]
         stage, unit = key
-        group = stash.group = Group(
+        group = stash.group = SwapGroup(
             f"activations of microbatch {unit} of stage {stage}", pieces.tensors, stage, unit
         )
         group.extent = self._extent(group)
@@ -149,7 +148,7 @@ class Offloading:
         pieces.hand_over(group)
         _give_up(held, pieces.addresses, handles)
         del pieces
-        group.writing = self.transfers.noted("write", group, self.transfers.way.gather(group))
+        group.writing = self.transfers.noted("write", group, self.transfers.path.gather(group))
         self._leaving.append(group)
 
     def _finish(self) -> None:
@@ -161,14 +160,14 @@ class Offloading:
             if stash.group in leaving:
                 stash.counted = None
 
-    def _extent(self, group: Group) -> Extent:
+    def _extent(self, group: SwapGroup) -> Extent:
         """Room on the tier: some that is free, if it is not twice as large as need be."""
         for extent in sorted(self._extents, key=lambda extent: extent.num_bytes):
             if group.num_bytes <= extent.num_bytes <= 2 * group.num_bytes:
                 self._extents.remove(extent)
                 extent.whose = group.whose
                 return extent
-        return self.transfers.way.space.reserve(group.whose, group.num_bytes)
+        return self.transfers.path.space.reserve(group.whose, group.num_bytes)
 
     def fetch(self, key: Key) -> None:
         """Begin to bring a stash back.
@@ -180,8 +179,8 @@ class Offloading:
         stash = self._stashes[key]
         if stash.group is not None:
             self.transfers.begin(stash.group)
-            assert stash.group.slab is not None
-            stash.counted = self._keep(key, [stash.group.slab.bytes])
+            assert stash.group.buffer is not None
+            stash.counted = self._keep(key, [stash.group.buffer.bytes])
 
     def arrive(self, key: Key) -> bool:
         """Wait until a stash is back. [5]
@@ -211,14 +210,14 @@ class Offloading:
             self._drop(stash)
         self._stashes.clear()
 
-    def _drop(self, stash: _Stash) -> None:
+    def _drop(self, stash: _ActivationStash) -> None:
         group, stash.counted = stash.group, None
         if group is None:
             return
         group.drop()
-        if group.slab is not None:
-            self.slabs.drop(group.slab)
-            group.slab = group.arriving = None
+        if group.buffer is not None:
+            self.buffers.drop(group.buffer)
+            group.buffer = group.arriving = None
         assert group.extent is not None
         self._extents.append(group.extent)
 
@@ -226,11 +225,11 @@ class Offloading:
         """End the transfers, and give back the tier and the memory."""
         self.forget()
         self.transfers.close()
-        self.slabs.clear()
-        self.transfers.way.space.close()
+        self.buffers.clear()
+        self.transfers.path.space.close()
 
 
-class _Pieces:
+class _MemoryStretches:
     """The memory behind saved tensors, each stretch once.
 
     Args:
@@ -263,7 +262,7 @@ class _Pieces:
             for pairs, start in zip(self._moving.values(), self._starts, strict=True)
         ]
 
-    def hand_over(self, group: Group) -> None:
+    def hand_over(self, group: SwapGroup) -> None:
         """Let the handles look into a group of these tensors, and hold their own no more."""
         for piece, (pairs, start) in enumerate(
             zip(self._moving.values(), self._starts, strict=True)
@@ -271,7 +270,7 @@ class _Pieces:
             for handle, tensor in pairs:
                 distance = _first_byte(tensor) - start
                 shape = tensor.dtype, tensor.size(), tensor.stride()
-                handle.place = _Place(group, piece, distance, *shape)
+                handle.place = _SavedPlace(group, piece, distance, *shape)
                 handle.saved = None
         self._moving.clear()
 
@@ -298,8 +297,7 @@ def _first_byte(tensor: Tensor) -> int:
 
 def _last_byte(tensor: Tensor) -> int:
     """The end of its last element."""
-    spans = zip(tensor.size(), tensor.stride(), strict=True)
-    return _first_byte(tensor) + (1 + sum((n - 1) * step for n, step in spans)) * tensor.itemsize
+    return _first_byte(tensor) + span(tensor) * tensor.itemsize
 
 
 def _bytes_of(tensor: Tensor, start: int, stop: int) -> Tensor:

@@ -47,24 +47,30 @@ from penstock.core.schedule.op import FORWARDS, RELEASING
 from penstock.core.schedule.rounds import Rounds
 from penstock.core.versions import PipeMare, Place, Policy, Predict, VersionBook
 from penstock.engine.device.activation_meter import Saved, plain
-from penstock.engine.model.autocast import autocast_here
-from penstock.engine.weights.corrections import Drift, LoweredRates, check_predictable, predicted
-from penstock.engine.weights.leaves import Leaves, Sockets
+from penstock.engine.model.replay import autocast_here
+from penstock.engine.weights.corrections import (
+    Drift,
+    Leaves,
+    LoweredRates,
+    Sockets,
+    check_predictable,
+    predicted,
+)
 
 
 class StandsIn(Protocol):
-    """What autograd saves in the place of a tensor."""
+    """Saved by autograd in the place of a tensor."""
 
     def unpack(self) -> Tensor:
         """The tensor that a backward gets."""
 
 
 Instead = Callable[[Tensor], StandsIn | None]
-"""What to save instead of a tensor, if anything."""
+"""A function that gives what to save instead of a tensor, if anything."""
 
 
-class Held(NamedTuple):
-    """What a stage keeps of its weights.
+class HeldVersions(NamedTuple):
+    """The versions that a stage keeps of its weights.
 
     Attributes:
         versions: how many there are of the parameter with most of them.
@@ -331,7 +337,7 @@ class WeightStore:
                 self._versions[version] = self._sockets.leaves()  # [5]
         with self._drift.following() if self._drift is not None else nullcontext():
             yield version
-        self._most = Held(*map(max, self._most, self.held()))
+        self._most = HeldVersions(*map(max, self._most, self.held()))
 
     def _make_room(self, *_: Any) -> None:
         """New memory for parameters that a step is about to change, where a version that is still
@@ -350,18 +356,18 @@ class WeightStore:
             version: leaves for version, leaves in self._versions.items() if version in live
         }
 
-    def held(self) -> Held:
-        """What is kept now, by unique memory."""
+    def held(self) -> HeldVersions:
+        """The versions that are kept now, by unique memory."""
         sets: list[Leaves] = [self._live, *self._versions.values()]
         most = total = 0
         for column in zip(*sets, strict=True):
             storages = {leaf.untyped_storage().data_ptr(): leaf for leaf in column}
             most = max(most, len(storages))
             total += sum(leaf.untyped_storage().nbytes() for leaf in storages.values())
-        return Held(most, total, 0 if self._drift is None else self._drift.num_bytes)
+        return HeldVersions(most, total, 0 if self._drift is None else self._drift.num_bytes)
 
     @property
-    def most(self) -> Held:
+    def most(self) -> HeldVersions:
         """The most that was kept at once since the stream began."""
         return self._most
 

@@ -25,10 +25,10 @@ from torch import Tensor
 from penstock.base.errors import FileError
 from penstock.base.units import format_bytes
 from penstock.core.cluster.parts import Tier
-from penstock.engine.device.side_streams import pinned_bytes
+from penstock.engine.weights.movers import pinned_bytes
 
 PAGE = 4096
-"""Whatever lies in a tier or a slab begins and ends with pages: direct transfers need that."""
+"""Whatever lies in a tier or a buffer begins and ends with pages: direct transfers need that."""
 _PIECE = 16 << 20
 """Bytes that are moved at once: what is more urgent waits for no more."""
 _WORD = 8
@@ -59,7 +59,7 @@ class Extent:
         self.is_held = False
 
 
-class Space(ABC):
+class TierSpace(ABC):
     """A tier in use by one rank, of which parts are reserved.
 
     Attributes:
@@ -95,7 +95,7 @@ class Space(ABC):
         """Give back all that was reserved."""
 
 
-class Store(Space):
+class Store(TierSpace):
     """A tier that the host reads and writes; both may go on in two threads at once."""
 
     def write(self, extent: Extent, memory: memoryview) -> None:
@@ -222,7 +222,7 @@ def _copy(source: memoryview, target: memoryview) -> None:
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
-class PinnedSpace(Space):
+class PinnedSpace(TierSpace):
     """Main memory as a tier of an accelerator, which copies from and to it by itself. There are no
     sums of pages, since the host does not see what is copied."""
 
@@ -344,8 +344,8 @@ def _full(extent: Extent, where: str, error: OSError) -> FileError:
     room = ""
     if error.errno == errno.ENOSPC:
         with suppress(OSError):
-            found = os.statvfs(where)
-            room = f" ({format_bytes(found.f_bavail * found.f_frsize)} are free)"
+            disk = os.statvfs(where)
+            room = f" ({format_bytes(disk.f_bavail * disk.f_frsize)} are free)"
     return FileError(
         f"{where} has no room for {format_bytes(extent.num_bytes)} of {extent.whose}, behind "
         f"{format_bytes(extent.offset)} that are reserved{room}: {error.strerror}; make room, or "

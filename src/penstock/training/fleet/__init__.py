@@ -15,7 +15,7 @@ Decisions:
   dispatcher guesses that the job goes on at once; a job that waits makes up for them when the
   dispatcher guesses that it is next. So weights are in memory for visits that are under way and,
   for each device, one that is to come; beside what plans keep (the first stage, activations). A job
-  that waits hands its free slabs on (``weights.slabs.Spare``).
+  that waits hands its free buffers on (``weights.buffers.SpareBuffers``).
 - A job that fails gives its device back where it fails; nobody else hears of it.
 """
 

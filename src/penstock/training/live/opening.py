@@ -12,7 +12,7 @@ from torch import nn
 from penstock.base.errors import InputError
 from penstock.base.values import expect, one_of
 from penstock.core.versions import Rates, Sideways
-from penstock.engine.device.placement import Devices
+from penstock.engine.device.accelerators import Devices
 from penstock.engine.model.optimizer_factory import OptimizerFactory, SchedulerFactory
 from penstock.engine.run.assembly import Running
 from penstock.engine.run.building import build

@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock.base.errors import DeadlineError, PeerError, RunError
 from penstock.core.schedule.rounds import Segment
 from penstock.core.timing.spans import TransferKind
-from penstock.engine.device.stamps import happened
+from penstock.engine.device.queue import happened
 from penstock.engine.run.counting import Peak
 from penstock.engine.run.drive.board import Board
 from penstock.engine.run.drive.driver import (
@@ -32,16 +32,16 @@ from penstock.engine.run.outcome import MinibatchOutcome, RankRecord
 from penstock.engine.run.rank.worker import NUMBERS_PER_RUN, Worker, moments_of
 from penstock.engine.run.seals import Call, Seal, SealedTransport, check_alike
 from penstock.engine.transport import Edge, Noted
-from penstock.engine.transport.base import LARGEST_NUMBER
-from penstock.engine.transport.rendezvous import Rendezvous
-from penstock.engine.transport.tags import (
+from penstock.engine.transport.base import (
     AGREEMENT_TAG,
     FIRST_EXCHANGE,
+    LARGEST_NUMBER,
     ORDER_TAG,
     REPORT_TAG,
     STATE_TAG,
 )
-from penstock.engine.weights.store import Held
+from penstock.engine.transport.rendezvous import Rendezvous
+from penstock.engine.weights.store import HeldVersions
 
 _KINDS: tuple[TransferKind, ...] = get_args(TransferKind)
 _MOST_SEGMENTS = 64
@@ -64,7 +64,7 @@ class RankReport(NamedTuple):
     outputs: dict[int, Any]
     metrics: dict[str, dict[int, Tensor]]
     peak: Peak | None
-    held: Held | None
+    held: HeldVersions | None
 
     def packed(self) -> tuple[Any, ...]:
         """The report as it travels."""
@@ -80,7 +80,7 @@ class RankReport(NamedTuple):
     def unpacked(cls, packed: tuple[Any, ...]) -> RankReport:
         """Undo ``packed``."""
         times, versions, moved, microbatches, losses, outputs, metrics, peak, held = packed
-        peak, held = peak and Peak(*peak), held and Held(*held)
+        peak, held = peak and Peak(*peak), held and HeldVersions(*held)
         own = dict(zip(microbatches, losses, strict=True))
         return cls(times, versions, moved, own, outputs, metrics, peak, held)
 

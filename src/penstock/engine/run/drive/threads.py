@@ -26,8 +26,7 @@ from penstock.engine.run.minibatch import Harvest, Minibatch, StreamPosition
 from penstock.engine.run.outcome import MinibatchOutcome, RankRecord
 from penstock.engine.run.rank.worker import Worker, moments_of
 from penstock.engine.transport import Edge
-from penstock.engine.transport.base import LARGEST_NUMBER
-from penstock.engine.transport.tags import END_TAG, FIRST_EXCHANGE
+from penstock.engine.transport.base import END_TAG, FIRST_EXCHANGE, LARGEST_NUMBER
 
 _GRACE_SECONDS = 5.0
 _DEAF_SECONDS = 0.5

@@ -51,7 +51,7 @@ from penstock.engine.run.rank.work import Work
 from penstock.engine.run.shared_state import SharedState
 from penstock.engine.stage.protocol import RunnableStage
 from penstock.engine.weights.offload import Offloading
-from penstock.engine.weights.residence import Residence
+from penstock.engine.weights.residency import Residency
 from penstock.engine.weights.store import WeightStore
 
 _MOST_PROGRAMS = 64
@@ -101,7 +101,7 @@ class Compiler:
         self._shared = shared
         self._observers = observers
         self._updates = updates
-        self.residence: Residence | None = None
+        self.residence: Residency | None = None
         self.offloading: Offloading | None = None
         self._agree = Settle if post_validate else Agree
         self.program = lru_cache(_MOST_PROGRAMS)(self._program)

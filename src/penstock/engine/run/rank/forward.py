@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any
 
 from penstock.core.schedule import Op
-from penstock.engine.model.autocast import autocasting
+from penstock.engine.model.replay import autocasting
 from penstock.engine.run.rank.interpreter import stage_error
 from penstock.engine.run.rank.program import SkipChannel
 from penstock.engine.run.rank.updater import Updater

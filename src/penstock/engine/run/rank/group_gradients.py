@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.reduce.agreement import Share
-from penstock.engine.tensor.channel_group import ChannelGroup
+from penstock.engine.tensor.group import ChannelGroup
 
 
 class Divided(Protocol):

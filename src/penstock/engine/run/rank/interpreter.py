@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 from penstock.base.errors import RunError, StageError
 from penstock.core.schedule import Op
 from penstock.engine.run.rank.journal import Journal
-from penstock.engine.stage.finite import NotFinite
+from penstock.engine.stage.microbatch_graph import NotFinite
 
 W_contra = TypeVar("W_contra", contravariant=True)
 

@@ -9,7 +9,7 @@ from functools import partial
 from types import MappingProxyType
 
 from penstock.core.schedule import Op
-from penstock.engine.device.stamps import Stamps
+from penstock.engine.device.queue import Stamps
 
 NUM_SHOWN = 10
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from penstock.core.schedule import Kind
 from penstock.core.schedule.op import COMPUTE, FORWARDS
-from penstock.engine.device.activation_meter import Kept, Saved, saving
+from penstock.engine.device.activation_meter import KeptMemory, Saved, saving
 from penstock.engine.run.counting import Counter, Peak
 from penstock.engine.run.minibatch import Minibatch
 from penstock.engine.run.rank.interpreter import RankStep
@@ -109,7 +109,7 @@ class Observers:
         if self._counter is not None:
             self._counter.after(stage, unit)
 
-    def keep(self, key: tuple[int, int], tensors: Iterable[Tensor]) -> Kept | None:
+    def keep(self, key: tuple[int, int], tensors: Iterable[Tensor]) -> KeptMemory | None:
         """Count memory that belongs to a stage and a unit, as long as what this gives is held."""
         return None if self._counter is None else self._counter.keep(key, tensors)
 

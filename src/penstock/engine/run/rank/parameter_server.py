@@ -11,7 +11,7 @@ from collections.abc import Collection
 from functools import cached_property
 
 from penstock.core.schedule.rounds import Segment
-from penstock.engine.reduce.stale_serving import Serving
+from penstock.engine.reduce.stale import Serving
 from penstock.engine.run.minibatch import Harvest, Minibatch, StreamPosition
 from penstock.engine.run.rank.worker import Worker
 from penstock.engine.transport import Edge

@@ -21,7 +21,7 @@ from penstock.core.schedule.rounds import Segment
 from penstock.engine.model.spine import NamedLayer
 from penstock.engine.stage.protocol import Keep
 from penstock.engine.transport import Edge
-from penstock.engine.transport.tags import SKIP_TAGS
+from penstock.engine.transport.base import SKIP_TAGS
 
 
 class SkipRoute(NamedTuple):

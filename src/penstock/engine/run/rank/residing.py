@@ -15,7 +15,7 @@ from penstock.engine.run.rank.updater import Updater
 from penstock.engine.run.rank.work import Work
 from penstock.engine.stage.protocol import RunnableStage
 from penstock.engine.weights.offload import Offloading
-from penstock.engine.weights.residence import Residence
+from penstock.engine.weights.residency import Residency
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Fetch:
 
     op: Op
     stay: Stay
-    residence: Residence
+    residence: Residency
 
     def perform(self, work: Work) -> None:
         self.residence.fetch(self.op.stage, self.stay)
@@ -40,7 +40,7 @@ class Leave:
 
     op: Op
     stay: Stay
-    residence: Residence
+    residence: Residency
     updater: Updater
     notes: bool
 
@@ -60,7 +60,7 @@ class Resident:
     unit: int
     step: RankStep[Work]
     observers: Observers
-    residence: Residence
+    residence: Residency
     offloading: Offloading | None
 
     def perform(self, work: Work) -> None:
@@ -83,7 +83,7 @@ class ResidentUpdate:
 
     op: Op
     updater: Updater
-    residence: Residence
+    residence: Residency
 
     def perform(self, work: Work) -> None:
         stage = self.op.stage
@@ -99,14 +99,14 @@ class LateUpdate:
 
     op: Op
     updater: Updater
-    residence: Residence
+    residence: Residency
 
     def perform(self, work: Work) -> None:
         pay(self.op.stage, self.updater, self.residence, work.waited)
 
 
 def pay(
-    stage: int, updater: Updater, residence: Residence, waited: Callable[[], None] | None = None
+    stage: int, updater: Updater, residence: Residency, waited: Callable[[], None] | None = None
 ) -> None:
     """Make the update that a stage owes, if it does, while its weights are in memory.
 

@@ -47,13 +47,13 @@ from penstock.engine.model.optimizer_factory import (
 from penstock.engine.reduce.agreement import Share, Verdict, hear, tell, unscale
 from penstock.engine.reduce.owners import OwnerReducer
 from penstock.engine.reduce.reducer import MakeReducer, SharedWeights
-from penstock.engine.reduce.sums import Sums
+from penstock.engine.reduce.sums import GradientSums
 from penstock.engine.run.rank.group_gradients import GroupGradients
 from penstock.engine.run.rank.undo import Undo
 from penstock.engine.run.recipe import Recipe
-from penstock.engine.tensor.channel_group import ChannelGroup
+from penstock.engine.tensor.group import ChannelGroup
 from penstock.engine.transport import Edge, Transport
-from penstock.engine.transport.tags import FIRST_EXCHANGE
+from penstock.engine.transport.base import FIRST_EXCHANGE
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Updater:
         }
         # One holder keeps gradients that are only gathered, or the next sum would count them twice.
         everywhere = recipe.optimizer is not None
-        self.sums = Sums(rank, shared, transport, everywhere=everywhere, make=make_reducer)
+        self.sums = GradientSums(rank, shared, transport, everywhere=everywhere, make=make_reducer)
         clips = recipe.needs_agreement or recipe.clip_stage_norm is not None
         self.shards = self.sums.shards(hands_sums_to_all=clips or not everywhere)
         for stage, optimizer in self.optimizers.items():

@@ -30,10 +30,10 @@ from penstock.engine.run.seating import MeshTransport, seated
 from penstock.engine.run.shared_state import SharedState
 from penstock.engine.stage.protocol import RunnableStage
 from penstock.engine.transport import Edge, Transport
+from penstock.engine.weights.data_paths import DataPath
 from penstock.engine.weights.offload import Offloading
-from penstock.engine.weights.residence import Residence
-from penstock.engine.weights.store import Held, WeightStore
-from penstock.engine.weights.ways import Way
+from penstock.engine.weights.residency import Residency
+from penstock.engine.weights.store import HeldVersions, WeightStore
 
 NUMBERS_PER_RUN = 1 << 32
 _MOST_FRAMES = 1 << 12
@@ -88,7 +88,7 @@ class Worker:
         self.num_runs = self.num_attempts = 0
         self._recipe = recipe
         self.stores = stores
-        self.residence: Residence | None = None
+        self.residence: Residency | None = None
         self.offloading: Offloading | None = None
         self.pace: Pace | None = None
         self._shared = shared or SharedState({})
@@ -116,13 +116,13 @@ class Worker:
         self._seeds: Seeds = {}
         self._frames: dict[int, int] = {}
 
-    def settle_in(self, residence: Residence) -> None:
+    def settle_in(self, residence: Residency) -> None:
         """Let the rank's stages come and go, from the first step on."""
         self.residence = self._compiler.residence = residence
         self.updater.late = self._recipe.needs_agreement
         residence.follow(self.updater.optimizers, self.updater.owed)
 
-    def offload(self, way: Way, device: torch.device) -> None:
+    def offload(self, way: DataPath, device: torch.device) -> None:
         """Let activations leave, from the first step on.
 
         Args:
@@ -303,10 +303,10 @@ class Worker:
         return harvest
 
     @cached_property
-    def _one_version(self) -> Held:
+    def _one_version(self) -> HeldVersions:
         """What is held of weights that have no further versions."""
         parameters = (p for module in self._layer_modules for p in module.parameters())
-        return Held(1, sum({id(p): p.nbytes for p in parameters}.values()), 0)
+        return HeldVersions(1, sum({id(p): p.nbytes for p in parameters}.values()), 0)
 
     def next_number(self) -> int:
         """What tells the messages of this attempt from all others, on every rank alike; those of

@@ -13,9 +13,8 @@ from penstock.base.units import format_seconds
 from penstock.core.graph import Layer, LayerGraph
 from penstock.engine.model.optimizer_factory import OptimizerFactory
 from penstock.engine.model.spine import NamedLayer, spine_of
-from penstock.engine.tensor.ways import trait_of
-from penstock.engine.tracing.layers import CapturedLayer
-from penstock.engine.tracing.units import units_of
+from penstock.engine.tensor.splits import trait_of
+from penstock.engine.tracing.layers import CapturedLayer, units_of
 from penstock.training.profiler.alone.bench import Bench, Measured, Progress
 from penstock.training.profiler.alone.conditions import (
     Sample,

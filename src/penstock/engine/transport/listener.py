@@ -6,12 +6,12 @@ kernel says whose process is at the other end: ranks of one job are one user's.
 
 How two ranks come to a connection; the numbers stand at the lines below:
 
-1. Each opens a doorway: a listening socket at a random address, and a secret.
-2. They exchange these invitations where both are already: before the fork, or in the job's store.
-3. Each knocks at the doorways of lower ranks. That succeeds before their owners look, so all can
-   knock first and open afterwards without waiting for each other in a circle.
-4. Who knocks has the kernel say whose process listens, then tells the secret and its rank.
-5. Each opens to higher ranks: a stranger of another user is turned away unheard; from others a
+1. Each makes a listener: a socket at a random address, and a secret.
+2. They exchange these credentials where both are already: before the fork, or in the job's store.
+3. Each connects to the listeners of lower ranks. That succeeds before their owners look, so all
+   can connect first and accept afterwards without waiting for each other in a circle.
+4. Who connects has the kernel say whose process listens, then tells the secret and its rank.
+5. Each accepts higher ranks: a stranger of another user is turned away unheard; from others a
    message is read when it is there, and nobody waits for one that says nothing.
 6. Who knows the secret is let in, the first for each missing rank.
 """
@@ -35,37 +35,37 @@ from penstock.engine.transport.shared_memory import SharedMemoryTransport
 
 _SECRET_BYTES = 16
 _RANK_BYTES = 8
-_CREDENTIALS = struct.Struct("iII")
+_PEER_CREDENTIALS = struct.Struct("iII")
 """Process, user and group, as in ``SO_PEERCRED``."""
 _TIME = struct.Struct("@ll")
 """Seconds and microseconds, as in ``SO_SNDTIMEO``."""
 
 
-class Invitation(NamedTuple):
-    """What another process needs to connect."""
+class Credentials(NamedTuple):
+    """The address and the secret with which another process connects."""
 
     address: str
     secret: bytes
 
 
-class Doorway:
+class RankListener:
     """Where one rank waits for others.
 
     Args:
-        num_guests: at most so many others will come.
+        most_connections: at most so many others will come.
 
     Raises:
         OSError: this system has no such sockets.
     """
 
-    def __init__(self, num_guests: int) -> None:
-        self.invitation = Invitation(  # [1]
+    def __init__(self, most_connections: int) -> None:
+        self.credentials = Credentials(  # [1]
             f"\0penstock-{secrets.token_hex(16)}", secrets.token_bytes(_SECRET_BYTES)
         )
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            self._socket.bind(self.invitation.address)
-            self._socket.listen(max(1, num_guests))
+            self._socket.bind(self.credentials.address)
+            self._socket.listen(max(1, most_connections))
         except OSError:
             self.close()
             raise
@@ -75,7 +75,7 @@ class Doorway:
         self._socket.close()
 
     def connections(
-        self, rank: int, hosts: Mapping[int, Invitation], deadline_seconds: float
+        self, rank: int, hosts: Mapping[int, Credentials], deadline_seconds: float
     ) -> dict[int, socket.socket]:
         """A socket to each of ``hosts``, who all call this at about the same time.
 
@@ -91,48 +91,48 @@ class Doorway:
             connections = {}
             for other in sorted(hosts):  # [3]
                 if other < rank:
-                    connections[other] = stack.enter_context(_knock(rank, hosts[other], end))
+                    connections[other] = stack.enter_context(_connect_to(rank, hosts[other], end))
             missing = {other for other in hosts if other > rank}
-            with _Guests(self._socket, self.invitation.secret) as guests:
+            with _PendingConnections(self._socket, self.credentials.secret) as pending:
                 while missing:
-                    for guest, connection in guests.admitted(end, rank, min(missing)):
+                    for other, connection in pending.admitted(end, rank, min(missing)):
                         stack.enter_context(connection)
-                        if guest in missing:  # [6]
-                            missing.remove(guest)
-                            connections[guest] = connection
+                        if other in missing:  # [6]
+                            missing.remove(other)
+                            connections[other] = connection
                         else:
                             connection.close()
             stack.pop_all()
         return connections
 
 
-class _Guests:
-    """Who has come to a doorway, and has not said so far who it is.
+class _PendingConnections:
+    """Connections to a listener whose processes have not said so far which rank they are.
 
     Anybody on this host can come. Processes of other users are turned away at once; among those of
     this user may be one that says nothing, for which nobody waits.
 
     Args:
-        door: a listening socket.
-        secret: what a guest must know.
+        listening: the listener's socket.
+        secret: what a rank must know.
     """
 
-    def __init__(self, door: socket.socket, secret: bytes) -> None:
-        self._door = door
+    def __init__(self, listening: socket.socket, secret: bytes) -> None:
+        self._listening = listening
         self._secret = secret
-        self._guests: dict[int, socket.socket] = {}
+        self._pending: dict[int, socket.socket] = {}
         self._poll = select.poll()
-        self._poll.register(door, select.POLLIN)
+        self._poll.register(listening, select.POLLIN)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for guest in self._guests.values():
-            guest.close()
+        for connection in self._pending.values():
+            connection.close()
 
     def admitted(self, end: float, rank: int, missing: int) -> Iterator[tuple[int, socket.socket]]:
-        """(rank, connection) of guests that know the secret, as they come.
+        """(rank, connection) of those that know the secret, as they come.
 
         Raises:
             DeadlineError: nobody comes.
@@ -144,30 +144,30 @@ class _Guests:
                 "not come in time; if it starts later than this one, raise deadline_seconds"
             )
         for descriptor, _ in events:
-            if descriptor == self._door.fileno():
-                self._open()
+            if descriptor == self._listening.fileno():
+                self._accept()
                 continue
             self._poll.unregister(descriptor)
-            guest = self._guests.pop(descriptor)
-            rank_of_guest = self._rank_of(guest)
-            if rank_of_guest is None:
-                guest.close()
+            connection = self._pending.pop(descriptor)
+            rank_there = self._rank_of(connection)
+            if rank_there is None:
+                connection.close()
             else:
-                yield rank_of_guest, guest
+                yield rank_there, connection
 
-    def _open(self) -> None:
-        guest, _ = self._door.accept()
-        if not _is_own(guest):  # [5]
-            guest.close()
+    def _accept(self) -> None:
+        connection, _ = self._listening.accept()
+        if not _is_own(connection):  # [5]
+            connection.close()
             return
-        guest.setblocking(False)
-        self._guests[guest.fileno()] = guest
-        self._poll.register(guest, select.POLLIN)
+        connection.setblocking(False)
+        self._pending[connection.fileno()] = connection
+        self._poll.register(connection, select.POLLIN)
 
-    def _rank_of(self, guest: socket.socket) -> int | None:
-        """Who a guest says it is; ``None`` if it does not know the secret."""
+    def _rank_of(self, connection: socket.socket) -> int | None:
+        """The rank that a process says it is; ``None`` if it does not know the secret."""
         try:
-            words = guest.recv(_SECRET_BYTES + _RANK_BYTES)
+            words = connection.recv(_SECRET_BYTES + _RANK_BYTES)
         except OSError:
             return None
         known = secrets.compare_digest(words[:_SECRET_BYTES], self._secret)
@@ -176,23 +176,23 @@ class _Guests:
 
 def _is_own(connection: socket.socket) -> bool:
     """Whether the process at the other end is of this process's user."""
-    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, user, _ = _CREDENTIALS.unpack(data)
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+    _, user, _ = _PEER_CREDENTIALS.unpack(data)
     return bool(user == os.geteuid())
 
 
-def _knock(rank: int, invitation: Invitation, end: float) -> socket.socket:
+def _connect_to(rank: int, credentials: Credentials, end: float) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        # Where strangers crowd the doorway, connecting waits, and this is what limits the wait.
+        # Where strangers crowd the listener, connecting waits, and this is what limits the wait.
         left = max(1.0, 1e6 * (end - time.monotonic()))
         limit = _TIME.pack(*divmod(int(left), 1_000_000))
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        connection.connect(invitation.address)
+        connection.connect(credentials.address)
         if not _is_own(connection):
             raise PermissionError("a process of another user has taken the rank's address")
         # [4]
-        connection.send(invitation.secret + rank.to_bytes(_RANK_BYTES, "big"))
+        connection.send(credentials.secret + rank.to_bytes(_RANK_BYTES, "big"))
     except OSError:
         connection.close()
         raise
@@ -214,10 +214,10 @@ class SharedMemoryExchange:
 
     def __init__(self, num_ranks: int, deadline_seconds: float) -> None:
         self._deadline_seconds = deadline_seconds
-        self._doorways: list[Doorway] = []
+        self._listeners: list[RankListener] = []
         try:
             for _ in range(num_ranks):
-                self._doorways.append(Doorway(num_ranks))
+                self._listeners.append(RankListener(num_ranks))
         except OSError as error:
             self.close()
             raise RunError(
@@ -231,27 +231,27 @@ class SharedMemoryExchange:
             DeadlineError: another rank did not.
             RunError: a connection was refused, since its process has ended.
         """
-        doorway = self._doorways[rank]
-        for other in self._doorways:
-            if other is not doorway:
+        listener = self._listeners[rank]
+        for other in self._listeners:
+            if other is not listener:
                 other.close()
-        # [2] The invitations were there before the fork.
-        hosts = {k: other.invitation for k, other in enumerate(self._doorways) if k != rank}
+        # [2] The credentials were there before the fork.
+        hosts = {k: other.credentials for k, other in enumerate(self._listeners) if k != rank}
         try:
-            connections = doorway.connections(rank, hosts, self._deadline_seconds)
+            connections = listener.connections(rank, hosts, self._deadline_seconds)
         except OSError as error:
             raise RunError(
                 f"rank {rank} could not connect to the others of this host: {error}; another rank "
                 "has ended before it came, see its output"
             ) from error
         finally:
-            doorway.close()
+            listener.close()
         return SharedMemoryTransport(rank, connections, self._deadline_seconds)
 
     def close(self) -> None:
         """This process will be no rank; may be called twice."""
-        for doorway in self._doorways:
-            doorway.close()
+        for listener in self._listeners:
+            listener.close()
 
 
 def this_host() -> str:

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from penstock.engine.reduce.pieces import added
+from penstock.engine.reduce.buckets import added
 
 LARGE = 2.0**24
 """In single precision, 1 more than this is still this."""

@@ -1,32 +1,104 @@
-"""What a module can be divided into: which of its parameters, and by which class."""
+"""Splits: which modules their keys mean, and how each of these can be divided.
+
+A key is the name of a layer, or a pattern of modules inside layers. A module is divided in some of
+its parameters, and its copy on a member becomes another class.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 
 from torch import nn
 
 from penstock.base.errors import ModelError
-from penstock.engine.tensor.attention import COLUMN, ROW, Ways, by_heads, is_block
-from penstock.engine.tensor.cuts import Cut
+from penstock.engine.model.spine import NamedLayer
+from penstock.engine.tensor.attention import COLUMN, ROW, ModuleSharings, by_heads, is_block
 from penstock.engine.tensor.divided_layers import (
-    ChannelNorm,
-    ColumnConv,
-    PartGroupNorm,
-    PartInstanceNorm,
-    RowConv,
-)
-from penstock.engine.tensor.dropout import (
     DROPOUTS,
     FEATURE_DROPOUTS,
-    PartChannelDropout,
-    PartDropout,
+    ChannelNorm,
+    ColumnConv,
+    ColumnEmbedding,
+    ColumnTransposed,
+    RowConv,
+    RowEmbedding,
+    RowTransposed,
+    ShardChannelDropout,
+    ShardDropout,
+    ShardGroupNorm,
+    ShardInstanceNorm,
+    is_transposed,
 )
-from penstock.engine.tensor.embedding import ColumnEmbedding, RowEmbedding
+from penstock.engine.tensor.group import ShardSpec
 from penstock.engine.tensor.layouts import CHANNELS, FEATURES
-from penstock.engine.tensor.membership import Member
-from penstock.engine.tensor.module_way import Way
-from penstock.engine.tensor.transposed import ColumnTransposed, RowTransposed, is_transposed
+from penstock.engine.tensor.membership import GroupMember, ModuleSharing
+from penstock.engine.tracing.layers import CapturedLayer
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern means a name; ``*`` stands for anything between two dots.
+
+    >>> matches("blocks.*.mlp.0", "blocks.11.mlp.0"), matches("blocks.*", "blocks.11.mlp.0")
+    (True, False)
+    """
+    wanted, given = pattern.split("."), name.split(".")
+    return len(wanted) == len(given) and all(map(fnmatchcase, given, wanted))
+
+
+def inner_splits(layer: NamedLayer, splits: Mapping[str, str]) -> dict[str, str]:
+    """How modules inside a layer are split, by their names in it.
+
+    Args:
+        splits: by patterns of qualified names.
+
+    Raises:
+        ModelError: two patterns say different things of one module.
+    """
+    inner: dict[str, str] = {}
+    for path, _ in layer.module.named_modules():
+        if not path:
+            continue
+        said = _said(named(layer, path), splits)
+        if said not in ("", "whole", "any"):
+            inner[path] = said
+    return inner
+
+
+def own_split(layer: NamedLayer, splits: Mapping[str, str]) -> str:
+    """How a layer itself is split: by its name, or else by a pattern; ``"whole"`` if none says."""
+    return splits.get(layer.name) or _said(layer.name, splits) or "whole"
+
+
+def _said(name: str, splits: Mapping[str, str]) -> str:
+    said = {how for pattern, how in splits.items() if matches(pattern, name)}
+    if len(said) > 1:
+        both = " and ".join(map(repr, sorted(said)))
+        raise ModelError(f"splits say {both} of {name}; let only one pattern mean it")
+    return said.pop() if said else ""
+
+
+def named(layer: NamedLayer, path: str) -> str:
+    """The name of a module of a layer in splits. Layers of a captured model hold modules under the
+    names that these have in the model."""
+    return path if isinstance(layer.module, CapturedLayer) else f"{layer.name}.{path}"
+
+
+def check_used(layers: Sequence[NamedLayer], splits: Mapping[str, str]) -> None:
+    """Raise ``ModelError`` for a key that means no module of these layers."""
+    names = [
+        named(layer, path) if path else layer.name
+        for layer in layers
+        for path, _ in layer.module.named_modules()
+    ]
+    for pattern in splits:
+        if not any(matches(pattern, name) for name in names):
+            raise ModelError(
+                f"splits: {pattern!r} means no layer and no module of these layers; they have "
+                f"{', '.join(map(repr, names[:8]))}{' …' if len(names) > 8 else ''}"
+            )
+
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -38,23 +110,23 @@ BY_ELEMENT: tuple[type[nn.Module], ...] = (
     nn.Mish, nn.Tanh, nn.Sigmoid, nn.Softplus, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid,
     nn.LogSigmoid, nn.Softsign,
 )  # fmt: skip
-"""What treats every number by itself, and so works on any part."""
+"""Modules that treat every number by itself, and so work on any part."""
 
 BY_CHANNEL: tuple[type[nn.Module], ...] = (
     nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d,
     nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool1d,
     nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d, nn.Upsample, nn.ZeroPad2d, nn.PixelShuffle,
 )  # fmt: skip
-"""What treats every row and channel by itself, where both are dimensions of their own."""
+"""Modules that treat every row and channel by itself, where both are dimensions."""
 
 
-def ways_of(module: nn.Module, split: str, name: str) -> Ways:
-    """How members share a module that is split so, and modules in it; arguments as of ``way``."""
+def sharings_of(module: nn.Module, split: str, name: str) -> ModuleSharings:
+    """As ``sharing_of``, for a module and those in it that are split with it."""
     known = by_heads(module, name) if split == "heads" else {}
-    return known or {"": way(module, split, name)}
+    return known or {"": sharing_of(module, split, name)}
 
 
-def way(module: nn.Module, split: str, name: str) -> Way:
+def sharing_of(module: nn.Module, split: str, name: str) -> ModuleSharing:
     """How members share a module that is split so.
 
     Args:
@@ -113,7 +185,7 @@ def _check_plain(module: nn.Module, split: str, name: str) -> None:
 
 
 def trait_of(module: nn.Module) -> str:
-    """What the kind of a module does not tell of how it can be divided; empty if that is all."""
+    """A trait beside its class that decides how a module can be divided; empty if there is none."""
     if isinstance(module, nn.TransformerEncoderLayer) and is_block(module):
         return f"heads={module.self_attn.num_heads}"
     if not _is_plain(module):
@@ -134,57 +206,61 @@ def _outputs(module: nn.Module) -> int:
     return int(module._parameters["weight"].shape[0])  # type: ignore[union-attr]
 
 
-def _column(module: nn.Module, blocks: int) -> Way:
+def _column(module: nn.Module, blocks: int) -> ModuleSharing:
     if isinstance(module, nn.Embedding):
-        return Way(ColumnEmbedding, {"weight": Cut(1, blocks)}, FEATURES)
-    cuts = {"weight": Cut(0, blocks), "bias": Cut(0, blocks)}
+        return ModuleSharing(ColumnEmbedding, {"weight": ShardSpec(1, blocks)}, FEATURES)
+    cuts = {"weight": ShardSpec(0, blocks), "bias": ShardSpec(0, blocks)}
     if isinstance(module, nn.Linear):
         return replace(COLUMN, cuts=cuts)
-    return Way(ColumnConv, cuts, CHANNELS)
+    return ModuleSharing(ColumnConv, cuts, CHANNELS)
 
 
-def _row(module: nn.Module) -> Way:
+def _row(module: nn.Module) -> ModuleSharing:
     if isinstance(module, nn.Embedding):
-        return Way(RowEmbedding, {"weight": Cut(0)}, FEATURES, adds=True)
+        return ModuleSharing(RowEmbedding, {"weight": ShardSpec(0)}, FEATURES, adds=True)
     if isinstance(module, nn.Linear):
         return ROW
-    return Way(RowConv, {"weight": Cut(1)}, CHANNELS, adds=True, bias="bias")
+    return ModuleSharing(RowConv, {"weight": ShardSpec(1)}, CHANNELS, adds=True, bias="bias")
 
 
-def _transposed(blocks: int, *, divides_outputs: bool) -> Way:
+def _transposed(blocks: int, *, divides_outputs: bool) -> ModuleSharing:
     if divides_outputs:
-        return Way(ColumnTransposed, {"weight": Cut(1, blocks), "bias": Cut(0, blocks)}, FEATURES)
-    return Way(RowTransposed, {"weight": Cut(0)}, FEATURES, adds=True, bias="bias")
+        return ModuleSharing(
+            ColumnTransposed,
+            {"weight": ShardSpec(1, blocks), "bias": ShardSpec(0, blocks)},
+            FEATURES,
+        )
+    return ModuleSharing(RowTransposed, {"weight": ShardSpec(0)}, FEATURES, adds=True, bias="bias")
 
 
-def _inside(module: nn.Module, split: str, name: str) -> Way:
+def _inside(module: nn.Module, split: str, name: str) -> ModuleSharing:
     if isinstance(module, nn.Dropout):
-        return Way(PartDropout, features=FEATURES if split == "features" else 1)
+        return ModuleSharing(ShardDropout, features=FEATURES if split == "features" else 1)
     if isinstance(module, FEATURE_DROPOUTS):
-        return Way(PartChannelDropout, features=CHANNELS)
+        return ModuleSharing(ShardChannelDropout, features=CHANNELS)
     if split == "heads":
-        return Way(Member, alike=True)
+        return ModuleSharing(GroupMember, alike=True)
     own = channels(module)
     if own is not None:
         return own
     if next(module.parameters(), None) is None:
-        return Way(Member)
+        return ModuleSharing(GroupMember)
     raise _refused(module, split, name, "nobody knows which of its parameters belong to a feature")
 
 
-def channels(module: nn.Module) -> Way | None:
+def channels(module: nn.Module) -> ModuleSharing | None:
     """How members share a module with parameters or statistics for each channel; ``None`` if it has
     nothing that would have to be divided with its channels."""
     held = {**module._parameters, **module._buffers}
-    cuts = {key: Cut(0) for key in _STATISTICS if held.get(key) is not None}
+    cuts = {key: ShardSpec(0) for key in _STATISTICS if held.get(key) is not None}
     if isinstance(module, _BATCH_NORMS):
-        return Way(ChannelNorm, cuts, CHANNELS)
+        return ModuleSharing(ChannelNorm, cuts, CHANNELS)
     if isinstance(module, _INSTANCE_NORMS):
-        return Way(PartInstanceNorm, cuts, CHANNELS)
+        return ModuleSharing(ShardInstanceNorm, cuts, CHANNELS)
     if isinstance(module, nn.GroupNorm):
-        return Way(PartGroupNorm, cuts, CHANNELS, pieces=module.num_groups, even=True)
+        return ModuleSharing(ShardGroupNorm, cuts, CHANNELS, pieces=module.num_groups, even=True)
     if isinstance(module, nn.PReLU) and module.num_parameters > 1:
-        return Way(Member, cuts, CHANNELS)
+        return ModuleSharing(GroupMember, cuts, CHANNELS)
     return None
 
 

@@ -3,16 +3,16 @@
 The life of a stage that comes and goes; the numbers stand at the lines below:
 
 1. When the pipeline is built, its weights go to the tier and are blank from then on.
-2. A fetch takes a slab and lets the reader fill it. If the tier is still to get what was written
+2. A fetch takes a buffer and lets the reader fill it. If the tier is still to get what was written
    there last, the reader waits for that.
 3. The first op that needs the weights waits until they have come, and points the parameters there.
 4. What autograd would save of weights in a forward is noted as a place, and looked up where they
-   lie when the backward asks. Without that, a backward reads a slab in which something else is.
+   lie when the backward asks. Without that, a backward reads a buffer in which something else is.
 5. Optimizer state is found behind the first update, and travels from then on.
-6. A stage that has changed is written; its slab is used again once that is done, which the next
+6. A stage that has changed is written; its buffer is used again once that is done, which the next
    leave waits for. One that has not changes nothing on the tier.
 7. Gradients without an update leave, too, and come back before more is added to them.
-8. A slab that any other tensor still sees would give it another stage's values: that is an error.
+8. A buffer that any other tensor still sees would give it another stage's values: that is an error.
 """
 
 from __future__ import annotations
@@ -25,42 +25,45 @@ from torch import Tensor, nn
 
 from penstock.core.schedule.residence import Stay
 from penstock.engine.device.crossing import moved
-from penstock.engine.weights.group import Elsewhere, Group
-from penstock.engine.weights.optimizer_state import state_tensors
-from penstock.engine.weights.shelf import Shelved, shelved
-from penstock.engine.weights.slabs import Slab, Slabs
+from penstock.engine.weights.buffers import (
+    BufferPool,
+    MemoryBuffer,
+    SwapGroup,
+    WeightPlaceholder,
+    state_tensors,
+)
+from penstock.engine.weights.data_paths import DataPath
 from penstock.engine.weights.store import Instead
 from penstock.engine.weights.tiers import whole_pages
-from penstock.engine.weights.transfers import Transfers
-from penstock.engine.weights.ways import Way
+from penstock.engine.weights.transfers import Shelved, Transfers, shelved
 
 
-class Residence:
+class Residency:
     """The stages of one rank that come and go.
 
     Args:
-        way: to the rank's tier and back.
-        slabs: memory for what is here, on the rank's device.
+        path: to the rank's tier and back.
+        buffers: memory for what is here, on the rank's device.
         weights: by stage, the parameters that leave with it, each of one stage only.
 
     Attributes:
         store: the rank's tier.
-        slabs: as given.
+        buffers: as given.
         transfers: what is on its way between them.
     """
 
     def __init__(
-        self, way: Way, slabs: Slabs, weights: Mapping[int, Sequence[nn.Parameter]]
+        self, path: DataPath, buffers: BufferPool, weights: Mapping[int, Sequence[nn.Parameter]]
     ) -> None:
-        self.store, self.slabs = way.space, slabs
-        self.transfers = Transfers(way, slabs)
+        self.store, self.buffers = path.space, buffers
+        self.transfers = Transfers(path, buffers)
         self._optimizers: Mapping[int, torch.optim.Optimizer] = {}
         self._owed: Container[int] = ()
         self._parameters = weights
-        self._weights: dict[int, list[Group]] = {}
-        self._state: dict[int, Group] = {}
-        self._gradients: dict[int, tuple[Group, list[nn.Parameter]]] = {}
-        self._spent: dict[int, Group] = {}
+        self._weights: dict[int, list[SwapGroup]] = {}
+        self._state: dict[int, SwapGroup] = {}
+        self._gradients: dict[int, tuple[SwapGroup, list[nn.Parameter]]] = {}
+        self._spent: dict[int, SwapGroup] = {}
         """Gradients that are used up, whose extents the next ones get."""
         self._adding: dict[int, int] = {}
         """Bytes of gradients that are being added up, by stage."""
@@ -78,23 +81,27 @@ class Residence:
         """
         parameters = self._parameters[stage]
         groups = [
-            Group(f"{what} of stage {stage}", chosen, stage)
-            for what, trained in (("weights", True), ("frozen weights", False))
-            if (chosen := [one for one in parameters if one.requires_grad is trained])
+            SwapGroup(f"{kind} of stage {stage}", chosen, stage)
+            for kind, trained in (("weights", True), ("frozen weights", False))
+            if (
+                chosen := [
+                    parameter for parameter in parameters if parameter.requires_grad is trained
+                ]
+            )
         ]
         self._weights[stage] = groups
         for group in groups:
             group.extent = self.store.reserve(group.whose, group.num_bytes)
-            packed = Slab(max(group.num_bytes, whole_pages(1)))
+            packed = MemoryBuffer(max(group.num_bytes, whole_pages(1)))
             gradients = [parameter.grad for parameter in group.tensors]
             for parameter in group.tensors:
                 parameter.grad = None  # which would have to be where the values are
             group.move_in(packed)
-            self.transfers.way.put(group.extent, packed)
-            group.blank(self.slabs.device)
-            group.slab = None
+            self.transfers.path.put(group.extent, packed)
+            group.blank(self.buffers.device)
+            group.buffer = None
             for parameter, gradient in zip(group.tensors, gradients, strict=True):
-                parameter.grad = None if gradient is None else moved(gradient, self.slabs.device)
+                parameter.grad = None if gradient is None else moved(gradient, self.buffers.device)
 
     def follow(self, optimizers: Mapping[int, torch.optim.Optimizer], owed: Container[int]) -> None:
         """Let what optimizers keep travel as well.
@@ -107,7 +114,7 @@ class Residence:
         self._optimizers, self._owed = optimizers, owed
         for stage in self._weights:
             self._find_state(stage)  # some keep something from the beginning
-            if self._state[stage].slab is not None:
+            if self._state[stage].buffer is not None:
                 self.transfers.let_go(self._state[stage], writes=True, keeps=False)
                 self.transfers.finish()
 
@@ -117,7 +124,7 @@ class Residence:
         Raises:
             FileError: the tier has no room.
         """
-        group = self._state[stage] = Group(f"optimizer state of stage {stage}", [], stage)
+        group = self._state[stage] = SwapGroup(f"optimizer state of stage {stage}", [], stage)
         group.extent = self.store.reserve(group.whose, num_bytes)
 
     def reserve_gradients(self, stage: int) -> None:
@@ -126,7 +133,7 @@ class Residence:
         Raises:
             FileError: the tier has no room.
         """
-        group = self._spent[stage] = Group(f"gradients of stage {stage}", [], stage)
+        group = self._spent[stage] = SwapGroup(f"gradients of stage {stage}", [], stage)
         group.num_bytes = self.gradient_bytes(stage)
         group.extent = self.store.reserve(group.whose, group.num_bytes)
 
@@ -163,7 +170,7 @@ class Residence:
         came = [self._bring(group) for group in self._weights[stage]]
         return any(came)
 
-    def _bring(self, group: Group) -> bool:
+    def _bring(self, group: SwapGroup) -> bool:
         self.transfers.begin(group)
         return self.transfers.arrive(group)
 
@@ -189,7 +196,7 @@ class Residence:
         if stage not in self._gradients:
             return False
         group, parameters = self._gradients[stage]
-        if group.slab is not None and group.arriving is None:
+        if group.buffer is not None and group.arriving is None:
             return False
         self._bring(group)
         for parameter, gradient in zip(parameters, group.tensors, strict=True):
@@ -210,11 +217,11 @@ class Residence:
             return self.bring_gradients(stage)
         if stage not in self._adding:
             self._adding[stage] = self.gradient_bytes(stage)
-            self.slabs.count(self._adding[stage], f"gradients of stage {stage}")
+            self.buffers.count(self._adding[stage], f"gradients of stage {stage}")
         return False
 
     def _add_no_more(self, stage: int) -> None:
-        self.slabs.count(-self._adding.pop(stage, 0))
+        self.buffers.count(-self._adding.pop(stage, 0))
 
     def gradient_bytes(self, stage: int) -> int:
         """Bytes of the gradients of a stage's trained weights."""
@@ -229,15 +236,17 @@ class Residence:
         return self._state[stage].num_bytes if stage in self._state else 0
 
     def instead(self, stage: int) -> Instead:
-        """What autograd is to save in the place of a stage's weights. [4]"""
-        there = [(group, group.slab) for group in self._weights[stage] if group.slab is not None]
+        """A function that gives what autograd saves in the place of a stage's weights. [4]"""
+        there = [
+            (group, group.buffer) for group in self._weights[stage] if group.buffer is not None
+        ]
 
-        def substitute(tensor: Tensor) -> Elsewhere | None:
+        def substitute(tensor: Tensor) -> WeightPlaceholder | None:
             if tensor.layout is torch.strided:
                 address = tensor.untyped_storage().data_ptr()
-                for group, slab in there:
-                    if address == slab.start:
-                        return Elsewhere(group, slab, tensor)
+                for group, buffer in there:
+                    if address == buffer.start:
+                        return WeightPlaceholder(group, buffer, tensor)
             return None
 
         return substitute
@@ -249,14 +258,12 @@ class Residence:
             late: whether forwards follow, which do not need the state.
         """
         self._changed.add(stage)
-        spent = self._gradients.pop(stage, None)
-        if spent is not None and spent[0].slab is not None:
-            group, slab = spent[0], spent[0].slab
-            group.blank()
-            group.slab = None
-            self.transfers.give(slab, group)
-        if spent is not None:
-            self._spent[stage] = spent[0]
+        if stage in self._gradients:
+            group = self._spent[stage] = self._gradients.pop(stage)[0]
+            if group.buffer is not None:
+                buffer, group.buffer = group.buffer, None
+                group.blank()
+                self.transfers.give(buffer, group)
         self._add_no_more(stage)
         self._find_state(stage)
         if late and stage in self._state:
@@ -266,25 +273,25 @@ class Residence:
         """Let what an optimizer keeps travel, also if it is another object than before."""
         tensors = state_tensors(self._optimizers.get(stage), self._parameters[stage])
         known = self._state.get(stage)
-        here = known is not None and known.slab is not None and known.is_in(known.slab)
+        here = known is not None and known.buffer is not None and known.is_in(known.buffer)
         if not tensors or (known is not None and here and _same(known.tensors, tensors)):
             return
-        group = Group(f"optimizer state of stage {stage}", tensors, stage)
-        slab = None
+        group = SwapGroup(f"optimizer state of stage {stage}", tensors, stage)
+        buffer = None
         if known is not None:
-            slab, known.slab = known.slab, None
+            buffer, known.buffer = known.buffer, None
             if known.extent is not None and known.extent.num_bytes >= group.num_bytes:
                 group.extent, group.writing = known.extent, known.writing
-        if slab is not None and slab.num_bytes != group.num_bytes:
-            self.slabs.drop(slab)  # some of the tensors may lie there still
-            slab = None
+        if buffer is not None and buffer.num_bytes != group.num_bytes:
+            self.buffers.drop(buffer)  # some of the tensors may lie there still
+            buffer = None
         if group.extent is None or group.extent.num_bytes != group.num_bytes:
             group.extent = self.store.reserve(group.whose, group.num_bytes)
-        if slab is not None:
+        if buffer is not None:
             # Values may lie there still, where others are to go.
             for tensor in tensors:
                 tensor.data = tensor.detach().clone()
-        group.move_in(slab or self.slabs.take(group.num_bytes, group.whose))
+        group.move_in(buffer or self.buffers.take(group.num_bytes, group.whose))
         self._state[stage] = group
 
     def leave(self, stage: int, stay: Stay) -> None:
@@ -306,24 +313,24 @@ class Residence:
         self._send_gradients(stage)
 
     def _send_gradients(self, stage: int) -> None:
-        parameters = [one for one in self._parameters[stage] if one.grad is not None]
-        if not parameters:
+        pairs = [(own, own.grad) for own in self._parameters[stage] if own.grad is not None]
+        if not pairs:
             return
         known = self._gradients.get(stage)
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if known is not None and known[0].slab is not None and _same(known[0].tensors, gradients):
+        parameters, gradients = [own for own, _ in pairs], [gradient for _, gradient in pairs]
+        if known is not None and known[0].buffer is not None and _same(known[0].tensors, gradients):
             group = known[0]
         else:
-            group = Group(f"gradients of stage {stage}", gradients, stage)
+            group = SwapGroup(f"gradients of stage {stage}", gradients, stage)
             before = known[0] if known is not None else self._spent.get(stage)
             if before is not None and before.num_bytes == group.num_bytes:
                 group.extent, group.writing = before.extent, before.writing
             else:
                 group.extent = self.store.reserve(group.whose, group.num_bytes)
-            if known is not None and known[0].slab is not None:
-                self.slabs.drop(known[0].slab)
+            if known is not None and known[0].buffer is not None:
+                self.buffers.drop(known[0].buffer)
             self._add_no_more(stage)  # what is moved in is free at once
-            group.move_in(self.slabs.take(group.num_bytes, group.whose))
+            group.move_in(self.buffers.take(group.num_bytes, group.whose))
         self._gradients[stage] = group, parameters
         for parameter in parameters:
             parameter.grad = None
@@ -336,7 +343,7 @@ class Residence:
         Args:
             changes: whether values become others meanwhile, which are then written.
         """
-        here = any(group.slab is not None for group in self._weights[stage])
+        here = any(group.buffer is not None for group in self._weights[stage])
         self.arrive_with_state(stage)
         try:
             yield
@@ -354,8 +361,12 @@ class Residence:
         Args:
             tensors: by name: weights and what the optimizer keeps, or parts of other memory.
         """
-        groups = [*self._weights[stage], *filter(None, [self._state.get(stage)])]
-        return shelved(self.transfers.way, groups, tensors)
+        return shelved(self.transfers.path, self._groups(stage), tensors)
+
+    def _groups(self, stage: int) -> list[SwapGroup]:
+        """The weights and the optimizer state of a stage."""
+        state = self._state.get(stage)
+        return self._weights[stage] if state is None else [*self._weights[stage], state]
 
     def forget(self) -> None:
         """A step has failed, or another kind of step begins: let all go that is here. What has
@@ -368,38 +379,37 @@ class Residence:
     def _forget(self, stage: int) -> None:
         changed = stage in self._changed
         self._changed.discard(stage)
-        groups = [*self._weights[stage], *filter(None, [self._state.get(stage)])]
-        for group in groups:
-            slab = group.slab
-            if slab is None:
+        for group in self._groups(stage):
+            buffer = group.buffer
+            if buffer is None:
                 continue
             with suppress(Exception):
                 self.transfers.arrive(group)
                 if (changed and group.is_trained) or (group.has_parameters and group.has_changed):
                     assert group.extent is not None
-                    self.transfers.write(group, slab)
+                    self.transfers.write(group, buffer)
                     self.transfers.written(group)
             group.arriving = None
             group.is_parked = False
             group.blank()
-            group.slab = None
-            self.slabs.drop(slab)  # what has failed may still see it
+            group.buffer = None
+            self.buffers.drop(buffer)  # what has failed may still see it
         self._add_no_more(stage)
         if stage in self._gradients and stage not in self._owed:
             group, parameters = self._gradients.pop(stage)
             self._spent[stage] = group
             for parameter in parameters:
                 parameter.grad = None
-            if group.slab is not None:
-                self.slabs.drop(group.slab)
-                group.slab = None
+            if group.buffer is not None:
+                self.buffers.drop(group.buffer)
+                group.buffer = None
                 group.arriving = None
 
     def close(self) -> None:
         """End the transfers, and give back the tier and the memory. Weights stay blank."""
         self.forget()
         self.transfers.close()
-        self.slabs.clear()
+        self.buffers.clear()
         self.store.close()
 
 
