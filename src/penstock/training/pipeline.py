@@ -25,22 +25,23 @@ from penstock.engine.model.microbatches import Microbatches, Weight, Weighting
 from penstock.engine.model.optimizer_factory import OptimizerFactory, SchedulerFactory
 from penstock.engine.model.randomness import Audit
 from penstock.engine.model.spine import evaluation_mode, spine_of
-from penstock.engine.run.assembly import Results, Running
-from penstock.engine.run.building import build
-from penstock.engine.run.copied_states import by_key, copied_states
-from penstock.engine.run.counting import Peak, memory_of_ranks
+from penstock.engine.run.assembly import Results, Running, by_key, copied_states
+from penstock.engine.run.building import Elsewhere, build
 from penstock.engine.run.drive.driver import Deadlines, told
 from penstock.engine.run.drive.joining import TransportName
-from penstock.engine.run.elsewhere import Elsewhere
-from penstock.engine.run.handles import StageOptimizers, StageSchedulers
-from penstock.engine.run.history import History
+from penstock.engine.run.handles import (
+    OwnRows,
+    Rows,
+    StageOptimizers,
+    StageSchedulers,
+    StepLoss,
+    own_rows,
+)
+from penstock.engine.run.history import History, Work
 from penstock.engine.run.materialising import Init
 from penstock.engine.run.minibatch import Minibatch, StreamPosition
-from penstock.engine.run.outcome import MinibatchOutcome
-from penstock.engine.run.own_rows import OwnRows, Rows, own_rows
+from penstock.engine.run.outcome import MinibatchOutcome, Peak, memory_of_ranks
 from penstock.engine.run.recipe import BatchNormStatistics, Loss, LossScale, Metric, Recipe
-from penstock.engine.run.step_loss import StepLoss
-from penstock.engine.run.work import Work
 from penstock.engine.weights.store import Held
 from penstock.planning.plans import Plan
 from penstock.training.checkpoint.in_course import InCourse

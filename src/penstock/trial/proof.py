@@ -30,7 +30,7 @@ from penstock.engine.model.optimizer_factory import Parameters
 from penstock.engine.model.spine import spine_fingerprint, spine_of
 from penstock.engine.run.building import in_layers
 from penstock.engine.run.drive.joining import several_processes
-from penstock.engine.run.placing import place_buffers, place_parameters
+from penstock.engine.run.materialising import place_buffers, place_parameters
 from penstock.planning.plans import Plan
 from penstock.planning.plans.explanation import steady_minibatch
 from penstock.training.pipeline import Pipeline

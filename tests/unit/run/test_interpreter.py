@@ -6,8 +6,7 @@ import pytest
 
 from penstock.base.errors import PeerError, StageError
 from penstock.core.schedule import Op
-from penstock.engine.run.rank.interpreter import Restart, perform_all
-from penstock.engine.run.rank.journal import Journal
+from penstock.engine.run.rank.interpreter import Journal, Restart, perform_all
 
 OPS = [Op.parse(text) for text in ("0F0", "0F1", "0B0", "0B1")]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from penstock import Op
-from penstock.engine.run.rank.journal import NUM_SHOWN, Journal
+from penstock.engine.run.rank.interpreter import NUM_SHOWN, Journal
 
 
 def ops(count):

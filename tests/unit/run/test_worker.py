@@ -20,7 +20,7 @@ from penstock.engine.run.rank.compiler import KINDS
 from penstock.engine.run.rank.updater import Holding, Updater
 from penstock.engine.run.rank.worker import Worker
 from penstock.engine.run.recipe import Recipe
-from penstock.engine.run.shared_state import SharedState, SharedTensor
+from penstock.engine.run.replicas import SharedState, SharedTensor
 from penstock.engine.stage.stage import Stage
 from penstock.engine.transport import Edge, Transport
 from penstock.engine.transport.tags import FIRST_EXCHANGE

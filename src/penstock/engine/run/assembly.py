@@ -1,4 +1,7 @@
-"""Put a pipeline together: from a model, a plan and a recipe to workers and their driver."""
+"""Put a pipeline together: from a model, a plan and a recipe to workers and their driver.
+
+The state of this process's stages, copied to main memory, and as the unsplit model's.
+"""
 
 from __future__ import annotations
 
@@ -10,39 +13,48 @@ from types import NoneType
 from typing import Any, Literal, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.base.errors import InputError
 from penstock.base.values import expect, flag, one_of, whole
 from penstock.engine.device.placement import HOST, Devices, devices_of_ranks
 from penstock.engine.device.queue import DeviceQueue
+from penstock.engine.model import tree
 from penstock.engine.model.randomness import LayerStreams
 from penstock.engine.model.spine import NamedLayer, spine_fingerprint
 from penstock.engine.reduce import ways
 from penstock.engine.reduce.owners import OwnerReducer
 from penstock.engine.run.connecting import Connections, device_here, offload, wholes_of, worker_of
-from penstock.engine.run.cutter import Cutter
-from penstock.engine.run.cutting import cutter_of
-from penstock.engine.run.drive.clocks import offsets_of_clocks
+from penstock.engine.run.cutter import Cutter, cutter_of
 from penstock.engine.run.drive.driver import Deadlines, Driver, StageStates, told
-from penstock.engine.run.drive.joining import TransportName
-from penstock.engine.run.drive.offers import agree
+from penstock.engine.run.drive.joining import TransportName, agree, offsets_of_clocks
 from penstock.engine.run.drive.processes import ProcessDriver
 from penstock.engine.run.drive.threads import ThreadDriver
 from penstock.engine.run.feed import Feed
 from penstock.engine.run.given_weights import GivenWeights
-from penstock.engine.run.groups import check_kinds, check_processes, check_shareable, seats_of
 from penstock.engine.run.layout import Layout
-from penstock.engine.run.materialising import Init, Initialiser, Values
-from penstock.engine.run.rank.forward import Void
+from penstock.engine.run.materialising import Init, Initialiser, Values, check_there
+from penstock.engine.run.placing import (
+    Settling,
+    building,
+    check_spillable,
+    draw_all,
+    place_all,
+    queues_of,
+    settled_in,
+)
+from penstock.engine.run.rank.steps import Void
 from penstock.engine.run.rank.worker import Worker
 from penstock.engine.run.recipe import Recipe
+from penstock.engine.run.refusals import (
+    check_kinds,
+    check_processes,
+    check_shareable,
+    check_updates,
+    seats_of,
+)
 from penstock.engine.run.seals import SealedTransport
 from penstock.engine.run.seating import Seat
-from penstock.engine.run.serving import check_updates
-from penstock.engine.run.settling import building, draw_all, place_all, queues_of
-from penstock.engine.run.spilling import Settling, check_spillable, settled_in
-from penstock.engine.run.wholes import check_there
 from penstock.engine.stage.stage import Stage
 from penstock.engine.transport import Codec, ThreadExchange, connect
 from penstock.engine.transport.linking import LinkedDevices, link_devices
@@ -402,3 +414,36 @@ def _message_types(layers: tuple[NamedLayer, ...], running: Running) -> list[typ
     outputs are made of."""
     told = {kind for layer in layers for kind in getattr(layer.module, "message_types", ())}
     return [Void, *running.message_types, *told]
+
+
+def copied_states(parts: Assembly) -> dict[int, dict[str, Any]]:
+    """The state of each stage, copied to main memory, with all updates made; nothing may run
+    meanwhile."""
+    states: dict[int, dict[str, Any]] = {}
+    if parts.plan.spill is None:
+        return copied(parts.states())
+    for worker in parts.workers:
+        worker.settle()
+        for index in worker.stages:
+            with worker.visiting(index):
+                # Nothing may see a stage when it leaves; the next may come to the same place.
+                states |= copied({index: parts.stages[index].state_dict()})
+    return dict(sorted(states.items()))
+
+
+def copied(states: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+    """The states of stages, copied to main memory; what is tied stays so."""
+    copies: dict[tuple[Any, ...], Tensor] = {}
+
+    def copy_of(tensor: Tensor) -> Tensor:
+        key = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+        if key not in copies:
+            copies[key] = tensor.detach().to("cpu", copy=True)
+        return copies[key]
+
+    return {k: dict(tree.replace(Tensor, copy_of, state)) for k, state in states.items()}
+
+
+def by_key(states: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """The states of stages as that of the model."""
+    return {key: value for _, state in sorted(states.items()) for key, value in state.items()}

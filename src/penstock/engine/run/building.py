@@ -1,21 +1,160 @@
-"""From what a user hands in to a pipeline that is ready to run, whoever drives it then."""
+"""From what a user hands in to a pipeline that is ready to run, whoever drives it then.
+
+What of a model no stage runs: the model itself, and modules around its layers.
+
+A pipeline calls the layers of the spine, each on its rank, and nothing else. What the caller does
+to modules around them would have no effect, and nothing would look wrong.
+
+Weights that another process trains: reading them here gives what they were before.
+
+Under torchrun each process has the whole model and trains its own stages of it. The rest stays as
+it was built or loaded, and nothing about it looks wrong; so reading it warns. So it does where a
+process trains parts of weights, whose whole values are nowhere.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, Self
 
 from torch import nn
 
+from penstock.base.errors import ModelError
 from penstock.engine.device.allocator import keep_freed_pages, return_freed_pages
-from penstock.engine.model.spine import names_a_spine, spine_fingerprint, spine_of
+from penstock.engine.model.spine import NamedLayer, names_a_spine, spine_fingerprint, spine_of
 from penstock.engine.run.assembly import Assembly, Running, assemble
 from penstock.engine.run.drive.driver import Deadlines
 from penstock.engine.run.drive.joining import TransportName, joined
-from penstock.engine.run.outside import Outside
 from penstock.engine.run.recipe import Recipe
 from penstock.planning.plans import Plan
 from penstock.planning.plans.serving import num_processes
+
+_ABOVE_STATE_DICT = 4
+_ABOVE_CALL = 6
+
+
+class Elsewhere:
+    """Watches a model of which this process trains a part.
+
+    Its methods are hooks of the model; they are copied and pickled with it.
+
+    Args:
+        own: the stages that this process trains.
+        num_stages: how many the pipeline has.
+        in_parts: whether it trains parts of their weights.
+
+    Attributes:
+        stale: whether other processes have trained weights since this one knew them all.
+    """
+
+    def __init__(self, own: list[int], num_stages: int, in_parts: bool = False) -> None:
+        self._own = own
+        self._num_stages = num_stages
+        self._in_parts = in_parts
+        self.stale = False
+
+    @classmethod
+    def watching(
+        cls, model: nn.Module, own: Iterable[int], num_stages: int, *, in_parts: bool = False
+    ) -> Self:
+        """An ``Elsewhere`` that watches a model, if this process does not train all of it."""
+        elsewhere = cls(sorted(own), num_stages, in_parts)
+        if len(elsewhere._own) < num_stages or in_parts:
+            for module in (model, getattr(model, "original", None)):  # a captured one has two names
+                if isinstance(module, nn.Module):
+                    elsewhere.watch(module)
+        return elsewhere
+
+    def watch(self, model: nn.Module) -> None:
+        """Warn when the model's weights are read: by ``state_dict`` or by calling it."""
+        # torch does not annotate all of these.
+        hooked: Any = model
+        hooked.register_state_dict_pre_hook(self._before_state_dict)
+        hooked.register_forward_pre_hook(self._before_forward)
+        hooked.register_load_state_dict_post_hook(self._after_load)
+
+    def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        self._warn("state_dict() of the model", _ABOVE_STATE_DICT)
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        self._warn("calling the model", _ABOVE_CALL)
+
+    def _after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
+        self.stale = self.stale and bool(incompatible_keys.missing_keys)
+
+    def _warn(self, what: str, stack_level: int) -> None:
+        if self.stale:
+            others = [stage for stage in range(self._num_stages) if stage not in self._own]
+            elsewhere = [
+                f"stages {', '.join(map(str, others))} of {self._num_stages} are trained by other "
+                "ranks, and are here as they were when training began"
+            ] * bool(others)
+            elsewhere += [
+                "layers that this process shares with other tensor ranks are on meta, without "
+                "values, since each has a part of them"
+            ] * self._in_parts
+            warnings.warn(
+                f"{what} reads weights that this process has not trained: "
+                f"{'; '.join(elsewhere)}. pipeline.gather_state_dict(), called on every rank, "
+                "gives all of them; pipeline.evaluate runs the model",
+                RuntimeWarning,
+                stacklevel=stack_level,
+            )
+
+
+_CALLED_WITH_FORWARD = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
+
+
+class Outside:
+    """Watches the modules of a model that are in no layer.
+
+    Args:
+        model: as given to ``Pipeline``.
+        layers: its spine.
+    """
+
+    def __init__(self, model: nn.Module, layers: Iterable[NamedLayer]) -> None:
+        inside = {id(module) for layer in layers for module in layer.module.modules()}
+        # A captured model's layers are traces, in which hooks of its containers may be already.
+        around = [("", model)] if hasattr(model, "original") else model.named_modules()
+        self._modules = [
+            (name or "the model", module, _children(module))
+            for name, module in around
+            if id(module) not in inside
+        ]
+
+    def check(self) -> None:
+        """Raise ``ModelError`` if something was done to these modules that no stage would see."""
+        for name, module, children in self._modules:
+            for hook in _hooks(module):
+                raise ModelError(
+                    f"{name} ({type(module).__name__}) has the hook {hook!r}, which would never be "
+                    "called: a pipeline runs the layers of the spine, and not what is around them; "
+                    "register it on a layer"
+                )
+            if _children(module) != children:
+                raise ModelError(
+                    f"{name} ({type(module).__name__}) has got other layers since the Pipeline was "
+                    "built, which it would not train; change the model before, or build a new "
+                    "Pipeline"
+                )
+
+
+def _children(module: nn.Module) -> tuple[tuple[str, int], ...]:
+    return tuple((name, id(child)) for name, child in module._modules.items())
+
+
+def _hooks(module: nn.Module) -> Iterator[object]:
+    for kind in _CALLED_WITH_FORWARD:
+        for hook in getattr(module, kind).values():
+            if not isinstance(getattr(hook, "__self__", None), Elsewhere):
+                yield hook
 
 
 class Built(NamedTuple):

@@ -13,16 +13,15 @@ from penstock.engine.device.queue import AcceleratorQueue, DeviceQueue
 from penstock.engine.reduce.owners import OwnerReducer
 from penstock.engine.reduce.reducer import MakeReducer
 from penstock.engine.run.layout import Layout
-from penstock.engine.run.materialising import Values
+from penstock.engine.run.materialising import Values, Wholes
+from penstock.engine.run.placing import building, local_rank
 from penstock.engine.run.rank.parameter_server import ParameterServer
 from penstock.engine.run.rank.updater import Updater
 from penstock.engine.run.rank.worker import Worker
 from penstock.engine.run.recipe import Recipe
+from penstock.engine.run.refusals import check_stage_norms
+from penstock.engine.run.replicas import SharedState
 from penstock.engine.run.seating import MeshTransport, Seat
-from penstock.engine.run.serving import check_stage_norms
-from penstock.engine.run.settling import building, local_rank
-from penstock.engine.run.shared_state import SharedState
-from penstock.engine.run.wholes import Wholes
 from penstock.engine.stage.stage import Stage
 from penstock.engine.tensor.channel_group import ChannelGroup
 from penstock.engine.transport import ThreadTransport, Transport

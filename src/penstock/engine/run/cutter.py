@@ -1,23 +1,94 @@
-"""From what a caller gives to a minibatch cut into microbatches."""
+"""From what a caller gives to a minibatch cut into microbatches.
+
+The cutter that fits a plan: what it copies to the devices of which ranks.
+
+What a caller gives, copied for the ranks that compute with it.
+
+A first layer may work in place, and a loader may use the same memory for its next batch: neither
+must reach the other. So every microbatch is copied when the caller gives it, once: in main memory
+where it stays there, or straight to the device of the rank.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from penstock.base.errors import InputError
+from penstock.base.errors import InputError, StageError
+from penstock.engine.device.accelerators import is_on_host
+from penstock.engine.device.crossing import moved
+from penstock.engine.device.queue import DeviceQueue, Landing
 from penstock.engine.model import microbatches, tree
 from penstock.engine.model.autocast import autocast_here
 from penstock.engine.model.batches import plain
+from penstock.engine.model.copying import copy_of
 from penstock.engine.model.ignored_labels import IgnoredLabels
 from penstock.engine.model.microbatches import Microbatches, Weighting
-from penstock.engine.run.giving import Giver
+from penstock.engine.run.layout import Layout
 from penstock.engine.run.minibatch import FrameListener, Minibatch, StreamPosition
+from penstock.engine.run.recipe import Recipe
 from penstock.engine.run.seals import Modes, digest, modes_of
+from penstock.planning.plans import Plan
+
+
+class Giver:
+    """Copies microbatches where they are."""
+
+    def given(self, value: Any) -> tuple[Any, torch.Event | None]:
+        """A microbatch (or slice) as a rank gets it, and when it is there: ``None`` if it is, or if
+        it is behind what the caller has asked of its device.
+
+        Raises:
+            StageError: there is no memory for it.
+        """
+        return _replaced(copy_of, value), None
+
+    def settle(self) -> None:
+        """Return when the caller may overwrite all that was given."""
+
+
+class DeviceGiver(Giver):
+    """Copies microbatches to a device.
+
+    Args:
+        device: of the ranks that compute with them.
+        told: how errors name these ranks' stage and what it is given.
+    """
+
+    def __init__(self, device: torch.device, told: str) -> None:
+        self._device = device
+        self._landing = None if is_on_host(device) else Landing(device)
+        self._told = told
+
+    def given(self, value: Any) -> tuple[Any, torch.Event | None]:
+        try:
+            here = _replaced(self._copied, value)
+        except torch.OutOfMemoryError as error:
+            raise StageError(f"{self._told}: {type(error).__name__}: {error}") from error
+        return here, None if self._landing is None else self._landing.moment()
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        if tensor.device != self._device:
+            landing = self._landing
+            return moved(tensor, self._device) if landing is None else landing.landed(tensor)
+        # On an accelerator by the caller's own stream, behind which ranks begin a minibatch.
+        return copy_of(tensor)
+
+    def settle(self) -> None:
+        if self._landing is not None:
+            self._landing.settle()
+
+
+def _replaced(copied: Callable[[Tensor], Tensor], value: Any) -> Any:
+    if not torch.is_inference_mode_enabled():
+        return tree.replace(Tensor, copied, value)
+    # A copy made in inference mode could not be used for training.
+    with torch.inference_mode(False):
+        return tree.replace(Tensor, copied, value)
 
 
 @dataclass(frozen=True)
@@ -299,3 +370,48 @@ def with_more(minibatches: Iterable[Minibatch]) -> Iterator[tuple[Minibatch, Str
         failure = error
     if held:
         yield held.pop(), StreamPosition(in_loop=True, failure=failure)
+
+
+def cutter_of(
+    plan: Plan,
+    layout: Layout,
+    recipe: Recipe,
+    devices: Mapping[int, torch.device],
+    queues: Mapping[int, DeviceQueue],
+) -> Cutter:
+    """What cuts minibatches for the ranks of this process, and copies what they are given.
+
+    Args:
+        devices: of the seats of this process, by their numbers.
+        queues: their work, if any of them is an accelerator.
+    """
+    last = len(plan.stages) - 1
+    here = [
+        {
+            devices[seat]
+            for rank in plan.placement.ranks_of(stage)
+            for seat in layout.seats_of(rank)
+            if seat in devices
+        }
+        for stage in (0, last)
+    ]
+    return Cutter(
+        layout.num_microbatches,
+        layout.num_slices,
+        recipe.weighting,
+        layout.has_copies and recipe.updates == "minibatch",
+        gives_inputs=_giver(here[0], queues, "stage 0, given its inputs"),
+        gives_targets=_giver(here[1], queues, f"stage {last}, given its targets"),
+    )
+
+
+def _giver(
+    devices: set[torch.device], queues: Mapping[int, DeviceQueue], told: str
+) -> Giver | None:
+    if not devices:
+        return None  # other processes compute with them
+    # Which copy of a stage gets a microbatch is known when it is there; then its rank fetches it.
+    if not queues or len(devices) > 1:
+        return Giver()
+    (device,) = devices
+    return DeviceGiver(device, told)

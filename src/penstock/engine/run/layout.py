@@ -18,15 +18,12 @@ from penstock.base.errors import ModelError
 from penstock.engine.model.randomness import LayerStreams
 from penstock.engine.model.spine import NamedLayer
 from penstock.engine.reduce.reducer import SharedWeights
-from penstock.engine.run.held_weights import HeldWeights, Weight
-from penstock.engine.run.holders import Holders
+from penstock.engine.run.materialising import Wholes, place_buffers, place_parameters
 from penstock.engine.run.members import MemberTwins, Sharings, divided
-from penstock.engine.run.placing import place_buffers, place_parameters
 from penstock.engine.run.rank.program import SkipRoute, skip_routes
 from penstock.engine.run.rank.updater import Holding
-from penstock.engine.run.shared_state import SharedState
+from penstock.engine.run.replicas import HeldWeights, Holders, SharedState, Weight
 from penstock.engine.run.twins import Twins
-from penstock.engine.run.wholes import Wholes
 from penstock.engine.stage.slices import check_sliceable
 from penstock.engine.stage.stage import Stage
 from penstock.engine.tensor.channel_group import ChannelGroup

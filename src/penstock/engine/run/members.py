@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from penstock.base.errors import ModelError
 from penstock.engine.device.crossing import moved
 from penstock.engine.model.spine import NamedLayer
+from penstock.engine.run.materialising import Wholes
 from penstock.engine.run.rank.program import SkipRoute
 from penstock.engine.run.twins import Twins
-from penstock.engine.run.wholes import Wholes
 from penstock.engine.tensor.chain import LayerSharing, walk
 from penstock.engine.tensor.channel_group import ChannelGroup
 from penstock.engine.tensor.cuts import Cut

@@ -16,7 +16,7 @@ from penstock.engine.device.queue import taken_up
 from penstock.engine.device.stamps import Stamps
 from penstock.engine.model import tree
 from penstock.engine.model.autocast import autocasting, remembering_no_casts
-from penstock.engine.run.counting import Peak
+from penstock.engine.run.outcome import Peak
 from penstock.engine.run.seals import Call, Modes, Next, Seal, autocast_codes
 from penstock.engine.weights.store import Held
 

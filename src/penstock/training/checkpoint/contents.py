@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from penstock.base.errors import FileError
-from penstock.engine.run.rank.mail import Letter
+from penstock.engine.run.rank.work import Letter
 from penstock.engine.transport import Edge
 from penstock.training.checkpoint.division import DRIFT, OPTIMIZER, UNDER_WAY
 from penstock.training.checkpoint.folder import Checkpoint

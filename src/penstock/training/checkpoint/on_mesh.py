@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from penstock.base.errors import InputError
 from penstock.base.values import expect, shown
 from penstock.engine.run.assembly import Assembly
+from penstock.engine.run.placing import building
 from penstock.engine.run.rank.worker import Worker
 from penstock.engine.run.seating import MeshTransport
-from penstock.engine.run.settling import building
 from penstock.engine.stage.stage import Stage
 from penstock.engine.tensor.channel_group import ChannelGroup
 from penstock.engine.tensor.cuts import Cut

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from penstock.engine.run.assembly import Assembly
-from penstock.engine.run.rank.mail import Letter
+from penstock.engine.run.rank.work import Letter
 from penstock.engine.run.rank.worker import Worker
 from penstock.engine.run.seating import Seat
 from penstock.engine.stage.stage import Stage

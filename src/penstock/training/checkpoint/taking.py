@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from penstock.base.errors import InputError
 from penstock.base.values import shown
 from penstock.engine.reduce.sharding import Shard
-from penstock.engine.run.rank.mail import Letter
+from penstock.engine.run.rank.work import Letter
 from penstock.engine.stage.stage import Stage
 from penstock.engine.weights.shelf import Shelved
 from penstock.engine.weights.store import WeightStore

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from penstock.engine.run.copied_states import copied_states
+from penstock.engine.run.assembly import copied_states
 from penstock.engine.run.drive.driver import StageStates
 from penstock.engine.run.drive.processes import ProcessDriver
 from penstock.engine.run.minibatch import Minibatch

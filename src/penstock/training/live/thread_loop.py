@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.run.copied_states import copied
+from penstock.engine.run.assembly import copied
 from penstock.engine.run.drive.driver import StageStates
 from penstock.engine.run.drive.threads import ThreadDriver
 from penstock.engine.run.minibatch import Minibatch

@@ -16,8 +16,6 @@ from penstock.base.errors import DeadlineError, PeerError, RunError
 from penstock.core.schedule.segment import Segment
 from penstock.core.timing.spans import TransferKind
 from penstock.engine.device.stamps import happened
-from penstock.engine.run.counting import Peak
-from penstock.engine.run.drive.board import Board
 from penstock.engine.run.drive.driver import (
     Deadlines,
     Driver,
@@ -26,8 +24,9 @@ from penstock.engine.run.drive.driver import (
     named,
     naming,
 )
+from penstock.engine.run.drive.joining import Board
 from penstock.engine.run.minibatch import Harvest, Minibatch, StreamPosition, seal_of
-from penstock.engine.run.outcome import MinibatchOutcome, RankRecord
+from penstock.engine.run.outcome import MinibatchOutcome, Peak, RankRecord
 from penstock.engine.run.rank.worker import NUMBERS_PER_RUN, Worker, moments_of
 from penstock.engine.run.seals import Call, Seal, SealedTransport, check_alike
 from penstock.engine.transport import Edge, Noted

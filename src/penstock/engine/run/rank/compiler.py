@@ -8,9 +8,7 @@ from functools import lru_cache
 from penstock.core.schedule import Kind, Op
 from penstock.core.schedule.op import COMPUTE, RELEASING
 from penstock.core.schedule.segment import Segment
-from penstock.engine.run.rank.forward import Forward
-from penstock.engine.run.rank.interpreter import RankStep
-from penstock.engine.run.rank.observers import Observers
+from penstock.engine.run.rank.interpreter import Observers, RankStep
 from penstock.engine.run.rank.program import RankProgram, SkipRoute
 from penstock.engine.run.rank.residing import (
     Fetch,
@@ -31,6 +29,7 @@ from penstock.engine.run.rank.steps import (
     Checked,
     Closing,
     Counted,
+    Forward,
     Freed,
     NewVersion,
     ReceiveGradients,
@@ -48,7 +47,7 @@ from penstock.engine.run.rank.steps import (
 )
 from penstock.engine.run.rank.updater import Updater
 from penstock.engine.run.rank.work import Work
-from penstock.engine.run.shared_state import SharedState
+from penstock.engine.run.replicas import SharedState
 from penstock.engine.stage.protocol import RunnableStage
 from penstock.engine.weights.offload import Offloading
 from penstock.engine.weights.residence import Residence

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from penstock.core.schedule import Op
 from penstock.core.schedule.op import BACKWARD, FORWARDS, RELEASING
 from penstock.core.schedule.residence import Stay
-from penstock.engine.run.rank.interpreter import RankStep
-from penstock.engine.run.rank.observers import Observers
+from penstock.engine.run.rank.interpreter import Observers, RankStep
 from penstock.engine.run.rank.updater import Updater
 from penstock.engine.run.rank.work import Work
 from penstock.engine.stage.protocol import RunnableStage

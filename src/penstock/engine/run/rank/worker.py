@@ -16,18 +16,15 @@ from penstock.engine.model.replay import SavedBuffer, put_back, saved_buffers
 from penstock.engine.model.spine import evaluation_mode
 from penstock.engine.run.minibatch import Harvest, Mark, Minibatch, StreamPosition, modes
 from penstock.engine.run.rank.compiler import Compiler
-from penstock.engine.run.rank.interpreter import Pace, Restart, perform_all
-from penstock.engine.run.rank.journal import Journal
-from penstock.engine.run.rank.mail import Letter, Mail
-from penstock.engine.run.rank.observers import Observers
+from penstock.engine.run.rank.interpreter import Journal, Observers, Pace, Restart, perform_all
 from penstock.engine.run.rank.program import SkipRoute
 from penstock.engine.run.rank.residing import pay
 from penstock.engine.run.rank.steps import UpdatesSoFar
 from penstock.engine.run.rank.updater import Updater
-from penstock.engine.run.rank.work import AwaitedMark, Seeds, Work
+from penstock.engine.run.rank.work import AwaitedMark, Letter, Mail, Seeds, Work
 from penstock.engine.run.recipe import Recipe
+from penstock.engine.run.replicas import SharedState
 from penstock.engine.run.seating import MeshTransport, seated
-from penstock.engine.run.shared_state import SharedState
 from penstock.engine.stage.protocol import RunnableStage
 from penstock.engine.transport import Edge, Transport
 from penstock.engine.weights.offload import Offloading
