@@ -18,7 +18,7 @@ from penstock.engine.model.spine import spine_of
 from penstock.engine.run.minibatch import Minibatch, StreamPosition
 from penstock.engine.run.rank.compiler import KINDS
 from penstock.engine.run.rank.updater import Holding, Updater
-from penstock.engine.run.rank.worker import Worker
+from penstock.engine.run.rank.worker import RankExtras, Worker
 from penstock.engine.run.recipe import Recipe
 from penstock.engine.run.replicas import SharedState, SharedTensor
 from penstock.engine.stage.stage import Stage
@@ -73,7 +73,7 @@ def worker_of(rank, stages, num_stages, transport, model=None, shared=None, **op
         for index, stage in built.items()
     }
     updater = Updater(rank, 1, holdings, transport, recipe)  # which agrees with nobody else
-    return Worker(rank, built, transport, recipe, updater, shared=shared)
+    return Worker(rank, built, transport, recipe, updater, RankExtras(shared=shared))
 
 
 def segment(text):
@@ -209,7 +209,7 @@ def test_a_failed_step_leaves_neither_gradients_nor_messages():
         worker.run(schedule, data)
     assert worker.updater.num_updates == 0
     assert all(parameter.grad is None for parameter in worker.stages[1].parameters())
-    assert not worker._mail.values  # which held what had come and not been used
+    assert not worker._stream.mail.values  # which held what had come and not been used
     assert not worker.stages[1].in_flight
 
 
@@ -310,7 +310,7 @@ def after_two_minibatches(clip_norm, *, post_validate):
         transport.incoming[BACKWARD, 0] = [torch.ones(2, 3)]
         position = StreamPosition(more_follow=more_follow)
         worker.run(ON_TRUST if post_validate else AGREED, minibatch(), position)
-    assert not worker.updater.pending
+    assert not worker.on_trust
     return worker.stages[0].state_dict(), transport
 
 

@@ -24,7 +24,13 @@ from penstock.engine.model.randomness import LayerStreams
 from penstock.engine.model.spine import NamedLayer, spine_fingerprint
 from penstock.engine.reduce import ways
 from penstock.engine.reduce.owners import OwnerReducer
-from penstock.engine.run.connecting import Connections, device_here, offload, wholes_of, worker_of
+from penstock.engine.run.connecting import (
+    Connections,
+    device_here,
+    offloading_of,
+    wholes_of,
+    worker_of,
+)
 from penstock.engine.run.cutter import Cutter, cutter_of
 from penstock.engine.run.drive.driver import Deadlines, Driver, StageStates, told
 from penstock.engine.run.drive.joining import TransportName, agree, offsets_of_clocks
@@ -43,7 +49,7 @@ from penstock.engine.run.placing import (
     queues_of,
     settled_in,
 )
-from penstock.engine.run.rank.steps import Void
+from penstock.engine.run.rank.on_trust import Poison
 from penstock.engine.run.rank.worker import Worker
 from penstock.engine.run.recipe import Recipe
 from penstock.engine.run.refusals import (
@@ -241,13 +247,19 @@ def _in_threads(
     shared = {seat: layout.shared_state(own) for seat, own in held.items()}
     residences = _settled(values, plan, recipe, running, layout, held, devices, queues)
     stages = {seat.rank: own for seat, own in held.items() if seat.coordinate == 0}
+    seconds = running.deadlines.step.seconds
     workers = [
-        worker_of(layout, held[one.seat], recipe, shared[one.seat], one) for one in connections
+        worker_of(
+            layout,
+            held[one.seat],
+            recipe,
+            one,
+            shared[one.seat],
+            residences.get(one.seat.rank),
+            offloading_of(plan, devices[one.seat.number], seconds),
+        )
+        for one in connections
     ]
-    for rank, residence in residences.items():
-        workers[rank].settle_in(residence)
-    for seat, worker in zip(seats, workers, strict=True):
-        offload(worker, plan, devices[seat.number], running.deadlines.step.seconds)
     first_copies: dict[int, Stage] = {}
     for rank in range(plan.num_ranks):  # parameter servers run none
         first_copies = {**stages[rank], **first_copies}
@@ -322,10 +334,9 @@ def _in_processes(
         stages = connections.stages(layout, wholes_of(layout, seat, sealed, values))
         shared = layout.shared_state(stages)
         residences = _settled(values, plan, recipe, alike, layout, {seat: stages}, devices, queues)
-        worker = worker_of(layout, stages, recipe, shared, connections)
-        for residence in residences.values():
-            worker.settle_in(residence)
-        offload(worker, plan, device, running.deadlines.step.seconds)
+        offloading = offloading_of(plan, device, running.deadlines.step.seconds)
+        residence = residences.get(seat.rank)
+        worker = worker_of(layout, stages, recipe, connections, shared, residence, offloading)
         # The user's code has run: whoever fails in it says so here, before others wait for more.
         meeting.exchange(None, NoneType, "to start training")
         with building(queue):
@@ -413,7 +424,7 @@ def _message_types(layers: tuple[NamedLayer, ...], running: Running) -> list[typ
     """The classes that messages may hold: the engine's, the user's, and those that layers say their
     outputs are made of."""
     told = {kind for layer in layers for kind in getattr(layer.module, "message_types", ())}
-    return [Void, *running.message_types, *told]
+    return [Poison, *running.message_types, *told]
 
 
 def copied_states(parts: Assembly) -> dict[int, dict[str, Any]]:

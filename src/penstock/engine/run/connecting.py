@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 
@@ -17,7 +17,7 @@ from penstock.engine.run.materialising import Values, Wholes
 from penstock.engine.run.placing import building, local_rank
 from penstock.engine.run.rank.parameter_server import ParameterServer
 from penstock.engine.run.rank.updater import Updater
-from penstock.engine.run.rank.worker import Worker
+from penstock.engine.run.rank.worker import RankExtras, Worker
 from penstock.engine.run.recipe import Recipe
 from penstock.engine.run.refusals import check_stage_norms
 from penstock.engine.run.replicas import SharedState
@@ -27,6 +27,8 @@ from penstock.engine.tensor.channel_group import ChannelGroup
 from penstock.engine.transport import ThreadTransport, Transport
 from penstock.engine.transport.device_link import DeviceLink
 from penstock.engine.transport.on_devices import ProcessDeviceTransport, ThreadDeviceTransport
+from penstock.engine.weights.offload import Keep, Offloading
+from penstock.engine.weights.residence import Residence
 from penstock.engine.weights.ways import Way
 from penstock.planning.plans import Plan
 from penstock.planning.plans.serving import server_ranks
@@ -100,14 +102,18 @@ def worker_of(
     layout: Layout,
     stages: dict[int, Stage],
     recipe: Recipe,
-    shared: SharedState,
     connections: Connections,
+    shared: SharedState,
+    residence: Residence | None,
+    offloading: Callable[[Keep], Offloading] | None,
 ) -> Worker:
     """What performs a rank's ops at a seat, or, of a parameter server, its updates.
 
     Args:
         stages: the rank's, as its seat has them.
         shared: what no forward of them may write.
+        residence: which of them are in memory, if they come and go.
+        offloading: makes what lets activations leave, if any do.
 
     Raises:
         InputError: the recipe asks for what this rank cannot do.
@@ -130,10 +136,14 @@ def worker_of(
         )
         stores = layout.stores(stages, updater.optimizers)
         make = ParameterServer if rank in layout.server_ranks else Worker
-        return make(rank, stages, transport, recipe, updater, layout.skips, stores, shared)
+        extras = RankExtras(layout.skips, stores, shared, residence, offloading)
+        return make(rank, stages, transport, recipe, updater, extras)
 
 
-def offload(worker: Worker, plan: Plan, device: torch.device, seconds: float) -> None:
-    """Let a rank's activations leave, if the plan says so."""
-    if plan.offload is not None:
-        worker.offload(Way.between(plan.offload.tier, device, seconds), device)
+def offloading_of(
+    plan: Plan, device: torch.device, seconds: float
+) -> Callable[[Keep], Offloading] | None:
+    """What makes what lets a rank's activations leave, if the plan says so."""
+    if plan.offload is None:
+        return None
+    return partial(Offloading, Way.between(plan.offload.tier, device, seconds), device)

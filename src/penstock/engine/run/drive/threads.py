@@ -216,7 +216,7 @@ class ThreadDriver(Driver[ThreadTicket]):
             return harvest
         except BaseException as error:
             self._failed = True  # first of all: nobody may begin the next minibatch
-            if worker.updater.pending:
+            if worker.on_trust:
                 # Others may have given up this attempt already: the notice must not seem a part of
                 # it. This rank takes no message any more, since no step will follow.
                 worker.transport.discard(LARGEST_NUMBER)
@@ -252,7 +252,7 @@ class ThreadDriver(Driver[ThreadTicket]):
         self._unusable = None
         if [updater.num_updates for updater in updaters] != self._updates_before:
             self._unusable = "in the failed step some stages were updated and others were not"
-        elif any(updater.pending for updater in updaters):
+        elif any(worker.on_trust for worker in self._workers):
             self._unusable = "updates were made on trust, which the failed step did not validate"
 
     def _go_on_behind(self) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 from penstock.core.schedule import Kind, Op
 from penstock.core.schedule.op import COMPUTE, RELEASING
 from penstock.core.schedule.segment import Segment
 from penstock.engine.run.rank.interpreter import Observers, RankStep
+from penstock.engine.run.rank.on_trust import ForwardOnTrust, Settle
 from penstock.engine.run.rank.program import RankProgram, SkipRoute
+from penstock.engine.run.rank.protocols import DeferredUpdates, Updates
 from penstock.engine.run.rank.residing import (
     Fetch,
     FetchStash,
@@ -39,7 +42,6 @@ from penstock.engine.run.rank.steps import (
     Renewed,
     SendGradients,
     SendValue,
-    Settle,
     UpdatesSoFar,
     UpdateWeights,
     Versioned,
@@ -59,74 +61,77 @@ _CHANGING_WEIGHTS = frozenset({Kind.REDUCE, Kind.AGREE, Kind.UPDATE, Kind.LATE_U
 _VERSIONED = _READING_WEIGHTS | {Kind.UPDATE}
 
 
-class Compiler:
-    """Makes a rank's programs and steps.
-
-    Args:
-        rank: the rank that performs them.
-        skips: values that travel beside the chain.
-        stages: of this rank, by number.
-        updater: makes weights of gradients.
-        stores: the versions of the stages' weights, where there are several.
-        shared: what forwards must not write; looked at before weights change, too.
-        observers: look on while stages compute.
-        post_validate: whether updates are made on trust.
-        updates: counts updates where weights have one version and passes of several ages read it.
+@dataclass(frozen=True)
+class RankParts:
+    """All that the steps of one rank are bound to, as long as it lives.
 
     Attributes:
-        residence: which stages are in memory, if they come and go; to be set before anything is
-            compiled.
-        offloading: lets activations leave, if any do; likewise.
+        rank: that performs them.
+        stages: of this rank, by number.
+        updater: makes weights of gradients.
+        updates: the protocol by which it does so.
+        observers: look on while stages compute.
+        skips: values that travel beside the chain.
+        stores: the versions of the stages' weights, where there are several.
+        shared: what others hold as well, so that no forward of this rank may write it.
+        residence: which stages are in memory, if they come and go.
+        offloading: lets activations leave, if any do.
+        deferred: updates that wait for stages that come and go, if any do.
+        so_far: counts updates where weights have one version and passes of several ages read it.
     """
 
-    def __init__(  # noqa: PLR0913 - all that steps are bound to
-        self,
-        rank: int,
-        skips: Sequence[SkipRoute],
-        stages: Mapping[int, RunnableStage],
-        updater: Updater,
-        stores: Mapping[int, WeightStore],
-        shared: SharedState,
-        observers: Observers,
-        *,
-        post_validate: bool,
-        updates: UpdatesSoFar | None = None,
-    ) -> None:
-        self._rank = rank
-        self._skips = tuple(skips)
-        self._stages = stages
-        self._updater = updater
-        self._stores = stores
-        self._shared = shared
-        self._observers = observers
-        self._updates = updates
-        self.residence: Residence | None = None
-        self.offloading: Offloading | None = None
-        self._agree = Settle if post_validate else Agree
+    rank: int
+    stages: Mapping[int, RunnableStage]
+    updater: Updater
+    updates: Updates
+    observers: Observers
+    skips: Sequence[SkipRoute]
+    stores: Mapping[int, WeightStore]
+    shared: SharedState
+    residence: Residence | None
+    offloading: Offloading | None
+    deferred: DeferredUpdates | None
+    so_far: UpdatesSoFar | None
+
+    @property
+    def on_trust(self) -> bool:
+        """Whether updates are made before ranks agree."""
+        return self.updater.recipe.post_validate
+
+
+class Compiler:
+    """Makes a rank's programs and steps, when the worker comes to a segment for the first time.
+
+    Args:
+        parts: what steps are bound to.
+    """
+
+    def __init__(self, parts: RankParts) -> None:
+        self._parts = parts
         self.program = lru_cache(_MOST_PROGRAMS)(self._program)
         self.steps = lru_cache(_MOST_PROGRAMS)(self._steps)
 
     def _program(self, segment: Segment) -> RankProgram:
         """This rank's part of a segment."""
-        return RankProgram(segment, self._rank, self._skips)
+        return RankProgram(segment, self._parts.rank, self._parts.skips)
 
     def _steps(self, segment: Segment, trains: bool) -> tuple[RankStep[Work], ...]:
         """The steps of a segment; one that only evaluates reads the newest weights."""
         program = self.program(segment)
-        stores = self._stores if trains else {}
+        stores = self._parts.stores if trains else {}
         closing, renewed = self._closing(program), self._renewed(program)
         steps = []
         for op in program.ops:
             step = self._bound(op, program, stores.get(op.stage))
             if op in closing:
-                step = Closing(op, step, self._updater)
-            steps.append(Renewed(op, step, self._updater) if op in renewed else step)
+                step = Closing(op, step, self._parts.updater)
+            steps.append(Renewed(op, step, self._parts.updater) if op in renewed else step)
         return tuple(steps)
 
     def _renewed(self, program: RankProgram) -> set[Op]:
         """The first op that reads each stage's weights, where others update a part of them."""
         first: dict[int, Op] = {}
-        for op in program.ops if self._updater.sums.has_shards else ():
+        for op in program.ops if self._parts.updater.sums.has_shards else ():
             if op.kind in _READING_WEIGHTS:
                 first.setdefault(op.stage, op)
         return {*first.values()}
@@ -138,74 +143,78 @@ class Compiler:
         for op in program.ops:
             if op.kind in RELEASING:
                 last[op.stage] = op
-            elif op.kind is Kind.REDUCE and self._updater.sums.leaves_early(op.stage):
+            elif op.kind is Kind.REDUCE and self._parts.updater.sums.leaves_early(op.stage):
                 closing |= {last[op.stage]} if op.stage in last else set()
         return closing
 
     def _bound(self, op: Op, program: RankProgram, store: WeightStore | None) -> RankStep[Work]:
         step = self._checked(op, program, store)
         if self._leaves(op, program) and op.kind is not Kind.FORWARD:
-            assert self.offloading is not None
-            return Returned(op, program.unit(op), step, self.offloading)
-        if self._updates is not None and op.kind in _VERSIONED:
-            return Counted(op, step, self._updates)
+            assert self._parts.offloading is not None
+            return Returned(op, program.unit(op), step, self._parts.offloading)
+        if self._parts.so_far is not None and op.kind in _VERSIONED:
+            return Counted(op, step, self._parts.so_far)
         return step
 
     def _checked(self, op: Op, program: RankProgram, store: WeightStore | None) -> RankStep[Work]:
         step = _BINDINGS[op.kind](self, op, program, store)
         stashes = op.kind is Kind.FORWARD and self._leaves(op, program)
-        offloading = self.offloading if stashes else None
-        if self.residence is not None and op.kind in _READING_WEIGHTS:
-            unit, observers = program.unit(op), self._observers
-            return Resident(op, unit, step, observers, self.residence, offloading)
+        offloading = self._parts.offloading if stashes else None
+        if self._parts.residence is not None and op.kind in _READING_WEIGHTS:
+            unit, observers = program.unit(op), self._parts.observers
+            return Resident(op, unit, step, observers, self._parts.residence, offloading)
         if offloading is not None:
-            return Stashing(op, program.unit(op), step, self._observers, offloading)
+            return Stashing(op, program.unit(op), step, self._parts.observers, offloading)
         if op.kind in _READING_WEIGHTS:
             if store is not None:
-                return Versioned(op, program.unit(op), step, self._observers, store)
-            if self._observers.look_on(op.kind):
-                return Watched(op, program.unit(op), step, self._observers)
-        return Checked(op, step, self._shared) if op.kind in _CHANGING_WEIGHTS else step
+                return Versioned(op, program.unit(op), step, self._parts.observers, store)
+            if self._parts.observers.look_on(op.kind):
+                return Watched(op, program.unit(op), step, self._parts.observers)
+        return Checked(op, step, self._parts.shared) if op.kind in _CHANGING_WEIGHTS else step
 
     def _leaves(self, op: Op, program: RankProgram) -> bool:
         """Whether an op is of a microbatch whose activations leave."""
         return op.kind in COMPUTE and (op.stage, program.unit(op)) in program.offloaded
 
     def _forward(self, op: Op, program: RankProgram, store: WeightStore | None) -> RankStep[Work]:
-        unit = program.unit(op)
-        return Forward(
+        unit, parts = program.unit(op), self._parts
+        bound = (
             op,
             unit,
-            self._stages[op.stage],
+            parts.stages[op.stage],
             program.keeps[op.stage, unit],
             op.stage == program.last_stage,
             program.arriving(op),
             program.leaving(op),
-            self._updater,
-            self._shared if self._shared.watches(op.stage) else None,
+            parts.shared if parts.shared.watches(op.stage) else None,
             store,
         )
+        return ForwardOnTrust(*bound, parts.updates) if parts.on_trust else Forward(*bound)
 
     def _backward(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
         kind = Backward if op.kind is Kind.BACKWARD else BackwardInput
         return kind(
             op,
             program.unit(op),
-            self._stages[op.stage],
+            self._parts.stages[op.stage],
             op.stage == program.last_stage,
             program.arriving(op),
             program.leaving(op),
-            self._updater,
+            self._parts.updater,
         )
 
     def _backward_weight(
         self, op: Op, program: RankProgram, _: WeightStore | None
     ) -> RankStep[Work]:
-        return BackwardWeight(op, program.unit(op), self._stages[op.stage], self._updater)
+        return BackwardWeight(
+            op, program.unit(op), self._parts.stages[op.stage], self._parts.updater
+        )
 
     def _recompute(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
         unit = program.unit(op)
-        return Recompute(op, unit, self._stages[op.stage], program.keeps_again[op.stage, unit])
+        return Recompute(
+            op, unit, self._parts.stages[op.stage], program.keeps_again[op.stage, unit]
+        )
 
     def _send(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
         kind = SendValue if op.kind is Kind.SEND_FORWARD else SendGradients
@@ -219,39 +228,41 @@ class Compiler:
         return Freed(op)
 
     def _reduce(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
-        return Reduce(op, self._updater)
+        return Reduce(op, self._parts.updater)
 
     def _agreement(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
-        return self._agree(op, self._updater)
+        agree = Settle if self._parts.on_trust else Agree
+        return agree(op, self._parts.updates)
 
     def _update(self, op: Op, program: RankProgram, store: WeightStore | None) -> RankStep[Work]:
+        updates, residence = self._parts.updates, self._parts.residence
         if store is not None:
-            return NewVersion(op, self._updater, store)
-        if self.residence is not None:
-            return ResidentUpdate(op, self._updater, self.residence)
-        return UpdateWeights(op, self._updater)
+            return NewVersion(op, updates, store)
+        if residence is not None:
+            return ResidentUpdate(op, updates, residence)
+        return UpdateWeights(op, updates)
 
     def _late_update(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
-        assert self.residence is not None
-        return LateUpdate(op, self._updater, self.residence)
+        assert self._parts.deferred is not None
+        return LateUpdate(op, self._parts.deferred)
 
     def _fetch(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
-        assert self.residence is not None
-        return Fetch(op, program.stays[op], self.residence)
+        assert self._parts.residence is not None
+        return Fetch(op, program.stays[op], self._parts.residence)
 
     def _leave(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
-        assert self.residence is not None
-        notes = op in program.last_leaves
-        return Leave(op, program.stays[op], self.residence, self._updater, notes)
+        assert self._parts.residence is not None
+        noted_by = self._parts.deferred if op in program.last_leaves else None
+        return Leave(op, program.stays[op], self._parts.residence, noted_by)
 
     def _leave_stash(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
-        assert self.offloading is not None
-        unit, stage = program.unit(op), self._stages[op.stage]
-        return LeaveStash(op, unit, stage, self.offloading, self._observers)
+        assert self._parts.offloading is not None
+        unit, stage = program.unit(op), self._parts.stages[op.stage]
+        return LeaveStash(op, unit, stage, self._parts.offloading, self._parts.observers)
 
     def _fetch_stash(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
-        assert self.offloading is not None
-        return FetchStash(op, program.unit(op), self.offloading)
+        assert self._parts.offloading is not None
+        return FetchStash(op, program.unit(op), self._parts.offloading)
 
 
 _Binding = Callable[[Compiler, Op, RankProgram, WeightStore | None], RankStep[Work]]

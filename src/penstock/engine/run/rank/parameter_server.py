@@ -35,7 +35,7 @@ class ParameterServer(Worker):
     def _run(self, segment: Segment, minibatch: Minibatch, position: StreamPosition) -> Harvest:
         try:
             self._begin(minibatch, position)
-            harvest = Harvest(number=self._mail.number + position.index)
+            harvest = Harvest(number=self._stream.mail.number + position.index)
             if self._stale is not None:
                 self._serve(self._stale, minibatch, position)
             elif minibatch.trains and minibatch.updates and minibatch.inputs:
@@ -53,9 +53,9 @@ class ParameterServer(Worker):
         for stage in self.stages:
             self.updater.sums.hand_in(stage)  # of this rank, nothing
         if self._recipe.needs_agreement:
-            self.updater.agree()
+            self._parts.updates.now.agree()
         for stage in self.stages:
-            self.updater.update(stage)
+            self._parts.updates.now.update(stage)
 
     def _serve(self, serving: Serving, minibatch: Minibatch, position: StreamPosition) -> None:
         number = self.updater.sums.number

@@ -3,14 +3,13 @@ for them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.core.schedule import Op
 from penstock.core.schedule.op import BACKWARD, FORWARDS, RELEASING
 from penstock.core.schedule.residence import Stay
 from penstock.engine.run.rank.interpreter import Observers, RankStep
-from penstock.engine.run.rank.updater import Updater
+from penstock.engine.run.rank.protocols import DeferredUpdates, Updates
 from penstock.engine.run.rank.work import Work
 from penstock.engine.stage.protocol import RunnableStage
 from penstock.engine.weights.offload import Offloading
@@ -34,19 +33,18 @@ class Leave:
     """LEAVE_F, LEAVE_B: let a stage go.
 
     Attributes:
-        notes: whether its gradients are complete, and all ranks will agree on them.
+        noted_by: notes its gradients, if they are complete and all ranks will agree on them.
     """
 
     op: Op
     stay: Stay
     residence: Residence
-    updater: Updater
-    notes: bool
+    noted_by: DeferredUpdates | None
 
     def perform(self, work: Work) -> None:
         stage = self.op.stage
-        if self.notes:
-            self.updater.note(stage, self.residence.parameters(stage))
+        if self.noted_by is not None:
+            self.noted_by.note(stage, self.residence.parameters(stage))
         self.residence.leave(stage, self.stay)
 
 
@@ -81,44 +79,26 @@ class ResidentUpdate:
     """UPDATE of a stage whose optimizer state comes and goes."""
 
     op: Op
-    updater: Updater
+    updates: Updates
     residence: Residence
 
     def perform(self, work: Work) -> None:
         stage = self.op.stage
         if self.residence.arrive_with_state(stage):
             work.waited()
-        self.updater.update(stage)
+        self.updates.now.update(stage)
         self.residence.updated(stage)
 
 
 @dataclass(frozen=True, slots=True)
 class LateUpdate:
-    """LATE_UPDATE: the update of the minibatch before, if it is owed."""
+    """LATE_UPDATE: the update of the minibatch before, if it was deferred."""
 
     op: Op
-    updater: Updater
-    residence: Residence
+    updates: DeferredUpdates
 
     def perform(self, work: Work) -> None:
-        pay(self.op.stage, self.updater, self.residence, work.waited)
-
-
-def pay(
-    stage: int, updater: Updater, residence: Residence, waited: Callable[[], None] | None = None
-) -> None:
-    """Make the update that a stage owes, if it does, while its weights are in memory.
-
-    Args:
-        waited: told when all that the update needs has come.
-    """
-    if stage in updater.owed:
-        residence.arrive_with_state(stage)
-        residence.bring_gradients(stage)
-        if waited is not None:
-            waited()
-        updater.update_late(stage)
-        residence.updated(stage, late=True)
+        self.updates.apply(self.op.stage, work.waited)
 
 
 @dataclass(frozen=True, slots=True)

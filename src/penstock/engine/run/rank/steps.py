@@ -1,26 +1,22 @@
 """The steps of a rank: one class per kind of op, each bound to its stage, its channels, its unit.
 
 A step is made once per segment and performed for every minibatch that has this segment; what
-changes from one to the next is the ``Work`` that it is performed on. ``forward`` has the step that
-reads the data and may compute on trust.
-
-The forward step, and what it hands on where weights on trust make it fail.
-
-Marks like [4] are the steps of post-validation, which ``updater`` describes.
+changes from one to the next is the ``Work`` that it is performed on. ``residing`` has the steps of
+stages and activations that come and go, ``on_trust`` those of weights that are not validated yet.
 """
 
 from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 from penstock.core.schedule import Kind, Op
 from penstock.core.schedule.op import FORWARDS
 from penstock.engine.model.autocast import autocasting
-from penstock.engine.run.rank.interpreter import Observers, RankStep, Restart, stage_error
+from penstock.engine.run.rank.interpreter import Observers, RankStep
 from penstock.engine.run.rank.program import SkipChannel
+from penstock.engine.run.rank.protocols import Updates
 from penstock.engine.run.rank.updater import Updater
 from penstock.engine.run.rank.work import Work
 from penstock.engine.run.replicas import SharedState
@@ -28,15 +24,6 @@ from penstock.engine.stage.microbatch_graph import Gradients, InputGradients
 from penstock.engine.stage.protocol import Keep, Produced, RunnableStage
 from penstock.engine.transport import Edge
 from penstock.engine.weights.store import WeightStore, refuse_autocast
-
-
-class Void(Enum):
-    """Stands for a value that could not be computed with weights on trust; it can travel."""
-
-    VOID = "void"
-
-
-VOID = Void.VOID
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +37,6 @@ class Forward:
         keep: what the stage keeps for the backward.
         is_last: whether the stage is the pipeline's last.
         recalled, stashed: where skips come from and go.
-        updater: knows whether weights are on trust.
         shared: what the forward must not write, if there is anything.
         store: has the weights, where there are several versions.
     """
@@ -62,22 +48,23 @@ class Forward:
     is_last: bool
     recalled: tuple[SkipChannel, ...]
     stashed: tuple[SkipChannel, ...]
-    updater: Updater
     shared: SharedState | None
     store: WeightStore | None
 
     def perform(self, work: Work) -> None:
-        unit, stage, mail = work.unit(self.unit), self.op.stage, work.mail
-        on_trust = self.updater.pending  # [4]
-        value = mail.values.pop((stage, unit)) if stage else work.input(unit, copied=on_trust)
-        skips = mail.skips(self.recalled, unit)
-        compute = self._compute_on_trust if on_trust or value is VOID else self._compute
-        produced = compute(work, unit, value, skips)
-        mail.hand_skips(self.stashed, unit, produced.skips)
-        if not self.is_last:
-            mail.values[stage + 1, unit] = produced.value
+        unit, stage = work.unit(self.unit), self.op.stage
+        value = work.mail.values.pop((stage, unit)) if stage else work.input(unit, copied=False)
+        skips = work.mail.skips(self.recalled, unit)
+        self.hand_on(work, unit, self.compute(work, unit, value, skips))
 
-    def _compute(self, work: Work, unit: int, value: Any, skips: dict[str, Any]) -> Produced:
+    def hand_on(self, work: Work, unit: int, produced: Produced) -> None:
+        """Let what was made go where it is wanted."""
+        work.mail.hand_skips(self.stashed, unit, produced.skips)
+        if not self.is_last:
+            work.mail.values[self.op.stage + 1, unit] = produced.value
+
+    def compute(self, work: Work, unit: int, value: Any, skips: dict[str, Any]) -> Produced:
+        """Run the stage, and keep the loss or the output if it is the last one."""
         if self.shared is None and not work.minibatch.autocast:
             produced = self._run(work, unit, value, skips)
         else:
@@ -100,21 +87,6 @@ class Forward:
             skips,
             work.position.first,
         )
-
-    def _compute_on_trust(
-        self, work: Work, unit: int, value: Any, skips: dict[str, Any]
-    ) -> Produced:
-        """Compute with weights that may not be allowed to stand. If these make it fail, others must
-        get on to where the verdict is read, so something is handed on in place of the value."""
-        void = Produced(VOID, {channel.route.key: VOID for channel in self.stashed})
-        if any(given is VOID for given in (value, *skips.values())):
-            return void
-        try:
-            return self._compute(work, unit, value, skips)
-        except Exception as error:  # [4] whatever the user's code raises
-            if work.failed_on_trust is None:
-                work.failed_on_trust = stage_error(self.op, error)
-            return void
 
 
 class UpdatesSoFar:
@@ -296,25 +268,10 @@ class Agree:
     """AGREE before updates: wait for all ranks' norms, and clip or skip."""
 
     op: Op
-    updater: Updater
+    updates: Updates
 
     def perform(self, work: Work) -> None:
-        self.updater.agree()
-
-
-@dataclass(frozen=True, slots=True)
-class Settle:
-    """AGREE after updates that were made on trust, in the next minibatch: whether they stand."""
-
-    op: Op
-    updater: Updater
-
-    def perform(self, work: Work) -> None:
-        # Marks like [5] are the steps of post-validation, which ``updater`` describes.
-        if not self.updater.settle():  # [5]
-            raise Restart
-        if work.failed_on_trust is not None:  # [6]
-            raise work.failed_on_trust
+        self.updates.now.agree()
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,10 +279,10 @@ class UpdateWeights:
     """UPDATE: step the stage's optimizer."""
 
     op: Op
-    updater: Updater
+    updates: Updates
 
     def perform(self, work: Work) -> None:
-        self.updater.update(self.op.stage)
+        self.updates.now.update(self.op.stage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,12 +290,12 @@ class NewVersion:
     """UPDATE where weights have several versions: makes one; how many came before is noted."""
 
     op: Op
-    updater: Updater
+    updates: Updates
     store: WeightStore
 
     def perform(self, work: Work) -> None:
         with self.store.updating(work.numbered(self.op)) as version:
-            self.updater.update(self.op.stage)
+            self.updates.now.update(self.op.stage)
         work.versions[self.op] = version
         work.updated(self.op.stage, version + 1)
 

@@ -1,6 +1,5 @@
-"""A minibatch while a rank works on it: what the steps take from it and leave behind.
-
-What passes between the stages of a rank, and to and from other ranks, while a stream lasts.
+"""What a rank has at hand: of a stream, what passes between stages and to other ranks; of a
+minibatch, what steps take from it and leave behind.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from penstock.engine.stage import finite
 from penstock.engine.stage.microbatch_graph import Gradients
 from penstock.engine.stage.protocol import Criterion
 from penstock.engine.transport import Edge, Transport
+from penstock.engine.weights.store import WeightStore
 
 
 class Letter(NamedTuple):
@@ -112,10 +112,10 @@ class Mail:
         return self.receive(channel.edge, unit, channel.waiting)
 
 
-Seeds = dict[tuple[Any, ...], Tensor]
-"""Gradients of losses, by weight, scale, dtype and device."""
 _THE_LOSS_IS = "the loss is "
 _MOST_SEEDS = 64
+_MOST_FRAMES = 1 << 12
+"""How many microbatches back errors name frames: more than are ever under way."""
 
 
 class AwaitedMark(NamedTuple):
@@ -123,6 +123,68 @@ class AwaitedMark(NamedTuple):
 
     mark: Mark
     num_updates: Mapping[int, int]
+
+
+class Stream:
+    """What one stream of minibatches leaves from one of them to the next; dropped when it ends.
+
+    The worker begins one with each synchronous minibatch, or with the first of several that
+    overlap.
+
+    Args:
+        mail: what passes between stages.
+
+    Attributes:
+        mail: as given.
+        marks: of minibatches up to the one at hand, behind whose last update the state is wanted.
+        frames: of a live stream, the number that the caller knows each of the last microbatches by.
+    """
+
+    def __init__(self, mail: Mail) -> None:
+        self.mail = mail
+        self.marks: list[AwaitedMark] = []
+        self.frames: dict[int, int] = {}
+
+    def take_in(
+        self, minibatch: Minibatch, position: StreamPosition, stores: Mapping[int, WeightStore]
+    ) -> None:
+        """Note what a minibatch is known by, and what is wanted behind it.
+
+        Args:
+            stores: of stages whose weights have versions.
+        """
+        if minibatch.frame is not None:
+            self.frames[position.first] = minibatch.frame
+            self.frames.pop(position.first - _MOST_FRAMES, None)
+        if minibatch.mark is not None:
+            end = position.first + minibatch.num_microbatches
+            counts = {
+                stage: 1 if position.synchronous else store.updates_until(position.index, end)
+                for stage, store in stores.items()
+            }
+            self.marks.append(AwaitedMark(minibatch.mark, counts))
+            for stage, count in counts.items():
+                if stores[stage].num_updates == count:  # nothing of it is under way
+                    minibatch.mark.updated(stage)
+
+
+class LossGradients:
+    """The gradients with which backwards begin, made once for each weight, scale, dtype and
+    device; a rank keeps them from minibatch to minibatch."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[Any, ...], Tensor] = {}
+
+    def of(self, loss: Tensor, weight: float, scale: float | None) -> Tensor:
+        """That of a loss which counts with a weight, and is multiplied by a scale."""
+        kind = weight, scale, loss.dtype, loss.device
+        made = self._made.get(kind)
+        if made is None or made._version:  # a backward of the user's may have overwritten it
+            if len(self._made) >= _MOST_SEEDS:  # minibatches of many sizes weigh differently
+                self._made.clear()
+            made = torch.full_like(loss, weight)
+            self._made[kind] = made = made if scale is None else made * scale
+        return made
 
 
 def _nobody() -> None:
@@ -134,14 +196,14 @@ class Work:
 
     Args:
         position: where it stands in its stream.
-        mail: what passes between stages, for as long as the stream lasts.
-        marks: of minibatches up to this one, behind whose last update the state is wanted.
+        stream: what minibatches before it have left.
+        seeds: gradients of losses.
         queue: the rank's work on its device; ``None`` where all is done in main memory.
-        seeds: gradients of losses that earlier minibatches have made.
         waited: to be told when what an op has waited for is there.
 
     Attributes:
-        minibatch, position, mail, waited: as given.
+        minibatch, position, waited: as given.
+        mail: the stream's.
         harvest: what comes out of it.
         versions: which version of the weights each op read, where there are several.
         failed_on_trust: the first error that was computed with weights on trust; it counts only if
@@ -153,23 +215,22 @@ class Work:
         minibatch: Minibatch,
         position: StreamPosition,
         recipe: Recipe,
-        mail: Mail,
+        stream: Stream,
+        seeds: LossGradients,
         queue: DeviceQueue | None = None,
-        marks: Sequence[AwaitedMark] = (),
-        seeds: Seeds | None = None,
         waited: Callable[[], None] = _nobody,
     ) -> None:
         self.minibatch = minibatch
         self.waited = waited
         self.position = position
-        self.mail = mail
-        self.harvest = Harvest(number=mail.number + position.index)
+        self.mail = stream.mail
+        self.harvest = Harvest(number=stream.mail.number + position.index)
         self.versions: dict[Op, int] = {}
         self.failed_on_trust: StageError | None = None
         self._recipe = recipe
         self._queue = queue
-        self._marks = marks
-        self._seeds = {} if seeds is None else seeds
+        self._marks = stream.marks
+        self._seeds = seeds
         self._first_unit = position.first * minibatch.num_slices
         self._base_unit = position.base * minibatch.num_slices
 
@@ -285,15 +346,7 @@ class Work:
         weight *= self.minibatch.share
         if not weight or number not in self.harvest.losses or not self.minibatch.learns:
             return None
-        loss = self.harvest.losses[number]
-        kind = weight, scale, loss.dtype, loss.device
-        seed = self._seeds.get(kind)
-        if seed is None or seed._version:  # a backward of the user's may have overwritten it
-            if len(self._seeds) >= _MOST_SEEDS:  # minibatches of many sizes weigh differently
-                self._seeds.clear()
-            seed = torch.full_like(loss, weight)
-            self._seeds[kind] = seed = seed if scale is None else seed * scale
-        return seed
+        return self._seeds.of(self.harvest.losses[number], weight, scale)
 
 
 def is_not_finite(error: BaseException) -> bool:
