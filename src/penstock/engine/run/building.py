@@ -15,18 +15,30 @@ process trains parts of weights, whose whole values are nowhere.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
 from torch import nn
 
 from penstock.base.errors import ModelError
 from penstock.engine.device.allocator import keep_freed_pages, return_freed_pages
+from penstock.engine.model.randomness import LayerStreams
 from penstock.engine.model.spine import NamedLayer, names_a_spine, spine_fingerprint, spine_of
-from penstock.engine.run.assembly import Assembly, Running, assemble
+from penstock.engine.run.assembly import Assembly, Running
+from penstock.engine.run.connecting import InProcess, InThreads, Placement, offloading_of, worker_of
+from penstock.engine.run.cutter import cutter_of
 from penstock.engine.run.drive.driver import Deadlines
 from penstock.engine.run.drive.joining import TransportName, joined
+from penstock.engine.run.feed import Feed
+from penstock.engine.run.layout import Layout
+from penstock.engine.run.materialising import check_there
+from penstock.engine.run.placing import SwapSetup, draw_all, place, queues_of
 from penstock.engine.run.recipe import Recipe
+from penstock.engine.run.refusals import check_kinds, check_shareable
+from penstock.engine.run.seating import Seat
+from penstock.engine.stage.stage import Stage
+from penstock.engine.transport.rendezvous import Rendezvous
 from penstock.planning.plans import Plan
 from penstock.planning.plans.serving import num_processes
 
@@ -221,3 +233,105 @@ def in_layers(model: nn.Module, plan: Plan) -> nn.Module:
     from penstock.engine.tracing.entrance import as_planned
 
     return as_planned(model, plan) or model
+
+
+def assemble(
+    model: nn.Module,
+    layers: tuple[NamedLayer, ...],
+    plan: Plan,
+    recipe: Recipe,
+    running: Running,
+    meeting: Rendezvous | None,
+) -> Assembly:
+    """Build what runs the plan: in processes if they have met, else in threads.
+
+    Raises:
+        InputError: the number of processes is not the plan's.
+        ModelError: the model cannot be spread so, or processes built different ones.
+        PeerError, DeadlineError: another process failed or did not come.
+    """
+    if running.weights is None and running.init == "given":
+        check_there(layers)
+    if meeting is None:
+        placement: Placement = InThreads(plan, recipe, running)
+    else:
+        placement = InProcess(meeting, plan, layers, recipe, running)
+    try:
+        return _assembled(model, layers, recipe, running, placement)
+    except BaseException as error:
+        placement.fail(error)
+        raise
+
+
+def _assembled(
+    model: nn.Module,
+    layers: tuple[NamedLayer, ...],
+    recipe: Recipe,
+    running: Running,
+    placement: Placement,
+) -> Assembly:
+    """The one sequence, wherever ranks are. Its order is a contract: processes meet at several of
+    these lines."""
+    plan, seconds = placement.plan, running.deadlines.step.seconds
+    streams = LayerStreams(placement.seed)
+    devices = placement.devices()
+    queues = queues_of(devices)
+    if plan.num_tensor_ranks > 1:
+        check_shareable(plan, recipe)
+        check_kinds(placement.seats, placement.kinds(devices))
+    values = replace(running, seed=placement.seed).values(model, layers)
+    draw_all(layers, plan, *placement.drawn(devices, queues), values)
+    one_process = placement.one_process
+    layout = Layout(model, plan, layers, streams, one_process=one_process, devices=devices)
+    connections = placement.connections(layout, devices, queues)
+    stages = {
+        own.seat: own.stages(layout, placement.wholes(layout, own.seat, values))
+        for own in connections
+    }
+    shared = {seat: layout.shared_state(own) for seat, own in stages.items()}
+    setup = SwapSetup(plan, layout, recipe, values, devices, seconds)
+    residences = place(setup, stages, queues)
+    workers = [
+        worker_of(
+            layout,
+            stages[own.seat],
+            recipe,
+            own,
+            shared[own.seat],
+            residences.get(own.seat.rank),
+            offloading_of(plan, devices[own.seat.number], seconds),
+        )
+        for own in connections
+    ]
+    placement.begin(workers, layout)
+    driver = placement.driver(workers)
+    modules = [module for layer in layers for module in layer.module.modules()]
+    cutter = replace(
+        cutter_of(plan, layout, recipe, devices, queues),
+        compares=running.compare_data and placement.in_processes,
+        modules=modules if placement.in_processes else (),
+    )
+    return Assembly(
+        plan,
+        driver,
+        cutter,
+        Feed(plan, layout, recipe, driver),
+        layout,
+        streams,
+        workers,
+        _first_copies(plan, stages),
+        placement.transport_text(layout),
+        placement.attempt,
+        running.deadlines,
+        in_processes=placement.in_processes,
+    )
+
+
+def _first_copies(plan: Plan, stages: Mapping[Seat, Mapping[int, Stage]]) -> dict[int, Stage]:
+    """By number, the stages of this process, each as the first of its ranks here has it; parameter
+    servers run none."""
+    copies: dict[int, Stage] = {}
+    for seat, own in stages.items():
+        if seat.rank < plan.num_ranks:
+            copies = {**own, **copies}
+    return dict(sorted(copies.items()))

@@ -1,12 +1,9 @@
-"""How a model settles on the devices of its ranks: which queue each has, and what is moved when.
+"""How a model gets to the devices of its ranks: which queue each has, and what is moved when. Where
+all ranks compute in main memory nothing is moved.
 
-Where all ranks compute in main memory nothing is moved.
-
-Building ranks whose stages come and go: what is refused, and how much memory they get.
-
-Sizes are known before the first step: weights are weighed as they leave, and the optimizer's state
-is weighed where tensors have shapes and no values (``meta``); what cannot step there steps once
-with nothing, a stage at a time.
+Stages that come and go are evicted as soon as they are built. Sizes are known before the first
+step: weights are weighed as they leave, and the optimizer's state is weighed where tensors have
+shapes and no values (``meta``); what cannot step there steps once with nothing, a stage at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from penstock.base.errors import InputError, ModelError
+from penstock.base.errors import InputError
 from penstock.base.units import format_bytes
 from penstock.core.schedule.residence import StageBytes, resident_bytes
 from penstock.engine.device.accelerators import accelerator_kind, is_on_host
@@ -31,6 +28,7 @@ from penstock.engine.run.layout import Layout
 from penstock.engine.run.materialising import Values, place_buffers, place_parameters
 from penstock.engine.run.rank.updater import Holding
 from penstock.engine.run.recipe import Recipe
+from penstock.engine.run.refusals import check_spillable
 from penstock.engine.run.seating import Seat
 from penstock.engine.stage.stage import Stage
 from penstock.engine.weights.group import Group
@@ -45,41 +43,9 @@ from penstock.planning.plans.spilling import most_held, with_residence
 _ROUNDED = 1.01
 
 
-def check_spillable(plan: Plan, recipe: Recipe, layout: Layout) -> None:
-    """Raise ``InputError`` or ``ModelError`` if the stages of a plan cannot come and go."""
-    remedy = 'leave spill out (spill="never" when planning)'
-    if recipe.loss is not None and recipe.optimizer is None:
-        raise InputError(
-            "gradients of stages that leave memory could not be read in .grad; give optimizer=…, "
-            f"or {remedy}"
-        )
-    if recipe.post_validate:
-        raise InputError(
-            "post_validate keeps a copy of weights and optimizer state, which stages that leave "
-            f"memory have no room for; leave it out, or {remedy}"
-        )
-    for module in layout.modules:
-        if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            raise ModelError(
-                f"{type(module).__name__} has sparse=True, and gradients whose size nobody knows "
-                f"before cannot leave memory; take sparse=False, or {remedy}"
-            )
-    weights = layout.weights
-    if weights.tied and plan.schedule != "spilled":
-        raise ModelError(
-            f"{weights.tied[0]!r} is tied between stages that come and go, which may update in any "
-            f'order in {plan.schedule}; take schedule="spilled", or {remedy}'
-        )
-    if weights.shared_stages:
-        raise ModelError(
-            f"stages {', '.join(map(str, sorted(weights.shared_stages)))} share weights with other "
-            f"ranks, so their sums would need them in memory; put them on one rank, or {remedy}"
-        )
-
-
 @dataclass(frozen=True)
-class Settling:
-    """What ranks settle in with.
+class SwapSetup:
+    """What ranks are given whose stages come and go.
 
     Attributes:
         values: where layers have their initial values from, right before these leave.
@@ -95,7 +61,7 @@ class Settling:
     seconds: float
 
 
-def settled_in(settling: Settling, rank: int, stages: Mapping[int, Stage]) -> Residence:
+def evicted(setup: SwapSetup, rank: int, stages: Mapping[int, Stage]) -> Residence:
     """Move a rank's stages to its tier, one at a time, and make room for what will be kept there.
 
     Args:
@@ -105,41 +71,23 @@ def settled_in(settling: Settling, rank: int, stages: Mapping[int, Stage]) -> Re
         FileError: the tier has no room for weights or optimizer state.
         ModelError: a layer has no way to its values.
     """
-    plan, recipe = settling.plan, settling.recipe
+    plan, recipe = setup.plan, setup.recipe
     assert plan.spill is not None
-    holdings = settling.layout.holdings(rank, dict(stages))
-    pinned = settling.layout.weights.tied_ids
+    pinned = setup.layout.weights.tied_ids
     weights = {
-        index: [one for one in stage.parameters() if id(one) not in pinned]
+        index: [weight for weight in stage.parameters() if id(weight) not in pinned]
         for index, stage in stages.items()
     }
-    first = [0, *accumulate(len(stage.layers) for stage in plan.stages)]
-    device = settling.devices[rank]
-    way = Way.between(plan.spill.tier, device, settling.seconds)
+    device = setup.devices[rank]
+    way = Way.between(plan.spill.tier, device, setup.seconds)
     residence = Residence(way, Slabs(float("inf"), device), weights)
     try:
+        first = [0, *accumulate(len(stage.layers) for stage in plan.stages)]
         for index in stages:
             for layer in range(first[index], first[index + 1]):
-                settling.values.draw(layer)
+                setup.values.draw(layer)
             residence.take_in(index)
-        state = {
-            index: state_bytes(recipe, holdings[index], weights[index], index) for index in stages
-        }
-        for index, num_bytes in state.items():
-            residence.reserve_state(index, num_bytes)
-        if recipe.needs_agreement:
-            for index in stages:
-                residence.reserve_gradients(index)
-    except BaseException:
-        residence.close()
-        raise
-    num_stages = len(plan.stages)
-    sizes = StageBytes(
-        _by_stage(num_stages, {index: residence.weight_bytes(index) for index in stages}),
-        _by_stage(num_stages, {index: residence.gradient_bytes(index) for index in stages}),
-        _by_stage(num_stages, state),
-    )
-    try:
+        sizes = _reserved(setup, rank, stages, residence)
         check_budget(plan, recipe, rank, sizes)
     except BaseException:
         residence.close()
@@ -147,6 +95,28 @@ def settled_in(settling: Settling, rank: int, stages: Mapping[int, Stage]) -> Re
     schedule = with_residence(plan.placement, plan.spill, agrees=recipe.needs_agreement)
     residence.slabs.budget_bytes = max(resident_bytes(schedule.ranks[rank], sizes), default=0)
     return residence
+
+
+def _reserved(
+    setup: SwapSetup, rank: int, stages: Mapping[int, Stage], residence: Residence
+) -> StageBytes:
+    """Make room on the tier for what comes beside weights; how much memory all of it takes."""
+    recipe, num_stages = setup.recipe, len(setup.plan.stages)
+    holdings = setup.layout.holdings(rank, dict(stages))
+    state = {
+        index: state_bytes(recipe, holdings[index], residence.parameters(index), index)
+        for index in stages
+    }
+    for index, num_bytes in state.items():
+        residence.reserve_state(index, num_bytes)
+    if recipe.needs_agreement:
+        for index in stages:
+            residence.reserve_gradients(index)
+    return StageBytes(
+        _by_stage(num_stages, {index: residence.weight_bytes(index) for index in stages}),
+        _by_stage(num_stages, {index: residence.gradient_bytes(index) for index in stages}),
+        _by_stage(num_stages, state),
+    )
 
 
 def _by_stage(num_stages: int, known: Mapping[int, int]) -> list[int]:
@@ -261,6 +231,33 @@ def draw_all(
             with building(queues[rank]):
                 place_parameters(module, devices[rank])
                 place_buffers(module.modules(), devices[rank])
+
+
+def place(
+    setup: SwapSetup, stages: Mapping[Seat, dict[int, Stage]], queues: Mapping[int, DeviceQueue]
+) -> dict[int, Residence]:
+    """Move stages to their ranks' devices; where they come and go, to tiers.
+
+    Args:
+        stages: by the seat of who performs them.
+        queues: by the numbers of seats.
+
+    Returns:
+        Of each rank of this process whose stages come and go, which are in memory.
+    """
+    if setup.plan.spill is None:
+        place_all(setup.layout, stages, queues)
+        return {}
+    check_spillable(setup.plan, setup.recipe, setup.layout)
+    if not queues:
+        place_all(setup.layout, stages, queues)
+    residences = {}
+    for seat, own in stages.items():
+        with building(queues.get(seat.number)):
+            residences[seat.rank] = evicted(setup, seat.rank, own)
+    if queues:  # what is left: buffers, and what is tied
+        place_all(setup.layout, stages, queues)
+    return residences
 
 
 def place_all(

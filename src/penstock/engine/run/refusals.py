@@ -1,13 +1,14 @@
-"""What groups can share, and with whom.
-
-What of a recipe goes with others than a stage's own ranks making its updates.
+"""What is refused before ranks are built: what a plan's ranks cannot do with a recipe, a model or a
+job. Where everybody sits is said here, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.base.errors import InputError
+from torch import nn
+
+from penstock.base.errors import InputError, ModelError
 from penstock.base.units import count_of
 from penstock.engine.run.layout import Layout
 from penstock.engine.run.recipe import Recipe
@@ -118,3 +119,35 @@ def check_kinds(seats: Sequence[Seat], kinds: Sequence[str]) -> None:
                 f"the tensor ranks of rank {seat.rank} compute on {first} and {kind}, which draw "
                 "different random numbers; give devices=… of one kind to each group"
             )
+
+
+def check_spillable(plan: Plan, recipe: Recipe, layout: Layout) -> None:
+    """Raise ``InputError`` or ``ModelError`` if the stages of a plan cannot come and go."""
+    remedy = 'leave spill out (spill="never" when planning)'
+    if recipe.loss is not None and recipe.optimizer is None:
+        raise InputError(
+            "gradients of stages that leave memory could not be read in .grad; give optimizer=…, "
+            f"or {remedy}"
+        )
+    if recipe.post_validate:
+        raise InputError(
+            "post_validate keeps a copy of weights and optimizer state, which stages that leave "
+            f"memory have no room for; leave it out, or {remedy}"
+        )
+    for module in layout.modules:
+        if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            raise ModelError(
+                f"{type(module).__name__} has sparse=True, and gradients whose size nobody knows "
+                f"before cannot leave memory; take sparse=False, or {remedy}"
+            )
+    weights = layout.weights
+    if weights.tied and plan.schedule != "spilled":
+        raise ModelError(
+            f"{weights.tied[0]!r} is tied between stages that come and go, which may update in any "
+            f'order in {plan.schedule}; take schedule="spilled", or {remedy}'
+        )
+    if weights.shared_stages:
+        raise ModelError(
+            f"stages {', '.join(map(str, sorted(weights.shared_stages)))} share weights with other "
+            f"ranks, so their sums would need them in memory; put them on one rank, or {remedy}"
+        )
