@@ -26,7 +26,7 @@ from penstock.engine.model.optimizer_factory import OptimizerFactory, SchedulerF
 from penstock.engine.model.randomness import Audit
 from penstock.engine.model.spine import evaluation_mode, spine_of
 from penstock.engine.run.assembly import Results, Running, by_key, copied_states
-from penstock.engine.run.building import Elsewhere, build
+from penstock.engine.run.building import RemoteStages, build
 from penstock.engine.run.drive.driver import Deadlines, told
 from penstock.engine.run.drive.joining import TransportName
 from penstock.engine.run.handles import (
@@ -230,7 +230,7 @@ class Pipeline:
         self._joins_outputs: bool | None = None  # not known yet
         self._running = threading.Lock()
         self._keeper = Keeper(self._parts, grad_scaler)
-        self._elsewhere = Elsewhere.watching(
+        self._elsewhere = RemoteStages.watching(
             self._model, self.stages, len(self.plan.stages), in_parts=self._parts.in_parts
         )
 
@@ -446,7 +446,7 @@ class Pipeline:
         with (
             self._exclusively(),
             # Of all stages: ranks in processes compare the modes of all layers.
-            evaluation_mode(self._model, *layout.layers, *own, *layout.twins),
+            evaluation_mode(self._model, *layout.layers, *own, *layout.copies),
             self._parts.streams.auditing(),
         ):
             return self._parts.feed.evaluate(minibatch)

@@ -8,8 +8,8 @@ from torch import nn
 
 from penstock.base.errors import InputError
 from penstock.engine.run.rank.on_trust import UpdatesOnTrust
-from penstock.engine.run.rank.protocols import FlushedUpdates, StreamedUpdates, Updates
-from penstock.engine.run.rank.updater import Holding, Updater
+from penstock.engine.run.rank.protocols import FlushedUpdates, StreamedUpdates, UpdateProtocols
+from penstock.engine.run.rank.updater import StageParameters, Updater
 from penstock.engine.run.rank.worker import NUMBERS_PER_RUN
 from penstock.engine.run.recipe import LossScale, Recipe
 from penstock.engine.transport import ThreadExchange
@@ -21,7 +21,7 @@ def updater_of(stages, **options):
     (transport,) = ThreadExchange(1, 5.0).transports
     places = iter(range(100))
     holdings = {
-        stage: Holding(
+        stage: StageParameters(
             {f"{stage}.{name}": one for name, one in module.named_parameters()},
             {next(places): one for one in module.parameters()},
         )
@@ -30,7 +30,7 @@ def updater_of(stages, **options):
     options = {"optimizer": lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.5), **options}
     updater = Updater(0, 1, holdings, transport, Recipe(**options))
     kind = UpdatesOnTrust if updater.recipe.post_validate else FlushedUpdates
-    return updater, Updates(kind(updater), StreamedUpdates(updater))
+    return updater, UpdateProtocols(kind(updater), StreamedUpdates(updater))
 
 
 def two_layers():

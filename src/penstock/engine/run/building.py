@@ -26,7 +26,13 @@ from penstock.engine.device.allocator import keep_freed_pages, return_freed_page
 from penstock.engine.model.randomness import LayerStreams
 from penstock.engine.model.spine import NamedLayer, names_a_spine, spine_fingerprint, spine_of
 from penstock.engine.run.assembly import Assembly, Running
-from penstock.engine.run.connecting import InProcess, InThreads, Placement, offloading_of, worker_of
+from penstock.engine.run.connecting import (
+    InProcess,
+    InThreads,
+    RankPlacement,
+    offloading_of,
+    worker_of,
+)
 from penstock.engine.run.cutter import cutter_of
 from penstock.engine.run.drive.driver import Deadlines
 from penstock.engine.run.drive.joining import TransportName, joined
@@ -36,7 +42,7 @@ from penstock.engine.run.materialising import check_there
 from penstock.engine.run.placing import SwapSetup, draw_all, place, queues_of
 from penstock.engine.run.recipe import Recipe
 from penstock.engine.run.refusals import check_kinds, check_shareable
-from penstock.engine.run.seating import Seat
+from penstock.engine.run.seating import RankSeat
 from penstock.engine.stage.stage import Stage
 from penstock.engine.transport.rendezvous import Rendezvous
 from penstock.planning.plans import Plan
@@ -46,7 +52,7 @@ _ABOVE_STATE_DICT = 4
 _ABOVE_CALL = 6
 
 
-class Elsewhere:
+class RemoteStages:
     """Watches a model of which this process trains a part.
 
     Its methods are hooks of the model; they are copied and pickled with it.
@@ -70,7 +76,7 @@ class Elsewhere:
     def watching(
         cls, model: nn.Module, own: Iterable[int], num_stages: int, *, in_parts: bool = False
     ) -> Self:
-        """An ``Elsewhere`` that watches a model, if this process does not train all of it."""
+        """An ``RemoteStages`` that watches a model, if this process does not train all of it."""
         elsewhere = cls(sorted(own), num_stages, in_parts)
         if len(elsewhere._own) < num_stages or in_parts:
             for module in (model, getattr(model, "original", None)):  # a captured one has two names
@@ -123,7 +129,7 @@ _CALLED_WITH_FORWARD = (
 )
 
 
-class Outside:
+class OuterModules:
     """Watches the modules of a model that are in no layer.
 
     Args:
@@ -165,7 +171,7 @@ def _children(module: nn.Module) -> tuple[tuple[str, int], ...]:
 def _hooks(module: nn.Module) -> Iterator[object]:
     for kind in _CALLED_WITH_FORWARD:
         for hook in getattr(module, kind).values():
-            if not isinstance(getattr(hook, "__self__", None), Elsewhere):
+            if not isinstance(getattr(hook, "__self__", None), RemoteStages):
                 yield hook
 
 
@@ -182,7 +188,7 @@ class Built(NamedTuple):
     model: nn.Module
     parts: Assembly
     recipe: Recipe
-    outside: Outside
+    outside: OuterModules
 
 
 def build(
@@ -213,7 +219,7 @@ def build(
         model = in_layers(model, plan)
         layers = spine_of(model)
         plan.check_model([layer.name for layer in layers], spine_fingerprint(layers))
-        outside = Outside(model, layers)
+        outside = OuterModules(model, layers)
         outside.check()
         recipe, running = described(model)
         parts = assemble(model, layers, plan, recipe, running, meeting)
@@ -253,7 +259,7 @@ def assemble(
     if running.weights is None and running.init == "given":
         check_there(layers)
     if meeting is None:
-        placement: Placement = InThreads(plan, recipe, running)
+        placement: RankPlacement = InThreads(plan, recipe, running)
     else:
         placement = InProcess(meeting, plan, layers, recipe, running)
     try:
@@ -268,7 +274,7 @@ def _assembled(
     layers: tuple[NamedLayer, ...],
     recipe: Recipe,
     running: Running,
-    placement: Placement,
+    placement: RankPlacement,
 ) -> Assembly:
     """The one sequence, wherever ranks are. Its order is a contract: processes meet at several of
     these lines."""
@@ -327,7 +333,7 @@ def _assembled(
     )
 
 
-def _first_copies(plan: Plan, stages: Mapping[Seat, Mapping[int, Stage]]) -> dict[int, Stage]:
+def _first_copies(plan: Plan, stages: Mapping[RankSeat, Mapping[int, Stage]]) -> dict[int, Stage]:
     """By number, the stages of this process, each as the first of its ranks here has it; parameter
     servers run none."""
     copies: dict[int, Stage] = {}

@@ -1,7 +1,7 @@
 """Where the ranks of a pipeline are: all in threads of this process, or one of them in it.
 
 What differs between the two when a pipeline is put together (``building.assemble``) is a method of
-``Placement`` here; all else is the same.
+``RankPlacement`` here; all else is the same.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from penstock.engine.reduce import ways
 from penstock.engine.reduce.owners import OwnerReducer
 from penstock.engine.reduce.reducer import MakeReducer
 from penstock.engine.run.assembly import Running
+from penstock.engine.run.digests import ComparingTransport
 from penstock.engine.run.drive.driver import Driver, told
 from penstock.engine.run.drive.joining import agree, offsets_of_clocks
 from penstock.engine.run.drive.processes import ProcessDriver
@@ -42,8 +43,7 @@ from penstock.engine.run.refusals import (
     seats_of,
 )
 from penstock.engine.run.replicas import SharedState
-from penstock.engine.run.seals import SealedTransport
-from penstock.engine.run.seating import MeshTransport, Seat
+from penstock.engine.run.seating import MeshTransport, RankSeat
 from penstock.engine.stage.stage import Stage
 from penstock.engine.tensor.channel_group import ChannelGroup
 from penstock.engine.transport import (
@@ -77,7 +77,7 @@ class Connections:
     """
 
     transport: Transport
-    seat: Seat
+    seat: RankSeat
     queue: DeviceQueue | None
     links: Mapping[int, DeviceLink] = field(default_factory=dict)
     make_reducer: MakeReducer = OwnerReducer
@@ -160,7 +160,7 @@ def offloading_of(
     return partial(Offloading, Way.between(plan.offload.tier, device, seconds), device)
 
 
-class Placement(ABC):
+class RankPlacement(ABC):
     """Where ranks are, asked by ``building.assemble`` in the order of the methods here.
 
     Attributes:
@@ -211,7 +211,7 @@ class Placement(ABC):
     ) -> list[Connections]:
         """How the ranks of this process are connected, in the order of their seats."""
 
-    def wholes(self, layout: Layout, seat: Seat, values: Values) -> Wholes | None:
+    def wholes(self, layout: Layout, seat: RankSeat, values: Values) -> Wholes | None:
         """What brings whole values, where a process keeps parts of them only."""
         return None
 
@@ -232,7 +232,7 @@ class Placement(ABC):
         """Tell others that nothing comes of it."""
 
 
-class InThreads(Placement):
+class InThreads(RankPlacement):
     """All ranks in this process, each in a thread of its own."""
 
     one_process = True
@@ -286,7 +286,7 @@ class InThreads(Placement):
         """Nobody waits."""
 
 
-class InProcess(Placement):
+class InProcess(RankPlacement):
     """One rank, or one member of it, in this process.
 
     Args:
@@ -323,7 +323,7 @@ class InProcess(Placement):
         codec = Codec(_message_types(layers, running))
         self._transport = connect(meeting, self._start.seconds, way=way, codec=codec)
         self._transport.patience = self._start
-        self._sealed = SealedTransport(self._transport, meeting.rank)
+        self._compared = ComparingTransport(self._transport, meeting.rank)
         self._links = LinkedDevices()
 
     def devices(self) -> dict[int, torch.device]:
@@ -368,10 +368,10 @@ class InProcess(Placement):
             seat.coordinate,
             layout.server_ranks,
         )
-        return [Connections(self._sealed, seat, queue, self._links.of_rank, make_reducer)]
+        return [Connections(self._compared, seat, queue, self._links.of_rank, make_reducer)]
 
-    def wholes(self, layout: Layout, seat: Seat, values: Values) -> Wholes | None:
-        group = seat.group(self._sealed)  # for what is in main memory, where values are drawn
+    def wholes(self, layout: Layout, seat: RankSeat, values: Values) -> Wholes | None:
+        group = seat.group(self._compared)  # for what is in main memory, where values are drawn
         if group is None or layout.sharings is None:
             return None
         return Wholes(layout.layers_of(seat.rank), values, group, layout.sharings.cuts)
@@ -389,7 +389,7 @@ class InProcess(Placement):
         (worker,), running = workers, self._running
         return ProcessDriver(
             worker,
-            self._sealed,
+            self._compared,
             self._meeting,
             running.deadlines,
             num_told=self.plan.num_ranks,

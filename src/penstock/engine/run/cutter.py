@@ -28,10 +28,10 @@ from penstock.engine.model.batches import plain
 from penstock.engine.model.copying import copy_of
 from penstock.engine.model.ignored_labels import IgnoredLabels
 from penstock.engine.model.microbatches import Microbatches, Weighting
+from penstock.engine.run.digests import Modes, data_digest, modes_of
 from penstock.engine.run.layout import Layout
 from penstock.engine.run.minibatch import FrameListener, Minibatch, StreamPosition
 from penstock.engine.run.recipe import Recipe
-from penstock.engine.run.seals import Modes, digest, modes_of
 from penstock.planning.plans import Plan
 
 
@@ -305,7 +305,7 @@ class Cutter:
                 giver.settle()
 
     def _digest(self, value: Any) -> int:
-        return digest(value) if self.compares else 0
+        return data_digest(value) if self.compares else 0
 
     def _slices(self, parts: list[Any], what: str) -> list[Any]:
         return [

@@ -105,15 +105,15 @@ class Unstored:
             id(one): nn.Parameter(torch.empty_like(one, device="meta"), one.requires_grad)
             for one in owner.module.parameters()
         }
-        twin = copy.deepcopy(owner.module, nothing | begun)
+        copied = copy.deepcopy(owner.module, nothing | begun)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)  # the same on every process
-            reset = reset_of(twin)
+            reset = reset_of(copied)
             if reset is not None:
                 reset()
             elif self._init is not None:
-                self._init(twin)
-        value = twin._buffers[name]
+                self._init(copied)
+        value = copied._buffers[name]
         if value is None or value.is_meta:
             raise _nobody_sets(owner)
         return value
@@ -179,7 +179,7 @@ class Index(msgspec.Struct):
     metadata: dict[str, Any] = {}
 
 
-class Place(NamedTuple):
+class StoredTensor(NamedTuple):
     """Something that a state_dict has, and its key in the model."""
 
     key: str
@@ -280,7 +280,7 @@ class GivenWeights:
                         self._give(place, name, content)
         return computed or bool(stored)
 
-    def _give(self, place: Place, name: str, content: Any) -> None:
+    def _give(self, place: StoredTensor, name: str, content: Any) -> None:
         key, tensor = place
         file = self._file_of[name]
         try:
@@ -304,7 +304,7 @@ class GivenWeights:
         emptied(tensor).copy_(value)
 
 
-def places(layer: NamedLayer) -> Iterator[Place]:
+def places(layer: NamedLayer) -> Iterator[StoredTensor]:
     """The parameters and persistent buffers of a layer, under every name that it has for them."""
     for prefix, module in layer.module.named_modules(remove_duplicate=False):
         hidden = module._non_persistent_buffers_set
@@ -312,7 +312,7 @@ def places(layer: NamedLayer) -> Iterator[Place]:
             for name, tensor in held.items():
                 if tensor is not None and name not in hidden:
                     key = layer.key(f"{prefix}.{name}" if prefix else name)
-                    yield Place(key, tensor)
+                    yield StoredTensor(key, tensor)
 
 
 def names_by_tensor(model: nn.Module, keys: Mapping[str, Tensor]) -> dict[int, list[str]]:

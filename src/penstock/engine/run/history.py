@@ -41,7 +41,7 @@ class Work(NamedTuple):
     flops: int | None
 
 
-class _Size(NamedTuple):
+class _MinibatchSize(NamedTuple):
     """Of a minibatch: its rows, its tokens, and the numbers in its first tensor."""
 
     rows: int
@@ -53,8 +53,8 @@ class WorkLog:
     """Remembers of what minibatches under way are made, until their results are there."""
 
     def __init__(self) -> None:
-        self._under_way: dict[int, _Size] = {}
-        self._last: _Size | None = None
+        self._under_way: dict[int, _MinibatchSize] = {}
+        self._last: _MinibatchSize | None = None
         self._example: Any = None
         self._example_numbers = 0
         self._counted = False
@@ -100,13 +100,13 @@ class WorkLog:
         return Work(rows, tokens, flops)
 
 
-def _size(minibatch: Minibatch) -> _Size:
+def _size(minibatch: Minibatch) -> _MinibatchSize:
     tensors = [tree.tensors(part) for part in minibatch.inputs]
     rows = sum(num_rows(part, "inputs") for part in minibatch.inputs[:: minibatch.num_slices])
     numbers = sum(own[0].numel() for own in tensors)
     place = next((place for place, one in enumerate(tensors[0]) if _are_tokens(one)), None)
     tokens = None if place is None else sum(own[place].numel() for own in tensors)
-    return _Size(rows, tokens, numbers)
+    return _MinibatchSize(rows, tokens, numbers)
 
 
 def _are_tokens(tensor: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 Under threads, ranks that hold the same weights (tied ones, or a stage with copies) each need memory
 of their own for them: their gradients are made at the same time. The first holder has the model's
-own parameters, the others twins, which are kept equal.
+own parameters, the others copies, which are kept equal.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from penstock.base.errors import ModelError
 from penstock.engine.model.randomness import LayerStreams
 from penstock.engine.model.spine import NamedLayer
 from penstock.engine.reduce.reducer import SharedWeights
+from penstock.engine.run.copies import ModuleCopies
 from penstock.engine.run.materialising import Wholes, place_buffers, place_parameters
-from penstock.engine.run.members import MemberTwins, Sharings, divided
+from penstock.engine.run.members import MemberCopies, Sharings, divided
 from penstock.engine.run.rank.program import SkipRoute, skip_routes
-from penstock.engine.run.rank.updater import Holding
-from penstock.engine.run.replicas import HeldWeights, Holders, SharedState, Weight
-from penstock.engine.run.twins import Twins
+from penstock.engine.run.rank.updater import StageParameters
+from penstock.engine.run.replicas import ModelWeights, Replicas, SharedState, Weight
 from penstock.engine.stage.slices import check_sliceable
 from penstock.engine.stage.stage import Stage
 from penstock.engine.tensor.channel_group import ChannelGroup
@@ -80,8 +80,8 @@ class Layout:
         self._first_seats = [*itertools.accumulate(all_group_sizes(plan), initial=0)]
         grouped = plan.num_tensor_ranks > 1
         self.sharings = Sharings(tuple(layers), plan) if grouped else None
-        self._holders = Holders(self._layers_of, partial(ranks_holding, plan))
-        self.weights = HeldWeights(
+        self._holders = Replicas(self._layers_of, partial(ranks_holding, plan))
+        self.weights = ModelWeights(
             model,
             self._layers_of,
             self._holders,
@@ -92,7 +92,7 @@ class Layout:
         if plan.versions.asynchronous or plan.summing.stale:
             self.weights.check_untied()
         self._check_hooks()
-        self._twins: dict[tuple[int, int], Twins] = {}
+        self._copies: dict[tuple[int, int], ModuleCopies] = {}
 
     def _check_hooks(self) -> None:
         in_parts = self.sharings is not None
@@ -179,19 +179,19 @@ class Layout:
     def stages(
         self, rank: int, group: ChannelGroup | None = None, wholes: Wholes | None = None
     ) -> dict[int, Stage]:
-        """The stages of a rank, with twins where others hold the model's own parameters.
+        """The stages of a rank, with copies where others hold the model's own parameters.
 
         Args:
             group: of the member whose stages they are, where a group performs the rank's ops.
             wholes: what the model's own parameters are for while stages are built, if for no
                 longer.
         """
-        twins = self._twins_of(rank, group, wholes)
+        copies = self._copies_of(rank, group, wholes)
         first = [0, *itertools.accumulate(map(len, self._layers_of))]
         return {
             stage: Stage(
                 stage,
-                [self._own(layer, rank, twins) for layer in self._layers_of[stage]],
+                [self._own(layer, rank, copies) for layer in self._layers_of[stage]],
                 first[stage],
                 self._streams,
                 self._plan.stages[stage].recompute == "layers",
@@ -220,14 +220,16 @@ class Layout:
             for key, value in layer.module.state_dict().items()
         }
 
-    def _twins_of(self, rank: int, group: ChannelGroup | None, wholes: Wholes | None) -> Twins:
+    def _copies_of(
+        self, rank: int, group: ChannelGroup | None, wholes: Wholes | None
+    ) -> ModuleCopies:
         """This rank's copies of what another one has the model's own of."""
         coordinate, foreign = 0 if group is None else group.index, []
         if self._one_process:
             holders = ((weight.parameter, weight.ranks) for weight in self.weights)
             foreign = [one for one, ranks in holders if rank in ranks[0 if coordinate else 1 :]]
         device = self._device(rank, coordinate)
-        twins = Twins(foreign, device)
+        copies = ModuleCopies(foreign, device)
         if group is not None and self.sharings is not None:
             owned = [
                 weight.parameter
@@ -235,9 +237,9 @@ class Layout:
                 if not self._one_process or rank == weight.ranks[0]
             ]
             has_buffers = not coordinate or not self._one_process
-            twins = MemberTwins(foreign, self.sharings, group, device, owned, has_buffers, wholes)
-        self._twins[rank, coordinate] = twins
-        return twins
+            copies = MemberCopies(foreign, self.sharings, group, device, owned, has_buffers, wholes)
+        self._copies[rank, coordinate] = copies
+        return copies
 
     def place(self, rank: int, stages: Mapping[int, Stage], coordinate: int = 0) -> None:
         """Move what a rank, or a member of it, has of the model to its device. What members have
@@ -247,14 +249,14 @@ class Layout:
             for layer in stage.layers:
                 place_parameters(layer.module, device)
         if not coordinate or not self._one_process:
-            divided = self._twins[rank, coordinate].divided
+            divided = self._copies[rank, coordinate].divided
             place_buffers(self._modules_with_buffers_of(rank, stages), device, divided)
 
     def _modules_with_buffers_of(
         self, rank: int, stages: Mapping[int, Stage]
     ) -> Iterator[nn.Module]:
         """The model's own modules whose buffers live where a rank computes: those that no rank
-        before it runs. If the rank runs a twin, since it shares a parameter, what its forwards
+        before it runs. If the rank runs a copy, since it shares a parameter, what its forwards
         write must still become the model's."""
         for index in stages:
             for layer in self._layers_of[index]:
@@ -263,29 +265,29 @@ class Layout:
                     if first_rank == rank or not self._one_process:
                         yield module
 
-    def place_twins(self, rank: int, coordinate: int = 0) -> None:
-        """Give a rank's twins buffers on its device, once those of the model are on theirs."""
-        twins = self._twins[rank, coordinate]
-        twins.share()
-        twins.let_go()  # that the originals were moved is nothing to follow
+    def place_copies(self, rank: int, coordinate: int = 0) -> None:
+        """Give a rank's copies buffers on its device, once those of the model are on theirs."""
+        copies = self._copies[rank, coordinate]
+        copies.share()
+        copies.let_go()  # that the originals were moved is nothing to follow
 
-    def _own(self, layer: NamedLayer, rank: int, twins: Twins) -> NamedLayer:
+    def _own(self, layer: NamedLayer, rank: int, copies: ModuleCopies) -> NamedLayer:
         alone = not self._one_process or self._holders.runs_first(layer.module, rank)
-        if alone and not isinstance(twins, MemberTwins):
+        if alone and not isinstance(copies, MemberCopies):
             return layer
-        return layer._replace(module=twins.of(layer))
+        return layer._replace(module=copies.of(layer))
 
-    def holdings(self, rank: int, stages: dict[int, Stage]) -> dict[int, Holding]:
+    def holdings(self, rank: int, stages: dict[int, Stage]) -> dict[int, StageParameters]:
         """What each stage of a rank trains."""
         own = self._parameters(stages)
-        holdings: dict[int, Holding] = {}
+        holdings: dict[int, StageParameters] = {}
         for stage in stages:
             first = [
                 weight for weight in self.weights if min(weight.stages(rank), default=None) == stage
             ]
             plan, place = self._plan, self._plan.place(stage)
             by_microbatch = plan.versions.asynchronous and plan.versions.updates == "microbatch"
-            holdings[stage] = Holding(
+            holdings[stage] = StageParameters(
                 {weight.name: own[weight.place] for weight in first},
                 {weight.place: own[weight.place] for weight in first if weight.ranks[0] == rank},
                 place,
@@ -402,9 +404,9 @@ class Layout:
         return parameters
 
     @property
-    def twins(self) -> Iterable[nn.Module]:
+    def copies(self) -> Iterable[nn.Module]:
         """Copied modules, which are not part of the user's model."""
-        return (module for twins in self._twins.values() for module in twins.modules)
+        return (module for copies in self._copies.values() for module in copies.modules)
 
     def follow(self) -> None:
         """Let ranks follow what has happened to the model since the last step.
@@ -413,10 +415,10 @@ class Layout:
             ModelError: what has happened to it cannot be spread as planned.
         """
         self._check_hooks()
-        for twins in self._twins.values():
-            twins.follow()
+        for copies in self._copies.values():
+            copies.follow()
 
     def let_go(self) -> None:
         """The caller may change the model from now on."""
-        for twins in self._twins.values():
-            twins.let_go()
+        for copies in self._copies.values():
+            copies.let_go()

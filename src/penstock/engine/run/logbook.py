@@ -28,7 +28,7 @@ _MOST_LETTERS = 600
 """Of a reason: JSON takes up to six bytes for each, and all must fit on the page."""
 
 
-class Failure(msgspec.Struct, frozen=True):
+class ScriptFailure(msgspec.Struct, frozen=True):
     """What reached the top of a rank's script.
 
     Attributes:
@@ -53,7 +53,7 @@ class Notes(NamedTuple):
     built: float | None
     first_step: int | None
     step: int | None
-    failure: Failure | None
+    failure: ScriptFailure | None
 
 
 class Logbook:
@@ -97,7 +97,7 @@ class Logbook:
         # Noted from 1, since 0 is what stands there at first.
         self._put(_STEP_AT, _STEP.pack(step + 1))
 
-    def fail(self, failure: Failure) -> None:
+    def fail(self, failure: ScriptFailure) -> None:
         """Note why this rank ends; the last note counts."""
         reason = failure.reason[:_MOST_LETTERS].encode(errors="replace").decode()
         text = msgspec.json.encode(msgspec.structs.replace(failure, reason=reason))
@@ -112,7 +112,7 @@ class Logbook:
         if length:
             with suppress(msgspec.DecodeError):
                 text = self._page[_NUMBERS.size : _NUMBERS.size + length]
-                failure = msgspec.json.decode(text, type=Failure)
+                failure = msgspec.json.decode(text, type=ScriptFailure)
         return Notes(
             built or None,
             first_step - 1 if first_step else None,

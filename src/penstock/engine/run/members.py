@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from penstock.base.errors import ModelError
 from penstock.engine.device.crossing import moved
 from penstock.engine.model.spine import NamedLayer
+from penstock.engine.run.copies import ModuleCopies
 from penstock.engine.run.materialising import Wholes
 from penstock.engine.run.rank.program import SkipRoute
-from penstock.engine.run.twins import Twins
 from penstock.engine.tensor.chain import LayerSharing, walk
 from penstock.engine.tensor.channel_group import ChannelGroup
 from penstock.engine.tensor.cuts import Cut
@@ -31,7 +31,7 @@ from penstock.engine.transport.tags import SKIP_TAGS
 from penstock.planning.plans import Plan
 
 
-class _Part(NamedTuple):
+class _TensorShard(NamedTuple):
     """A member's part of a parameter or buffer of the model."""
 
     original: Tensor
@@ -200,7 +200,7 @@ def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
-class MemberTwins(Twins):
+class MemberCopies(ModuleCopies):
     """The copies of one member.
 
     Args:
@@ -230,7 +230,7 @@ class MemberTwins(Twins):
         self._owned = {id(parameter) for parameter in owned}
         self._has_buffers = has_buffers
         self._wholes = wholes
-        self._parts: dict[int, _Part] = {}
+        self._parts: dict[int, _TensorShard] = {}
         self._own_buffers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def of(self, layer: NamedLayer) -> nn.Module:
@@ -239,7 +239,7 @@ class MemberTwins(Twins):
             self._wholes.come(layer)
         for tensor, cut in cut_tensors(layer.module, sharing):
             if id(tensor) not in self._parts:
-                self._parts[id(tensor)] = _Part(tensor, cut, self._new_part(tensor, cut))
+                self._parts[id(tensor)] = _TensorShard(tensor, cut, self._new_part(tensor, cut))
         own = shared(super().of(layer), sharing, self._group, layer.module)
         if self._wholes is not None:
             self._wholes.go(layer)

@@ -16,12 +16,12 @@ from penstock.engine.device.queue import taken_up
 from penstock.engine.device.stamps import Stamps
 from penstock.engine.model import tree
 from penstock.engine.model.autocast import autocasting, remembering_no_casts
+from penstock.engine.run.digests import Call, CallDigest, Modes, Next, autocast_codes
 from penstock.engine.run.outcome import Peak
-from penstock.engine.run.seals import Call, Modes, Next, Seal, autocast_codes
 from penstock.engine.weights.store import Held
 
 
-class Mark(Protocol):
+class StateMark(Protocol):
     """Behind one minibatch of a stream the state of every stage is wanted, each when the stage has
     come to it, while the others and the stream go on.
 
@@ -67,7 +67,7 @@ class Minibatch:
         trains: whether gradients are wanted.
         updates: whether weights are updated; otherwise gradients accumulate.
         digests: of the inputs and of the targets, to compare with other ranks'; 0: not compared.
-        modes: the modes of the layers' modules, to compare with other ranks'; see ``seals.Modes``.
+        modes: the modes of the layers' modules, to compare with other ranks'; see ``digests.Modes``.
         autocast: device types and dtypes for which forwards and the loss run under autocast.
         inputs_moments: when each input is on the device of the rank that computes with it; empty
             where the rank fetches it itself.
@@ -94,7 +94,7 @@ class Minibatch:
     autocast: Mapping[str, torch.dtype] = field(default_factory=dict)
     inputs_moments: Sequence[torch.Event] = ()
     targets_moments: Sequence[torch.Event] = ()
-    mark: Mark | None = None
+    mark: StateMark | None = None
     learns: bool = True
     listener: FrameListener | None = None
     frame: int | None = None
@@ -131,13 +131,13 @@ class StreamPosition:
     failure: BaseException | None = None
 
 
-def seal_of(minibatch: Minibatch, position: StreamPosition) -> bytes:
+def call_digest_of(minibatch: Minibatch, position: StreamPosition) -> bytes:
     """What other ranks must have been given, too; empty if there is nothing to compare."""
     if not minibatch.inputs:
         return b""
     step = Call.LOOP if position.in_loop else Call.STEP
     training = step if minibatch.updates else Call.ACCUMULATE
-    return Seal(
+    return CallDigest(
         training if minibatch.trains else Call.EVALUATE,
         _behind(minibatch, position),
         *autocast_codes(minibatch.autocast),
@@ -155,7 +155,7 @@ def _behind(minibatch: Minibatch, position: StreamPosition) -> Next:
 
 
 @dataclass
-class Harvest:
+class StepResult:
     """What a rank has after its ops.
 
     Attributes:

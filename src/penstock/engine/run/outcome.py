@@ -115,7 +115,7 @@ def memory_of_ranks(
     return tuple(held)
 
 
-class Part(Protocol):
+class RankResult(Protocol):
     """What one rank has of a minibatch: a worker's harvest, or what another process reported."""
 
     @property
@@ -209,7 +209,7 @@ class MinibatchOutcome(NamedTuple):
     @classmethod
     def of(
         cls,
-        parts: Sequence[Part],
+        parts: Sequence[RankResult],
         weights: Sequence[float],
         records: Sequence[RankRecord] | None,
         norm: Tensor | None,

@@ -26,10 +26,10 @@ from penstock.engine.model.optimizer_factory import Parameters, make_optimizer
 from penstock.engine.model.spine import NamedLayer
 from penstock.engine.run.layout import Layout
 from penstock.engine.run.materialising import Values, place_buffers, place_parameters
-from penstock.engine.run.rank.updater import Holding
+from penstock.engine.run.rank.updater import StageParameters
 from penstock.engine.run.recipe import Recipe
 from penstock.engine.run.refusals import check_spillable
-from penstock.engine.run.seating import Seat
+from penstock.engine.run.seating import RankSeat
 from penstock.engine.stage.stage import Stage
 from penstock.engine.weights.group import Group
 from penstock.engine.weights.optimizer_state import state_tensors
@@ -143,7 +143,7 @@ def check_budget(plan: Plan, recipe: Recipe, rank: int, sizes: StageBytes) -> No
 
 
 def state_bytes(
-    recipe: Recipe, holding: Holding, parameters: Sequence[nn.Parameter], stage: int
+    recipe: Recipe, holding: StageParameters, parameters: Sequence[nn.Parameter], stage: int
 ) -> int:
     """Bytes on the tier of what the optimizer will keep of a stage's parameters."""
     if recipe.optimizer is None or not holding.named:
@@ -157,7 +157,7 @@ def state_bytes(
 
 def _stepped_once(
     recipe: Recipe,
-    holding: Holding,
+    holding: StageParameters,
     parameters: Sequence[nn.Parameter],
     stage: int,
     device: str,
@@ -234,7 +234,7 @@ def draw_all(
 
 
 def place(
-    setup: SwapSetup, stages: Mapping[Seat, dict[int, Stage]], queues: Mapping[int, DeviceQueue]
+    setup: SwapSetup, stages: Mapping[RankSeat, dict[int, Stage]], queues: Mapping[int, DeviceQueue]
 ) -> dict[int, Residence]:
     """Move stages to their ranks' devices; where they come and go, to tiers.
 
@@ -261,7 +261,9 @@ def place(
 
 
 def place_all(
-    layout: Layout, stages: Mapping[Seat, Mapping[int, Stage]], queues: Mapping[int, DeviceQueue]
+    layout: Layout,
+    stages: Mapping[RankSeat, Mapping[int, Stage]],
+    queues: Mapping[int, DeviceQueue],
 ) -> None:
     """Move stages to their ranks' devices.
 
@@ -284,7 +286,7 @@ def place_all(
             layout.place(seat.rank, own, seat.coordinate)
     for seat in stages:
         with building(queues[seat.number]):
-            layout.place_twins(seat.rank, seat.coordinate)
+            layout.place_copies(seat.rank, seat.coordinate)
 
 
 def _check_on_host(stages: Iterable[Stage]) -> None:

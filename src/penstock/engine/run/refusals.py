@@ -12,7 +12,7 @@ from penstock.base.errors import InputError, ModelError
 from penstock.base.units import count_of
 from penstock.engine.run.layout import Layout
 from penstock.engine.run.recipe import Recipe
-from penstock.engine.run.seating import Seat
+from penstock.engine.run.seating import RankSeat
 from penstock.planning.plans import Plan
 from penstock.planning.plans.serving import all_group_sizes, num_processes, server_ranks
 
@@ -78,9 +78,9 @@ def check_shareable(plan: Plan, recipe: Recipe) -> None:
             )
 
 
-def seats_of(plan: Plan) -> list[Seat]:
+def seats_of(plan: Plan) -> list[RankSeat]:
     """Where all members of all ranks of a plan sit, and behind them its parameter servers."""
-    return Seat.all_of(all_group_sizes(plan))
+    return RankSeat.all_of(all_group_sizes(plan))
 
 
 def check_processes(plan: Plan, count: int) -> None:
@@ -104,7 +104,7 @@ def check_processes(plan: Plan, count: int) -> None:
     )
 
 
-def check_kinds(seats: Sequence[Seat], kinds: Sequence[str]) -> None:
+def check_kinds(seats: Sequence[RankSeat], kinds: Sequence[str]) -> None:
     """Raise ``InputError`` unless the members of each group compute on one kind of device: others
     draw other random numbers, so that members would drop out different values.
 

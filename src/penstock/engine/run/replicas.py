@@ -140,7 +140,7 @@ Users = frozenset[tuple[int, int]]
 """(rank, stage) of each."""
 
 
-class Holders:
+class Replicas:
     """Who holds what of a model.
 
     Args:
@@ -190,7 +190,7 @@ class Holders:
 
         Args:
             layer: the model's.
-            own: the module, or its twin, that a rank runs.
+            own: the module, or its copy, that a rank runs.
         """
         pairs = zip(layer.module.named_modules(), own.modules(), strict=True)
         for (prefix, module), ours in pairs:
@@ -248,7 +248,7 @@ class Weight(NamedTuple):
         return frozenset(stage for user, stage in self.users if user == rank)
 
 
-class HeldWeights:
+class ModelWeights:
     """The parameters of a model, in the order in which its stages have them.
 
     Args:
@@ -263,7 +263,7 @@ class HeldWeights:
         self,
         model: nn.Module,
         layers_of: Sequence[Sequence[NamedLayer]],
-        holders: Holders,
+        holders: Replicas,
         servers: Mapping[int, Collection[int]],
         terms: Collection[int],
     ) -> None:

@@ -26,7 +26,7 @@ from penstock.engine.transport.base import OnTop
 from penstock.engine.transport.tags import SHARED_TAGS
 
 
-class Seat:
+class RankSeat:
     """Where a member of a rank sits.
 
     Args:
@@ -48,7 +48,7 @@ class Seat:
         self.number = self._number(rank, coordinate)
 
     @classmethod
-    def all_of(cls, sizes: tuple[int, ...]) -> list[Seat]:
+    def all_of(cls, sizes: tuple[int, ...]) -> list[RankSeat]:
         """All seats in their order.
 
         Args:
@@ -121,7 +121,7 @@ class MeshTransport(OnTop):
     def __init__(
         self,
         inner: Transport,
-        seat: Seat,
+        seat: RankSeat,
         group: ChannelGroup | None,
         divided: Mapping[int, Layout],
     ) -> None:
@@ -210,8 +210,8 @@ def _joined(pieces: tuple[Any, ...], dim: int) -> Any:
     return tree.apart(pieces[0], lambda first: joined([first, *rest], dim))
 
 
-def seated(rank: int, transport: Transport) -> tuple[Seat, Transport]:
+def seated(rank: int, transport: Transport) -> tuple[RankSeat, Transport]:
     """Where a rank's transport sits, and the channels between seats under it."""
     if isinstance(transport, MeshTransport):
         return transport.seat, transport.inner
-    return Seat(rank), transport
+    return RankSeat(rank), transport

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from penstock.base.errors import FileError
-from penstock.engine.run.rank.work import Letter
+from penstock.engine.run.rank.work import PendingGradient
 from penstock.engine.transport import Edge
 from penstock.training.checkpoint.division import DRIFT, OPTIMIZER, UNDER_WAY
 from penstock.training.checkpoint.folder import Checkpoint
@@ -73,14 +73,14 @@ class Contents:
         shape = pieces[0].header.tensors[name].shape
         return assembled(name, pieces, (0,) * len(shape), shape)
 
-    def letters(self, rank: int) -> list[Letter]:
+    def letters(self, rank: int) -> list[PendingGradient]:
         """Gradients that were on their way from a rank when a live stream was saved.
 
         Raises:
             FileError: their tensors are missing.
         """
         return [
-            Letter(
+            PendingGradient(
                 Edge(told.source, told.target, told.tag),
                 told.unit,
                 [None if name is None else self._gradient(name) for name in told.gradients],

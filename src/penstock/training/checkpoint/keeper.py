@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.base.errors import FileError, InputError
 from penstock.base.values import flag, whole, write_atomically
 from penstock.engine.run.assembly import Assembly
-from penstock.engine.run.minibatch import Mark
+from penstock.engine.run.minibatch import StateMark
 from penstock.engine.run.recipe import LossScale
 from penstock.training.checkpoint.agreeing import agreed
 from penstock.training.checkpoint.contents import Contents
@@ -268,7 +268,7 @@ class Keeper:
             in_memory = apart({name: one for name, (_, one) in piece.tensors.items()})
             write_piece(folder, header, {**in_memory, **shelved})
 
-    def mark(self, wanted: Checkpoints, step: int, *, position: Any = None) -> Mark:
+    def mark(self, wanted: Checkpoints, step: int, *, position: Any = None) -> StateMark:
         """What saves every stage behind a minibatch of a stream that goes on.
 
         Args:

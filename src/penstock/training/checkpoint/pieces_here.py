@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from penstock.engine.run.assembly import Assembly
-from penstock.engine.run.rank.work import Letter
+from penstock.engine.run.rank.work import PendingGradient
 from penstock.engine.run.rank.worker import Worker
-from penstock.engine.run.seating import Seat
+from penstock.engine.run.seating import RankSeat
 from penstock.engine.stage.stage import Stage
 from penstock.planning.plans.serving import servers_of
 from penstock.training.checkpoint.division import Division
@@ -49,7 +49,7 @@ class PiecesHere:
                     ),
                 )
 
-    def _division(self, stage: int, seat: Seat) -> Division | None:
+    def _division(self, stage: int, seat: RankSeat) -> Division | None:
         sharings = self._parts.layout.sharings
         if sharings is None:
             return None
@@ -102,5 +102,5 @@ class PiecesHere:
         ]
 
 
-def _letters(worker: Worker) -> Sequence[Letter]:
-    return worker.letters
+def _letters(worker: Worker) -> Sequence[PendingGradient]:
+    return worker.pending_gradients

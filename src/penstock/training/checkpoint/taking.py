@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from penstock.base.errors import InputError
 from penstock.base.values import shown
 from penstock.engine.reduce.sharding import Shard
-from penstock.engine.run.rank.work import Letter
+from penstock.engine.run.rank.work import PendingGradient
 from penstock.engine.stage.stage import Stage
 from penstock.engine.weights.shelf import Shelved
 from penstock.engine.weights.store import WeightStore
@@ -46,7 +46,7 @@ class TrainedStage(NamedTuple):
     scheduler: torch.optim.lr_scheduler.LRScheduler | None
     rate: float
     store: WeightStore | None
-    letters: Callable[[], Sequence[Letter]] = tuple
+    letters: Callable[[], Sequence[PendingGradient]] = tuple
     division: Division | None = None
     shards: Mapping[nn.Parameter, Shard] = MappingProxyType({})
     groups: Sequence[Sequence[nn.Parameter]] = ()
@@ -166,7 +166,7 @@ def state_of(trained: TrainedStage, elsewhere: Collection[str]) -> StageState:
     return StageState(tensors, extra, optimizing, under_way, extents)
 
 
-def _under_way(letter: Letter, tensors: dict[str, Tensor]) -> UnderWay:
+def _under_way(letter: PendingGradient, tensors: dict[str, Tensor]) -> UnderWay:
     """The head of gradients that are on their way; their tensors go to the others."""
     (source, target, tag), unit, _ = letter
     names: list[str | None] = []

@@ -22,7 +22,7 @@ import torch
 
 from penstock.base.errors import FileError, PeerError
 from penstock.engine.run.drive.driver import failure_notice
-from penstock.engine.run.logbook import Failure, Logbook
+from penstock.engine.run.logbook import Logbook, ScriptFailure
 
 _INTERRUPTED = 130
 
@@ -120,7 +120,9 @@ def _draw_anew() -> None:
 
 
 def _note(rank: int, error: BaseException) -> None:
-    Logbook.of_this_process().fail(Failure(failure_notice(rank, error), followed=_followed(error)))
+    Logbook.of_this_process().fail(
+        ScriptFailure(failure_notice(rank, error), followed=_followed(error))
+    )
 
 
 def _followed(error: BaseException) -> bool:

@@ -206,7 +206,7 @@ def _key(rank: int) -> str:
     return f"why rank {rank} failed"
 
 
-class _Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _BuildOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a rank would build.
 
     Attributes:
@@ -250,8 +250,8 @@ def agree(
         InputError: their settings differ.
         PeerError, DeadlineError: another rank did not come.
     """
-    own = _Offer(model, seed, None if meeting.rank else plan.to_json(), attempt, settings)
-    offers = meeting.exchange(own, _Offer, "to its Pipeline")
+    own = _BuildOffer(model, seed, None if meeting.rank else plan.to_json(), attempt, settings)
+    offers = meeting.exchange(own, _BuildOffer, "to its Pipeline")
     others = [rank for rank, offer in enumerate(offers) if offer.model != offers[0].model]
     if others:
         raise ModelError(

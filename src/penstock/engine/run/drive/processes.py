@@ -16,6 +16,7 @@ from penstock.base.errors import DeadlineError, PeerError, RunError
 from penstock.core.schedule.segment import Segment
 from penstock.core.timing.spans import TransferKind
 from penstock.engine.device.stamps import happened
+from penstock.engine.run.digests import Call, CallDigest, ComparingTransport, check_alike
 from penstock.engine.run.drive.driver import (
     Deadlines,
     Driver,
@@ -25,10 +26,9 @@ from penstock.engine.run.drive.driver import (
     naming,
 )
 from penstock.engine.run.drive.joining import Board
-from penstock.engine.run.minibatch import Harvest, Minibatch, StreamPosition, seal_of
+from penstock.engine.run.minibatch import Minibatch, StepResult, StreamPosition, call_digest_of
 from penstock.engine.run.outcome import MinibatchOutcome, Peak, RankRecord
 from penstock.engine.run.rank.worker import NUMBERS_PER_RUN, Worker, moments_of
-from penstock.engine.run.seals import Call, Seal, SealedTransport, check_alike
 from penstock.engine.transport import Edge, Noted
 from penstock.engine.transport.base import LARGEST_NUMBER
 from penstock.engine.transport.rendezvous import Rendezvous
@@ -88,15 +88,15 @@ class ProcessTicket(NamedTuple):
 
     Attributes:
         report: what this rank tells the others, if there is anything that they wait for.
-        seal: what other ranks must have been given, too.
+        digest: what other ranks must have been given, too.
     """
 
     segment: Segment
     minibatch: Minibatch
     position: StreamPosition
-    harvest: Harvest
+    result: StepResult
     report: RankReport
-    seal: bytes
+    digest: bytes
 
 
 class ProcessDriver(Driver[ProcessTicket]):
@@ -119,7 +119,7 @@ class ProcessDriver(Driver[ProcessTicket]):
     def __init__(
         self,
         worker: Worker,
-        transport: SealedTransport,
+        transport: ComparingTransport,
         meeting: Rendezvous,
         deadlines: Deadlines,
         *,
@@ -136,7 +136,7 @@ class ProcessDriver(Driver[ProcessTicket]):
         self._firsts = (worker.seat.firsts or tuple(range(num_told)))[:num_told]
         self._transport = transport
         # Else the gradients that ranks sum are not all of one minibatch.
-        self._seals_sums = not worker.updater.sums.stale
+        self._compares_sums = not worker.updater.sums.stale
         self._num_ranks = meeting.num_ranks
         self._others = [rank for rank in range(meeting.num_ranks) if rank != meeting.rank]
         self._records = clock_offsets is not None
@@ -153,25 +153,25 @@ class ProcessDriver(Driver[ProcessTicket]):
         self._check_usable()
         self._be_patient(minibatch)
         with self._telling_failures(segment, minibatch.step):
-            seal = self._transport.seal = seal_of(minibatch, position)
-            self._transport.synchronous = position.synchronous and self._seals_sums
+            digest = self._transport.digest = call_digest_of(minibatch, position)
+            self._transport.synchronous = position.synchronous and self._compares_sums
             callers = moments_of(minibatch, [self._worker])
-            harvest = self._worker.run(segment, minibatch, position, callers)
+            result = self._worker.run(segment, minibatch, position, callers)
             self._worker.transport.hand_over()
-            harvest.take_up()
-            report = self._report(harvest)
+            result.take_up()
+            report = self._report(result)
             if self._seat.number in self._telling(segment):
-                own = Noted(report.packed(), seal)
+                own = Noted(report.packed(), digest)
                 for edge in self._edges_to_all(REPORT_TAG):
-                    self._transport.send(edge, FIRST_EXCHANGE + harvest.number, own)
-        return ProcessTicket(segment, minibatch, position, harvest, report, seal)
+                    self._transport.send(edge, FIRST_EXCHANGE + result.number, own)
+        return ProcessTicket(segment, minibatch, position, result, report, digest)
 
     def _check_usable(self) -> None:
         if self._failure:
             raise RunError(f"this pipeline has failed ({self._failure}); start the job again")
 
     def collect(self, ticket: ProcessTicket) -> MinibatchOutcome:
-        segment, minibatch, harvest = ticket.segment, ticket.minibatch, ticket.harvest
+        segment, minibatch, result = ticket.segment, ticket.minibatch, ticket.result
         with self._telling_failures(segment, minibatch.step):
             told = self._reports(ticket)
             # All members of a rank have the same results; the first one tells them.
@@ -185,7 +185,7 @@ class ProcessDriver(Driver[ProcessTicket]):
             reports,
             minibatch.weights,
             self._records_of(ticket, reports) if self._records and any(segment.ranks) else None,
-            harvest.norm,
+            result.norm,
             begins=segment.begins,
         )
 
@@ -193,7 +193,7 @@ class ProcessDriver(Driver[ProcessTicket]):
         return all(self._has_told(other, ticket) for other in self._telling(ticket.segment))
 
     def _has_told(self, other: int, ticket: ProcessTicket) -> bool | None:
-        rank, number = self._worker.rank, FIRST_EXCHANGE + ticket.harvest.number
+        rank, number = self._worker.rank, FIRST_EXCHANGE + ticket.result.number
         return other == rank or self._transport.has_come(Edge(other, rank, REPORT_TAG), number)
 
     @property
@@ -259,28 +259,28 @@ class ProcessDriver(Driver[ProcessTicket]):
                 raise explained from error.__cause__
             raise
 
-    def _report(self, harvest: Harvest) -> RankReport:
+    def _report(self, result: StepResult) -> RankReport:
         times = versions = moved = None
         if self._records:
             # Of an accelerator it is known when all has happened: this waits for the device.
-            columns = happened(harvest.starts, harvest.ends, harvest.stamps)
+            columns = happened(result.starts, result.ends, result.stamps)
             times = torch.from_numpy(np.array(columns, np.float64))
-            versions = torch.tensor(harvest.versions, dtype=torch.int64)
-            if harvest.moved:
-                rows = [(_KINDS.index(kind), *numbers) for kind, *numbers in harvest.moved]
+            versions = torch.tensor(result.versions, dtype=torch.int64)
+            if result.moved:
+                rows = [(_KINDS.index(kind), *numbers) for kind, *numbers in result.moved]
                 moved = torch.tensor(rows, dtype=torch.float64)
         if self._share_results:
-            results = harvest.losses, harvest.outputs, harvest.metrics
+            results = result.losses, result.outputs, result.metrics
         else:
             results = {}, {}, {}
-        return RankReport(times, versions, moved, *results, harvest.peak, harvest.held)
+        return RankReport(times, versions, moved, *results, result.peak, result.held)
 
     def _reports(self, ticket: ProcessTicket) -> dict[int, RankReport]:
         """By seat, in their order, every report that holds anything; of the others nothing is
         sent."""
-        rank, harvest = self._seat.number, ticket.harvest
+        rank, result = self._seat.number, ticket.result
         own = ticket.report._replace(
-            losses=harvest.losses, outputs=harvest.outputs, metrics=harvest.metrics
+            losses=result.losses, outputs=result.outputs, metrics=result.metrics
         )
         return {
             other: own if other == rank else self._report_of(other, ticket)
@@ -296,10 +296,10 @@ class ProcessDriver(Driver[ProcessTicket]):
         rank, step = self._seat.number, ticket.minibatch.step
         waiting = f"rank {rank}, waiting at the end of step {step} for rank {other}'s results"
         return RankReport.unpacked(
-            self._told_by(other, ticket.harvest.number, ticket.seal, waiting)
+            self._told_by(other, ticket.result.number, ticket.digest, waiting)
         )
 
-    def _told_by(self, other: int, number: int, seal: bytes, waiting: str) -> Any:
+    def _told_by(self, other: int, number: int, digest: bytes, waiting: str) -> Any:
         """What another rank tells all others of what they do together.
 
         Raises:
@@ -308,8 +308,8 @@ class ProcessDriver(Driver[ProcessTicket]):
         rank = self._seat.number
         told = self._transport.recv(Edge(other, rank, REPORT_TAG), FIRST_EXCHANGE + number, waiting)
         if type(told) is Noted:
-            told, its_seal = told
-            check_alike(seal, its_seal, (rank, other), waiting)
+            told, its_digest = told
+            check_alike(digest, its_digest, (rank, other), waiting)
         return told
 
     def _find_telling(self, segment: Segment) -> frozenset[int]:
@@ -344,7 +344,7 @@ class ProcessDriver(Driver[ProcessTicket]):
         ]
 
     def _check_alike(self, ticket: ProcessTicket, reports: list[RankReport]) -> None:
-        """Ranks go through the same stream. Seals tell if not, except behind the last minibatch: a
+        """Ranks go through the same stream. Digests tell if not, except behind the last minibatch: a
         rank that has left its loop drains, with nothing to compare."""
         for rank, (ops, report) in enumerate(zip(ticket.segment.ranks, reports, strict=True)):
             if report.times is not None and report.times.shape[1] != len(ops):
@@ -394,7 +394,7 @@ class ProcessDriver(Driver[ProcessTicket]):
     def _announce_gathering(self, number: int, expected: Segment, destination: int | None) -> None:
         """Tell the others, also those that do something else: they find it in the place of the
         first message that they wait for."""
-        announcement = Noted(destination, Seal(Call.GATHER).packed())
+        announcement = Noted(destination, CallDigest(Call.GATHER).packed())
         for edge, unit in self._worker.first_units(expected).items():
             self._transport.send(edge, number + unit, announcement)
         # Nobody waits for these if all is well.
@@ -408,7 +408,7 @@ class ProcessDriver(Driver[ProcessTicket]):
                 f"rank {self._seat.number}, waiting in gather_state_dict(), which every rank must "
                 f"call, for rank {other}"
             )
-            theirs = self._told_by(other, number, Seal(Call.GATHER).packed(), waiting)
+            theirs = self._told_by(other, number, CallDigest(Call.GATHER).packed(), waiting)
             if theirs != destination:
                 raise RunError(
                     f"rank {self._seat.number} calls gather_state_dict(rank={destination}), but "

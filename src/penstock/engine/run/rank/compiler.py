@@ -12,18 +12,7 @@ from penstock.core.schedule.segment import Segment
 from penstock.engine.run.rank.interpreter import Observers, RankStep
 from penstock.engine.run.rank.on_trust import ForwardOnTrust, Settle
 from penstock.engine.run.rank.program import RankProgram, SkipRoute
-from penstock.engine.run.rank.protocols import DeferredUpdates, Updates
-from penstock.engine.run.rank.residing import (
-    Fetch,
-    FetchStash,
-    LateUpdate,
-    Leave,
-    LeaveStash,
-    Resident,
-    ResidentUpdate,
-    Returned,
-    Stashing,
-)
+from penstock.engine.run.rank.protocols import DeferredUpdates, UpdateProtocols
 from penstock.engine.run.rank.steps import (
     Agree,
     Backward,
@@ -31,10 +20,10 @@ from penstock.engine.run.rank.steps import (
     BackwardWeight,
     Checked,
     Closing,
-    Counted,
     Forward,
     Freed,
     NewVersion,
+    Observed,
     ReceiveGradients,
     ReceiveValue,
     Recompute,
@@ -44,11 +33,22 @@ from penstock.engine.run.rank.steps import (
     SendValue,
     UpdatesSoFar,
     UpdateWeights,
+    VersionCounted,
     Versioned,
-    Watched,
+)
+from penstock.engine.run.rank.swapping import (
+    EvictStage,
+    FetchStash,
+    LateUpdate,
+    LeaveStash,
+    LoadStage,
+    Returned,
+    Stashing,
+    SwappedCompute,
+    SwappedUpdate,
 )
 from penstock.engine.run.rank.updater import Updater
-from penstock.engine.run.rank.work import Work
+from penstock.engine.run.rank.work import RankWork
 from penstock.engine.run.replicas import SharedState
 from penstock.engine.stage.protocol import RunnableStage
 from penstock.engine.weights.offload import Offloading
@@ -83,7 +83,7 @@ class RankParts:
     rank: int
     stages: Mapping[int, RunnableStage]
     updater: Updater
-    updates: Updates
+    updates: UpdateProtocols
     observers: Observers
     skips: Sequence[SkipRoute]
     stores: Mapping[int, WeightStore]
@@ -115,7 +115,7 @@ class Compiler:
         """This rank's part of a segment."""
         return RankProgram(segment, self._parts.rank, self._parts.skips)
 
-    def _steps(self, segment: Segment, trains: bool) -> tuple[RankStep[Work], ...]:
+    def _steps(self, segment: Segment, trains: bool) -> tuple[RankStep[RankWork], ...]:
         """The steps of a segment; one that only evaluates reads the newest weights."""
         program = self.program(segment)
         stores = self._parts.stores if trains else {}
@@ -147,36 +147,40 @@ class Compiler:
                 closing |= {last[op.stage]} if op.stage in last else set()
         return closing
 
-    def _bound(self, op: Op, program: RankProgram, store: WeightStore | None) -> RankStep[Work]:
+    def _bound(self, op: Op, program: RankProgram, store: WeightStore | None) -> RankStep[RankWork]:
         step = self._checked(op, program, store)
         if self._leaves(op, program) and op.kind is not Kind.FORWARD:
             assert self._parts.offloading is not None
             return Returned(op, program.unit(op), step, self._parts.offloading)
         if self._parts.so_far is not None and op.kind in _VERSIONED:
-            return Counted(op, step, self._parts.so_far)
+            return VersionCounted(op, step, self._parts.so_far)
         return step
 
-    def _checked(self, op: Op, program: RankProgram, store: WeightStore | None) -> RankStep[Work]:
+    def _checked(
+        self, op: Op, program: RankProgram, store: WeightStore | None
+    ) -> RankStep[RankWork]:
         step = _BINDINGS[op.kind](self, op, program, store)
         stashes = op.kind is Kind.FORWARD and self._leaves(op, program)
         offloading = self._parts.offloading if stashes else None
         if self._parts.residence is not None and op.kind in _READING_WEIGHTS:
             unit, observers = program.unit(op), self._parts.observers
-            return Resident(op, unit, step, observers, self._parts.residence, offloading)
+            return SwappedCompute(op, unit, step, observers, self._parts.residence, offloading)
         if offloading is not None:
             return Stashing(op, program.unit(op), step, self._parts.observers, offloading)
         if op.kind in _READING_WEIGHTS:
             if store is not None:
                 return Versioned(op, program.unit(op), step, self._parts.observers, store)
             if self._parts.observers.look_on(op.kind):
-                return Watched(op, program.unit(op), step, self._parts.observers)
+                return Observed(op, program.unit(op), step, self._parts.observers)
         return Checked(op, step, self._parts.shared) if op.kind in _CHANGING_WEIGHTS else step
 
     def _leaves(self, op: Op, program: RankProgram) -> bool:
         """Whether an op is of a microbatch whose activations leave."""
         return op.kind in COMPUTE and (op.stage, program.unit(op)) in program.offloaded
 
-    def _forward(self, op: Op, program: RankProgram, store: WeightStore | None) -> RankStep[Work]:
+    def _forward(
+        self, op: Op, program: RankProgram, store: WeightStore | None
+    ) -> RankStep[RankWork]:
         unit, parts = program.unit(op), self._parts
         bound = (
             op,
@@ -191,7 +195,7 @@ class Compiler:
         )
         return ForwardOnTrust(*bound, parts.updates) if parts.on_trust else Forward(*bound)
 
-    def _backward(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
+    def _backward(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[RankWork]:
         kind = Backward if op.kind is Kind.BACKWARD else BackwardInput
         return kind(
             op,
@@ -205,67 +209,75 @@ class Compiler:
 
     def _backward_weight(
         self, op: Op, program: RankProgram, _: WeightStore | None
-    ) -> RankStep[Work]:
+    ) -> RankStep[RankWork]:
         return BackwardWeight(
             op, program.unit(op), self._parts.stages[op.stage], self._parts.updater
         )
 
-    def _recompute(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
+    def _recompute(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[RankWork]:
         unit = program.unit(op)
         return Recompute(
             op, unit, self._parts.stages[op.stage], program.keeps_again[op.stage, unit]
         )
 
-    def _send(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
+    def _send(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[RankWork]:
         kind = SendValue if op.kind is Kind.SEND_FORWARD else SendGradients
         return kind(op, program.unit(op), program.edges[op])
 
-    def _receive(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
+    def _receive(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[RankWork]:
         kind = ReceiveValue if op.kind is Kind.RECV_FORWARD else ReceiveGradients
         return kind(op, program.unit(op), program.edges[op], program.waiting[op])
 
-    def _freed(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
+    def _freed(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[RankWork]:
         return Freed(op)
 
-    def _reduce(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
+    def _reduce(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[RankWork]:
         return Reduce(op, self._parts.updater)
 
-    def _agreement(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
+    def _agreement(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[RankWork]:
         agree = Settle if self._parts.on_trust else Agree
         return agree(op, self._parts.updates)
 
-    def _update(self, op: Op, program: RankProgram, store: WeightStore | None) -> RankStep[Work]:
+    def _update(
+        self, op: Op, program: RankProgram, store: WeightStore | None
+    ) -> RankStep[RankWork]:
         updates, residence = self._parts.updates, self._parts.residence
         if store is not None:
             return NewVersion(op, updates, store)
         if residence is not None:
-            return ResidentUpdate(op, updates, residence)
+            return SwappedUpdate(op, updates, residence)
         return UpdateWeights(op, updates)
 
-    def _late_update(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
+    def _late_update(
+        self, op: Op, program: RankProgram, _: WeightStore | None
+    ) -> RankStep[RankWork]:
         assert self._parts.deferred is not None
         return LateUpdate(op, self._parts.deferred)
 
-    def _fetch(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
+    def _fetch(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[RankWork]:
         assert self._parts.residence is not None
-        return Fetch(op, program.stays[op], self._parts.residence)
+        return LoadStage(op, program.stays[op], self._parts.residence)
 
-    def _leave(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
+    def _leave(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[RankWork]:
         assert self._parts.residence is not None
         noted_by = self._parts.deferred if op in program.last_leaves else None
-        return Leave(op, program.stays[op], self._parts.residence, noted_by)
+        return EvictStage(op, program.stays[op], self._parts.residence, noted_by)
 
-    def _leave_stash(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
+    def _leave_stash(
+        self, op: Op, program: RankProgram, _: WeightStore | None
+    ) -> RankStep[RankWork]:
         assert self._parts.offloading is not None
         unit, stage = program.unit(op), self._parts.stages[op.stage]
         return LeaveStash(op, unit, stage, self._parts.offloading, self._parts.observers)
 
-    def _fetch_stash(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[Work]:
+    def _fetch_stash(
+        self, op: Op, program: RankProgram, _: WeightStore | None
+    ) -> RankStep[RankWork]:
         assert self._parts.offloading is not None
         return FetchStash(op, program.unit(op), self._parts.offloading)
 
 
-_Binding = Callable[[Compiler, Op, RankProgram, WeightStore | None], RankStep[Work]]
+_Binding = Callable[[Compiler, Op, RankProgram, WeightStore | None], RankStep[RankWork]]
 
 _BINDINGS: Mapping[Kind, _Binding] = {
     Kind.FORWARD: Compiler._forward,

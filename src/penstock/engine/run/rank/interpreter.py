@@ -26,7 +26,7 @@ from penstock.engine.device.activation_meter import Kept, Saved, saving
 from penstock.engine.device.stamps import Stamps
 from penstock.engine.run.minibatch import Minibatch
 from penstock.engine.run.outcome import MemoryCounter, Peak
-from penstock.engine.run.rank.work import Work
+from penstock.engine.run.rank.work import RankWork
 from penstock.engine.run.recipe import Recipe
 from penstock.engine.stage.batch_norm import MinibatchStatistics
 from penstock.engine.stage.finite import NotFinite
@@ -231,8 +231,8 @@ class Observers:
 
     def watch(
         self,
-        step: RankStep[Work],
-        work: Work,
+        step: RankStep[RankWork],
+        work: RankWork,
         unit: int,
         instead: Instead | None = None,
         around: Callable[[Saved], Any] | None = None,

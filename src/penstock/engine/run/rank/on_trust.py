@@ -33,10 +33,10 @@ from torch.optim import Optimizer
 from penstock.core.schedule import Op
 from penstock.engine.reduce.agreement import Share
 from penstock.engine.run.rank.interpreter import Restart, stage_error
-from penstock.engine.run.rank.protocols import NOTHING_KNOWN, UpdateProtocol, Updates
+from penstock.engine.run.rank.protocols import NOTHING_KNOWN, UpdateProtocol, UpdateProtocols
 from penstock.engine.run.rank.steps import Forward
 from penstock.engine.run.rank.updater import Updater
-from penstock.engine.run.rank.work import Work
+from penstock.engine.run.rank.work import RankWork
 from penstock.engine.stage.protocol import Produced
 
 
@@ -113,9 +113,9 @@ class ForwardOnTrust(Forward):
         updates: knows whether weights are on trust.
     """
 
-    updates: Updates
+    updates: UpdateProtocols
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         unit, stage = work.unit(self.unit), self.op.stage
         on_trust = self.updates.now.pending  # [4]
         value = work.mail.values.pop((stage, unit)) if stage else work.input(unit, copied=on_trust)
@@ -124,7 +124,7 @@ class ForwardOnTrust(Forward):
         self.hand_on(work, unit, compute(work, unit, value, skips))
 
     def _compute_on_trust(
-        self, work: Work, unit: int, value: Any, skips: dict[str, Any]
+        self, work: RankWork, unit: int, value: Any, skips: dict[str, Any]
     ) -> Produced:
         """Compute with weights that may not be allowed to stand. If these make it fail, others must
         get on to where the verdict is read, so something is handed on in place of the value."""
@@ -144,9 +144,9 @@ class Settle:
     """AGREE after updates that were made on trust, in the next minibatch: whether they stand."""
 
     op: Op
-    updates: Updates
+    updates: UpdateProtocols
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         if not self.updates.now.settle():  # [5]
             raise Restart
         if work.failed_on_trust is not None:  # [6]

@@ -134,7 +134,7 @@ class StreamedUpdates(FlushedUpdates):
 
 
 class DeferredUpdates(FlushedUpdates):
-    """Updates of stages that come and go, on which all ranks agree.
+    """UpdateProtocols of stages that come and go, on which all ranks agree.
 
     A LEAVE op calls ``note`` for gradients that go out complete. AGREE comes behind all of them;
     LATE_UPDATE, in the next minibatch, calls ``apply`` when the stage is here, or the worker calls
@@ -202,7 +202,7 @@ class DeferredUpdates(FlushedUpdates):
                 self.apply(stage)
 
 
-class Updates:
+class UpdateProtocols:
     """The protocol by which a rank updates at the moment: a pipeline that never flushes may begin
     with minibatches that are flushed all the same.
 

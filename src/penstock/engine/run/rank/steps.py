@@ -1,7 +1,7 @@
 """The steps of a rank: one class per kind of op, each bound to its stage, its channels, its unit.
 
 A step is made once per segment and performed for every minibatch that has this segment; what
-changes from one to the next is the ``Work`` that it is performed on. ``residing`` has the steps of
+changes from one to the next is the ``RankWork`` that it is performed on. ``residing`` has the steps of
 stages and activations that come and go, ``on_trust`` those of weights that are not validated yet.
 """
 
@@ -16,9 +16,9 @@ from penstock.core.schedule.op import FORWARDS
 from penstock.engine.model.autocast import autocasting
 from penstock.engine.run.rank.interpreter import Observers, RankStep
 from penstock.engine.run.rank.program import SkipChannel
-from penstock.engine.run.rank.protocols import Updates
+from penstock.engine.run.rank.protocols import UpdateProtocols
 from penstock.engine.run.rank.updater import Updater
-from penstock.engine.run.rank.work import Work
+from penstock.engine.run.rank.work import RankWork
 from penstock.engine.run.replicas import SharedState
 from penstock.engine.stage.microbatch_graph import Gradients, InputGradients
 from penstock.engine.stage.protocol import Keep, Produced, RunnableStage
@@ -51,19 +51,19 @@ class Forward:
     shared: SharedState | None
     store: WeightStore | None
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         unit, stage = work.unit(self.unit), self.op.stage
         value = work.mail.values.pop((stage, unit)) if stage else work.input(unit, copied=False)
         skips = work.mail.skips(self.recalled, unit)
         self.hand_on(work, unit, self.compute(work, unit, value, skips))
 
-    def hand_on(self, work: Work, unit: int, produced: Produced) -> None:
+    def hand_on(self, work: RankWork, unit: int, produced: Produced) -> None:
         """Let what was made go where it is wanted."""
         work.mail.hand_skips(self.stashed, unit, produced.skips)
         if not self.is_last:
             work.mail.values[self.op.stage + 1, unit] = produced.value
 
-    def compute(self, work: Work, unit: int, value: Any, skips: dict[str, Any]) -> Produced:
+    def compute(self, work: RankWork, unit: int, value: Any, skips: dict[str, Any]) -> Produced:
         """Run the stage, and keep the loss or the output if it is the last one."""
         if self.shared is None and not work.minibatch.autocast:
             produced = self._run(work, unit, value, skips)
@@ -77,7 +77,7 @@ class Forward:
             work.keep(unit, produced.value)
         return produced
 
-    def _run(self, work: Work, unit: int, value: Any, skips: dict[str, Any]) -> Produced:
+    def _run(self, work: RankWork, unit: int, value: Any, skips: dict[str, Any]) -> Produced:
         return self.stage.forward(
             unit,
             value,
@@ -117,7 +117,7 @@ class Recompute:
     stage: RunnableStage
     keep: Keep
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         self.stage.recompute(work.unit(self.unit), self.keep)
 
 
@@ -138,7 +138,7 @@ class _Back:
     recalled: tuple[SkipChannel, ...]
     updater: Updater
 
-    def incoming(self, work: Work, unit: int) -> tuple[Gradients, dict[str, Gradients]]:
+    def incoming(self, work: RankWork, unit: int) -> tuple[Gradients, dict[str, Gradients]]:
         """The gradients of the stage's output and of the skips that it stashed."""
         if not self.is_last:
             gradients = work.mail.gradients.pop((self.op.stage, unit))
@@ -147,7 +147,7 @@ class _Back:
         scale = None if self.updater.loss_scale is None else self.updater.loss_scale.scale
         return [work.seed(unit, scale)], {}
 
-    def pass_on(self, work: Work, unit: int, made: InputGradients) -> None:
+    def pass_on(self, work: RankWork, unit: int, made: InputGradients) -> None:
         """Hand gradients to the stages before."""
         if self.op.stage > 0:
             work.mail.gradients[self.op.stage - 1, unit] = made.inputs
@@ -158,7 +158,7 @@ class _Back:
 class Backward(_Back):
     """B: full backward."""
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         unit = work.unit(self.unit)
         made = self.stage.backward(unit, *self.incoming(work, unit))
         self.updater.sums.gathered()
@@ -169,7 +169,7 @@ class Backward(_Back):
 class BackwardInput(_Back):
     """I: the gradient of the input."""
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         unit = work.unit(self.unit)
         self.pass_on(work, unit, self.stage.backward_input(unit, *self.incoming(work, unit)))
 
@@ -183,7 +183,7 @@ class BackwardWeight:
     stage: RunnableStage
     updater: Updater
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         self.stage.backward_weight(work.unit(self.unit))
         self.updater.sums.gathered()
 
@@ -196,7 +196,7 @@ class SendValue:
     unit: int
     edge: Edge
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         unit = work.unit(self.unit)
         work.mail.send(self.edge, unit, work.mail.values.pop((self.op.stage + 1, unit)))
 
@@ -209,7 +209,7 @@ class SendGradients:
     unit: int
     edge: Edge
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         unit = work.unit(self.unit)
         work.mail.send(self.edge, unit, work.mail.gradients.pop((self.op.stage - 1, unit)))
 
@@ -223,7 +223,7 @@ class ReceiveValue:
     edge: Edge
     waiting: str
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         unit = work.unit(self.unit)
         work.mail.values[self.op.stage, unit] = work.mail.receive(self.edge, unit, self.waiting)
 
@@ -237,7 +237,7 @@ class ReceiveGradients:
     edge: Edge
     waiting: str
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         unit = work.unit(self.unit)
         work.mail.gradients[self.op.stage, unit] = work.mail.receive(self.edge, unit, self.waiting)
 
@@ -248,7 +248,7 @@ class Freed:
 
     op: Op
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         """Nothing is left to do."""
 
 
@@ -259,7 +259,7 @@ class Reduce:
     op: Op
     updater: Updater
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         self.updater.sums.hand_in(self.op.stage)
 
 
@@ -268,9 +268,9 @@ class Agree:
     """AGREE before updates: wait for all ranks' norms, and clip or skip."""
 
     op: Op
-    updates: Updates
+    updates: UpdateProtocols
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         self.updates.now.agree()
 
 
@@ -279,9 +279,9 @@ class UpdateWeights:
     """UPDATE: step the stage's optimizer."""
 
     op: Op
-    updates: Updates
+    updates: UpdateProtocols
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         self.updates.now.update(self.op.stage)
 
 
@@ -290,10 +290,10 @@ class NewVersion:
     """UPDATE where weights have several versions: makes one; how many came before is noted."""
 
     op: Op
-    updates: Updates
+    updates: UpdateProtocols
     store: WeightStore
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         with self.store.updating(work.numbered(self.op)) as version:
             self.updates.now.update(self.op.stage)
         work.versions[self.op] = version
@@ -301,14 +301,14 @@ class NewVersion:
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class VersionCounted:
     """A step that reads or makes the one version of its stage's weights; which that is is noted."""
 
     op: Op
-    step: RankStep[Work]
+    step: RankStep[RankWork]
     updates: UpdatesSoFar
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         work.versions[self.op] = self.updates.note(self.op)
         self.step.perform(work)
 
@@ -318,10 +318,10 @@ class Checked:
     """A step on the way to new weights, before which nothing shared may have been written."""
 
     op: Op
-    step: RankStep[Work]
+    step: RankStep[RankWork]
     shared: SharedState
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         self.shared.check()
         self.step.perform(work)
 
@@ -331,10 +331,10 @@ class Closing:
     """The step that makes the last gradients of a stage; what it has made may leave meanwhile."""
 
     op: Op
-    step: RankStep[Work]
+    step: RankStep[RankWork]
     updater: Updater
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         with self.updater.sums.closing(self.op.stage):
             self.step.perform(work)
 
@@ -345,24 +345,24 @@ class Renewed:
     they have updated with the minibatch before is waited for here."""
 
     op: Op
-    step: RankStep[Work]
+    step: RankStep[RankWork]
     updater: Updater
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         self.updater.sums.take_back(self.op.stage)
         self.step.perform(work)
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
+class Observed:
     """A compute step at which others look on."""
 
     op: Op
     unit: int
-    step: RankStep[Work]
+    step: RankStep[RankWork]
     observers: Observers
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         self.observers.watch(self.step, work, work.unit(self.unit))
 
 
@@ -372,11 +372,11 @@ class Versioned:
 
     op: Op
     unit: int
-    step: RankStep[Work]
+    step: RankStep[RankWork]
     observers: Observers
     store: WeightStore
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         numbered = work.numbered(self.op)
         with self.store.reading(numbered) as version:
             instead = None

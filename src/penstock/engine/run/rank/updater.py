@@ -32,7 +32,7 @@ from penstock.engine.transport import Edge, Transport
 
 
 @dataclass(frozen=True)
-class Holding:
+class StageParameters:
     """What one stage of a rank trains.
 
     Attributes:
@@ -70,7 +70,7 @@ class GroupGradients:
         group: as given.
     """
 
-    def __init__(self, group: ChannelGroup, holdings: Mapping[int, Holding]) -> None:
+    def __init__(self, group: ChannelGroup, holdings: Mapping[int, StageParameters]) -> None:
         self.group = group
         self._terms = {stage: held.terms for stage, held in holdings.items()}
         self._parts = {id(part) for held in holdings.values() for part in held.parts}
@@ -134,7 +134,7 @@ class RankGradients:
     """
 
     def __init__(
-        self, holdings: Mapping[int, Holding], sums: Sums, group: ChannelGroup | None
+        self, holdings: Mapping[int, StageParameters], sums: Sums, group: ChannelGroup | None
     ) -> None:
         self.holdings = holdings
         self.sums = sums
@@ -232,7 +232,7 @@ class Updater:
         self,
         rank: int,
         num_ranks: int,
-        holdings: Mapping[int, Holding],
+        holdings: Mapping[int, StageParameters],
         transport: Transport,
         recipe: Recipe,
         shared: Sequence[SharedWeights] = (),
@@ -344,7 +344,9 @@ class Updater:
 
 
 def _optimizers(
-    make: OptimizerFactory | None, holdings: Mapping[int, Holding], rates: Mapping[int, float]
+    make: OptimizerFactory | None,
+    holdings: Mapping[int, StageParameters],
+    rates: Mapping[int, float],
 ) -> dict[int, torch.optim.Optimizer]:
     """By stage, of those that have something to train; learning rates are multiplied by ``rates``.
 

@@ -21,7 +21,13 @@ from penstock.engine.device.queue import DeviceQueue
 from penstock.engine.model import tree
 from penstock.engine.model.copying import copy_of
 from penstock.engine.model.ignored_labels import IGNORED, REMEDY, all_ignored
-from penstock.engine.run.minibatch import FrameListener, Harvest, Mark, Minibatch, StreamPosition
+from penstock.engine.run.minibatch import (
+    FrameListener,
+    Minibatch,
+    StateMark,
+    StepResult,
+    StreamPosition,
+)
 from penstock.engine.run.rank.program import SkipChannel
 from penstock.engine.run.recipe import Recipe
 from penstock.engine.stage import finite
@@ -31,7 +37,7 @@ from penstock.engine.transport import Edge, Transport
 from penstock.engine.weights.store import WeightStore
 
 
-class Letter(NamedTuple):
+class PendingGradient(NamedTuple):
     """What one rank has sent to another.
 
     Attributes:
@@ -45,7 +51,7 @@ class Letter(NamedTuple):
     value: Gradients
 
 
-class Mail:
+class PendingValues:
     """Keeps what one op has made until the op that needs it comes, here or on another rank.
 
     Units count from the beginning of the stream, so that segments take up each other's messages.
@@ -69,22 +75,26 @@ class Mail:
         self._transport = transport
         self._skips: dict[tuple[int, int, bool], Any] = {}
         self._remembers = remembers
-        self._on_their_way: dict[Edge, deque[Letter]] = {}
+        self._on_their_way: dict[Edge, deque[PendingGradient]] = {}
 
     def send(self, edge: Edge, unit: int, value: Any) -> None:
         """Hand something to another rank."""
         self._transport.send(edge, self.number + unit, value)
         if self._remembers and edge.source > edge.target:
-            letters = self._on_their_way.get(edge)
-            if letters is None:
-                letters = deque(maxlen=2 * (edge.source - edge.target))
-                self._on_their_way[edge] = letters
-            letters.append(Letter(edge, unit, value))
+            pending_gradients = self._on_their_way.get(edge)
+            if pending_gradients is None:
+                pending_gradients = deque(maxlen=2 * (edge.source - edge.target))
+                self._on_their_way[edge] = pending_gradients
+            pending_gradients.append(PendingGradient(edge, unit, value))
 
     @property
-    def letters(self) -> list[Letter]:
+    def pending_gradients(self) -> list[PendingGradient]:
         """What is on its way back to other ranks, where that is remembered."""
-        return [letter for letters in self._on_their_way.values() for letter in letters]
+        return [
+            letter
+            for pending_gradients in self._on_their_way.values()
+            for letter in pending_gradients
+        ]
 
     def receive(self, edge: Edge, unit: int, waiting: str) -> Any:
         """Wait for something from another rank; ``waiting`` says for what, in errors."""
@@ -121,11 +131,11 @@ _MOST_FRAMES = 1 << 12
 class AwaitedMark(NamedTuple):
     """A mark, and by stage how many updates of the stream are the last of its minibatch."""
 
-    mark: Mark
+    mark: StateMark
     num_updates: Mapping[int, int]
 
 
-class Stream:
+class StreamState:
     """What one stream of minibatches leaves from one of them to the next; dropped when it ends.
 
     The worker begins one with each synchronous minibatch, or with the first of several that
@@ -140,7 +150,7 @@ class Stream:
         frames: of a live stream, the number that the caller knows each of the last microbatches by.
     """
 
-    def __init__(self, mail: Mail) -> None:
+    def __init__(self, mail: PendingValues) -> None:
         self.mail = mail
         self.marks: list[AwaitedMark] = []
         self.frames: dict[int, int] = {}
@@ -191,7 +201,7 @@ def _nobody() -> None:
     """Asks when ops begin."""
 
 
-class Work:
+class RankWork:
     """One minibatch at work on one rank; its units are numbered from the beginning of the stream.
 
     Args:
@@ -204,7 +214,7 @@ class Work:
     Attributes:
         minibatch, position, waited: as given.
         mail: the stream's.
-        harvest: what comes out of it.
+        result: what comes out of it.
         versions: which version of the weights each op read, where there are several.
         failed_on_trust: the first error that was computed with weights on trust; it counts only if
             the verdict lets these stand.
@@ -215,7 +225,7 @@ class Work:
         minibatch: Minibatch,
         position: StreamPosition,
         recipe: Recipe,
-        stream: Stream,
+        stream: StreamState,
         seeds: LossGradients,
         queue: DeviceQueue | None = None,
         waited: Callable[[], None] = _nobody,
@@ -224,7 +234,7 @@ class Work:
         self.waited = waited
         self.position = position
         self.mail = stream.mail
-        self.harvest = Harvest(number=stream.mail.number + position.index)
+        self.result = StepResult(number=stream.mail.number + position.index)
         self.versions: dict[Op, int] = {}
         self.failed_on_trust: StageError | None = None
         self._recipe = recipe
@@ -276,12 +286,12 @@ class Work:
 
         def criterion(outputs: Any) -> Tensor:
             if self.minibatch.listener is not None:
-                self.harvest.outputs[number] = _own(outputs)
+                self.result.outputs[number] = _own(outputs)
             if metrics:
                 with torch.no_grad():
                     for name, metric in metrics.items():
                         measured = _number(name, metric(outputs, targets))
-                        self.harvest.metrics.setdefault(name, {})[number] = measured
+                        self.result.metrics.setdefault(name, {})[number] = measured
             return loss(outputs, targets)
 
         return criterion
@@ -296,7 +306,7 @@ class Work:
         if self.minibatch.listener is not None:
             self._keep_frame(number, produced, self.minibatch.listener)
         elif not self._wants_losses:
-            self.harvest.outputs[number] = produced
+            self.result.outputs[number] = produced
         else:
             self._keep_loss(number, produced)
 
@@ -305,13 +315,13 @@ class Work:
         return self.minibatch.trains or bool(self.minibatch.targets)
 
     def _keep_frame(self, number: int, produced: Any, listener: FrameListener) -> None:
-        has_loss = number in self.harvest.outputs  # the criterion has put it there
+        has_loss = number in self.result.outputs  # the criterion has put it there
         if has_loss:
             self._keep_loss(number, produced)
         else:
-            self.harvest.outputs[number] = _own(produced)
+            self.result.outputs[number] = _own(produced)
         moment = None if self._queue is None else self._queue.moment()
-        listener(self.harvest.outputs[number], produced if has_loss else None, moment)
+        listener(self.result.outputs[number], produced if has_loss else None, moment)
 
     def _keep_loss(self, number: int, produced: Tensor) -> None:
         # The mean of no terms is NaN, and counts for nothing.
@@ -329,7 +339,7 @@ class Work:
                 raise ArithmeticError(
                     f"{_THE_LOSS_IS}{value}; no weight has been updated with it. {remedy}"
                 )
-        self.harvest.losses[number] = produced
+        self.result.losses[number] = produced
 
     def seed(self, unit: int, scale: float | None) -> Tensor | None:
         """The gradient of the minibatch's loss with respect to that of a unit, or ``None`` if it
@@ -344,9 +354,9 @@ class Work:
         if weight and not self.position.synchronous and self._recipe.updates == "microbatch":
             weight = 1.0  # it is a minibatch of its own
         weight *= self.minibatch.share
-        if not weight or number not in self.harvest.losses or not self.minibatch.learns:
+        if not weight or number not in self.result.losses or not self.minibatch.learns:
             return None
-        return self._seeds.of(self.harvest.losses[number], weight, scale)
+        return self._seeds.of(self.result.losses[number], weight, scale)
 
 
 def is_not_finite(error: BaseException) -> bool:

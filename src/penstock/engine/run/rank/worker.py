@@ -14,7 +14,7 @@ from penstock.engine.device.queue import NOTHING_ASKED, Moments, moments_of_call
 from penstock.engine.model import tree
 from penstock.engine.model.replay import SavedBuffer, put_back, saved_buffers
 from penstock.engine.model.spine import evaluation_mode
-from penstock.engine.run.minibatch import Harvest, Minibatch, StreamPosition, modes
+from penstock.engine.run.minibatch import Minibatch, StepResult, StreamPosition, modes
 from penstock.engine.run.rank.compiler import Compiler, RankParts
 from penstock.engine.run.rank.interpreter import Journal, Observers, Pace, Restart, perform_all
 from penstock.engine.run.rank.on_trust import UpdatesOnTrust
@@ -24,11 +24,17 @@ from penstock.engine.run.rank.protocols import (
     FlushedUpdates,
     StreamedUpdates,
     UpdateProtocol,
-    Updates,
+    UpdateProtocols,
 )
 from penstock.engine.run.rank.steps import UpdatesSoFar
 from penstock.engine.run.rank.updater import Updater
-from penstock.engine.run.rank.work import Letter, LossGradients, Mail, Stream, Work
+from penstock.engine.run.rank.work import (
+    LossGradients,
+    PendingGradient,
+    PendingValues,
+    RankWork,
+    StreamState,
+)
 from penstock.engine.run.recipe import Recipe
 from penstock.engine.run.replicas import SharedState
 from penstock.engine.run.seating import MeshTransport, seated
@@ -113,15 +119,15 @@ class Worker:
         self.offloading = self._parts.offloading
         self._compiler = Compiler(self._parts)
         self._journal = Journal()
-        self._stream = Stream(Mail(transport, 0))
-        self._resent: Sequence[Letter] = ()
+        self._stream = StreamState(PendingValues(transport, 0))
+        self._resent: Sequence[PendingGradient] = ()
         self._seeds = LossGradients()
         if self.residence is not None:
             self.residence.follow(updater.optimizers, updater.deferred)
 
     @property
     def counts_memory(self) -> bool:
-        """Whether the rank's harvest tells how much memory the rank held."""
+        """Whether the rank's result tells how much memory the rank held."""
         return self._parts.observers.counts_memory
 
     @property
@@ -135,7 +141,7 @@ class Worker:
         minibatch: Minibatch,
         position: StreamPosition | None = None,
         callers: Moments = NOTHING_ASKED,
-    ) -> Harvest:
+    ) -> StepResult:
         """Perform this rank's ops of a segment on one minibatch.
 
         If the minibatch trains, gradients are computed and accumulate in ``.grad``.
@@ -153,11 +159,11 @@ class Worker:
             return self._run(segment, minibatch, position)
         with self.queue.entered():
             self.queue.begin(callers)
-            harvest = self._run(segment, minibatch, position)
-            harvest.moment = self.queue.moment()
-        return harvest
+            result = self._run(segment, minibatch, position)
+            result.moment = self.queue.moment()
+        return result
 
-    def _run(self, segment: Segment, minibatch: Minibatch, position: StreamPosition) -> Harvest:
+    def _run(self, segment: Segment, minibatch: Minibatch, position: StreamPosition) -> StepResult:
         # [4] of post-validation, which ``on_trust`` describes.
         buffers = saved_buffers(self._parts.observers.modules) if self.on_trust else []
         ends = True
@@ -166,12 +172,12 @@ class Worker:
             with self._modes_for(minibatch):
                 while True:
                     try:
-                        harvest = self._attempt(segment, minibatch, position)
+                        result = self._attempt(segment, minibatch, position)
                     except Restart:
                         self._start_again(buffers)
                     else:
                         ends = segment.ends
-                        return harvest
+                        return result
         except BaseException as error:
             error.add_note(self.dump())
             if minibatch.trains:
@@ -186,7 +192,9 @@ class Worker:
                 self.forget()
             self._parts.observers.leave()
 
-    def _attempt(self, segment: Segment, minibatch: Minibatch, position: StreamPosition) -> Harvest:
+    def _attempt(
+        self, segment: Segment, minibatch: Minibatch, position: StreamPosition
+    ) -> StepResult:
         if segment.begins:
             self._begin(minibatch, position)
         self._stream.take_in(minibatch, position, self.stores)
@@ -198,7 +206,7 @@ class Worker:
         stamps = None if self.queue is None else self.queue.stamps()
         self._journal = Journal(program.ops, program.waiting, stamps)
         waited = self._journal.waited
-        work = Work(
+        work = RankWork(
             minibatch, position, self._recipe, self._stream, self._seeds, self.queue, waited
         )
         self._parts.shared.begin()
@@ -211,7 +219,7 @@ class Worker:
                 minibatch.mark.forwards_done(stage)
                 if self._reads_newest:  # no update of this frame or of an earlier one is to come
                     minibatch.mark.updated(stage)
-        return self._harvested(segment, work)
+        return self._result_of(segment, work)
 
     def _modes_for(self, minibatch: Minibatch) -> AbstractContextManager[object]:
         if minibatch.learns:
@@ -229,18 +237,20 @@ class Worker:
             yield
 
     @property
-    def letters(self) -> list[Letter]:
+    def pending_gradients(self) -> list[PendingGradient]:
         """Gradients that are on their way from this rank to others, where they are remembered."""
-        return self._stream.mail.letters
+        return self._stream.mail.pending_gradients
 
-    def resend(self, letters: Sequence[Letter]) -> None:
+    def resend(self, pending_gradients: Sequence[PendingGradient]) -> None:
         """When the next stream begins, send what was on its way when this one was saved."""
-        self._resent = letters
+        self._resent = pending_gradients
 
     def _begin(self, minibatch: Minibatch, position: StreamPosition) -> None:
         number = self.next_number()
         self._parts.updates.begin(number, asynchronous=not position.synchronous)
-        self._stream = Stream(Mail(self.transport, number, remembers=self._reads_newest))
+        self._stream = StreamState(
+            PendingValues(self.transport, number, remembers=self._reads_newest)
+        )
         for letter in self._resent:
             self._stream.mail.send(*letter)
         self._resent = ()
@@ -251,16 +261,16 @@ class Worker:
                 store.begin()
         self._parts.observers.begin()
 
-    def _harvested(self, segment: Segment, work: Work) -> Harvest:
-        harvest = work.harvest
-        harvest.starts, harvest.ends = self._journal.starts, self._journal.ends
-        harvest.stamps = self._journal.stamps
+    def _result_of(self, segment: Segment, work: RankWork) -> StepResult:
+        result = work.result
+        result.starts, result.ends = self._journal.starts, self._journal.ends
+        result.stamps = self._journal.stamps
         for stored in (self.residence, self.offloading):
             if stored is not None:
-                harvest.moved += stored.transfers.take_moved()
+                result.moved += stored.transfers.take_moved()
         if (self.stores or self._reads_newest) and work.minibatch.trains:
-            harvest.versions = [work.versions.get(op, -1) for op in segment.ranks[self.rank]]
-            harvest.held = max(
+            result.versions = [work.versions.get(op, -1) for op in segment.ranks[self.rank]]
+            result.held = max(
                 (store.most for store in self.stores.values()), default=self._one_version
             )
         self._parts.observers.commit()
@@ -270,12 +280,12 @@ class Worker:
         if not work.minibatch.inputs:
             self.updater.sums.take_last()
         sums = self.updater.sums
-        harvest.moved += [("sum", stage, *passed) for stage, passed in sums.take_passed()]
-        harvest.moved += [("served", stage, *served) for stage, served in sums.take_served()]
-        harvest.norm = self.updater.norm
-        harvest.peak = self._parts.observers.peak(segment.schedule.num_slices)
+        result.moved += [("sum", stage, *passed) for stage, passed in sums.take_passed()]
+        result.moved += [("served", stage, *served) for stage, served in sums.take_served()]
+        result.norm = self.updater.norm
+        result.peak = self._parts.observers.peak(segment.schedule.num_slices)
         self.num_runs += 1
-        return harvest
+        return result
 
     @property
     def _reads_newest(self) -> bool:
@@ -309,7 +319,7 @@ class Worker:
         self._parts.observers.forget()
         for stage in self.stages.values():
             stage.forget()
-        self._stream = Stream(Mail(self.transport, 0))
+        self._stream = StreamState(PendingValues(self.transport, 0))
         self._journal.end()
         if self.offloading is not None:
             self.offloading.forget()
@@ -384,7 +394,7 @@ def _parts(
         rank,
         stages,
         updater,
-        Updates(flushed, StreamedUpdates(updater)),
+        UpdateProtocols(flushed, StreamedUpdates(updater)),
         observers,
         tuple(extras.skips),
         extras.stores,

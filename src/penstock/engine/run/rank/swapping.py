@@ -9,27 +9,27 @@ from penstock.core.schedule import Op
 from penstock.core.schedule.op import BACKWARD, FORWARDS, RELEASING
 from penstock.core.schedule.residence import Stay
 from penstock.engine.run.rank.interpreter import Observers, RankStep
-from penstock.engine.run.rank.protocols import DeferredUpdates, Updates
-from penstock.engine.run.rank.work import Work
+from penstock.engine.run.rank.protocols import DeferredUpdates, UpdateProtocols
+from penstock.engine.run.rank.work import RankWork
 from penstock.engine.stage.protocol import RunnableStage
 from penstock.engine.weights.offload import Offloading
 from penstock.engine.weights.residence import Residence
 
 
 @dataclass(frozen=True, slots=True)
-class Fetch:
+class LoadStage:
     """FETCH_F, FETCH_B: begin to bring a stage in."""
 
     op: Op
     stay: Stay
     residence: Residence
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         self.residence.fetch(self.op.stage, self.stay)
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
+class EvictStage:
     """LEAVE_F, LEAVE_B: let a stage go.
 
     Attributes:
@@ -41,7 +41,7 @@ class Leave:
     residence: Residence
     noted_by: DeferredUpdates | None
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         stage = self.op.stage
         if self.noted_by is not None:
             self.noted_by.note(stage, self.residence.parameters(stage))
@@ -49,18 +49,18 @@ class Leave:
 
 
 @dataclass(frozen=True, slots=True)
-class Resident:
+class SwappedCompute:
     """A compute step of a stage that comes and goes: it waits for the weights, and autograd saves
     none of them."""
 
     op: Op
     unit: int
-    step: RankStep[Work]
+    step: RankStep[RankWork]
     observers: Observers
     residence: Residence
     offloading: Offloading | None
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         stage, unit = self.op.stage, work.unit(self.unit)
         waited = self.residence.arrive(stage)
         instead = None
@@ -75,14 +75,14 @@ class Resident:
 
 
 @dataclass(frozen=True, slots=True)
-class ResidentUpdate:
+class SwappedUpdate:
     """UPDATE of a stage whose optimizer state comes and goes."""
 
     op: Op
-    updates: Updates
+    updates: UpdateProtocols
     residence: Residence
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         stage = self.op.stage
         if self.residence.arrive_with_state(stage):
             work.waited()
@@ -97,7 +97,7 @@ class LateUpdate:
     op: Op
     updates: DeferredUpdates
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         self.updates.apply(self.op.stage, work.waited)
 
 
@@ -107,11 +107,11 @@ class Stashing:
 
     op: Op
     unit: int
-    step: RankStep[Work]
+    step: RankStep[RankWork]
     observers: Observers
     offloading: Offloading
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         unit = work.unit(self.unit)
         around = self.offloading.around((self.op.stage, unit))
         self.observers.watch(self.step, work, unit, around=around)
@@ -127,7 +127,7 @@ class LeaveStash:
     offloading: Offloading
     observers: Observers
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         unit = work.unit(self.unit)
         modules = self.stage.layer_modules
         own = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
@@ -143,7 +143,7 @@ class FetchStash:
     unit: int
     offloading: Offloading
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         self.offloading.fetch((self.op.stage, work.unit(self.unit)))
 
 
@@ -153,10 +153,10 @@ class Returned:
 
     op: Op
     unit: int
-    step: RankStep[Work]
+    step: RankStep[RankWork]
     offloading: Offloading
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         key = self.op.stage, work.unit(self.unit)
         if self.op.kind in BACKWARD and self.offloading.arrive(key):
             work.waited()
