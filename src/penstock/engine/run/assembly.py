@@ -1,6 +1,6 @@
-"""Put a pipeline together: from a model, a plan and a recipe to workers and their driver.
+"""A pipeline that is ready to run, as a value: what runs it, and the state of its stages here.
 
-The state of this process's stages, copied to main memory, and as the unsplit model's.
+``building`` puts it together.
 """
 
 from __future__ import annotations

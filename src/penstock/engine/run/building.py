@@ -1,21 +1,15 @@
 """From what a user hands in to a pipeline that is ready to run, whoever drives it then.
 
-What of a model no stage runs: the model itself, and modules around its layers.
-
-A pipeline calls the layers of the spine, each on its rank, and nothing else. What the caller does
-to modules around them would have no effect, and nothing would look wrong.
-
-Weights that another process trains: reading them here gives what they were before.
-
-Under torchrun each process has the whole model and trains its own stages of it. The rest stays as
-it was built or loaded, and nothing about it looks wrong; so reading it warns. So it does where a
-process trains parts of weights, whose whole values are nowhere.
+A pipeline calls the layers of the spine, each on its rank, and nothing else; under torchrun each
+process trains its own stages of a model that it has as a whole. Neither looks wrong in the model
+itself, so two watch it: ``OuterModules``, what is done around the layers, and ``RemoteStages``,
+who reads weights that others train.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
@@ -23,10 +17,12 @@ from torch import nn
 
 from penstock.base.errors import ModelError
 from penstock.engine.device.allocator import keep_freed_pages, return_freed_pages
+from penstock.engine.device.queue import DeviceQueue
 from penstock.engine.model.randomness import LayerStreams
 from penstock.engine.model.spine import NamedLayer, names_a_spine, spine_fingerprint, spine_of
 from penstock.engine.run.assembly import Assembly, Running
 from penstock.engine.run.connecting import (
+    Connections,
     InProcess,
     InThreads,
     RankPlacement,
@@ -40,6 +36,7 @@ from penstock.engine.run.feed import Feed
 from penstock.engine.run.layout import Layout
 from penstock.engine.run.materialising import check_there
 from penstock.engine.run.placing import SwapSetup, draw_all, place, queues_of
+from penstock.engine.run.rank.worker import RankExtras, Worker
 from penstock.engine.run.recipe import Recipe
 from penstock.engine.run.refusals import check_kinds, check_shareable
 from penstock.engine.run.seating import RankSeat
@@ -101,7 +98,7 @@ class RemoteStages:
     def _after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
         self.stale = self.stale and bool(incompatible_keys.missing_keys)
 
-    def _warn(self, what: str, stack_level: int) -> None:
+    def _warn(self, reading: str, stack_level: int) -> None:
         if self.stale:
             others = [stage for stage in range(self._num_stages) if stage not in self._own]
             elsewhere = [
@@ -113,7 +110,7 @@ class RemoteStages:
                 "values, since each has a part of them"
             ] * self._in_parts
             warnings.warn(
-                f"{what} reads weights that this process has not trained: "
+                f"{reading} reads weights that this process has not trained: "
                 f"{'; '.join(elsewhere)}. pipeline.gather_state_dict(), called on every rank, "
                 "gives all of them; pipeline.evaluate runs the model",
                 RuntimeWarning,
@@ -294,29 +291,14 @@ def _assembled(
         own.seat: own.stages(layout, placement.wholes(layout, own.seat, values))
         for own in connections
     }
-    shared = {seat: layout.shared_state(own) for seat, own in stages.items()}
     setup = SwapSetup(plan, layout, recipe, values, devices, seconds)
-    residences = place(setup, stages, queues)
-    workers = [
-        worker_of(
-            layout,
-            stages[own.seat],
-            recipe,
-            own,
-            shared[own.seat],
-            residences.get(own.seat.rank),
-            offloading_of(plan, devices[own.seat.number], seconds),
-        )
-        for own in connections
-    ]
+    workers = _workers(connections, stages, setup, queues)
     placement.begin(workers, layout)
     driver = placement.driver(workers)
-    modules = [module for layer in layers for module in layer.module.modules()]
-    cutter = replace(
-        cutter_of(plan, layout, recipe, devices, queues),
-        compares=running.compare_data and placement.in_processes,
-        modules=modules if placement.in_processes else (),
-    )
+    cutter = cutter_of(plan, layout, recipe, devices, queues)
+    if placement.in_processes:
+        modules = [module for layer in layers for module in layer.module.modules()]
+        cutter = replace(cutter, compares=running.compare_data, modules=modules)
     return Assembly(
         plan,
         driver,
@@ -331,6 +313,29 @@ def _assembled(
         running.deadlines,
         in_processes=placement.in_processes,
     )
+
+
+def _workers(
+    connections: Sequence[Connections],
+    stages: Mapping[RankSeat, dict[int, Stage]],
+    setup: SwapSetup,
+    queues: Mapping[int, DeviceQueue],
+) -> list[Worker]:
+    """The workers of this process, whose stages go to their devices, or tiers."""
+    layout, recipe = setup.layout, setup.recipe
+    # Who shares what is found in memory, before anything moves.
+    shared = {seat: layout.shared_state(own) for seat, own in stages.items()}
+    residences = place(setup, stages, queues)
+    workers = []
+    for own in connections:
+        device = setup.devices[own.seat.number]
+        extras = RankExtras(
+            shared=shared[own.seat],
+            residence=residences.get(own.seat.rank),
+            offloading=offloading_of(setup.plan, device, setup.seconds),
+        )
+        workers.append(worker_of(layout, stages[own.seat], recipe, own, extras))
+    return workers
 
 
 def _first_copies(plan: Plan, stages: Mapping[RankSeat, Mapping[int, Stage]]) -> dict[int, Stage]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from types import NoneType
 from typing import Any
@@ -42,7 +42,6 @@ from penstock.engine.run.refusals import (
     check_updates,
     seats_of,
 )
-from penstock.engine.run.replicas import SharedState
 from penstock.engine.run.seating import MeshTransport, RankSeat
 from penstock.engine.stage.stage import Stage
 from penstock.engine.tensor.channel_group import ChannelGroup
@@ -58,7 +57,6 @@ from penstock.engine.transport.linking import LinkedDevices, link_devices
 from penstock.engine.transport.on_devices import ProcessDeviceTransport, ThreadDeviceTransport
 from penstock.engine.transport.rendezvous import Rendezvous
 from penstock.engine.weights.offload import Keep, Offloading
-from penstock.engine.weights.residence import Residence
 from penstock.engine.weights.ways import Way
 from penstock.planning.plans import Plan
 from penstock.planning.plans.serving import server_ranks
@@ -114,17 +112,13 @@ def worker_of(
     stages: dict[int, Stage],
     recipe: Recipe,
     connections: Connections,
-    shared: SharedState,
-    residence: Residence | None,
-    offloading: Callable[[Keep], Offloading] | None,
+    extras: RankExtras,
 ) -> Worker:
     """What performs a rank's ops at a seat, or, of a parameter server, its updates.
 
     Args:
         stages: the rank's, as its seat has them.
-        shared: what no forward of them may write.
-        residence: which of them are in memory, if they come and go.
-        offloading: makes what lets activations leave, if any do.
+        extras: what else it has; skips and versions of weights are the layout's.
 
     Raises:
         InputError: the recipe asks for what this rank cannot do.
@@ -147,7 +141,7 @@ def worker_of(
         )
         stores = layout.stores(stages, updater.optimizers)
         make = ParameterServer if rank in layout.server_ranks else Worker
-        extras = RankExtras(layout.skips, stores, shared, residence, offloading)
+        extras = replace(extras, skips=layout.skips, stores=stores)
         return make(rank, stages, transport, recipe, updater, extras)
 
 

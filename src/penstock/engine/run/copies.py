@@ -176,14 +176,14 @@ class ModuleCopies:
                 if pair.then.get(name, _MISSING) is not value:
                     ours[name] = self._own(value, f"attribute {name!r} of layer {pair.layer!r}")
 
-    def _own(self, value: Any, what: str) -> Any:
+    def _own(self, value: Any, which: str) -> Any:
         if isinstance(value, Tensor) and not value.is_leaf:
             return value
         try:
             return copy.deepcopy(value, self._memo(pair.original for pair in self._pairs))
         except Exception as error:
             raise ModelError(
-                f"the {what} has changed, and cannot be copied to where another rank runs the "
+                f"the {which} has changed, and cannot be copied to where another rank runs the "
                 f"layer ({type(error).__name__}: {error}); change it before the Pipeline is built"
             ) from error
 
@@ -191,7 +191,7 @@ class ModuleCopies:
         """What ``copy.deepcopy`` is not to copy: what copies share with these modules, and what
         there is a copy of already."""
         return {
-            **{id(one): one for module in originals for one in _shared(module)},
+            **{id(kept): kept for module in originals for kept in _shared(module)},
             **{id(pair.original): pair.copied for pair in self._pairs},
             **{id(theirs): ours for theirs, ours in self._parameters},
         }

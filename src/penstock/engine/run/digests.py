@@ -1,12 +1,12 @@
-"""What every rank must have been given alike: a digest on each minibatch, which its messages carry.
+"""Digests of what every rank must have been given alike, which messages carry.
 
 Under torchrun each process calls the pipeline for itself. The first stage's rank takes the inputs
 and the last stage's the targets, so if their loaders shuffle differently, rows are paired with the
 labels of others, and nothing fails; likewise if one of them enters autocast or calls ``eval()``. A
-digest is a few numbers that tell what was called, with how many microbatches, of which data, in which
-modes. It travels with each value that a stage hands to the next and with the gradients that copies
-of a stage sum, and who takes such a message compares it with its own digest: before it computes with
-it, so that no weight changes.
+digest is a few numbers that tell what was called, with how many microbatches, of which data, in
+which modes. It travels with each value that a stage hands to the next and with the gradients that
+copies of a stage sum, and who takes such a message compares it with its own digest: before it
+computes with it, so that no weight changes.
 """
 
 from __future__ import annotations
@@ -271,11 +271,11 @@ def _mode_text(modes: int) -> str:
 
 
 def _different_data(own: CallDigest, other: CallDigest, mine: int, theirs: int) -> str:
-    for what in ("inputs", "targets"):
-        digests = getattr(own, what), getattr(other, what)
+    for given in ("inputs", "targets"):
+        digests = getattr(own, given), getattr(other, given)
         if all(digests) and digests[0] != digests[1]:
             return (
-                f"ranks {mine} and {theirs} train on different data: their {what} differ. The "
+                f"ranks {mine} and {theirs} train on different data: their {given} differ. The "
                 "first stage's rank takes the inputs and the last one's the targets, so rows would "
                 "be paired with the targets of others. Give every rank the same minibatches: "
                 "shuffle with the same seed everywhere (DataLoader(…, "

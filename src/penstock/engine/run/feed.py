@@ -1,9 +1,8 @@
 """Feeds minibatches to the ranks: each with its segment of the schedule, several under way at once.
 
 Synchronous minibatches are whole schedules, one after the other. Of an asynchronous pipeline they
-are segments of one stream, which goes on until nothing more is fed and then drains.
-
-The schedule of a plan with all that running it takes.
+are segments of one stream, which goes on until nothing more is fed and then drains. Schedules are
+those of the plan, lowered to all that running them takes.
 """
 
 from __future__ import annotations

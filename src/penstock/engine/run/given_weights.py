@@ -4,14 +4,6 @@ The files may be those of ``save_pretrained`` in transformers: an index says whi
 tied weights are there once, and buffers that are not persistent are not there at all. So a process
 opens those files only that have something of its stages, a tied weight is found under any of its
 names, and such buffers are computed as the model says.
-
-What a model on ``meta`` needs beside its files: buffers that are not persistent.
-
-No state_dict has them, since the model's code computes them: the frequencies of rotary embeddings,
-the numbers of positions. On ``meta`` that computing has come to nothing, so it is done again, by
-the ``reset_parameters`` of the module that holds them, or by the ``_init_weights`` of a model of
-transformers. It is done to a copy, from two different beginnings: what differs then, nobody has
-set.
 """
 
 from __future__ import annotations
@@ -49,7 +41,13 @@ class _BufferOwner(NamedTuple):
 
 
 class Unstored:
-    """Computes buffers on ``meta`` that are not persistent.
+    """Computes buffers on ``meta`` that are not persistent, layer by layer.
+
+    No state_dict has them, since the model's code computes them: the frequencies of rotary
+    embeddings, the numbers of positions. On ``meta`` that computing has come to nothing, so it is
+    done again, by the ``reset_parameters`` of the module that holds them, or by the
+    ``_init_weights`` of a model of transformers. It is done to a copy, from two different
+    beginnings: what differs then, nobody has set.
 
     Args:
         model: the whole one, as the user has it.
@@ -84,7 +82,7 @@ class Unstored:
         hidden = [buffer for _, buffer in _hidden(layer)]
         for buffer in hidden:
             owner = self._owner_of[id(buffer)]
-            name = next(key for key, one in owner.module._buffers.items() if one is buffer)
+            name = next(key for key, own in owner.module._buffers.items() if own is buffer)
             first, second = (self._computed(owner, name, fill) for fill in (0, 1))
             if first.shape != buffer.shape or not torch.equal(first, second):
                 raise _nobody_sets(owner)
@@ -102,8 +100,8 @@ class Unstored:
         }
         # A copy, or what is set beside the buffer would overwrite what files have given already.
         nothing: dict[int, Any] = {
-            id(one): nn.Parameter(torch.empty_like(one, device="meta"), one.requires_grad)
-            for one in owner.module.parameters()
+            id(own): nn.Parameter(torch.empty_like(own, device="meta"), own.requires_grad)
+            for own in owner.module.parameters()
         }
         copied = copy.deepcopy(owner.module, nothing | begun)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -135,12 +133,12 @@ def _nobody_sets(owner: _BufferOwner) -> ModelError:
         for name, buffer in owner.module._buffers.items()
         if name in hidden and buffer is not None and buffer.is_meta
     ]
-    told = ", ".join(
+    some = ", ".join(
         repr(f"{owner.path}.{name}".lstrip(".")) for name in names[:_MOST_BUFFERS_NAMED]
     )
     kind = type(owner.module).__name__
     return ModelError(
-        f"{told} of {kind} are on the meta device and not persistent, so "
+        f"{some} of {kind} are on the meta device and not persistent, so "
         f"{_REMEDY.format(kind=kind)}"
     )
 
@@ -149,7 +147,7 @@ def _check_no_strays(layer: NamedLayer) -> None:
     """Raise ``ModelError`` for a tensor on ``meta`` that is neither parameter nor buffer: nobody
     can give it values."""
     module = layer.module
-    held = {id(one) for one in (*module.parameters(), *module.buffers())}
+    held = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     for path, part in module.named_modules():
         for name, value in vars(part).items():
             if isinstance(value, Tensor) and value.is_meta and id(value) not in held:
@@ -231,7 +229,7 @@ class GivenWeights:
             key: [*names, *(name.removeprefix(base) for name in names)]
             for key, names in known.items()
         }
-        found = {
+        name_of = {
             key: next((name for name in names if name in self._file_of), None)
             for key, names in candidates.items()
         }
@@ -243,18 +241,18 @@ class GivenWeights:
             for name in self._file_of
             if name not in meant and not any(pattern.search(name) for pattern in old)
         ]
-        for what, keys in (
-            ("lacks", [key for key, name in found.items() if name is None]),
+        for verb, keys in (
+            ("lacks", [key for key, name in name_of.items() if name is None]),
             ("has, beside the model's,", foreign),
         ):
             if keys:
                 some = ", ".join(map(repr, sorted(keys)[:_MOST_NAMED]))
                 more = f" and {len(keys) - _MOST_NAMED} more" if len(keys) > _MOST_NAMED else ""
                 raise FileError(
-                    f"{self._path} is of another model: it {what} {some}{more}; give the weights "
+                    f"{self._path} is of another model: it {verb} {some}{more}; give the weights "
                     "of this one, saved from its state_dict()"
                 )
-        return {key: name for key, name in found.items() if name is not None}
+        return {key: name for key, name in name_of.items() if name is not None}
 
     def draw(self, index: int) -> bool:
         """Give a layer its values.

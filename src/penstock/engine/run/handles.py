@@ -1,19 +1,13 @@
-"""Handles on the optimizers and schedulers of all stages, for what a training loop does with one of
-each: read and set learning rates, and step a scheduler that waits for a metric.
-
-The loss that a step gives back: a number, whose gradients have been computed already.
-
-A data set of which a process loads no more than the rows that its stages compute with.
-
-All processes are asked for the same minibatches, in the same order. Only the first stage takes
-inputs and only the last one targets, and of a stage with replicas each takes its microbatches. Of
-other rows nothing counts but that they are there, so a row that was loaded stands for them.
+"""What a training loop holds beside the pipeline, and would use as on one device: optimizers and
+schedulers of all stages as one, the loss of a step, and a data set of which a process loads its
+own rows only.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -43,6 +37,10 @@ class Rows(Protocol):
 
 class OwnRows(Dataset[Any]):
     """The rows of a data set that this process's stages compute with, among stand-ins.
+
+    All processes are asked for the same minibatches, in the same order. Only the first stage takes
+    inputs and only the last one targets, and of a stage with replicas each takes its microbatches.
+    Of other rows nothing counts but that they are there, so a row that was loaded stands for them.
 
     Args:
         rows: the data set.
@@ -230,14 +228,13 @@ class StageOptimizers(torch.optim.Optimizer):
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
-        optimizers = (one for own in self.by_stage.values() for one in own)
-        return [group for optimizer in optimizers for group in optimizer.param_groups]
+        return [group for optimizer in _each(self.by_stage) for group in optimizer.param_groups]
 
     @property
     def state(self) -> dict[Any, Any]:  # type: ignore[override]
         """What the optimizers keep of their parameters."""
-        optimizers = (one for own in self.by_stage.values() for one in own)
-        return {key: kept for optimizer in optimizers for key, kept in optimizer.state.items()}
+        states = (optimizer.state for optimizer in _each(self.by_stage))
+        return {key: kept for state in states for key, kept in state.items()}
 
     def step(self, closure: Any = None) -> NoReturn:
         """Refuse: updates belong to steps of the pipeline.
@@ -316,12 +313,11 @@ class StageSchedulers:
     @property
     def wait_for_metric(self) -> bool:
         """Whether they wait for a metric, as ``ReduceLROnPlateau``, rather than for updates."""
-        return any(not steps_alone(one) for own in self.by_stage.values() for one in own)
+        return not all(map(steps_alone, _each(self.by_stage)))
 
     def get_last_lr(self) -> list[float]:
         """The learning rates that they have last set, stage by stage."""
-        each = (one for own in self.by_stage.values() for one in own)
-        return [float(rate) for one in each for rate in one.get_last_lr()]
+        return [float(rate) for own in _each(self.by_stage) for rate in own.get_last_lr()]
 
     def step(self, metric: float | Tensor) -> None:
         """Give every stage's scheduler the metric that it waits for. All processes must call it,
@@ -335,8 +331,8 @@ class StageSchedulers:
         value = _number(metric)
         meeting = self._meet()
         if meeting is not None:
-            told = meeting.exchange(repr(value), str, "to step its schedulers")
-            for rank, other in enumerate(told):
+            metrics = meeting.exchange(repr(value), str, "to step its schedulers")
+            for rank, other in enumerate(metrics):
                 if other != repr(value):
                     raise RunError(
                         f"rank {meeting.rank} steps its schedulers with {value!r}, but rank {rank} "
@@ -351,9 +347,8 @@ class StageSchedulers:
                 "schedulers.step(…)"
             )
         with self._alone():
-            for own in self.by_stage.values():
-                for one in own:
-                    one.step(value)
+            for scheduler in _each(self.by_stage):
+                scheduler.step(value)
 
     def __repr__(self) -> str:
         return f"StageSchedulers({self.by_stage})"
@@ -364,9 +359,13 @@ def _by_stage(
 ) -> dict[int, tuple[T, ...]]:
     by_stage: dict[int, tuple[T, ...]] = {}
     for worker in workers:
-        for stage, one in held(worker).items():
-            by_stage[stage] = (*by_stage.get(stage, ()), one)
+        for stage, own in held(worker).items():
+            by_stage[stage] = (*by_stage.get(stage, ()), own)
     return dict(sorted(by_stage.items()))
+
+
+def _each(by_stage: Mapping[int, tuple[T, ...]]) -> Iterator[T]:
+    return itertools.chain.from_iterable(by_stage.values())
 
 
 def _number(metric: Any) -> float:

@@ -1,6 +1,5 @@
-"""What a pipeline remembers of its training steps, for those who ask after them.
-
-Of what minibatches are made: rows, tokens, floating-point operations.
+"""A pipeline's memory of its training steps, for those who ask after them: timelines, peaks, norms,
+and of what minibatches were made.
 """
 
 from __future__ import annotations
@@ -104,8 +103,9 @@ def _size(minibatch: Minibatch) -> _MinibatchSize:
     tensors = [tree.tensors(part) for part in minibatch.inputs]
     rows = sum(num_rows(part, "inputs") for part in minibatch.inputs[:: minibatch.num_slices])
     numbers = sum(own[0].numel() for own in tensors)
-    place = next((place for place, one in enumerate(tensors[0]) if _are_tokens(one)), None)
-    tokens = None if place is None else sum(own[place].numel() for own in tensors)
+    own = enumerate(tensors[0])
+    place = next((place for place, tensor in own if _are_tokens(tensor)), None)
+    tokens = None if place is None else sum(part[place].numel() for part in tensors)
     return _MinibatchSize(rows, tokens, numbers)
 
 

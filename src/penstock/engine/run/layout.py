@@ -163,7 +163,7 @@ class Layout:
         for weight in self.weights:
             pairs += itertools.combinations(weight.ranks, 2)
         apart = {pair for pair in pairs if pair[0] != pair[1]}
-        together = [pair for one, other in apart for pair in self._exchanging(one, other)]
+        together = [pair for ranks in apart for pair in self._exchanging(*ranks)]
         for rank in range(self.num_ranks):
             together += itertools.combinations(self.seats_of(rank), 2)
         return frozenset((min(pair), max(pair)) for pair in together)
@@ -227,7 +227,8 @@ class Layout:
         coordinate, foreign = 0 if group is None else group.index, []
         if self._one_process:
             holders = ((weight.parameter, weight.ranks) for weight in self.weights)
-            foreign = [one for one, ranks in holders if rank in ranks[0 if coordinate else 1 :]]
+            first = 0 if coordinate else 1
+            foreign = [parameter for parameter, ranks in holders if rank in ranks[first:]]
         device = self._device(rank, coordinate)
         copies = ModuleCopies(foreign, device)
         if group is not None and self.sharings is not None:
@@ -296,8 +297,8 @@ class Layout:
                 plan.versions.damping(place),
                 *divided(
                     self.sharings,
-                    [(one.parameter, own[one.place]) for one in first],
-                    whole={id(one.parameter) for one in first if self._has_stand_ins(one)},
+                    [(weight.parameter, own[weight.place]) for weight in first],
+                    whole={id(weight.parameter) for weight in first if self._has_stand_ins(weight)},
                 ),
             )
         return holdings

@@ -1,18 +1,10 @@
-"""Drawing initial values layer by layer: the same ones, however the model is spread.
+"""Initial values of layers: drawn one layer at a time, the same ones however the model is spread,
+and put where they belong.
 
 A layer on ``meta`` has none yet; one in main memory may be drawn anew. A layer is drawn in main
 memory and then moved, so that its values depend on the seed and on its number in the model, and not
 on stages, ranks or kinds of device; and no more than one layer at a time is anywhere but where it
 belongs.
-
-Whole values of layers in a process that trains parts of them: there for one layer at a time.
-
-Layers are divided since whole ones take too much memory; beside the parts of them, the tensors of
-the model that the user has built would take it all the same. So layer by layer, whole values come
-(from the model, a file, or drawn), members are made equal, each takes its parts, and the whole
-tensors of the model go to ``meta``: names, shapes and what is frozen stay, numbers do not.
-
-Moving modules to the device of the rank that runs them.
 """
 
 from __future__ import annotations
@@ -232,7 +224,14 @@ _MARK = "_penstock_in_parts"
 
 
 class Wholes:
-    """Brings the whole values of layers, and takes them away again.
+    """Brings the whole values of layers to a process that trains parts of them, for one layer at a
+    time, and takes them away again.
+
+    Layers are divided since whole ones take too much memory; beside the parts of them, the tensors
+    of the model that the user has built would take it all the same. So layer by layer, whole values
+    come (from the model, a file, or drawn), members are made equal, each takes its parts, and the
+    whole tensors of the model go to ``meta``: names, shapes and what is frozen stay, numbers do
+    not.
 
     Args:
         layers: of one rank, by their numbers in the model.

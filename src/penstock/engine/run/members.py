@@ -114,9 +114,10 @@ class Sharings:
                     self.shapes[layer.key(own_key)] = tuple(tensor.shape)
 
     def _most_blocks(self, layers: Sequence[NamedLayer]) -> int:
-        tensors = (one for layer in layers for _, one in tensors_of(layer.module))
+        tensors = (tensor for layer in layers for _, tensor in tensors_of(layer.module))
         return max(
-            (self.cuts[id(one)].blocks for one in tensors if id(one) in self.cuts), default=1
+            (self.cuts[id(tensor)].blocks for tensor in tensors if id(tensor) in self.cuts),
+            default=1,
         )
 
     def along(self, skips: Iterable[SkipRoute]) -> dict[int, Layout]:
@@ -224,7 +225,8 @@ class MemberCopies(ModuleCopies):
         has_buffers: bool,
         wholes: Wholes | None = None,
     ) -> None:
-        super().__init__((one for one in repeated if id(one) not in sharings.cuts), device)
+        whole = (parameter for parameter in repeated if id(parameter) not in sharings.cuts)
+        super().__init__(whole, device)
         self._sharings = sharings
         self._group = group
         self._owned = {id(parameter) for parameter in owned}

@@ -1,4 +1,4 @@
-"""What goes into a rank's ops, and what comes out of them."""
+"""The values that go into a rank's ops and come out of them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Minibatch:
         trains: whether gradients are wanted.
         updates: whether weights are updated; otherwise gradients accumulate.
         digests: of the inputs and of the targets, to compare with other ranks'; 0: not compared.
-        modes: the modes of the layers' modules, to compare with other ranks'; see ``digests.Modes``.
+        modes: the modes of the layers' modules, to compare with other ranks' (``digests.Modes``).
         autocast: device types and dtypes for which forwards and the loss run under autocast.
         inputs_moments: when each input is on the device of the rank that computes with it; empty
             where the rank fetches it itself.

@@ -1,6 +1,5 @@
-"""What a driver gives back after a step, put together from what the ranks harvested.
-
-Counting what a rank keeps: bytes of activations, and microbatches in flight.
+"""The result of a step, put together from those of the ranks: losses, outputs, when which op ran,
+and how much memory ranks kept.
 """
 
 from __future__ import annotations
@@ -298,10 +297,10 @@ def timeline(
         for row in columns
     )
     transfers = [
-        one._replace(start=max(one.start - zero, 0.0), end=one.end - zero)
+        transfer._replace(start=max(transfer.start - zero, 0.0), end=transfer.end - zero)
         for records in steps
-        for one in (*_sums(records), *_stored(records))
-        if one.end > zero
+        for transfer in (*_sums(records), *_stored(records))
+        if transfer.end > zero
     ]
     return Timeline(tuple(moved), name, "measured", activations, transfers=tuple(sorted(transfers)))
 
@@ -309,7 +308,7 @@ def timeline(
 def _sums(records: Sequence[RankRecord]) -> list[Transfer]:
     """The parts of gradients that ranks have exchanged: each from when the first of them sent it
     until the last one had the sum."""
-    told: dict[tuple[int, int, int], list[tuple[int, float, float]]] = defaultdict(list)
+    spans_of: dict[tuple[int, int, int], list[tuple[int, float, float]]] = defaultdict(list)
     for rank, record in enumerate(records):
         rounds: Counter[tuple[int, int]] = Counter()
         for kind, stage, part, start, end in record.moved:
@@ -317,7 +316,7 @@ def _sums(records: Sequence[RankRecord]) -> list[Transfer]:
                 continue
             # In a stream, a stage may update several times.
             span = rank, start - record.clock_offset, end - record.clock_offset
-            told[stage, part, rounds[stage, part]].append(span)
+            spans_of[stage, part, rounds[stage, part]].append(span)
             rounds[stage, part] += 1
     return [
         Transfer(
@@ -328,7 +327,7 @@ def _sums(records: Sequence[RankRecord]) -> list[Transfer]:
             min(start for _, start, _ in spans),
             max(end for _, _, end in spans),
         )
-        for (stage, part, _), spans in told.items()
+        for (stage, part, _), spans in spans_of.items()
         if len(spans) > 1
     ]
 

@@ -165,11 +165,13 @@ def _stepped_once(
     assert recipe.optimizer is not None
     own = {id(parameter) for parameter in parameters}
     named = [
-        (name, nn.Parameter(torch.zeros_like(one, device=device), one.requires_grad))
-        for name, one in holding.named.items()
+        (name, nn.Parameter(torch.zeros_like(weight, device=device), weight.requires_grad))
+        for name, weight in holding.named.items()
     ]
     travels = [
-        copy for (_, copy), one in zip(named, holding.named.values(), strict=True) if id(one) in own
+        copy
+        for (_, copy), weight in zip(named, holding.named.values(), strict=True)
+        if id(weight) in own
     ]
     place = holding.place
     optimizer = make_optimizer(

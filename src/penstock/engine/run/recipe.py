@@ -196,9 +196,9 @@ class Recipe:
         }
         for name, remedy in refusals.items():
             if getattr(self, name):
-                what = "a grad_scaler" if name == "loss_scale" else name
+                argument = "a grad_scaler" if name == "loss_scale" else name
                 raise InputError(
-                    f"{what} needs the gradients of all stages at one update, which a pipeline "
+                    f"{argument} needs the gradients of all stages at one update, which a pipeline "
                     f"that never flushes does not have; {remedy}"
                 )
         if self.batch_norm == "minibatch":

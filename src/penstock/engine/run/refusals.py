@@ -1,6 +1,4 @@
-"""What is refused before ranks are built: what a plan's ranks cannot do with a recipe, a model or a
-job. Where everybody sits is said here, too.
-"""
+"""Checks before ranks are built: what a plan's ranks cannot do with a recipe, a model or a job."""
 
 from __future__ import annotations
 
@@ -70,10 +68,10 @@ def check_shareable(plan: Plan, recipe: Recipe) -> None:
             "gradients would be parts of the model's; give optimizer=…",
         ),
     }
-    for what, (wanted, remedy) in refusals.items():
+    for refused, (wanted, remedy) in refusals.items():
         if wanted:
             raise InputError(
-                f"{what}: not with {plan.num_tensor_ranks} tensor ranks; {remedy}, or plan with "
+                f"{refused}: not with {plan.num_tensor_ranks} tensor ranks; {remedy}, or plan with "
                 "tensor_ranks=1"
             )
 

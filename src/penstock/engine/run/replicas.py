@@ -1,16 +1,10 @@
-"""Which ranks and stages use each parameter of a model, and what follows from that.
+"""Who uses each module, parameter and buffer of a model: (rank, stage) of each; and what follows
+where there are several.
 
-Who runs a module, trains a parameter or reads a buffer: (rank, stage) of each.
-
-What several stages or ranks hold of a model, so that no forward may write it.
-
-On one device, each forward reads what the forwards before it have written. Stages and ranks run
-theirs in another order, or at the same time, and processes do not even see what others write. What
-one stage on one rank holds alone is written and read in the right order.
-
-Writing is seen by version counters and by which tensor it is, after every forward. Some operations
-count no version (batch norm, and what works on ``.data``), so values of buffers are compared too:
-once all forwards have run, and before weights change.
+What several stages or ranks hold, no forward may write. On one device, each forward reads what the
+forwards before it have written. Stages and ranks run theirs in another order, or at the same time,
+and processes do not even see what others write. What one stage on one rank holds alone is written
+and read in the right order.
 """
 
 from __future__ import annotations
@@ -33,13 +27,13 @@ class SharedTensor(NamedTuple):
     """A buffer or parameter with several holders.
 
     Attributes:
-        told: how errors name the tensor.
+        name_for_errors: how these name the tensor.
         holders: how errors name those who hold it.
         module: the module of this rank that has it.
         name: its name in that module.
     """
 
-    told: str
+    name_for_errors: str
     holders: str
     module: nn.Module
     name: str
@@ -59,6 +53,10 @@ class SharedTensor(NamedTuple):
 
 class SharedState:
     """Notices when a forward of one rank writes what others hold as well.
+
+    Writing is seen by version counters and by which tensor it is, after every forward. Some
+    operations count no version (batch norm, and what works on ``.data``), so values of buffers are
+    compared too: once all forwards have run, and before weights change.
 
     Args:
         tensors: what others hold too, by stage of the rank.
@@ -130,9 +128,9 @@ def _equal(first: Tensor | None, second: Tensor | None) -> bool:
 
 def _written(shared: SharedTensor) -> ModelError:
     return ModelError(
-        f"a forward has written {shared.told}, which {shared.holders} hold, so that none would see "
-        "what it sees on one device; choose a schedule or cuts that leave it in one stage on one "
-        "rank, or write it outside of forward"
+        f"a forward has written {shared.name_for_errors}, which {shared.holders} hold, so that "
+        "none would see what it sees on one device; choose a schedule or cuts that leave it in one "
+        "stage on one rank, or write it outside of forward"
     )
 
 
@@ -199,8 +197,8 @@ class Replicas:
                 if len(users) > 1:
                     kind = "buffer" if name in module._buffers else "parameter"
                     key = layer.key(f"{prefix}.{name}" if prefix else name)
-                    told = f"the {kind} {key!r} of layer {layer.name!r}"
-                    yield SharedTensor(told, _told(users), ours, name)
+                    called = f"the {kind} {key!r} of layer {layer.name!r}"
+                    yield SharedTensor(called, _told(users), ours, name)
 
 
 def _modules_and_parameters(module: nn.Module) -> Iterator[nn.Module | nn.Parameter]:

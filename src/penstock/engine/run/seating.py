@@ -89,9 +89,9 @@ class RankSeat:
         own = self.coordinate
         if away:
             others = receivers(own, self.size, size, divided=divided)
-            return [Edge(self.number, self._number(other, one), edge.tag) for one in others]
+            return [Edge(self.number, self._number(other, member), edge.tag) for member in others]
         others = senders(size, own, divided=divided)
-        return [Edge(self._number(other, one), self.number, edge.tag) for one in others]
+        return [Edge(self._number(other, member), self.number, edge.tag) for member in others]
 
     def group(self, transport: Transport) -> ChannelGroup | None:
         """The member's end of its group; ``None`` if it sits alone.
@@ -138,20 +138,22 @@ class MeshTransport(OnTop):
         dim, edges = self._divided.get(edge.tag), self.edges(edge)
         size = self.seat.sizes[edge.target]
         if dim is None or size == self.seat.size:
-            for place, one in enumerate(edges):
+            for place, between in enumerate(edges):
                 # Between threads gradients are handed over as they are, and who has handed them
                 # writes the sums there when it has these: from the first one, who has then read
                 # them. The others may not have.
                 answers = place == 0 or edge.tag < SHARED_TAGS
-                self.inner.send(one, number, value if answers else _copied(value))
+                self.inner.send(between, number, value if answers else _copied(value))
             return
         pieces = self._pieces(value, dim, size)
-        for one, piece in zip(edges, pieces, strict=True):
-            self.inner.send(one, number, piece)
+        for between, piece in zip(edges, pieces, strict=True):
+            self.inner.send(between, number, piece)
 
     def recv(self, edge: Edge, number: int, waiting: str) -> Any:
         edges = self.edges(edge)
-        values = [self.inner.recv(one, number, self._told(waiting, one)) for one in edges]
+        values = [
+            self.inner.recv(between, number, self._told(waiting, between)) for between in edges
+        ]
         if len(values) == 1:
             return values[0]
         dim = self._divided[edge.tag]
@@ -171,7 +173,7 @@ class MeshTransport(OnTop):
         )
 
     def fail(self, reason: str, edges: Iterable[Edge]) -> None:
-        self.inner.fail(reason, [one for edge in edges for one in self.edges(edge)])
+        self.inner.fail(reason, [between for edge in edges for between in self.edges(edge)])
 
     def _pieces(self, value: Any, dim: int, size: int) -> list[Any]:
         """A value, cut for the members of another group."""

@@ -1,4 +1,4 @@
-"""The interface between the façade and those who make workers run."""
+"""The interface of those who make workers run, and how failures of ranks are told."""
 
 from __future__ import annotations
 

@@ -1,15 +1,5 @@
-"""How a process joins the others of its job to build a pipeline, and tells them if it fails to.
-
-What processes that build a pipeline must have alike, and whose plan counts.
-
-Where processes write why they failed, so that others can say more than that somebody is gone.
-
-One time axis for processes on several hosts.
-
-Processes of one Linux host share the monotonic clock that records are read from; two hosts started
-theirs on different days. A rank per host plays ping-pong with rank 0, as NTP does: if the answer
-takes as long as the question, rank 0 read its clock in the middle of the exchange. The quickest of
-many exchanges leaves the least room for error: half its round trip.
+"""Where the processes of a job meet, beside the channels of their ranks: to build a pipeline of
+which all have the same, to compare their clocks, and to say why they failed.
 """
 
 from __future__ import annotations
@@ -68,6 +58,11 @@ def clock_offsets(
     group: dist.ProcessGroup, host_ids: Sequence[Hashable], clock: ReadClock = time.perf_counter
 ) -> tuple[float, ...]:
     """By how many seconds each rank's clock is ahead of rank 0's, the same on every rank.
+
+    Processes of one Linux host share the monotonic clock that records are read from; two hosts
+    started theirs on different days. A rank per host plays ping-pong with rank 0, as NTP does: if
+    the answer takes as long as the question, rank 0 read its clock in the middle of the exchange.
+    The quickest of many exchanges leaves the least room for error: half its round trip.
 
     Collective: every process of the group calls it. Subtracting a rank's offset from its times
     gives them on rank 0's clock. Clocks drift by some microseconds per second, so that a long job

@@ -71,8 +71,8 @@ class RankReport(NamedTuple):
         each = [*self.losses.values()]
         # One tensor travels faster than many.
         losses = torch.stack(each) if len({loss.dtype for loss in each}) == 1 else each
-        told = [*self.losses], losses, self.outputs, self.metrics
-        return self.times, self.versions, self.moved, *told, peak, held
+        results = [*self.losses], losses, self.outputs, self.metrics
+        return self.times, self.versions, self.moved, *results, peak, held
 
     @classmethod
     def unpacked(cls, packed: tuple[Any, ...]) -> RankReport:
@@ -173,14 +173,14 @@ class ProcessDriver(Driver[ProcessTicket]):
     def collect(self, ticket: ProcessTicket) -> MinibatchOutcome:
         segment, minibatch, result = ticket.segment, ticket.minibatch, ticket.result
         with self._telling_failures(segment, minibatch.step):
-            told = self._reports(ticket)
+            by_seat = self._reports(ticket)
             # All members of a rank have the same results; the first one tells them.
-            firsts = [report for seat, report in told.items() if seat in self._firsts]
-            reports = firsts or [*told.values()]
+            firsts = [report for seat, report in by_seat.items() if seat in self._firsts]
+            reports = firsts or [*by_seat.values()]
             if not ticket.position.more_follow:
                 self._worker.transport.flush()
-        all_told = len(told) == self._num_ranks
-        self._went_through(minibatch, num_proofs=2 if all_told else 1)
+        all_reported = len(by_seat) == self._num_ranks
+        self._went_through(minibatch, num_proofs=2 if all_reported else 1)
         return MinibatchOutcome.of(
             reports,
             minibatch.weights,
@@ -306,11 +306,13 @@ class ProcessDriver(Driver[ProcessTicket]):
             RunError: it does something else.
         """
         rank = self._seat.number
-        told = self._transport.recv(Edge(other, rank, REPORT_TAG), FIRST_EXCHANGE + number, waiting)
-        if type(told) is Noted:
-            told, its_digest = told
+        message = self._transport.recv(
+            Edge(other, rank, REPORT_TAG), FIRST_EXCHANGE + number, waiting
+        )
+        if type(message) is Noted:
+            message, its_digest = message
             check_alike(digest, its_digest, (rank, other), waiting)
-        return told
+        return message
 
     def _find_telling(self, segment: Segment) -> frozenset[int]:
         """The ranks that have something to tell: records, peaks, or results of the last stage."""
@@ -344,8 +346,8 @@ class ProcessDriver(Driver[ProcessTicket]):
         ]
 
     def _check_alike(self, ticket: ProcessTicket, reports: list[RankReport]) -> None:
-        """Ranks go through the same stream. Digests tell if not, except behind the last minibatch: a
-        rank that has left its loop drains, with nothing to compare."""
+        """Ranks go through the same stream. Digests tell if not, except behind the last minibatch:
+        a rank that has left its loop drains, with nothing to compare."""
         for rank, (ops, report) in enumerate(zip(ticket.segment.ranks, reports, strict=True)):
             if report.times is not None and report.times.shape[1] != len(ops):
                 raise RunError(
@@ -367,14 +369,14 @@ class ProcessDriver(Driver[ProcessTicket]):
             self._await_gathering(number, destination)
             # One rank after the other tells its own, so that nobody waits for room in a channel
             # whose other end is sending, too.
-            told = [
+            by_rank = [
                 self._told_weights(source, number, states, destination)
                 for source in range(self._num_ranks)
             ]
             self._transport.flush()
         if destination not in (None, self._seat.number):
             return {}
-        return {stage: state for own in told for stage, state in own.items()}
+        return {stage: state for own in by_rank for stage, state in own.items()}
 
     def _told_weights(
         self, source: int, number: int, states: StageStates, destination: int | None
@@ -388,8 +390,8 @@ class ProcessDriver(Driver[ProcessTicket]):
         if destination not in (None, rank):
             return {}
         waiting = f"rank {rank}, waiting for rank {source}'s weights"
-        told: StageStates = self._transport.recv(Edge(source, rank, STATE_TAG), number, waiting)
-        return told
+        theirs: StageStates = self._transport.recv(Edge(source, rank, STATE_TAG), number, waiting)
+        return theirs
 
     def _announce_gathering(self, number: int, expected: Segment, destination: int | None) -> None:
         """Tell the others, also those that do something else: they find it in the place of the

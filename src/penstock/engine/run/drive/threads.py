@@ -163,14 +163,14 @@ class ThreadDriver(Driver[ThreadTicket]):
         """Have functions called, in any thread, when rank 0 is through with a minibatch, and when a
         rank has failed in it; the caller must hold nothing that ranks wait for."""
 
-        def told(future: Future[StepResult]) -> None:
+        def notify(future: Future[StepResult]) -> None:
             if future.exception() is not None:
                 failed()
             elif future is ticket.futures[0]:
                 first_is_through()
 
         for future in ticket.futures:
-            future.add_done_callback(told)
+            future.add_done_callback(notify)
 
     def behind(self, errand: Callable[[Worker], T]) -> list[Future[T]]:
         """Have a function called for each worker, between two minibatches, when it is through with

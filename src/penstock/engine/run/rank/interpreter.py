@@ -1,10 +1,7 @@
-"""The interpreter: perform a rank's steps in order, and record when.
+"""The interpreter: perform a rank's steps in order, write down when each began and ended, and let
+others look on.
 
 It knows neither kinds of op nor the name of a schedule: a step is bound to what performs it.
-
-What a rank has done last and what it does now, for whoever must find out why a job stands.
-
-Who looks on while a worker computes: the counter of memory, and minibatch statistics.
 """
 
 from __future__ import annotations

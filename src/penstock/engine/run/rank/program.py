@@ -157,9 +157,9 @@ class RankProgram:
         where, backward = self.schedule.where, send.kind is Kind.SEND_BACKWARD
         return Edge(where[send], where[other_end(send)], 2 * send.stage + backward)
 
-    def _awaiting(self, op: Op, what: str) -> str:
+    def _awaiting(self, op: Op, awaited: str) -> str:
         """How an error names a wait."""
-        return f"rank {self.rank}, waiting at {op} for {what}"
+        return f"rank {self.rank}, waiting at {op} for {awaited}"
 
     def skip_edge(self, route: SkipRoute, microbatch: int, *, backward: bool) -> Edge | None:
         """The edge on which a skip, or its gradient, travels; ``None`` within a rank."""
@@ -195,8 +195,8 @@ class RankProgram:
         edge = self.skip_edge(route, op.microbatch, backward=backward)
         if edge is None or edge.source == self.rank:
             return SkipChannel(route, backward, edge)
-        what = "the gradient of skip" if backward else "skip"
-        waiting = self._awaiting(op, f"{what} {route.key!r} of rank {edge.source}")
+        kind = "the gradient of skip" if backward else "skip"
+        waiting = self._awaiting(op, f"{kind} {route.key!r} of rank {edge.source}")
         return SkipChannel(route, backward, edge, waiting)
 
     def first_units(self) -> dict[Edge, int]:

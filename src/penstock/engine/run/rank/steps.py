@@ -1,8 +1,9 @@
 """The steps of a rank: one class per kind of op, each bound to its stage, its channels, its unit.
 
 A step is made once per segment and performed for every minibatch that has this segment; what
-changes from one to the next is the ``RankWork`` that it is performed on. ``residing`` has the steps of
-stages and activations that come and go, ``on_trust`` those of weights that are not validated yet.
+changes from one to the next is the ``RankWork`` that it is performed on. ``swapping`` has the steps
+of stages and activations that come and go, ``on_trust`` those of weights that are not validated
+yet.
 """
 
 from __future__ import annotations

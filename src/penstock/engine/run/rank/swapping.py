@@ -1,5 +1,6 @@
-"""The steps of a rank whose stages or activations come and go: to fetch, to leave, and what waits
-for them."""
+"""The steps of a rank whose stages or activations come and go: to load, to evict, and those that
+wait for them.
+"""
 
 from __future__ import annotations
 

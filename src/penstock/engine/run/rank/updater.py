@@ -1,5 +1,5 @@
-"""What makes weights of gradients on one rank, whichever way it updates: whole gradients, numbers
-on which all ranks agree, optimizers that step.
+"""From gradients to weights on one rank, whichever way it updates: whole gradients, numbers on
+which all ranks agree, optimizers that step.
 
 When each of this happens is for an update protocol to say (``protocols``, ``on_trust``).
 """

@@ -1,4 +1,4 @@
-"""What a rank has at hand: of a stream, what passes between stages and to other ranks; of a
+"""A rank's work at hand: of a stream, what passes between stages and to other ranks; of a
 minibatch, what steps take from it and leave behind.
 """
 
