@@ -609,7 +609,7 @@ class Pipeline:
         """Nothing else may run meanwhile, and all updates have been made."""
         with self._exclusively():
             for worker in self._parts.workers:
-                worker.settle()  # updates that are late
+                worker.apply_deferred()  # updates that are late
             yield
 
     def dump(self) -> str:

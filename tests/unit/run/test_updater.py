@@ -107,9 +107,9 @@ def test_steps_on_trust_end_where_agreed_steps_end(clip_norm, scaled, bad_step):
                 updates.now.agree()
             updates.now.update(3)
             updates.now.update(0)
-            assert updates.now.pending == post_validate
+            assert updates.now.unvalidated == post_validate
             stands.append(updates.now.settle())
-            assert not updates.now.pending
+            assert not updates.now.unvalidated
         found.append((weights(stages), updater.norm, updater.loss_scale))
         if post_validate:
             assert stands == [

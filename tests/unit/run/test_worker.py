@@ -16,9 +16,9 @@ from penstock.core.schedule.segment import Segment
 from penstock.engine.model.randomness import LayerStreams
 from penstock.engine.model.spine import spine_of
 from penstock.engine.run.minibatch import Minibatch, StreamPosition
-from penstock.engine.run.rank.compiler import KINDS
+from penstock.engine.run.rank.compiler import KINDS, RankExtras
 from penstock.engine.run.rank.updater import StageParameters, Updater
-from penstock.engine.run.rank.worker import RankExtras, Worker
+from penstock.engine.run.rank.worker import Worker
 from penstock.engine.run.recipe import Recipe
 from penstock.engine.run.replicas import SharedState, SharedTensor
 from penstock.engine.stage.stage import Stage
@@ -209,7 +209,7 @@ def test_a_failed_step_leaves_neither_gradients_nor_messages():
         worker.run(schedule, data)
     assert worker.updater.num_updates == 0
     assert all(parameter.grad is None for parameter in worker.stages[1].parameters())
-    assert not worker._stream.mail.values  # which held what had come and not been used
+    assert not worker._stream.pending.values  # which held what had come and not been used
     assert not worker.stages[1].in_flight
 
 

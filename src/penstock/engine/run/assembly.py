@@ -160,7 +160,7 @@ def copied_states(parts: Assembly) -> dict[int, dict[str, Any]]:
     if parts.plan.spill is None:
         return copied(parts.states())
     for worker in parts.workers:
-        worker.settle()
+        worker.apply_deferred()
         for index in worker.stages:
             with worker.visiting(index):
                 # Nothing may see a stage when it leaves; the next may come to the same place.

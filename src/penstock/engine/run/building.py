@@ -36,7 +36,8 @@ from penstock.engine.run.feed import Feed
 from penstock.engine.run.layout import Layout
 from penstock.engine.run.materialising import check_there
 from penstock.engine.run.placing import SwapSetup, draw_all, place, queues_of
-from penstock.engine.run.rank.worker import RankExtras, Worker
+from penstock.engine.run.rank.compiler import RankExtras
+from penstock.engine.run.rank.worker import Worker
 from penstock.engine.run.recipe import Recipe
 from penstock.engine.run.refusals import check_kinds, check_shareable
 from penstock.engine.run.seating import RankSeat

@@ -31,10 +31,11 @@ from penstock.engine.run.drive.threads import ThreadDriver
 from penstock.engine.run.layout import Layout
 from penstock.engine.run.materialising import Values, Wholes
 from penstock.engine.run.placing import building, local_rank
+from penstock.engine.run.rank.compiler import RankExtras
 from penstock.engine.run.rank.on_trust import Poison
 from penstock.engine.run.rank.parameter_server import ParameterServer
 from penstock.engine.run.rank.updater import Updater
-from penstock.engine.run.rank.worker import RankExtras, Worker
+from penstock.engine.run.rank.worker import Worker
 from penstock.engine.run.recipe import Recipe
 from penstock.engine.run.refusals import (
     check_processes,

@@ -369,10 +369,10 @@ def cutter_of(
         for stage in (0, last)
     ]
     return Cutter(
-        layout.num_microbatches,
+        plan.num_microbatches,
         layout.num_slices,
         recipe.weighting,
-        layout.has_copies and recipe.updates == "minibatch",
+        plan.placement.weight_copies > 1 and recipe.updates == "minibatch",
         gives_inputs=_giver(here[0], queues, "stage 0, given its inputs"),
         gives_targets=_giver(here[1], queues, f"stage {last}, given its targets"),
     )

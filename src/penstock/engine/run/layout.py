@@ -67,7 +67,8 @@ class Layout:
         devices: Mapping[int, torch.device],
     ) -> None:
         sizes = [len(stage.layers) for stage in plan.stages]
-        borders = itertools.pairwise(itertools.accumulate(sizes, initial=0))
+        self._first_layers = [*itertools.accumulate(sizes, initial=0)]
+        borders = itertools.pairwise(self._first_layers)
         self._layers_of = [tuple(layers[start:stop]) for start, stop in borders]
         self._plan = plan
         self._schedule = plan.placement
@@ -120,8 +121,7 @@ class Layout:
     @property
     def keys(self) -> set[str]:
         """Of all stages' parameters and buffers, as the unsplit model names them."""
-        layers = itertools.chain.from_iterable(self._layers_of)
-        return {layer.key(key) for layer in layers for key in layer.module.state_dict()}
+        return {key for stage in range(len(self._layers_of)) for key in self.own_state(stage)}
 
     @property
     def num_ranks(self) -> int:
@@ -129,19 +129,9 @@ class Layout:
         return self._plan.num_ranks + len(self.server_ranks)
 
     @property
-    def num_microbatches(self) -> int:
-        """How many microbatches a minibatch with enough rows has."""
-        return self._plan.num_microbatches
-
-    @property
     def num_slices(self) -> int:
         """How many slices a microbatch's sequence is cut into."""
         return self._schedule.num_slices
-
-    @cached_property
-    def has_copies(self) -> bool:
-        """Whether a stage is on several ranks, each with microbatches of its own."""
-        return self._schedule.weight_copies > 1
 
     @cached_property
     def skips(self) -> tuple[SkipRoute, ...]:
@@ -187,12 +177,11 @@ class Layout:
                 longer.
         """
         copies = self._copies_of(rank, group, wholes)
-        first = [0, *itertools.accumulate(map(len, self._layers_of))]
         return {
             stage: Stage(
                 stage,
                 [self._own(layer, rank, copies) for layer in self._layers_of[stage]],
-                first[stage],
+                self._first_layers[stage],
                 self._streams,
                 self._plan.stages[stage].recompute == "layers",
                 self.num_slices,
@@ -205,11 +194,10 @@ class Layout:
 
     def layers_of(self, rank: int) -> dict[int, NamedLayer]:
         """The model's layers that a rank has weights of, by their numbers."""
-        first = [0, *itertools.accumulate(map(len, self._layers_of))]
         return {
             number: layer
             for stage in stages_held(self._plan, rank)
-            for number, layer in enumerate(self._layers_of[stage], start=first[stage])
+            for number, layer in enumerate(self._layers_of[stage], start=self._first_layers[stage])
         }
 
     def own_state(self, stage: int) -> dict[str, Tensor]:

@@ -110,7 +110,7 @@ class Keeper:
         identity = self._identity(step, position)
         if self._parts.plan.spill is not None:
             for worker in self._parts.workers:
-                worker.settle()
+                worker.apply_deferred()
             if background:
                 shelved = list(self._shelved())
                 self._saver.begin(partial(self._write_shelved, run, identity, shelved, keep))
@@ -333,7 +333,7 @@ class Keeper:
         if contents is None:
             return None
         for worker in self._parts.workers:
-            worker.drop()
+            worker.drop_deferred()
         for worker, trained in self._pieces.trained():
             with worker.visiting(trained.stage.index, changes=True):
                 give(contents, trained, weights_only=weights_only)

@@ -77,7 +77,7 @@ class MeshEdge:
         (worker,) = self._parts.workers
         group = _group(worker)
         given: dict[str, Tensor] = {}
-        worker.settle()
+        worker.apply_deferred()
         for index in worker.stages:
             with building(worker.queue), worker.visiting(index):
                 for own in self._owned(worker, index):
@@ -114,7 +114,7 @@ class MeshEdge:
         if self._parts.in_processes:
             self._mesh("taking DTensors")
         for worker in self._parts.workers:
-            worker.drop()
+            worker.drop_deferred()
             for index in worker.stages:
                 with building(worker.queue), worker.visiting(index, changes=True):
                     for own in self._owned(worker, index):

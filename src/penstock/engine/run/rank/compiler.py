@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from penstock.core.schedule import Kind, Op
 from penstock.core.schedule.op import COMPUTE, RELEASING
 from penstock.core.schedule.segment import Segment
 from penstock.engine.run.rank.interpreter import Observers, RankStep
-from penstock.engine.run.rank.on_trust import ForwardOnTrust, Settle
+from penstock.engine.run.rank.on_trust import ForwardOnTrust, Settle, UpdatesOnTrust
 from penstock.engine.run.rank.program import RankProgram, SkipRoute
-from penstock.engine.run.rank.protocols import DeferredUpdates, UpdateProtocols
+from penstock.engine.run.rank.protocols import (
+    DeferredUpdates,
+    FlushedUpdates,
+    StreamedUpdates,
+    UpdateProtocol,
+    UpdateProtocols,
+)
 from penstock.engine.run.rank.steps import (
     Agree,
     Backward,
@@ -49,9 +55,10 @@ from penstock.engine.run.rank.swapping import (
 )
 from penstock.engine.run.rank.updater import Updater
 from penstock.engine.run.rank.work import RankWork
+from penstock.engine.run.recipe import Recipe
 from penstock.engine.run.replicas import SharedState
 from penstock.engine.stage.protocol import RunnableStage
-from penstock.engine.weights.offload import Offloading
+from penstock.engine.weights.offload import Keep, Offloading
 from penstock.engine.weights.residence import Residence
 from penstock.engine.weights.store import WeightStore
 
@@ -59,6 +66,28 @@ _MOST_PROGRAMS = 64
 _READING_WEIGHTS = COMPUTE | {Kind.RECOMPUTE}
 _CHANGING_WEIGHTS = frozenset({Kind.REDUCE, Kind.AGREE, Kind.UPDATE, Kind.LATE_UPDATE})
 _VERSIONED = _READING_WEIGHTS | {Kind.UPDATE}
+
+
+@dataclass(frozen=True)
+class RankExtras:
+    """What a rank has beside stages and an updater, where its plan or its model asks for it.
+
+    Attributes:
+        skips: values that travel beside the chain.
+        stores: the versions of the weights of its stages, where there are several.
+        shared: what others hold as well, so that no forward of this rank may write it.
+        residence: which of its stages are in memory, if they come and go.
+        offloading: makes what lets activations leave, of what counts their memory.
+    """
+
+    skips: Sequence[SkipRoute] = ()
+    stores: Mapping[int, WeightStore] = field(default_factory=dict)
+    shared: SharedState | None = None
+    residence: Residence | None = None
+    offloading: Callable[[Keep], Offloading] | None = None
+
+
+NO_EXTRAS = RankExtras()
 
 
 @dataclass(frozen=True)
@@ -92,6 +121,38 @@ class RankParts:
     offloading: Offloading | None
     deferred: DeferredUpdates | None
     so_far: UpdatesSoFar | None
+
+    @classmethod
+    def of(
+        cls,
+        rank: int,
+        stages: Mapping[int, RunnableStage],
+        recipe: Recipe,
+        updater: Updater,
+        extras: RankExtras,
+    ) -> RankParts:
+        """What follows from a recipe, and from what the rank has."""
+        observers = Observers(stages, recipe)
+        flushed: UpdateProtocol
+        deferred = None
+        if extras.residence is not None and recipe.needs_agreement:
+            flushed = deferred = DeferredUpdates(updater, extras.residence)
+        else:
+            flushed = (UpdatesOnTrust if recipe.post_validate else FlushedUpdates)(updater)
+        return cls(
+            rank,
+            stages,
+            updater,
+            UpdateProtocols(flushed, StreamedUpdates(updater)),
+            observers,
+            tuple(extras.skips),
+            extras.stores,
+            extras.shared or SharedState({}),
+            extras.residence,
+            None if extras.offloading is None else extras.offloading(observers.keep),
+            deferred,
+            UpdatesSoFar() if recipe.versions.activations == "newest" else None,
+        )
 
     @property
     def on_trust(self) -> bool:

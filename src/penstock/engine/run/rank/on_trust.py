@@ -77,7 +77,7 @@ class UpdatesOnTrust(UpdateProtocol):
             self._undo = {}
 
     @property
-    def pending(self) -> bool:
+    def unvalidated(self) -> bool:
         return self._told is not None or bool(self._undo)
 
     def settle(self) -> bool:
@@ -117,9 +117,11 @@ class ForwardOnTrust(Forward):
 
     def perform(self, work: RankWork) -> None:
         unit, stage = work.unit(self.unit), self.op.stage
-        on_trust = self.updates.now.pending  # [4]
-        value = work.mail.values.pop((stage, unit)) if stage else work.input(unit, copied=on_trust)
-        skips = work.mail.skips(self.recalled, unit)
+        on_trust = self.updates.now.unvalidated  # [4]
+        value = (
+            work.pending.values.pop((stage, unit)) if stage else work.input(unit, copied=on_trust)
+        )
+        skips = work.pending.skips(self.recalled, unit)
         compute = self._compute_on_trust if on_trust or value is POISON else self.compute
         self.hand_on(work, unit, compute(work, unit, value, skips))
 

@@ -35,7 +35,7 @@ class ParameterServer(Worker):
     def _run(self, segment: Segment, minibatch: Minibatch, position: StreamPosition) -> StepResult:
         try:
             self._begin(minibatch, position)
-            result = StepResult(number=self._stream.mail.number + position.index)
+            result = StepResult(number=self._stream.pending.number + position.index)
             if self._stale is not None:
                 self._serve(self._stale, minibatch, position)
             elif minibatch.trains and minibatch.updates and minibatch.inputs:

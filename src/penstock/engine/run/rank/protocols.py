@@ -61,7 +61,7 @@ class UpdateProtocol(ABC):
         raise NotImplementedError
 
     @property
-    def pending(self) -> bool:
+    def unvalidated(self) -> bool:
         """Whether steps have been made that are not validated yet."""
         return False
 

@@ -54,15 +54,15 @@ class Forward:
 
     def perform(self, work: RankWork) -> None:
         unit, stage = work.unit(self.unit), self.op.stage
-        value = work.mail.values.pop((stage, unit)) if stage else work.input(unit, copied=False)
-        skips = work.mail.skips(self.recalled, unit)
+        value = work.pending.values.pop((stage, unit)) if stage else work.input(unit, copied=False)
+        skips = work.pending.skips(self.recalled, unit)
         self.hand_on(work, unit, self.compute(work, unit, value, skips))
 
     def hand_on(self, work: RankWork, unit: int, produced: Produced) -> None:
         """Let what was made go where it is wanted."""
-        work.mail.hand_skips(self.stashed, unit, produced.skips)
+        work.pending.hand_skips(self.stashed, unit, produced.skips)
         if not self.is_last:
-            work.mail.values[self.op.stage + 1, unit] = produced.value
+            work.pending.values[self.op.stage + 1, unit] = produced.value
 
     def compute(self, work: RankWork, unit: int, value: Any, skips: dict[str, Any]) -> Produced:
         """Run the stage, and keep the loss or the output if it is the last one."""
@@ -142,8 +142,8 @@ class _Back:
     def incoming(self, work: RankWork, unit: int) -> tuple[Gradients, dict[str, Gradients]]:
         """The gradients of the stage's output and of the skips that it stashed."""
         if not self.is_last:
-            gradients = work.mail.gradients.pop((self.op.stage, unit))
-            return gradients, work.mail.skips(self.stashed, unit)
+            gradients = work.pending.gradients.pop((self.op.stage, unit))
+            return gradients, work.pending.skips(self.stashed, unit)
         # d(sum of weighted losses) / d(this loss) is its weight.
         scale = None if self.updater.loss_scale is None else self.updater.loss_scale.scale
         return [work.seed(unit, scale)], {}
@@ -151,8 +151,8 @@ class _Back:
     def pass_on(self, work: RankWork, unit: int, made: InputGradients) -> None:
         """Hand gradients to the stages before."""
         if self.op.stage > 0:
-            work.mail.gradients[self.op.stage - 1, unit] = made.inputs
-        work.mail.hand_skips(self.recalled, unit, made.skips)
+            work.pending.gradients[self.op.stage - 1, unit] = made.inputs
+        work.pending.hand_skips(self.recalled, unit, made.skips)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ class SendValue:
 
     def perform(self, work: RankWork) -> None:
         unit = work.unit(self.unit)
-        work.mail.send(self.edge, unit, work.mail.values.pop((self.op.stage + 1, unit)))
+        work.pending.send(self.edge, unit, work.pending.values.pop((self.op.stage + 1, unit)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +212,7 @@ class SendGradients:
 
     def perform(self, work: RankWork) -> None:
         unit = work.unit(self.unit)
-        work.mail.send(self.edge, unit, work.mail.gradients.pop((self.op.stage - 1, unit)))
+        work.pending.send(self.edge, unit, work.pending.gradients.pop((self.op.stage - 1, unit)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +226,9 @@ class ReceiveValue:
 
     def perform(self, work: RankWork) -> None:
         unit = work.unit(self.unit)
-        work.mail.values[self.op.stage, unit] = work.mail.receive(self.edge, unit, self.waiting)
+        work.pending.values[self.op.stage, unit] = work.pending.receive(
+            self.edge, unit, self.waiting
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +242,9 @@ class ReceiveGradients:
 
     def perform(self, work: RankWork) -> None:
         unit = work.unit(self.unit)
-        work.mail.gradients[self.op.stage, unit] = work.mail.receive(self.edge, unit, self.waiting)
+        work.pending.gradients[self.op.stage, unit] = work.pending.receive(
+            self.edge, unit, self.waiting
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ from penstock.engine.weights.store import WeightStore
 
 
 class PendingGradient(NamedTuple):
-    """What one rank has sent to another.
+    """Gradients that one rank has sent to another, which may still be on their way.
 
     Attributes:
         edge: the way that it went.
@@ -52,7 +52,8 @@ class PendingGradient(NamedTuple):
 
 
 class PendingValues:
-    """Keeps what one op has made until the op that needs it comes, here or on another rank.
+    """Values and gradients that one op has made, until the op that needs them comes, here or on
+    another rank.
 
     Units count from the beginning of the stream, so that segments take up each other's messages.
 
@@ -81,20 +82,16 @@ class PendingValues:
         """Hand something to another rank."""
         self._transport.send(edge, self.number + unit, value)
         if self._remembers and edge.source > edge.target:
-            pending_gradients = self._on_their_way.get(edge)
-            if pending_gradients is None:
-                pending_gradients = deque(maxlen=2 * (edge.source - edge.target))
-                self._on_their_way[edge] = pending_gradients
-            pending_gradients.append(PendingGradient(edge, unit, value))
+            under_way = self._on_their_way.get(edge)
+            if under_way is None:
+                under_way = deque(maxlen=2 * (edge.source - edge.target))
+                self._on_their_way[edge] = under_way
+            under_way.append(PendingGradient(edge, unit, value))
 
     @property
     def pending_gradients(self) -> list[PendingGradient]:
-        """What is on its way back to other ranks, where that is remembered."""
-        return [
-            letter
-            for pending_gradients in self._on_their_way.values()
-            for letter in pending_gradients
-        ]
+        """Those on their way back to other ranks, where that is remembered."""
+        return [sent for under_way in self._on_their_way.values() for sent in under_way]
 
     def receive(self, edge: Edge, unit: int, waiting: str) -> Any:
         """Wait for something from another rank; ``waiting`` says for what, in errors."""
@@ -142,16 +139,16 @@ class StreamState:
     overlap.
 
     Args:
-        mail: what passes between stages.
+        pending: what passes between stages.
 
     Attributes:
-        mail: as given.
+        pending: as given.
         marks: of minibatches up to the one at hand, behind whose last update the state is wanted.
         frames: of a live stream, the number that the caller knows each of the last microbatches by.
     """
 
-    def __init__(self, mail: PendingValues) -> None:
-        self.mail = mail
+    def __init__(self, pending: PendingValues) -> None:
+        self.pending = pending
         self.marks: list[AwaitedMark] = []
         self.frames: dict[int, int] = {}
 
@@ -213,7 +210,7 @@ class RankWork:
 
     Attributes:
         minibatch, position, waited: as given.
-        mail: the stream's.
+        pending: the stream's.
         result: what comes out of it.
         versions: which version of the weights each op read, where there are several.
         failed_on_trust: the first error that was computed with weights on trust; it counts only if
@@ -233,8 +230,8 @@ class RankWork:
         self.minibatch = minibatch
         self.waited = waited
         self.position = position
-        self.mail = stream.mail
-        self.result = StepResult(number=stream.mail.number + position.index)
+        self.pending = stream.pending
+        self.result = StepResult(number=stream.pending.number + position.index)
         self.versions: dict[Op, int] = {}
         self.failed_on_trust: StageError | None = None
         self._recipe = recipe

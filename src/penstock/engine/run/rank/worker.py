@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch import nn
@@ -15,18 +14,8 @@ from penstock.engine.model import tree
 from penstock.engine.model.replay import SavedBuffer, put_back, saved_buffers
 from penstock.engine.model.spine import evaluation_mode
 from penstock.engine.run.minibatch import Minibatch, StepResult, StreamPosition, modes
-from penstock.engine.run.rank.compiler import Compiler, RankParts
-from penstock.engine.run.rank.interpreter import Journal, Observers, Pace, Restart, perform_all
-from penstock.engine.run.rank.on_trust import UpdatesOnTrust
-from penstock.engine.run.rank.program import SkipRoute
-from penstock.engine.run.rank.protocols import (
-    DeferredUpdates,
-    FlushedUpdates,
-    StreamedUpdates,
-    UpdateProtocol,
-    UpdateProtocols,
-)
-from penstock.engine.run.rank.steps import UpdatesSoFar
+from penstock.engine.run.rank.compiler import NO_EXTRAS, Compiler, RankExtras, RankParts
+from penstock.engine.run.rank.interpreter import Journal, Pace, Restart, perform_all
 from penstock.engine.run.rank.updater import Updater
 from penstock.engine.run.rank.work import (
     LossGradients,
@@ -36,34 +25,12 @@ from penstock.engine.run.rank.work import (
     StreamState,
 )
 from penstock.engine.run.recipe import Recipe
-from penstock.engine.run.replicas import SharedState
 from penstock.engine.run.seating import MeshTransport, seated
 from penstock.engine.stage.protocol import RunnableStage
 from penstock.engine.transport import Edge, Transport
-from penstock.engine.weights.offload import Keep, Offloading
-from penstock.engine.weights.residence import Residence
-from penstock.engine.weights.store import Held, WeightStore
+from penstock.engine.weights.store import Held
 
 NUMBERS_PER_RUN = 1 << 32
-
-
-@dataclass(frozen=True)
-class RankExtras:
-    """What a rank has beside stages and an updater, where its plan or its model asks for it.
-
-    Attributes:
-        skips: values that travel beside the chain.
-        stores: the versions of the weights of its stages, where there are several.
-        shared: what others hold as well, so that no forward of this rank may write it.
-        residence: which of its stages are in memory, if they come and go.
-        offloading: makes what lets activations leave, of what counts their memory.
-    """
-
-    skips: Sequence[SkipRoute] = ()
-    stores: Mapping[int, WeightStore] = field(default_factory=dict)
-    shared: SharedState | None = None
-    residence: Residence | None = None
-    offloading: Callable[[Keep], Offloading] | None = None
 
 
 class Worker:
@@ -102,7 +69,7 @@ class Worker:
         transport: Transport,
         recipe: Recipe,
         updater: Updater,
-        extras: RankExtras = RankExtras(),
+        extras: RankExtras = NO_EXTRAS,
     ) -> None:
         self.rank = rank
         self.seat, self.channels = seated(rank, transport)
@@ -115,7 +82,7 @@ class Worker:
         self.residence = extras.residence
         self.pace: Pace | None = None
         self._recipe = recipe
-        self._parts = _parts(rank, stages, recipe, updater, extras)
+        self._parts = RankParts.of(rank, stages, recipe, updater, extras)
         self.offloading = self._parts.offloading
         self._compiler = Compiler(self._parts)
         self._journal = Journal()
@@ -133,7 +100,7 @@ class Worker:
     @property
     def on_trust(self) -> bool:
         """Whether updates have been made that are not validated yet."""
-        return self._parts.updates.now.pending
+        return self._parts.updates.now.unvalidated
 
     def run(
         self,
@@ -239,7 +206,7 @@ class Worker:
     @property
     def pending_gradients(self) -> list[PendingGradient]:
         """Gradients that are on their way from this rank to others, where they are remembered."""
-        return self._stream.mail.pending_gradients
+        return self._stream.pending.pending_gradients
 
     def resend(self, pending_gradients: Sequence[PendingGradient]) -> None:
         """When the next stream begins, send what was on its way when this one was saved."""
@@ -251,8 +218,8 @@ class Worker:
         self._stream = StreamState(
             PendingValues(self.transport, number, remembers=self._reads_newest)
         )
-        for letter in self._resent:
-            self._stream.mail.send(*letter)
+        for gradient in self._resent:
+            self._stream.pending.send(*gradient)
         self._resent = ()
         if minibatch.trains:
             if self._parts.so_far is not None:
@@ -338,12 +305,12 @@ class Worker:
         with self.residence.visiting(stage, changes=changes):
             yield
 
-    def settle(self) -> None:
+    def apply_deferred(self) -> None:
         """Make the updates that were deferred, between steps."""
         if self._parts.deferred is not None:
             self._parts.deferred.apply_all()
 
-    def drop(self) -> None:
+    def drop_deferred(self) -> None:
         """Forget what deferred updates still wait for: other weights come."""
         if self.residence is not None:
             self.updater.deferred.clear()
@@ -374,36 +341,6 @@ class Worker:
 
     def _between_seats(self, edge: Edge) -> list[Edge]:
         return self.transport.edges(edge) if isinstance(self.transport, MeshTransport) else [edge]
-
-
-def _parts(
-    rank: int,
-    stages: Mapping[int, RunnableStage],
-    recipe: Recipe,
-    updater: Updater,
-    extras: RankExtras,
-) -> RankParts:
-    observers = Observers(stages, recipe)
-    flushed: UpdateProtocol
-    deferred = None
-    if extras.residence is not None and recipe.needs_agreement:
-        flushed = deferred = DeferredUpdates(updater, extras.residence)
-    else:
-        flushed = (UpdatesOnTrust if recipe.post_validate else FlushedUpdates)(updater)
-    return RankParts(
-        rank,
-        stages,
-        updater,
-        UpdateProtocols(flushed, StreamedUpdates(updater)),
-        observers,
-        tuple(extras.skips),
-        extras.stores,
-        extras.shared or SharedState({}),
-        extras.residence,
-        None if extras.offloading is None else extras.offloading(observers.keep),
-        deferred,
-        UpdatesSoFar() if recipe.versions.activations == "newest" else None,
-    )
 
 
 def moments_of(minibatch: Minibatch, workers: Iterable[Worker]) -> Moments:
