@@ -30,11 +30,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from penstock.core.schedule import Op
 from penstock.engine.reduce.agreement import Share
 from penstock.engine.run.rank.interpreter import Restart, stage_error
 from penstock.engine.run.rank.protocols import NOTHING_KNOWN, UpdateProtocol, UpdateProtocols
-from penstock.engine.run.rank.steps import Forward
+from penstock.engine.run.rank.steps import Forward, Step
 from penstock.engine.run.rank.updater import Updater
 from penstock.engine.run.rank.work import RankWork
 from penstock.engine.stage.protocol import Produced
@@ -142,10 +141,9 @@ class ForwardOnTrust(Forward):
 
 
 @dataclass(frozen=True, slots=True)
-class Settle:
+class Settle(Step):
     """AGREE after updates that were made on trust, in the next minibatch: whether they stand."""
 
-    op: Op
     updates: UpdateProtocols
 
     def perform(self, work: RankWork) -> None:

@@ -28,12 +28,32 @@ from penstock.engine.weights.store import WeightStore, refuse_autocast
 
 
 @dataclass(frozen=True, slots=True)
-class Forward:
-    """F: from a stage's input to its output, or to the loss.
+class Step:
+    """What all steps have.
 
     Attributes:
         op: what the schedule calls it.
+    """
+
+    op: Op
+
+
+@dataclass(frozen=True, slots=True)
+class UnitStep(Step):
+    """What those have that work on one microbatch, or slice of it.
+
+    Attributes:
         unit: what it works on, from the beginning of the window.
+    """
+
+    unit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forward(UnitStep):
+    """F: from a stage's input to its output, or to the loss.
+
+    Attributes:
         stage: computes.
         keep: what the stage keeps for the backward.
         is_last: whether the stage is the pipeline's last.
@@ -42,8 +62,6 @@ class Forward:
         store: has the weights, where there are several versions.
     """
 
-    op: Op
-    unit: int
     stage: RunnableStage
     keep: Keep
     is_last: bool
@@ -110,11 +128,9 @@ class UpdatesSoFar:
 
 
 @dataclass(frozen=True, slots=True)
-class Recompute:
+class Recompute(UnitStep):
     """R: run a forward again that had kept its input only."""
 
-    op: Op
-    unit: int
     stage: RunnableStage
     keep: Keep
 
@@ -123,7 +139,7 @@ class Recompute:
 
 
 @dataclass(frozen=True, slots=True)
-class _Back:
+class _Back(UnitStep):
     """What both steps do that make the gradient of a stage's input.
 
     Attributes:
@@ -131,8 +147,6 @@ class _Back:
         recalled: where those of the skips go that it recalled.
     """
 
-    op: Op
-    unit: int
     stage: RunnableStage
     is_last: bool
     stashed: tuple[SkipChannel, ...]
@@ -176,11 +190,9 @@ class BackwardInput(_Back):
 
 
 @dataclass(frozen=True, slots=True)
-class BackwardWeight:
+class BackwardWeight(UnitStep):
     """W: the gradients of the weights, which I has put off."""
 
-    op: Op
-    unit: int
     stage: RunnableStage
     updater: Updater
 
@@ -190,11 +202,9 @@ class BackwardWeight:
 
 
 @dataclass(frozen=True, slots=True)
-class SendValue:
+class SendValue(UnitStep):
     """SEND_F: hand a stage's output to the rank of the next stage."""
 
-    op: Op
-    unit: int
     edge: Edge
 
     def perform(self, work: RankWork) -> None:
@@ -203,11 +213,9 @@ class SendValue:
 
 
 @dataclass(frozen=True, slots=True)
-class SendGradients:
+class SendGradients(UnitStep):
     """SEND_B: hand the gradients of a stage's input to the rank of the stage before."""
 
-    op: Op
-    unit: int
     edge: Edge
 
     def perform(self, work: RankWork) -> None:
@@ -216,11 +224,9 @@ class SendGradients:
 
 
 @dataclass(frozen=True, slots=True)
-class ReceiveValue:
+class ReceiveValue(UnitStep):
     """RECV_F: wait for a stage's input."""
 
-    op: Op
-    unit: int
     edge: Edge
     waiting: str
 
@@ -232,11 +238,9 @@ class ReceiveValue:
 
 
 @dataclass(frozen=True, slots=True)
-class ReceiveGradients:
+class ReceiveGradients(UnitStep):
     """RECV_B: wait for the gradients of a stage's output."""
 
-    op: Op
-    unit: int
     edge: Edge
     waiting: str
 
@@ -248,20 +252,17 @@ class ReceiveGradients:
 
 
 @dataclass(frozen=True, slots=True)
-class Freed:
+class Freed(Step):
     """FREE: the stage has freed it with the op that this one follows."""
-
-    op: Op
 
     def perform(self, work: RankWork) -> None:
         """Nothing is left to do."""
 
 
 @dataclass(frozen=True, slots=True)
-class Reduce:
+class Reduce(Step):
     """REDUCE: let others sum what they wait for."""
 
-    op: Op
     updater: Updater
 
     def perform(self, work: RankWork) -> None:
@@ -269,10 +270,9 @@ class Reduce:
 
 
 @dataclass(frozen=True, slots=True)
-class Agree:
+class Agree(Step):
     """AGREE before updates: wait for all ranks' norms, and clip or skip."""
 
-    op: Op
     updates: UpdateProtocols
 
     def perform(self, work: RankWork) -> None:
@@ -280,10 +280,9 @@ class Agree:
 
 
 @dataclass(frozen=True, slots=True)
-class UpdateWeights:
+class UpdateWeights(Step):
     """UPDATE: step the stage's optimizer."""
 
-    op: Op
     updates: UpdateProtocols
 
     def perform(self, work: RankWork) -> None:
@@ -291,10 +290,9 @@ class UpdateWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class NewVersion:
+class NewVersion(Step):
     """UPDATE where weights have several versions: makes one; how many came before is noted."""
 
-    op: Op
     updates: UpdateProtocols
     store: WeightStore
 
@@ -306,10 +304,9 @@ class NewVersion:
 
 
 @dataclass(frozen=True, slots=True)
-class VersionCounted:
+class VersionCounted(Step):
     """A step that reads or makes the one version of its stage's weights; which that is is noted."""
 
-    op: Op
     step: RankStep[RankWork]
     updates: UpdatesSoFar
 
@@ -319,10 +316,9 @@ class VersionCounted:
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class Checked(Step):
     """A step on the way to new weights, before which nothing shared may have been written."""
 
-    op: Op
     step: RankStep[RankWork]
     shared: SharedState
 
@@ -332,10 +328,9 @@ class Checked:
 
 
 @dataclass(frozen=True, slots=True)
-class Closing:
+class Closing(Step):
     """The step that makes the last gradients of a stage; what it has made may leave meanwhile."""
 
-    op: Op
     step: RankStep[RankWork]
     updater: Updater
 
@@ -345,11 +340,10 @@ class Closing:
 
 
 @dataclass(frozen=True, slots=True)
-class Renewed:
+class Renewed(Step):
     """The first step that reads the weights of a stage, of which other ranks update a part: what
     they have updated with the minibatch before is waited for here."""
 
-    op: Op
     step: RankStep[RankWork]
     updater: Updater
 
@@ -359,11 +353,9 @@ class Renewed:
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
+class Observed(UnitStep):
     """A compute step at which others look on."""
 
-    op: Op
-    unit: int
     step: RankStep[RankWork]
     observers: Observers
 
@@ -372,11 +364,9 @@ class Observed:
 
 
 @dataclass(frozen=True, slots=True)
-class Versioned:
+class Versioned(UnitStep):
     """A compute step with the weights that the policy says; which they were is noted."""
 
-    op: Op
-    unit: int
     step: RankStep[RankWork]
     observers: Observers
     store: WeightStore

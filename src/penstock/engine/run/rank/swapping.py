@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.core.schedule import Op
 from penstock.core.schedule.op import BACKWARD, FORWARDS, RELEASING
 from penstock.core.schedule.residence import Stay
 from penstock.engine.run.rank.interpreter import Observers, RankStep
 from penstock.engine.run.rank.protocols import DeferredUpdates, UpdateProtocols
+from penstock.engine.run.rank.steps import Step, UnitStep
 from penstock.engine.run.rank.work import RankWork
 from penstock.engine.stage.protocol import RunnableStage
 from penstock.engine.weights.offload import Offloading
@@ -18,10 +18,9 @@ from penstock.engine.weights.residence import Residence
 
 
 @dataclass(frozen=True, slots=True)
-class LoadStage:
+class LoadStage(Step):
     """FETCH_F, FETCH_B: begin to bring a stage in."""
 
-    op: Op
     stay: Stay
     residence: Residence
 
@@ -30,14 +29,13 @@ class LoadStage:
 
 
 @dataclass(frozen=True, slots=True)
-class EvictStage:
+class EvictStage(Step):
     """LEAVE_F, LEAVE_B: let a stage go.
 
     Attributes:
         noted_by: notes its gradients, if they are complete and all ranks will agree on them.
     """
 
-    op: Op
     stay: Stay
     residence: Residence
     noted_by: DeferredUpdates | None
@@ -50,12 +48,10 @@ class EvictStage:
 
 
 @dataclass(frozen=True, slots=True)
-class SwappedCompute:
+class SwappedCompute(UnitStep):
     """A compute step of a stage that comes and goes: it waits for the weights, and autograd saves
     none of them."""
 
-    op: Op
-    unit: int
     step: RankStep[RankWork]
     observers: Observers
     residence: Residence
@@ -76,10 +72,9 @@ class SwappedCompute:
 
 
 @dataclass(frozen=True, slots=True)
-class SwappedUpdate:
+class SwappedUpdate(Step):
     """UPDATE of a stage whose optimizer state comes and goes."""
 
-    op: Op
     updates: UpdateProtocols
     residence: Residence
 
@@ -92,10 +87,9 @@ class SwappedUpdate:
 
 
 @dataclass(frozen=True, slots=True)
-class LateUpdate:
+class LateUpdate(Step):
     """LATE_UPDATE: the update of the minibatch before, if it was deferred."""
 
-    op: Op
     updates: DeferredUpdates
 
     def perform(self, work: RankWork) -> None:
@@ -103,11 +97,9 @@ class LateUpdate:
 
 
 @dataclass(frozen=True, slots=True)
-class Stashing:
+class Stashing(UnitStep):
     """A forward whose activations will leave: autograd saves what can."""
 
-    op: Op
-    unit: int
     step: RankStep[RankWork]
     observers: Observers
     offloading: Offloading
@@ -119,11 +111,9 @@ class Stashing:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaveStash:
+class LeaveStash(UnitStep):
     """LEAVE_S: let go what a microbatch keeps at a stage."""
 
-    op: Op
-    unit: int
     stage: RunnableStage
     offloading: Offloading
     observers: Observers
@@ -137,11 +127,9 @@ class LeaveStash:
 
 
 @dataclass(frozen=True, slots=True)
-class FetchStash:
+class FetchStash(UnitStep):
     """FETCH_S: begin to bring it back."""
 
-    op: Op
-    unit: int
     offloading: Offloading
 
     def perform(self, work: RankWork) -> None:
@@ -149,11 +137,9 @@ class FetchStash:
 
 
 @dataclass(frozen=True, slots=True)
-class Returned:
+class Returned(UnitStep):
     """A backward whose activations have left: it waits until they are back."""
 
-    op: Op
-    unit: int
     step: RankStep[RankWork]
     offloading: Offloading
 
