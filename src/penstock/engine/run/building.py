@@ -74,7 +74,7 @@ class RemoteStages:
     def watching(
         cls, model: nn.Module, own: Iterable[int], num_stages: int, *, in_parts: bool = False
     ) -> Self:
-        """An ``RemoteStages`` that watches a model, if this process does not train all of it."""
+        """A ``RemoteStages`` that watches a model, if this process does not train all of it."""
         elsewhere = cls(sorted(own), num_stages, in_parts)
         if len(elsewhere._own) < num_stages or in_parts:
             for module in (model, getattr(model, "original", None)):  # a captured one has two names

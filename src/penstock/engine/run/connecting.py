@@ -115,7 +115,7 @@ def worker_of(
     connections: Connections,
     extras: RankExtras,
 ) -> Worker:
-    """What performs a rank's ops at a seat, or, of a parameter server, its updates.
+    """The worker that performs a rank's ops at a seat, or, of a parameter server, its updates.
 
     Args:
         stages: the rank's, as its seat has them.
@@ -149,7 +149,7 @@ def worker_of(
 def offloading_of(
     plan: Plan, device: torch.device, seconds: float
 ) -> Callable[[Keep], Offloading] | None:
-    """What makes what lets a rank's activations leave, if the plan says so."""
+    """A function that lets a rank's activations leave, if the plan says so."""
     if plan.offload is None:
         return None
     return partial(Offloading, Way.between(plan.offload.tier, device, seconds), device)
@@ -207,7 +207,7 @@ class RankPlacement(ABC):
         """How the ranks of this process are connected, in the order of their seats."""
 
     def wholes(self, layout: Layout, seat: RankSeat, values: Values) -> Wholes | None:
-        """What brings whole values, where a process keeps parts of them only."""
+        """A source of whole values, where a process keeps parts of them only."""
         return None
 
     @abstractmethod

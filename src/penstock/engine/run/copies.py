@@ -188,8 +188,8 @@ class ModuleCopies:
             ) from error
 
     def _memo(self, originals: Iterable[nn.Module]) -> dict[int, Any]:
-        """What ``copy.deepcopy`` is not to copy: what copies share with these modules, and what
-        there is a copy of already."""
+        """A memo for ``copy.deepcopy`` of things not to copy: those that copies share with these
+        modules, and those of which there is a copy already."""
         return {
             **{id(kept): kept for module in originals for kept in _shared(module)},
             **{id(pair.original): pair.copied for pair in self._pairs},
@@ -251,7 +251,8 @@ def _follow_hooks(parameter: nn.Parameter, own: nn.Parameter) -> None:
 
 
 def _shared(module: nn.Module) -> Iterator[Any]:
-    """What a module and its copy both have; a parameter only if the copy's rank alone uses it."""
+    """Objects that a module and its copy both have; parameters only if the copy's rank alone uses
+    them."""
     yield from module.parameters(recurse=False)
     yield from module.buffers(recurse=False)
     for name, value in vars(module).items():

@@ -352,7 +352,7 @@ def cutter_of(
     devices: Mapping[int, torch.device],
     queues: Mapping[int, DeviceQueue],
 ) -> Cutter:
-    """What cuts minibatches for the ranks of this process, and copies what they are given.
+    """The cutter for the ranks of this process, which copies what they are given.
 
     Args:
         devices: of the seats of this process, by their numbers.

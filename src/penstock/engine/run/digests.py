@@ -36,7 +36,7 @@ _AUTOCAST_DTYPES = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
 class Call(IntEnum):
-    """What was called."""
+    """The method that was called."""
 
     EVALUATE = 1
     STEP = 2
@@ -66,7 +66,7 @@ class Modes(IntEnum):
 
 
 class Next(IntEnum):
-    """What comes behind a minibatch in the same loop."""
+    """The thing behind a minibatch in the same loop."""
 
     NOTHING = 0
     MINIBATCH = 1
@@ -74,7 +74,7 @@ class Next(IntEnum):
 
 
 class CallDigest(NamedTuple):
-    """What ranks compare.
+    """A call in numbers, which ranks compare.
 
     Attributes:
         call: which method.
@@ -217,7 +217,7 @@ def _different_calls(own: CallDigest, other: CallDigest, mine: int, theirs: int)
 
 
 def _comes_to(call: int) -> int:
-    """What ranks must have in common: the last minibatch of a loop trains as ``step`` does."""
+    """The call that ranks must have in common: a loop's last minibatch trains as ``step`` does."""
     return Call.STEP if call == Call.LOOP else call
 
 

@@ -42,8 +42,7 @@ from penstock.planning.plans.spilling import with_residence
 def synchronous(
     plan: Plan, layout: Layout, recipe: Recipe, num_microbatches: int, update: bool
 ) -> Schedule:
-    """What the ranks perform for one flushed minibatch; with ``update``, weights change at its
-    end."""
+    """The ops for one flushed minibatch; with ``update``, weights change at its end."""
     schedule = plan.build_schedule(num_microbatches)
     if plan.spill is not None:
         agrees = recipe.needs_agreement
@@ -62,12 +61,12 @@ def synchronous(
 
 
 def asynchronous(plan: Plan, num_microbatches: int, rounds: Rounds) -> Schedule:
-    """What the ranks perform for a stream of microbatches that ends there."""
+    """The ops for a stream of microbatches that ends there."""
     return add_communication(add_updates(plan.build_schedule(num_microbatches), rounds))
 
 
 def forwards(plan: Plan, num_microbatches: int) -> Schedule:
-    """What the ranks perform to evaluate; replicas without a microbatch have nothing to do."""
+    """The ops to evaluate; replicas without a microbatch have nothing to do."""
     schedule = plan.build_schedule(max(num_microbatches, *plan.replicas))
     schedule = forward_only(first_microbatches(schedule, num_microbatches))
     if plan.spill is not None:
@@ -112,14 +111,14 @@ class Feed:
             self.resume(0)
 
     def resume(self, step: int) -> None:
-        """What comes next is the minibatch with this number: of PipeMare, the first ``t3`` train
+        """Go on with the minibatch of this number: of PipeMare, the first ``t3`` train
         with a flush."""
         self._logbook.reach(step)
         policy = self._plan.versions
         self._num_synchronous = max(0, policy.t3 - step) if isinstance(policy, PipeMare) else 0
 
     def resume_within(self, step: int) -> None:
-        """What comes next is the minibatch with this number, of a stream whose microbatches before
+        """Go on with the minibatch of this number, of a stream whose microbatches before
         it, one to a minibatch, have left gradients that are still under way."""
         self.resume(step)
         assert self._windows is not None
@@ -243,7 +242,7 @@ class Feed:
             raise
 
     def expected(self) -> Segment:
-        """What ranks run first if they train on a minibatch as the plan foresees it; if they never
+        """The segment that ranks run first if they train on a minibatch as planned; if they never
         train, if they evaluate one."""
         count = self._plan.num_microbatches
         if self._recipe.loss is None:

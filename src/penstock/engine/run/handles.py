@@ -1,4 +1,4 @@
-"""What a training loop holds beside the pipeline, and would use as on one device: optimizers and
+"""Objects that a training loop holds beside the pipeline and uses as on one device: optimizers and
 schedulers of all stages as one, the loss of a step, and a data set of which a process loads its
 own rows only.
 """
@@ -232,7 +232,7 @@ class StageOptimizers(torch.optim.Optimizer):
 
     @property
     def state(self) -> dict[Any, Any]:  # type: ignore[override]
-        """What the optimizers keep of their parameters."""
+        """The state that optimizers keep, by parameter."""
         states = (optimizer.state for optimizer in _each(self.by_stage))
         return {key: kept for state in states for key, kept in state.items()}
 

@@ -24,7 +24,7 @@ from penstock.engine.weights.store import Held
 
 
 class Work(NamedTuple):
-    """What a training step was made of.
+    """The work in a training step.
 
     Attributes:
         rows: of its inputs.
@@ -146,7 +146,7 @@ class History:
 
     @property
     def timeline(self) -> Timeline:
-        """What was measured since nothing was in flight; made when it is first asked for."""
+        """Measured times since nothing was in flight; made when they are first asked for."""
         steps = [outcome.records for outcome in self._recent if outcome.records is not None]
         if not steps:
             raise InputError("no timeline yet: run a step (and leave record=True)")

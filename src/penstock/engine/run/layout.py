@@ -201,7 +201,7 @@ class Layout:
         }
 
     def own_state(self, stage: int) -> dict[str, Tensor]:
-        """What the model itself has of a stage, under its keys."""
+        """The model's own state of a stage, under its keys."""
         return {
             layer.key(key): value
             for layer in self._layers_of[stage]
@@ -267,7 +267,7 @@ class Layout:
         return layer._replace(module=copies.of(layer))
 
     def holdings(self, rank: int, stages: dict[int, Stage]) -> dict[int, StageParameters]:
-        """What each stage of a rank trains."""
+        """The parameters that each stage of a rank trains."""
         own = self._parameters(stages)
         holdings: dict[int, StageParameters] = {}
         for stage in stages:
@@ -370,7 +370,7 @@ class Layout:
         return len({len(self.seats_of(rank)) for rank in weight.ranks}) > 1
 
     def shared_state(self, stages: dict[int, Stage]) -> SharedState:
-        """What no forward of a rank's stages may write, since others hold it as well."""
+        """The tensors that no forward of a rank's stages may write: others hold them, too."""
         return SharedState(
             {
                 index: [

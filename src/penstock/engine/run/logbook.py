@@ -1,4 +1,4 @@
-"""What a rank notes for the supervisor that forked it, in memory that outlives the rank.
+"""Notes of a rank for the supervisor that forked it, in memory that outlives the rank.
 
 Under ``penstock run`` each rank has a page that its supervisor can read, too. A note is a store of
 a few bytes into it, so that it costs a step nothing, and of a rank that was killed it is still
@@ -29,7 +29,7 @@ _MOST_LETTERS = 600
 
 
 class ScriptFailure(msgspec.Struct, frozen=True):
-    """What reached the top of a rank's script.
+    """An error that reached the top of a rank's script.
 
     Attributes:
         reason: what happened first, as other ranks are told of it.
@@ -41,7 +41,7 @@ class ScriptFailure(msgspec.Struct, frozen=True):
 
 
 class Notes(NamedTuple):
-    """What a rank has noted so far; ``None`` where it has not come to that.
+    """The notes of a rank so far; ``None`` where it has not come to that.
 
     Attributes:
         built: when its last pipeline was there, and all ranks had met; as by ``time.monotonic``.

@@ -139,8 +139,8 @@ class Initialiser:
         return id(tensor if isinstance(tensor, nn.Parameter) else module) not in self._drawn
 
     def _must_have(self, module: nn.Module) -> list[tuple[str, Tensor]]:
-        """What nothing but ``reset_parameters`` can give values: buffers that have some keep
-        them."""
+        """Tensors to which nothing but ``reset_parameters`` can give values: buffers that have some
+        keep them."""
         return [
             (key, tensor)
             for key, tensor in _held(module)
@@ -195,7 +195,7 @@ def _path(layer: NamedLayer, name: str) -> str:
 
 
 def reset_of(module: nn.Module) -> Callable[[], Any] | None:
-    """What sets a module's own parameters and buffers, if it has that."""
+    """The method that sets a module's own parameters and buffers, if it has one."""
     # torch's own attention has it as a private one.
     reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
     return reset if callable(reset) else None

@@ -87,7 +87,7 @@ class Sharings:
         self.skips = {key: self.of(layer).gives for layer in layers for key in layer.stashes}
 
     def _find(self, layers: tuple[NamedLayer, ...]) -> None:
-        """What is divided, and of what members have terms; by ids of tensors."""
+        """Find the tensors that are divided, and those of which members have terms; by ids."""
         kinds: dict[int, tuple[object, str]] = {}
         for layer in layers:
             sharing = self.of(layer)
@@ -156,7 +156,7 @@ class Sharings:
         parameters: Sequence[nn.Parameter],
         group: ChannelGroup | None,
     ) -> StandIns:
-        """What a member shows to groups of other sizes that hold the same weights.
+        """Placeholders that a member shows to groups of other sizes with the same weights.
 
         Args:
             originals: the model's.

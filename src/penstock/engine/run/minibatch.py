@@ -132,7 +132,7 @@ class StreamPosition:
 
 
 def call_digest_of(minibatch: Minibatch, position: StreamPosition) -> bytes:
-    """What other ranks must have been given, too; empty if there is nothing to compare."""
+    """The digest of a call, which other ranks must have alike; empty if nothing is compared."""
     if not minibatch.inputs:
         return b""
     step = Call.LOOP if position.in_loop else Call.STEP
@@ -156,7 +156,7 @@ def _behind(minibatch: Minibatch, position: StreamPosition) -> Next:
 
 @dataclass
 class StepResult:
-    """What a rank has after its ops.
+    """The result of a rank's ops on one minibatch.
 
     Attributes:
         starts, ends: when each op began and ended, on this host's monotonic clock.
@@ -197,7 +197,7 @@ class StepResult:
 
 @contextmanager
 def modes(trains: bool, *, shares: bool = False) -> Iterator[None]:
-    """What holds in any thread: gradients where they are wanted; no autocast beside the forward.
+    """Modes of torch for any thread: gradients where they are wanted; no autocast beside forwards.
 
     Args:
         shares: whether forwards wait for those of other members of a group.
@@ -210,7 +210,6 @@ def modes(trains: bool, *, shares: bool = False) -> Iterator[None]:
 
 @contextmanager
 def _waiting_in_backwards() -> Iterator[None]:
-    """What a thread needs whose forwards and backwards wait for those of other threads."""
     # Autograd has one thread for each accelerator, whichever thread asks for a backward. If that
     # waited for a message of a rank whose own backward has to go through it, nobody would go on. So
     # backwards stay in the rank's thread, on the streams that their forwards had.

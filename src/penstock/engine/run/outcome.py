@@ -65,8 +65,8 @@ class MemoryCounter:
         instead: Callable[[Tensor], Any] | None = None,
         around: Callable[[Saved], Any] | None = None,
     ) -> AbstractContextManager[None]:
-        """What autograd saves meanwhile belongs to a stage's microbatch, or slice of it; except
-        what ``instead`` takes the place of, and as long as what it is wrapped in holds it."""
+        """A context in which all that autograd saves is of a stage's microbatch, or slice of it;
+        except what ``instead`` takes the place of, and as long as its wrapping holds it."""
         return self._meter.watching((stage, unit), instead, around)
 
     def keep(self, key: tuple[int, int], tensors: Iterable[Tensor]) -> Kept:
@@ -115,7 +115,7 @@ def memory_of_ranks(
 
 
 class RankResult(Protocol):
-    """What one rank has of a minibatch: a worker's harvest, or what another process reported."""
+    """One rank's part of an outcome: a worker's result, or what another process reported."""
 
     @property
     def losses(self) -> Mapping[int, Tensor]:
@@ -135,7 +135,7 @@ class RankResult(Protocol):
 
     @property
     def held(self) -> Held | None:
-        """What the rank keeps of its weights, where these have versions."""
+        """The versions of its weights that the rank keeps, where there are several."""
 
 
 class RankRecord(NamedTuple):
@@ -202,7 +202,7 @@ class MinibatchOutcome(NamedTuple):
     def of_records(
         cls, records: Sequence[RankRecord], held: tuple[Held, ...], *, begins: bool
     ) -> MinibatchOutcome:
-        """What ranks did, without what came out of it."""
+        """Only the records of the ranks."""
         return cls(None, (), {}, records, None, (), held, begins)
 
     @classmethod
@@ -333,7 +333,7 @@ def _sums(records: Sequence[RankRecord]) -> list[Transfer]:
 
 
 def _stored(records: Sequence[RankRecord]) -> list[Transfer]:
-    """What came from tiers and went there."""
+    """Transfers between memory and tiers."""
     return [
         Transfer((rank,), kind, stage, number, start - offset, end - offset)
         for rank, record in enumerate(records)

@@ -45,7 +45,7 @@ _ROUNDED = 1.01
 
 @dataclass(frozen=True)
 class SwapSetup:
-    """What ranks are given whose stages come and go.
+    """All that ranks are given whose stages come and go.
 
     Attributes:
         values: where layers have their initial values from, right before these leave.

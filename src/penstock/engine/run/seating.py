@@ -106,7 +106,7 @@ class RankSeat:
 
 
 class MeshTransport(OnTop):
-    """What one member of a rank exchanges with other ranks.
+    """One member's messages from and to other ranks.
 
     Args:
         inner: carries messages between seats.
@@ -164,7 +164,7 @@ class MeshTransport(OnTop):
         return tree.unflatten(joined, structure) if leaves else values[0]
 
     def _told(self, waiting: str, edge: Edge) -> str:
-        """What waits, in both numbers of ranks: errors of what is below count by seats."""
+        """The text of a wait, in both numbers of ranks: errors of what is below count by seats."""
         if not self.seat.sizes:
             return waiting
         return (

@@ -144,7 +144,7 @@ class Driver(ABC, Generic[T]):
 
 
 def told(error: BaseException) -> str:
-    """What an exception says; its type's name if it says nothing, or fails when it is asked."""
+    """The text of an exception; its type's name if it has none, or fails when it is asked."""
     with suppress(Exception):
         if text := str(error):
             return text
@@ -152,15 +152,15 @@ def told(error: BaseException) -> str:
 
 
 def failure_notice(rank: int, error: BaseException) -> str:
-    """What to tell other ranks: what happened first, wherever that was."""
+    """The text for other ranks: the failure that came first, wherever that was."""
     if isinstance(error, PeerError):
         return error.reason
     return f"rank {rank} failed: {named(error)}"
 
 
 def named(error: BaseException) -> str:
-    """What an exception says, behind its type's name if it is not Penstock's own: ``SystemExit(3)``
-    says no more than 3."""
+    """The text of an exception, behind its type's name if it is not Penstock's own:
+    ``SystemExit(3)`` says no more than 3."""
     text, kind = told(error), type(error).__name__
     return text if isinstance(error, PenstockError) or text == kind else f"{kind}: {text}"
 

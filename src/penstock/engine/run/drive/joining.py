@@ -182,7 +182,7 @@ class Board:
         return DeadlineError(message)
 
     def _hear(self) -> dict[int, str]:
-        """What others have written; some do so only now."""
+        """Notices of others, by rank; some write only now."""
         heard: dict[int, str] = {}
         with suppress(RunError):
             self._meeting.ask(partial(self._look, heard), _HEARSAY_SECONDS)
@@ -202,7 +202,7 @@ def _key(rank: int) -> str:
 
 
 class _BuildOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a rank would build.
+    """A rank's wish for the pipeline to be built.
 
     Attributes:
         model: fingerprint of its model.
@@ -220,7 +220,7 @@ class _BuildOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Agreed(NamedTuple):
-    """What all ranks take from rank 0."""
+    """Rank 0's plan, seed and name, which all take."""
 
     plan: Plan
     seed: int

@@ -47,7 +47,7 @@ _MOST_SEGMENTS = 64
 
 
 class RankReport(NamedTuple):
-    """What a rank tells all others at the end of a step.
+    """A rank's message to all others at the end of a step.
 
     It travels as plain data. Where records are exchanged, ``times`` holds the starts and the ends
     of the ops of its program, which all ranks know, ``versions`` the weight version that each
@@ -288,7 +288,7 @@ class ProcessDriver(Driver[ProcessTicket]):
         }
 
     def _report_of(self, other: int, ticket: ProcessTicket) -> RankReport:
-        """What another rank tells.
+        """Another rank's report.
 
         Raises:
             RunError: it was given something else than this rank.
@@ -300,7 +300,7 @@ class ProcessDriver(Driver[ProcessTicket]):
         )
 
     def _told_by(self, other: int, number: int, digest: bytes, waiting: str) -> Any:
-        """What another rank tells all others of what they do together.
+        """Another rank's message to all, on what they do together.
 
         Raises:
             RunError: it does something else.
@@ -381,7 +381,7 @@ class ProcessDriver(Driver[ProcessTicket]):
     def _told_weights(
         self, source: int, number: int, states: StageStates, destination: int | None
     ) -> StageStates:
-        """What one rank has, where this process is to know it."""
+        """The states of one rank's stages, where this process is to have them."""
         rank, number = self._seat.number, FIRST_EXCHANGE + number
         if source == rank:
             for other in self._others if destination is None else {destination} - {rank}:

@@ -70,7 +70,7 @@ _VERSIONED = _READING_WEIGHTS | {Kind.UPDATE}
 
 @dataclass(frozen=True)
 class RankExtras:
-    """What a rank has beside stages and an updater, where its plan or its model asks for it.
+    """Things that a rank has beside stages and an updater, where its plan or model asks for them.
 
     Attributes:
         skips: values that travel beside the chain.
@@ -131,7 +131,7 @@ class RankParts:
         updater: Updater,
         extras: RankExtras,
     ) -> RankParts:
-        """What follows from a recipe, and from what the rank has."""
+        """The parts that follow from a recipe, and from what the rank has."""
         observers = Observers(stages, recipe)
         flushed: UpdateProtocol
         deferred = None

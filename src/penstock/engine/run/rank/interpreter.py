@@ -69,7 +69,7 @@ class Journal:
         self._waiting = waiting
 
     def waited(self) -> None:
-        """What the op that has begun needs has come only now: its time begins here, and the rank
+        """The op that has begun had to wait until now: its time begins here, and the rank
         was idle before."""
         self.starts[-1] = time.perf_counter()
         if self.stamps is not None:
@@ -126,7 +126,7 @@ Pace: TypeAlias = Callable[[Sequence[RankStep[Any]]], Iterable[RankStep[Any]]]
 
 
 class Restart(Exception):
-    """What the steps so far have computed is void; the caller is to perform all of them again."""
+    """The steps so far count for nothing; the caller is to perform all of them again."""
 
 
 def perform_all(
@@ -164,7 +164,7 @@ def perform_all(
 
 
 def stage_error(op: Op, error: Exception, frames: Mapping[int, int] = NO_FRAMES) -> StageError:
-    """What the user's code raised, with where."""
+    """An error of the user's code, with where it was raised."""
     # A backward may go through another microbatch than the one that its gradient comes from.
     microbatch = error.microbatch if isinstance(error, NotFinite) else op.microbatch
     frame = f"frame {frames[microbatch]}, " if microbatch in frames else ""

@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from penstock.engine.reduce.agreement import Share
 from penstock.engine.run.rank.interpreter import Restart, stage_error
 from penstock.engine.run.rank.protocols import NOTHING_KNOWN, UpdateProtocol, UpdateProtocols
-from penstock.engine.run.rank.steps import Forward, Step
+from penstock.engine.run.rank.steps import BoundStep, Forward
 from penstock.engine.run.rank.updater import Updater
 from penstock.engine.run.rank.work import RankWork
 from penstock.engine.stage.protocol import Produced
@@ -141,7 +141,7 @@ class ForwardOnTrust(Forward):
 
 
 @dataclass(frozen=True, slots=True)
-class Settle(Step):
+class Settle(BoundStep):
     """AGREE after updates that were made on trust, in the next minibatch: whether they stand."""
 
     updates: UpdateProtocols

@@ -74,7 +74,7 @@ class SkipChannel(NamedTuple):
 
 
 class RankProgram:
-    """What one rank does for one minibatch, and what follows from it.
+    """One rank's ops for one minibatch, and all that follows from them.
 
     Args:
         segment: a part of a lowered schedule.

@@ -75,8 +75,7 @@ class UpdateProtocol(ABC):
         return True
 
     def _agreed(self, noted: Share) -> Verdict:
-        """What all ranks come to, from the gradients that are here and from what was noted of
-        others."""
+        """The verdict of all ranks, from gradients that are here and what was noted of others."""
         updater = self._updater
         updater.gradients.complete()
         overflow = updater.unscale(updater.gradients.of(updater.holdings))
@@ -134,7 +133,7 @@ class StreamedUpdates(FlushedUpdates):
 
 
 class DeferredUpdates(FlushedUpdates):
-    """UpdateProtocols of stages that come and go, on which all ranks agree.
+    """Updates of stages that come and go, on which all ranks agree.
 
     A LEAVE op calls ``note`` for gradients that go out complete. AGREE comes behind all of them;
     LATE_UPDATE, in the next minibatch, calls ``apply`` when the stage is here, or the worker calls

@@ -28,8 +28,8 @@ from penstock.engine.weights.store import WeightStore, refuse_autocast
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """What all steps have.
+class BoundStep:
+    """A step, bound to all that it needs but the work at hand.
 
     Attributes:
         op: what the schedule calls it.
@@ -39,8 +39,8 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class UnitStep(Step):
-    """What those have that work on one microbatch, or slice of it.
+class UnitStep(BoundStep):
+    """A step that works on one microbatch, or slice of it.
 
     Attributes:
         unit: what it works on, from the beginning of the window.
@@ -140,7 +140,7 @@ class Recompute(UnitStep):
 
 @dataclass(frozen=True, slots=True)
 class _Back(UnitStep):
-    """What both steps do that make the gradient of a stage's input.
+    """A step that makes the gradient of a stage's input.
 
     Attributes:
         stashed: where the gradients of the skips come from that the stage stashed.
@@ -252,7 +252,7 @@ class ReceiveGradients(UnitStep):
 
 
 @dataclass(frozen=True, slots=True)
-class Freed(Step):
+class Freed(BoundStep):
     """FREE: the stage has freed it with the op that this one follows."""
 
     def perform(self, work: RankWork) -> None:
@@ -260,7 +260,7 @@ class Freed(Step):
 
 
 @dataclass(frozen=True, slots=True)
-class Reduce(Step):
+class Reduce(BoundStep):
     """REDUCE: let others sum what they wait for."""
 
     updater: Updater
@@ -270,7 +270,7 @@ class Reduce(Step):
 
 
 @dataclass(frozen=True, slots=True)
-class Agree(Step):
+class Agree(BoundStep):
     """AGREE before updates: wait for all ranks' norms, and clip or skip."""
 
     updates: UpdateProtocols
@@ -280,7 +280,7 @@ class Agree(Step):
 
 
 @dataclass(frozen=True, slots=True)
-class UpdateWeights(Step):
+class UpdateWeights(BoundStep):
     """UPDATE: step the stage's optimizer."""
 
     updates: UpdateProtocols
@@ -290,7 +290,7 @@ class UpdateWeights(Step):
 
 
 @dataclass(frozen=True, slots=True)
-class NewVersion(Step):
+class NewVersion(BoundStep):
     """UPDATE where weights have several versions: makes one; how many came before is noted."""
 
     updates: UpdateProtocols
@@ -304,7 +304,7 @@ class NewVersion(Step):
 
 
 @dataclass(frozen=True, slots=True)
-class VersionCounted(Step):
+class VersionCounted(BoundStep):
     """A step that reads or makes the one version of its stage's weights; which that is is noted."""
 
     step: RankStep[RankWork]
@@ -316,7 +316,7 @@ class VersionCounted(Step):
 
 
 @dataclass(frozen=True, slots=True)
-class Checked(Step):
+class Checked(BoundStep):
     """A step on the way to new weights, before which nothing shared may have been written."""
 
     step: RankStep[RankWork]
@@ -328,7 +328,7 @@ class Checked(Step):
 
 
 @dataclass(frozen=True, slots=True)
-class Closing(Step):
+class Closing(BoundStep):
     """The step that makes the last gradients of a stage; what it has made may leave meanwhile."""
 
     step: RankStep[RankWork]
@@ -340,7 +340,7 @@ class Closing(Step):
 
 
 @dataclass(frozen=True, slots=True)
-class Renewed(Step):
+class Renewed(BoundStep):
     """The first step that reads the weights of a stage, of which other ranks update a part: what
     they have updated with the minibatch before is waited for here."""
 

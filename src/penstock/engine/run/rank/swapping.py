@@ -10,7 +10,7 @@ from penstock.core.schedule.op import BACKWARD, FORWARDS, RELEASING
 from penstock.core.schedule.residence import Stay
 from penstock.engine.run.rank.interpreter import Observers, RankStep
 from penstock.engine.run.rank.protocols import DeferredUpdates, UpdateProtocols
-from penstock.engine.run.rank.steps import Step, UnitStep
+from penstock.engine.run.rank.steps import BoundStep, UnitStep
 from penstock.engine.run.rank.work import RankWork
 from penstock.engine.stage.protocol import RunnableStage
 from penstock.engine.weights.offload import Offloading
@@ -18,7 +18,7 @@ from penstock.engine.weights.residence import Residence
 
 
 @dataclass(frozen=True, slots=True)
-class LoadStage(Step):
+class LoadStage(BoundStep):
     """FETCH_F, FETCH_B: begin to bring a stage in."""
 
     stay: Stay
@@ -29,7 +29,7 @@ class LoadStage(Step):
 
 
 @dataclass(frozen=True, slots=True)
-class EvictStage(Step):
+class EvictStage(BoundStep):
     """LEAVE_F, LEAVE_B: let a stage go.
 
     Attributes:
@@ -72,7 +72,7 @@ class SwappedCompute(UnitStep):
 
 
 @dataclass(frozen=True, slots=True)
-class SwappedUpdate(Step):
+class SwappedUpdate(BoundStep):
     """UPDATE of a stage whose optimizer state comes and goes."""
 
     updates: UpdateProtocols
@@ -87,7 +87,7 @@ class SwappedUpdate(Step):
 
 
 @dataclass(frozen=True, slots=True)
-class LateUpdate(Step):
+class LateUpdate(BoundStep):
     """LATE_UPDATE: the update of the minibatch before, if it was deferred."""
 
     updates: DeferredUpdates

@@ -33,7 +33,7 @@ from penstock.engine.transport import Edge, Transport
 
 @dataclass(frozen=True)
 class StageParameters:
-    """What one stage of a rank trains.
+    """The parameters that one stage of a rank trains, and how.
 
     Attributes:
         named: its parameters by their name in the model; a parameter that several stages of the
@@ -101,7 +101,7 @@ class GroupGradients:
                 parameter.grad = summed.view_as(parameter)
 
     def share(self, own: Share, parameters: Mapping[int, nn.Parameter]) -> Share:
-        """What the group knows, of what one member does: norms of whole gradients.
+        """The group's share, from that of a member: norms of whole gradients.
 
         Args:
             own: norms of this member's gradients, by any key.
@@ -171,7 +171,7 @@ class RankGradients:
         return next(self.of([stage]), None) is not None
 
     def share(self, overflow: Tensor | None) -> Share:
-        """What the rank, or its group, knows of all its stages' gradients.
+        """The share that the rank, or its group, has in an agreement.
 
         Args:
             overflow: what unscaling them told.

@@ -98,7 +98,7 @@ class PendingValues:
         return self._transport.recv(edge, self.number + unit, waiting)
 
     def skips(self, channels: Iterable[SkipChannel], unit: int) -> dict[str, Any]:
-        """What comes over some channels, by the keys of the skips."""
+        """Values that come over some channels, by the keys of the skips."""
         return {channel.route.key: self._take(channel, unit) for channel in channels}
 
     def hand_skips(
@@ -133,7 +133,7 @@ class AwaitedMark(NamedTuple):
 
 
 class StreamState:
-    """What one stream of minibatches leaves from one of them to the next; dropped when it ends.
+    """The state of one stream of minibatches between them; dropped when it ends.
 
     The worker begins one with each synchronous minibatch, or with the first of several that
     overlap.
@@ -256,14 +256,14 @@ class RankWork:
                 mark.updated(stage)
 
     def input(self, unit: int, *, copied: bool) -> Any:
-        """What the first stage works on; a copy if the minibatch may have to begin anew, since the
+        """The first stage's input; a copy if the minibatch may have to begin anew, since the
         first layer may overwrite it."""
         number = unit - self._first_unit
         value = self._here(self.minibatch.inputs, self.minibatch.inputs_moments, number)
         return tree.replace(Tensor, copy_of, value) if copied else value
 
     def _here(self, values: Sequence[Any], moments: Sequence[torch.Event], number: int) -> Any:
-        """What the caller has given, on the rank's device."""
+        """A value that the caller has given, on the rank's device."""
         if self._queue is None:
             return values[number]
         here = self._queue.given
@@ -364,13 +364,13 @@ def is_not_finite(error: BaseException) -> bool:
 
 
 def _own(outputs: Any) -> Any:
-    """What the caller gets before the backward: a copy, since the graph needs the values as they
+    """Outputs for the caller before the backward: a copy, since the graph needs the values as they
     are, and nothing would notice if they were drawn over through numpy."""
     return tree.replace(Tensor, lambda tensor: copy_of(tensor.detach()), outputs)
 
 
 def _number(name: str, measured: Any) -> Tensor:
-    """What a metric gave, as a tensor of its own."""
+    """The number that a metric gave, as a tensor of its own."""
     remedy = "it must return one number, as a float or a tensor with one element"
     try:
         number = torch.as_tensor(measured).detach()

@@ -265,12 +265,12 @@ class Worker:
 
     @cached_property
     def _one_version(self) -> Held:
-        """What is held of weights that have no further versions."""
+        """The count and size of weights that have no further versions."""
         parameters = (p for module in self._layer_modules for p in module.parameters())
         return Held(1, sum({id(p): p.nbytes for p in parameters}.values()), 0)
 
     def next_number(self) -> int:
-        """What tells the messages of this attempt from all others, on every rank alike; those of
+        """A number that tells messages of this attempt from others, on every rank alike; those of
         the next one are ``NUMBERS_PER_RUN`` higher."""
         self.num_attempts += 1
         return self.num_attempts * NUMBERS_PER_RUN
@@ -344,7 +344,7 @@ class Worker:
 
 
 def moments_of(minibatch: Minibatch, workers: Iterable[Worker]) -> Moments:
-    """What the caller, whose thread this is, has asked of the devices of some ranks up to now, and
+    """All that the caller, whose thread this is, has asked of the devices of some ranks so far, and
     of those on which the minibatch is."""
     queues = [worker.queue for worker in workers if worker.queue is not None]
     if not queues:
