@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from penstock.base.errors import DeadlineError, PeerError, RunError
 from penstock.core.schedule.segment import Segment
-from penstock.core.timing.spans import TransferKind
-from penstock.engine.device.stamps import happened
 from penstock.engine.run.digests import Call, CallDigest, ComparingTransport, check_alike
 from penstock.engine.run.drive.driver import (
     Deadlines,
@@ -26,8 +21,9 @@ from penstock.engine.run.drive.driver import (
     naming,
 )
 from penstock.engine.run.drive.joining import Board
+from penstock.engine.run.drive.reports import RankReport
 from penstock.engine.run.minibatch import Minibatch, StepResult, StreamPosition, call_digest_of
-from penstock.engine.run.outcome import MinibatchOutcome, Peak, RankRecord
+from penstock.engine.run.outcome import MinibatchOutcome, RankRecord
 from penstock.engine.run.rank.worker import NUMBERS_PER_RUN, Worker, moments_of
 from penstock.engine.transport import Edge, Noted
 from penstock.engine.transport.base import LARGEST_NUMBER
@@ -39,48 +35,9 @@ from penstock.engine.transport.tags import (
     REPORT_TAG,
     STATE_TAG,
 )
-from penstock.engine.weights.store import Held
 
-_KINDS: tuple[TransferKind, ...] = get_args(TransferKind)
 _MOST_SEGMENTS = 64
 """For which a rank remembers who tells of them."""
-
-
-class RankReport(NamedTuple):
-    """A rank's message to all others at the end of a step.
-
-    It travels as plain data. Where records are exchanged, ``times`` holds the starts and the ends
-    of the ops of its program, which all ranks know, ``versions`` the weight version that each
-    read, and ``moved`` a row for each thing that it moved: numbers travel ten times
-    as fast as ops.
-    """
-
-    times: Tensor | None
-    versions: Tensor | None
-    moved: Tensor | None
-    losses: dict[int, Tensor]
-    outputs: dict[int, Any]
-    metrics: dict[str, dict[int, Tensor]]
-    peak: Peak | None
-    held: Held | None
-
-    def packed(self) -> tuple[Any, ...]:
-        """The report as it travels."""
-        peak = None if self.peak is None else tuple(self.peak)
-        held = None if self.held is None else tuple(self.held)
-        each = [*self.losses.values()]
-        # One tensor travels faster than many.
-        losses = torch.stack(each) if len({loss.dtype for loss in each}) == 1 else each
-        results = [*self.losses], losses, self.outputs, self.metrics
-        return self.times, self.versions, self.moved, *results, peak, held
-
-    @classmethod
-    def unpacked(cls, packed: tuple[Any, ...]) -> RankReport:
-        """Undo ``packed``."""
-        times, versions, moved, microbatches, losses, outputs, metrics, peak, held = packed
-        peak, held = peak and Peak(*peak), held and Held(*held)
-        own = dict(zip(microbatches, losses, strict=True))
-        return cls(times, versions, moved, own, outputs, metrics, peak, held)
 
 
 class ProcessTicket(NamedTuple):
@@ -159,7 +116,7 @@ class ProcessDriver(Driver[ProcessTicket]):
             result = self._worker.run(segment, minibatch, position, callers)
             self._worker.transport.hand_over()
             result.take_up()
-            report = self._report(result)
+            report = RankReport.of(result, records=self._records, results=self._share_results)
             if self._seat.number in self._telling(segment):
                 own = Noted(report.packed(), digest)
                 for edge in self._edges_to_all(REPORT_TAG):
@@ -259,22 +216,6 @@ class ProcessDriver(Driver[ProcessTicket]):
                 raise explained from error.__cause__
             raise
 
-    def _report(self, result: StepResult) -> RankReport:
-        times = versions = moved = None
-        if self._records:
-            # Of an accelerator it is known when all has happened: this waits for the device.
-            columns = happened(result.starts, result.ends, result.stamps)
-            times = torch.from_numpy(np.array(columns, np.float64))
-            versions = torch.tensor(result.versions, dtype=torch.int64)
-            if result.moved:
-                rows = [(_KINDS.index(kind), *numbers) for kind, *numbers in result.moved]
-                moved = torch.tensor(rows, dtype=torch.float64)
-        if self._share_results:
-            results = result.losses, result.outputs, result.metrics
-        else:
-            results = {}, {}, {}
-        return RankReport(times, versions, moved, *results, result.peak, result.held)
-
     def _reports(self, ticket: ProcessTicket) -> dict[int, RankReport]:
         """By seat, in their order, every report that holds anything; of the others nothing is
         sent."""
@@ -326,24 +267,12 @@ class ProcessDriver(Driver[ProcessTicket]):
 
     def _records_of(self, ticket: ProcessTicket, reports: list[RankReport]) -> list[RankRecord]:
         self._check_alike(ticket, reports)
-        return [
-            RankRecord(
-                ops,
-                array("d", report.times[0].tolist()),
-                array("d", report.times[1].tolist()),
-                report.versions.tolist(),
-                ticket.position.base,
-                offset,
-                moved=_moved_of(report),
-            )
-            for ops, report, offset in zip(
-                ticket.segment.ranks,
-                reports,
-                [self._clock_offsets[seat] for seat in self._firsts],
-                strict=True,
-            )
-            if report.times is not None and report.versions is not None
-        ]
+        offsets = [self._clock_offsets[seat] for seat in self._firsts]
+        records = (
+            report.record(ops, ticket.position.base, offset)
+            for ops, report, offset in zip(ticket.segment.ranks, reports, offsets, strict=True)
+        )
+        return [record for record in records if record is not None]
 
     def _check_alike(self, ticket: ProcessTicket, reports: list[RankReport]) -> None:
         """Ranks go through the same stream. Digests tell if not, except behind the last minibatch:
@@ -425,11 +354,3 @@ class ProcessDriver(Driver[ProcessTicket]):
         if not self._failure:
             self._board.write(f"rank {self._seat.number} closed its pipeline ({reason})")
         self._worker.transport.close(reason)
-
-
-def _moved_of(report: RankReport) -> list[tuple[TransferKind, int, int, float, float]]:
-    rows = [] if report.moved is None else report.moved.tolist()
-    return [
-        (_KINDS[int(kind)], int(stage), int(number), start, end)
-        for kind, stage, number, start, end in rows
-    ]
