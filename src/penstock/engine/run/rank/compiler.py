@@ -178,190 +178,197 @@ class Compiler:
 
     def _steps(self, segment: Segment, trains: bool) -> tuple[RankStep[RankWork], ...]:
         """The steps of a segment; one that only evaluates reads the newest weights."""
-        program = self.program(segment)
         stores = self._parts.stores if trains else {}
-        closing, renewed = self._closing(program), self._renewed(program)
+        return _Binder(self._parts, self.program(segment), stores).steps()
+
+
+class _Binder:
+    """Binds the ops of one segment, each to what performs it.
+
+    Args:
+        parts: what steps are bound to.
+        program: the rank's part of the segment.
+        stores: the versions of the weights that it reads, where there are several.
+    """
+
+    def __init__(
+        self, parts: RankParts, program: RankProgram, stores: Mapping[int, WeightStore]
+    ) -> None:
+        self._parts = parts
+        self._program = program
+        self._stores = stores
+
+    def steps(self) -> tuple[RankStep[RankWork], ...]:
+        """A step for each op, in order."""
+        closing, renewed = self._closing(), self._renewed()
         steps = []
-        for op in program.ops:
-            step = self._bound(op, program, stores.get(op.stage))
+        for op in self._program.ops:
+            step = self._bound(op)
             if op in closing:
                 step = Closing(op, step, self._parts.updater)
             steps.append(Renewed(op, step, self._parts.updater) if op in renewed else step)
         return tuple(steps)
 
-    def _renewed(self, program: RankProgram) -> set[Op]:
+    def _renewed(self) -> set[Op]:
         """The first op that reads each stage's weights, where others update a part of them."""
         first: dict[int, Op] = {}
-        for op in program.ops if self._parts.updater.sums.has_shards else ():
+        for op in self._program.ops if self._parts.updater.sums.has_shards else ():
             if op.kind in _READING_WEIGHTS:
                 first.setdefault(op.stage, op)
         return {*first.values()}
 
-    def _closing(self, program: RankProgram) -> set[Op]:
+    def _closing(self) -> set[Op]:
         """The ops that make the last gradients before they are handed in, of stages whose gradients
         may leave earlier."""
         closing, last = set(), {}
-        for op in program.ops:
+        for op in self._program.ops:
             if op.kind in RELEASING:
                 last[op.stage] = op
             elif op.kind is Kind.REDUCE and self._parts.updater.sums.leaves_early(op.stage):
                 closing |= {last[op.stage]} if op.stage in last else set()
         return closing
 
-    def _bound(self, op: Op, program: RankProgram, store: WeightStore | None) -> RankStep[RankWork]:
-        step = self._checked(op, program, store)
-        if self._leaves(op, program) and op.kind is not Kind.FORWARD:
+    def _bound(self, op: Op) -> RankStep[RankWork]:
+        step = self._checked(op)
+        if self._leaves(op) and op.kind is not Kind.FORWARD:
             assert self._parts.offloading is not None
-            return Returned(op, program.unit(op), step, self._parts.offloading)
+            return Returned(op, self._program.unit(op), step, self._parts.offloading)
         if self._parts.so_far is not None and op.kind in _VERSIONED:
             return VersionCounted(op, step, self._parts.so_far)
         return step
 
-    def _checked(
-        self, op: Op, program: RankProgram, store: WeightStore | None
-    ) -> RankStep[RankWork]:
-        step = _BINDINGS[op.kind](self, op, program, store)
-        stashes = op.kind is Kind.FORWARD and self._leaves(op, program)
+    def _checked(self, op: Op) -> RankStep[RankWork]:
+        step, store = _BINDINGS[op.kind](self, op), self._stores.get(op.stage)
+        stashes = op.kind is Kind.FORWARD and self._leaves(op)
         offloading = self._parts.offloading if stashes else None
         if self._parts.residence is not None and op.kind in _READING_WEIGHTS:
-            unit, observers = program.unit(op), self._parts.observers
+            unit, observers = self._program.unit(op), self._parts.observers
             return SwappedCompute(op, unit, step, observers, self._parts.residence, offloading)
         if offloading is not None:
-            return Stashing(op, program.unit(op), step, self._parts.observers, offloading)
+            return Stashing(op, self._program.unit(op), step, self._parts.observers, offloading)
         if op.kind in _READING_WEIGHTS:
             if store is not None:
-                return Versioned(op, program.unit(op), step, self._parts.observers, store)
+                return Versioned(op, self._program.unit(op), step, self._parts.observers, store)
             if self._parts.observers.look_on(op.kind):
-                return Observed(op, program.unit(op), step, self._parts.observers)
+                return Observed(op, self._program.unit(op), step, self._parts.observers)
         return Checked(op, step, self._parts.shared) if op.kind in _CHANGING_WEIGHTS else step
 
-    def _leaves(self, op: Op, program: RankProgram) -> bool:
+    def _leaves(self, op: Op) -> bool:
         """Whether an op is of a microbatch whose activations leave."""
-        return op.kind in COMPUTE and (op.stage, program.unit(op)) in program.offloaded
+        return op.kind in COMPUTE and (op.stage, self._program.unit(op)) in self._program.offloaded
 
-    def _forward(
-        self, op: Op, program: RankProgram, store: WeightStore | None
-    ) -> RankStep[RankWork]:
-        unit, parts = program.unit(op), self._parts
+    def _forward(self, op: Op) -> RankStep[RankWork]:
+        unit, parts = self._program.unit(op), self._parts
         bound = (
             op,
             unit,
             parts.stages[op.stage],
-            program.keeps[op.stage, unit],
-            op.stage == program.last_stage,
-            program.arriving(op),
-            program.leaving(op),
+            self._program.keeps[op.stage, unit],
+            op.stage == self._program.last_stage,
+            self._program.arriving(op),
+            self._program.leaving(op),
             parts.shared if parts.shared.watches(op.stage) else None,
-            store,
+            self._stores.get(op.stage),
         )
         return ForwardOnTrust(*bound, parts.updates) if parts.on_trust else Forward(*bound)
 
-    def _backward(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[RankWork]:
+    def _backward(self, op: Op) -> RankStep[RankWork]:
         kind = Backward if op.kind is Kind.BACKWARD else BackwardInput
         return kind(
             op,
-            program.unit(op),
+            self._program.unit(op),
             self._parts.stages[op.stage],
-            op.stage == program.last_stage,
-            program.arriving(op),
-            program.leaving(op),
+            op.stage == self._program.last_stage,
+            self._program.arriving(op),
+            self._program.leaving(op),
             self._parts.updater,
         )
 
-    def _backward_weight(
-        self, op: Op, program: RankProgram, _: WeightStore | None
-    ) -> RankStep[RankWork]:
+    def _backward_weight(self, op: Op) -> RankStep[RankWork]:
         return BackwardWeight(
-            op, program.unit(op), self._parts.stages[op.stage], self._parts.updater
+            op, self._program.unit(op), self._parts.stages[op.stage], self._parts.updater
         )
 
-    def _recompute(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[RankWork]:
-        unit = program.unit(op)
+    def _recompute(self, op: Op) -> RankStep[RankWork]:
+        unit = self._program.unit(op)
         return Recompute(
-            op, unit, self._parts.stages[op.stage], program.keeps_again[op.stage, unit]
+            op, unit, self._parts.stages[op.stage], self._program.keeps_again[op.stage, unit]
         )
 
-    def _send(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[RankWork]:
+    def _send(self, op: Op) -> RankStep[RankWork]:
         kind = SendValue if op.kind is Kind.SEND_FORWARD else SendGradients
-        return kind(op, program.unit(op), program.edges[op])
+        return kind(op, self._program.unit(op), self._program.edges[op])
 
-    def _receive(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[RankWork]:
+    def _receive(self, op: Op) -> RankStep[RankWork]:
         kind = ReceiveValue if op.kind is Kind.RECV_FORWARD else ReceiveGradients
-        return kind(op, program.unit(op), program.edges[op], program.waiting[op])
+        return kind(op, self._program.unit(op), self._program.edges[op], self._program.waiting[op])
 
-    def _freed(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[RankWork]:
+    def _freed(self, op: Op) -> RankStep[RankWork]:
         return Freed(op)
 
-    def _reduce(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[RankWork]:
+    def _reduce(self, op: Op) -> RankStep[RankWork]:
         return Reduce(op, self._parts.updater)
 
-    def _agreement(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[RankWork]:
+    def _agreement(self, op: Op) -> RankStep[RankWork]:
         agree = Settle if self._parts.on_trust else Agree
         return agree(op, self._parts.updates)
 
-    def _update(
-        self, op: Op, program: RankProgram, store: WeightStore | None
-    ) -> RankStep[RankWork]:
+    def _update(self, op: Op) -> RankStep[RankWork]:
         updates, residence = self._parts.updates, self._parts.residence
+        store = self._stores.get(op.stage)
         if store is not None:
             return NewVersion(op, updates, store)
         if residence is not None:
             return SwappedUpdate(op, updates, residence)
         return UpdateWeights(op, updates)
 
-    def _late_update(
-        self, op: Op, program: RankProgram, _: WeightStore | None
-    ) -> RankStep[RankWork]:
+    def _late_update(self, op: Op) -> RankStep[RankWork]:
         assert self._parts.deferred is not None
         return LateUpdate(op, self._parts.deferred)
 
-    def _fetch(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[RankWork]:
+    def _fetch(self, op: Op) -> RankStep[RankWork]:
         assert self._parts.residence is not None
-        return LoadStage(op, program.stays[op], self._parts.residence)
+        return LoadStage(op, self._program.stays[op], self._parts.residence)
 
-    def _leave(self, op: Op, program: RankProgram, _: WeightStore | None) -> RankStep[RankWork]:
+    def _leave(self, op: Op) -> RankStep[RankWork]:
         assert self._parts.residence is not None
-        noted_by = self._parts.deferred if op in program.last_leaves else None
-        return EvictStage(op, program.stays[op], self._parts.residence, noted_by)
+        noted_by = self._parts.deferred if op in self._program.last_leaves else None
+        return EvictStage(op, self._program.stays[op], self._parts.residence, noted_by)
 
-    def _leave_stash(
-        self, op: Op, program: RankProgram, _: WeightStore | None
-    ) -> RankStep[RankWork]:
+    def _leave_stash(self, op: Op) -> RankStep[RankWork]:
         assert self._parts.offloading is not None
-        unit, stage = program.unit(op), self._parts.stages[op.stage]
+        unit, stage = self._program.unit(op), self._parts.stages[op.stage]
         return LeaveStash(op, unit, stage, self._parts.offloading, self._parts.observers)
 
-    def _fetch_stash(
-        self, op: Op, program: RankProgram, _: WeightStore | None
-    ) -> RankStep[RankWork]:
+    def _fetch_stash(self, op: Op) -> RankStep[RankWork]:
         assert self._parts.offloading is not None
-        return FetchStash(op, program.unit(op), self._parts.offloading)
+        return FetchStash(op, self._program.unit(op), self._parts.offloading)
 
 
-_Binding = Callable[[Compiler, Op, RankProgram, WeightStore | None], RankStep[RankWork]]
+_Binding = Callable[[_Binder, Op], RankStep[RankWork]]
 
 _BINDINGS: Mapping[Kind, _Binding] = {
-    Kind.FORWARD: Compiler._forward,
-    Kind.RECOMPUTE: Compiler._recompute,
-    Kind.BACKWARD: Compiler._backward,
-    Kind.BACKWARD_INPUT: Compiler._backward,
-    Kind.BACKWARD_WEIGHT: Compiler._backward_weight,
-    Kind.SEND_FORWARD: Compiler._send,
-    Kind.RECV_FORWARD: Compiler._receive,
-    Kind.SEND_BACKWARD: Compiler._send,
-    Kind.RECV_BACKWARD: Compiler._receive,
-    Kind.FREE_INPUT_PART: Compiler._freed,
-    Kind.FREE: Compiler._freed,
-    Kind.REDUCE: Compiler._reduce,
-    Kind.AGREE: Compiler._agreement,
-    Kind.UPDATE: Compiler._update,
-    Kind.LATE_UPDATE: Compiler._late_update,
-    Kind.FETCH_FORWARD: Compiler._fetch,
-    Kind.FETCH_BACKWARD: Compiler._fetch,
-    Kind.LEAVE_FORWARD: Compiler._leave,
-    Kind.LEAVE_BACKWARD: Compiler._leave,
-    Kind.LEAVE_STASH: Compiler._leave_stash,
-    Kind.FETCH_STASH: Compiler._fetch_stash,
+    Kind.FORWARD: _Binder._forward,
+    Kind.RECOMPUTE: _Binder._recompute,
+    Kind.BACKWARD: _Binder._backward,
+    Kind.BACKWARD_INPUT: _Binder._backward,
+    Kind.BACKWARD_WEIGHT: _Binder._backward_weight,
+    Kind.SEND_FORWARD: _Binder._send,
+    Kind.RECV_FORWARD: _Binder._receive,
+    Kind.SEND_BACKWARD: _Binder._send,
+    Kind.RECV_BACKWARD: _Binder._receive,
+    Kind.FREE_INPUT_PART: _Binder._freed,
+    Kind.FREE: _Binder._freed,
+    Kind.REDUCE: _Binder._reduce,
+    Kind.AGREE: _Binder._agreement,
+    Kind.UPDATE: _Binder._update,
+    Kind.LATE_UPDATE: _Binder._late_update,
+    Kind.FETCH_FORWARD: _Binder._fetch,
+    Kind.FETCH_BACKWARD: _Binder._fetch,
+    Kind.LEAVE_FORWARD: _Binder._leave,
+    Kind.LEAVE_BACKWARD: _Binder._leave,
+    Kind.LEAVE_STASH: _Binder._leave_stash,
+    Kind.FETCH_STASH: _Binder._fetch_stash,
 }
 KINDS = frozenset(_BINDINGS)
 """The kinds of op that a rank can perform."""
