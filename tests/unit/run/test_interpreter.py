@@ -1,4 +1,4 @@
-"""The loop at the heart of the runtime: order, records, what an error becomes, and what a rank tells
+"""The loop at the heart of the runtime: order, records, what an error becomes, and what a rank says
 of itself."""
 
 from __future__ import annotations
