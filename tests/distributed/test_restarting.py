@@ -69,8 +69,7 @@ def test_a_run_that_is_killed_again_and_again_trains_as_if_it_never_stopped(
             os.kill(draw.choice(ranks), signal.SIGKILL)
         assert job.wait() == 0, job.said()
     check_losses(tmp_path, num_steps)
-    # Nothing is left open from attempt to attempt; for a moment a rank's connection may be.
-    assert min(descriptors[num_kills // 2 :]) <= descriptors[0], descriptors
+    assert len({*descriptors}) == 1, descriptors  # nothing is left open from attempt to attempt
     assert len(everybody) >= num_kills * NUM_RANKS
     wait_until_gone(everybody, limit_seconds=0)
     # What torch makes when it is loaded, and nothing of ours.

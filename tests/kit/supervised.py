@@ -194,9 +194,25 @@ def is_there(process: int) -> bool:
     return Path(f"/proc/{process}").exists()
 
 
-def num_descriptors(process: int) -> int:
-    """How many files and sockets a process has open."""
-    return len(os.listdir(f"/proc/{process}/fd"))
+def num_descriptors(process: int, limit_seconds: float = LIMIT_SECONDS) -> int:
+    """How many files and sockets a supervisor has open, as soon as it watches all processes that it
+    has forked: the last one may have said that it is there before."""
+    end = time.monotonic() + limit_seconds
+    while True:
+        opened = _opened_by(process)
+        if opened.count("anon_inode:[pidfd]") == len(children(process)):
+            return len(opened)
+        assert time.monotonic() < end, opened
+        time.sleep(0.002)
+
+
+def _opened_by(process: int) -> list[str]:
+    """What a process has open, by the names that the kernel has for it."""
+    found = []
+    for link in Path(f"/proc/{process}/fd").iterdir():
+        with suppress(FileNotFoundError):  # it has been closed meanwhile
+            found.append(str(link.readlink()))
+    return found
 
 
 if __name__ == "__main__":

@@ -25,7 +25,8 @@ from penstock.engine.reduce.reducer import MakeReducer
 from penstock.engine.run.assembly import Running
 from penstock.engine.run.digests import ComparingTransport
 from penstock.engine.run.drive.driver import Driver, told
-from penstock.engine.run.drive.joining import agree, offsets_of_clocks
+from penstock.engine.run.drive.joining import offsets_of_clocks
+from penstock.engine.run.drive.offers import agree
 from penstock.engine.run.drive.processes import ProcessDriver
 from penstock.engine.run.drive.threads import ThreadDriver
 from penstock.engine.run.layout import Layout
@@ -307,7 +308,9 @@ class InProcess(RankPlacement):
     ) -> None:
         settings = {**recipe.settings, **running.settings}
         fingerprint = spine_fingerprint(layers)
-        agreed = agree(meeting, plan, fingerprint, running.seed, _new_name(), settings)
+        agreed = agree(
+            meeting, plan, fingerprint, running.seed, _new_name(), settings, _traced(layers)
+        )
         check_processes(agreed.plan, meeting.num_ranks)
         super().__init__(*agreed, recipe, running)
         self.in_processes = meeting.num_ranks > 1
@@ -411,3 +414,9 @@ def _message_types(layers: Sequence[NamedLayer], running: Running) -> list[type]
     outputs are made of."""
     of_layers = {kind for layer in layers for kind in getattr(layer.module, "message_types", ())}
     return [Poison, *running.message_types, *of_layers]
+
+
+def _traced(layers: Sequence[NamedLayer]) -> dict[str, str]:
+    """What layers of a model were traced as, if it was, by their names."""
+    digests = ((layer.name, getattr(layer.module, "traced_as", None)) for layer in layers)
+    return {name: digest for name, digest in digests if isinstance(digest, str)}

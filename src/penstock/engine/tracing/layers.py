@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from penstock.base.errors import InputError
 from penstock.engine.model import tree
+from penstock.engine.tracing.digests import digest_of, lines_of_constants, lines_of_graph
 from penstock.engine.tracing.flow import ValueFlow
 from penstock.engine.tracing.graphs import Traced, spread
 
@@ -55,6 +56,13 @@ class LayerProgram:
 
     def __deepcopy__(self, memo: Any) -> Self:
         return self  # never changes, and its function belongs to no layer
+
+    def lines(self) -> Iterable[str]:
+        """All that counts, in a text that is equal wherever the same was traced."""
+        yield from lines_of_graph(self.graph)
+        yield from lines_of_constants(self.constants)
+        yield f"{self.reads} {self.produces} {self.readers} {self.num_inputs}"
+        yield f"{self.uses} {self.hands_on}"
 
 
 def program_of(traced: Traced, flow: ValueFlow, index: int) -> LayerProgram:
@@ -293,6 +301,12 @@ class CapturedLayer(nn.Module):
     def calls(self) -> frozenset[str]:
         """Names of the modules that it calls, in either mode."""
         return frozenset().union(*(program.modules for program in self._programs.values()))
+
+    @property
+    def traced_as(self) -> str:
+        """A digest of what was recorded, for processes to compare."""
+        programs = (self._programs[mode] for mode in (True, False))
+        return digest_of(line for program in programs for line in program.lines())
 
     def rewrite(self, write: Callable[[fx.Graph], fx.Graph]) -> None:
         """Do what ``write`` makes of what was recorded, in both modes."""

@@ -7,7 +7,6 @@ import mmap
 import os
 import select
 import signal
-import socket
 import time
 from functools import partial
 from typing import NamedTuple
@@ -108,18 +107,16 @@ class Attempt:
                 "the keeper of the job's store", self._signals, partial(keep_store, listening)
             )
             assert keeper is not None  # it never returns
+            listening.close()  # the door is the keeper's now; ranks need not have it, too
             self._watch(keeper)
             for rank in range(self._job.num_ranks):
                 forked = Forked.started(
-                    f"rank {rank}",
-                    self._signals,
-                    partial(self._prepare, rank, port, listening),
+                    f"rank {rank}", self._signals, partial(self._prepare, rank, port)
                 )
                 if forked is None:
                     return Rank(rank)
                 self._ranks.append(forked)
                 self._watch(forked)
-        listening.close()
         self._forked = time.monotonic()
         return None
 
@@ -127,9 +124,8 @@ class Attempt:
         self._running[forked.ended] = forked
         self._poll.register(forked.ended, select.POLLIN)
 
-    def _prepare(self, rank: int, port: int, listening: socket.socket) -> None:
+    def _prepare(self, rank: int, port: int) -> None:
         """In a rank: hold nothing open of others, and say where it is."""
-        listening.close()
         for descriptor in self._running:
             os.close(descriptor)
         os.environ |= self._job.environment(rank, self._number, port, self._memory, self._store)

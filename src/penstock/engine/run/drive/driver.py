@@ -158,6 +158,12 @@ def failure_notice(rank: int, error: BaseException) -> str:
     return f"rank {rank} failed: {named(error)}"
 
 
+def loader_notice(rank: int, error: BaseException) -> str:
+    """What to tell other ranks where a loader has raised behind the minibatch at hand."""
+    raised = f"the loader of rank {rank} has raised an error behind this minibatch"
+    return f"rank {rank} failed: {raised} ({named(error)})"
+
+
 def named(error: BaseException) -> str:
     """The text of an exception, behind its type's name if it is not Penstock's own:
     ``SystemExit(3)`` says no more than 3."""

@@ -17,6 +17,7 @@ from penstock.engine.run.drive.driver import (
     Driver,
     StageStates,
     failure_notice,
+    loader_notice,
     named,
     naming,
 )
@@ -109,7 +110,10 @@ class ProcessDriver(Driver[ProcessTicket]):
         """Perform this rank's ops and tell their results; the other ranks do likewise."""
         self._check_usable()
         self._be_patient(minibatch)
-        with self._telling_failures(segment, minibatch.step):
+        if position.failure is not None:
+            # Whoever gives up meanwhile for want of this rank reads what was first.
+            self._board.write(loader_notice(self._seat.number, position.failure))
+        with self._telling_failures(segment, minibatch.step, position.failure):
             digest = self._transport.digest = call_digest_of(minibatch, position)
             self._transport.synchronous = position.synchronous and self._compares_sums
             callers = moments_of(minibatch, [self._worker])
@@ -128,8 +132,9 @@ class ProcessDriver(Driver[ProcessTicket]):
             raise RunError(f"this pipeline has failed ({self._failure}); start the job again")
 
     def collect(self, ticket: ProcessTicket) -> MinibatchOutcome:
+        self._check_usable()  # a wait in vain would hide what has failed first
         segment, minibatch, result = ticket.segment, ticket.minibatch, ticket.result
-        with self._telling_failures(segment, minibatch.step):
+        with self._telling_failures(segment, minibatch.step, ticket.position.failure):
             by_seat = self._reports(ticket)
             # All members of a rank have the same results; the first one tells them.
             firsts = [report for seat, report in by_seat.items() if seat in self._firsts]
@@ -188,7 +193,11 @@ class ProcessDriver(Driver[ProcessTicket]):
             return self._transport.recv(Edge(0, rank, ORDER_TAG), FIRST_EXCHANGE + number, waiting)
 
     @contextmanager
-    def _telling_failures(self, segment: Segment, step: int) -> Iterator[None]:
+    def _telling_failures(
+        self, segment: Segment, step: int, of_loader: BaseException | None = None
+    ) -> Iterator[None]:
+        """Tell all ranks of a failure; of the loader's instead, if that was before: this rank's
+        caller hears of that one, too."""
         rank = self._seat.number
         try:
             with naming(rank, step):
@@ -207,7 +216,8 @@ class ProcessDriver(Driver[ProcessTicket]):
             ]
             # Others may have given up this attempt already: the notice must not seem a part of it.
             self._worker.channels.discard(LARGEST_NUMBER)
-            notice = failure_notice(rank, error)
+            failed = failure_notice(rank, error)
+            notice = failed if of_loader is None else loader_notice(rank, of_loader)
             self._worker.channels.fail(notice, edges)
             self._board.write(notice)
             if isinstance(error, PeerError | DeadlineError):

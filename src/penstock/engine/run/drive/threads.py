@@ -9,10 +9,10 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -30,6 +30,11 @@ from penstock.engine.transport.base import LARGEST_NUMBER
 from penstock.engine.transport.tags import END_TAG, FIRST_EXCHANGE
 
 _GRACE_SECONDS = 5.0
+_DEAF_SECONDS = 0.5
+_BROKEN_OFF = "the last step was broken off"
+"""No further step is possible if one is interrupted, which may happen at any line, until all ranks
+have come to rest."""
+
 
 T = TypeVar("T")
 Errand = Callable[[], Any]
@@ -41,7 +46,8 @@ class ThreadTicket:
     """A submitted minibatch, and what the ranks will have of it.
 
     ``num_updates`` holds how many steps each rank's optimizers had begun when it was through,
-    ``callers`` what had been asked of devices when it was submitted.
+    ``callers`` what had been asked of devices when it was submitted, ``news`` whether a rank has
+    failed, of each when it is through, and ``handed`` whether all ranks have been given their work.
     """
 
     segment: Segment
@@ -50,6 +56,26 @@ class ThreadTicket:
     futures: list[Future[StepResult]]
     num_updates: list[int]
     callers: Moments
+    news: queue.SimpleQueue[bool] = field(default_factory=queue.SimpleQueue)
+    handed: bool = False
+
+    def __post_init__(self) -> None:
+        for future in self.futures:
+            future.add_done_callback(lambda one: self.news.put(_has_failed(one)))
+
+    def all_went_well(self) -> bool:
+        """Wait until all ranks are through, or one has failed; whether none has.
+
+        An interrupt of ``concurrent.futures.wait``, or of a question to a future, may leave one
+        locked for ever, and its rank would then never come to its end. A queue is not left so.
+        """
+        return not any(self._next_news() for _ in self.futures)
+
+    def _next_news(self) -> bool:
+        while True:
+            # A signal that comes just before the wait begins is heard only when that ends.
+            with suppress(queue.Empty):
+                return self.news.get(timeout=_DEAF_SECONDS)
 
 
 class ThreadDriver(Driver[ThreadTicket]):
@@ -98,11 +124,15 @@ class ThreadDriver(Driver[ThreadTicket]):
         callers = moments_of(minibatch, self._workers)
         ticket = ThreadTicket(segment, minibatch, position, futures, num_updates, callers)
         self._be_patient(minibatch)
-        with self._until_we_know_better():
-            self._under_way.append(ticket)
-            pairs = zip(self._workers, self._inboxes, ticket.futures, strict=True)
-            for worker, inbox, future in pairs:
+        self._under_way.append(ticket)
+        try:  # no context: one that is interrupted as it ends would cancel when it is collected
+            self._unusable = _BROKEN_OFF  # until we know better
+            for worker, inbox, future in zip(self._workers, self._inboxes, futures, strict=True):
                 inbox.put((partial(self._run, worker, ticket), future))
+            ticket.handed = True
+        except BaseException:
+            self._cancel()
+            raise
         self._unusable = None
         return ticket
 
@@ -131,12 +161,13 @@ class ThreadDriver(Driver[ThreadTicket]):
         if ticket not in self._under_way:
             raise RunError("this step was cancelled because the one before it failed")
         try:
-            with self._until_we_know_better():
-                wait(futures, return_when=FIRST_EXCEPTION)
+            self._unusable = _BROKEN_OFF  # until we know better
+            went_well = ticket.all_went_well()
         except BaseException:
+            self._cancel()
             self._come_to_rest()
             raise
-        if any(not future.done() or future.exception() for future in futures):
+        if not went_well:
             begun = [*self._under_way]
             self._come_to_rest()
             raise self._cause(begun)
@@ -155,7 +186,7 @@ class ThreadDriver(Driver[ThreadTicket]):
         return firsts
 
     def is_done(self, ticket: ThreadTicket) -> bool:
-        return all(future.done() and not future.exception() for future in ticket.futures)
+        return all(future.done() and not _has_failed(future) for future in ticket.futures)
 
     def watch(
         self, ticket: ThreadTicket, first_is_through: Callable[[], None], failed: Callable[[], None]
@@ -183,19 +214,9 @@ class ThreadDriver(Driver[ThreadTicket]):
                 _fulfil(partial(_on_device, worker, errand), future)
         return futures
 
-    @contextmanager
-    def _until_we_know_better(self) -> Iterator[None]:
-        """No further step is possible if this is interrupted, which may happen at any line."""
-        self._unusable = "the last step was broken off"
-        try:
-            yield
-        except BaseException:
-            self._cancel()
-            raise
-
     def break_off(self) -> None:
         if self._under_way:
-            self._unusable = "the last step was broken off"
+            self._unusable = _BROKEN_OFF
             self._cancel()
             self._come_to_rest()
 
@@ -239,8 +260,13 @@ class ThreadDriver(Driver[ThreadTicket]):
         self._failed = True
         futures = [future for ticket in self._under_way for future in ticket.futures]
         trained = any(ticket.minibatch.trains for ticket in self._under_way)
+        for ticket in self._under_way:
+            if not ticket.handed:  # an interrupt came between; who has not begun never will
+                for future in ticket.futures:
+                    future.cancel()
         self._under_way.clear()
-        _, running = wait(futures, timeout=_GRACE_SECONDS)
+        begun = [future for future in futures if not future.cancelled()]
+        _, running = wait(begun, timeout=_GRACE_SECONDS)
         if running:
             rank = min(futures.index(future) % len(self._workers) for future in running)
             self._unusable = f"rank {rank} still runs an op of the failed step"
@@ -264,7 +290,7 @@ class ThreadDriver(Driver[ThreadTicket]):
     def _cause(self, begun: Sequence[ThreadTicket]) -> BaseException:
         """The failure that made the others fail, with what every rank did last as notes."""
         futures = [future for ticket in begun for future in ticket.futures]
-        errors = [e for f in futures if f.done() and (e := f.exception()) is not None]
+        errors = [e for f in futures if f.done() and (e := _exception_of(f)) is not None]
         consequences = (PeerError, DeadlineError), PeerError, ()
         cause = next(e for kinds in consequences for e in errors if not isinstance(e, kinds))
         if isinstance(cause, DeadlineError) and self._unusable:
@@ -272,7 +298,7 @@ class ThreadDriver(Driver[ThreadTicket]):
             cause = DeadlineError(f"{cause} ({self._unusable})")
         for rank, worker in enumerate(self._workers):
             own = (ticket.futures[rank] for ticket in begun)
-            failed = (e for f in own if f.done() and (e := f.exception()) is not None)
+            failed = (e for f in own if f.done() and (e := _exception_of(f)) is not None)
             # The first: after it, the rank may have begun the next minibatch.
             for note in getattr(next(failed, None), "__notes__", [worker.dump()]):
                 if note not in getattr(cause, "__notes__", ()):
@@ -338,7 +364,18 @@ def _serve(inbox: Inbox, num_threads: int) -> None:
         del work
 
 
+def _exception_of(future: Future[Any]) -> BaseException | None:
+    """What went wrong, of a rank that has begun and is through."""
+    return None if future.cancelled() else future.exception()
+
+
+def _has_failed(future: Future[Any]) -> bool:
+    return future.cancelled() or future.exception() is not None
+
+
 def _fulfil(task: Errand, future: Future[Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
     try:
         future.set_result(task())
     except BaseException as error:
