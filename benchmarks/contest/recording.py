@@ -21,8 +21,7 @@ import torch
 from benchmarks.common.alone import publish
 from penstock.core.schedule import Kind, Op
 from penstock.engine.run.outcome import RankRecord, timeline
-from penstock.engine.run.rank.interpreter import perform_all
-from penstock.engine.run.rank.journal import Journal
+from penstock.engine.run.rank.interpreter import Journal, perform_all
 
 NUM_OPS = 20
 """In a row; few, so that other work on the machine meets both alike."""

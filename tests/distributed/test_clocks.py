@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.engine.run.drive.clocks import NUM_EXCHANGES
+from penstock.engine.run.drive.joining import NUM_EXCHANGES
 from tests.distributed.jobs.clocks import AHEAD
 from tests.kit.launch import forked
 

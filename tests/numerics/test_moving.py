@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.base.errors import StageError
 from penstock.engine.device import queue
-from penstock.engine.run import twins
+from penstock.engine.run import copies
 from tests.kit.examples import in_turns
 from tests.kit.helpers import Lambda
 from tests.kit.on_devices import EMULATED, assert_right
@@ -113,8 +113,8 @@ def test_buffers_cross_devices_only_when_they_have_changed(monkeypatch):
         crossed.append(tensor)
         return moved(tensor, device)
 
-    moved = twins.moved
-    monkeypatch.setattr(twins, "moved", counting)
+    moved = copies.moved
+    monkeypatch.setattr(copies, "moved", counting)
 
     def run(devices):
         """The losses of four steps, and how many buffers had crossed before each of them."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock.base.errors import InputError
-from penstock.engine.run.rank.updater import Updater
+from penstock.engine.run.rank.on_trust import UpdatesOnTrust
 from tests.kit.examples import crossed
 from tests.kit.helpers import make_batch, make_mlp, same_order_families
 from tests.kit.one_device import OneDevice, assert_same, assert_same_gradients, same
@@ -40,7 +40,7 @@ def infinite_batch(at=5, seed=1):
 def rollbacks(monkeypatch):
     """Counts the steps that were undone."""
     undone = []
-    settle = Updater.settle
+    settle = UpdatesOnTrust.settle
 
     def counted(self):
         stands = settle(self)
@@ -48,7 +48,7 @@ def rollbacks(monkeypatch):
             undone.append(self)
         return stands
 
-    monkeypatch.setattr(Updater, "settle", counted)
+    monkeypatch.setattr(UpdatesOnTrust, "settle", counted)
     return undone
 
 

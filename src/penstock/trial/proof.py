@@ -27,7 +27,7 @@ from penstock.engine.device.placement import devices_of_ranks
 from penstock.engine.model import microbatches, tree
 from penstock.engine.model.optimizer_factory import Parameters
 from penstock.engine.run.drive.joining import several_processes
-from penstock.engine.run.placing import place_buffers, place_parameters
+from penstock.engine.run.materialising import place_buffers, place_parameters
 from penstock.planning.plans import Plan
 from penstock.planning.plans.explanation import steady_minibatch
 from penstock.training.pipeline import Pipeline

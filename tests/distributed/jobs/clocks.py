@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from penstock.engine.run.drive.clocks import clock_offsets
+from penstock.engine.run.drive.joining import clock_offsets
 
 AHEAD = {"a": 0.0, "b": 5.0, "c": -1234.5}
 

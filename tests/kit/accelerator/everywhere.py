@@ -17,7 +17,7 @@ import penstock as pk
 from penstock.engine.device import accelerators
 from penstock.engine.model import tree
 from penstock.engine.run import assembly
-from penstock.engine.run.placing import place_buffers, place_parameters
+from penstock.engine.run.materialising import place_buffers, place_parameters
 from tests.kit.accelerator import own_process
 from tests.kit.accelerator.device_module import NAME
 from tests.kit.accelerator.devices import register

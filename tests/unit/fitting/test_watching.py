@@ -20,7 +20,7 @@ from penstock.base.errors import InputError
 from penstock.demo import gpt
 from penstock.engine.device import accelerators
 from penstock.engine.model.flops import count_flops
-from penstock.engine.run.work import Work
+from penstock.engine.run.history import Work
 from penstock.training.fitting import places, watching
 from tests.kit.helpers import make_batch, make_mlp
 from tests.kit.training import pipeline_of, sgd

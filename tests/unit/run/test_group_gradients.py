@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from penstock.engine.reduce.agreement import Share
-from penstock.engine.run.rank.group_gradients import GroupGradients
+from penstock.engine.run.rank.updater import GroupGradients
 from tests.kit.groups import together
 
 

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from penstock.engine.run.logbook import PAGE_BYTES, VARIABLE, Failure, Logbook, Notes
+from penstock.engine.run.logbook import PAGE_BYTES, VARIABLE, Logbook, Notes, ScriptFailure
 
 NOTHING = Notes(None, None, None, None)
 
@@ -43,11 +43,11 @@ def test_notes_stand_on_the_page_of_their_rank(pages):
     logbook.reach(1)
     logbook.begin(1)
     logbook.build()
-    logbook.fail(Failure("rank 1 failed: boom", followed=False))
+    logbook.fail(ScriptFailure("rank 1 failed: boom", followed=False))
     notes = read(1)
     assert notes.built > 0
     assert (notes.first_step, notes.step) == (0, 1)
-    assert notes.failure == Failure("rank 1 failed: boom", followed=False)
+    assert notes.failure == ScriptFailure("rank 1 failed: boom", followed=False)
     assert read(0) == NOTHING
 
 
@@ -62,8 +62,8 @@ def test_the_first_step_is_that_of_the_first_pipeline(pages):
 def test_whatever_a_failure_says_fits_on_the_page(pages, reason):
     descriptor, read = pages
     logbook = Logbook.of_this_process(told(descriptor, 0))
-    logbook.fail(Failure("a longer reason than the last one", followed=True))
-    logbook.fail(Failure(reason, followed=False))
+    logbook.fail(ScriptFailure("a longer reason than the last one", followed=True))
+    logbook.fail(ScriptFailure(reason, followed=False))
     written = read(0).failure
     assert not written.followed
     assert reason.startswith(written.reason.replace("?", "\udc80"))

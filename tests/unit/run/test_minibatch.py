@@ -6,8 +6,8 @@ import torch
 
 from penstock.engine.model.microbatches import Weighting
 from penstock.engine.run.cutter import Cutter
-from penstock.engine.run.minibatch import Minibatch, StreamPosition, seal_of
-from penstock.engine.run.seals import Call, Next, Seal
+from penstock.engine.run.digests import Call, CallDigest, Next
+from penstock.engine.run.minibatch import Minibatch, StreamPosition, call_digest_of
 
 
 def cutter():
@@ -34,9 +34,9 @@ def test_a_loop_says_whether_more_follow():
     pairs = [*cutter().minibatches([(rows, rows)] * 3, first_step=5)]
     assert [minibatch.step for minibatch, _ in pairs] == [5, 6, 7]
     assert [position.more_follow for _, position in pairs] == [True, True, False]
-    seals = [Seal.unpacked(seal_of(*pair)) for pair in pairs]
-    assert {seal.call for seal in seals} == {Call.LOOP}
-    assert [seal.behind for seal in seals] == [Next.MINIBATCH, Next.MINIBATCH, Next.NOTHING]
+    digests = [CallDigest.unpacked(call_digest_of(*pair)) for pair in pairs]
+    assert {digest.call for digest in digests} == {Call.LOOP}
+    assert [digest.behind for digest in digests] == [Next.MINIBATCH, Next.MINIBATCH, Next.NOTHING]
 
 
 def test_a_loop_says_that_its_loader_has_raised():
@@ -47,8 +47,8 @@ def test_a_loop_says_that_its_loader_has_raised():
         raise ValueError("boom")
 
     (pair,) = cutter().minibatches(loader(), first_step=0)
-    assert Seal.unpacked(seal_of(*pair)).behind == Next.LOADER_ERROR
+    assert CallDigest.unpacked(call_digest_of(*pair)).behind == Next.LOADER_ERROR
 
 
 def test_what_ends_a_stream_has_nothing_to_compare():
-    assert seal_of(Minibatch(0, ()), StreamPosition()) == b""
+    assert call_digest_of(Minibatch(0, ()), StreamPosition()) == b""

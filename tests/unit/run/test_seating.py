@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.base.errors import DeadlineError
-from penstock.engine.run.seating import MeshTransport, Seat
+from penstock.engine.run.seating import MeshTransport, RankSeat
 from penstock.engine.transport import Edge
 from penstock.engine.transport.base import Patience, overdue
 
@@ -28,7 +28,7 @@ def told(seat, edge):
 
 def test_an_error_on_a_mesh_counts_in_both_ways_and_says_so():
     """ "rank 1, waiting for the weights that rank 2 has updated: rank 5 did not answer"."""
-    on_mesh = told(Seat(1, 1, (2, 2, 2)), Edge(2, 1, 0))
+    on_mesh = told(RankSeat(1, 1, (2, 2, 2)), Edge(2, 1, 0))
     assert on_mesh.startswith(
         "rank 1, waiting for rank 2's weights (ranks of the plan; counted by devices, rank 3 waits "
         "for rank 5): rank 5 did not answer within 5 s"
@@ -36,5 +36,5 @@ def test_an_error_on_a_mesh_counts_in_both_ways_and_says_so():
 
 
 def test_where_every_rank_has_one_device_there_is_one_way_to_count():
-    alone = told(Seat(1), Edge(2, 1, 0))
+    alone = told(RankSeat(1), Edge(2, 1, 0))
     assert alone.startswith("rank 1, waiting for rank 2's weights: rank 2 did not answer")

@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 from penstock.base.errors import InputError
-from penstock.engine.run.rank.updater import Holding, Updater
+from penstock.engine.run.rank.on_trust import UpdatesOnTrust
+from penstock.engine.run.rank.protocols import FlushedUpdates, StreamedUpdates, UpdateProtocols
+from penstock.engine.run.rank.updater import StageParameters, Updater
 from penstock.engine.run.rank.worker import NUMBERS_PER_RUN
 from penstock.engine.run.recipe import LossScale, Recipe
 from penstock.engine.transport import ThreadExchange
@@ -15,18 +17,20 @@ from penstock.engine.transport.base import FIRST_EXCHANGE
 
 
 def updater_of(stages, **options):
-    """An updater of a job with one rank."""
+    """An updater of a job with one rank, and its protocols."""
     (transport,) = ThreadExchange(1, 5.0).transports
     places = iter(range(100))
     holdings = {
-        stage: Holding(
+        stage: StageParameters(
             {f"{stage}.{name}": one for name, one in module.named_parameters()},
             {next(places): one for one in module.parameters()},
         )
         for stage, module in stages.items()
     }
     options = {"optimizer": lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.5), **options}
-    return Updater(0, 1, holdings, transport, Recipe(**options))
+    updater = Updater(0, 1, holdings, transport, Recipe(**options))
+    kind = UpdatesOnTrust if updater.recipe.post_validate else FlushedUpdates
+    return updater, UpdateProtocols(kind(updater), StreamedUpdates(updater))
 
 
 def two_layers():
@@ -46,16 +50,16 @@ def weights(stages):
 
 def test_each_stage_is_stepped_by_an_optimizer_of_its_own():
     stages = two_layers()
-    updater = updater_of({**stages, 5: nn.ReLU()})
+    updater, updates = updater_of({**stages, 5: nn.ReLU()})
     assert list(updater.optimizers) == [0, 3]
     before = stages[3].weight.detach().clone()
-    updater.begin(1)
+    updates.begin(1, asynchronous=False)
     fill_gradients(stages, 1.0)
-    updater.update(3)
+    updates.now.update(3)
     assert torch.equal(stages[3].weight, before - 1.0)
     assert stages[3].weight.grad is None
     assert stages[0].weight.grad is not None
-    updater.update(5)
+    updates.now.update(5)
     assert updater.num_updates == 1
 
 
@@ -74,7 +78,7 @@ def test_only_a_stage_with_nothing_to_train_needs_no_optimizer(frozen):
     for name in frozen:
         getattr(layer, name).requires_grad_(False)
     if len(frozen) == 2:
-        assert updater_of({0: layer}, optimizer=refuses).optimizers == {}
+        assert updater_of({0: layer}, optimizer=refuses)[0].optimizers == {}
         return
     with pytest.raises(InputError, match="nothing that I could train"):
         updater_of({0: layer}, optimizer=refuses)
@@ -88,7 +92,7 @@ def test_steps_on_trust_end_where_agreed_steps_end(clip_norm, scaled, bad_step):
     scale = LossScale.of(torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2))
     for post_validate in (False, True):
         stages = two_layers()
-        updater = updater_of(
+        updater, updates = updater_of(
             stages,
             clip_norm=clip_norm,
             loss_scale=scale if scaled else None,
@@ -96,16 +100,16 @@ def test_steps_on_trust_end_where_agreed_steps_end(clip_norm, scaled, bad_step):
         )
         stands = []
         for step in range(3):
-            updater.begin(step)
+            updates.begin(step, asynchronous=False)
             infinite = scaled and step == bad_step
             fill_gradients(stages, float("inf") if infinite else 1.0 + step)
             if not post_validate:
-                updater.agree()
-            updater.update(3)
-            updater.update(0)
-            assert updater.pending == post_validate
-            stands.append(updater.settle())
-            assert not updater.pending
+                updates.now.agree()
+            updates.now.update(3)
+            updates.now.update(0)
+            assert updates.now.unvalidated == post_validate
+            stands.append(updates.now.settle())
+            assert not updates.now.unvalidated
         found.append((weights(stages), updater.norm, updater.loss_scale))
         if post_validate:
             assert stands == [
@@ -122,29 +126,29 @@ def test_steps_on_trust_end_where_agreed_steps_end(clip_norm, scaled, bad_step):
 def test_the_loss_scale_follows_the_verdicts(post_validate):
     stages = two_layers()
     scale = LossScale.of(torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2))
-    updater = updater_of(stages, loss_scale=scale, post_validate=post_validate)
+    updater, updates = updater_of(stages, loss_scale=scale, post_validate=post_validate)
     scales = []
     for step, value in enumerate([1.0, 1.0, float("inf"), 1.0]):
-        updater.begin(step)
+        updates.begin(step, asynchronous=False)
         fill_gradients(stages, value)
         if not post_validate:
-            updater.agree()
+            updates.now.agree()
         for stage in (3, 0):
-            updater.update(stage)
-        updater.settle()
+            updates.now.update(stage)
+        updates.now.settle()
         scales.append(updater.loss_scale.scale)
     assert scales == [4.0, 8.0, 4.0, 4.0]
 
 
 def test_what_is_undone_includes_momentum():
     stages = two_layers()
-    updater = updater_of(stages, clip_norm=0.1, post_validate=True)
+    updater, updates = updater_of(stages, clip_norm=0.1, post_validate=True)
     for step in range(2):
-        updater.begin(step)
+        updates.begin(step, asynchronous=False)
         fill_gradients(stages, 100.0)
         for stage in (3, 0):
-            updater.update(stage)
-        assert not updater.settle()
+            updates.now.update(stage)
+        assert not updates.now.settle()
     (momentum, *_) = [
         state["momentum_buffer"] for state in updater.optimizers[0].state_dict()["state"].values()
     ]
@@ -165,14 +169,14 @@ NUMBERS = [
 def test_every_asynchronous_round_has_messages_of_its_own(updates, rounds):
     asynchronous, stages_in_order = updates
     stages = two_layers()
-    updater = updater_of(stages)
+    updater, updates = updater_of(stages)
     for first in (NUMBERS_PER_RUN, 2 * NUMBERS_PER_RUN):
-        updater.begin(first, asynchronous=asynchronous)
+        updates.begin(first, asynchronous=asynchronous)
         numbers = []
         for stage in stages_in_order:
             fill_gradients(stages, 1.0)
             numbers.append(updater.sums.number)
-            updater.update(stage)
+            updates.now.update(stage)
         assert numbers == [FIRST_EXCHANGE + first + one for one in rounds]
 
 
@@ -228,20 +232,20 @@ def test_what_is_undone_includes_weights_in_another_dtype(where):
     found = []
     for post_validate in (False, True):
         stages = {stage: layer.bfloat16() for stage, layer in two_layers().items()}
-        updater = updater_of(
+        updater, updates = updater_of(
             stages,
             clip_norm=0.1,
             post_validate=post_validate,
             optimizer=lambda parameters: MasterSGD(parameters, where),
         )
         for step in range(4):
-            updater.begin(step)
+            updates.begin(step, asynchronous=False)
             fill_gradients(stages, 1.0 + step)
             if not post_validate:
-                updater.agree()
+                updates.now.agree()
             for stage in (3, 0):
-                updater.update(stage)
-            assert updater.settle() != post_validate
+                updates.now.update(stage)
+            assert updates.now.settle() != post_validate
         optimizer = updater.optimizers[0]
         found.append([weights(stages), *map(torch.clone, optimizer.masters())])
         assert optimizer.param_groups[0]["num_steps"] == 4
@@ -267,22 +271,22 @@ def test_an_optimizer_inside_another_is_undone_with_it():
     for post_validate in (False, True):
         stages = two_layers()
         options = {"clip_norm": 0.1, "post_validate": post_validate, "optimizer": Averaging}
-        updater = updater_of(stages, **options)
+        _, updates = updater_of(stages, **options)
         for step in range(3):
-            updater.begin(step)
+            updates.begin(step, asynchronous=False)
             fill_gradients(stages, 1.0 + step)
             if not post_validate:
-                updater.agree()
+                updates.now.agree()
             for stage in (3, 0):
-                updater.update(stage)
-            updater.settle()
+                updates.now.update(stage)
+            updates.now.settle()
         found.append(weights(stages))
     assert torch.equal(*found)
 
 
 def test_dropping_gradients_drops_those_of_all_stages():
     stages = two_layers()
-    updater = updater_of(stages)
+    updater, _ = updater_of(stages)
     fill_gradients(stages, 1.0)
     updater.drop_gradients()
     assert all(p.grad is None for module in stages.values() for p in module.parameters())

@@ -16,11 +16,11 @@ from penstock.core.schedule.rounds import Segment
 from penstock.engine.model.randomness import LayerStreams
 from penstock.engine.model.spine import spine_of
 from penstock.engine.run.minibatch import Minibatch, StreamPosition
-from penstock.engine.run.rank.compiler import KINDS
-from penstock.engine.run.rank.updater import Holding, Updater
+from penstock.engine.run.rank.compiler import KINDS, RankExtras
+from penstock.engine.run.rank.updater import StageParameters, Updater
 from penstock.engine.run.rank.worker import Worker
 from penstock.engine.run.recipe import Recipe
-from penstock.engine.run.shared_state import SharedState, SharedTensor
+from penstock.engine.run.replicas import SharedState, SharedTensor
 from penstock.engine.stage.stage import Stage
 from penstock.engine.transport import Edge, Transport
 from penstock.engine.transport.base import FIRST_EXCHANGE
@@ -66,14 +66,14 @@ def worker_of(rank, stages, num_stages, transport, model=None, shared=None, **op
     built = {index: Stage(index, [layers[index]], index, LayerStreams(0)) for index in stages}
     recipe = Recipe(**{"loss": F.mse_loss, "optimizer": None, **options})
     holdings = {
-        index: Holding(
+        index: StageParameters(
             {str(at): one for at, one in enumerate(stage.parameters())},
             {100 * index + at: one for at, one in enumerate(stage.parameters())},
         )
         for index, stage in built.items()
     }
     updater = Updater(rank, 1, holdings, transport, recipe)  # which agrees with nobody else
-    return Worker(rank, built, transport, recipe, updater, shared=shared)
+    return Worker(rank, built, transport, recipe, updater, RankExtras(shared=shared))
 
 
 def segment(text):
@@ -118,10 +118,10 @@ def test_every_microbatch_gets_its_own_seed_even_if_a_backward_overwrites_it():
 def test_the_last_rank_receives_computes_and_sends_back():
     transport = Notebook({(FORWARD, 0): torch.ones(2, 3, requires_grad=True)})
     worker = worker_of(1, [1], 2, transport)
-    harvest = worker.run(TWO_RANKS, minibatch())
-    assert len(harvest.starts) == len(harvest.ends) == 4
-    assert list(harvest.losses) == [0]
-    assert harvest.outputs == {}
+    result = worker.run(TWO_RANKS, minibatch())
+    assert len(result.starts) == len(result.ends) == 4
+    assert list(result.losses) == [0]
+    assert result.outputs == {}
     ((edge, microbatch, (gradient,)),) = transport.sent
     assert (edge, microbatch, gradient.shape) == (BACKWARD, 0, (2, 3))
     assert transport.waiting == ["rank 1, waiting at 1RECV_F0 for 0SEND_F0 of rank 0"]
@@ -136,8 +136,8 @@ def test_a_rank_sends_back_that_there_is_no_gradient():
 def test_the_first_rank_sends_and_waits_for_the_gradient():
     transport = Notebook({(BACKWARD, 0): [torch.ones(2, 3)]})
     worker = worker_of(0, [0], 2, transport)
-    harvest = worker.run(TWO_RANKS, minibatch())
-    assert harvest.losses == {}
+    result = worker.run(TWO_RANKS, minibatch())
+    assert result.losses == {}
     assert [(edge, microbatch) for edge, microbatch, _ in transport.sent] == [(FORWARD, 0)]
     assert transport.waiting == ["rank 0, waiting at 0RECV_B0 for 1SEND_B0 of rank 1"]
 
@@ -145,8 +145,8 @@ def test_the_first_rank_sends_and_waits_for_the_gradient():
 def test_neighbouring_stages_on_one_rank_need_no_message():
     transport = Notebook()
     worker = worker_of(0, [0, 1], 2, transport)
-    harvest = worker.run(segment("0F0,1F0,1B0,0B0\n"), minibatch())
-    assert list(harvest.losses) == [0]
+    result = worker.run(segment("0F0,1F0,1B0,0B0\n"), minibatch())
+    assert list(result.losses) == [0]
     assert transport.sent == transport.waiting == []
     assert all(parameter.grad is not None for parameter in worker.stages[0].parameters())
 
@@ -160,9 +160,9 @@ def test_forward_and_backward_messages_have_channels_of_their_own():
 
 def test_without_targets_there_are_outputs_and_no_gradients():
     worker = worker_of(0, [0, 1], 2, Notebook())
-    harvest = worker.run(segment("0F0,1F0\n"), Minibatch(0, [torch.ones(2, 3)], trains=False))
-    assert not harvest.outputs[0].requires_grad
-    assert harvest.losses == {}
+    result = worker.run(segment("0F0,1F0\n"), Minibatch(0, [torch.ones(2, 3)], trains=False))
+    assert not result.outputs[0].requires_grad
+    assert result.losses == {}
 
 
 @pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
@@ -209,7 +209,7 @@ def test_a_failed_step_leaves_neither_gradients_nor_messages():
         worker.run(schedule, data)
     assert worker.updater.num_updates == 0
     assert all(parameter.grad is None for parameter in worker.stages[1].parameters())
-    assert not worker._mail.values  # which held what had come and not been used
+    assert not worker._stream.pending.values  # which held what had come and not been used
     assert not worker.stages[1].in_flight
 
 
@@ -217,8 +217,8 @@ def test_microbatches_without_any_term_do_not_flow_back():
     worker = worker_of(0, [0], 1, Notebook())
     nothing = torch.zeros(0, 3)  # the mean over no rows is NaN, and so is its gradient
     data = Minibatch(0, [nothing, torch.ones(2, 3)], [nothing, torch.zeros(2, 3)], [0.0, 1.0])
-    harvest = worker.run(segment("0F0,0F1,0B0,0B1\n"), data)
-    assert harvest.losses[0].isnan()
+    result = worker.run(segment("0F0,0F1,0B0,0B1\n"), data)
+    assert result.losses[0].isnan()
     assert all(parameter.grad.isfinite().all() for parameter in worker.stages[0].parameters())
 
 
@@ -310,7 +310,7 @@ def after_two_minibatches(clip_norm, *, post_validate):
         transport.incoming[BACKWARD, 0] = [torch.ones(2, 3)]
         position = StreamPosition(more_follow=more_follow)
         worker.run(ON_TRUST if post_validate else AGREED, minibatch(), position)
-    assert not worker.updater.pending
+    assert not worker.on_trust
     return worker.stages[0].state_dict(), transport
 
 

@@ -16,7 +16,7 @@ from examples.models import resnet
 from penstock.engine.model import tree
 from penstock.engine.model.randomness import LayerStreams
 from penstock.engine.model.spine import spine_of
-from penstock.engine.run.counting import Counter
+from penstock.engine.run.outcome import Counter
 from penstock.engine.stage.stage import Keep, Stage
 from tests.kit.alive import Alive
 from tests.kit.copied import made_once

@@ -1,36 +1,67 @@
-"""From a seat and its end of the channels to the worker that performs its ops there."""
+"""Where the ranks of a pipeline are: all in threads of this process, or one of them in it.
+
+What differs between the two when a pipeline is put together (``building.assemble``) is a method of
+``RankPlacement`` here; all else is the same.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from types import NoneType
+from typing import Any
 
 import torch
 
-from penstock.engine.device.accelerators import HOST, Devices, devices_of_ranks
+from penstock.engine.device.placement import HOST, devices_of_ranks
 from penstock.engine.device.queue import AcceleratorQueue, DeviceQueue
+from penstock.engine.model.spine import NamedLayer, spine_fingerprint
+from penstock.engine.reduce import ways
 from penstock.engine.reduce.owners import OwnerReducer
 from penstock.engine.reduce.reducer import MakeReducer
+from penstock.engine.run.assembly import Running
+from penstock.engine.run.digests import ComparingTransport
+from penstock.engine.run.drive.driver import Driver, told
+from penstock.engine.run.drive.joining import offsets_of_clocks
+from penstock.engine.run.drive.offers import agree
+from penstock.engine.run.drive.processes import ProcessDriver
+from penstock.engine.run.drive.threads import ThreadDriver
 from penstock.engine.run.layout import Layout
-from penstock.engine.run.materialising import Values
+from penstock.engine.run.materialising import Values, Wholes
+from penstock.engine.run.placing import building, local_rank
+from penstock.engine.run.rank.compiler import RankExtras
+from penstock.engine.run.rank.on_trust import Poison
 from penstock.engine.run.rank.parameter_server import ParameterServer
 from penstock.engine.run.rank.updater import Updater
 from penstock.engine.run.rank.worker import Worker
 from penstock.engine.run.recipe import Recipe
-from penstock.engine.run.seating import MeshTransport, Seat
-from penstock.engine.run.serving import check_stage_norms
-from penstock.engine.run.settling import building, local_rank
-from penstock.engine.run.shared_state import SharedState
-from penstock.engine.run.wholes import Wholes
+from penstock.engine.run.refusals import (
+    check_processes,
+    check_stage_norms,
+    check_updates,
+    seats_of,
+)
+from penstock.engine.run.seating import MeshTransport, RankSeat
 from penstock.engine.stage.stage import Stage
-from penstock.engine.tensor.group import ChannelGroup
-from penstock.engine.transport import ThreadTransport, Transport
+from penstock.engine.tensor.channel_group import ChannelGroup
+from penstock.engine.transport import (
+    Codec,
+    ThreadExchange,
+    ThreadTransport,
+    Transport,
+    connect,
+)
 from penstock.engine.transport.device_link import DeviceLink
+from penstock.engine.transport.linking import LinkedDevices, link_devices
 from penstock.engine.transport.on_devices import ProcessDeviceTransport, ThreadDeviceTransport
-from penstock.engine.weights.data_paths import DataPath
+from penstock.engine.transport.rendezvous import Rendezvous
+from penstock.engine.weights.offload import Keep, Offloading
+from penstock.engine.weights.ways import Way
 from penstock.planning.plans import Plan
-from penstock.planning.plans.summing import server_ranks
+from penstock.planning.plans.serving import server_ranks
 
 
 @dataclass(frozen=True)
@@ -46,7 +77,7 @@ class Connections:
     """
 
     transport: Transport
-    seat: Seat
+    seat: RankSeat
     queue: DeviceQueue | None
     links: Mapping[int, DeviceLink] = field(default_factory=dict)
     make_reducer: MakeReducer = OwnerReducer
@@ -78,37 +109,18 @@ class Connections:
         return MeshTransport(self.channels, self.seat, self.group, divided)
 
 
-def device_here(plan: Plan, given: Devices | None, seat: Seat) -> dict[int, torch.device]:
-    """Where the rank of this process computes; parameter servers do so in main memory."""
-    if seat.rank in server_ranks(plan):
-        return {seat.number: HOST}
-    return devices_of_ranks(given, plan.on_accelerator, [seat.number], first=local_rank())
-
-
-def wholes_of(layout: Layout, seat: Seat, transport: Transport, values: Values) -> Wholes | None:
-    """What brings whole values, where a process keeps parts of them only.
-
-    Args:
-        transport: between seats, for what is in main memory, where values are drawn.
-    """
-    group = seat.group(transport)
-    if group is None or layout.sharings is None:
-        return None
-    return Wholes(layout.layers_of(seat.rank), values, group, layout.sharings.cuts)
-
-
 def worker_of(
     layout: Layout,
     stages: dict[int, Stage],
     recipe: Recipe,
-    shared: SharedState,
     connections: Connections,
+    extras: RankExtras,
 ) -> Worker:
-    """What performs a rank's ops at a seat, or, of a parameter server, its updates.
+    """The worker that performs a rank's ops at a seat, or, of a parameter server, its updates.
 
     Args:
         stages: the rank's, as its seat has them.
-        shared: what no forward of them may write.
+        extras: what else it has; skips and versions of weights are the layout's.
 
     Raises:
         InputError: the recipe asks for what this rank cannot do.
@@ -131,10 +143,280 @@ def worker_of(
         )
         stores = layout.stores(stages, updater.optimizers)
         make = ParameterServer if rank in layout.server_ranks else Worker
-        return make(rank, stages, transport, recipe, updater, layout.skips, stores, shared)
+        extras = replace(extras, skips=layout.skips, stores=stores)
+        return make(rank, stages, transport, recipe, updater, extras)
 
 
-def offload(worker: Worker, plan: Plan, device: torch.device, seconds: float) -> None:
-    """Let a rank's activations leave, if the plan says so."""
-    if plan.offload is not None:
-        worker.offload(DataPath.between(plan.offload.tier, device, seconds), device)
+def offloading_of(
+    plan: Plan, device: torch.device, seconds: float
+) -> Callable[[Keep], Offloading] | None:
+    """A function that lets a rank's activations leave, if the plan says so."""
+    if plan.offload is None:
+        return None
+    return partial(Offloading, Way.between(plan.offload.tier, device, seconds), device)
+
+
+class RankPlacement(ABC):
+    """Where ranks are, asked by ``building.assemble`` in the order of the methods here.
+
+    Attributes:
+        plan: the one that is run.
+        seed: of everything random.
+        attempt: the name of this pipeline, which no other has, the same on all ranks.
+        seats: of the whole plan, in their order.
+        one_process: whether all ranks are here.
+        in_processes: whether other processes have ranks of the pipeline.
+    """
+
+    one_process: bool
+    in_processes: bool
+
+    def __init__(
+        self, plan: Plan, seed: int, attempt: str, recipe: Recipe, running: Running
+    ) -> None:
+        check_updates(plan, recipe, one_process=self.one_process)
+        self.plan = plan
+        self.seed = seed
+        self.attempt = attempt
+        self.seats = seats_of(plan)
+        self._running = running
+        self._start = running.deadlines.start
+
+    @abstractmethod
+    def devices(self) -> dict[int, torch.device]:
+        """Where the ranks of this process compute, by the numbers of their seats; parameter servers
+        do so in main memory."""
+
+    @abstractmethod
+    def kinds(self, devices: Mapping[int, torch.device]) -> Sequence[str]:
+        """The kinds of device of all seats, in their order."""
+
+    @abstractmethod
+    def drawn(
+        self, devices: Mapping[int, torch.device], queues: Mapping[int, DeviceQueue]
+    ) -> tuple[Mapping[int, torch.device], Mapping[int, DeviceQueue]]:
+        """By rank, where layers go that are drawn before stages are built, and those devices' work;
+        of the others values are drawn when they are divided, or leave."""
+
+    @abstractmethod
+    def connections(
+        self,
+        layout: Layout,
+        devices: Mapping[int, torch.device],
+        queues: Mapping[int, DeviceQueue],
+    ) -> list[Connections]:
+        """How the ranks of this process are connected, in the order of their seats."""
+
+    def wholes(self, layout: Layout, seat: RankSeat, values: Values) -> Wholes | None:
+        """A source of whole values, where a process keeps parts of them only."""
+        return None
+
+    @abstractmethod
+    def begin(self, workers: Sequence[Worker], layout: Layout) -> None:
+        """Make equal what other processes have, too: all has been built."""
+
+    @abstractmethod
+    def driver(self, workers: Sequence[Worker]) -> Driver[Any]:
+        """Who drives the workers."""
+
+    @abstractmethod
+    def transport_text(self, layout: Layout) -> str:
+        """How messages travel between ranks, and why so, as a sentence."""
+
+    @abstractmethod
+    def fail(self, error: BaseException) -> None:
+        """Tell others that nothing comes of it."""
+
+
+class InThreads(RankPlacement):
+    """All ranks in this process, each in a thread of its own."""
+
+    one_process = True
+    in_processes = False
+
+    def __init__(self, plan: Plan, recipe: Recipe, running: Running) -> None:
+        super().__init__(plan, running.seed, _new_name(), recipe, running)
+
+    def devices(self) -> dict[int, torch.device]:
+        given, plan = self._running.devices, self.plan
+        devices = devices_of_ranks(given, plan.on_accelerator, range(plan.num_seats))
+        servers = server_ranks(plan)
+        return devices | {seat.number: HOST for seat in self.seats if seat.rank in servers}
+
+    def kinds(self, devices: Mapping[int, torch.device]) -> Sequence[str]:
+        return [devices[seat.number].type for seat in self.seats]
+
+    def drawn(
+        self, devices: Mapping[int, torch.device], queues: Mapping[int, DeviceQueue]
+    ) -> tuple[Mapping[int, torch.device], Mapping[int, DeviceQueue]]:
+        if self.plan.num_tensor_ranks > 1:
+            return dict.fromkeys(range(self.plan.num_ranks), HOST), {}
+        return (devices, queues) if self.plan.spill is None else ({}, {})
+
+    def connections(
+        self,
+        layout: Layout,
+        devices: Mapping[int, torch.device],
+        queues: Mapping[int, DeviceQueue],
+    ) -> list[Connections]:
+        exchange = ThreadExchange(len(self.seats), self._start.seconds)
+        servers = layout.server_ranks
+        make_reducer: MakeReducer = OwnerReducer
+        if servers:
+            make_reducer = ways.stepping_servers(self.plan.summing, self.attempt, servers)
+        return [
+            Connections(transport, seat, queues.get(seat.number), make_reducer=make_reducer)
+            for seat, transport in zip(self.seats, exchange.transports, strict=True)
+        ]
+
+    def begin(self, workers: Sequence[Worker], layout: Layout) -> None:
+        """Nobody else has anything."""
+
+    def driver(self, workers: Sequence[Worker]) -> ThreadDriver:
+        return ThreadDriver(workers, self.plan.num_threads, self._running.deadlines)
+
+    def transport_text(self, layout: Layout) -> str:
+        return "Ranks are threads of this process, and hand values over as they are."
+
+    def fail(self, error: BaseException) -> None:
+        """Nobody waits."""
+
+
+class InProcess(RankPlacement):
+    """One rank, or one member of it, in this process.
+
+    Args:
+        meeting: where all processes meet.
+        plan: this process's; rank 0's is run.
+        layers: of the whole model.
+
+    Raises:
+        InputError: the number of processes is not the plan's, or their settings differ.
+        ModelError: processes built different models.
+        PeerError, DeadlineError: another process failed or did not come.
+    """
+
+    one_process = False
+
+    def __init__(
+        self,
+        meeting: Rendezvous,
+        plan: Plan,
+        layers: Sequence[NamedLayer],
+        recipe: Recipe,
+        running: Running,
+    ) -> None:
+        settings = {**recipe.settings, **running.settings}
+        fingerprint = spine_fingerprint(layers)
+        agreed = agree(
+            meeting, plan, fingerprint, running.seed, _new_name(), settings, _traced(layers)
+        )
+        check_processes(agreed.plan, meeting.num_ranks)
+        super().__init__(*agreed, recipe, running)
+        self.in_processes = meeting.num_ranks > 1
+        self._meeting = meeting
+        self._seat = self.seats[meeting.rank]
+        way = running.transport
+        assert way != "threads"  # who asks for them meets nobody
+        codec = Codec(_message_types(layers, running))
+        self._transport = connect(meeting, self._start.seconds, way=way, codec=codec)
+        self._transport.patience = self._start
+        self._compared = ComparingTransport(self._transport, meeting.rank)
+        self._links = LinkedDevices()
+
+    def devices(self) -> dict[int, torch.device]:
+        seat, plan = self._seat, self.plan
+        if seat.rank in server_ranks(plan):
+            return {seat.number: HOST}
+        first = local_rank()
+        return devices_of_ranks(
+            self._running.devices, plan.on_accelerator, [seat.number], first=first
+        )
+
+    def kinds(self, devices: Mapping[int, torch.device]) -> Sequence[str]:
+        own = devices[self._seat.number].type
+        return self._meeting.exchange(own, str, "to say on which kind of device it is")
+
+    def drawn(
+        self, devices: Mapping[int, torch.device], queues: Mapping[int, DeviceQueue]
+    ) -> tuple[Mapping[int, torch.device], Mapping[int, DeviceQueue]]:
+        seat = self._seat
+        if self.plan.spill is not None or seat.size > 1:
+            return {}, {}
+        own = {seat.rank: queues[seat.number]} if queues else {}
+        return {seat.rank: devices[seat.number]}, own
+
+    def connections(
+        self,
+        layout: Layout,
+        devices: Mapping[int, torch.device],
+        queues: Mapping[int, DeviceQueue],
+    ) -> list[Connections]:
+        meeting, seat, seconds = self._meeting, self._seat, self._start.seconds
+        queue = queues.get(seat.number)
+        if self._running.transport == "auto":
+            host, device = self._transport.hosts[meeting.rank], devices[seat.number]
+            pairs = layout.neighbours
+            self._links = link_devices(meeting, host, device, queue, pairs, seconds)
+        make_reducer = ways.maker_of(
+            self.plan.summing,
+            self.attempt,
+            layout.holders,
+            seconds,
+            seat.coordinate,
+            layout.server_ranks,
+        )
+        return [Connections(self._compared, seat, queue, self._links.of_rank, make_reducer)]
+
+    def wholes(self, layout: Layout, seat: RankSeat, values: Values) -> Wholes | None:
+        group = seat.group(self._compared)  # for what is in main memory, where values are drawn
+        if group is None or layout.sharings is None:
+            return None
+        return Wholes(layout.layers_of(seat.rank), values, group, layout.sharings.cuts)
+
+    def begin(self, workers: Sequence[Worker], layout: Layout) -> None:
+        # The user's code has run: whoever fails in it says so here, before others wait for more.
+        self._meeting.exchange(None, NoneType, "to start training")
+        (worker,) = workers
+        with building(worker.queue):
+            worker.updater.sums.begin_equal()
+            layout.let_go()  # what was made equal are copies, where a group has the model's layers
+            worker.transport.hand_over()
+
+    def driver(self, workers: Sequence[Worker]) -> ProcessDriver:
+        (worker,), running = workers, self._running
+        return ProcessDriver(
+            worker,
+            self._compared,
+            self._meeting,
+            running.deadlines,
+            num_told=self.plan.num_ranks,
+            num_threads=self.plan.num_threads,
+            clock_offsets=offsets_of_clocks(self._transport) if running.record else None,
+            share_results=running.results == "every rank",
+        )
+
+    def transport_text(self, layout: Layout) -> str:
+        summed = ways.told(self.plan.summing) if layout.weights.shared_stages else ""
+        text = "; ".join(filter(None, [self._transport.told, self._links.told, summed]))
+        return f"{text[:1].upper()}{text[1:]}."
+
+    def fail(self, error: BaseException) -> None:
+        self._transport.close(f"before its first step, {type(error).__name__}: {told(error)}")
+
+
+def _new_name() -> str:
+    return uuid.uuid4().hex
+
+
+def _message_types(layers: Sequence[NamedLayer], running: Running) -> list[type]:
+    """The classes that messages may hold: the engine's, the user's, and those that layers say their
+    outputs are made of."""
+    of_layers = {kind for layer in layers for kind in getattr(layer.module, "message_types", ())}
+    return [Poison, *running.message_types, *of_layers]
+
+
+def _traced(layers: Sequence[NamedLayer]) -> dict[str, str]:
+    """What layers of a model were traced as, if it was, by their names."""
+    digests = ((layer.name, getattr(layer.module, "traced_as", None)) for layer in layers)
+    return {name: digest for name, digest in digests if isinstance(digest, str)}

@@ -1,22 +1,90 @@
-"""From what a caller gives to a minibatch cut into microbatches."""
+"""From what a caller gives to a minibatch cut into microbatches, and copied for its ranks.
+
+A first layer may work in place, and a loader may use the same memory for its next batch: neither
+must reach the other. So every microbatch is copied when the caller gives it, once: in main memory
+where it stays there, or straight to the device of the rank.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from penstock.base.errors import InputError
+from penstock.base.errors import InputError, StageError
+from penstock.engine.device.accelerators import is_on_host
+from penstock.engine.device.crossing import moved
+from penstock.engine.device.queue import DeviceQueue, Landing
 from penstock.engine.model import microbatches, tree
-from penstock.engine.model.batches import IgnoredLabels, plain
+from penstock.engine.model.autocast import autocast_here
+from penstock.engine.model.batches import plain
+from penstock.engine.model.copying import copy_of
+from penstock.engine.model.ignored_labels import IgnoredLabels
 from penstock.engine.model.microbatches import Microbatches, Weighting
-from penstock.engine.model.replay import autocast_here
-from penstock.engine.run.giving import Giver
+from penstock.engine.run.digests import data_digest, modes_of
+from penstock.engine.run.layout import Layout
 from penstock.engine.run.minibatch import FrameListener, Minibatch, StreamPosition
-from penstock.engine.run.seals import Modes, digest, modes_of
+from penstock.engine.run.recipe import Recipe
+from penstock.planning.plans import Plan
+
+
+class Giver:
+    """Copies microbatches where they are."""
+
+    def given(self, value: Any) -> tuple[Any, torch.Event | None]:
+        """A microbatch (or slice) as a rank gets it, and when it is there: ``None`` if it is, or if
+        it is behind what the caller has asked of its device.
+
+        Raises:
+            StageError: there is no memory for it.
+        """
+        return _replaced(copy_of, value), None
+
+    def settle(self) -> None:
+        """Return when the caller may overwrite all that was given."""
+
+
+class DeviceGiver(Giver):
+    """Copies microbatches to a device.
+
+    Args:
+        device: of the ranks that compute with them.
+        names: how errors name these ranks' stage and what it is given.
+    """
+
+    def __init__(self, device: torch.device, names: str) -> None:
+        self._device = device
+        self._landing = None if is_on_host(device) else Landing(device)
+        self._names = names
+
+    def given(self, value: Any) -> tuple[Any, torch.Event | None]:
+        try:
+            here = _replaced(self._copied, value)
+        except torch.OutOfMemoryError as error:
+            raise StageError(f"{self._names}: {type(error).__name__}: {error}") from error
+        return here, None if self._landing is None else self._landing.moment()
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        if tensor.device != self._device:
+            landing = self._landing
+            return moved(tensor, self._device) if landing is None else landing.landed(tensor)
+        # On an accelerator by the caller's own stream, behind which ranks begin a minibatch.
+        return copy_of(tensor)
+
+    def settle(self) -> None:
+        if self._landing is not None:
+            self._landing.settle()
+
+
+def _replaced(copied: Callable[[Tensor], Tensor], value: Any) -> Any:
+    if not torch.is_inference_mode_enabled():
+        return tree.replace(Tensor, copied, value)
+    # A copy made in inference mode could not be used for training.
+    with torch.inference_mode(False):
+        return tree.replace(Tensor, copied, value)
 
 
 @dataclass(frozen=True)
@@ -65,22 +133,34 @@ class Cutter:
                 parts += [parts[index] for index in first]
                 wanted += [wanted[index] for index in first]
                 weights += [0.0 for _ in first]  # they count for nothing
-        parts, inputs_moments = _given(parts, self.gives_inputs)
-        wanted, targets_moments = _given(wanted, self.gives_targets)
-        self._settle()
+        return self._given(
+            step,
+            parts,
+            wanted,
+            weights=weights,
+            share=share,
+            updates=updates,
+            digests=(self._digest(inputs), self._digest(targets)),
+            modes=modes_of(self.modules),
+        )
+
+    def _given(
+        self, step: int, parts: Sequence[Any], wanted: Sequence[Any] = (), **options: Any
+    ) -> Minibatch:
+        """A minibatch of what was cut, as ranks get it."""
+        parts, inputs_moments = _copied(parts, self.gives_inputs)
+        wanted, targets_moments = _copied(wanted, self.gives_targets)
+        for giver in (self.gives_inputs, self.gives_targets):
+            if giver is not None:
+                giver.settle()
+        options = {"num_slices": self.num_slices, "autocast": autocast_here(), **options}
         return Minibatch(
             step,
             parts,
             wanted,
-            weights,
-            share,
-            num_slices=self.num_slices,
-            updates=updates,
-            digests=(self._digest(inputs), self._digest(targets)),
-            modes=modes_of(self.modules),
-            autocast=autocast_here(),
             inputs_moments=inputs_moments,
             targets_moments=targets_moments,
+            **options,
         )
 
     def _parts_of(self, inputs: Any, targets: Any) -> tuple[list[Any], list[Any]]:
@@ -89,8 +169,8 @@ class Cutter:
             raise InputError("give both inputs and targets as penstock.Microbatches, or neither")
         if not isinstance(inputs, Microbatches):
             rows, others = (
-                microbatches.num_rows(value, what)
-                for value, what in ((inputs, "inputs"), (targets, "targets"))
+                microbatches.num_rows(value, which)
+                for value, which in ((inputs, "inputs"), (targets, "targets"))
             )
             if rows != others:
                 raise InputError(f"inputs have {rows} rows, but targets have {others}")
@@ -125,25 +205,15 @@ class Cutter:
         Raises:
             InputError: the frame or the target holds no tensor.
         """
-        parts, wanted = [frame], [target]
-        inputs_moments: list[torch.Event] = []
-        targets_moments: list[torch.Event] = []
-        if frame is not None:
-            parts = _cut(Microbatches(parts), "inputs", 1)
-            parts, inputs_moments = _given(parts, self.gives_inputs)
-        if target is not None:
-            wanted = _cut(Microbatches(wanted), "targets", 1)
-            wanted, targets_moments = _given(wanted, self.gives_targets)
-        self._settle()
-        return Minibatch(
+        parts = [None] if frame is None else _cut(Microbatches([frame]), "inputs", 1)
+        wanted = [None] if target is None else _cut(Microbatches([target]), "targets", 1)
+        return self._given(
             -1,
             parts,
             wanted,
-            [1.0],
-            modes=Modes.NOT_COMPARED,
+            weights=[1.0],
+            num_slices=1,
             autocast=autocast,
-            inputs_moments=inputs_moments,
-            targets_moments=targets_moments,
             learns=learns,
             listener=listener,
             frame=number,
@@ -188,22 +258,9 @@ class Cutter:
         parts, wanted = self._parts_of(inputs, targets)
         weights = self._weights(targets, wanted)
         num_terms = sum(self.weighting.terms(wanted, self.num_slices > 1))
-        parts, inputs_moments = _given(parts, self.gives_inputs)
-        wanted, targets_moments = _given(wanted, self.gives_targets)
-        self._settle()
-        minibatch = Minibatch(
-            step,
-            parts,
-            wanted,
-            weights,
-            num_slices=self.num_slices,
-            trains=False,
-            digests=(self._digest(inputs), self._digest(targets)),
-            autocast=autocast_here(),
-            inputs_moments=inputs_moments,
-            targets_moments=targets_moments,
-        )
-        return minibatch, num_terms
+        digests = self._digest(inputs), self._digest(targets)
+        options = {"weights": weights, "trains": False, "digests": digests}
+        return self._given(step, parts, wanted, **options), num_terms
 
     def _weights(self, targets: Any, parts: list[Any]) -> list[float]:
         """How much each microbatch of some targets counts, or each slice."""
@@ -215,31 +272,17 @@ class Cutter:
         """A minibatch of which only outputs are wanted."""
         inputs = plain(inputs, "inputs")
         whole = _cut(inputs, "inputs", self._count(inputs))
-        parts, moments = _given(self._slices(whole, "inputs"), self.gives_inputs)
-        self._settle()
-        return Minibatch(
-            step,
-            parts,
-            num_slices=self.num_slices,
-            trains=False,
-            digests=(self._digest(inputs), 0),
-            autocast=autocast_here(),
-            inputs_moments=moments,
-        )
-
-    def _settle(self) -> None:
-        for giver in (self.gives_inputs, self.gives_targets):
-            if giver is not None:
-                giver.settle()
+        parts = self._slices(whole, "inputs")
+        return self._given(step, parts, trains=False, digests=(self._digest(inputs), 0))
 
     def _digest(self, value: Any) -> int:
-        return digest(value) if self.compares else 0
+        return data_digest(value) if self.compares else 0
 
-    def _slices(self, parts: list[Any], what: str) -> list[Any]:
+    def _slices(self, parts: list[Any], which: str) -> list[Any]:
         return [
             piece
             for part in parts
-            for piece in microbatches.split_sequence(part, self.num_slices, what, copied=False)
+            for piece in microbatches.split_sequence(part, self.num_slices, which, copied=False)
         ]
 
     def _count(self, inputs: Any) -> int:
@@ -258,25 +301,27 @@ def _check_lengths(inputs: list[Any], targets: list[Any]) -> None:
             raise InputError(f"inputs have {length} positions, but targets have {other}")
 
 
-def _cut(value: Any, what: str, count: int) -> list[Any]:
+def _cut(value: Any, which: str, count: int) -> list[Any]:
     """Microbatches, which are views of what the caller has given."""
     if not isinstance(value, Microbatches):
         return microbatches.split(value, count, copied=False)
     if len(value) != count:
-        raise InputError(f"there are {count} microbatches of inputs, but {len(value)} of {what}")
+        raise InputError(f"there are {count} microbatches of inputs, but {len(value)} of {which}")
     for index, part in enumerate(value):
         tensors = tree.tensors(part)
         if not tensors:
-            raise InputError(f"microbatch {index} of the {what} holds no tensor")
-        microbatches.check_dense(tensors, what)
+            raise InputError(f"microbatch {index} of the {which} holds no tensor")
+        microbatches.check_dense(tensors, which)
     return list(value)
 
 
-def _given(parts: list[Any], giver: Giver | None) -> tuple[list[Any], list[torch.Event]]:
+def _copied(
+    parts: Sequence[Any], giver: Giver | None
+) -> tuple[Sequence[Any], Sequence[torch.Event]]:
     """Microbatches or slices as ranks get them, and when each of them is there, if that is later
     than now."""
-    if giver is None:
-        return parts, []
+    if giver is None or not parts or parts[0] is None:
+        return parts, ()
     pairs = [giver.given(part) for part in parts]
     moments = [moment for _, moment in pairs if moment is not None]
     return [value for value, _ in pairs], moments
@@ -298,3 +343,48 @@ def with_more(minibatches: Iterable[Minibatch]) -> Iterator[tuple[Minibatch, Str
         failure = error
     if held:
         yield held.pop(), StreamPosition(in_loop=True, failure=failure)
+
+
+def cutter_of(
+    plan: Plan,
+    layout: Layout,
+    recipe: Recipe,
+    devices: Mapping[int, torch.device],
+    queues: Mapping[int, DeviceQueue],
+) -> Cutter:
+    """The cutter for the ranks of this process, which copies what they are given.
+
+    Args:
+        devices: of the seats of this process, by their numbers.
+        queues: their work, if any of them is an accelerator.
+    """
+    last = len(plan.stages) - 1
+    here = [
+        {
+            devices[seat]
+            for rank in plan.placement.ranks_of(stage)
+            for seat in layout.seats_of(rank)
+            if seat in devices
+        }
+        for stage in (0, last)
+    ]
+    return Cutter(
+        plan.num_microbatches,
+        layout.num_slices,
+        recipe.weighting,
+        plan.placement.weight_copies > 1 and recipe.updates == "minibatch",
+        gives_inputs=_giver(here[0], queues, "stage 0, given its inputs"),
+        gives_targets=_giver(here[1], queues, f"stage {last}, given its targets"),
+    )
+
+
+def _giver(
+    devices: set[torch.device], queues: Mapping[int, DeviceQueue], names: str
+) -> Giver | None:
+    if not devices:
+        return None  # other processes compute with them
+    # Which copy of a stage gets a microbatch is known when it is there; then its rank fetches it.
+    if not queues or len(devices) > 1:
+        return Giver()
+    (device,) = devices
+    return DeviceGiver(device, names)

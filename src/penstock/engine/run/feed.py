@@ -1,7 +1,8 @@
 """Feeds minibatches to the ranks: each with its segment of the schedule, several under way at once.
 
 Synchronous minibatches are whole schedules, one after the other. Of an asynchronous pipeline they
-are segments of one stream, which goes on until nothing more is fed and then drains.
+are segments of one stream, which goes on until nothing more is fed and then drains. Schedules are
+those of the plan, lowered to all that running them takes.
 """
 
 from __future__ import annotations
@@ -15,16 +16,62 @@ from typing import Any
 
 from penstock.base.errors import InputError, RunError
 from penstock.core.schedule import Schedule
-from penstock.core.schedule.rounds import Segment, Windows
+from penstock.core.schedule.lower import (
+    add_agreement,
+    add_communication,
+    add_reduce,
+    add_update,
+    add_updates,
+    first_microbatches,
+    forward_only,
+)
+from penstock.core.schedule.residence import add_residence
+from penstock.core.schedule.rounds import Rounds
+from penstock.core.schedule.segment import Segment, Windows
 from penstock.core.versions import PipeMare, least_minibatch
 from penstock.engine.run.drive.driver import Driver
 from penstock.engine.run.layout import Layout
 from penstock.engine.run.logbook import Logbook
-from penstock.engine.run.lowering import asynchronous, forwards, synchronous
 from penstock.engine.run.minibatch import Minibatch, StreamPosition
 from penstock.engine.run.outcome import MinibatchOutcome
 from penstock.engine.run.recipe import Recipe
 from penstock.planning.plans import Plan
+from penstock.planning.plans.spilling import with_residence
+
+
+def synchronous(
+    plan: Plan, layout: Layout, recipe: Recipe, num_microbatches: int, update: bool
+) -> Schedule:
+    """The ops for one flushed minibatch; with ``update``, weights change at its end."""
+    schedule = plan.build_schedule(num_microbatches)
+    if plan.spill is not None:
+        agrees = recipe.needs_agreement
+        return add_communication(
+            with_residence(schedule, plan.spill, agrees=agrees, updates=update)
+        )
+    if update:
+        agrees, late = recipe.needs_agreement, recipe.post_validate
+        schedule = add_reduce(schedule, layout.weights.shared_stages)
+        schedule = add_update(
+            schedule, together=agrees and not late, last=layout.weights.updating_tied_weights
+        )
+        if agrees:
+            schedule = add_agreement(schedule, late=late)
+    return add_communication(schedule)
+
+
+def asynchronous(plan: Plan, num_microbatches: int, rounds: Rounds) -> Schedule:
+    """The ops for a stream of microbatches that ends there."""
+    return add_communication(add_updates(plan.build_schedule(num_microbatches), rounds))
+
+
+def forwards(plan: Plan, num_microbatches: int) -> Schedule:
+    """The ops to evaluate; replicas without a microbatch have nothing to do."""
+    schedule = plan.build_schedule(max(num_microbatches, *plan.replicas))
+    schedule = forward_only(first_microbatches(schedule, num_microbatches))
+    if plan.spill is not None:
+        schedule = add_residence(schedule, ahead=plan.spill.ahead)
+    return add_communication(schedule)
 
 
 class Feed:
@@ -64,14 +111,14 @@ class Feed:
             self.resume(0)
 
     def resume(self, step: int) -> None:
-        """What comes next is the minibatch with this number: of PipeMare, the first ``t3`` train
+        """Go on with the minibatch of this number: of PipeMare, the first ``t3`` train
         with a flush."""
         self._logbook.reach(step)
         policy = self._plan.versions
         self._num_synchronous = max(0, policy.t3 - step) if isinstance(policy, PipeMare) else 0
 
     def resume_within(self, step: int) -> None:
-        """What comes next is the minibatch with this number, of a stream whose microbatches before
+        """Go on with the minibatch of this number, of a stream whose microbatches before
         it, one to a minibatch, have left gradients that are still under way."""
         self.resume(step)
         assert self._windows is not None
@@ -195,7 +242,7 @@ class Feed:
             raise
 
     def expected(self) -> Segment:
-        """What ranks run first if they train on a minibatch as the plan foresees it; if they never
+        """The segment that ranks run first if they train on a minibatch as planned; if they never
         train, if they evaluate one."""
         count = self._plan.num_microbatches
         if self._recipe.loss is None:

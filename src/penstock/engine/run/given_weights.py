@@ -8,9 +8,10 @@ names, and such buffers are computed as the model says.
 
 from __future__ import annotations
 
+import copy
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,11 +21,143 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from penstock.base.errors import FileError, InputError
+from penstock.base.errors import FileError, InputError, ModelError
 from penstock.base.values import decoded, read_text, refused_as
 from penstock.engine.model.spine import NamedLayer
-from penstock.engine.run.materialising import emptied
-from penstock.engine.run.unstored import Unstored
+from penstock.engine.run.materialising import emptied, reset_of
+
+_MOST_BUFFERS_NAMED = 3
+_REMEDY = (
+    "no file has their values; give {kind} a reset_parameters() that sets them, register them as "
+    "persistent, or build the model on the CPU"
+)
+
+
+class _BufferOwner(NamedTuple):
+    """The module of the model that holds a buffer, and its name in the model."""
+
+    path: str
+    module: nn.Module
+
+
+class Unstored:
+    """Computes buffers on ``meta`` that are not persistent, layer by layer.
+
+    No state_dict has them, since the model's code computes them: the frequencies of rotary
+    embeddings, the numbers of positions. On ``meta`` that computing has come to nothing, so it is
+    done again, by the ``reset_parameters`` of the module that holds them, or by the
+    ``_init_weights`` of a model of transformers. It is done to a copy, from two different
+    beginnings: what differs then, nobody has set.
+
+    Args:
+        model: the whole one, as the user has it.
+        layers: of the whole model.
+
+    Raises:
+        ModelError: nothing says what something on ``meta`` should be.
+    """
+
+    def __init__(self, model: nn.Module, layers: Sequence[NamedLayer]) -> None:
+        init: object = getattr(model, "_init_weights", None)
+        self._init: Callable[[nn.Module], Any] | None = init if callable(init) else None
+        self._owner_of = {
+            id(buffer): _BufferOwner(path, module)
+            for path, module in model.named_modules()
+            for buffer in module._buffers.values()
+            if buffer is not None
+        }
+        for layer in layers:
+            _check_no_strays(layer)
+            for _, buffer in _hidden(layer):
+                owner = self._owner_of[id(buffer)]
+                if self._init is None and reset_of(owner.module) is None:
+                    raise _nobody_sets(owner)
+
+    def compute(self, layer: NamedLayer) -> bool:
+        """Give the buffers of a layer their values; whether there was anything to do.
+
+        Raises:
+            ModelError: what should set them leaves some out.
+        """
+        hidden = [buffer for _, buffer in _hidden(layer)]
+        for buffer in hidden:
+            owner = self._owner_of[id(buffer)]
+            name = next(key for key, own in owner.module._buffers.items() if own is buffer)
+            first, second = (self._computed(owner, name, fill) for fill in (0, 1))
+            if first.shape != buffer.shape or not torch.equal(first, second):
+                raise _nobody_sets(owner)
+            emptied(buffer).copy_(first)
+        return bool(hidden)
+
+    def _computed(self, owner: _BufferOwner, name: str, fill: int) -> Tensor:
+        """A buffer as the model's code computes it, if it had other values before."""
+        begun = {
+            id(buffer): torch.full_like(buffer, fill, device="cpu")
+            if key in owner.module._non_persistent_buffers_set
+            else torch.empty_like(buffer, device="meta")
+            for key, buffer in owner.module._buffers.items()
+            if buffer is not None
+        }
+        # A copy, or what is set beside the buffer would overwrite what files have given already.
+        nothing: dict[int, Any] = {
+            id(own): nn.Parameter(torch.empty_like(own, device="meta"), own.requires_grad)
+            for own in owner.module.parameters()
+        }
+        copied = copy.deepcopy(owner.module, nothing | begun)
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(0)  # the same on every process
+            reset = reset_of(copied)
+            if reset is not None:
+                reset()
+            elif self._init is not None:
+                self._init(copied)
+        value = copied._buffers[name]
+        if value is None or value.is_meta:
+            raise _nobody_sets(owner)
+        return value
+
+
+def _hidden(layer: NamedLayer) -> Iterator[tuple[str, Tensor]]:
+    """The buffers of a layer that no state_dict has, and that are on ``meta``."""
+    for module in layer.module.modules():
+        for name in sorted(module._non_persistent_buffers_set):
+            buffer = module._buffers.get(name)
+            if buffer is not None and buffer.is_meta:
+                yield name, buffer
+
+
+def _nobody_sets(owner: _BufferOwner) -> ModelError:
+    hidden = owner.module._non_persistent_buffers_set
+    names = [
+        name
+        for name, buffer in owner.module._buffers.items()
+        if name in hidden and buffer is not None and buffer.is_meta
+    ]
+    some = ", ".join(
+        repr(f"{owner.path}.{name}".lstrip(".")) for name in names[:_MOST_BUFFERS_NAMED]
+    )
+    kind = type(owner.module).__name__
+    return ModelError(
+        f"{some} of {kind} are on the meta device and not persistent, so "
+        f"{_REMEDY.format(kind=kind)}"
+    )
+
+
+def _check_no_strays(layer: NamedLayer) -> None:
+    """Raise ``ModelError`` for a tensor on ``meta`` that is neither parameter nor buffer: nobody
+    can give it values."""
+    module = layer.module
+    held = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if isinstance(value, Tensor) and value.is_meta and id(value) not in held:
+                raise ModelError(
+                    f"layer {layer.name!r} keeps {f'{path}.{name}'.lstrip('.')!r} as a tensor on "
+                    "the meta device that is neither parameter nor buffer, so nothing can give it "
+                    "values; register it as a buffer, make it in forward, or build the model on "
+                    "the CPU"
+                )
+
 
 INDEX = "model.safetensors.index.json"
 """Says which file of a folder has what; transformers reads it too."""
@@ -44,7 +177,7 @@ class Index(msgspec.Struct):
     metadata: dict[str, Any] = {}
 
 
-class Place(NamedTuple):
+class StoredTensor(NamedTuple):
     """Something that a state_dict has, and its key in the model."""
 
     key: str
@@ -96,7 +229,7 @@ class GivenWeights:
             key: [*names, *(name.removeprefix(base) for name in names)]
             for key, names in known.items()
         }
-        found = {
+        name_of = {
             key: next((name for name in names if name in self._file_of), None)
             for key, names in candidates.items()
         }
@@ -108,18 +241,18 @@ class GivenWeights:
             for name in self._file_of
             if name not in meant and not any(pattern.search(name) for pattern in old)
         ]
-        for what, keys in (
-            ("lacks", [key for key, name in found.items() if name is None]),
+        for verb, keys in (
+            ("lacks", [key for key, name in name_of.items() if name is None]),
             ("has, beside the model's,", foreign),
         ):
             if keys:
                 some = ", ".join(map(repr, sorted(keys)[:_MOST_NAMED]))
                 more = f" and {len(keys) - _MOST_NAMED} more" if len(keys) > _MOST_NAMED else ""
                 raise FileError(
-                    f"{self._path} is of another model: it {what} {some}{more}; give the weights "
+                    f"{self._path} is of another model: it {verb} {some}{more}; give the weights "
                     "of this one, saved from its state_dict()"
                 )
-        return {key: name for key, name in found.items() if name is not None}
+        return {key: name for key, name in name_of.items() if name is not None}
 
     def draw(self, index: int) -> bool:
         """Give a layer its values.
@@ -145,7 +278,7 @@ class GivenWeights:
                         self._give(place, name, content)
         return computed or bool(stored)
 
-    def _give(self, place: Place, name: str, content: Any) -> None:
+    def _give(self, place: StoredTensor, name: str, content: Any) -> None:
         key, tensor = place
         file = self._file_of[name]
         try:
@@ -169,7 +302,7 @@ class GivenWeights:
         emptied(tensor).copy_(value)
 
 
-def places(layer: NamedLayer) -> Iterator[Place]:
+def places(layer: NamedLayer) -> Iterator[StoredTensor]:
     """The parameters and persistent buffers of a layer, under every name that it has for them."""
     for prefix, module in layer.module.named_modules(remove_duplicate=False):
         hidden = module._non_persistent_buffers_set
@@ -177,7 +310,7 @@ def places(layer: NamedLayer) -> Iterator[Place]:
             for name, tensor in held.items():
                 if tensor is not None and name not in hidden:
                     key = layer.key(f"{prefix}.{name}" if prefix else name)
-                    yield Place(key, tensor)
+                    yield StoredTensor(key, tensor)
 
 
 def names_by_tensor(model: nn.Module, keys: Mapping[str, Tensor]) -> dict[int, list[str]]:

@@ -2,7 +2,7 @@
 
 Under threads, ranks that hold the same weights (tied ones, or a stage with copies) each need memory
 of their own for them: their gradients are made at the same time. The first holder has the model's
-own parameters, the others twins, which are kept equal.
+own parameters, the others copies, which are kept equal.
 """
 
 from __future__ import annotations
@@ -18,21 +18,18 @@ from penstock.base.errors import ModelError
 from penstock.engine.model.randomness import LayerStreams
 from penstock.engine.model.spine import NamedLayer
 from penstock.engine.reduce.reducer import SharedWeights
-from penstock.engine.run.held_weights import HeldWeights, Weight
-from penstock.engine.run.holders import Holders
-from penstock.engine.run.members import MemberTwins, Sharings, divided
-from penstock.engine.run.placing import place_buffers, place_parameters
+from penstock.engine.run.copies import ModuleCopies
+from penstock.engine.run.materialising import Wholes, place_buffers, place_parameters
+from penstock.engine.run.members import MemberCopies, Sharings, divided
 from penstock.engine.run.rank.program import SkipRoute, skip_routes
-from penstock.engine.run.rank.updater import Holding
-from penstock.engine.run.shared_state import SharedState
-from penstock.engine.run.twins import Twins
-from penstock.engine.run.wholes import Wholes
+from penstock.engine.run.rank.updater import StageParameters
+from penstock.engine.run.replicas import ModelWeights, Replicas, SharedState, Weight
 from penstock.engine.stage.slices import check_sliceable
 from penstock.engine.stage.stage import Stage
-from penstock.engine.tensor.group import ChannelGroup
+from penstock.engine.tensor.channel_group import ChannelGroup
 from penstock.engine.weights.store import WeightStore
 from penstock.planning.plans import Plan
-from penstock.planning.plans.summing import (
+from penstock.planning.plans.serving import (
     all_group_sizes,
     ranks_holding,
     server_ranks,
@@ -70,7 +67,8 @@ class Layout:
         devices: Mapping[int, torch.device],
     ) -> None:
         sizes = [len(stage.layers) for stage in plan.stages]
-        borders = itertools.pairwise(itertools.accumulate(sizes, initial=0))
+        self._first_layers = [*itertools.accumulate(sizes, initial=0)]
+        borders = itertools.pairwise(self._first_layers)
         self._layers_of = [tuple(layers[start:stop]) for start, stop in borders]
         self._plan = plan
         self._schedule = plan.placement
@@ -83,8 +81,8 @@ class Layout:
         self._first_seats = [*itertools.accumulate(all_group_sizes(plan), initial=0)]
         grouped = plan.num_tensor_ranks > 1
         self.sharings = Sharings(tuple(layers), plan) if grouped else None
-        self._holders = Holders(self._layers_of, partial(ranks_holding, plan))
-        self.weights = HeldWeights(
+        self._holders = Replicas(self._layers_of, partial(ranks_holding, plan))
+        self.weights = ModelWeights(
             model,
             self._layers_of,
             self._holders,
@@ -95,7 +93,7 @@ class Layout:
         if plan.versions.asynchronous or plan.summing.stale:
             self.weights.check_untied()
         self._check_hooks()
-        self._twins: dict[tuple[int, int], Twins] = {}
+        self._copies: dict[tuple[int, int], ModuleCopies] = {}
 
     def _check_hooks(self) -> None:
         in_parts = self.sharings is not None
@@ -123,8 +121,7 @@ class Layout:
     @property
     def keys(self) -> set[str]:
         """Of all stages' parameters and buffers, as the unsplit model names them."""
-        layers = itertools.chain.from_iterable(self._layers_of)
-        return {layer.key(key) for layer in layers for key in layer.module.state_dict()}
+        return {key for stage in range(len(self._layers_of)) for key in self.own_state(stage)}
 
     @property
     def num_ranks(self) -> int:
@@ -132,19 +129,9 @@ class Layout:
         return self._plan.num_ranks + len(self.server_ranks)
 
     @property
-    def num_microbatches(self) -> int:
-        """How many microbatches a minibatch with enough rows has."""
-        return self._plan.num_microbatches
-
-    @property
     def num_slices(self) -> int:
         """How many slices a microbatch's sequence is cut into."""
         return self._schedule.num_slices
-
-    @cached_property
-    def has_copies(self) -> bool:
-        """Whether a stage is on several ranks, each with microbatches of its own."""
-        return self._schedule.weight_copies > 1
 
     @cached_property
     def skips(self) -> tuple[SkipRoute, ...]:
@@ -166,7 +153,7 @@ class Layout:
         for weight in self.weights:
             pairs += itertools.combinations(weight.ranks, 2)
         apart = {pair for pair in pairs if pair[0] != pair[1]}
-        together = [pair for one, other in apart for pair in self._exchanging(one, other)]
+        together = [pair for ranks in apart for pair in self._exchanging(*ranks)]
         for rank in range(self.num_ranks):
             together += itertools.combinations(self.seats_of(rank), 2)
         return frozenset((min(pair), max(pair)) for pair in together)
@@ -182,20 +169,19 @@ class Layout:
     def stages(
         self, rank: int, group: ChannelGroup | None = None, wholes: Wholes | None = None
     ) -> dict[int, Stage]:
-        """The stages of a rank, with twins where others hold the model's own parameters.
+        """The stages of a rank, with copies where others hold the model's own parameters.
 
         Args:
             group: of the member whose stages they are, where a group performs the rank's ops.
             wholes: what the model's own parameters are for while stages are built, if for no
                 longer.
         """
-        twins = self._twins_of(rank, group, wholes)
-        first = [0, *itertools.accumulate(map(len, self._layers_of))]
+        copies = self._copies_of(rank, group, wholes)
         return {
             stage: Stage(
                 stage,
-                [self._own(layer, rank, twins) for layer in self._layers_of[stage]],
-                first[stage],
+                [self._own(layer, rank, copies) for layer in self._layers_of[stage]],
+                self._first_layers[stage],
                 self._streams,
                 self._plan.stages[stage].recompute == "layers",
                 self.num_slices,
@@ -208,29 +194,31 @@ class Layout:
 
     def layers_of(self, rank: int) -> dict[int, NamedLayer]:
         """The model's layers that a rank has weights of, by their numbers."""
-        first = [0, *itertools.accumulate(map(len, self._layers_of))]
         return {
             number: layer
             for stage in stages_held(self._plan, rank)
-            for number, layer in enumerate(self._layers_of[stage], start=first[stage])
+            for number, layer in enumerate(self._layers_of[stage], start=self._first_layers[stage])
         }
 
     def own_state(self, stage: int) -> dict[str, Tensor]:
-        """What the model itself has of a stage, under its keys."""
+        """The model's own state of a stage, under its keys."""
         return {
             layer.key(key): value
             for layer in self._layers_of[stage]
             for key, value in layer.module.state_dict().items()
         }
 
-    def _twins_of(self, rank: int, group: ChannelGroup | None, wholes: Wholes | None) -> Twins:
+    def _copies_of(
+        self, rank: int, group: ChannelGroup | None, wholes: Wholes | None
+    ) -> ModuleCopies:
         """This rank's copies of what another one has the model's own of."""
         coordinate, foreign = 0 if group is None else group.index, []
         if self._one_process:
             holders = ((weight.parameter, weight.ranks) for weight in self.weights)
-            foreign = [one for one, ranks in holders if rank in ranks[0 if coordinate else 1 :]]
+            first = 0 if coordinate else 1
+            foreign = [parameter for parameter, ranks in holders if rank in ranks[first:]]
         device = self._device(rank, coordinate)
-        twins = Twins(foreign, device)
+        copies = ModuleCopies(foreign, device)
         if group is not None and self.sharings is not None:
             owned = [
                 weight.parameter
@@ -238,9 +226,9 @@ class Layout:
                 if not self._one_process or rank == weight.ranks[0]
             ]
             has_buffers = not coordinate or not self._one_process
-            twins = MemberTwins(foreign, self.sharings, group, device, owned, has_buffers, wholes)
-        self._twins[rank, coordinate] = twins
-        return twins
+            copies = MemberCopies(foreign, self.sharings, group, device, owned, has_buffers, wholes)
+        self._copies[rank, coordinate] = copies
+        return copies
 
     def place(self, rank: int, stages: Mapping[int, Stage], coordinate: int = 0) -> None:
         """Move what a rank, or a member of it, has of the model to its device. What members have
@@ -250,14 +238,14 @@ class Layout:
             for layer in stage.layers:
                 place_parameters(layer.module, device)
         if not coordinate or not self._one_process:
-            divided = self._twins[rank, coordinate].divided
+            divided = self._copies[rank, coordinate].divided
             place_buffers(self._modules_with_buffers_of(rank, stages), device, divided)
 
     def _modules_with_buffers_of(
         self, rank: int, stages: Mapping[int, Stage]
     ) -> Iterator[nn.Module]:
         """The model's own modules whose buffers live where a rank computes: those that no rank
-        before it runs. If the rank runs a twin, since it shares a parameter, what its forwards
+        before it runs. If the rank runs a copy, since it shares a parameter, what its forwards
         write must still become the model's."""
         for index in stages:
             for layer in self._layers_of[index]:
@@ -266,29 +254,29 @@ class Layout:
                     if first_rank == rank or not self._one_process:
                         yield module
 
-    def place_twins(self, rank: int, coordinate: int = 0) -> None:
-        """Give a rank's twins buffers on its device, once those of the model are on theirs."""
-        twins = self._twins[rank, coordinate]
-        twins.share()
-        twins.let_go()  # that the originals were moved is nothing to follow
+    def place_copies(self, rank: int, coordinate: int = 0) -> None:
+        """Give a rank's copies buffers on its device, once those of the model are on theirs."""
+        copies = self._copies[rank, coordinate]
+        copies.share()
+        copies.let_go()  # that the originals were moved is nothing to follow
 
-    def _own(self, layer: NamedLayer, rank: int, twins: Twins) -> NamedLayer:
+    def _own(self, layer: NamedLayer, rank: int, copies: ModuleCopies) -> NamedLayer:
         alone = not self._one_process or self._holders.runs_first(layer.module, rank)
-        if alone and not isinstance(twins, MemberTwins):
+        if alone and not isinstance(copies, MemberCopies):
             return layer
-        return layer._replace(module=twins.of(layer))
+        return layer._replace(module=copies.of(layer))
 
-    def holdings(self, rank: int, stages: dict[int, Stage]) -> dict[int, Holding]:
-        """What each stage of a rank trains."""
+    def holdings(self, rank: int, stages: dict[int, Stage]) -> dict[int, StageParameters]:
+        """The parameters that each stage of a rank trains."""
         own = self._parameters(stages)
-        holdings: dict[int, Holding] = {}
+        holdings: dict[int, StageParameters] = {}
         for stage in stages:
             first = [
                 weight for weight in self.weights if min(weight.stages(rank), default=None) == stage
             ]
             plan, place = self._plan, self._plan.place(stage)
             by_microbatch = plan.versions.asynchronous and plan.versions.updates == "microbatch"
-            holdings[stage] = Holding(
+            holdings[stage] = StageParameters(
                 {weight.name: own[weight.place] for weight in first},
                 {weight.place: own[weight.place] for weight in first if weight.ranks[0] == rank},
                 place,
@@ -297,8 +285,8 @@ class Layout:
                 plan.versions.damping(place),
                 *divided(
                     self.sharings,
-                    [(one.parameter, own[one.place]) for one in first],
-                    whole={id(one.parameter) for one in first if self._has_stand_ins(one)},
+                    [(weight.parameter, own[weight.place]) for weight in first],
+                    whole={id(weight.parameter) for weight in first if self._has_stand_ins(weight)},
                 ),
             )
         return holdings
@@ -382,7 +370,7 @@ class Layout:
         return len({len(self.seats_of(rank)) for rank in weight.ranks}) > 1
 
     def shared_state(self, stages: dict[int, Stage]) -> SharedState:
-        """What no forward of a rank's stages may write, since others hold it as well."""
+        """The tensors that no forward of a rank's stages may write: others hold them, too."""
         return SharedState(
             {
                 index: [
@@ -405,9 +393,9 @@ class Layout:
         return parameters
 
     @property
-    def twins(self) -> Iterable[nn.Module]:
+    def copies(self) -> Iterable[nn.Module]:
         """Copied modules, which are not part of the user's model."""
-        return (module for twins in self._twins.values() for module in twins.modules)
+        return (module for copies in self._copies.values() for module in copies.modules)
 
     def follow(self) -> None:
         """Let ranks follow what has happened to the model since the last step.
@@ -416,10 +404,10 @@ class Layout:
             ModelError: what has happened to it cannot be spread as planned.
         """
         self._check_hooks()
-        for twins in self._twins.values():
-            twins.follow()
+        for copies in self._copies.values():
+            copies.follow()
 
     def let_go(self) -> None:
         """The caller may change the model from now on."""
-        for twins in self._twins.values():
-            twins.let_go()
+        for copies in self._copies.values():
+            copies.let_go()

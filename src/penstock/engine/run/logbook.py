@@ -1,4 +1,4 @@
-"""What a rank notes for the supervisor that forked it, in memory that outlives the rank.
+"""Notes of a rank for the supervisor that forked it, in memory that outlives the rank.
 
 Under ``penstock run`` each rank has a page that its supervisor can read, too. A note is a store of
 a few bytes into it, so that it costs a step nothing, and of a rank that was killed it is still
@@ -28,8 +28,8 @@ _MOST_LETTERS = 600
 """Of a reason: JSON takes up to six bytes for each, and all must fit on the page."""
 
 
-class Failure(msgspec.Struct, frozen=True):
-    """What reached the top of a rank's script.
+class ScriptFailure(msgspec.Struct, frozen=True):
+    """An error that reached the top of a rank's script.
 
     Attributes:
         reason: what happened first, as other ranks are told of it.
@@ -41,7 +41,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Notes(NamedTuple):
-    """What a rank has noted so far; ``None`` where it has not come to that.
+    """The notes of a rank so far; ``None`` where it has not come to that.
 
     Attributes:
         built: when its last pipeline was there, and all ranks had met; as by ``time.monotonic``.
@@ -53,7 +53,7 @@ class Notes(NamedTuple):
     built: float | None
     first_step: int | None
     step: int | None
-    failure: Failure | None
+    failure: ScriptFailure | None
 
 
 class Logbook:
@@ -97,7 +97,7 @@ class Logbook:
         # Noted from 1, since 0 is what stands there at first.
         self._put(_STEP_AT, _STEP.pack(step + 1))
 
-    def fail(self, failure: Failure) -> None:
+    def fail(self, failure: ScriptFailure) -> None:
         """Note why this rank ends; the last note counts."""
         reason = failure.reason[:_MOST_LETTERS].encode(errors="replace").decode()
         text = msgspec.json.encode(msgspec.structs.replace(failure, reason=reason))
@@ -112,7 +112,7 @@ class Logbook:
         if length:
             with suppress(msgspec.DecodeError):
                 text = self._page[_NUMBERS.size : _NUMBERS.size + length]
-                failure = msgspec.json.decode(text, type=Failure)
+                failure = msgspec.json.decode(text, type=ScriptFailure)
         return Notes(
             built or None,
             first_step - 1 if first_step else None,

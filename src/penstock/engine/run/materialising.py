@@ -1,4 +1,5 @@
-"""Drawing initial values layer by layer: the same ones, however the model is spread.
+"""Initial values of layers: drawn one layer at a time, the same ones however the model is spread,
+and put where they belong.
 
 A layer on ``meta`` has none yet; one in main memory may be drawn anew. A layer is drawn in main
 memory and then moved, so that its values depend on the seed and on its number in the model, and not
@@ -8,16 +9,59 @@ belongs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from penstock.base.errors import ModelError
-from penstock.engine.device.crossing import give_memory
+from penstock.engine.device.crossing import give_memory, moved
 from penstock.engine.model.randomness import stream_seed
 from penstock.engine.model.spine import NamedLayer
+from penstock.engine.tensor.group import Group
+from penstock.engine.tracing.layers import CapturedLayer
+
+
+def place_parameters(module: nn.Module, device: torch.device) -> None:
+    """Move the parameters of a module, and of those inside it. They stay the objects that they are,
+    so that whoever holds them (an optimizer, a layer that is tied to another one) still does."""
+    for parameter in module.parameters():
+        move_parameter(parameter, device)
+    for part in module.modules():
+        if isinstance(part, CapturedLayer):
+            part.compute_on(device)
+
+
+def place_buffers(
+    modules: Iterable[nn.Module], device: torch.device, but: Collection[int] = ()
+) -> None:
+    """Move the buffers of modules, not of those inside them.
+
+    Args:
+        modules: all of a rank, so that a buffer of several is still one.
+        but: the ids of buffers that stay where they are.
+    """
+    placed: dict[int, Tensor] = {}
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and id(buffer) not in but:
+                if id(buffer) not in placed:
+                    placed[id(buffer)] = there = moved(buffer, device)
+                    placed[id(there)] = there
+                module._buffers[name] = placed[id(buffer)]
+
+
+def move_parameter(parameter: nn.Parameter, device: torch.device) -> None:
+    """Give a parameter, and its gradient if it has one, memory on another device."""
+    gradient = parameter.grad
+    if parameter.device != device:
+        parameter.grad = None
+        give_memory(parameter, moved(parameter.data, device))
+        parameter.grad = None if gradient is None else moved(gradient, device)
+
 
 Init = Literal["given", "per-layer"]
 """Which initial values a model has: those that it was given, or new ones, drawn layer by layer."""
@@ -95,8 +139,8 @@ class Initialiser:
         return id(tensor if isinstance(tensor, nn.Parameter) else module) not in self._drawn
 
     def _must_have(self, module: nn.Module) -> list[tuple[str, Tensor]]:
-        """What nothing but ``reset_parameters`` can give values: buffers that have some keep
-        them."""
+        """Tensors to which nothing but ``reset_parameters`` can give values: buffers that have some
+        keep them."""
         return [
             (key, tensor)
             for key, tensor in _held(module)
@@ -151,7 +195,7 @@ def _path(layer: NamedLayer, name: str) -> str:
 
 
 def reset_of(module: nn.Module) -> Callable[[], Any] | None:
-    """What sets a module's own parameters and buffers, if it has that."""
+    """The method that sets a module's own parameters and buffers, if it has one."""
     # torch's own attention has it as a private one.
     reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
     return reset if callable(reset) else None
@@ -174,3 +218,78 @@ def emptied(tensor: Tensor) -> Tensor:
     if _may_be_nan(tensor):
         tensor.fill_(torch.nan)
     return tensor
+
+
+_MARK = "_penstock_in_parts"
+
+
+class Wholes:
+    """Brings the whole values of layers to a process that trains parts of them, for one layer at a
+    time, and takes them away again.
+
+    Layers are divided since whole ones take too much memory; beside the parts of them, the tensors
+    of the model that the user has built would take it all the same. So layer by layer, whole values
+    come (from the model, a file, or drawn), members are made equal, each takes its parts, and the
+    whole tensors of the model go to ``meta``: names, shapes and what is frozen stay, numbers do
+    not.
+
+    Args:
+        layers: of one rank, by their numbers in the model.
+        values: where they have their initial values from.
+        group: the rank's; its channels take what is in main memory.
+        divided: the ids of the model's tensors of which members have parts.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[int, NamedLayer],
+        values: Values,
+        group: Group,
+        divided: Collection[int],
+    ) -> None:
+        self._numbers = {layer.name: number for number, layer in layers.items()}
+        self._values = values
+        self._group = group
+        self._divided = divided
+        self._times_wanted = Counter(
+            id(parameter) for layer in layers.values() for parameter in layer.module.parameters()
+        )
+
+    def come(self, layer: NamedLayer) -> None:
+        """Give a layer the values that all members begin with."""
+        self._values.draw(self._numbers[layer.name])
+        module = layer.module
+        held = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+        with torch.no_grad():
+            for tensor in held.values():
+                tensor.copy_(self._group.of_first(tensor.detach().cpu()))
+
+    def go(self, layer: NamedLayer) -> None:
+        """Of what members have parts, drop the whole, unless another layer is tied to it."""
+        for parameter in layer.module.parameters():
+            self._times_wanted[id(parameter)] -= 1
+            if id(parameter) in self._divided and not self._times_wanted[id(parameter)]:
+                _drop(parameter)
+
+
+def _drop(parameter: nn.Parameter) -> None:
+    """Let a parameter be the object that it is, without numbers."""
+    nothing = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+    vars(nothing).update(vars(parameter))
+    vars(nothing)[_MARK] = True
+    # torch refuses where a graph or a weak reference of the user's still needs it.
+    with suppress(RuntimeError):
+        torch.utils.swap_tensors(parameter, nothing)  # type: ignore[no-untyped-call]
+
+
+def check_there(layers: Sequence[NamedLayer]) -> None:
+    """Raise ``ModelError`` for a model whose values an earlier pipeline has kept in parts: they
+    would be drawn anew."""
+    for layer in layers:
+        for name, parameter in layer.module.named_parameters():
+            if parameter.is_meta and getattr(parameter, _MARK, False):
+                raise ModelError(
+                    f"{layer.key(name)!r} has no values any more: an earlier Pipeline has trained "
+                    "it in parts, of which this process had one; build the model anew, and load a "
+                    "checkpoint or what gather_state_dict() gave"
+                )

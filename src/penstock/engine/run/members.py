@@ -17,24 +17,25 @@ from torch import Tensor, nn
 from penstock.base.errors import ModelError
 from penstock.engine.device.crossing import moved
 from penstock.engine.model.spine import NamedLayer
+from penstock.engine.run.copies import ModuleCopies
+from penstock.engine.run.materialising import Wholes
 from penstock.engine.run.rank.program import SkipRoute
-from penstock.engine.run.twins import Twins
-from penstock.engine.run.wholes import Wholes
 from penstock.engine.tensor.chain import LayerSharing, walk
-from penstock.engine.tensor.group import ChannelGroup, ShardSpec
+from penstock.engine.tensor.channel_group import ChannelGroup
+from penstock.engine.tensor.cuts import Cut
 from penstock.engine.tensor.layouts import Layout
+from penstock.engine.tensor.patterns import check_used, inner_splits, own_split
 from penstock.engine.tensor.sharing import cut_tensors, shared, terms
-from penstock.engine.tensor.splits import check_used, inner_splits, own_split
-from penstock.engine.tensor.unequal_groups import WholePlaceholders
-from penstock.engine.transport.base import SKIP_TAGS
+from penstock.engine.tensor.stand_ins import StandIns
+from penstock.engine.transport.tags import SKIP_TAGS
 from penstock.planning.plans import Plan
 
 
-class _Part(NamedTuple):
+class _TensorShard(NamedTuple):
     """A member's part of a parameter or buffer of the model."""
 
     original: Tensor
-    cut: ShardSpec
+    cut: Cut
     own: Tensor
 
 
@@ -74,9 +75,9 @@ class Sharings:
         self._sizes = dict(zip(names, sizes, strict=True))
         walked = walk(layers, given, inner, sizes)
         self._by_name = dict(zip(names, walked, strict=True))
-        self.cuts: dict[int, ShardSpec] = {}
+        self.cuts: dict[int, Cut] = {}
         self.terms: set[int] = set()
-        self.cut_keys: dict[str, ShardSpec] = {}
+        self.cut_keys: dict[str, Cut] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._find(layers)
         ends = [*accumulate(len(stage.layers) for stage in plan.stages)]
@@ -86,7 +87,7 @@ class Sharings:
         self.skips = {key: self.of(layer).gives for layer in layers for key in layer.stashes}
 
     def _find(self, layers: tuple[NamedLayer, ...]) -> None:
-        """What is divided, and of what members have terms; by ids of tensors."""
+        """Find the tensors that are divided, and those of which members have terms; by ids."""
         kinds: dict[int, tuple[object, str]] = {}
         for layer in layers:
             sharing = self.of(layer)
@@ -113,9 +114,10 @@ class Sharings:
                     self.shapes[layer.key(own_key)] = tuple(tensor.shape)
 
     def _most_blocks(self, layers: Sequence[NamedLayer]) -> int:
-        tensors = (one for layer in layers for _, one in tensors_of(layer.module))
+        tensors = (tensor for layer in layers for _, tensor in tensors_of(layer.module))
         return max(
-            (self.cuts[id(one)].blocks for one in tensors if id(one) in self.cuts), default=1
+            (self.cuts[id(tensor)].blocks for tensor in tensors if id(tensor) in self.cuts),
+            default=1,
         )
 
     def along(self, skips: Iterable[SkipRoute]) -> dict[int, Layout]:
@@ -153,15 +155,15 @@ class Sharings:
         originals: Sequence[nn.Parameter],
         parameters: Sequence[nn.Parameter],
         group: ChannelGroup | None,
-    ) -> WholePlaceholders:
-        """What a member shows to groups of other sizes that hold the same weights.
+    ) -> StandIns:
+        """Placeholders that a member shows to groups of other sizes with the same weights.
 
         Args:
             originals: the model's.
             parameters: the member's, in the same order.
         """
         pairs = zip(originals, parameters, strict=True)
-        return WholePlaceholders(
+        return StandIns(
             parameters,
             [tuple(original.shape) for original in originals],
             [self.cuts.get(id(original)) for original in originals],
@@ -199,7 +201,7 @@ def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
-class MemberTwins(Twins):
+class MemberCopies(ModuleCopies):
     """The copies of one member.
 
     Args:
@@ -223,13 +225,14 @@ class MemberTwins(Twins):
         has_buffers: bool,
         wholes: Wholes | None = None,
     ) -> None:
-        super().__init__((one for one in repeated if id(one) not in sharings.cuts), device)
+        whole = (parameter for parameter in repeated if id(parameter) not in sharings.cuts)
+        super().__init__(whole, device)
         self._sharings = sharings
         self._group = group
         self._owned = {id(parameter) for parameter in owned}
         self._has_buffers = has_buffers
         self._wholes = wholes
-        self._parts: dict[int, _Part] = {}
+        self._parts: dict[int, _TensorShard] = {}
         self._own_buffers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def of(self, layer: NamedLayer) -> nn.Module:
@@ -238,7 +241,7 @@ class MemberTwins(Twins):
             self._wholes.come(layer)
         for tensor, cut in cut_tensors(layer.module, sharing):
             if id(tensor) not in self._parts:
-                self._parts[id(tensor)] = _Part(tensor, cut, self._new_part(tensor, cut))
+                self._parts[id(tensor)] = _TensorShard(tensor, cut, self._new_part(tensor, cut))
         own = shared(super().of(layer), sharing, self._group, layer.module)
         if self._wholes is not None:
             self._wholes.go(layer)
@@ -248,7 +251,7 @@ class MemberTwins(Twins):
     def divided(self) -> frozenset[int]:
         return frozenset(self._parts)
 
-    def _new_part(self, tensor: Tensor, cut: ShardSpec) -> Tensor:
+    def _new_part(self, tensor: Tensor, cut: Cut) -> Tensor:
         part = moved(cut.part(tensor.detach(), self._group.size, self._group.index), self._device)
         if not isinstance(tensor, nn.Parameter):
             return part

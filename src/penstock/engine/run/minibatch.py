@@ -1,4 +1,4 @@
-"""What goes into a rank's ops, and what comes out of them."""
+"""The values that go into a rank's ops and come out of them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 from penstock.core.timing.spans import TransferKind
-from penstock.engine.device.queue import Stamps, taken_up
+from penstock.engine.device.queue import taken_up
+from penstock.engine.device.stamps import Stamps
 from penstock.engine.model import tree
-from penstock.engine.model.replay import autocasting, remembering_no_casts
-from penstock.engine.run.counting import Peak
-from penstock.engine.run.seals import Call, Modes, Next, Seal, autocast_codes
-from penstock.engine.weights.store import HeldVersions
+from penstock.engine.model.autocast import autocasting, remembering_no_casts
+from penstock.engine.run.digests import Call, CallDigest, Modes, Next, autocast_codes
+from penstock.engine.run.outcome import Peak
+from penstock.engine.weights.store import Held
 
 
-class Mark(Protocol):
+class StateMark(Protocol):
     """Behind one minibatch of a stream the state of every stage is wanted, each when the stage has
     come to it, while the others and the stream go on.
 
@@ -66,7 +67,7 @@ class Minibatch:
         trains: whether gradients are wanted.
         updates: whether weights are updated; otherwise gradients accumulate.
         digests: of the inputs and of the targets, to compare with other ranks'; 0: not compared.
-        modes: the modes of the layers' modules, to compare with other ranks'; see ``seals.Modes``.
+        modes: the modes of the layers' modules, to compare with other ranks' (``digests.Modes``).
         autocast: device types and dtypes for which forwards and the loss run under autocast.
         inputs_moments: when each input is on the device of the rank that computes with it; empty
             where the rank fetches it itself.
@@ -93,7 +94,7 @@ class Minibatch:
     autocast: Mapping[str, torch.dtype] = field(default_factory=dict)
     inputs_moments: Sequence[torch.Event] = ()
     targets_moments: Sequence[torch.Event] = ()
-    mark: Mark | None = None
+    mark: StateMark | None = None
     learns: bool = True
     listener: FrameListener | None = None
     frame: int | None = None
@@ -130,13 +131,13 @@ class StreamPosition:
     failure: BaseException | None = None
 
 
-def seal_of(minibatch: Minibatch, position: StreamPosition) -> bytes:
-    """What other ranks must have been given, too; empty if there is nothing to compare."""
+def call_digest_of(minibatch: Minibatch, position: StreamPosition) -> bytes:
+    """The digest of a call, which other ranks must have alike; empty if nothing is compared."""
     if not minibatch.inputs:
         return b""
     step = Call.LOOP if position.in_loop else Call.STEP
     training = step if minibatch.updates else Call.ACCUMULATE
-    return Seal(
+    return CallDigest(
         training if minibatch.trains else Call.EVALUATE,
         _behind(minibatch, position),
         *autocast_codes(minibatch.autocast),
@@ -154,8 +155,8 @@ def _behind(minibatch: Minibatch, position: StreamPosition) -> Next:
 
 
 @dataclass
-class Harvest:
-    """What a rank has after its ops.
+class StepResult:
+    """The result of a rank's ops on one minibatch.
 
     Attributes:
         starts, ends: when each op began and ended, on this host's monotonic clock.
@@ -183,7 +184,7 @@ class Harvest:
     peak: Peak | None = None
     number: int = 0
     versions: list[int] = field(default_factory=list)
-    held: HeldVersions | None = None
+    held: Held | None = None
     moment: torch.Event | None = None
     stamps: Stamps | None = None
     moved: list[tuple[TransferKind, int, int, float, float]] = field(default_factory=list)
@@ -196,7 +197,7 @@ class Harvest:
 
 @contextmanager
 def modes(trains: bool, *, shares: bool = False) -> Iterator[None]:
-    """What holds in any thread: gradients where they are wanted; no autocast beside the forward.
+    """Modes of torch for any thread: gradients where they are wanted; no autocast beside forwards.
 
     Args:
         shares: whether forwards wait for those of other members of a group.
@@ -209,7 +210,6 @@ def modes(trains: bool, *, shares: bool = False) -> Iterator[None]:
 
 @contextmanager
 def _waiting_in_backwards() -> Iterator[None]:
-    """What a thread needs whose forwards and backwards wait for those of other threads."""
     # Autograd has one thread for each accelerator, whichever thread asks for a backward. If that
     # waited for a message of a rank whose own backward has to go through it, nobody would go on. So
     # backwards stay in the rank's thread, on the streams that their forwards had.

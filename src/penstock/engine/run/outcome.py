@@ -1,12 +1,16 @@
-"""What a driver gives back after a step, put together from what the ranks harvested."""
+"""The result of a step, put together from those of the ranks: losses, outputs, when which op ran,
+and how much memory ranks kept.
+"""
 
 from __future__ import annotations
 
 import operator
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import reduce
+from math import ceil
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -14,17 +18,104 @@ import torch
 from torch import Tensor
 
 from penstock.core.schedule import Op
-from penstock.core.schedule.op import Activations
+from penstock.core.schedule.schedule import Activations
 from penstock.core.timing.spans import Row, Transfer, TransferKind
 from penstock.core.timing.timeline import Timeline
-from penstock.engine.device.queue import Stamps, happened
+from penstock.engine.device.activation_meter import ActivationMeter, Kept, Saved
+from penstock.engine.device.memory import gauge_of
+from penstock.engine.device.stamps import Stamps, happened
 from penstock.engine.model import tree
-from penstock.engine.run.counting import Peak
-from penstock.engine.weights.store import HeldVersions
+from penstock.engine.stage.protocol import RunnableStage
+from penstock.engine.weights.store import Held
+from penstock.planning.plans import Plan
 
 
-class Part(Protocol):
-    """What one rank has of a minibatch: a worker's harvest, or what another process reported."""
+class Peak(NamedTuple):
+    """The most that a rank held at once during one minibatch.
+
+    Attributes:
+        activation_bytes: what stages kept for backwards, by unique storages.
+        microbatches: how many had anything kept by a stage; one that two stages of the rank keep
+            counts as two, and a slice as its share.
+    """
+
+    activation_bytes: int
+    microbatches: float
+
+
+class MemoryCounter:
+    """Counts one rank's stages while they work."""
+
+    def __init__(self, stages: Mapping[int, RunnableStage]) -> None:
+        self._stages = stages
+        modules = [module for stage in stages.values() for module in stage.layer_modules]
+        self._meter = ActivationMeter(
+            tensor for module in modules for tensor in (*module.parameters(), *module.buffers())
+        )
+        self._kept: dict[tuple[int, int], Kept] = {}
+
+    def begin(self) -> None:
+        """A new minibatch."""
+        self._meter.reset_peak()
+
+    def watching(
+        self,
+        stage: int,
+        unit: int,
+        instead: Callable[[Tensor], Any] | None = None,
+        around: Callable[[Saved], Any] | None = None,
+    ) -> AbstractContextManager[None]:
+        """A context in which all that autograd saves is of a stage's microbatch, or slice of it;
+        except what ``instead`` takes the place of, and as long as its wrapping holds it."""
+        return self._meter.watching((stage, unit), instead, around)
+
+    def keep(self, key: tuple[int, int], tensors: Iterable[Tensor]) -> Kept:
+        """Count memory for a stage and a unit as long as what this gives is held."""
+        return self._meter.keep(key, tensors)
+
+    def after(self, stage: int, unit: int) -> None:
+        """Count anew what a stage holds of a microbatch, or slice, outside of autograd."""
+        key = (stage, unit)
+        held = self._stages[stage].held(unit)
+        self._kept.pop(key, None)
+        if held:
+            self._kept[key] = self._meter.keep(key, held)
+
+    def forget(self) -> None:
+        """The minibatch has ended, well or not."""
+        self._kept.clear()
+
+    def peak(self, num_slices: int) -> Peak:
+        """Since the minibatch began; ``num_slices``: of a microbatch."""
+        return Peak(self._meter.peak_bytes, self._meter.peak_keys / num_slices)
+
+
+def memory_of_ranks(
+    plan: Plan, activations: Sequence[float], devices: Mapping[int, torch.device]
+) -> tuple[int, ...]:
+    """The memory that every rank has needed at most.
+
+    Args:
+        activations: bytes that every rank has held for backwards.
+        devices: of the ranks of this process, by their numbers; an accelerator tells itself how
+            much was taken there.
+    """
+    held = list(plan.rank_bytes)
+    if plan.spill is None:
+        stages_of = plan.prediction.placement.stages_of
+        held = [
+            sum(plan.stages[stage].state_bytes for stage in stages) + ceil(kept)
+            for stages, kept in zip(stages_of, activations, strict=True)
+        ]
+    for rank, device in devices.items():
+        gauge = gauge_of(device)
+        if gauge is not None:
+            held[rank] = gauge.peak()
+    return tuple(held)
+
+
+class RankResult(Protocol):
+    """One rank's part of an outcome: a worker's result, or what another process reported."""
 
     @property
     def losses(self) -> Mapping[int, Tensor]:
@@ -43,8 +134,8 @@ class Part(Protocol):
         """The most that the rank held at once, where memory is counted."""
 
     @property
-    def held(self) -> HeldVersions | None:
-        """What the rank keeps of its weights, where these have versions."""
+    def held(self) -> Held | None:
+        """The versions of its weights that the rank keeps, where there are several."""
 
 
 class RankRecord(NamedTuple):
@@ -104,20 +195,20 @@ class MinibatchOutcome(NamedTuple):
     records: Sequence[RankRecord] | None
     norm: Tensor | None
     peaks: tuple[Peak, ...]
-    held: tuple[HeldVersions, ...]
+    held: tuple[Held, ...]
     begins: bool
 
     @classmethod
     def of_records(
-        cls, records: Sequence[RankRecord], held: tuple[HeldVersions, ...], *, begins: bool
+        cls, records: Sequence[RankRecord], held: tuple[Held, ...], *, begins: bool
     ) -> MinibatchOutcome:
-        """What ranks did, without what came out of it."""
+        """Only the records of the ranks."""
         return cls(None, (), {}, records, None, (), held, begins)
 
     @classmethod
     def of(
         cls,
-        parts: Sequence[Part],
+        parts: Sequence[RankResult],
         weights: Sequence[float],
         records: Sequence[RankRecord] | None,
         norm: Tensor | None,
@@ -206,10 +297,10 @@ def timeline(
         for row in columns
     )
     transfers = [
-        one._replace(start=max(one.start - zero, 0.0), end=one.end - zero)
+        transfer._replace(start=max(transfer.start - zero, 0.0), end=transfer.end - zero)
         for records in steps
-        for one in (*_sums(records), *_stored(records))
-        if one.end > zero
+        for transfer in (*_sums(records), *_stored(records))
+        if transfer.end > zero
     ]
     return Timeline(tuple(moved), name, "measured", activations, transfers=tuple(sorted(transfers)))
 
@@ -217,7 +308,7 @@ def timeline(
 def _sums(records: Sequence[RankRecord]) -> list[Transfer]:
     """The parts of gradients that ranks have exchanged: each from when the first of them sent it
     until the last one had the sum."""
-    told: dict[tuple[int, int, int], list[tuple[int, float, float]]] = defaultdict(list)
+    spans_of: dict[tuple[int, int, int], list[tuple[int, float, float]]] = defaultdict(list)
     for rank, record in enumerate(records):
         rounds: Counter[tuple[int, int]] = Counter()
         for kind, stage, part, start, end in record.moved:
@@ -225,7 +316,7 @@ def _sums(records: Sequence[RankRecord]) -> list[Transfer]:
                 continue
             # In a stream, a stage may update several times.
             span = rank, start - record.clock_offset, end - record.clock_offset
-            told[stage, part, rounds[stage, part]].append(span)
+            spans_of[stage, part, rounds[stage, part]].append(span)
             rounds[stage, part] += 1
     return [
         Transfer(
@@ -236,13 +327,13 @@ def _sums(records: Sequence[RankRecord]) -> list[Transfer]:
             min(start for _, start, _ in spans),
             max(end for _, _, end in spans),
         )
-        for (stage, part, _), spans in told.items()
+        for (stage, part, _), spans in spans_of.items()
         if len(spans) > 1
     ]
 
 
 def _stored(records: Sequence[RankRecord]) -> list[Transfer]:
-    """What came from tiers and went there."""
+    """Transfers between memory and tiers."""
     return [
         Transfer((rank,), kind, stage, number, start - offset, end - offset)
         for rank, record in enumerate(records)

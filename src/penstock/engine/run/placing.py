@@ -1,49 +1,320 @@
-"""Moving modules to the device of the rank that runs them."""
+"""How a model gets to the devices of its ranks: which queue each has, and what is moved when. Where
+all ranks compute in main memory nothing is moved.
+
+Stages that come and go are evicted as soon as they are built. Sizes are known before the first
+step: weights are weighed as they leave, and the optimizer's state is weighed where tensors have
+shapes and no values (``meta``); what cannot step there steps once with nothing, a stage at a time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.device.crossing import give_memory, moved
-from penstock.engine.tracing.layers import CapturedLayer
+from penstock.base.errors import InputError
+from penstock.base.units import format_bytes
+from penstock.core.schedule.residence import StageBytes, resident_bytes
+from penstock.engine.device.accelerators import accelerator_kind, is_on_host
+from penstock.engine.device.queue import DeviceQueue, moments_of_caller, taken_up
+from penstock.engine.model.optimizer_factory import Parameters, make_optimizer
+from penstock.engine.model.spine import NamedLayer
+from penstock.engine.run.layout import Layout
+from penstock.engine.run.materialising import Values, place_buffers, place_parameters
+from penstock.engine.run.rank.updater import StageParameters
+from penstock.engine.run.recipe import Recipe
+from penstock.engine.run.refusals import check_spillable
+from penstock.engine.run.seating import RankSeat
+from penstock.engine.stage.stage import Stage
+from penstock.engine.weights.group import Group
+from penstock.engine.weights.optimizer_state import state_tensors
+from penstock.engine.weights.residence import Residence
+from penstock.engine.weights.slabs import Slabs
+from penstock.engine.weights.ways import Way
+from penstock.planning.plans import Plan
+from penstock.planning.plans.serving import stages_held
+from penstock.planning.plans.spilling import most_held, with_residence
+
+_ROUNDED = 1.01
 
 
-def place_parameters(module: nn.Module, device: torch.device) -> None:
-    """Move the parameters of a module, and of those inside it. They stay the objects that they are,
-    so that whoever holds them (an optimizer, a layer that is tied to another one) still does."""
-    for parameter in module.parameters():
-        move_parameter(parameter, device)
-    for part in module.modules():
-        if isinstance(part, CapturedLayer):
-            part.compute_on(device)
+@dataclass(frozen=True)
+class SwapSetup:
+    """All that ranks are given whose stages come and go.
+
+    Attributes:
+        values: where layers have their initial values from, right before these leave.
+        devices: of the ranks of this process, by their numbers.
+        seconds: how long a transfer may take.
+    """
+
+    plan: Plan
+    layout: Layout
+    recipe: Recipe
+    values: Values
+    devices: Mapping[int, torch.device]
+    seconds: float
 
 
-def place_buffers(
-    modules: Iterable[nn.Module], device: torch.device, but: Collection[int] = ()
-) -> None:
-    """Move the buffers of modules, not of those inside them.
+def evicted(setup: SwapSetup, rank: int, stages: Mapping[int, Stage]) -> Residence:
+    """Move a rank's stages to its tier, one at a time, and make room for what will be kept there.
 
     Args:
-        modules: all of a rank, so that a buffer of several is still one.
-        but: the ids of buffers that stay where they are.
+        stages: the rank's.
+
+    Raises:
+        FileError: the tier has no room for weights or optimizer state.
+        ModelError: a layer has no way to its values.
     """
-    placed: dict[int, Tensor] = {}
-    for module in modules:
-        for name, buffer in module._buffers.items():
-            if buffer is not None and id(buffer) not in but:
-                if id(buffer) not in placed:
-                    placed[id(buffer)] = there = moved(buffer, device)
-                    placed[id(there)] = there
-                module._buffers[name] = placed[id(buffer)]
+    plan, recipe = setup.plan, setup.recipe
+    assert plan.spill is not None
+    pinned = setup.layout.weights.tied_ids
+    weights = {
+        index: [weight for weight in stage.parameters() if id(weight) not in pinned]
+        for index, stage in stages.items()
+    }
+    device = setup.devices[rank]
+    way = Way.between(plan.spill.tier, device, setup.seconds)
+    residence = Residence(way, Slabs(float("inf"), device), weights)
+    try:
+        first = [0, *accumulate(len(stage.layers) for stage in plan.stages)]
+        for index in stages:
+            for layer in range(first[index], first[index + 1]):
+                setup.values.draw(layer)
+            residence.take_in(index)
+        sizes = _reserved(setup, rank, stages, residence)
+        check_budget(plan, recipe, rank, sizes)
+    except BaseException:
+        residence.close()
+        raise
+    schedule = with_residence(plan.placement, plan.spill, agrees=recipe.needs_agreement)
+    residence.slabs.budget_bytes = max(resident_bytes(schedule.ranks[rank], sizes), default=0)
+    return residence
 
 
-def move_parameter(parameter: nn.Parameter, device: torch.device) -> None:
-    """Give a parameter, and its gradient if it has one, memory on another device."""
-    gradient = parameter.grad
-    if parameter.device != device:
-        parameter.grad = None
-        give_memory(parameter, moved(parameter.data, device))
-        parameter.grad = None if gradient is None else moved(gradient, device)
+def _reserved(
+    setup: SwapSetup, rank: int, stages: Mapping[int, Stage], residence: Residence
+) -> StageBytes:
+    """Make room on the tier for what comes beside weights; how much memory all of it takes."""
+    recipe, num_stages = setup.recipe, len(setup.plan.stages)
+    holdings = setup.layout.holdings(rank, dict(stages))
+    state = {
+        index: state_bytes(recipe, holdings[index], residence.parameters(index), index)
+        for index in stages
+    }
+    for index, num_bytes in state.items():
+        residence.reserve_state(index, num_bytes)
+    if recipe.needs_agreement:
+        for index in stages:
+            residence.reserve_gradients(index)
+    return StageBytes(
+        _by_stage(num_stages, {index: residence.weight_bytes(index) for index in stages}),
+        _by_stage(num_stages, {index: residence.gradient_bytes(index) for index in stages}),
+        _by_stage(num_stages, state),
+    )
+
+
+def _by_stage(num_stages: int, known: Mapping[int, int]) -> list[int]:
+    return [known.get(stage, 0) for stage in range(num_stages)]
+
+
+def check_budget(plan: Plan, recipe: Recipe, rank: int, sizes: StageBytes) -> None:
+    """Raise ``InputError`` if a rank would hold more than its plan allows.
+
+    Args:
+        sizes: of all stages, as they were weighed.
+    """
+    assert plan.spill is not None
+    agrees, limit = recipe.needs_agreement, plan.spill.memory_bytes
+    held = most_held(plan.stages, plan.placement, plan.spill, sizes, rank, agrees=agrees)
+    # Pages are whole; what the profile said of activations is not counted again here.
+    if limit and held > limit * _ROUNDED:
+        late = " with clipping, whose updates are late," if agrees else ""
+        raise InputError(
+            f"rank {rank} would hold {format_bytes(held)}{late} and the plan allows "
+            f"{format_bytes(limit)}; plan again with this model and optimizer profiled, or with "
+            "more memory_bytes"
+        )
+
+
+def state_bytes(
+    recipe: Recipe, holding: StageParameters, parameters: Sequence[nn.Parameter], stage: int
+) -> int:
+    """Bytes on the tier of what the optimizer will keep of a stage's parameters."""
+    if recipe.optimizer is None or not holding.named:
+        return 0
+    for device in ("meta", "cpu"):
+        # What cannot be weighed so is weighed behind the first update.
+        with suppress(Exception):
+            return _stepped_once(recipe, holding, parameters, stage, device)
+    return 0
+
+
+def _stepped_once(
+    recipe: Recipe,
+    holding: StageParameters,
+    parameters: Sequence[nn.Parameter],
+    stage: int,
+    device: str,
+) -> int:
+    assert recipe.optimizer is not None
+    own = {id(parameter) for parameter in parameters}
+    named = [
+        (name, nn.Parameter(torch.zeros_like(weight, device=device), weight.requires_grad))
+        for name, weight in holding.named.items()
+    ]
+    travels = [
+        copy
+        for (_, copy), weight in zip(named, holding.named.values(), strict=True)
+        if id(weight) in own
+    ]
+    place = holding.place
+    optimizer = make_optimizer(
+        recipe.optimizer,
+        Parameters(named, place.stage, place.num_stages, holding.delay),
+        f"stage {stage}",
+    )
+    for _, copy in named:
+        copy.grad = torch.zeros_like(copy) if copy.requires_grad else None
+    with torch.no_grad():
+        optimizer.step()
+    tensors: list[Tensor] = state_tensors(optimizer, travels)
+    return Group("", tensors, stage).num_bytes
+
+
+def queues_of(devices: Mapping[int, torch.device]) -> dict[int, DeviceQueue]:
+    """The work of each rank, or member of one, on its device; none if none here needs to know about
+    devices.
+
+    Args:
+        devices: by the numbers of seats.
+    """
+    if all(map(is_on_host, devices.values())):
+        return {}
+    return {rank: DeviceQueue.on(device) for rank, device in devices.items()}
+
+
+def draw_all(
+    layers: tuple[NamedLayer, ...],
+    plan: Plan,
+    devices: Mapping[int, torch.device],
+    queues: Mapping[int, DeviceQueue],
+    values: Values,
+) -> None:
+    """Give the layers of this process that are to be drawn their values, each on the way to its
+    device: those on ``meta`` or, with ``init="per-layer"``, all.
+
+    Args:
+        layers: of the whole model.
+        devices: of the ranks of this process, by their numbers.
+        queues: their work, if any of them is an accelerator; none if layers are to stay in main
+            memory, from where the members of groups take their parts.
+        values: where they have them from.
+
+    Raises:
+        ModelError: a layer has no way to its values.
+    """
+    first = [0, *accumulate(len(stage.layers) for stage in plan.stages)]
+    places = [
+        (index, rank)
+        for rank in devices
+        for stage in stages_held(plan, rank)
+        for index in range(first[stage], first[stage + 1])
+    ]
+    # In the model's order, since what is tied has the values of its first layer.
+    for index, rank in sorted(places):
+        if values.draw(index) and queues:
+            module = layers[index].module
+            with building(queues[rank]):
+                place_parameters(module, devices[rank])
+                place_buffers(module.modules(), devices[rank])
+
+
+def place(
+    setup: SwapSetup, stages: Mapping[RankSeat, dict[int, Stage]], queues: Mapping[int, DeviceQueue]
+) -> dict[int, Residence]:
+    """Move stages to their ranks' devices; where they come and go, to tiers.
+
+    Args:
+        stages: by the seat of who performs them.
+        queues: by the numbers of seats.
+
+    Returns:
+        Of each rank of this process whose stages come and go, which are in memory.
+    """
+    if setup.plan.spill is None:
+        place_all(setup.layout, stages, queues)
+        return {}
+    check_spillable(setup.plan, setup.recipe, setup.layout)
+    if not queues:
+        place_all(setup.layout, stages, queues)
+    residences = {}
+    for seat, own in stages.items():
+        with building(queues.get(seat.number)):
+            residences[seat.rank] = evicted(setup, seat.rank, own)
+    if queues:  # what is left: buffers, and what is tied
+        place_all(setup.layout, stages, queues)
+    return residences
+
+
+def place_all(
+    layout: Layout,
+    stages: Mapping[RankSeat, Mapping[int, Stage]],
+    queues: Mapping[int, DeviceQueue],
+) -> None:
+    """Move stages to their ranks' devices.
+
+    What is written by one rank and read by another has been found by then: afterwards, ranks with
+    the same buffer have copies of it.
+
+    Args:
+        stages: by the seat of who performs them.
+        queues: by the numbers of seats.
+
+    Raises:
+        InputError: all ranks compute on the CPU, and the model is elsewhere.
+    """
+    if not queues:
+        if accelerator_kind() is not None:
+            _check_on_host(stage for own in stages.values() for stage in own.values())
+        return
+    for seat, own in stages.items():
+        with building(queues[seat.number]):
+            layout.place(seat.rank, own, seat.coordinate)
+    for seat in stages:
+        with building(queues[seat.number]):
+            layout.place_copies(seat.rank, seat.coordinate)
+
+
+def _check_on_host(stages: Iterable[Stage]) -> None:
+    for stage in stages:
+        for name, tensor in stage.state_dict().items():
+            if not is_on_host(tensor.device):
+                raise InputError(
+                    f"{name!r} is on {tensor.device}, but the plan's ranks compute on the CPU: say "
+                    f"where, as in devices='{tensor.device}', plan for accelerators, as in "
+                    "Cluster.local(kind='gpu'), or move the model: model.cpu()"
+                )
+
+
+@contextmanager
+def building(queue: DeviceQueue | None) -> Iterator[None]:
+    """A context in which what is allocated belongs to a rank's own stream, which will free it when
+    it makes something new in its place; the caller may use it afterwards."""
+    if queue is None:
+        yield
+        return
+    queue.begin(moments_of_caller([queue.device]))
+    with queue.entered():
+        yield
+    taken_up((), queue.moment())
+
+
+def local_rank() -> int:
+    """Which of this host's processes this is, as torchrun says."""
+    return int(os.environ.get("LOCAL_RANK", "0"))

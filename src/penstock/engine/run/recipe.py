@@ -1,4 +1,4 @@
-"""What to do with outputs and gradients: the part of training that is not the model's spread."""
+"""How outputs and gradients are used: the part of training that is not the model's spread."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class LossScale:
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> LossScale:
-        """What ``torch.amp.GradScaler.state_dict`` gave, whatever kind of number a file has."""
+        """From ``torch.amp.GradScaler.state_dict``, whatever kind of number a file has."""
         own = {key.lstrip("_"): value for key, value in state.items()}
         counts = {key: int(own.pop(key)) for key in ("growth_interval", "growth_tracker")}
         return cls(**own, **counts)
@@ -65,7 +65,7 @@ class LossScale:
 
     @property
     def inverse(self) -> float:
-        """What gradients are multiplied by before they are used; rounded as torch rounds it."""
+        """The factor on gradients before they are used; rounded as torch rounds it."""
         return float(torch.tensor(self.scale).double().reciprocal().float())
 
     def after(self, finite: bool) -> LossScale:
@@ -136,7 +136,7 @@ class Recipe:
 
     @property
     def settings(self) -> dict[str, str]:
-        """What must be alike on all ranks, as text by the arguments' names. Of functions it is
+        """Arguments that must be alike on all ranks, as text by their names. Of functions it is
         whether there is one: they may be made on every rank for itself."""
         plain = (
             "clip_norm", "clip_stage_norm", "post_validate", "stop_at_nan", "batch_norm",
@@ -188,7 +188,7 @@ class Recipe:
             expect(metric, Callable, f"metrics: {shown(name)}", example)
 
     def _check_asynchronous(self) -> None:
-        """What needs all stages' gradients of one update is not to be had without a flush."""
+        # What needs all stages' gradients of one update is not to be had without a flush.
         refusals = {
             "clip_norm": "clip_stage_norm clips each stage by itself",
             "loss_scale": "use bfloat16, which needs no GradScaler",
@@ -196,9 +196,9 @@ class Recipe:
         }
         for name, remedy in refusals.items():
             if getattr(self, name):
-                what = "a grad_scaler" if name == "loss_scale" else name
+                argument = "a grad_scaler" if name == "loss_scale" else name
                 raise InputError(
-                    f"{what} needs the gradients of all stages at one update, which a pipeline "
+                    f"{argument} needs the gradients of all stages at one update, which a pipeline "
                     f"that never flushes does not have; {remedy}"
                 )
         if self.batch_norm == "minibatch":
@@ -211,7 +211,7 @@ class Recipe:
 
     @property
     def updates(self) -> Updates:
-        """What an update is made of."""
+        """Whether an update is made of a microbatch or of a minibatch."""
         return self.versions.updates
 
     @property

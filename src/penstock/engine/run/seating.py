@@ -3,7 +3,7 @@
 A rank of the plan with t tensor ranks has t seats in a row. The ops of ranks, their edges and their
 numbers are those of the plan; only here a message from one rank to another becomes one between
 seats. Members of equal coordinate exchange what groups of equal size exchange. Between groups of
-different sizes, ``tensor.unequal_groups`` says who sends which slice to whom.
+different sizes, ``tensor.routes`` says who sends which slice to whom.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ from typing import Any
 from torch import Tensor
 
 from penstock.engine.model import tree
-from penstock.engine.tensor.group import Bounds, ChannelGroup, dense_copy, joined, memory_order
+from penstock.engine.tensor.channel_group import ChannelGroup
 from penstock.engine.tensor.layouts import Layout
-from penstock.engine.tensor.unequal_groups import receivers, senders, slices
+from penstock.engine.tensor.memory_order import dense_copy, joined, memory_order
+from penstock.engine.tensor.parts import Bounds
+from penstock.engine.tensor.routes import receivers, senders, slices
 from penstock.engine.transport import Edge, Transport
-from penstock.engine.transport.base import SHARED_TAGS, OnTop
+from penstock.engine.transport.base import OnTop
+from penstock.engine.transport.tags import SHARED_TAGS
 
 
-class Seat:
+class RankSeat:
     """Where a member of a rank sits.
 
     Args:
@@ -45,7 +48,7 @@ class Seat:
         self.number = self._number(rank, coordinate)
 
     @classmethod
-    def all_of(cls, sizes: tuple[int, ...]) -> list[Seat]:
+    def all_of(cls, sizes: tuple[int, ...]) -> list[RankSeat]:
         """All seats in their order.
 
         Args:
@@ -86,9 +89,9 @@ class Seat:
         own = self.coordinate
         if away:
             others = receivers(own, self.size, size, divided=divided)
-            return [Edge(self.number, self._number(other, one), edge.tag) for one in others]
+            return [Edge(self.number, self._number(other, member), edge.tag) for member in others]
         others = senders(size, own, divided=divided)
-        return [Edge(self._number(other, one), self.number, edge.tag) for one in others]
+        return [Edge(self._number(other, member), self.number, edge.tag) for member in others]
 
     def group(self, transport: Transport) -> ChannelGroup | None:
         """The member's end of its group; ``None`` if it sits alone.
@@ -103,7 +106,7 @@ class Seat:
 
 
 class MeshTransport(OnTop):
-    """What one member of a rank exchanges with other ranks.
+    """One member's messages from and to other ranks.
 
     Args:
         inner: carries messages between seats.
@@ -118,7 +121,7 @@ class MeshTransport(OnTop):
     def __init__(
         self,
         inner: Transport,
-        seat: Seat,
+        seat: RankSeat,
         group: ChannelGroup | None,
         divided: Mapping[int, Layout],
     ) -> None:
@@ -135,20 +138,22 @@ class MeshTransport(OnTop):
         dim, edges = self._divided.get(edge.tag), self.edges(edge)
         size = self.seat.sizes[edge.target]
         if dim is None or size == self.seat.size:
-            for place, one in enumerate(edges):
+            for place, between in enumerate(edges):
                 # Between threads gradients are handed over as they are, and who has handed them
                 # writes the sums there when it has these: from the first one, who has then read
                 # them. The others may not have.
                 answers = place == 0 or edge.tag < SHARED_TAGS
-                self.inner.send(one, number, value if answers else _copied(value))
+                self.inner.send(between, number, value if answers else _copied(value))
             return
         pieces = self._pieces(value, dim, size)
-        for one, piece in zip(edges, pieces, strict=True):
-            self.inner.send(one, number, piece)
+        for between, piece in zip(edges, pieces, strict=True):
+            self.inner.send(between, number, piece)
 
     def recv(self, edge: Edge, number: int, waiting: str) -> Any:
         edges = self.edges(edge)
-        values = [self.inner.recv(one, number, self._told(waiting, one)) for one in edges]
+        values = [
+            self.inner.recv(between, number, self._told(waiting, between)) for between in edges
+        ]
         if len(values) == 1:
             return values[0]
         dim = self._divided[edge.tag]
@@ -159,7 +164,7 @@ class MeshTransport(OnTop):
         return tree.unflatten(joined, structure) if leaves else values[0]
 
     def _told(self, waiting: str, edge: Edge) -> str:
-        """What waits, in both numbers of ranks: errors of what is below count by seats."""
+        """The text of a wait, in both numbers of ranks: errors of what is below count by seats."""
         if not self.seat.sizes:
             return waiting
         return (
@@ -168,7 +173,7 @@ class MeshTransport(OnTop):
         )
 
     def fail(self, reason: str, edges: Iterable[Edge]) -> None:
-        self.inner.fail(reason, [one for edge in edges for one in self.edges(edge)])
+        self.inner.fail(reason, [between for edge in edges for between in self.edges(edge)])
 
     def _pieces(self, value: Any, dim: int, size: int) -> list[Any]:
         """A value, cut for the members of another group."""
@@ -207,8 +212,8 @@ def _joined(pieces: tuple[Any, ...], dim: int) -> Any:
     return tree.apart(pieces[0], lambda first: joined([first, *rest], dim))
 
 
-def seated(rank: int, transport: Transport) -> tuple[Seat, Transport]:
+def seated(rank: int, transport: Transport) -> tuple[RankSeat, Transport]:
     """Where a rank's transport sits, and the channels between seats under it."""
     if isinstance(transport, MeshTransport):
         return transport.seat, transport.inner
-    return Seat(rank), transport
+    return RankSeat(rank), transport

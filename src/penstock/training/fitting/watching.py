@@ -11,7 +11,7 @@ from penstock.base.errors import InputError
 from penstock.base.values import number, shown, whole
 from penstock.engine.device.accelerators import is_on_host
 from penstock.engine.device.accelerators import peak_flops as peak_flops_of
-from penstock.engine.run.work import Work
+from penstock.engine.run.history import Work
 from penstock.training.fitting.callbacks import Callback, numbers_of
 from penstock.training.fitting.places import (
     MEMORY,

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from penstock.engine.run.placing import place_buffers, place_parameters
+from penstock.engine.run.materialising import place_buffers, place_parameters
 from tests.kit.kernels import kernels_for_an_lstm
 from tests.kit.tiny_models import conv_batch, gpt_batch, make_conv_net, make_gpt
 from tests.numerics.test_captured_models import (

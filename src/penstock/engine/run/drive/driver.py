@@ -1,4 +1,4 @@
-"""The interface between the façade and those who make workers run."""
+"""The interface of those who make workers run, and how failures of ranks are told."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.base.errors import InputError, PeerError, PenstockError, StageError
 from penstock.base.values import number
-from penstock.core.schedule.rounds import Segment
+from penstock.core.schedule.segment import Segment
 from penstock.engine.run.minibatch import Minibatch, StreamPosition
 from penstock.engine.run.outcome import MinibatchOutcome
 from penstock.engine.transport import Transport
@@ -144,7 +144,7 @@ class Driver(ABC, Generic[T]):
 
 
 def told(error: BaseException) -> str:
-    """What an exception says; its type's name if it says nothing, or fails when it is asked."""
+    """The text of an exception; its type's name if it has none, or fails when it is asked."""
     with suppress(Exception):
         if text := str(error):
             return text
@@ -152,7 +152,7 @@ def told(error: BaseException) -> str:
 
 
 def failure_notice(rank: int, error: BaseException) -> str:
-    """What to tell other ranks: what happened first, wherever that was."""
+    """The text for other ranks: the failure that came first, wherever that was."""
     if isinstance(error, PeerError):
         return error.reason
     return f"rank {rank} failed: {named(error)}"
@@ -165,8 +165,8 @@ def loader_notice(rank: int, error: BaseException) -> str:
 
 
 def named(error: BaseException) -> str:
-    """What an exception says, behind its type's name if it is not Penstock's own: ``SystemExit(3)``
-    says no more than 3."""
+    """The text of an exception, behind its type's name if it is not Penstock's own:
+    ``SystemExit(3)`` says no more than 3."""
     text, kind = told(error), type(error).__name__
     return text if isinstance(error, PenstockError) or text == kind else f"{kind}: {text}"
 

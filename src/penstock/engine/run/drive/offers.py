@@ -14,7 +14,7 @@ from penstock.engine.transport.rendezvous import Rendezvous
 from penstock.planning.plans import Plan
 
 
-class _Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _BuildOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a rank would build.
 
     Attributes:
@@ -67,10 +67,10 @@ def agree(
         InputError: their settings differ.
         PeerError, DeadlineError: another rank did not come.
     """
-    own = _Offer(
+    own = _BuildOffer(
         model, _digest(traced), seed, None if meeting.rank else plan.to_json(), attempt, settings
     )
-    offers = meeting.exchange(own, _Offer, "to its Pipeline")
+    offers = meeting.exchange(own, _BuildOffer, "to its Pipeline")
     others = [rank for rank, offer in enumerate(offers) if offer.model != offers[0].model]
     if others:
         raise ModelError(

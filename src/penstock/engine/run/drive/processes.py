@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from penstock.base.errors import DeadlineError, PeerError, RunError
-from penstock.core.schedule.rounds import Segment
-from penstock.core.timing.spans import TransferKind
-from penstock.engine.device.queue import happened
-from penstock.engine.run.counting import Peak
-from penstock.engine.run.drive.board import Board
+from penstock.core.schedule.segment import Segment
+from penstock.engine.run.digests import Call, CallDigest, ComparingTransport, check_alike
 from penstock.engine.run.drive.driver import (
     Deadlines,
     Driver,
@@ -27,62 +21,24 @@ from penstock.engine.run.drive.driver import (
     named,
     naming,
 )
-from penstock.engine.run.minibatch import Harvest, Minibatch, StreamPosition, seal_of
+from penstock.engine.run.drive.joining import Board
+from penstock.engine.run.drive.reports import RankReport
+from penstock.engine.run.minibatch import Minibatch, StepResult, StreamPosition, call_digest_of
 from penstock.engine.run.outcome import MinibatchOutcome, RankRecord
 from penstock.engine.run.rank.worker import NUMBERS_PER_RUN, Worker, moments_of
-from penstock.engine.run.seals import Call, Seal, SealedTransport, check_alike
 from penstock.engine.transport import Edge, Noted
-from penstock.engine.transport.base import (
+from penstock.engine.transport.base import LARGEST_NUMBER
+from penstock.engine.transport.rendezvous import Rendezvous
+from penstock.engine.transport.tags import (
     AGREEMENT_TAG,
     FIRST_EXCHANGE,
-    LARGEST_NUMBER,
     ORDER_TAG,
     REPORT_TAG,
     STATE_TAG,
 )
-from penstock.engine.transport.rendezvous import Rendezvous
-from penstock.engine.weights.store import HeldVersions
 
-_KINDS: tuple[TransferKind, ...] = get_args(TransferKind)
 _MOST_SEGMENTS = 64
 """For which a rank remembers who tells of them."""
-
-
-class RankReport(NamedTuple):
-    """What a rank tells all others at the end of a step.
-
-    It travels as plain data. Where records are exchanged, ``times`` holds the starts and the ends
-    of the ops of its program, which all ranks know, ``versions`` the weight version that each
-    read, and ``moved`` a row for each thing that it moved: numbers travel ten times
-    as fast as ops.
-    """
-
-    times: Tensor | None
-    versions: Tensor | None
-    moved: Tensor | None
-    losses: dict[int, Tensor]
-    outputs: dict[int, Any]
-    metrics: dict[str, dict[int, Tensor]]
-    peak: Peak | None
-    held: HeldVersions | None
-
-    def packed(self) -> tuple[Any, ...]:
-        """The report as it travels."""
-        peak = None if self.peak is None else tuple(self.peak)
-        held = None if self.held is None else tuple(self.held)
-        each = [*self.losses.values()]
-        # One tensor travels faster than many.
-        losses = torch.stack(each) if len({loss.dtype for loss in each}) == 1 else each
-        told = [*self.losses], losses, self.outputs, self.metrics
-        return self.times, self.versions, self.moved, *told, peak, held
-
-    @classmethod
-    def unpacked(cls, packed: tuple[Any, ...]) -> RankReport:
-        """Undo ``packed``."""
-        times, versions, moved, microbatches, losses, outputs, metrics, peak, held = packed
-        peak, held = peak and Peak(*peak), held and HeldVersions(*held)
-        own = dict(zip(microbatches, losses, strict=True))
-        return cls(times, versions, moved, own, outputs, metrics, peak, held)
 
 
 class ProcessTicket(NamedTuple):
@@ -90,15 +46,15 @@ class ProcessTicket(NamedTuple):
 
     Attributes:
         report: what this rank tells the others, if there is anything that they wait for.
-        seal: what other ranks must have been given, too.
+        digest: what other ranks must have been given, too.
     """
 
     segment: Segment
     minibatch: Minibatch
     position: StreamPosition
-    harvest: Harvest
+    result: StepResult
     report: RankReport
-    seal: bytes
+    digest: bytes
 
 
 class ProcessDriver(Driver[ProcessTicket]):
@@ -121,7 +77,7 @@ class ProcessDriver(Driver[ProcessTicket]):
     def __init__(
         self,
         worker: Worker,
-        transport: SealedTransport,
+        transport: ComparingTransport,
         meeting: Rendezvous,
         deadlines: Deadlines,
         *,
@@ -138,7 +94,7 @@ class ProcessDriver(Driver[ProcessTicket]):
         self._firsts = (worker.seat.firsts or tuple(range(num_told)))[:num_told]
         self._transport = transport
         # Else the gradients that ranks sum are not all of one minibatch.
-        self._seals_sums = not worker.updater.sums.stale
+        self._compares_sums = not worker.updater.sums.stale
         self._num_ranks = meeting.num_ranks
         self._others = [rank for rank in range(meeting.num_ranks) if rank != meeting.rank]
         self._records = clock_offsets is not None
@@ -158,18 +114,18 @@ class ProcessDriver(Driver[ProcessTicket]):
             # Whoever gives up meanwhile for want of this rank reads what was first.
             self._board.write(loader_notice(self._seat.number, position.failure))
         with self._telling_failures(segment, minibatch.step, position.failure):
-            seal = self._transport.seal = seal_of(minibatch, position)
-            self._transport.synchronous = position.synchronous and self._seals_sums
+            digest = self._transport.digest = call_digest_of(minibatch, position)
+            self._transport.synchronous = position.synchronous and self._compares_sums
             callers = moments_of(minibatch, [self._worker])
-            harvest = self._worker.run(segment, minibatch, position, callers)
+            result = self._worker.run(segment, minibatch, position, callers)
             self._worker.transport.hand_over()
-            harvest.take_up()
-            report = self._report(harvest)
+            result.take_up()
+            report = RankReport.of(result, records=self._records, results=self._share_results)
             if self._seat.number in self._telling(segment):
-                own = Noted(report.packed(), seal)
+                own = Noted(report.packed(), digest)
                 for edge in self._edges_to_all(REPORT_TAG):
-                    self._transport.send(edge, FIRST_EXCHANGE + harvest.number, own)
-        return ProcessTicket(segment, minibatch, position, harvest, report, seal)
+                    self._transport.send(edge, FIRST_EXCHANGE + result.number, own)
+        return ProcessTicket(segment, minibatch, position, result, report, digest)
 
     def _check_usable(self) -> None:
         if self._failure:
@@ -177,21 +133,21 @@ class ProcessDriver(Driver[ProcessTicket]):
 
     def collect(self, ticket: ProcessTicket) -> MinibatchOutcome:
         self._check_usable()  # a wait in vain would hide what has failed first
-        segment, minibatch, harvest = ticket.segment, ticket.minibatch, ticket.harvest
+        segment, minibatch, result = ticket.segment, ticket.minibatch, ticket.result
         with self._telling_failures(segment, minibatch.step, ticket.position.failure):
-            told = self._reports(ticket)
+            by_seat = self._reports(ticket)
             # All members of a rank have the same results; the first one tells them.
-            firsts = [report for seat, report in told.items() if seat in self._firsts]
-            reports = firsts or [*told.values()]
+            firsts = [report for seat, report in by_seat.items() if seat in self._firsts]
+            reports = firsts or [*by_seat.values()]
             if not ticket.position.more_follow:
                 self._worker.transport.flush()
-        all_told = len(told) == self._num_ranks
-        self._went_through(minibatch, num_proofs=2 if all_told else 1)
+        all_reported = len(by_seat) == self._num_ranks
+        self._went_through(minibatch, num_proofs=2 if all_reported else 1)
         return MinibatchOutcome.of(
             reports,
             minibatch.weights,
             self._records_of(ticket, reports) if self._records and any(segment.ranks) else None,
-            harvest.norm,
+            result.norm,
             begins=segment.begins,
         )
 
@@ -199,7 +155,7 @@ class ProcessDriver(Driver[ProcessTicket]):
         return all(self._has_told(other, ticket) for other in self._telling(ticket.segment))
 
     def _has_told(self, other: int, ticket: ProcessTicket) -> bool | None:
-        rank, number = self._worker.rank, FIRST_EXCHANGE + ticket.harvest.number
+        rank, number = self._worker.rank, FIRST_EXCHANGE + ticket.result.number
         return other == rank or self._transport.has_come(Edge(other, rank, REPORT_TAG), number)
 
     @property
@@ -270,28 +226,12 @@ class ProcessDriver(Driver[ProcessTicket]):
                 raise explained from error.__cause__
             raise
 
-    def _report(self, harvest: Harvest) -> RankReport:
-        times = versions = moved = None
-        if self._records:
-            # Of an accelerator it is known when all has happened: this waits for the device.
-            columns = happened(harvest.starts, harvest.ends, harvest.stamps)
-            times = torch.from_numpy(np.array(columns, np.float64))
-            versions = torch.tensor(harvest.versions, dtype=torch.int64)
-            if harvest.moved:
-                rows = [(_KINDS.index(kind), *numbers) for kind, *numbers in harvest.moved]
-                moved = torch.tensor(rows, dtype=torch.float64)
-        if self._share_results:
-            results = harvest.losses, harvest.outputs, harvest.metrics
-        else:
-            results = {}, {}, {}
-        return RankReport(times, versions, moved, *results, harvest.peak, harvest.held)
-
     def _reports(self, ticket: ProcessTicket) -> dict[int, RankReport]:
         """By seat, in their order, every report that holds anything; of the others nothing is
         sent."""
-        rank, harvest = self._seat.number, ticket.harvest
+        rank, result = self._seat.number, ticket.result
         own = ticket.report._replace(
-            losses=harvest.losses, outputs=harvest.outputs, metrics=harvest.metrics
+            losses=result.losses, outputs=result.outputs, metrics=result.metrics
         )
         return {
             other: own if other == rank else self._report_of(other, ticket)
@@ -299,7 +239,7 @@ class ProcessDriver(Driver[ProcessTicket]):
         }
 
     def _report_of(self, other: int, ticket: ProcessTicket) -> RankReport:
-        """What another rank tells.
+        """Another rank's report.
 
         Raises:
             RunError: it was given something else than this rank.
@@ -307,21 +247,23 @@ class ProcessDriver(Driver[ProcessTicket]):
         rank, step = self._seat.number, ticket.minibatch.step
         waiting = f"rank {rank}, waiting at the end of step {step} for rank {other}'s results"
         return RankReport.unpacked(
-            self._told_by(other, ticket.harvest.number, ticket.seal, waiting)
+            self._told_by(other, ticket.result.number, ticket.digest, waiting)
         )
 
-    def _told_by(self, other: int, number: int, seal: bytes, waiting: str) -> Any:
-        """What another rank tells all others of what they do together.
+    def _told_by(self, other: int, number: int, digest: bytes, waiting: str) -> Any:
+        """Another rank's message to all, on what they do together.
 
         Raises:
             RunError: it does something else.
         """
         rank = self._seat.number
-        told = self._transport.recv(Edge(other, rank, REPORT_TAG), FIRST_EXCHANGE + number, waiting)
-        if type(told) is Noted:
-            told, its_seal = told
-            check_alike(seal, its_seal, (rank, other), waiting)
-        return told
+        message = self._transport.recv(
+            Edge(other, rank, REPORT_TAG), FIRST_EXCHANGE + number, waiting
+        )
+        if type(message) is Noted:
+            message, its_digest = message
+            check_alike(digest, its_digest, (rank, other), waiting)
+        return message
 
     def _find_telling(self, segment: Segment) -> frozenset[int]:
         """The ranks that have something to tell: records, peaks, or results of the last stage."""
@@ -335,28 +277,16 @@ class ProcessDriver(Driver[ProcessTicket]):
 
     def _records_of(self, ticket: ProcessTicket, reports: list[RankReport]) -> list[RankRecord]:
         self._check_alike(ticket, reports)
-        return [
-            RankRecord(
-                ops,
-                array("d", report.times[0].tolist()),
-                array("d", report.times[1].tolist()),
-                report.versions.tolist(),
-                ticket.position.base,
-                offset,
-                moved=_moved_of(report),
-            )
-            for ops, report, offset in zip(
-                ticket.segment.ranks,
-                reports,
-                [self._clock_offsets[seat] for seat in self._firsts],
-                strict=True,
-            )
-            if report.times is not None and report.versions is not None
-        ]
+        offsets = [self._clock_offsets[seat] for seat in self._firsts]
+        records = (
+            report.record(ops, ticket.position.base, offset)
+            for ops, report, offset in zip(ticket.segment.ranks, reports, offsets, strict=True)
+        )
+        return [record for record in records if record is not None]
 
     def _check_alike(self, ticket: ProcessTicket, reports: list[RankReport]) -> None:
-        """Ranks go through the same stream. Seals tell if not, except behind the last minibatch: a
-        rank that has left its loop drains, with nothing to compare."""
+        """Ranks go through the same stream. Digests tell if not, except behind the last minibatch:
+        a rank that has left its loop drains, with nothing to compare."""
         for rank, (ops, report) in enumerate(zip(ticket.segment.ranks, reports, strict=True)):
             if report.times is not None and report.times.shape[1] != len(ops):
                 raise RunError(
@@ -378,19 +308,19 @@ class ProcessDriver(Driver[ProcessTicket]):
             self._await_gathering(number, destination)
             # One rank after the other tells its own, so that nobody waits for room in a channel
             # whose other end is sending, too.
-            told = [
+            by_rank = [
                 self._told_weights(source, number, states, destination)
                 for source in range(self._num_ranks)
             ]
             self._transport.flush()
         if destination not in (None, self._seat.number):
             return {}
-        return {stage: state for own in told for stage, state in own.items()}
+        return {stage: state for own in by_rank for stage, state in own.items()}
 
     def _told_weights(
         self, source: int, number: int, states: StageStates, destination: int | None
     ) -> StageStates:
-        """What one rank has, where this process is to know it."""
+        """The states of one rank's stages, where this process is to have them."""
         rank, number = self._seat.number, FIRST_EXCHANGE + number
         if source == rank:
             for other in self._others if destination is None else {destination} - {rank}:
@@ -399,13 +329,13 @@ class ProcessDriver(Driver[ProcessTicket]):
         if destination not in (None, rank):
             return {}
         waiting = f"rank {rank}, waiting for rank {source}'s weights"
-        told: StageStates = self._transport.recv(Edge(source, rank, STATE_TAG), number, waiting)
-        return told
+        theirs: StageStates = self._transport.recv(Edge(source, rank, STATE_TAG), number, waiting)
+        return theirs
 
     def _announce_gathering(self, number: int, expected: Segment, destination: int | None) -> None:
         """Tell the others, also those that do something else: they find it in the place of the
         first message that they wait for."""
-        announcement = Noted(destination, Seal(Call.GATHER).packed())
+        announcement = Noted(destination, CallDigest(Call.GATHER).packed())
         for edge, unit in self._worker.first_units(expected).items():
             self._transport.send(edge, number + unit, announcement)
         # Nobody waits for these if all is well.
@@ -419,7 +349,7 @@ class ProcessDriver(Driver[ProcessTicket]):
                 f"rank {self._seat.number}, waiting in gather_state_dict(), which every rank must "
                 f"call, for rank {other}"
             )
-            theirs = self._told_by(other, number, Seal(Call.GATHER).packed(), waiting)
+            theirs = self._told_by(other, number, CallDigest(Call.GATHER).packed(), waiting)
             if theirs != destination:
                 raise RunError(
                     f"rank {self._seat.number} calls gather_state_dict(rank={destination}), but "
@@ -434,11 +364,3 @@ class ProcessDriver(Driver[ProcessTicket]):
         if not self._failure:
             self._board.write(f"rank {self._seat.number} closed its pipeline ({reason})")
         self._worker.transport.close(reason)
-
-
-def _moved_of(report: RankReport) -> list[tuple[TransferKind, int, int, float, float]]:
-    rows = [] if report.moved is None else report.moved.tolist()
-    return [
-        (_KINDS[int(kind)], int(stage), int(number), start, end)
-        for kind, stage, number, start, end in rows
-    ]

@@ -19,14 +19,15 @@ from typing import Any, TypeVar
 import torch
 
 from penstock.base.errors import DeadlineError, PeerError, RunError
-from penstock.core.schedule.rounds import Segment
+from penstock.core.schedule.segment import Segment
 from penstock.engine.device.queue import Moments, taken_up
 from penstock.engine.run.drive.driver import Deadlines, Driver, StageStates, failure_notice, naming
-from penstock.engine.run.minibatch import Harvest, Minibatch, StreamPosition
+from penstock.engine.run.minibatch import Minibatch, StepResult, StreamPosition
 from penstock.engine.run.outcome import MinibatchOutcome, RankRecord
 from penstock.engine.run.rank.worker import Worker, moments_of
 from penstock.engine.transport import Edge
-from penstock.engine.transport.base import END_TAG, FIRST_EXCHANGE, LARGEST_NUMBER
+from penstock.engine.transport.base import LARGEST_NUMBER
+from penstock.engine.transport.tags import END_TAG, FIRST_EXCHANGE
 
 _GRACE_SECONDS = 5.0
 _DEAF_SECONDS = 0.5
@@ -52,7 +53,7 @@ class ThreadTicket:
     segment: Segment
     minibatch: Minibatch
     position: StreamPosition
-    futures: list[Future[Harvest]]
+    futures: list[Future[StepResult]]
     num_updates: list[int]
     callers: Moments
     news: queue.SimpleQueue[bool] = field(default_factory=queue.SimpleQueue)
@@ -118,7 +119,7 @@ class ThreadDriver(Driver[ThreadTicket]):
             self.break_off()  # who called has lost it to an interrupt
         if self._unusable:
             raise RunError(f"{self._unusable}; restore the weights and build a new Pipeline")
-        futures: list[Future[Harvest]] = [Future() for _ in self._workers]
+        futures: list[Future[StepResult]] = [Future() for _ in self._workers]
         num_updates = [0] * len(self._workers)
         callers = moments_of(minibatch, self._workers)
         ticket = ThreadTicket(segment, minibatch, position, futures, num_updates, callers)
@@ -136,25 +137,25 @@ class ThreadDriver(Driver[ThreadTicket]):
         return ticket
 
     def collect(self, ticket: ThreadTicket) -> MinibatchOutcome:
-        harvests = self._await(ticket)
-        for harvest in harvests:
-            harvest.take_up()
+        results = self._await(ticket)
+        for result in results:
+            result.take_up()
         return MinibatchOutcome.of(
-            harvests,
+            results,
             ticket.minibatch.weights,
-            _records(ticket, harvests),
-            harvests[0].norm,
+            _records(ticket, results),
+            results[0].norm,
             begins=ticket.segment.begins,
         )
 
     def retire(self, ticket: ThreadTicket) -> MinibatchOutcome:
-        harvests = self._await(ticket)
-        held = tuple(harvest.held for harvest in harvests if harvest.held is not None)
+        results = self._await(ticket)
+        held = tuple(result.held for result in results if result.held is not None)
         return MinibatchOutcome.of_records(
-            _records(ticket, harvests), held, begins=ticket.segment.begins
+            _records(ticket, results), held, begins=ticket.segment.begins
         )
 
-    def _await(self, ticket: ThreadTicket) -> list[Harvest]:
+    def _await(self, ticket: ThreadTicket) -> list[StepResult]:
         """Wait until all ranks are through with a minibatch."""
         futures = ticket.futures
         if ticket not in self._under_way:
@@ -193,14 +194,14 @@ class ThreadDriver(Driver[ThreadTicket]):
         """Have functions called, in any thread, when rank 0 is through with a minibatch, and when a
         rank has failed in it; the caller must hold nothing that ranks wait for."""
 
-        def told(future: Future[Harvest]) -> None:
+        def notify(future: Future[StepResult]) -> None:
             if future.exception() is not None:
                 failed()
             elif future is ticket.futures[0]:
                 first_is_through()
 
         for future in ticket.futures:
-            future.add_done_callback(told)
+            future.add_done_callback(notify)
 
     def behind(self, errand: Callable[[Worker], T]) -> list[Future[T]]:
         """Have a function called for each worker, between two minibatches, when it is through with
@@ -223,32 +224,32 @@ class ThreadDriver(Driver[ThreadTicket]):
         for worker in self._workers:
             worker.transport.fail("the run was interrupted", ())
 
-    def _run(self, worker: Worker, ticket: ThreadTicket) -> Harvest:
+    def _run(self, worker: Worker, ticket: ThreadTicket) -> StepResult:
         minibatch, position = ticket.minibatch, ticket.position
         if self._failed:
             raise PeerError("the minibatch before this one failed")
         try:
             with naming(worker.seat.number, minibatch.step):
-                harvest = worker.run(ticket.segment, minibatch, position, ticket.callers)
+                result = worker.run(ticket.segment, minibatch, position, ticket.callers)
             ticket.num_updates[worker.seat.number] = worker.updater.num_updates
             if not position.more_follow:
-                self._await_next(worker, harvest, minibatch.step)
-            return harvest
+                self._await_next(worker, result, minibatch.step)
+            return result
         except BaseException as error:
             self._failed = True  # first of all: nobody may begin the next minibatch
-            if worker.updater.pending:
+            if worker.on_trust:
                 # Others may have given up this attempt already: the notice must not seem a part of
                 # it. This rank takes no message any more, since no step will follow.
                 worker.transport.discard(LARGEST_NUMBER)
             worker.channels.fail(failure_notice(worker.seat.number, error), ())
             raise
 
-    def _await_next(self, worker: Worker, harvest: Harvest, step: int) -> None:
+    def _await_next(self, worker: Worker, result: StepResult, step: int) -> None:
         """Wait until the next rank is through as well: nobody waits for its last ops, so otherwise
         nobody would notice if it hung in one of them."""
         rank, count = worker.seat.number, len(self._workers)
         if count > 1:
-            number = FIRST_EXCHANGE + harvest.number
+            number = FIRST_EXCHANGE + result.number
             after, before = (rank + 1) % count, (rank - 1) % count
             worker.channels.send(Edge(rank, before, END_TAG), number, None)
             waiting = f"rank {rank}, waiting at the end of step {step} for rank {after}"
@@ -277,7 +278,7 @@ class ThreadDriver(Driver[ThreadTicket]):
         self._unusable = None
         if [updater.num_updates for updater in updaters] != self._updates_before:
             self._unusable = "in the failed step some stages were updated and others were not"
-        elif any(updater.pending for updater in updaters):
+        elif any(worker.on_trust for worker in self._workers):
             self._unusable = "updates were made on trust, which the failed step did not validate"
 
     def _go_on_behind(self) -> None:
@@ -328,18 +329,18 @@ class ThreadDriver(Driver[ThreadTicket]):
         torch.set_num_threads(self._num_threads_before)
 
 
-def _records(ticket: ThreadTicket, harvests: Sequence[Harvest]) -> list[RankRecord]:
+def _records(ticket: ThreadTicket, results: Sequence[StepResult]) -> list[RankRecord]:
     return [
         RankRecord(
             ops,
-            harvest.starts,
-            harvest.ends,
-            harvest.versions,
+            result.starts,
+            result.ends,
+            result.versions,
             ticket.position.base,
-            stamps=harvest.stamps,
-            moved=harvest.moved,
+            stamps=result.stamps,
+            moved=result.moved,
         )
-        for ops, harvest in zip(ticket.segment.ranks, harvests, strict=True)
+        for ops, result in zip(ticket.segment.ranks, results, strict=True)
     ]
 
 

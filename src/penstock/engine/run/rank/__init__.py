@@ -1,16 +1,16 @@
 """One rank: what it does with its part of a schedule.
 
 ``program`` is that part, with all that follows from it before it runs. ``compiler`` binds each op
-to what performs it, once per segment: a step of ``steps`` or ``forward`` knows its stage, its
-channels, its unit and who looks on. ``interpreter`` performs the steps on a ``work``, which is one
-minibatch with its place in the stream, and writes down when. ``worker`` goes from minibatch to
-minibatch. ``mail`` is what passes between stages, ``observers`` are those who look on, ``journal``
-says what was done when; ``updater`` makes weights of gradients, and ``undo`` takes an update back.
+to what performs it, once per segment: a step of ``steps``, ``swapping`` or ``on_trust`` knows its
+stage, its channels, its unit and who looks on. ``interpreter`` performs the steps on a ``work``,
+which is one minibatch with its place in the stream, and writes down when. ``worker`` goes from
+minibatch to minibatch. ``updater`` makes weights of gradients, when the protocol at hand says so:
+one of ``protocols``, or of ``on_trust``.
 
 Decisions:
 
 An error computed with weights on trust counts only if the verdict lets them stand. Until it is
-read, a rank hands on a placeholder, so that all others get to where they read it.
+read, a rank hands on a poison value, so that all others get to where they read it.
 
 Steps hold nothing that changes from one minibatch to the next, so a segment's steps are made once
 and need not be asked which minibatch they are for: that is the work they are performed on. Whether

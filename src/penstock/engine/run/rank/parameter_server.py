@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from functools import cached_property
 
-from penstock.core.schedule.rounds import Segment
-from penstock.engine.reduce.stale import Serving
-from penstock.engine.run.minibatch import Harvest, Minibatch, StreamPosition
+from penstock.core.schedule.segment import Segment
+from penstock.engine.reduce.stale_serving import Serving
+from penstock.engine.run.minibatch import Minibatch, StepResult, StreamPosition
 from penstock.engine.run.rank.worker import Worker
 from penstock.engine.transport import Edge
 
@@ -32,10 +32,10 @@ class ParameterServer(Worker):
         reducers = self.updater.sums.stale
         return Serving(self.rank, reducers, self.transport, self._step) if reducers else None
 
-    def _run(self, segment: Segment, minibatch: Minibatch, position: StreamPosition) -> Harvest:
+    def _run(self, segment: Segment, minibatch: Minibatch, position: StreamPosition) -> StepResult:
         try:
             self._begin(minibatch, position)
-            harvest = Harvest(number=self._mail.number + position.index)
+            result = StepResult(number=self._stream.pending.number + position.index)
             if self._stale is not None:
                 self._serve(self._stale, minibatch, position)
             elif minibatch.trains and minibatch.updates and minibatch.inputs:
@@ -45,17 +45,17 @@ class ParameterServer(Worker):
             self.updater.drop_gradients()
             self.forget()
             raise
-        harvest.norm = self.updater.norm
+        result.norm = self.updater.norm
         self.num_runs += 1
-        return harvest
+        return result
 
     def _update(self) -> None:
         for stage in self.stages:
             self.updater.sums.hand_in(stage)  # of this rank, nothing
         if self._recipe.needs_agreement:
-            self.updater.agree()
+            self._parts.updates.now.agree()
         for stage in self.stages:
-            self.updater.update(stage)
+            self._parts.updates.now.update(stage)
 
     def _serve(self, serving: Serving, minibatch: Minibatch, position: StreamPosition) -> None:
         number = self.updater.sums.number

@@ -15,13 +15,14 @@ from functools import cached_property
 from typing import NamedTuple
 
 from penstock.core.schedule import Kind, Op
-from penstock.core.schedule.op import BACKWARD, RECEIVES, RESIDENCE, SENDS, other_end
+from penstock.core.schedule.channels import RECEIVES, SENDS, other_end
+from penstock.core.schedule.op import BACKWARD, RESIDENCE
 from penstock.core.schedule.residence import stays_of
-from penstock.core.schedule.rounds import Segment
+from penstock.core.schedule.segment import Segment
 from penstock.engine.model.spine import NamedLayer
 from penstock.engine.stage.protocol import Keep
 from penstock.engine.transport import Edge
-from penstock.engine.transport.base import SKIP_TAGS
+from penstock.engine.transport.tags import SKIP_TAGS
 
 
 class SkipRoute(NamedTuple):
@@ -73,7 +74,7 @@ class SkipChannel(NamedTuple):
 
 
 class RankProgram:
-    """What one rank does for one minibatch, and what follows from it.
+    """One rank's ops for one minibatch, and all that follows from them.
 
     Args:
         segment: a part of a lowered schedule.
@@ -156,9 +157,9 @@ class RankProgram:
         where, backward = self.schedule.where, send.kind is Kind.SEND_BACKWARD
         return Edge(where[send], where[other_end(send)], 2 * send.stage + backward)
 
-    def _awaiting(self, op: Op, what: str) -> str:
+    def _awaiting(self, op: Op, awaited: str) -> str:
         """How an error names a wait."""
-        return f"rank {self.rank}, waiting at {op} for {what}"
+        return f"rank {self.rank}, waiting at {op} for {awaited}"
 
     def skip_edge(self, route: SkipRoute, microbatch: int, *, backward: bool) -> Edge | None:
         """The edge on which a skip, or its gradient, travels; ``None`` within a rank."""
@@ -194,8 +195,8 @@ class RankProgram:
         edge = self.skip_edge(route, op.microbatch, backward=backward)
         if edge is None or edge.source == self.rank:
             return SkipChannel(route, backward, edge)
-        what = "the gradient of skip" if backward else "skip"
-        waiting = self._awaiting(op, f"{what} {route.key!r} of rank {edge.source}")
+        kind = "the gradient of skip" if backward else "skip"
+        waiting = self._awaiting(op, f"{kind} {route.key!r} of rank {edge.source}")
         return SkipChannel(route, backward, edge, waiting)
 
     def first_units(self) -> dict[Edge, int]:

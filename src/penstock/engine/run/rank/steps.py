@@ -1,26 +1,111 @@
 """The steps of a rank: one class per kind of op, each bound to its stage, its channels, its unit.
 
 A step is made once per segment and performed for every minibatch that has this segment; what
-changes from one to the next is the ``Work`` that it is performed on. ``forward`` has the step that
-reads the data and may compute on trust.
+changes from one to the next is the ``RankWork`` that it is performed on. ``swapping`` has the steps
+of stages and activations that come and go, ``on_trust`` those of weights that are not validated
+yet.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 from penstock.core.schedule import Kind, Op
 from penstock.core.schedule.op import FORWARDS
-from penstock.engine.run.rank.interpreter import RankStep, Restart
-from penstock.engine.run.rank.observers import Observers
+from penstock.engine.model.autocast import autocasting
+from penstock.engine.run.rank.interpreter import Observers, RankStep
 from penstock.engine.run.rank.program import SkipChannel
+from penstock.engine.run.rank.protocols import UpdateProtocols
 from penstock.engine.run.rank.updater import Updater
-from penstock.engine.run.rank.work import Work
-from penstock.engine.run.shared_state import SharedState
+from penstock.engine.run.rank.work import RankWork
+from penstock.engine.run.replicas import SharedState
 from penstock.engine.stage.microbatch_graph import Gradients, InputGradients
-from penstock.engine.stage.protocol import Keep, RunnableStage
+from penstock.engine.stage.protocol import Keep, Produced, RunnableStage
 from penstock.engine.transport import Edge
-from penstock.engine.weights.store import WeightStore
+from penstock.engine.weights.store import WeightStore, refuse_autocast
+
+
+@dataclass(frozen=True, slots=True)
+class BoundStep:
+    """A step, bound to all that it needs but the work at hand.
+
+    Attributes:
+        op: what the schedule calls it.
+    """
+
+    op: Op
+
+
+@dataclass(frozen=True, slots=True)
+class UnitStep(BoundStep):
+    """A step that works on one microbatch, or slice of it.
+
+    Attributes:
+        unit: what it works on, from the beginning of the window.
+    """
+
+    unit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forward(UnitStep):
+    """F: from a stage's input to its output, or to the loss.
+
+    Attributes:
+        stage: computes.
+        keep: what the stage keeps for the backward.
+        is_last: whether the stage is the pipeline's last.
+        recalled, stashed: where skips come from and go.
+        shared: what the forward must not write, if there is anything.
+        store: has the weights, where there are several versions.
+    """
+
+    stage: RunnableStage
+    keep: Keep
+    is_last: bool
+    recalled: tuple[SkipChannel, ...]
+    stashed: tuple[SkipChannel, ...]
+    shared: SharedState | None
+    store: WeightStore | None
+
+    def perform(self, work: RankWork) -> None:
+        unit, stage = work.unit(self.unit), self.op.stage
+        value = work.pending.values.pop((stage, unit)) if stage else work.input(unit, copied=False)
+        skips = work.pending.skips(self.recalled, unit)
+        self.hand_on(work, unit, self.compute(work, unit, value, skips))
+
+    def hand_on(self, work: RankWork, unit: int, produced: Produced) -> None:
+        """Let what was made go where it is wanted."""
+        work.pending.hand_skips(self.stashed, unit, produced.skips)
+        if not self.is_last:
+            work.pending.values[self.op.stage + 1, unit] = produced.value
+
+    def compute(self, work: RankWork, unit: int, value: Any, skips: dict[str, Any]) -> Produced:
+        """Run the stage, and keep the loss or the output if it is the last one."""
+        if self.shared is None and not work.minibatch.autocast:
+            produced = self._run(work, unit, value, skips)
+        else:
+            shared = nullcontext() if self.shared is None else self.shared.unwritten(self.op.stage)
+            with autocasting(work.minibatch.autocast), shared:
+                if self.store is not None:
+                    refuse_autocast(self.store)
+                produced = self._run(work, unit, value, skips)
+        if self.is_last:
+            work.keep(unit, produced.value)
+        return produced
+
+    def _run(self, work: RankWork, unit: int, value: Any, skips: dict[str, Any]) -> Produced:
+        return self.stage.forward(
+            unit,
+            value,
+            work.minibatch.step,
+            work.criterion(unit) if self.is_last else None,
+            self.keep,
+            skips,
+            work.position.first,
+        )
 
 
 class UpdatesSoFar:
@@ -43,56 +128,52 @@ class UpdatesSoFar:
 
 
 @dataclass(frozen=True, slots=True)
-class Recompute:
+class Recompute(UnitStep):
     """R: run a forward again that had kept its input only."""
 
-    op: Op
-    unit: int
     stage: RunnableStage
     keep: Keep
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         self.stage.recompute(work.unit(self.unit), self.keep)
 
 
 @dataclass(frozen=True, slots=True)
-class _Back:
-    """What both steps do that make the gradient of a stage's input.
+class _Back(UnitStep):
+    """A step that makes the gradient of a stage's input.
 
     Attributes:
         stashed: where the gradients of the skips come from that the stage stashed.
         recalled: where those of the skips go that it recalled.
     """
 
-    op: Op
-    unit: int
     stage: RunnableStage
     is_last: bool
     stashed: tuple[SkipChannel, ...]
     recalled: tuple[SkipChannel, ...]
     updater: Updater
 
-    def incoming(self, work: Work, unit: int) -> tuple[Gradients, dict[str, Gradients]]:
+    def incoming(self, work: RankWork, unit: int) -> tuple[Gradients, dict[str, Gradients]]:
         """The gradients of the stage's output and of the skips that it stashed."""
         if not self.is_last:
-            gradients = work.mail.gradients.pop((self.op.stage, unit))
-            return gradients, work.mail.skips(self.stashed, unit)
+            gradients = work.pending.gradients.pop((self.op.stage, unit))
+            return gradients, work.pending.skips(self.stashed, unit)
         # d(sum of weighted losses) / d(this loss) is its weight.
         scale = None if self.updater.loss_scale is None else self.updater.loss_scale.scale
         return [work.seed(unit, scale)], {}
 
-    def pass_on(self, work: Work, unit: int, made: InputGradients) -> None:
+    def pass_on(self, work: RankWork, unit: int, made: InputGradients) -> None:
         """Hand gradients to the stages before."""
         if self.op.stage > 0:
-            work.mail.gradients[self.op.stage - 1, unit] = made.inputs
-        work.mail.hand_skips(self.recalled, unit, made.skips)
+            work.pending.gradients[self.op.stage - 1, unit] = made.inputs
+        work.pending.hand_skips(self.recalled, unit, made.skips)
 
 
 @dataclass(frozen=True, slots=True)
 class Backward(_Back):
     """B: full backward."""
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         unit = work.unit(self.unit)
         made = self.stage.backward(unit, *self.incoming(work, unit))
         self.updater.sums.gathered()
@@ -103,229 +184,194 @@ class Backward(_Back):
 class BackwardInput(_Back):
     """I: the gradient of the input."""
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         unit = work.unit(self.unit)
         self.pass_on(work, unit, self.stage.backward_input(unit, *self.incoming(work, unit)))
 
 
 @dataclass(frozen=True, slots=True)
-class BackwardWeight:
+class BackwardWeight(UnitStep):
     """W: the gradients of the weights, which I has put off."""
 
-    op: Op
-    unit: int
     stage: RunnableStage
     updater: Updater
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         self.stage.backward_weight(work.unit(self.unit))
         self.updater.sums.gathered()
 
 
 @dataclass(frozen=True, slots=True)
-class SendValue:
+class SendValue(UnitStep):
     """SEND_F: hand a stage's output to the rank of the next stage."""
 
-    op: Op
-    unit: int
     edge: Edge
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         unit = work.unit(self.unit)
-        work.mail.send(self.edge, unit, work.mail.values.pop((self.op.stage + 1, unit)))
+        work.pending.send(self.edge, unit, work.pending.values.pop((self.op.stage + 1, unit)))
 
 
 @dataclass(frozen=True, slots=True)
-class SendGradients:
+class SendGradients(UnitStep):
     """SEND_B: hand the gradients of a stage's input to the rank of the stage before."""
 
-    op: Op
-    unit: int
     edge: Edge
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         unit = work.unit(self.unit)
-        work.mail.send(self.edge, unit, work.mail.gradients.pop((self.op.stage - 1, unit)))
+        work.pending.send(self.edge, unit, work.pending.gradients.pop((self.op.stage - 1, unit)))
 
 
 @dataclass(frozen=True, slots=True)
-class ReceiveValue:
+class ReceiveValue(UnitStep):
     """RECV_F: wait for a stage's input."""
 
-    op: Op
-    unit: int
     edge: Edge
     waiting: str
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         unit = work.unit(self.unit)
-        work.mail.values[self.op.stage, unit] = work.mail.receive(self.edge, unit, self.waiting)
+        work.pending.values[self.op.stage, unit] = work.pending.receive(
+            self.edge, unit, self.waiting
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class ReceiveGradients:
+class ReceiveGradients(UnitStep):
     """RECV_B: wait for the gradients of a stage's output."""
 
-    op: Op
-    unit: int
     edge: Edge
     waiting: str
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         unit = work.unit(self.unit)
-        work.mail.gradients[self.op.stage, unit] = work.mail.receive(self.edge, unit, self.waiting)
+        work.pending.gradients[self.op.stage, unit] = work.pending.receive(
+            self.edge, unit, self.waiting
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Freed:
+class Freed(BoundStep):
     """FREE: the stage has freed it with the op that this one follows."""
 
-    op: Op
-
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         """Nothing is left to do."""
 
 
 @dataclass(frozen=True, slots=True)
-class Reduce:
+class Reduce(BoundStep):
     """REDUCE: let others sum what they wait for."""
 
-    op: Op
     updater: Updater
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         self.updater.sums.hand_in(self.op.stage)
 
 
 @dataclass(frozen=True, slots=True)
-class Agree:
+class Agree(BoundStep):
     """AGREE before updates: wait for all ranks' norms, and clip or skip."""
 
-    op: Op
-    updater: Updater
+    updates: UpdateProtocols
 
-    def perform(self, work: Work) -> None:
-        self.updater.agree()
-
-
-@dataclass(frozen=True, slots=True)
-class Settle:
-    """AGREE after updates that were made on trust, in the next minibatch: whether they stand."""
-
-    op: Op
-    updater: Updater
-
-    def perform(self, work: Work) -> None:
-        # Marks like [5] are the steps of post-validation, which ``updater`` describes.
-        if not self.updater.settle():  # [5]
-            raise Restart
-        if work.failed_on_trust is not None:  # [6]
-            raise work.failed_on_trust
+    def perform(self, work: RankWork) -> None:
+        self.updates.now.agree()
 
 
 @dataclass(frozen=True, slots=True)
-class UpdateWeights:
+class UpdateWeights(BoundStep):
     """UPDATE: step the stage's optimizer."""
 
-    op: Op
-    updater: Updater
+    updates: UpdateProtocols
 
-    def perform(self, work: Work) -> None:
-        self.updater.update(self.op.stage)
+    def perform(self, work: RankWork) -> None:
+        self.updates.now.update(self.op.stage)
 
 
 @dataclass(frozen=True, slots=True)
-class NewVersion:
+class NewVersion(BoundStep):
     """UPDATE where weights have several versions: makes one; how many came before is noted."""
 
-    op: Op
-    updater: Updater
+    updates: UpdateProtocols
     store: WeightStore
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         with self.store.updating(work.numbered(self.op)) as version:
-            self.updater.update(self.op.stage)
+            self.updates.now.update(self.op.stage)
         work.versions[self.op] = version
         work.updated(self.op.stage, version + 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class VersionCounted(BoundStep):
     """A step that reads or makes the one version of its stage's weights; which that is is noted."""
 
-    op: Op
-    step: RankStep[Work]
+    step: RankStep[RankWork]
     updates: UpdatesSoFar
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         work.versions[self.op] = self.updates.note(self.op)
         self.step.perform(work)
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class Checked(BoundStep):
     """A step on the way to new weights, before which nothing shared may have been written."""
 
-    op: Op
-    step: RankStep[Work]
+    step: RankStep[RankWork]
     shared: SharedState
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         self.shared.check()
         self.step.perform(work)
 
 
 @dataclass(frozen=True, slots=True)
-class Closing:
+class Closing(BoundStep):
     """The step that makes the last gradients of a stage; what it has made may leave meanwhile."""
 
-    op: Op
-    step: RankStep[Work]
+    step: RankStep[RankWork]
     updater: Updater
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         with self.updater.sums.closing(self.op.stage):
             self.step.perform(work)
 
 
 @dataclass(frozen=True, slots=True)
-class Renewed:
+class Renewed(BoundStep):
     """The first step that reads the weights of a stage, of which other ranks update a part: what
     they have updated with the minibatch before is waited for here."""
 
-    op: Op
-    step: RankStep[Work]
+    step: RankStep[RankWork]
     updater: Updater
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         self.updater.sums.take_back(self.op.stage)
         self.step.perform(work)
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
+class Observed(UnitStep):
     """A compute step at which others look on."""
 
-    op: Op
-    unit: int
-    step: RankStep[Work]
+    step: RankStep[RankWork]
     observers: Observers
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         self.observers.watch(self.step, work, work.unit(self.unit))
 
 
 @dataclass(frozen=True, slots=True)
-class Versioned:
+class Versioned(UnitStep):
     """A compute step with the weights that the policy says; which they were is noted."""
 
-    op: Op
-    unit: int
-    step: RankStep[Work]
+    step: RankStep[RankWork]
     observers: Observers
     store: WeightStore
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         numbered = work.numbered(self.op)
         with self.store.reading(numbered) as version:
             instead = None

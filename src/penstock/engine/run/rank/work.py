@@ -1,9 +1,12 @@
-"""A minibatch while a rank works on it: what the steps take from it and leave behind."""
+"""A rank's work at hand: of a stream, what passes between stages and to other ranks; of a
+minibatch, what steps take from it and leave behind.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,47 +17,201 @@ from penstock.base.errors import InputError, StageError
 from penstock.base.values import shown
 from penstock.core.schedule import Op
 from penstock.engine.device.accelerators import is_on_host
-from penstock.engine.device.crossing import copy_of
 from penstock.engine.device.queue import DeviceQueue
 from penstock.engine.model import tree
-from penstock.engine.model.batches import IGNORED, REMEDY, all_ignored
-from penstock.engine.run.minibatch import FrameListener, Harvest, Mark, Minibatch, StreamPosition
-from penstock.engine.run.rank.mail import Mail
+from penstock.engine.model.copying import copy_of
+from penstock.engine.model.ignored_labels import IGNORED, REMEDY, all_ignored
+from penstock.engine.run.minibatch import (
+    FrameListener,
+    Minibatch,
+    StateMark,
+    StepResult,
+    StreamPosition,
+)
+from penstock.engine.run.rank.program import SkipChannel
 from penstock.engine.run.recipe import Recipe
-from penstock.engine.stage import microbatch_graph
+from penstock.engine.stage import finite
+from penstock.engine.stage.microbatch_graph import Gradients
 from penstock.engine.stage.protocol import Criterion
+from penstock.engine.transport import Edge, Transport
+from penstock.engine.weights.store import WeightStore
 
-Seeds = dict[tuple[Any, ...], Tensor]
-"""Gradients of losses, by weight, scale, dtype and device."""
+
+class PendingGradient(NamedTuple):
+    """Gradients that one rank has sent to another, which may still be on their way.
+
+    Attributes:
+        edge: the way that it went.
+        unit: what it belongs to.
+        value: the gradients of the leaves of one value, ``None`` where nothing flows back.
+    """
+
+    edge: Edge
+    unit: int
+    value: Gradients
+
+
+class PendingValues:
+    """Values and gradients that one op has made, until the op that needs them comes, here or on
+    another rank.
+
+    Units count from the beginning of the stream, so that segments take up each other's messages.
+
+    Args:
+        transport: to the other ranks.
+        number: tells the messages of this attempt at a stream from all others.
+        remembers: whether gradients are remembered while they are on their way, so that a stream
+            can be saved with them: a stage takes them two frames later for each stage between.
+
+    Attributes:
+        number: as given.
+        values: the inputs of forwards, by stage and unit.
+        gradients: those of stages' outputs, by stage and unit.
+    """
+
+    def __init__(self, transport: Transport, number: int, *, remembers: bool = False) -> None:
+        self.number = number
+        self.values: dict[tuple[int, int], Any] = {}
+        self.gradients: dict[tuple[int, int], Gradients] = {}
+        self._transport = transport
+        self._skips: dict[tuple[int, int, bool], Any] = {}
+        self._remembers = remembers
+        self._on_their_way: dict[Edge, deque[PendingGradient]] = {}
+
+    def send(self, edge: Edge, unit: int, value: Any) -> None:
+        """Hand something to another rank."""
+        self._transport.send(edge, self.number + unit, value)
+        if self._remembers and edge.source > edge.target:
+            under_way = self._on_their_way.get(edge)
+            if under_way is None:
+                under_way = deque(maxlen=2 * (edge.source - edge.target))
+                self._on_their_way[edge] = under_way
+            under_way.append(PendingGradient(edge, unit, value))
+
+    @property
+    def pending_gradients(self) -> list[PendingGradient]:
+        """Those on their way back to other ranks, where that is remembered."""
+        return [sent for under_way in self._on_their_way.values() for sent in under_way]
+
+    def receive(self, edge: Edge, unit: int, waiting: str) -> Any:
+        """Wait for something from another rank; ``waiting`` says for what, in errors."""
+        return self._transport.recv(edge, self.number + unit, waiting)
+
+    def skips(self, channels: Iterable[SkipChannel], unit: int) -> dict[str, Any]:
+        """Values that come over some channels, by the keys of the skips."""
+        return {channel.route.key: self._take(channel, unit) for channel in channels}
+
+    def hand_skips(
+        self, channels: Iterable[SkipChannel], unit: int, skips: Mapping[str, Any]
+    ) -> None:
+        """Let skips, or their gradients, go where their channels lead."""
+        for channel in channels:
+            value = skips[channel.route.key]
+            if channel.edge is None:
+                self._skips[channel.route.number, unit, channel.backward] = value
+            else:
+                # The chain carries the same microbatch there later, so nobody waits for it.
+                self.send(channel.edge, unit, value)
+
+    def _take(self, channel: SkipChannel, unit: int) -> Any:
+        if channel.edge is None:
+            return self._skips.pop((channel.route.number, unit, channel.backward))
+        return self.receive(channel.edge, unit, channel.waiting)
+
+
 _THE_LOSS_IS = "the loss is "
 _MOST_SEEDS = 64
+_MOST_FRAMES = 1 << 12
+"""How many microbatches back errors name frames: more than are ever under way."""
 
 
 class AwaitedMark(NamedTuple):
     """A mark, and by stage how many updates of the stream are the last of its minibatch."""
 
-    mark: Mark
+    mark: StateMark
     num_updates: Mapping[int, int]
+
+
+class StreamState:
+    """The state of one stream of minibatches between them; dropped when it ends.
+
+    The worker begins one with each synchronous minibatch, or with the first of several that
+    overlap.
+
+    Args:
+        pending: what passes between stages.
+
+    Attributes:
+        pending: as given.
+        marks: of minibatches up to the one at hand, behind whose last update the state is wanted.
+        frames: of a live stream, the number that the caller knows each of the last microbatches by.
+    """
+
+    def __init__(self, pending: PendingValues) -> None:
+        self.pending = pending
+        self.marks: list[AwaitedMark] = []
+        self.frames: dict[int, int] = {}
+
+    def take_in(
+        self, minibatch: Minibatch, position: StreamPosition, stores: Mapping[int, WeightStore]
+    ) -> None:
+        """Note what a minibatch is known by, and what is wanted behind it.
+
+        Args:
+            stores: of stages whose weights have versions.
+        """
+        if minibatch.frame is not None:
+            self.frames[position.first] = minibatch.frame
+            self.frames.pop(position.first - _MOST_FRAMES, None)
+        if minibatch.mark is not None:
+            end = position.first + minibatch.num_microbatches
+            counts = {
+                stage: 1 if position.synchronous else store.updates_until(position.index, end)
+                for stage, store in stores.items()
+            }
+            self.marks.append(AwaitedMark(minibatch.mark, counts))
+            for stage, count in counts.items():
+                if stores[stage].num_updates == count:  # nothing of it is under way
+                    minibatch.mark.updated(stage)
+
+
+class LossGradients:
+    """The gradients with which backwards begin, made once for each weight, scale, dtype and
+    device; a rank keeps them from minibatch to minibatch."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[Any, ...], Tensor] = {}
+
+    def of(self, loss: Tensor, weight: float, scale: float | None) -> Tensor:
+        """That of a loss which counts with a weight, and is multiplied by a scale."""
+        kind = weight, scale, loss.dtype, loss.device
+        made = self._made.get(kind)
+        if made is None or made._version:  # a backward of the user's may have overwritten it
+            if len(self._made) >= _MOST_SEEDS:  # minibatches of many sizes weigh differently
+                self._made.clear()
+            made = torch.full_like(loss, weight)
+            self._made[kind] = made = made if scale is None else made * scale
+        return made
 
 
 def _nobody() -> None:
     """Asks when ops begin."""
 
 
-class Work:
+class RankWork:
     """One minibatch at work on one rank; its units are numbered from the beginning of the stream.
 
     Args:
         position: where it stands in its stream.
-        mail: what passes between stages, for as long as the stream lasts.
-        marks: of minibatches up to this one, behind whose last update the state is wanted.
+        stream: what minibatches before it have left.
+        seeds: gradients of losses.
         queue: the rank's work on its device; ``None`` where all is done in main memory.
-        seeds: gradients of losses that earlier minibatches have made.
         waited: to be told when what an op has waited for is there.
 
     Attributes:
-        minibatch, position, mail, waited: as given.
-        harvest: what comes out of it.
+        minibatch, position, waited: as given.
+        pending: the stream's.
+        result: what comes out of it.
         versions: which version of the weights each op read, where there are several.
         failed_on_trust: the first error that was computed with weights on trust; it counts only if
             the verdict lets these stand.
@@ -65,23 +222,22 @@ class Work:
         minibatch: Minibatch,
         position: StreamPosition,
         recipe: Recipe,
-        mail: Mail,
+        stream: StreamState,
+        seeds: LossGradients,
         queue: DeviceQueue | None = None,
-        marks: Sequence[AwaitedMark] = (),
-        seeds: Seeds | None = None,
         waited: Callable[[], None] = _nobody,
     ) -> None:
         self.minibatch = minibatch
         self.waited = waited
         self.position = position
-        self.mail = mail
-        self.harvest = Harvest(number=mail.number + position.index)
+        self.pending = stream.pending
+        self.result = StepResult(number=stream.pending.number + position.index)
         self.versions: dict[Op, int] = {}
         self.failed_on_trust: StageError | None = None
         self._recipe = recipe
         self._queue = queue
-        self._marks = marks
-        self._seeds = {} if seeds is None else seeds
+        self._marks = stream.marks
+        self._seeds = seeds
         self._first_unit = position.first * minibatch.num_slices
         self._base_unit = position.base * minibatch.num_slices
 
@@ -100,14 +256,14 @@ class Work:
                 mark.updated(stage)
 
     def input(self, unit: int, *, copied: bool) -> Any:
-        """What the first stage works on; a copy if the minibatch may have to begin anew, since the
+        """The first stage's input; a copy if the minibatch may have to begin anew, since the
         first layer may overwrite it."""
         number = unit - self._first_unit
         value = self._here(self.minibatch.inputs, self.minibatch.inputs_moments, number)
         return tree.replace(Tensor, copy_of, value) if copied else value
 
     def _here(self, values: Sequence[Any], moments: Sequence[torch.Event], number: int) -> Any:
-        """What the caller has given, on the rank's device."""
+        """A value that the caller has given, on the rank's device."""
         if self._queue is None:
             return values[number]
         here = self._queue.given
@@ -127,12 +283,12 @@ class Work:
 
         def criterion(outputs: Any) -> Tensor:
             if self.minibatch.listener is not None:
-                self.harvest.outputs[number] = _own(outputs)
+                self.result.outputs[number] = _own(outputs)
             if metrics:
                 with torch.no_grad():
                     for name, metric in metrics.items():
                         measured = _number(name, metric(outputs, targets))
-                        self.harvest.metrics.setdefault(name, {})[number] = measured
+                        self.result.metrics.setdefault(name, {})[number] = measured
             return loss(outputs, targets)
 
         return criterion
@@ -147,7 +303,7 @@ class Work:
         if self.minibatch.listener is not None:
             self._keep_frame(number, produced, self.minibatch.listener)
         elif not self._wants_losses:
-            self.harvest.outputs[number] = produced
+            self.result.outputs[number] = produced
         else:
             self._keep_loss(number, produced)
 
@@ -156,13 +312,13 @@ class Work:
         return self.minibatch.trains or bool(self.minibatch.targets)
 
     def _keep_frame(self, number: int, produced: Any, listener: FrameListener) -> None:
-        has_loss = number in self.harvest.outputs  # the criterion has put it there
+        has_loss = number in self.result.outputs  # the criterion has put it there
         if has_loss:
             self._keep_loss(number, produced)
         else:
-            self.harvest.outputs[number] = _own(produced)
+            self.result.outputs[number] = _own(produced)
         moment = None if self._queue is None else self._queue.moment()
-        listener(self.harvest.outputs[number], produced if has_loss else None, moment)
+        listener(self.result.outputs[number], produced if has_loss else None, moment)
 
     def _keep_loss(self, number: int, produced: Tensor) -> None:
         # The mean of no terms is NaN, and counts for nothing.
@@ -172,7 +328,7 @@ class Work:
         if looks and is_on_host(produced.device):
             value = produced.item()
             if not math.isfinite(value):
-                remedy = microbatch_graph.NOT_FINITE_REMEDY
+                remedy = finite.REMEDY
                 if all_ignored(self.minibatch.targets[number]):
                     remedy = (
                         f"All labels of this microbatch are {IGNORED}: give Pipeline(…, {REMEDY})"
@@ -180,7 +336,7 @@ class Work:
                 raise ArithmeticError(
                     f"{_THE_LOSS_IS}{value}; no weight has been updated with it. {remedy}"
                 )
-        self.harvest.losses[number] = produced
+        self.result.losses[number] = produced
 
     def seed(self, unit: int, scale: float | None) -> Tensor | None:
         """The gradient of the minibatch's loss with respect to that of a unit, or ``None`` if it
@@ -195,17 +351,9 @@ class Work:
         if weight and not self.position.synchronous and self._recipe.updates == "microbatch":
             weight = 1.0  # it is a minibatch of its own
         weight *= self.minibatch.share
-        if not weight or number not in self.harvest.losses or not self.minibatch.learns:
+        if not weight or number not in self.result.losses or not self.minibatch.learns:
             return None
-        loss = self.harvest.losses[number]
-        kind = weight, scale, loss.dtype, loss.device
-        seed = self._seeds.get(kind)
-        if seed is None or seed._version:  # a backward of the user's may have overwritten it
-            if len(self._seeds) >= _MOST_SEEDS:  # minibatches of many sizes weigh differently
-                self._seeds.clear()
-            seed = torch.full_like(loss, weight)
-            self._seeds[kind] = seed = seed if scale is None else seed * scale
-        return seed
+        return self._seeds.of(self.result.losses[number], weight, scale)
 
 
 def is_not_finite(error: BaseException) -> bool:
@@ -216,13 +364,13 @@ def is_not_finite(error: BaseException) -> bool:
 
 
 def _own(outputs: Any) -> Any:
-    """What the caller gets before the backward: a copy, since the graph needs the values as they
+    """Outputs for the caller before the backward: a copy, since the graph needs the values as they
     are, and nothing would notice if they were drawn over through numpy."""
     return tree.replace(Tensor, lambda tensor: copy_of(tensor.detach()), outputs)
 
 
 def _number(name: str, measured: Any) -> Tensor:
-    """What a metric gave, as a tensor of its own."""
+    """The number that a metric gave, as a tensor of its own."""
     remedy = "it must return one number, as a float or a tensor with one element"
     try:
         number = torch.as_tensor(measured).detach()

@@ -5,58 +5,52 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
-from types import MappingProxyType
 
-import torch
+from torch import nn
 
-from penstock.core.schedule.rounds import Segment
+from penstock.core.schedule.segment import Segment
 from penstock.engine.device.queue import NOTHING_ASKED, Moments, moments_of_caller
 from penstock.engine.model import tree
 from penstock.engine.model.replay import SavedBuffer, put_back, saved_buffers
 from penstock.engine.model.spine import evaluation_mode
-from penstock.engine.run.minibatch import Harvest, Mark, Minibatch, StreamPosition, modes
-from penstock.engine.run.rank.compiler import Compiler
-from penstock.engine.run.rank.interpreter import Pace, Restart, perform_all
-from penstock.engine.run.rank.journal import Journal
-from penstock.engine.run.rank.mail import Letter, Mail
-from penstock.engine.run.rank.observers import Observers
-from penstock.engine.run.rank.program import SkipRoute
-from penstock.engine.run.rank.residing import pay
-from penstock.engine.run.rank.steps import UpdatesSoFar
+from penstock.engine.run.minibatch import Minibatch, StepResult, StreamPosition, modes
+from penstock.engine.run.rank.compiler import NO_EXTRAS, Compiler, RankExtras, RankParts
+from penstock.engine.run.rank.interpreter import Journal, Pace, Restart, perform_all
 from penstock.engine.run.rank.updater import Updater
-from penstock.engine.run.rank.work import AwaitedMark, Seeds, Work
+from penstock.engine.run.rank.work import (
+    LossGradients,
+    PendingGradient,
+    PendingValues,
+    RankWork,
+    StreamState,
+)
 from penstock.engine.run.recipe import Recipe
 from penstock.engine.run.seating import MeshTransport, seated
-from penstock.engine.run.shared_state import SharedState
 from penstock.engine.stage.protocol import RunnableStage
 from penstock.engine.transport import Edge, Transport
-from penstock.engine.weights.data_paths import DataPath
-from penstock.engine.weights.offload import Offloading
-from penstock.engine.weights.residency import Residency
-from penstock.engine.weights.store import HeldVersions, WeightStore
+from penstock.engine.weights.store import Held
 
 NUMBERS_PER_RUN = 1 << 32
-_MOST_FRAMES = 1 << 12
-"""How many microbatches back errors name frames: more than are ever under way."""
 
 
 class Worker:
     """Performs segments of a schedule on minibatches, for one rank.
 
+    A driver calls ``run`` in the rank's thread, or in its process, for one minibatch after the
+    other. Everything else is called between minibatches, when nothing runs.
+
     Args:
         stages: the stages it holds, by number.
         transport: its end of the channels to other ranks.
         updater: applies the gradients of these stages.
-        skips: values that travel beside the chain.
-        stores: the versions of the weights of its stages, where there are several.
-        shared: what others hold as well, so that no forward of this rank may write it.
+        extras: what else it has.
 
     Attributes:
-        rank, stages, transport, updater, stores: as given.
+        rank, stages, transport, updater: as given.
+        stores, residence: as in ``extras``.
+        offloading: lets activations leave, if any do.
         seat: which member of the rank it is.
         channels: its end of all channels, numbered by seats.
-        residence: which of its stages are in memory, if they come and go (``settle_in``).
-        offloading: lets activations leave, if any do (``offload``).
         pace: gives the steps of minibatches to train on, for whoever lets several workers take
             turns; ``None``: all at once.
         queue: its work on its device; ``None`` where all is done in main memory.
@@ -75,9 +69,7 @@ class Worker:
         transport: Transport,
         recipe: Recipe,
         updater: Updater,
-        skips: Sequence[SkipRoute] = (),
-        stores: Mapping[int, WeightStore] = MappingProxyType({}),
-        shared: SharedState | None = None,
+        extras: RankExtras = NO_EXTRAS,
     ) -> None:
         self.rank = rank
         self.seat, self.channels = seated(rank, transport)
@@ -86,56 +78,29 @@ class Worker:
         self.updater = updater
         self.queue = transport.queue
         self.num_runs = self.num_attempts = 0
-        self._recipe = recipe
-        self.stores = stores
-        self.residence: Residency | None = None
-        self.offloading: Offloading | None = None
+        self.stores = extras.stores
+        self.residence = extras.residence
         self.pace: Pace | None = None
-        self._shared = shared or SharedState({})
-        self._observers = Observers(stages, recipe)
-        self._newest = recipe.versions.activations == "newest"
-        self._updates = UpdatesSoFar()
-        self._compiler = Compiler(
-            rank,
-            skips,
-            stages,
-            updater,
-            stores,
-            self._shared,
-            self._observers,
-            post_validate=recipe.post_validate,
-            updates=self._updates if self._newest else None,
-        )
+        self._recipe = recipe
+        self._parts = RankParts.of(rank, stages, recipe, updater, extras)
+        self.offloading = self._parts.offloading
+        self._compiler = Compiler(self._parts)
         self._journal = Journal()
-        self._mail = Mail(transport, 0)
-        self._marks: list[AwaitedMark] = []
-        self._layer_modules = [
-            module for stage in stages.values() for module in stage.layer_modules
-        ]
-        self._resent: Sequence[Letter] = ()
-        self._seeds: Seeds = {}
-        self._frames: dict[int, int] = {}
-
-    def settle_in(self, residence: Residency) -> None:
-        """Let the rank's stages come and go, from the first step on."""
-        self.residence = self._compiler.residence = residence
-        self.updater.late = self._recipe.needs_agreement
-        residence.follow(self.updater.optimizers, self.updater.owed)
-
-    def offload(self, way: DataPath, device: torch.device) -> None:
-        """Let activations leave, from the first step on.
-
-        Args:
-            way: to where they wait.
-            device: where the rank computes.
-        """
-        offloading = Offloading(way, device, self._observers.keep)
-        self.offloading = self._compiler.offloading = offloading
+        self._stream = StreamState(PendingValues(transport, 0))
+        self._resent: Sequence[PendingGradient] = ()
+        self._seeds = LossGradients()
+        if self.residence is not None:
+            self.residence.follow(updater.optimizers, updater.deferred)
 
     @property
     def counts_memory(self) -> bool:
-        """Whether the rank's harvest tells how much memory the rank held."""
-        return self._observers.counts_memory
+        """Whether the rank's result tells how much memory the rank held."""
+        return self._parts.observers.counts_memory
+
+    @property
+    def on_trust(self) -> bool:
+        """Whether updates have been made that are not validated yet."""
+        return self._parts.updates.now.unvalidated
 
     def run(
         self,
@@ -143,7 +108,7 @@ class Worker:
         minibatch: Minibatch,
         position: StreamPosition | None = None,
         callers: Moments = NOTHING_ASKED,
-    ) -> Harvest:
+    ) -> StepResult:
         """Perform this rank's ops of a segment on one minibatch.
 
         If the minibatch trains, gradients are computed and accumulate in ``.grad``.
@@ -161,25 +126,25 @@ class Worker:
             return self._run(segment, minibatch, position)
         with self.queue.entered():
             self.queue.begin(callers)
-            harvest = self._run(segment, minibatch, position)
-            harvest.moment = self.queue.moment()
-        return harvest
+            result = self._run(segment, minibatch, position)
+            result.moment = self.queue.moment()
+        return result
 
-    def _run(self, segment: Segment, minibatch: Minibatch, position: StreamPosition) -> Harvest:
-        # [4] of post-validation, which ``updater`` describes.
-        buffers = saved_buffers(self._observers.modules) if self.updater.pending else []
+    def _run(self, segment: Segment, minibatch: Minibatch, position: StreamPosition) -> StepResult:
+        # [4] of post-validation, which ``on_trust`` describes.
+        buffers = saved_buffers(self._parts.observers.modules) if self.on_trust else []
         ends = True
         try:
-            self._observers.attend(minibatch)
+            self._parts.observers.attend(minibatch)
             with self._modes_for(minibatch):
                 while True:
                     try:
-                        harvest = self._attempt(segment, minibatch, position)
+                        result = self._attempt(segment, minibatch, position)
                     except Restart:
                         self._start_again(buffers)
                     else:
                         ends = segment.ends
-                        return harvest
+                        return result
         except BaseException as error:
             error.add_note(self.dump())
             if minibatch.trains:
@@ -192,16 +157,14 @@ class Worker:
         finally:
             if ends:
                 self.forget()
-            self._observers.leave()
+            self._parts.observers.leave()
 
-    def _attempt(self, segment: Segment, minibatch: Minibatch, position: StreamPosition) -> Harvest:
+    def _attempt(
+        self, segment: Segment, minibatch: Minibatch, position: StreamPosition
+    ) -> StepResult:
         if segment.begins:
             self._begin(minibatch, position)
-        if minibatch.frame is not None:
-            self._frames[position.first] = minibatch.frame
-            self._frames.pop(position.first - _MOST_FRAMES, None)
-        if minibatch.mark is not None:
-            self._await(minibatch.mark, minibatch, position)
+        self._stream.take_in(minibatch, position, self.stores)
         for store in self.stores.values():
             store.synchronous = position.synchronous
             if minibatch.inputs:
@@ -209,27 +172,21 @@ class Worker:
         program = self._compiler.program(segment)
         stamps = None if self.queue is None else self.queue.stamps()
         self._journal = Journal(program.ops, program.waiting, stamps)
-        work = Work(
-            minibatch,
-            position,
-            self._recipe,
-            self._mail,
-            self.queue,
-            self._marks,
-            self._seeds,
-            self._journal.waited,
+        waited = self._journal.waited
+        work = RankWork(
+            minibatch, position, self._recipe, self._stream, self._seeds, self.queue, waited
         )
-        self._shared.begin()
+        self._parts.shared.begin()
         steps = self._compiler.steps(segment, minibatch.trains)
         paced = steps if self.pace is None or not minibatch.trains else self.pace(steps)
-        perform_all(paced, work, self._journal, position.base, self._frames)
-        self._shared.check()
+        perform_all(paced, work, self._journal, position.base, self._stream.frames)
+        self._parts.shared.check()
         if minibatch.mark is not None:
             for stage in self.stages:
                 minibatch.mark.forwards_done(stage)
-                if self._newest:  # no update of this frame or of an earlier one is to come
+                if self._reads_newest:  # no update of this frame or of an earlier one is to come
                     minibatch.mark.updated(stage)
-        return self._harvested(segment, work)
+        return self._result_of(segment, work)
 
     def _modes_for(self, minibatch: Minibatch) -> AbstractContextManager[object]:
         if minibatch.learns:
@@ -240,76 +197,80 @@ class Worker:
     def _predicting(self, minibatch: Minibatch) -> Iterator[None]:
         """A frame of which only the output is wanted, among others from which stages learn."""
         # Backwards of earlier frames, which come meanwhile, need the graphs of their own forwards.
-        with modes(minibatch.trains and not self._newest), evaluation_mode(*self._layer_modules):
+        with (
+            modes(minibatch.trains and not self._reads_newest),
+            evaluation_mode(*self._layer_modules),
+        ):
             yield
 
     @property
-    def letters(self) -> list[Letter]:
+    def pending_gradients(self) -> list[PendingGradient]:
         """Gradients that are on their way from this rank to others, where they are remembered."""
-        return self._mail.letters
+        return self._stream.pending.pending_gradients
 
-    def resend(self, letters: Sequence[Letter]) -> None:
+    def resend(self, pending_gradients: Sequence[PendingGradient]) -> None:
         """When the next stream begins, send what was on its way when this one was saved."""
-        self._resent = letters
-
-    def _await(self, mark: Mark, minibatch: Minibatch, position: StreamPosition) -> None:
-        end = position.first + minibatch.num_microbatches
-        counts = {
-            stage: 1 if position.synchronous else store.updates_until(position.index, end)
-            for stage, store in self.stores.items()
-        }
-        self._marks.append(AwaitedMark(mark, counts))
-        for stage, count in counts.items():
-            if self.stores[stage].num_updates == count:  # nothing of it is under way
-                mark.updated(stage)
+        self._resent = pending_gradients
 
     def _begin(self, minibatch: Minibatch, position: StreamPosition) -> None:
         number = self.next_number()
-        self.updater.begin(number, asynchronous=not position.synchronous)
-        self._mail = Mail(self.transport, number, remembers=self._newest)
-        for letter in self._resent:
-            self._mail.send(*letter)
+        self._parts.updates.begin(number, asynchronous=not position.synchronous)
+        self._stream = StreamState(
+            PendingValues(self.transport, number, remembers=self._reads_newest)
+        )
+        for gradient in self._resent:
+            self._stream.pending.send(*gradient)
         self._resent = ()
         if minibatch.trains:
-            self._updates.begin()
+            if self._parts.so_far is not None:
+                self._parts.so_far.begin()
             for store in self.stores.values():
                 store.begin()
-        self._observers.begin()
+        self._parts.observers.begin()
 
-    def _harvested(self, segment: Segment, work: Work) -> Harvest:
-        harvest = work.harvest
-        harvest.starts, harvest.ends = self._journal.starts, self._journal.ends
-        harvest.stamps = self._journal.stamps
+    def _result_of(self, segment: Segment, work: RankWork) -> StepResult:
+        result = work.result
+        result.starts, result.ends = self._journal.starts, self._journal.ends
+        result.stamps = self._journal.stamps
         for stored in (self.residence, self.offloading):
             if stored is not None:
-                harvest.moved += stored.transfers.take_moved()
-        if (self.stores or self._newest) and work.minibatch.trains:
-            harvest.versions = [work.versions.get(op, -1) for op in segment.ranks[self.rank]]
-            harvest.held = max(
+                result.moved += stored.transfers.take_moved()
+        if (self.stores or self._reads_newest) and work.minibatch.trains:
+            result.versions = [work.versions.get(op, -1) for op in segment.ranks[self.rank]]
+            result.held = max(
                 (store.most for store in self.stores.values()), default=self._one_version
             )
-        self._observers.commit()
+        self._parts.observers.commit()
         if not work.position.more_follow:
-            self.updater.settle()
+            self._parts.updates.now.settle()
             self.updater.sums.take_back()
         if not work.minibatch.inputs:
             self.updater.sums.take_last()
         sums = self.updater.sums
-        harvest.moved += [("sum", stage, *one) for stage, one in sums.take_passed()]
-        harvest.moved += [("served", stage, *one) for stage, one in sums.take_served()]
-        harvest.norm = self.updater.norm
-        harvest.peak = self._observers.peak(segment.schedule.num_slices)
+        result.moved += [("sum", stage, *passed) for stage, passed in sums.take_passed()]
+        result.moved += [("served", stage, *served) for stage, served in sums.take_served()]
+        result.norm = self.updater.norm
+        result.peak = self._parts.observers.peak(segment.schedule.num_slices)
         self.num_runs += 1
-        return harvest
+        return result
+
+    @property
+    def _reads_newest(self) -> bool:
+        """Whether weights have one version, which passes of several ages read."""
+        return self._parts.so_far is not None
 
     @cached_property
-    def _one_version(self) -> HeldVersions:
-        """What is held of weights that have no further versions."""
+    def _layer_modules(self) -> list[nn.Module]:
+        return [module for stage in self.stages.values() for module in stage.layer_modules]
+
+    @cached_property
+    def _one_version(self) -> Held:
+        """The count and size of weights that have no further versions."""
         parameters = (p for module in self._layer_modules for p in module.parameters())
-        return HeldVersions(1, sum({id(p): p.nbytes for p in parameters}.values()), 0)
+        return Held(1, sum({id(p): p.nbytes for p in parameters}.values()), 0)
 
     def next_number(self) -> int:
-        """What tells the messages of this attempt from all others, on every rank alike; those of
+        """A number that tells messages of this attempt from others, on every rank alike; those of
         the next one are ``NUMBERS_PER_RUN`` higher."""
         self.num_attempts += 1
         return self.num_attempts * NUMBERS_PER_RUN
@@ -322,12 +283,10 @@ class Worker:
 
     def forget(self) -> None:
         """Drop everything of the current stream, finished or not."""
-        self._observers.forget()
-        self._marks.clear()
-        self._frames.clear()
+        self._parts.observers.forget()
         for stage in self.stages.values():
             stage.forget()
-        self._mail = Mail(self.transport, 0)
+        self._stream = StreamState(PendingValues(self.transport, 0))
         self._journal.end()
         if self.offloading is not None:
             self.offloading.forget()
@@ -346,17 +305,15 @@ class Worker:
         with self.residence.visiting(stage, changes=changes):
             yield
 
-    def settle(self) -> None:
-        """Make the updates that are late, between steps."""
-        if self.residence is not None:
-            for stage in [*self.updater.owed]:
-                with self.residence.visiting(stage):
-                    pay(stage, self.updater, self.residence)
+    def apply_deferred(self) -> None:
+        """Make the updates that were deferred, between steps."""
+        if self._parts.deferred is not None:
+            self._parts.deferred.apply_all()
 
-    def drop(self) -> None:
-        """Forget what late updates still wait for: other weights come."""
+    def drop_deferred(self) -> None:
+        """Forget what deferred updates still wait for: other weights come."""
         if self.residence is not None:
-            self.updater.owed.clear()
+            self.updater.deferred.clear()
             self.residence.forget()
 
     def close(self) -> None:
@@ -374,20 +331,20 @@ class Worker:
         """The number of the first message on every edge of the chain on which this rank sends; the
         edges are those between seats."""
         units = self._compiler.program(segment).first_units()
-        return {one: unit for edge, unit in units.items() for one in self._between_seats(edge)}
+        return {own: unit for edge, unit in units.items() for own in self._between_seats(edge)}
 
     def outgoing(self, segment: Segment) -> set[Edge]:
         """The edges between seats on which others wait for this rank."""
         between_ranks = self._compiler.program(segment).outgoing() | self.updater.sums.outgoing()
-        between_seats = {one for edge in between_ranks for one in self._between_seats(edge)}
-        return between_seats | self.updater.of_members()
+        between_seats = {own for edge in between_ranks for own in self._between_seats(edge)}
+        return between_seats | self.updater.gradients.outgoing_to_members()
 
     def _between_seats(self, edge: Edge) -> list[Edge]:
         return self.transport.edges(edge) if isinstance(self.transport, MeshTransport) else [edge]
 
 
 def moments_of(minibatch: Minibatch, workers: Iterable[Worker]) -> Moments:
-    """What the caller, whose thread this is, has asked of the devices of some ranks up to now, and
+    """All that the caller, whose thread this is, has asked of the devices of some ranks so far, and
     of those on which the minibatch is."""
     queues = [worker.queue for worker in workers if worker.queue is not None]
     if not queues:

@@ -1,11 +1,11 @@
 """Copies of modules, for ranks of one process that run the same ones at the same time.
 
-A twin has parameters of its own, since gradients are made in several threads at once, and
+A copy has parameters of its own, since gradients are made in several threads at once, and
 attributes of its own, since a forward may keep something in them for a while. Everything else is
 the model's: buffers, and hooks, whenever they are registered.
 
-Buffers of the model that are on another device than the twin are copied. Those are buffers of
-modules that several ranks run, which no forward may write; where the twin's rank alone runs a
+Buffers of the model that are on another device than the copy are copied. Those are buffers of
+modules that several ranks run, which no forward may write; where the copy's rank alone runs a
 module, the model's own buffers are on its device.
 """
 
@@ -38,12 +38,12 @@ _MISSING = object()
 
 @dataclass
 class _Pair:
-    """A module of the model and its twin.
+    """A module of the model and its copy.
 
     Attributes:
         layer: the name of the layer that it belongs to.
         original: the model's.
-        copied: the twin.
+        copied: the copy.
         then: the original's attributes when a pipeline last let go of it.
         parts: what the original consisted of when it was copied.
     """
@@ -82,8 +82,8 @@ def _version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-class Twins:
-    """The twins of one rank.
+class ModuleCopies:
+    """The copies of one rank.
 
     Args:
         parameters: the model's, of which the rank needs copies.
@@ -93,7 +93,7 @@ class Twins:
 
     def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device) -> None:
         self._device = device
-        self._parameters = [(parameter, _twin(parameter)) for parameter in parameters]
+        self._parameters = [(parameter, _copy_of(parameter)) for parameter in parameters]
         self._pairs: list[_Pair] = []
         self._roots: list[nn.Module] = []
         self._copied: dict[int, _Copied] = {}
@@ -105,11 +105,11 @@ class Twins:
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        """Twins of layers."""
+        """Copies of layers."""
         return tuple(self._roots)
 
     def of(self, layer: NamedLayer) -> nn.Module:
-        """The twin of a layer's module.
+        """The copy of a layer's module.
 
         Raises:
             ModelError: it cannot be copied.
@@ -135,13 +135,13 @@ class Twins:
         return copied
 
     def share(self) -> None:
-        """Let twins have what the model's own modules have now."""
+        """Let copies have what the model's own modules have now."""
         self._share(self._pairs)
         held = {id(buffer) for pair in self._pairs for buffer in pair.original._buffers.values()}
         self._copied = {key: copied for key, copied in self._copied.items() if key in held}
 
     def follow(self) -> None:
-        """Let twins follow what the caller has done to the model since ``let_go``: training mode,
+        """Let copies follow what the caller has done to the model since ``let_go``: training mode,
         attributes, hooks, what is frozen, and weights that were loaded or changed by hand.
 
         Raises:
@@ -153,8 +153,8 @@ class Twins:
         self._follow_attributes()
         self.share()
         with torch.no_grad():
-            for parameter, twin in self._parameters:
-                _follow(parameter, twin)
+            for parameter, own in self._parameters:
+                _follow(parameter, own)
 
     def let_go(self) -> None:
         """The caller may change the model from now on."""
@@ -176,30 +176,30 @@ class Twins:
                 if pair.then.get(name, _MISSING) is not value:
                     ours[name] = self._own(value, f"attribute {name!r} of layer {pair.layer!r}")
 
-    def _own(self, value: Any, what: str) -> Any:
+    def _own(self, value: Any, which: str) -> Any:
         if isinstance(value, Tensor) and not value.is_leaf:
             return value
         try:
             return copy.deepcopy(value, self._memo(pair.original for pair in self._pairs))
         except Exception as error:
             raise ModelError(
-                f"the {what} has changed, and cannot be copied to where another rank runs the "
+                f"the {which} has changed, and cannot be copied to where another rank runs the "
                 f"layer ({type(error).__name__}: {error}); change it before the Pipeline is built"
             ) from error
 
     def _memo(self, originals: Iterable[nn.Module]) -> dict[int, Any]:
-        """What ``copy.deepcopy`` is not to copy: what twins share with these modules, and what
-        there is a twin of already."""
+        """A memo for ``copy.deepcopy`` of things not to copy: those that copies share with these
+        modules, and those of which there is a copy already."""
         return {
-            **{id(one): one for module in originals for one in _shared(module)},
+            **{id(kept): kept for module in originals for kept in _shared(module)},
             **{id(pair.original): pair.copied for pair in self._pairs},
             **{id(theirs): ours for theirs, ours in self._parameters},
         }
 
     def _share(self, pairs: Iterable[_Pair]) -> None:
-        """Give twins the buffers and hooks that the originals have now."""
+        """Give copies the buffers and hooks that the originals have now."""
         copies = {id(pair.original): pair.copied for pair in self._pairs}
-        own = partial(_hook_of_twin, copies)
+        own = partial(_hook_of_copy, copies)
         for pair in pairs:
             theirs, ours = vars(pair.original), vars(pair.copied)
             for name in _SHARED:
@@ -212,7 +212,7 @@ class Twins:
                 }
             for name in _HOOKS:
                 if theirs.get(name):
-                    ours[name] = _hooks_of_twin(theirs[name], own)
+                    ours[name] = _hooks_of_copy(theirs[name], own)
 
     def _is_elsewhere(self, buffer: Tensor | None) -> bool:
         return buffer is not None and buffer.device != self._device
@@ -228,30 +228,31 @@ class Twins:
         return copied.value
 
 
-def _twin(parameter: nn.Parameter) -> nn.Parameter:
-    twin = copy.deepcopy(parameter, {})
+def _copy_of(parameter: nn.Parameter) -> nn.Parameter:
+    own = copy.deepcopy(parameter, {})
     # What optimizers may be told by it, such as that it shall not decay.
-    vars(twin).update(vars(parameter))
-    _follow_hooks(parameter, twin)
-    return twin
+    vars(own).update(vars(parameter))
+    _follow_hooks(parameter, own)
+    return own
 
 
-def _follow(parameter: nn.Parameter, twin: nn.Parameter) -> None:
-    if (twin.shape, twin.dtype) != (parameter.shape, parameter.dtype):
-        twin.data = parameter.detach().to(twin.device, copy=True)
+def _follow(parameter: nn.Parameter, own: nn.Parameter) -> None:
+    if (own.shape, own.dtype) != (parameter.shape, parameter.dtype):
+        own.data = parameter.detach().to(own.device, copy=True)
     # Always: a change through ``.data`` leaves no trace.
-    twin.copy_(parameter)
-    twin.requires_grad = parameter.requires_grad
-    _follow_hooks(parameter, twin)
+    own.copy_(parameter)
+    own.requires_grad = parameter.requires_grad
+    _follow_hooks(parameter, own)
 
 
-def _follow_hooks(parameter: nn.Parameter, twin: nn.Parameter) -> None:
-    if twin._backward_hooks is not parameter._backward_hooks:
-        twin._backward_hooks = parameter._backward_hooks
+def _follow_hooks(parameter: nn.Parameter, own: nn.Parameter) -> None:
+    if own._backward_hooks is not parameter._backward_hooks:
+        own._backward_hooks = parameter._backward_hooks
 
 
 def _shared(module: nn.Module) -> Iterator[Any]:
-    """What a module and its twin both have; a parameter only if the twin's rank alone uses it."""
+    """Objects that a module and its copy both have; parameters only if the copy's rank alone uses
+    them."""
     yield from module.parameters(recurse=False)
     yield from module.buffers(recurse=False)
     for name, value in vars(module).items():
@@ -269,19 +270,19 @@ def _parts(module: nn.Module) -> tuple[Any, ...]:
     return type(module), *((name, id(value)) for name, value in held)
 
 
-def _hooks_of_twin(hooks: dict[int, Any], own: Callable[[Any], Any]) -> dict[int, Any]:
+def _hooks_of_copy(hooks: dict[int, Any], own: Callable[[Any], Any]) -> dict[int, Any]:
     """The hooks themselves, so that both modules have what is added or removed at any time; a
-    dictionary of its own if the twin needs other ones."""
+    dictionary of its own if the copy needs other ones."""
     mapped = OrderedDict((number, own(hook)) for number, hook in hooks.items())
     return hooks if all(mapped[number] is hook for number, hook in hooks.items()) else mapped
 
 
-def _hook_of_twin(copies: Mapping[int, nn.Module], hook: Any) -> Any:
-    """The same hook, of the twin if it is a method of the original."""
+def _hook_of_copy(copies: Mapping[int, nn.Module], hook: Any) -> Any:
+    """The same hook, of the copy if it is a method of the original."""
     if isinstance(hook, MethodType) and id(hook.__self__) in copies:
         return MethodType(hook.__func__, copies[id(hook.__self__)])
     if isinstance(hook, partial):
-        function = _hook_of_twin(copies, hook.func)
+        function = _hook_of_copy(copies, hook.func)
         args = [copies.get(id(argument), argument) for argument in hook.args]
         if function is not hook.func or any(map(is_not, args, hook.args)):
             return partial(function, *args, **hook.keywords)

@@ -12,8 +12,7 @@ from penstock.base.errors import ModelError
 from penstock.engine.model.randomness import LayerStreams
 from penstock.engine.model.spine import spine_of
 from penstock.engine.run.layout import Layout
-from penstock.engine.run.materialising import Initialiser
-from penstock.engine.run.wholes import Wholes, check_there
+from penstock.engine.run.materialising import Initialiser, Wholes, check_there
 from tests.kit.groups import together
 from tests.kit.helpers import make_plan
 

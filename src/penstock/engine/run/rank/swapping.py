@@ -1,69 +1,63 @@
-"""The steps of a rank whose stages or activations come and go: to fetch, to leave, and what waits
-for them."""
+"""The steps of a rank whose stages or activations come and go: to load, to evict, and those that
+wait for them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.core.schedule import Op
 from penstock.core.schedule.op import BACKWARD, FORWARDS, RELEASING
 from penstock.core.schedule.residence import Stay
-from penstock.engine.run.rank.interpreter import RankStep
-from penstock.engine.run.rank.observers import Observers
-from penstock.engine.run.rank.updater import Updater
-from penstock.engine.run.rank.work import Work
+from penstock.engine.run.rank.interpreter import Observers, RankStep
+from penstock.engine.run.rank.protocols import DeferredUpdates, UpdateProtocols
+from penstock.engine.run.rank.steps import BoundStep, UnitStep
+from penstock.engine.run.rank.work import RankWork
 from penstock.engine.stage.protocol import RunnableStage
 from penstock.engine.weights.offload import Offloading
-from penstock.engine.weights.residency import Residency
+from penstock.engine.weights.residence import Residence
 
 
 @dataclass(frozen=True, slots=True)
-class Fetch:
+class LoadStage(BoundStep):
     """FETCH_F, FETCH_B: begin to bring a stage in."""
 
-    op: Op
     stay: Stay
-    residence: Residency
+    residence: Residence
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         self.residence.fetch(self.op.stage, self.stay)
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
+class EvictStage(BoundStep):
     """LEAVE_F, LEAVE_B: let a stage go.
 
     Attributes:
-        notes: whether its gradients are complete, and all ranks will agree on them.
+        noted_by: notes its gradients, if they are complete and all ranks will agree on them.
     """
 
-    op: Op
     stay: Stay
-    residence: Residency
-    updater: Updater
-    notes: bool
+    residence: Residence
+    noted_by: DeferredUpdates | None
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         stage = self.op.stage
-        if self.notes:
-            self.updater.note(stage, self.residence.parameters(stage))
+        if self.noted_by is not None:
+            self.noted_by.note(stage, self.residence.parameters(stage))
         self.residence.leave(stage, self.stay)
 
 
 @dataclass(frozen=True, slots=True)
-class Resident:
+class SwappedCompute(UnitStep):
     """A compute step of a stage that comes and goes: it waits for the weights, and autograd saves
     none of them."""
 
-    op: Op
-    unit: int
-    step: RankStep[Work]
+    step: RankStep[RankWork]
     observers: Observers
-    residence: Residency
+    residence: Residence
     offloading: Offloading | None
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         stage, unit = self.op.stage, work.unit(self.unit)
         waited = self.residence.arrive(stage)
         instead = None
@@ -78,77 +72,53 @@ class Resident:
 
 
 @dataclass(frozen=True, slots=True)
-class ResidentUpdate:
+class SwappedUpdate(BoundStep):
     """UPDATE of a stage whose optimizer state comes and goes."""
 
-    op: Op
-    updater: Updater
-    residence: Residency
+    updates: UpdateProtocols
+    residence: Residence
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         stage = self.op.stage
         if self.residence.arrive_with_state(stage):
             work.waited()
-        self.updater.update(stage)
+        self.updates.now.update(stage)
         self.residence.updated(stage)
 
 
 @dataclass(frozen=True, slots=True)
-class LateUpdate:
-    """LATE_UPDATE: the update of the minibatch before, if it is owed."""
+class LateUpdate(BoundStep):
+    """LATE_UPDATE: the update of the minibatch before, if it was deferred."""
 
-    op: Op
-    updater: Updater
-    residence: Residency
+    updates: DeferredUpdates
 
-    def perform(self, work: Work) -> None:
-        pay(self.op.stage, self.updater, self.residence, work.waited)
-
-
-def pay(
-    stage: int, updater: Updater, residence: Residency, waited: Callable[[], None] | None = None
-) -> None:
-    """Make the update that a stage owes, if it does, while its weights are in memory.
-
-    Args:
-        waited: told when all that the update needs has come.
-    """
-    if stage in updater.owed:
-        residence.arrive_with_state(stage)
-        residence.bring_gradients(stage)
-        if waited is not None:
-            waited()
-        updater.update_late(stage)
-        residence.updated(stage, late=True)
+    def perform(self, work: RankWork) -> None:
+        self.updates.apply(self.op.stage, work.waited)
 
 
 @dataclass(frozen=True, slots=True)
-class Stashing:
+class Stashing(UnitStep):
     """A forward whose activations will leave: autograd saves what can."""
 
-    op: Op
-    unit: int
-    step: RankStep[Work]
+    step: RankStep[RankWork]
     observers: Observers
     offloading: Offloading
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         unit = work.unit(self.unit)
         around = self.offloading.around((self.op.stage, unit))
         self.observers.watch(self.step, work, unit, around=around)
 
 
 @dataclass(frozen=True, slots=True)
-class LeaveStash:
+class LeaveStash(UnitStep):
     """LEAVE_S: let go what a microbatch keeps at a stage."""
 
-    op: Op
-    unit: int
     stage: RunnableStage
     offloading: Offloading
     observers: Observers
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         unit = work.unit(self.unit)
         modules = self.stage.layer_modules
         own = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
@@ -157,27 +127,23 @@ class LeaveStash:
 
 
 @dataclass(frozen=True, slots=True)
-class FetchStash:
+class FetchStash(UnitStep):
     """FETCH_S: begin to bring it back."""
 
-    op: Op
-    unit: int
     offloading: Offloading
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         self.offloading.fetch((self.op.stage, work.unit(self.unit)))
 
 
 @dataclass(frozen=True, slots=True)
-class Returned:
+class Returned(UnitStep):
     """A backward whose activations have left: it waits until they are back."""
 
-    op: Op
-    unit: int
-    step: RankStep[Work]
+    step: RankStep[RankWork]
     offloading: Offloading
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: RankWork) -> None:
         key = self.op.stage, work.unit(self.unit)
         if self.op.kind in BACKWARD and self.offloading.arrive(key):
             work.waited()

@@ -7,36 +7,36 @@ import torch
 from torch import nn
 
 from penstock.base.errors import RunError
-from penstock.engine.run.seals import (
+from penstock.engine.run.digests import (
     Call,
+    CallDigest,
     Modes,
     Next,
-    Seal,
     autocast_codes,
     check_alike,
-    digest,
+    data_digest,
     modes_of,
 )
 from penstock.engine.transport.base import NOTE_BYTES
 
-STEP = Seal(Call.STEP, inputs=5, targets=7)
+STEP = CallDigest(Call.STEP, inputs=5, targets=7)
 LOOP = STEP._replace(call=Call.LOOP)
 
 
 def told(own, other):
     """What two ranks are told, from the point of view of each."""
     texts = []
-    for ranks, seals in (((0, 1), (own, other)), ((1, 0), (other, own))):
+    for ranks, digests in (((0, 1), (own, other)), ((1, 0), (other, own))):
         with pytest.raises(RunError) as error:
-            check_alike(seals[0].packed(), seals[1].packed(), ranks, "here")
+            check_alike(digests[0].packed(), digests[1].packed(), ranks, "here")
         texts.append(str(error.value))
     return texts
 
 
-def test_a_seal_is_a_note_and_comes_back():
+def test_a_digest_is_a_note_and_comes_back():
     assert len(STEP.packed()) == NOTE_BYTES
-    full = Seal(Call.LOOP, True, 1, 2, 2**32 - 1, 10**9, 0.5, 2**33, 2**33)
-    assert Seal.unpacked(full.packed()) == full
+    full = CallDigest(Call.LOOP, True, 1, 2, 2**32 - 1, 10**9, 0.5, 2**33, 2**33)
+    assert CallDigest.unpacked(full.packed()) == full
 
 
 @pytest.mark.parametrize("other", [STEP, LOOP, STEP._replace(inputs=0, targets=0, modes=1)])
@@ -87,7 +87,7 @@ def test_each_rank_is_told_what_both_do(change, messages):
 def test_who_ends_a_loop_is_named_to_both():
     for text in told(LOOP, LOOP._replace(behind=Next.MINIBATCH)):
         assert "rank 0 ends its loop with this minibatch, but rank 1 goes on" in text
-    judged = Seal(Call.EVALUATE)
+    judged = CallDigest(Call.EVALUATE)
     for text in told(judged, judged._replace(behind=Next.MINIBATCH)):
         assert "rank 0 ends its evaluation with this minibatch, but rank 1 goes on" in text
 
@@ -136,18 +136,18 @@ def test_a_digest_does_not_depend_on_how_the_numbers_are_held(shape, dtype):
     ways = [transposed, with_gaps, tensor.as_subclass(Relabelled)]
     if dtype.is_complex:
         ways.append(tensor.conj().resolve_conj().conj())
-    assert {digest(way) for way in ways} == {digest(tensor)}
+    assert {data_digest(way) for way in ways} == {data_digest(tensor)}
 
 
 def test_a_digest_looks_through_a_negative_view():
     numbers = torch.randn(5)
     negative = torch.complex(numbers, -numbers).conj().imag
     assert negative.is_neg()
-    assert digest(negative) == digest(numbers)
+    assert data_digest(negative) == data_digest(numbers)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_digests_of_different_data_differ(dtype):
     tensor = torch.arange(6.0).view(2, 3).to(dtype)
     others = [tensor.view(3, 2), tensor + 1, tensor.double(), tensor.mT]
-    assert len({digest(other) for other in [tensor, *others]}) == 5
+    assert len({data_digest(other) for other in [tensor, *others]}) == 5

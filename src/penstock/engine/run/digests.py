@@ -1,12 +1,12 @@
-"""What every rank must have been given alike: a seal on each minibatch, which its messages carry.
+"""Digests of what every rank must have been given alike, which messages carry.
 
 Under torchrun each process calls the pipeline for itself. The first stage's rank takes the inputs
 and the last stage's the targets, so if their loaders shuffle differently, rows are paired with the
 labels of others, and nothing fails; likewise if one of them enters autocast or calls ``eval()``. A
-seal is a few numbers that tell what was called, with how many microbatches, of which data, in which
-modes. It travels with each value that a stage hands to the next and with the gradients that copies
-of a stage sum, and who takes such a message compares it with its own seal: before it computes with
-it, so that no weight changes.
+digest is a few numbers that tell what was called, with how many microbatches, of which data, in
+which modes. It travels with each value that a stage hands to the next and with the gradients that
+copies of a stage sum, and who takes such a message compares it with its own digest: before it
+computes with it, so that no weight changes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from penstock.base.errors import RunError
 from penstock.engine.model import tree
 from penstock.engine.model.microbatches import Microbatches
 from penstock.engine.transport import Edge, Noted, Transport
-from penstock.engine.transport.base import RENEWED_TAGS, REPORT_TAG, SHARED_TAGS, OnTop
+from penstock.engine.transport.base import OnTop
+from penstock.engine.transport.tags import RENEWED_TAGS, REPORT_TAG, SHARED_TAGS
 
 _FIELDS = struct.Struct("<BBBBIqdQQ")
 _MOST_SAMPLES = 1024
@@ -35,7 +36,7 @@ _AUTOCAST_DTYPES = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
 class Call(IntEnum):
-    """What was called."""
+    """The method that was called."""
 
     EVALUATE = 1
     STEP = 2
@@ -65,15 +66,15 @@ class Modes(IntEnum):
 
 
 class Next(IntEnum):
-    """What comes behind a minibatch in the same loop."""
+    """The thing behind a minibatch in the same loop."""
 
     NOTHING = 0
     MINIBATCH = 1
     LOADER_ERROR = 2
 
 
-class Seal(NamedTuple):
-    """What ranks compare.
+class CallDigest(NamedTuple):
+    """A call in numbers, which ranks compare.
 
     Attributes:
         call: which method.
@@ -96,11 +97,11 @@ class Seal(NamedTuple):
     targets: int = 0
 
     def packed(self) -> bytes:
-        """The seal as the note of a message."""
+        """The digest as the note of a message."""
         return _FIELDS.pack(*self)
 
     @classmethod
-    def unpacked(cls, note: bytes) -> Seal:
+    def unpacked(cls, note: bytes) -> CallDigest:
         """Undo ``packed``."""
         return cls(*_FIELDS.unpack(note))
 
@@ -130,7 +131,7 @@ def modes_of(modules: Iterable[nn.Module]) -> int:
     return max(len(Modes), crc32(modes))
 
 
-def digest(value: Any) -> int:
+def data_digest(value: Any) -> int:
     """A number that differs, as good as surely, for different data; never 0.
 
     Of a tensor, shape, dtype and at most 1024 numbers count, spread evenly over all its dimensions:
@@ -186,8 +187,8 @@ def check_alike(own: bytes, other: bytes, ranks: tuple[int, int], where: str) ->
     """Raise if two ranks have not been given the same; nothing is compared with an empty note.
 
     Args:
-        own: the packed seal of the first rank.
-        other: the packed seal of the second.
+        own: the packed digest of the first rank.
+        other: the packed digest of the second.
         ranks: which two.
         where: what to begin the error with.
 
@@ -196,17 +197,17 @@ def check_alike(own: bytes, other: bytes, ranks: tuple[int, int], where: str) ->
     """
     if own == other or not own or not other:
         return
-    difference = _difference(Seal.unpacked(own), Seal.unpacked(other), ranks)
+    difference = _difference(CallDigest.unpacked(own), CallDigest.unpacked(other), ranks)
     if difference:
         raise RunError(f"{where}: {difference}")
 
 
-def _difference(own: Seal, other: Seal, ranks: tuple[int, int]) -> str:
+def _difference(own: CallDigest, other: CallDigest, ranks: tuple[int, int]) -> str:
     checks = _different_calls, _different_sizes, _different_modes, _different_data, _different_ends
     return next(filter(None, (check(own, other, *ranks) for check in checks)), "")
 
 
-def _different_calls(own: Seal, other: Seal, mine: int, theirs: int) -> str:
+def _different_calls(own: CallDigest, other: CallDigest, mine: int, theirs: int) -> str:
     if _comes_to(own.call) == _comes_to(other.call):
         return ""
     return (
@@ -216,11 +217,11 @@ def _different_calls(own: Seal, other: Seal, mine: int, theirs: int) -> str:
 
 
 def _comes_to(call: int) -> int:
-    """What ranks must have in common: the last minibatch of a loop trains as ``step`` does."""
+    """The call that ranks must have in common: a loop's last minibatch trains as ``step`` does."""
     return Call.STEP if call == Call.LOOP else call
 
 
-def _different_sizes(own: Seal, other: Seal, mine: int, theirs: int) -> str:
+def _different_sizes(own: CallDigest, other: CallDigest, mine: int, theirs: int) -> str:
     if own.num_microbatches != other.num_microbatches:
         return (
             f"rank {mine} has {own.num_microbatches} microbatches, but rank {theirs} has "
@@ -234,7 +235,7 @@ def _different_sizes(own: Seal, other: Seal, mine: int, theirs: int) -> str:
     return ""
 
 
-def _different_modes(own: Seal, other: Seal, mine: int, theirs: int) -> str:
+def _different_modes(own: CallDigest, other: CallDigest, mine: int, theirs: int) -> str:
     codes = {
         "cpu": (own.cpu_autocast, other.cpu_autocast),
         "the accelerator": (own.device_autocast, other.device_autocast),
@@ -269,12 +270,12 @@ def _mode_text(modes: int) -> str:
     return f"in {Modes(modes).name.lower()} mode"
 
 
-def _different_data(own: Seal, other: Seal, mine: int, theirs: int) -> str:
-    for what in ("inputs", "targets"):
-        digests = getattr(own, what), getattr(other, what)
+def _different_data(own: CallDigest, other: CallDigest, mine: int, theirs: int) -> str:
+    for given in ("inputs", "targets"):
+        digests = getattr(own, given), getattr(other, given)
         if all(digests) and digests[0] != digests[1]:
             return (
-                f"ranks {mine} and {theirs} train on different data: their {what} differ. The "
+                f"ranks {mine} and {theirs} train on different data: their {given} differ. The "
                 "first stage's rank takes the inputs and the last one's the targets, so rows would "
                 "be paired with the targets of others. Give every rank the same minibatches: "
                 "shuffle with the same seed everywhere (DataLoader(…, "
@@ -284,7 +285,7 @@ def _different_data(own: Seal, other: Seal, mine: int, theirs: int) -> str:
     return ""
 
 
-def _different_ends(own: Seal, other: Seal, mine: int, theirs: int) -> str:
+def _different_ends(own: CallDigest, other: CallDigest, mine: int, theirs: int) -> str:
     if own.behind == other.behind:
         return ""
     if Next.LOADER_ERROR in (own.behind, other.behind):
@@ -310,8 +311,8 @@ def _different_ends(own: Seal, other: Seal, mine: int, theirs: int) -> str:
     )
 
 
-class SealedTransport(OnTop):
-    """Seals what one rank sends, and compares the seals of what it gets.
+class ComparingTransport(OnTop):
+    """Notes digests on what one rank sends, and compares the digests of what it gets.
 
     What is sent with a note keeps it, and a report comes with its note: who waits for one compares
     it, since the minibatch at hand may be a later one.
@@ -321,28 +322,28 @@ class SealedTransport(OnTop):
         rank: the one whose messages they are.
 
     Attributes:
-        seal: what was called, packed; empty: nothing is compared.
+        digest: what was called, packed; empty: nothing is compared.
         synchronous: whether all that is under way belongs to this minibatch.
     """
 
     def __init__(self, inner: Transport, rank: int) -> None:
         super().__init__(inner)
         self._rank = rank
-        self.seal = b""
+        self.digest = b""
         self.synchronous = True
 
     def send(self, edge: Edge, number: int, value: Any) -> None:
-        sealed = self.seal and type(value) is not Noted and self._has_seal(edge)
-        self.inner.send(edge, number, Noted(value, self.seal) if sealed else value)
+        noted = self.digest and type(value) is not Noted and self._has_digest(edge)
+        self.inner.send(edge, number, Noted(value, self.digest) if noted else value)
 
     def recv(self, edge: Edge, number: int, waiting: str) -> Any:
         value = self.inner.recv(edge, number, waiting)
         if type(value) is Noted and edge.tag != REPORT_TAG:
-            value, seal = value
-            check_alike(self.seal, seal, (self._rank, edge.source), waiting)
+            value, digest = value
+            check_alike(self.digest, digest, (self._rank, edge.source), waiting)
         return value
 
-    def _has_seal(self, edge: Edge) -> bool:
+    def _has_digest(self, edge: Edge) -> bool:
         """Whether messages of an edge belong to the minibatch at hand: gradients that come back may
         be those of an earlier one, and so may weights that others have updated."""
         forward = edge.tag < REPORT_TAG and edge.tag % 2 == 0

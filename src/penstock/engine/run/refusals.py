@@ -1,0 +1,151 @@
+"""Checks before ranks are built: what a plan's ranks cannot do with a recipe, a model or a job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from penstock.base.errors import InputError, ModelError
+from penstock.base.units import count_of
+from penstock.engine.run.layout import Layout
+from penstock.engine.run.recipe import Recipe
+from penstock.engine.run.seating import RankSeat
+from penstock.planning.plans import Plan
+from penstock.planning.plans.serving import all_group_sizes, num_processes, server_ranks
+
+
+def check_updates(plan: Plan, recipe: Recipe, *, one_process: bool) -> None:
+    """Raise ``InputError`` for updates that who makes them in a plan cannot make so.
+
+    Args:
+        one_process: whether all ranks are threads, of which each makes all updates of its stages,
+            unless there are parameter servers.
+    """
+    reducer = plan.summing.reducer
+    shares = reducer == "parameter-server" or (reducer == "sharded" and not one_process)
+    if recipe.post_validate and shares:
+        raise InputError(
+            f"post_validate undoes updates, and with the reducer {reducer!r} others have made a "
+            "part of them; leave it out, or take another reducer"
+        )
+    if not plan.summing.stale:
+        return
+    if recipe.loss is not None and recipe.optimizer is None:
+        raise InputError(
+            "without an optimizer there is nothing to be late; give optimizer=…, or take stale=0"
+        )
+    limits = (recipe.clip_norm, recipe.clip_stage_norm, recipe.loss_scale)
+    if any(limit is not None for limit in limits):
+        raise InputError(
+            "clip_norm, clip_stage_norm and a grad_scaler need all gradients of one minibatch at "
+            "one update, and with stale updates they come in several; leave them out, or take "
+            "stale=0"
+        )
+
+
+def check_stage_norms(layout: Layout, recipe: Recipe) -> None:
+    """Raise ``InputError`` where a parameter server would clip a stage by the norm of a part of its
+    gradients."""
+    withheld = layout.weights.withheld
+    if recipe.clip_stage_norm is not None and withheld:
+        names = ", ".join(map(repr, withheld[:3])) + ", …" * (len(withheld) > 3)
+        raise InputError(
+            f"clip_stage_norm needs all gradients of a stage, and a parameter server does not have "
+            f"those of {names}, which stages share or tensor ranks have terms of; take clip_norm, "
+            "or another reducer"
+        )
+
+
+def check_shareable(plan: Plan, recipe: Recipe) -> None:
+    """Raise ``InputError`` for what groups cannot do."""
+    refusals = {
+        # A forward that fails on weights which may not stand goes on without its values, and others
+        # in its group would wait for them.
+        "post_validate": (recipe.post_validate, "leave it out"),
+        "a loss without an optimizer": (
+            recipe.loss is not None and recipe.optimizer is None,
+            "gradients would be parts of the model's; give optimizer=…",
+        ),
+    }
+    for refused, (wanted, remedy) in refusals.items():
+        if wanted:
+            raise InputError(
+                f"{refused}: not with {plan.num_tensor_ranks} tensor ranks; {remedy}, or plan with "
+                "tensor_ranks=1"
+            )
+
+
+def seats_of(plan: Plan) -> list[RankSeat]:
+    """Where all members of all ranks of a plan sit, and behind them its parameter servers."""
+    return RankSeat.all_of(all_group_sizes(plan))
+
+
+def check_processes(plan: Plan, count: int) -> None:
+    """Raise ``InputError`` unless a job has a process for each seat of a plan, and for each of its
+    parameter servers."""
+    needed = num_processes(plan)
+    if needed == count:
+        return
+    groups, sizes = "", all_group_sizes(plan)
+    if plan.num_tensor_ranks > 1:
+        groups = f" of {', '.join(map(str, plan.group_sizes))} tensor ranks"
+    if servers := server_ranks(plan):
+        groups += f" and {count_of(len(servers), 'parameter server')}"
+        members = [sizes[rank] for rank in servers]
+        if max(members) > 1:
+            groups += f" of {', '.join(map(str, members))}"
+    raise InputError(
+        f"the plan has {plan.num_ranks} ranks{groups}, but the job has {count} processes; "
+        f"start it with torchrun --nproc-per-node={needed}, or plan for "
+        f"{count} ranks (stages = ranks × stages per rank of the schedule)"
+    )
+
+
+def check_kinds(seats: Sequence[RankSeat], kinds: Sequence[str]) -> None:
+    """Raise ``InputError`` unless the members of each group compute on one kind of device: others
+    draw other random numbers, so that members would drop out different values.
+
+    Args:
+        seats: of the whole plan, in their order.
+        kinds: of the device of each.
+    """
+    for seat, kind in zip(seats, kinds, strict=True):
+        first = kinds[seat.first(seat.rank)]
+        if kind != first:
+            raise InputError(
+                f"the tensor ranks of rank {seat.rank} compute on {first} and {kind}, which draw "
+                "different random numbers; give devices=… of one kind to each group"
+            )
+
+
+def check_spillable(plan: Plan, recipe: Recipe, layout: Layout) -> None:
+    """Raise ``InputError`` or ``ModelError`` if the stages of a plan cannot come and go."""
+    remedy = 'leave spill out (spill="never" when planning)'
+    if recipe.loss is not None and recipe.optimizer is None:
+        raise InputError(
+            "gradients of stages that leave memory could not be read in .grad; give optimizer=…, "
+            f"or {remedy}"
+        )
+    if recipe.post_validate:
+        raise InputError(
+            "post_validate keeps a copy of weights and optimizer state, which stages that leave "
+            f"memory have no room for; leave it out, or {remedy}"
+        )
+    for module in layout.modules:
+        if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            raise ModelError(
+                f"{type(module).__name__} has sparse=True, and gradients whose size nobody knows "
+                f"before cannot leave memory; take sparse=False, or {remedy}"
+            )
+    weights = layout.weights
+    if weights.tied and plan.schedule != "spilled":
+        raise ModelError(
+            f"{weights.tied[0]!r} is tied between stages that come and go, which may update in any "
+            f'order in {plan.schedule}; take schedule="spilled", or {remedy}'
+        )
+    if weights.shared_stages:
+        raise ModelError(
+            f"stages {', '.join(map(str, sorted(weights.shared_stages)))} share weights with other "
+            f"ranks, so their sums would need them in memory; put them on one rank, or {remedy}"
+        )
