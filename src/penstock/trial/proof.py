@@ -23,7 +23,7 @@ from penstock.core.schedule import Kind, Op, Schedule
 from penstock.core.summation.staleness import StaleStream
 from penstock.core.timing.timeline import Timeline
 from penstock.core.versions import PipeMare, Sideways
-from penstock.engine.device.placement import devices_of_ranks
+from penstock.engine.device.accelerators import devices_of_ranks
 from penstock.engine.model import microbatches, tree
 from penstock.engine.model.optimizer_factory import Parameters
 from penstock.engine.run.drive.joining import several_processes

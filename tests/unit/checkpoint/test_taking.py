@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from penstock.engine.reduce.slices import row_slices_of
-from penstock.engine.tensor.cuts import Cut
+from penstock.engine.reduce.buckets import row_slices_of
+from penstock.engine.tensor.group import Cut
 from penstock.training.checkpoint.header import TensorExtent
 from penstock.training.checkpoint.taking import StageShard
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.core.summation.portions import num_portions
+from penstock.core.summation.split import num_portions
 
 
 class ParameterRange(NamedTuple):

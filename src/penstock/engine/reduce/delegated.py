@@ -23,11 +23,11 @@ from torch import Tensor
 
 from penstock.base.errors import DeadlineError, InputError, PeerError
 from penstock.core.cluster import SpareMachine
-from penstock.core.summation.division import Owner
-from penstock.core.summation.exchange import Exchange
-from penstock.core.summation.filling import Filled
+from penstock.core.summation.adding import Filled
+from penstock.core.summation.exchange import SumExchange
 from penstock.core.summation.frames import Member, is_loopback, key_of, parse_address
 from penstock.core.summation.server import SummationServer
+from penstock.core.summation.split import Owner
 from penstock.engine.reduce.flat import FlatBuffers, FlatLayout, FlatReducer, PlacedGradient
 from penstock.engine.reduce.reducer import Purpose, ServedGradients, SharedWeights
 from penstock.engine.transport import Transport, groups
@@ -174,7 +174,7 @@ class ServerReducer(FlatReducer):
         self._summing = summing
         self._session = bytes.fromhex(attempt)[:16]
         self._server: SummationServer | None = None
-        self._exchange: Exchange | None = None
+        self._exchange: SumExchange | None = None
         self._round = 0
         self._buffers: tuple[FlatLayout, list[FlatBuffers]] | None = None
 
@@ -211,7 +211,7 @@ class ServerReducer(FlatReducer):
         assert self._server is not None
         place = self._shared.ranks.index(self._rank)
         member = Member(self._session, self._sum, place, len(holders))
-        self._exchange = Exchange(member, [*holders, *spare], self._server)
+        self._exchange = SumExchange(member, [*holders, *spare], self._server)
 
     def _listen(self, word: str) -> tuple[str, int, str]:
         self._server = SummationServer(own_host(), 0, key_of(word, ""))

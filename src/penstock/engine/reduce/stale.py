@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from penstock.base.errors import DeadlineError
-from penstock.core.summation.bell import Bell, Ring, Ringer
 from penstock.core.summation.frames import Member, key_of
+from penstock.core.summation.listener import Bell, Ring, Ringer
 from penstock.core.summation.staleness import Answer, Contribution, StaleClock, StaleStream
 from penstock.engine.reduce.buckets import ShardValues, added
 from penstock.engine.reduce.delegated import own_host

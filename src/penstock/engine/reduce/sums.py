@@ -16,7 +16,7 @@ import torch
 from msgspec.structs import replace
 
 from penstock.base.units import count_of
-from penstock.core.summation.portions import MOST_PORTIONS
+from penstock.core.summation.split import MOST_PORTIONS
 from penstock.engine.reduce.buckets import buckets_of, cut
 from penstock.engine.reduce.delegated import AllReducer, ServerReducer
 from penstock.engine.reduce.owners import OwnerReducer

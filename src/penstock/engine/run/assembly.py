@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from penstock.base.errors import InputError
 from penstock.base.values import expect, flag, one_of, whole
-from penstock.engine.device.placement import Devices
+from penstock.engine.device.accelerators import Devices
 from penstock.engine.model import tree
 from penstock.engine.model.randomness import LayerStreams
 from penstock.engine.model.spine import NamedLayer

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Self
 from torch import nn
 
 from penstock.base.errors import ModelError
-from penstock.engine.device.allocator import keep_freed_pages, return_freed_pages
+from penstock.engine.device.memory import keep_freed_pages, return_freed_pages
 from penstock.engine.device.queue import DeviceQueue
 from penstock.engine.model.randomness import LayerStreams
 from penstock.engine.model.spine import NamedLayer, names_a_spine, spine_fingerprint, spine_of
@@ -44,7 +44,7 @@ from penstock.engine.run.seating import RankSeat
 from penstock.engine.stage.stage import Stage
 from penstock.engine.transport.rendezvous import Rendezvous
 from penstock.planning.plans import Plan
-from penstock.planning.plans.serving import num_processes
+from penstock.planning.plans.summing import num_processes
 
 _ABOVE_STATE_DICT = 4
 _ABOVE_CALL = 6

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from penstock.engine.device.placement import HOST, devices_of_ranks
+from penstock.engine.device.accelerators import HOST, devices_of_ranks
 from penstock.engine.device.queue import AcceleratorQueue, DeviceQueue
 from penstock.engine.model.spine import NamedLayer, spine_fingerprint
-from penstock.engine.reduce import ways
+from penstock.engine.reduce import sums
 from penstock.engine.reduce.owners import OwnerReducer
 from penstock.engine.reduce.reducer import MakeReducer
 from penstock.engine.run.assembly import Running
@@ -46,7 +46,7 @@ from penstock.engine.run.refusals import (
 )
 from penstock.engine.run.seating import MeshTransport, RankSeat
 from penstock.engine.stage.stage import Stage
-from penstock.engine.tensor.channel_group import ChannelGroup
+from penstock.engine.tensor.group import ChannelGroup
 from penstock.engine.transport import (
     Codec,
     ThreadExchange,
@@ -55,13 +55,17 @@ from penstock.engine.transport import (
     connect,
 )
 from penstock.engine.transport.device_link import DeviceLink
-from penstock.engine.transport.linking import LinkedDevices, link_devices
-from penstock.engine.transport.on_devices import ProcessDeviceTransport, ThreadDeviceTransport
+from penstock.engine.transport.on_devices import (
+    LinkedDevices,
+    ProcessDeviceTransport,
+    ThreadDeviceTransport,
+    link_devices,
+)
 from penstock.engine.transport.rendezvous import Rendezvous
+from penstock.engine.weights.data_paths import DataPath
 from penstock.engine.weights.offload import Keep, Offloading
-from penstock.engine.weights.ways import Way
 from penstock.planning.plans import Plan
-from penstock.planning.plans.serving import server_ranks
+from penstock.planning.plans.summing import server_ranks
 
 
 @dataclass(frozen=True)
@@ -153,7 +157,7 @@ def offloading_of(
     """A function that lets a rank's activations leave, if the plan says so."""
     if plan.offload is None:
         return None
-    return partial(Offloading, Way.between(plan.offload.tier, device, seconds), device)
+    return partial(Offloading, DataPath.between(plan.offload.tier, device, seconds), device)
 
 
 class RankPlacement(ABC):
@@ -263,7 +267,7 @@ class InThreads(RankPlacement):
         servers = layout.server_ranks
         make_reducer: MakeReducer = OwnerReducer
         if servers:
-            make_reducer = ways.stepping_servers(self.plan.summing, self.attempt, servers)
+            make_reducer = sums.stepping_servers(self.plan.summing, self.attempt, servers)
         return [
             Connections(transport, seat, queues.get(seat.number), make_reducer=make_reducer)
             for seat, transport in zip(self.seats, exchange.transports, strict=True)
@@ -358,7 +362,7 @@ class InProcess(RankPlacement):
             host, device = self._transport.hosts[meeting.rank], devices[seat.number]
             pairs = layout.neighbours
             self._links = link_devices(meeting, host, device, queue, pairs, seconds)
-        make_reducer = ways.maker_of(
+        make_reducer = sums.maker_of(
             self.plan.summing,
             self.attempt,
             layout.holders,
@@ -397,7 +401,7 @@ class InProcess(RankPlacement):
         )
 
     def transport_text(self, layout: Layout) -> str:
-        summed = ways.told(self.plan.summing) if layout.weights.shared_stages else ""
+        summed = sums.summing_words(self.plan.summing) if layout.weights.shared_stages else ""
         text = "; ".join(filter(None, [self._transport.told, self._links.told, summed]))
         return f"{text[:1].upper()}{text[1:]}."
 

@@ -16,14 +16,12 @@ from torch import Tensor, nn
 
 from penstock.base.errors import InputError, StageError
 from penstock.engine.device.accelerators import is_on_host
-from penstock.engine.device.crossing import moved
+from penstock.engine.device.crossing import copy_of, moved
 from penstock.engine.device.queue import DeviceQueue, Landing
 from penstock.engine.model import microbatches, tree
-from penstock.engine.model.autocast import autocast_here
-from penstock.engine.model.batches import plain
-from penstock.engine.model.copying import copy_of
-from penstock.engine.model.ignored_labels import IgnoredLabels
+from penstock.engine.model.batches import IgnoredLabels, plain
 from penstock.engine.model.microbatches import Microbatches, Weighting
+from penstock.engine.model.replay import autocast_here
 from penstock.engine.run.digests import data_digest, modes_of
 from penstock.engine.run.layout import Layout
 from penstock.engine.run.minibatch import FrameListener, Minibatch, StreamPosition

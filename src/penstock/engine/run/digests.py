@@ -26,8 +26,7 @@ from penstock.base.errors import RunError
 from penstock.engine.model import tree
 from penstock.engine.model.microbatches import Microbatches
 from penstock.engine.transport import Edge, Noted, Transport
-from penstock.engine.transport.base import OnTop
-from penstock.engine.transport.tags import RENEWED_TAGS, REPORT_TAG, SHARED_TAGS
+from penstock.engine.transport.base import RENEWED_TAGS, REPORT_TAG, SHARED_TAGS, OnTop
 
 _FIELDS = struct.Struct("<BBBBIqdQQ")
 _MOST_SAMPLES = 1024

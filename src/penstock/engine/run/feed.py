@@ -26,8 +26,7 @@ from penstock.core.schedule.lower import (
     forward_only,
 )
 from penstock.core.schedule.residence import add_residence
-from penstock.core.schedule.rounds import Rounds
-from penstock.core.schedule.segment import Segment, Windows
+from penstock.core.schedule.rounds import Rounds, Segment, Windows
 from penstock.core.versions import PipeMare, least_minibatch
 from penstock.engine.run.drive.driver import Driver
 from penstock.engine.run.layout import Layout

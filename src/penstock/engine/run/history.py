@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from penstock.base.errors import InputError
 from penstock.core.schedule.memory import Sizes
-from penstock.core.schedule.schedule import Activations
+from penstock.core.schedule.op import Activations
 from penstock.core.timing.timeline import Timeline
 from penstock.engine.model import tree
 from penstock.engine.model.flops import count_flops, without_values
 from penstock.engine.model.microbatches import join_slices, num_rows
 from penstock.engine.run.minibatch import Minibatch, StreamPosition
 from penstock.engine.run.outcome import MinibatchOutcome, Peak, timeline
-from penstock.engine.weights.store import Held
+from penstock.engine.weights.store import HeldVersions
 
 
 class Work(NamedTuple):
@@ -155,7 +155,7 @@ class History:
         return self._timeline
 
     @property
-    def held_versions(self) -> tuple[Held, ...]:
+    def held_versions(self) -> tuple[HeldVersions, ...]:
         """The versions of its weights that every rank held."""
         if self._last is None or not self._last.held:
             raise InputError("no versions to tell of: run a plan that never flushes, and record it")

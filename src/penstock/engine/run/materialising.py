@@ -21,7 +21,7 @@ from penstock.base.errors import ModelError
 from penstock.engine.device.crossing import give_memory, moved
 from penstock.engine.model.randomness import stream_seed
 from penstock.engine.model.spine import NamedLayer
-from penstock.engine.tensor.group import Group
+from penstock.engine.tensor.group import TensorGroup
 from penstock.engine.tracing.layers import CapturedLayer
 
 
@@ -244,7 +244,7 @@ class Wholes:
         self,
         layers: Mapping[int, NamedLayer],
         values: Values,
-        group: Group,
+        group: TensorGroup,
         divided: Collection[int],
     ) -> None:
         self._numbers = {layer.name: number for number, layer in layers.items()}

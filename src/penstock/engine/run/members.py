@@ -21,13 +21,12 @@ from penstock.engine.run.copies import ModuleCopies
 from penstock.engine.run.materialising import Wholes
 from penstock.engine.run.rank.program import SkipRoute
 from penstock.engine.tensor.chain import LayerSharing, walk
-from penstock.engine.tensor.channel_group import ChannelGroup
-from penstock.engine.tensor.cuts import Cut
+from penstock.engine.tensor.group import ChannelGroup, ShardSpec
 from penstock.engine.tensor.layouts import Layout
-from penstock.engine.tensor.patterns import check_used, inner_splits, own_split
 from penstock.engine.tensor.sharing import cut_tensors, shared, terms
-from penstock.engine.tensor.stand_ins import StandIns
-from penstock.engine.transport.tags import SKIP_TAGS
+from penstock.engine.tensor.splits import check_used, inner_splits, own_split
+from penstock.engine.tensor.unequal_groups import WholePlaceholders
+from penstock.engine.transport.base import SKIP_TAGS
 from penstock.planning.plans import Plan
 
 
@@ -35,7 +34,7 @@ class _TensorShard(NamedTuple):
     """A member's part of a parameter or buffer of the model."""
 
     original: Tensor
-    cut: Cut
+    cut: ShardSpec
     own: Tensor
 
 
@@ -75,9 +74,9 @@ class Sharings:
         self._sizes = dict(zip(names, sizes, strict=True))
         walked = walk(layers, given, inner, sizes)
         self._by_name = dict(zip(names, walked, strict=True))
-        self.cuts: dict[int, Cut] = {}
+        self.cuts: dict[int, ShardSpec] = {}
         self.terms: set[int] = set()
-        self.cut_keys: dict[str, Cut] = {}
+        self.cut_keys: dict[str, ShardSpec] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._find(layers)
         ends = [*accumulate(len(stage.layers) for stage in plan.stages)]
@@ -155,7 +154,7 @@ class Sharings:
         originals: Sequence[nn.Parameter],
         parameters: Sequence[nn.Parameter],
         group: ChannelGroup | None,
-    ) -> StandIns:
+    ) -> WholePlaceholders:
         """Placeholders that a member shows to groups of other sizes with the same weights.
 
         Args:
@@ -163,7 +162,7 @@ class Sharings:
             parameters: the member's, in the same order.
         """
         pairs = zip(originals, parameters, strict=True)
-        return StandIns(
+        return WholePlaceholders(
             parameters,
             [tuple(original.shape) for original in originals],
             [self.cuts.get(id(original)) for original in originals],
@@ -251,7 +250,7 @@ class MemberCopies(ModuleCopies):
     def divided(self) -> frozenset[int]:
         return frozenset(self._parts)
 
-    def _new_part(self, tensor: Tensor, cut: Cut) -> Tensor:
+    def _new_part(self, tensor: Tensor, cut: ShardSpec) -> Tensor:
         part = moved(cut.part(tensor.detach(), self._group.size, self._group.index), self._device)
         if not isinstance(tensor, nn.Parameter):
             return part

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from penstock.core.timing.spans import TransferKind
-from penstock.engine.device.queue import taken_up
-from penstock.engine.device.stamps import Stamps
+from penstock.engine.device.queue import Stamps, taken_up
 from penstock.engine.model import tree
-from penstock.engine.model.autocast import autocasting, remembering_no_casts
+from penstock.engine.model.replay import autocasting, remembering_no_casts
 from penstock.engine.run.digests import Call, CallDigest, Modes, Next, autocast_codes
 from penstock.engine.run.outcome import Peak
-from penstock.engine.weights.store import Held
+from penstock.engine.weights.store import HeldVersions
 
 
 class StateMark(Protocol):
@@ -184,7 +183,7 @@ class StepResult:
     peak: Peak | None = None
     number: int = 0
     versions: list[int] = field(default_factory=list)
-    held: Held | None = None
+    held: HeldVersions | None = None
     moment: torch.Event | None = None
     stamps: Stamps | None = None
     moved: list[tuple[TransferKind, int, int, float, float]] = field(default_factory=list)

@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 from penstock.core.schedule import Op
-from penstock.core.schedule.schedule import Activations
+from penstock.core.schedule.op import Activations
 from penstock.core.timing.spans import Row, Transfer, TransferKind
 from penstock.core.timing.timeline import Timeline
-from penstock.engine.device.activation_meter import ActivationMeter, Kept, Saved
+from penstock.engine.device.activation_meter import ActivationMeter, KeptMemory, Saved
 from penstock.engine.device.memory import gauge_of
-from penstock.engine.device.stamps import Stamps, happened
+from penstock.engine.device.queue import Stamps, happened
 from penstock.engine.model import tree
 from penstock.engine.stage.protocol import RunnableStage
-from penstock.engine.weights.store import Held
+from penstock.engine.weights.store import HeldVersions
 from penstock.planning.plans import Plan
 
 
@@ -52,7 +52,7 @@ class MemoryCounter:
         self._meter = ActivationMeter(
             tensor for module in modules for tensor in (*module.parameters(), *module.buffers())
         )
-        self._kept: dict[tuple[int, int], Kept] = {}
+        self._kept: dict[tuple[int, int], KeptMemory] = {}
 
     def begin(self) -> None:
         """A new minibatch."""
@@ -69,7 +69,7 @@ class MemoryCounter:
         except what ``instead`` takes the place of, and as long as its wrapping holds it."""
         return self._meter.watching((stage, unit), instead, around)
 
-    def keep(self, key: tuple[int, int], tensors: Iterable[Tensor]) -> Kept:
+    def keep(self, key: tuple[int, int], tensors: Iterable[Tensor]) -> KeptMemory:
         """Count memory for a stage and a unit as long as what this gives is held."""
         return self._meter.keep(key, tensors)
 
@@ -134,7 +134,7 @@ class RankResult(Protocol):
         """The most that the rank held at once, where memory is counted."""
 
     @property
-    def held(self) -> Held | None:
+    def held(self) -> HeldVersions | None:
         """The versions of its weights that the rank keeps, where there are several."""
 
 
@@ -195,12 +195,12 @@ class MinibatchOutcome(NamedTuple):
     records: Sequence[RankRecord] | None
     norm: Tensor | None
     peaks: tuple[Peak, ...]
-    held: tuple[Held, ...]
+    held: tuple[HeldVersions, ...]
     begins: bool
 
     @classmethod
     def of_records(
-        cls, records: Sequence[RankRecord], held: tuple[Held, ...], *, begins: bool
+        cls, records: Sequence[RankRecord], held: tuple[HeldVersions, ...], *, begins: bool
     ) -> MinibatchOutcome:
         """Only the records of the ranks."""
         return cls(None, (), {}, records, None, (), held, begins)

@@ -31,14 +31,12 @@ from penstock.engine.run.recipe import Recipe
 from penstock.engine.run.refusals import check_spillable
 from penstock.engine.run.seating import RankSeat
 from penstock.engine.stage.stage import Stage
-from penstock.engine.weights.group import Group
-from penstock.engine.weights.optimizer_state import state_tensors
-from penstock.engine.weights.residence import Residence
-from penstock.engine.weights.slabs import Slabs
-from penstock.engine.weights.ways import Way
+from penstock.engine.weights.buffers import BufferPool, SwapGroup, state_tensors
+from penstock.engine.weights.data_paths import DataPath
+from penstock.engine.weights.residency import Residency
 from penstock.planning.plans import Plan
-from penstock.planning.plans.serving import stages_held
 from penstock.planning.plans.spilling import most_held, with_residence
+from penstock.planning.plans.summing import stages_held
 
 _ROUNDED = 1.01
 
@@ -61,7 +59,7 @@ class SwapSetup:
     seconds: float
 
 
-def evicted(setup: SwapSetup, rank: int, stages: Mapping[int, Stage]) -> Residence:
+def evicted(setup: SwapSetup, rank: int, stages: Mapping[int, Stage]) -> Residency:
     """Move a rank's stages to its tier, one at a time, and make room for what will be kept there.
 
     Args:
@@ -79,8 +77,8 @@ def evicted(setup: SwapSetup, rank: int, stages: Mapping[int, Stage]) -> Residen
         for index, stage in stages.items()
     }
     device = setup.devices[rank]
-    way = Way.between(plan.spill.tier, device, setup.seconds)
-    residence = Residence(way, Slabs(float("inf"), device), weights)
+    way = DataPath.between(plan.spill.tier, device, setup.seconds)
+    residence = Residency(way, BufferPool(float("inf"), device), weights)
     try:
         first = [0, *accumulate(len(stage.layers) for stage in plan.stages)]
         for index in stages:
@@ -93,12 +91,12 @@ def evicted(setup: SwapSetup, rank: int, stages: Mapping[int, Stage]) -> Residen
         residence.close()
         raise
     schedule = with_residence(plan.placement, plan.spill, agrees=recipe.needs_agreement)
-    residence.slabs.budget_bytes = max(resident_bytes(schedule.ranks[rank], sizes), default=0)
+    residence.buffers.budget_bytes = max(resident_bytes(schedule.ranks[rank], sizes), default=0)
     return residence
 
 
 def _reserved(
-    setup: SwapSetup, rank: int, stages: Mapping[int, Stage], residence: Residence
+    setup: SwapSetup, rank: int, stages: Mapping[int, Stage], residence: Residency
 ) -> StageBytes:
     """Make room on the tier for what comes beside weights; how much memory all of it takes."""
     recipe, num_stages = setup.recipe, len(setup.plan.stages)
@@ -184,7 +182,7 @@ def _stepped_once(
     with torch.no_grad():
         optimizer.step()
     tensors: list[Tensor] = state_tensors(optimizer, travels)
-    return Group("", tensors, stage).num_bytes
+    return SwapGroup("", tensors, stage).num_bytes
 
 
 def queues_of(devices: Mapping[int, torch.device]) -> dict[int, DeviceQueue]:
@@ -237,7 +235,7 @@ def draw_all(
 
 def place(
     setup: SwapSetup, stages: Mapping[RankSeat, dict[int, Stage]], queues: Mapping[int, DeviceQueue]
-) -> dict[int, Residence]:
+) -> dict[int, Residency]:
     """Move stages to their ranks' devices; where they come and go, to tiers.
 
     Args:

@@ -12,7 +12,7 @@ from penstock.engine.run.layout import Layout
 from penstock.engine.run.recipe import Recipe
 from penstock.engine.run.seating import RankSeat
 from penstock.planning.plans import Plan
-from penstock.planning.plans.serving import all_group_sizes, num_processes, server_ranks
+from penstock.planning.plans.summing import all_group_sizes, num_processes, server_ranks
 
 
 def check_updates(plan: Plan, recipe: Recipe, *, one_process: bool) -> None:

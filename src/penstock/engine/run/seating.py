@@ -16,14 +16,11 @@ from typing import Any
 from torch import Tensor
 
 from penstock.engine.model import tree
-from penstock.engine.tensor.channel_group import ChannelGroup
+from penstock.engine.tensor.group import Bounds, ChannelGroup, dense_copy, joined, memory_order
 from penstock.engine.tensor.layouts import Layout
-from penstock.engine.tensor.memory_order import dense_copy, joined, memory_order
-from penstock.engine.tensor.parts import Bounds
-from penstock.engine.tensor.routes import receivers, senders, slices
+from penstock.engine.tensor.unequal_groups import receivers, senders, slices
 from penstock.engine.transport import Edge, Transport
-from penstock.engine.transport.base import OnTop
-from penstock.engine.transport.tags import SHARED_TAGS
+from penstock.engine.transport.base import SHARED_TAGS, OnTop
 
 
 class RankSeat:

@@ -10,7 +10,7 @@ activations, pools), layers go with those before.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, Self
@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from penstock.engine.model import tree
-from penstock.engine.tracing.digests import digest_of, lines_of_constants, lines_of_graph
 from penstock.engine.model.replay import Run
 from penstock.engine.model.spine import state_of
+from penstock.engine.tracing.digests import digest_of, lines_of_constants, lines_of_graph
 from penstock.engine.tracing.graphs import Traced
 from penstock.engine.tracing.inputs import Borders
 from penstock.engine.tracing.segments import ValueFlow, called

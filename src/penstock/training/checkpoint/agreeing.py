@@ -14,9 +14,9 @@ import torch
 from penstock.base.errors import FileError
 from penstock.engine.run.assembly import Assembly
 from penstock.engine.run.drive.driver import told
-from penstock.engine.run.rank.mail import Letter
+from penstock.engine.run.rank.work import PendingGradient
 from penstock.engine.run.rank.worker import Worker
-from penstock.engine.run.seating import Seat
+from penstock.engine.run.seating import RankSeat
 from penstock.engine.stage.stage import Stage
 from penstock.engine.transport.rendezvous import Rendezvous
 from penstock.planning.plans.summing import servers_of
@@ -66,7 +66,7 @@ class PiecesHere:
                     ),
                 )
 
-    def _division(self, stage: int, seat: Seat) -> StageShard | None:
+    def _division(self, stage: int, seat: RankSeat) -> StageShard | None:
         sharings = self._parts.layout.sharings
         if sharings is None:
             return None
@@ -119,8 +119,8 @@ class PiecesHere:
         ]
 
 
-def _letters(worker: Worker) -> Sequence[Letter]:
-    return worker.letters
+def _letters(worker: Worker) -> Sequence[PendingGradient]:
+    return worker.pending_gradients
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from penstock.base.errors import FileError
-from penstock.engine.run.rank.mail import Letter
+from penstock.engine.run.rank.work import PendingGradient
 from penstock.engine.transport import Edge
 from penstock.training.checkpoint.folder import Checkpoint
 from penstock.training.checkpoint.header import Optimizing, TensorExtent, of_json
@@ -72,14 +72,14 @@ class Contents:
         shape = pieces[0].header.tensors[name].shape
         return assembled(name, pieces, (0,) * len(shape), shape)
 
-    def letters(self, rank: int) -> list[Letter]:
+    def letters(self, rank: int) -> list[PendingGradient]:
         """Gradients that were on their way from a rank when a live stream was saved.
 
         Raises:
             FileError: their tensors are missing.
         """
         return [
-            Letter(
+            PendingGradient(
                 Edge(heading.source, heading.target, heading.tag),
                 heading.unit,
                 [None if name is None else self._gradient(name) for name in heading.gradients],

@@ -27,14 +27,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from penstock.base.errors import FileError, InputError
 from penstock.base.values import expect, shown
 from penstock.engine.run.assembly import Assembly
+from penstock.engine.run.placing import building
 from penstock.engine.run.rank.worker import Worker
 from penstock.engine.run.seating import MeshTransport
-from penstock.engine.run.settling import building
 from penstock.engine.stage.stage import Stage
-from penstock.engine.tensor.channel_group import ChannelGroup
-from penstock.engine.tensor.cuts import Cut
-from penstock.engine.tensor.group import Group
-from penstock.engine.tensor.parts import Bounds
+from penstock.engine.tensor.group import Bounds, ChannelGroup, ShardSpec, TensorGroup
 from penstock.engine.transport.rendezvous import translated, within
 from penstock.training.checkpoint.contents import Contents
 from penstock.training.checkpoint.folder import Checkpoint
@@ -105,7 +102,7 @@ class _Own(NamedTuple):
     key: str
     value: Tensor
     shape: tuple[int, ...]
-    cut: Cut | None
+    cut: ShardSpec | None
 
     @property
     def placements(self) -> tuple[Placement, Placement]:
@@ -136,7 +133,7 @@ class MeshEdge:
         (worker,) = self._parts.workers
         group = _group(worker)
         given: dict[str, Tensor] = {}
-        worker.settle()
+        worker.apply_deferred()
         for index in worker.stages:
             with building(worker.queue), worker.visiting(index):
                 for own in self._owned(worker, index):
@@ -173,7 +170,7 @@ class MeshEdge:
         if self._parts.in_processes:
             self._mesh("taking DTensors")
         for worker in self._parts.workers:
-            worker.drop()
+            worker.drop_deferred()
             for index in worker.stages:
                 with building(worker.queue), worker.visiting(index, changes=True):
                     for own in self._owned(worker, index):
@@ -252,7 +249,7 @@ def _chunk_of(size: int, count: int, index: int) -> Bounds:
     return Bounds(min(index * length, size), min((index + 1) * length, size))
 
 
-def _lies_in_chunks(own: _Own, cut: Cut, group: Group) -> bool:
+def _lies_in_chunks(own: _Own, cut: ShardSpec, group: TensorGroup) -> bool:
     """Whether the members' parts are those of ``torch.chunk``; the same answer on all of them."""
     length, count = own.shape[cut.dim], group.size
     return all(
@@ -261,7 +258,7 @@ def _lies_in_chunks(own: _Own, cut: Cut, group: Group) -> bool:
     )
 
 
-def _chunk(own: _Own, group: Group) -> Tensor:
+def _chunk(own: _Own, group: TensorGroup) -> Tensor:
     part, cut = own.value.detach(), own.cut
     if cut is None or _lies_in_chunks(own, cut, group):
         return part

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from penstock.base.errors import FileError, InputError
 from penstock.base.values import MOST_BYTES, Value, is_number, is_whole, shown
-from penstock.engine.weights.shelf import Shelved
+from penstock.engine.weights.transfers import Shelved
 
 FORMAT = 1
 

@@ -15,7 +15,7 @@ from penstock.base.errors import FileError, InputError
 from penstock.base.values import flag, whole, write_atomically
 from penstock.engine.run.assembly import Assembly
 from penstock.engine.run.drive.driver import told
-from penstock.engine.run.minibatch import Mark
+from penstock.engine.run.minibatch import StateMark
 from penstock.engine.run.recipe import LossScale
 from penstock.training.checkpoint.agreeing import PiecesHere, agreed
 from penstock.training.checkpoint.contents import Contents
@@ -106,7 +106,7 @@ class Keeper:
         identity = self._identity(step, position)
         if self._parts.plan.spill is not None:
             for worker in self._parts.workers:
-                worker.settle()
+                worker.apply_deferred()
             if background:
                 shelved = list(self._shelved())
                 self._saver.begin(partial(self._write_shelved, run, identity, shelved, keep))
@@ -264,7 +264,7 @@ class Keeper:
             in_memory = apart({name: tensor for name, (_, tensor) in piece.tensors.items()})
             write_piece(folder, header, {**in_memory, **shelved})
 
-    def mark(self, wanted: Checkpoints, step: int, *, position: Any = None) -> Mark:
+    def mark(self, wanted: Checkpoints, step: int, *, position: Any = None) -> StateMark:
         """A mark that saves every stage behind a minibatch of a stream that goes on.
 
         Args:
@@ -329,7 +329,7 @@ class Keeper:
         if contents is None:
             return None
         for worker in self._parts.workers:
-            worker.drop()
+            worker.drop_deferred()
         for worker, trained in self._pieces.trained():
             with worker.visiting(trained.stage.index, changes=True):
                 give(contents, trained, weights_only=weights_only)

@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from penstock.base.errors import FileError
-from penstock.engine.weights.shelf import Shelved
+from penstock.engine.weights.transfers import Shelved
 from penstock.training.checkpoint.header import Header, dtype_named
 
 _KEY = "penstock"

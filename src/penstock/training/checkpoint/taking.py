@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from penstock.base.errors import InputError
 from penstock.base.values import shown
 from penstock.engine.reduce.sharding import Shard
-from penstock.engine.run.rank.mail import Letter
+from penstock.engine.run.rank.work import PendingGradient
 from penstock.engine.stage.stage import Stage
-from penstock.engine.tensor.cuts import Cut
-from penstock.engine.weights.shelf import Shelved
+from penstock.engine.tensor.group import ShardSpec
 from penstock.engine.weights.store import WeightStore
+from penstock.engine.weights.transfers import Shelved
 from penstock.training.checkpoint.header import (
     Optimizing,
     TensorExtent,
@@ -62,7 +62,7 @@ class StageShard(NamedTuple):
         size: how many members there are.
     """
 
-    cuts: Mapping[str, Cut]
+    cuts: Mapping[str, ShardSpec]
     shapes: Mapping[str, tuple[int, ...]]
     num_blocks: int
     coordinate: int
@@ -174,7 +174,7 @@ class TrainedStage(NamedTuple):
     scheduler: torch.optim.lr_scheduler.LRScheduler | None
     rate: float
     store: WeightStore | None
-    letters: Callable[[], Sequence[Letter]] = tuple
+    letters: Callable[[], Sequence[PendingGradient]] = tuple
     division: StageShard | None = None
     shards: Mapping[nn.Parameter, Shard] = MappingProxyType({})
     groups: Sequence[Sequence[nn.Parameter]] = ()
@@ -305,7 +305,7 @@ def _optimizing(
     )
 
 
-def _under_way(letter: Letter, tensors: dict[str, Tensor]) -> UnderWay:
+def _under_way(letter: PendingGradient, tensors: dict[str, Tensor]) -> UnderWay:
     """The head of gradients that are on their way; their tensors go to the others."""
     (source, target, tag), unit, _ = letter
     names: list[str | None] = []

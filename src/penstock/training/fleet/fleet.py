@@ -17,7 +17,7 @@ from penstock.base.errors import InputError, PenstockError
 from penstock.base.values import expect, number, one_of, whole
 from penstock.core.timing.fleet_timeline import FleetTimeline
 from penstock.engine.run.drive.driver import told
-from penstock.engine.weights.slabs import Spare
+from penstock.engine.weights.buffers import SpareBuffers
 from penstock.planning.turns.simulator import TimedJob, bound_of, simulate_fleet
 from penstock.planning.turns.stop import Stop, settled
 from penstock.planning.turns.visits import POLICIES, Bound, PolicyName, bound, check_name
@@ -128,10 +128,12 @@ class Fleet:
 
     def _share_memory(self) -> None:
         """Let jobs hand slabs on to each other: no more are free than devices work with."""
-        slabs = [own.residence.slabs for own in self._trainees if own.residence is not None]
+        slabs = [own.residence.buffers for own in self._trainees if own.residence is not None]
         most = max((own.budget_bytes for own in slabs), default=0.0)
         devices = {own.device for own in slabs}
-        spare = {device: Spare(self._num_devices * most / len(devices)) for device in devices}
+        spare = {
+            device: SpareBuffers(self._num_devices * most / len(devices)) for device in devices
+        }
         for own in slabs:
             own.spare = spare[own.device]
 

@@ -20,8 +20,7 @@ from torch import nn
 from penstock.base.errors import InputError
 from penstock.base.values import expect, whole
 from penstock.core.timing.fleet_timeline import MOST_FLEET_DEVICES
-from penstock.engine.device.accelerators import accelerators, is_on_host
-from penstock.engine.device.placement import HOST, devices_of_ranks
+from penstock.engine.device.accelerators import HOST, accelerators, devices_of_ranks, is_on_host
 from penstock.engine.model.optimizer_factory import OptimizerFactory
 from penstock.engine.model.randomness import RandomStream, stream_seed
 from penstock.engine.run.recipe import Loss

@@ -10,7 +10,7 @@ from penstock.core.schedule import Op
 from penstock.core.schedule.op import FETCHES
 from penstock.engine.device.queue import DeviceQueue
 from penstock.engine.run.rank.interpreter import RankStep
-from penstock.engine.weights.residence import Residence
+from penstock.engine.weights.residency import Residency
 from penstock.planning.turns.visits import beginnings, visited
 from penstock.training.fleet.dispatcher import Dispatcher, JobPlace
 
@@ -52,7 +52,7 @@ class VisitPace:
 
     dispatcher: Dispatcher
     place: JobPlace
-    residence: Residence | None = None
+    residence: Residency | None = None
     queue: DeviceQueue | None = None
     _held: list[tuple[RankStep[Any], Any]] = field(default_factory=list)
 
@@ -98,7 +98,7 @@ class VisitPace:
         if self.residence is None:
             return False
         is_writing = self.residence.transfers.take_back()
-        self.residence.slabs.lend()
+        self.residence.buffers.lend()
         return is_writing
 
     def _visit(self, steps: Sequence[RankStep[Any]]) -> Iterator[RankStep[Any]]:

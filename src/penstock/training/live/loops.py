@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.run.copied_states import copied, copied_states
+from penstock.engine.run.assembly import copied, copied_states
 from penstock.engine.run.drive.driver import StageStates
 from penstock.engine.run.drive.processes import ProcessDriver
 from penstock.engine.run.drive.threads import ThreadDriver

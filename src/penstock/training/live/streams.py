@@ -16,8 +16,8 @@ from penstock.base.values import expect, flag, number, one_of
 from penstock.core.timing.timeline import Timeline
 from penstock.engine.model import tree
 from penstock.engine.model.replay import autocast_here
+from penstock.engine.run.assembly import by_key
 from penstock.engine.run.building import Built
-from penstock.engine.run.copied_states import by_key
 from penstock.engine.run.drive.driver import told
 from penstock.engine.run.history import History
 from penstock.planning.plans import Plan

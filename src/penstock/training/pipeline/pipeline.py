@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from penstock.base.errors import InputError, RunError
 from penstock.base.telling import Telling
 from penstock.base.values import MOST_AMOUNT, expect, flag, number
-from penstock.engine.device.placement import Devices
+from penstock.engine.device.accelerators import Devices
 from penstock.engine.model import microbatches
-from penstock.engine.model.batches import LABELS, Parting, is_batch, model_loss
+from penstock.engine.model.batches import LABELS, BatchSplit, is_batch, model_loss
 from penstock.engine.model.microbatches import Microbatches, Weight, Weighting
 from penstock.engine.model.optimizer_factory import OptimizerFactory, SchedulerFactory
 from penstock.engine.model.randomness import Audit
@@ -23,11 +23,11 @@ from penstock.engine.run.assembly import Results, Running
 from penstock.engine.run.building import build
 from penstock.engine.run.drive.driver import Deadlines, told
 from penstock.engine.run.drive.joining import TransportName
+from penstock.engine.run.handles import StepLoss
 from penstock.engine.run.materialising import Init
 from penstock.engine.run.minibatch import Minibatch, StreamPosition
 from penstock.engine.run.outcome import MinibatchOutcome
 from penstock.engine.run.recipe import BatchNormStatistics, Loss, LossScale, Metric, Recipe
-from penstock.engine.run.step_loss import StepLoss
 from penstock.planning.plans import Plan
 from penstock.training.checkpoint.saving import Checkpoints, InCourse
 from penstock.training.pipeline.state import PipelineState
@@ -160,7 +160,7 @@ class Pipeline(PipelineState):
     ) -> None:
         expect(plan, Plan, "the plan", "make one with penstock.plan, or Plan.load a file")
         deadlines = Deadlines.of(deadline_seconds, startup_seconds)
-        Parting.by(labels, loss, model)  # which may refuse the keys
+        BatchSplit.by(labels, loss, model)  # which may refuse the keys
 
         def described(model: nn.Module) -> tuple[Recipe, Running]:
             loss_scale = None if grad_scaler is None else LossScale.of(grad_scaler)
@@ -196,7 +196,7 @@ class Pipeline(PipelineState):
         with Telling("building a Pipeline"):
             built = build(model, plan, transport, deadlines, described)
         super().__init__(built, grad_scaler, results)
-        self._parting = Parting.by(labels, self._recipe.loss, self._model)
+        self._parting = BatchSplit.by(labels, self._recipe.loss, self._model)
         self._joins_outputs: bool | None = None  # not known yet
 
     def step(
@@ -398,7 +398,7 @@ class Pipeline(PipelineState):
         with (
             self._exclusively(),
             # Of all stages: ranks in processes compare the modes of all layers.
-            evaluation_mode(self._model, *layout.layers, *own, *layout.twins),
+            evaluation_mode(self._model, *layout.layers, *own, *layout.copies),
             self._parts.streams.auditing(),
         ):
             return self._parts.feed.evaluate(minibatch)

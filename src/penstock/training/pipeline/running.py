@@ -16,19 +16,16 @@ from penstock.base.errors import InputError
 from penstock.base.values import whole
 from penstock.core.summation.staleness import StaleStream
 from penstock.core.timing.timeline import Timeline
-from penstock.engine.device.placement import HOST
+from penstock.engine.device.accelerators import HOST
 from penstock.engine.model.spine import spine_of
 from penstock.engine.run.assembly import Results
-from penstock.engine.run.building import Built
-from penstock.engine.run.counting import Peak, memory_of_ranks
+from penstock.engine.run.building import Built, RemoteStages
 from penstock.engine.run.drive.driver import told
-from penstock.engine.run.elsewhere import Elsewhere
-from penstock.engine.run.handles import StageOptimizers, StageSchedulers
-from penstock.engine.run.history import History
-from penstock.engine.run.own_rows import OwnRows, Rows, own_rows
+from penstock.engine.run.handles import OwnRows, Rows, StageOptimizers, StageSchedulers, own_rows
+from penstock.engine.run.history import History, Work
+from penstock.engine.run.outcome import Peak, memory_of_ranks
 from penstock.engine.run.recipe import LossScale
-from penstock.engine.run.work import Work
-from penstock.engine.weights.store import Held
+from penstock.engine.weights.store import HeldVersions
 from penstock.training.checkpoint.keeper import Keeper
 from penstock.training.pipeline.habits import nothing_like
 
@@ -57,7 +54,7 @@ class RunningPipeline:
         self._closed = False
         self._running = threading.Lock()
         self._keeper = Keeper(self._parts, grad_scaler)
-        self._elsewhere = Elsewhere.watching(
+        self._elsewhere = RemoteStages.watching(
             self._model, self.stages, len(self.plan.stages), in_parts=self._parts.in_parts
         )
 
@@ -112,7 +109,7 @@ class RunningPipeline:
         """Nothing else may run meanwhile, and all updates have been made."""
         with self._exclusively():
             for worker in self._parts.workers:
-                worker.settle()  # updates that are late
+                worker.apply_deferred()  # updates that are late
             yield
 
     def _come_to_rest(self) -> None:
@@ -135,7 +132,7 @@ class RunningPipeline:
         return self._history.timeline
 
     @property
-    def held_versions(self) -> tuple[Held, ...]:
+    def held_versions(self) -> tuple[HeldVersions, ...]:
         """The most versions of its stage's weights that each rank held at once during the last loop
         over ``steps``, and their bytes.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from penstock.base.errors import InputError
 from penstock.base.telling import tells
 from penstock.base.values import whole
-from penstock.engine.run.copied_states import by_key, copied_states
+from penstock.engine.run.assembly import by_key, copied_states
 from penstock.training.checkpoint.pretrained import save_pretrained
 from penstock.training.pipeline.running import RunningPipeline
 

@@ -19,10 +19,16 @@ from penstock.base.telling import Telling
 from penstock.base.values import expect, number, whole
 from penstock.core.graph import LayerGraph
 from penstock.engine.device.accelerators import generators_kept
-from penstock.engine.device.allocator import keep_freed_pages
+from penstock.engine.device.memory import keep_freed_pages
 from penstock.engine.model import microbatches, tree
-from penstock.engine.model.batches import LABELS, Parting, model_loss, parted_if_inside, plain
-from penstock.engine.model.ignored_labels import IGNORED
+from penstock.engine.model.batches import (
+    IGNORED,
+    LABELS,
+    BatchSplit,
+    model_loss,
+    parted_if_inside,
+    plain,
+)
 from penstock.engine.model.optimizer_factory import OptimizerFactory
 from penstock.engine.model.spine import evaluation_mode, names_a_spine, run_spine, spine_of
 from penstock.engine.run.recipe import Loss
@@ -249,7 +255,7 @@ def _check(
 
 def _with_own_loss(model: nn.Module, inputs: Any) -> Sample:
     """A sample for a model that computes its loss itself, from labels among its inputs."""
-    parting = Parting.by(LABELS, model_loss, model)
+    parting = BatchSplit.by(LABELS, model_loss, model)
     return Sample(*parting.parted(inputs, "the sample"), model_loss)
 
 

@@ -33,7 +33,7 @@ from penstock.engine.model.optimizer_factory import Parameters
 from penstock.engine.reduce.reducer import Purpose, SharedWeights
 from penstock.engine.run.minibatch import Minibatch, StreamPosition
 from penstock.engine.run.rank.program import RankProgram
-from penstock.engine.run.rank.updater import Holding, Updater
+from penstock.engine.run.rank.updater import StageParameters, Updater
 from penstock.engine.run.rank.worker import Worker
 from penstock.engine.run.recipe import Recipe
 from penstock.engine.transport import SharedMemoryExchange, Transport
@@ -191,7 +191,9 @@ def _worker(
     last = schedule.num_stages - 1
     stages = {stage: EmulatedStage(stage, stage == last, job.message_bytes, waits) for stage in own}
     weights = {stage: _weights(job.message_bytes) for stage in own}
-    holdings = {stage: Holding({str(stage): parameter}, {}) for stage, parameter in weights.items()}
+    holdings = {
+        stage: StageParameters({str(stage): parameter}, {}) for stage, parameter in weights.items()
+    }
     shared = [
         SharedWeights(stage, schedule.ranks_of(stage), frozenset({stage}), (weights[stage],))
         for stage in own

@@ -24,8 +24,8 @@ import torch
 from penstock.base.errors import FileError, PeerError
 from penstock.base.values import number, whole
 from penstock.engine.run.drive.driver import failure_notice
-from penstock.engine.run.logbook import VARIABLE, Failure, Logbook
-from penstock.engine.transport import private_store
+from penstock.engine.run.logbook import VARIABLE, Logbook, ScriptFailure
+from penstock.engine.transport import rendezvous
 
 _INTERRUPTED = 130
 
@@ -123,7 +123,9 @@ def _draw_anew() -> None:
 
 
 def _note(rank: int, error: BaseException) -> None:
-    Logbook.of_this_process().fail(Failure(failure_notice(rank, error), followed=_followed(error)))
+    Logbook.of_this_process().fail(
+        ScriptFailure(failure_notice(rank, error), followed=_followed(error))
+    )
 
 
 def _followed(error: BaseException) -> bool:
@@ -222,5 +224,5 @@ class SupervisedJob:
                 "TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"
             ),
             VARIABLE: f"{os.getpid()}:{logbook}:{rank}",
-            private_store.VARIABLE: private_store.told_to_rank(store, self.num_ranks),
+            rendezvous.STORE_VARIABLE: rendezvous.told_to_rank(store, self.num_ranks),
         }

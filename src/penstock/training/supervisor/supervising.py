@@ -19,7 +19,7 @@ from typing import NamedTuple
 from penstock.base.errors import RunError
 from penstock.base.units import count_of
 from penstock.engine.run.logbook import PAGE_BYTES, Logbook, Notes
-from penstock.engine.transport.private_store import empty_store
+from penstock.engine.transport.rendezvous import empty_store
 from penstock.training.supervisor.job import SupervisedJob
 from penstock.training.supervisor.processes import (
     Ended,

@@ -33,7 +33,7 @@ from penstock.core.summation.frames import key_of
 from penstock.core.summation.server import SummationServer
 from penstock.core.timing.timeline import Timeline
 from penstock.drawing.contest import LossPoint
-from penstock.engine.device.collectives import HOST_BACKEND
+from penstock.engine.device.accelerators import HOST_BACKEND
 from penstock.planning.plans import Plan
 from penstock.training.pipeline import Pipeline
 from penstock.training.profiler.disturbance import Usage, share_of_others

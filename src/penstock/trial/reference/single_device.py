@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.base.errors import InputError
-from penstock.engine.device.allocator import keep_freed_pages
+from penstock.engine.device.memory import keep_freed_pages
 from penstock.engine.model import microbatches
 from penstock.engine.model.microbatches import Weight, Weighting
 from penstock.engine.model.randomness import LayerStreams

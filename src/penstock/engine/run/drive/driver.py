@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.base.errors import InputError, PeerError, PenstockError, StageError
 from penstock.base.values import number
-from penstock.core.schedule.segment import Segment
+from penstock.core.schedule.rounds import Segment
 from penstock.engine.run.minibatch import Minibatch, StreamPosition
 from penstock.engine.run.outcome import MinibatchOutcome
 from penstock.engine.transport import Transport

@@ -19,8 +19,7 @@ from penstock.base.errors import DeadlineError, InputError, PeerError, PenstockE
 from penstock.base.values import one_of
 from penstock.engine.run.drive.driver import told
 from penstock.engine.run.logbook import VARIABLE
-from penstock.engine.transport.private_store import private_store
-from penstock.engine.transport.rendezvous import Rendezvous, translated, within
+from penstock.engine.transport.rendezvous import Rendezvous, private_store, translated, within
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

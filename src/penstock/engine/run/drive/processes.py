@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock.base.errors import DeadlineError, PeerError, RunError
-from penstock.core.schedule.segment import Segment
+from penstock.core.schedule.rounds import Segment
 from penstock.engine.run.digests import Call, CallDigest, ComparingTransport, check_alike
 from penstock.engine.run.drive.driver import (
     Deadlines,
@@ -27,15 +27,15 @@ from penstock.engine.run.minibatch import Minibatch, StepResult, StreamPosition,
 from penstock.engine.run.outcome import MinibatchOutcome, RankRecord
 from penstock.engine.run.rank.worker import NUMBERS_PER_RUN, Worker, moments_of
 from penstock.engine.transport import Edge, Noted
-from penstock.engine.transport.base import LARGEST_NUMBER
-from penstock.engine.transport.rendezvous import Rendezvous
-from penstock.engine.transport.tags import (
+from penstock.engine.transport.base import (
     AGREEMENT_TAG,
     FIRST_EXCHANGE,
+    LARGEST_NUMBER,
     ORDER_TAG,
     REPORT_TAG,
     STATE_TAG,
 )
+from penstock.engine.transport.rendezvous import Rendezvous
 
 _MOST_SEGMENTS = 64
 """For which a rank remembers who tells of them."""

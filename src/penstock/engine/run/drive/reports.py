@@ -12,10 +12,10 @@ from torch import Tensor
 
 from penstock.core.schedule import Op
 from penstock.core.timing.spans import TransferKind
-from penstock.engine.device.stamps import happened
+from penstock.engine.device.queue import happened
 from penstock.engine.run.minibatch import StepResult
 from penstock.engine.run.outcome import Peak, RankRecord
-from penstock.engine.weights.store import Held
+from penstock.engine.weights.store import HeldVersions
 
 _KINDS: tuple[TransferKind, ...] = get_args(TransferKind)
 
@@ -36,7 +36,7 @@ class RankReport(NamedTuple):
     outputs: dict[int, Any]
     metrics: dict[str, dict[int, Tensor]]
     peak: Peak | None
-    held: Held | None
+    held: HeldVersions | None
 
     def packed(self) -> tuple[Any, ...]:
         """The report as it travels."""
@@ -52,7 +52,7 @@ class RankReport(NamedTuple):
     def unpacked(cls, packed: tuple[Any, ...]) -> RankReport:
         """Undo ``packed``."""
         times, versions, moved, microbatches, losses, outputs, metrics, peak, held = packed
-        peak, held = peak and Peak(*peak), held and Held(*held)
+        peak, held = peak and Peak(*peak), held and HeldVersions(*held)
         own = dict(zip(microbatches, losses, strict=True))
         return cls(times, versions, moved, own, outputs, metrics, peak, held)
 

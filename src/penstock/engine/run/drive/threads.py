@@ -19,15 +19,14 @@ from typing import Any, TypeVar
 import torch
 
 from penstock.base.errors import DeadlineError, PeerError, RunError
-from penstock.core.schedule.segment import Segment
+from penstock.core.schedule.rounds import Segment
 from penstock.engine.device.queue import Moments, taken_up
 from penstock.engine.run.drive.driver import Deadlines, Driver, StageStates, failure_notice, naming
 from penstock.engine.run.minibatch import Minibatch, StepResult, StreamPosition
 from penstock.engine.run.outcome import MinibatchOutcome, RankRecord
 from penstock.engine.run.rank.worker import Worker, moments_of
 from penstock.engine.transport import Edge
-from penstock.engine.transport.base import LARGEST_NUMBER
-from penstock.engine.transport.tags import END_TAG, FIRST_EXCHANGE
+from penstock.engine.transport.base import END_TAG, FIRST_EXCHANGE, LARGEST_NUMBER
 
 _GRACE_SECONDS = 5.0
 _DEAF_SECONDS = 0.5

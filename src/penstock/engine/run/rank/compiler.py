@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from penstock.core.schedule import Kind, Op
 from penstock.core.schedule.op import COMPUTE, RELEASING
-from penstock.core.schedule.segment import Segment
+from penstock.core.schedule.rounds import Segment
 from penstock.engine.run.rank.interpreter import Observers, RankStep
 from penstock.engine.run.rank.on_trust import ForwardOnTrust, Settle, UpdatesOnTrust
 from penstock.engine.run.rank.program import RankProgram, SkipRoute
@@ -59,7 +59,7 @@ from penstock.engine.run.recipe import Recipe
 from penstock.engine.run.replicas import SharedState
 from penstock.engine.stage.protocol import RunnableStage
 from penstock.engine.weights.offload import Keep, Offloading
-from penstock.engine.weights.residence import Residence
+from penstock.engine.weights.residency import Residency
 from penstock.engine.weights.store import WeightStore
 
 _MOST_PROGRAMS = 64
@@ -83,7 +83,7 @@ class RankExtras:
     skips: Sequence[SkipRoute] = ()
     stores: Mapping[int, WeightStore] = field(default_factory=dict)
     shared: SharedState | None = None
-    residence: Residence | None = None
+    residence: Residency | None = None
     offloading: Callable[[Keep], Offloading] | None = None
 
 
@@ -117,7 +117,7 @@ class RankParts:
     skips: Sequence[SkipRoute]
     stores: Mapping[int, WeightStore]
     shared: SharedState
-    residence: Residence | None
+    residence: Residency | None
     offloading: Offloading | None
     deferred: DeferredUpdates | None
     so_far: UpdatesSoFar | None

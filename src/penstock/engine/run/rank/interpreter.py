@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from penstock.base.errors import RunError, StageError
 from penstock.core.schedule import Kind, Op
 from penstock.core.schedule.op import COMPUTE, FORWARDS
-from penstock.engine.device.activation_meter import Kept, Saved, saving
-from penstock.engine.device.stamps import Stamps
+from penstock.engine.device.activation_meter import KeptMemory, Saved, saving
+from penstock.engine.device.queue import Stamps
 from penstock.engine.run.minibatch import Minibatch
 from penstock.engine.run.outcome import MemoryCounter, Peak
 from penstock.engine.run.rank.work import RankWork
 from penstock.engine.run.recipe import Recipe
 from penstock.engine.stage.batch_norm import MinibatchStatistics
-from penstock.engine.stage.finite import NotFinite
+from penstock.engine.stage.microbatch_graph import NotFinite
 from penstock.engine.stage.protocol import RunnableStage
 from penstock.engine.weights.store import Instead
 
@@ -263,7 +263,7 @@ class Observers:
         if self._counter is not None:
             self._counter.after(stage, unit)
 
-    def keep(self, key: tuple[int, int], tensors: Iterable[Tensor]) -> Kept | None:
+    def keep(self, key: tuple[int, int], tensors: Iterable[Tensor]) -> KeptMemory | None:
         """Count memory that belongs to a stage and a unit, as long as what this gives is held."""
         return None if self._counter is None else self._counter.keep(key, tensors)
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from functools import cached_property
 
-from penstock.core.schedule.segment import Segment
-from penstock.engine.reduce.stale_serving import Serving
+from penstock.core.schedule.rounds import Segment
+from penstock.engine.reduce.stale import Serving
 from penstock.engine.run.minibatch import Minibatch, StepResult, StreamPosition
 from penstock.engine.run.rank.worker import Worker
 from penstock.engine.transport import Edge

@@ -15,14 +15,13 @@ from functools import cached_property
 from typing import NamedTuple
 
 from penstock.core.schedule import Kind, Op
-from penstock.core.schedule.channels import RECEIVES, SENDS, other_end
-from penstock.core.schedule.op import BACKWARD, RESIDENCE
+from penstock.core.schedule.op import BACKWARD, RECEIVES, RESIDENCE, SENDS, other_end
 from penstock.core.schedule.residence import stays_of
-from penstock.core.schedule.segment import Segment
+from penstock.core.schedule.rounds import Segment
 from penstock.engine.model.spine import NamedLayer
 from penstock.engine.stage.protocol import Keep
 from penstock.engine.transport import Edge
-from penstock.engine.transport.tags import SKIP_TAGS
+from penstock.engine.transport.base import SKIP_TAGS
 
 
 class SkipRoute(NamedTuple):

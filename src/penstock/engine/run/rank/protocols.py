@@ -19,8 +19,8 @@ from torch import nn
 
 from penstock.engine.reduce.agreement import Share, Verdict
 from penstock.engine.run.rank.updater import Updater
-from penstock.engine.transport.tags import FIRST_EXCHANGE
-from penstock.engine.weights.residence import Residence
+from penstock.engine.transport.base import FIRST_EXCHANGE
+from penstock.engine.weights.residency import Residency
 
 NOTHING_KNOWN = Share({})
 
@@ -143,7 +143,7 @@ class DeferredUpdates(FlushedUpdates):
         residence: brings stages, with what their updates need.
     """
 
-    def __init__(self, updater: Updater, residence: Residence) -> None:
+    def __init__(self, updater: Updater, residence: Residency) -> None:
         super().__init__(updater)
         self._residence = residence
         self._noted = NOTHING_KNOWN

@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock.core.schedule import Kind, Op
 from penstock.core.schedule.op import FORWARDS
-from penstock.engine.model.autocast import autocasting
+from penstock.engine.model.replay import autocasting
 from penstock.engine.run.rank.interpreter import Observers, RankStep
 from penstock.engine.run.rank.program import SkipChannel
 from penstock.engine.run.rank.protocols import UpdateProtocols

@@ -14,7 +14,7 @@ from penstock.engine.run.rank.steps import BoundStep, UnitStep
 from penstock.engine.run.rank.work import RankWork
 from penstock.engine.stage.protocol import RunnableStage
 from penstock.engine.weights.offload import Offloading
-from penstock.engine.weights.residence import Residence
+from penstock.engine.weights.residency import Residency
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class LoadStage(BoundStep):
     """FETCH_F, FETCH_B: begin to bring a stage in."""
 
     stay: Stay
-    residence: Residence
+    residence: Residency
 
     def perform(self, work: RankWork) -> None:
         self.residence.fetch(self.op.stage, self.stay)
@@ -37,7 +37,7 @@ class EvictStage(BoundStep):
     """
 
     stay: Stay
-    residence: Residence
+    residence: Residency
     noted_by: DeferredUpdates | None
 
     def perform(self, work: RankWork) -> None:
@@ -54,7 +54,7 @@ class SwappedCompute(UnitStep):
 
     step: RankStep[RankWork]
     observers: Observers
-    residence: Residence
+    residence: Residency
     offloading: Offloading | None
 
     def perform(self, work: RankWork) -> None:
@@ -76,7 +76,7 @@ class SwappedUpdate(BoundStep):
     """UPDATE of a stage whose optimizer state comes and goes."""
 
     updates: UpdateProtocols
-    residence: Residence
+    residence: Residency
 
     def perform(self, work: RankWork) -> None:
         stage = self.op.stage

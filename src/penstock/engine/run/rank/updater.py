@@ -25,9 +25,9 @@ from penstock.engine.model.optimizer_factory import (
 from penstock.engine.reduce.agreement import Share, Verdict, hear, tell, unscale
 from penstock.engine.reduce.owners import OwnerReducer
 from penstock.engine.reduce.reducer import MakeReducer, SharedWeights
-from penstock.engine.reduce.sums import Sums
+from penstock.engine.reduce.sums import GradientSums
 from penstock.engine.run.recipe import Recipe
-from penstock.engine.tensor.channel_group import ChannelGroup
+from penstock.engine.tensor.group import ChannelGroup
 from penstock.engine.transport import Edge, Transport
 
 
@@ -134,7 +134,10 @@ class RankGradients:
     """
 
     def __init__(
-        self, holdings: Mapping[int, StageParameters], sums: Sums, group: ChannelGroup | None
+        self,
+        holdings: Mapping[int, StageParameters],
+        sums: GradientSums,
+        group: ChannelGroup | None,
     ) -> None:
         self.holdings = holdings
         self.sums = sums
@@ -146,7 +149,7 @@ class RankGradients:
             self._whole.group.begin(number)
 
     def begin_round(self, number: int, *, averages: bool) -> None:
-        """A round begins, in which every stage updates once; arguments as for ``Sums.begin``."""
+        """A round begins, in which every stage updates once; as ``GradientSums.begin``."""
         self.sums.begin(number, averages=averages)
         if self._whole is not None:
             self._whole.begin()
@@ -253,7 +256,7 @@ class Updater:
         self.optimizers = _optimizers(recipe.optimizer, holdings, self.rates)
         # One holder keeps gradients that are only gathered, or the next sum would count them twice.
         everywhere = recipe.optimizer is not None
-        self.sums = Sums(rank, shared, transport, everywhere=everywhere, make=make_reducer)
+        self.sums = GradientSums(rank, shared, transport, everywhere=everywhere, make=make_reducer)
         self.gradients = RankGradients(holdings, self.sums, group)
         clips = recipe.needs_agreement or recipe.clip_stage_norm is not None
         self.shards = self.sums.shards(hands_sums_to_all=clips or not everywhere)

@@ -17,10 +17,10 @@ from penstock.base.errors import InputError, StageError
 from penstock.base.values import shown
 from penstock.core.schedule import Op
 from penstock.engine.device.accelerators import is_on_host
+from penstock.engine.device.crossing import copy_of
 from penstock.engine.device.queue import DeviceQueue
 from penstock.engine.model import tree
-from penstock.engine.model.copying import copy_of
-from penstock.engine.model.ignored_labels import IGNORED, REMEDY, all_ignored
+from penstock.engine.model.batches import IGNORED, REMEDY, all_ignored
 from penstock.engine.run.minibatch import (
     FrameListener,
     Minibatch,
@@ -30,7 +30,7 @@ from penstock.engine.run.minibatch import (
 )
 from penstock.engine.run.rank.program import SkipChannel
 from penstock.engine.run.recipe import Recipe
-from penstock.engine.stage import finite
+from penstock.engine.stage import microbatch_graph
 from penstock.engine.stage.microbatch_graph import Gradients
 from penstock.engine.stage.protocol import Criterion
 from penstock.engine.transport import Edge, Transport
@@ -328,7 +328,7 @@ class RankWork:
         if looks and is_on_host(produced.device):
             value = produced.item()
             if not math.isfinite(value):
-                remedy = finite.REMEDY
+                remedy = microbatch_graph.NOT_FINITE_REMEDY
                 if all_ignored(self.minibatch.targets[number]):
                     remedy = (
                         f"All labels of this microbatch are {IGNORED}: give Pipeline(…, {REMEDY})"

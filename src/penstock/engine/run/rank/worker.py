@@ -8,7 +8,7 @@ from functools import cached_property
 
 from torch import nn
 
-from penstock.core.schedule.segment import Segment
+from penstock.core.schedule.rounds import Segment
 from penstock.engine.device.queue import NOTHING_ASKED, Moments, moments_of_caller
 from penstock.engine.model import tree
 from penstock.engine.model.replay import SavedBuffer, put_back, saved_buffers
@@ -28,7 +28,7 @@ from penstock.engine.run.recipe import Recipe
 from penstock.engine.run.seating import MeshTransport, seated
 from penstock.engine.stage.protocol import RunnableStage
 from penstock.engine.transport import Edge, Transport
-from penstock.engine.weights.store import Held
+from penstock.engine.weights.store import HeldVersions
 
 NUMBERS_PER_RUN = 1 << 32
 
@@ -264,10 +264,10 @@ class Worker:
         return [module for stage in self.stages.values() for module in stage.layer_modules]
 
     @cached_property
-    def _one_version(self) -> Held:
+    def _one_version(self) -> HeldVersions:
         """The count and size of weights that have no further versions."""
         parameters = (p for module in self._layer_modules for p in module.parameters())
-        return Held(1, sum({id(p): p.nbytes for p in parameters}.values()), 0)
+        return HeldVersions(1, sum({id(p): p.nbytes for p in parameters}.values()), 0)
 
     def next_number(self) -> int:
         """A number that tells messages of this attempt from others, on every rank alike; those of

@@ -18,7 +18,7 @@ from penstock.engine.model.randomness import RandomStream
 from penstock.engine.model.spine import NamedLayer
 from penstock.engine.stage.deferral import Deferral, undeferred_parameters
 from penstock.engine.stage.microbatch_graph import MicrobatchGraph, cut, edges
-from penstock.engine.tensor.dropout import DROPOUTS
+from penstock.engine.tensor.divided_layers import DROPOUTS
 from penstock.training.profiler.alone.conditions import Sample, clock_of
 from penstock.training.profiler.alone.passes import HandedOn, RunLayer, handed_on, runs_of
 from penstock.training.profiler.alone.rounds import (

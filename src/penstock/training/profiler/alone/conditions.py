@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from penstock.base.errors import InputError
 from penstock.base.values import is_whole
 from penstock.engine.device.accelerators import accelerator_name, generators_kept, is_on_host
-from penstock.engine.device.stamps import timed_event
+from penstock.engine.device.queue import timed_event
 from penstock.engine.model import microbatches, tree
 from penstock.engine.model.replay import put_back, saved_buffers
 from penstock.engine.run.recipe import Loss
