@@ -122,7 +122,7 @@ lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
-	$(VENV)/bin/python -m tools.measure
+	$(VENV)/bin/python -m tools.measure --strict
 
 format: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check --fix .

@@ -151,7 +151,7 @@ def test_the_one_op_that_took_another_time_is_found(run, factor, data):
     parting = find_parting(predicted, measured)
     assert parting is not None
     cause = parting.cause
-    assert (cause.what, cause.op, cause.rank) == ("op", other.op, other.rank)
+    assert (cause.kind, cause.op, cause.rank) == ("op", other.op, other.rank)
     assert cause.predicted == close(other.end - other.start, predicted)
     assert cause.measured == close((other.end - other.start) * factor, predicted)
 
@@ -180,7 +180,7 @@ def test_ops_that_start_late_by_a_message_name_it():
     ]
     parting = find_parting(predicted, Timeline.of(late, 2, source="measured"))
     assert str(parting.measured.op) == "1F0"
-    assert (parting.cause.what, str(parting.cause.after), parting.cause.after_rank) == (
+    assert (parting.cause.kind, str(parting.cause.after), parting.cause.after_rank) == (
         "pause", "0F0", 0,
     )  # fmt: skip
     assert parting.cause.excess == pytest.approx(2)

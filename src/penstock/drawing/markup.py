@@ -9,11 +9,12 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, takewhile
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from penstock.base.units import TimeUnit, picture_seconds, unit_of_seconds
-from penstock.core.timing.spans import BUSY
-from penstock.core.timing.timeline import Timeline
+
+if TYPE_CHECKING:  # they load numpy, which the pictures of a cluster or a graph do without
+    from penstock.core.timing.timeline import Timeline
 
 Rectangle = tuple[float, float, float, float]
 """x, y, width and height in pixels."""
@@ -173,7 +174,7 @@ def document(
 
 UnitName = Literal["seconds", "abstract"]
 
-Titled = tuple[str, Timeline]
+Titled: TypeAlias = "tuple[str, Timeline]"
 """A timeline and what it is called in a picture of several."""
 
 _LONGEST_OP_SECONDS = 0.5
@@ -209,6 +210,8 @@ def longest(timelines: Sequence[Timeline]) -> float:
 
 
 def _looks_like_seconds(timeline: Timeline) -> bool:
+    from penstock.core.timing.spans import BUSY
+
     if timeline.source == "measured":
         return True
     lengths = [span.end - span.start for span in timeline.spans if span.op.kind in BUSY]

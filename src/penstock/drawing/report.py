@@ -179,7 +179,7 @@ def departure(parting: Parting | None) -> str:
 def reason(parting: Parting) -> str:
     """How the op differed, and because of which cause."""
     cause = parting.cause
-    if cause.op == parting.measured.op and cause.what != "pause":
+    if cause.op == parting.measured.op and cause.kind != "pause":
         return f"it {_what(cause)}"
     start = _instead_of(parting.measured.start, parting.predicted.start)
     most = abs(cause.excess) > 0.6 * abs(parting.start_excess)
@@ -191,7 +191,7 @@ def _what(cause: Cause) -> str:
     lengths = (
         f"{picture_seconds(max(cause.measured, 0.0))} instead of {picture_seconds(cause.predicted)}"
     )
-    if cause.what == "op":
+    if cause.kind == "op":
         return f"took {lengths}"
     if cause.after is None:
         return f"began the rank's work at {lengths}"

@@ -7,16 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from penstock.engine.reduce.buckets import row_slices_of
-from penstock.engine.tensor.group import Cut
+from penstock.engine.reduce.buckets import row_shards_of
+from penstock.engine.tensor.group import ShardSpec
 from penstock.training.checkpoint.header import TensorExtent
 from penstock.training.checkpoint.taking import StageShard
 
 
 def rows_of(name, parameter, copy, num_copies):
     """The rows of a parameter that a copy updates: what an optimizer keeps of them, and where."""
-    slices = row_slices_of([parameter], range(num_copies))
-    for _, start, stop in slices[copy].pieces:
+    slices = row_shards_of([parameter], range(num_copies))
+    for _, start, stop in slices[copy].ranges:
         row = parameter[0].numel()
         shape = tuple(parameter.shape)
         first = (start // row, *(0 for _ in shape[1:]))
@@ -41,7 +41,7 @@ def test_pieces_of_all_copies_and_members_are_the_whole(
     shape = [width, width]
     shape[dim] = blocks * per_block
     whole = torch.arange(1.0, 1.0 + shape[0] * shape[1], dtype=torch.float64).view(shape)
-    cut, name = Cut(dim, blocks), "optimizer/weight/momentum"
+    cut, name = ShardSpec(dim, blocks), "optimizer/weight/momentum"
     found, times = torch.zeros_like(whole), torch.zeros_like(whole)
     numbers = set()
     for copy in range(num_copies):

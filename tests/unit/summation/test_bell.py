@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from penstock.base.errors import RunError
-from penstock.core.summation.frames import FrameKind, Head, Member, key_of
+from penstock.core.summation.frames import FrameHead, FrameKind, Member, key_of
 from penstock.core.summation.listener import Bell, Ring, Ringer
 
 KEY = key_of("secret", "")
@@ -61,7 +61,7 @@ def test_nobody_rings_for_another(bell, heard):
 
 
 @pytest.mark.parametrize(
-    "lie", [b"x" * 40, Head(FrameKind.PUSH, length=4).packed()], ids=["noise", "numbers"]
+    "lie", [b"x" * 40, FrameHead(FrameKind.PUSH, length=4).packed()], ids=["noise", "numbers"]
 )
 def test_who_lies_is_as_gone_and_others_are_heard(bell, heard, lie):
     liar, other = (Ringer(bell.address, member(place), KEY) for place in (0, 1))

@@ -22,8 +22,8 @@ from penstock.core.summation.adding import add_to
 from penstock.core.summation.exchange import SumExchange
 from penstock.core.summation.frames import (
     HEAD_BYTES,
+    FrameHead,
     FrameKind,
-    Head,
     Member,
     greet,
     key_of,
@@ -331,11 +331,11 @@ def test_a_server_must_know_the_secret_too():
 
 
 LIES = {
-    "too long": Head(FrameKind.PUSH, 0, 0, 0, 0, MOST_PART_BYTES),
-    "empty": Head(FrameKind.PUSH, 0, 0, 0, 0, 0),
-    "no type": Head(FrameKind.PUSH, 0)._replace(dtype=9, length=1),
-    "no kind": Head(FrameKind.SUM, 0, 0, 0, 0, 1),
-    "numbers behind none": Head(FrameKind.GONE, 0, 0, 0, 0, 5),
+    "too long": FrameHead(FrameKind.PUSH, 0, 0, 0, 0, MOST_PART_BYTES),
+    "empty": FrameHead(FrameKind.PUSH, 0, 0, 0, 0, 0),
+    "no type": FrameHead(FrameKind.PUSH, 0)._replace(dtype=9, length=1),
+    "no kind": FrameHead(FrameKind.SUM, 0, 0, 0, 0, 1),
+    "numbers behind none": FrameHead(FrameKind.GONE, 0, 0, 0, 0, 5),
 }
 
 
@@ -349,7 +349,7 @@ def test_a_lying_frame_ends_its_sender_and_nobody_else(lie):
         assert liar.recv(1) == b""
         numbers = np.arange(5, dtype=np.float32)
         honest.settimeout(SECONDS)
-        honest.sendall(Head(FrameKind.PUSH, length=5).packed() + numbers.tobytes())
+        honest.sendall(FrameHead(FrameKind.PUSH, length=5).packed() + numbers.tobytes())
         answer = b""
         while len(answer) < HEAD_BYTES + 20:
             answer += honest.recv(1000)
@@ -426,7 +426,7 @@ def test_numbers_of_a_part_are_taken_once():
     server = SummationServer("127.0.0.1", 0, KEY, said.append)
     with connected(server, num_members=2) as worker:
         worker.settimeout(SECONDS)
-        worker.sendall(2 * (Head(FrameKind.PUSH, length=1).packed() + bytes(4)))
+        worker.sendall(2 * (FrameHead(FrameKind.PUSH, length=1).packed() + bytes(4)))
         assert worker.recv(1) == b""
     server.close()
     assert eventually(lambda: any("twice" in line for line in said))
@@ -438,9 +438,9 @@ def test_a_lying_server_is_refused(ring):
     worker.begin(0, {0: np.ones(3, np.float32)}, {0: np.empty(3, np.float32)})
     worker.wait(SECONDS, "rank 0")
     with pytest.raises(RunError, match="round 7, which nobody began"):
-        worker.take(Head(FrameKind.SUM, round=7, length=1), np.ones(1, np.float32), 0)
+        worker.take(FrameHead(FrameKind.SUM, round=7, length=1), np.ones(1, np.float32), 0)
     with pytest.raises(RunError, match="which is no server"):
-        worker.take(Head(FrameKind.GONE, start=0), None, 0)
+        worker.take(FrameHead(FrameKind.GONE, start=0), None, 0)
 
 
 def test_an_address_that_is_taken_is_refused():

@@ -13,7 +13,7 @@ import pytest
 
 from penstock.base.errors import RunError
 from penstock.core.summation import frames, listener
-from penstock.core.summation.frames import FrameKind, Head, Member, greet, is_loopback, key_of
+from penstock.core.summation.frames import FrameHead, FrameKind, Member, greet, is_loopback, key_of
 from penstock.core.summation.server import SummationServer
 
 KEY = key_of("a secret", "a job")
@@ -142,7 +142,7 @@ def test_the_server_survives_that_there_are_no_descriptors_and_does_not_spin(
 def test_a_pace_that_cannot_be_ends_the_connection_with_one_sentence(server, told):
     with socket.create_connection(server.address, SECONDS) as worker:
         greet(worker, Member(bytes(16), 0, 0, 2), KEY)
-        worker.sendall(Head(FrameKind.PACE, start=2**64 - 1).packed())
+        worker.sendall(FrameHead(FrameKind.PACE, start=2**64 - 1).packed())
         sentence = hear(told, "refused")
         assert "it asks for 18,446,744,073,709,551,615 bytes per second" in sentence
         worker.settimeout(SECONDS)

@@ -6,7 +6,7 @@ import gc
 import os
 
 from penstock.training.supervisor import supervising as attempt
-from penstock.training.supervisor.job import Job, Script
+from penstock.training.supervisor.job import Script, SupervisedJob
 from penstock.training.supervisor.processes import Forked, Signals, door
 from penstock.training.supervisor.supervising import Attempt
 
@@ -25,7 +25,7 @@ def test_only_the_keeper_of_the_store_has_its_door(monkeypatch):
     monkeypatch.setattr(Forked, "started", started)
     signals = Signals()
     try:
-        ours = Attempt(Job(Script(__file__, ()), 2), 0, signals)
+        ours = Attempt(SupervisedJob(Script(__file__, ()), 2), 0, signals)
         assert ours.start() is None
     finally:
         gc.unfreeze()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.engine.run.logbook import Failure, Notes
+from penstock.engine.run.logbook import Notes, ScriptFailure
 from penstock.training.supervisor.job import Script, SupervisedJob
 from penstock.training.supervisor.processes import Ended, cause_of, first_cause
 
 
 def failed(rank, reason, *, step=5, followed=False):
-    return Ended(f"rank {rank}", 1, Notes(None, 0, step, Failure(reason, followed)))
+    return Ended(f"rank {rank}", 1, Notes(None, 0, step, ScriptFailure(reason, followed)))
 
 
 def killed(rank, number=9, step=5):

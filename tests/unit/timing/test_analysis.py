@@ -121,7 +121,7 @@ def test_an_op_that_takes_longer_is_named_before_those_that_it_makes_late():
     slow = changed(predicted(), lambda s: (s.start, s.end + 1) if s.start == 0 else
                    (s.start + 1, s.end + 1))  # fmt: skip
     found = find_parting(predicted(), slow)
-    assert (str(found.measured.op), found.cause.what, str(found.cause.op)) == ("0F0", "op", "0F0")
+    assert (str(found.measured.op), found.cause.kind, str(found.cause.op)) == ("0F0", "op", "0F0")
     assert (found.start_excess, found.cause.excess) == (0, 1)
 
 
@@ -144,10 +144,10 @@ def test_a_rank_that_begins_late_is_the_cause():
 
     alone = Timeline.of([Span(Op.parse("0F0"), 0, 0, 1), Span(Op.parse("1F0"), 1, 1, 2)], 2)
     found = find_parting(alone, changed(alone, change))
-    assert (found.cause.what, str(found.cause.after), found.cause.after_rank) == ("pause", "0F0", 0)
+    assert (found.cause.kind, str(found.cause.after), found.cause.after_rank) == ("pause", "0F0", 0)
     two = [Span(Op.parse("0F0"), 0, 0, 1), Span(Op.parse("0F1"), 1, 0, 1)]
     found = find_parting(Timeline.of(two, 2), changed(Timeline.of(two, 2), change))
-    assert (found.cause.what, found.cause.rank, found.cause.excess) == ("begin", 1, 2)
+    assert (found.cause.kind, found.cause.rank, found.cause.excess) == ("begin", 1, 2)
 
 
 def test_what_is_early_is_traced_along_the_way_that_was_predicted():
@@ -159,7 +159,7 @@ def test_what_is_early_is_traced_along_the_way_that_was_predicted():
         ("0F0", 0, 0, 1.75), ("0F1", 0, 1.75, 3.5), ("1F0", 1, 1.75, 3.5), ("1F1", 1, 3.5, 5.25)
     )
     found = find_parting(foretold, shown, tolerance=0.4 / 6)
-    assert (str(found.measured.op), str(found.cause.op), found.cause.what) == ("1F1", "0F0", "op")
+    assert (str(found.measured.op), str(found.cause.op), found.cause.kind) == ("1F1", "0F0", "op")
     assert found.cause.excess == -0.25
 
 
@@ -179,7 +179,7 @@ def test_a_late_message_is_told_from_slow_ops_before(first, second, start, what,
     foretold = timeline(*senders, *receivers((1, 2), (2, 3), (3, 4)), source="predicted")
     shown = timeline(*senders, *receivers(first, second, (start, start + 1)))
     cause = find_parting(foretold, shown, tolerance=0.4 / 4).cause
-    assert (cause.what, str(cause.op), str(cause.after)) == (what, op, after)
+    assert (cause.kind, str(cause.op), str(cause.after)) == (what, op, after)
 
 
 def test_scatter_is_no_difference():

@@ -16,7 +16,7 @@ from examples.models import resnet
 from penstock.engine.model import tree
 from penstock.engine.model.randomness import LayerStreams
 from penstock.engine.model.spine import spine_of
-from penstock.engine.run.outcome import Counter
+from penstock.engine.run.outcome import MemoryCounter
 from penstock.engine.stage.stage import Keep, Stage
 from tests.kit.alive import Alive
 from tests.kit.copied import made_once
@@ -93,7 +93,7 @@ def values_before(stages, inputs):
 
 def kept_bytes(stage, value, is_last):
     """(counted, really alive) after a forward: what is only handed on is none of it."""
-    counter = Counter({stage.index: stage})
+    counter = MemoryCounter({stage.index: stage})
     state = [one for layer in stage.layers for one in layer.module.parameters()]
     state += [one for layer in stage.layers for one in layer.module.buffers()]
     alive = Alive(state)

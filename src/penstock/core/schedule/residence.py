@@ -36,7 +36,7 @@ _MOST_AHEAD = 1000
 
 
 @dataclass(frozen=True)
-class Stay:
+class StageResidency:
     """A stay of a stage in memory, from a fetch to the leave that belongs to it.
 
     Attributes:
@@ -207,7 +207,7 @@ def _joined(visits: Sequence[_Visit], ahead: int) -> list[_Visit]:
     return joined
 
 
-def stays_of(ops: Sequence[Op]) -> dict[Op, Stay]:
+def stays_of(ops: Sequence[Op]) -> dict[Op, StageResidency]:
     """The stay that each fetch and each leave of a rank is for.
 
     Args:
@@ -221,7 +221,7 @@ def stays_of(ops: Sequence[Op]) -> dict[Op, Stay]:
     ends = {needing[0].stage, needing[-1].stage} if needing else set()
     places = {op: place for place, op in enumerate(ops)}
     open_: dict[int, list[Op]] = {}
-    stays: dict[Op, Stay] = {}
+    stays: dict[Op, StageResidency] = {}
     for op in ops:
         there = open_.get(op.stage)
         if op.kind in FETCHES:
@@ -233,7 +233,7 @@ def stays_of(ops: Sequence[Op]) -> dict[Op, Stay]:
                 raise ScheduleError(f"{op} lets a stage go that no fetch has brought in")
             where = {need.kind: places[need] for need in there}
             last = op.kind is Kind.LEAVE_BACKWARD and there[-1] == needing[-1]
-            stays[there[0]] = stays[op] = Stay(
+            stays[there[0]] = stays[op] = StageResidency(
                 op.stage,
                 backward=bool(where.keys() & _GRADIENTS),
                 updates=Kind.UPDATE in where,
@@ -282,11 +282,11 @@ def resident_bytes(ops: Sequence[Op], sizes: StageBytes) -> list[int]:
 
 
 class _Account:
-    def __init__(self, sizes: StageBytes, stays: Mapping[Op, Stay]) -> None:
+    def __init__(self, sizes: StageBytes, stays: Mapping[Op, StageResidency]) -> None:
         self._sizes = sizes
         self._stays = stays
         self._spilled = {stay.stage for stay in stays.values()}
-        self._stay: dict[int, Stay] = {}
+        self._stay: dict[int, StageResidency] = {}
         self._weights: dict[int, int] = {}
         self._gradients: dict[int, int] = {}
         self._state: dict[int, int] = {}
@@ -317,7 +317,7 @@ class _Account:
         parts = (self._weights, self._gradients, self._state)
         return sum(sum(part.values()) for part in parts) + self._leaving
 
-    def _leave(self, stay: Stay) -> int:
+    def _leave(self, stay: StageResidency) -> int:
         self._leaving = 0
         weights = 0 if stay.keeps else self._weights.pop(stay.stage, 0)  # [5]
         if stay.changes:

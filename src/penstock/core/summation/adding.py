@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.core.summation.frames import ITEM_BYTES, Head
+from penstock.core.summation.frames import ITEM_BYTES, FrameHead
 from penstock.core.summation.split import Part
 
 Numbers = NDArray[Any]
@@ -99,6 +99,6 @@ class Round:
     number: int
     given: Mapping[int, Numbers]
     sums: Mapping[int, Numbers]
-    left: dict[Head, int] = field(default_factory=dict)
+    left: dict[FrameHead, int] = field(default_factory=dict)
     filled: dict[int, Filled] | None = None
     waiting: dict[int, list[Part]] = field(default_factory=dict)

@@ -37,8 +37,8 @@ from penstock.core.summation.frames import (
     HEAD_BYTES,
     ITEM_BYTES,
     MOST_SERVERS,
+    FrameHead,
     FrameKind,
-    Head,
     Member,
     greet,
     receive,
@@ -47,7 +47,7 @@ from penstock.core.summation.frames import (
 from penstock.core.summation.server import SummationServer, _Session
 from penstock.core.summation.split import Division, Owner, Part, divide, parts_of
 
-_Frame = tuple[Head, Numbers | None]
+_Frame = tuple[FrameHead, Numbers | None]
 
 
 class SumExchange:
@@ -180,9 +180,9 @@ class SumExchange:
         numbers = round_.given[dtype][part.start : part.stop]
         self._queues[part.owner].put((self._head(round_, dtype, part), numbers))  # [1]
 
-    def _head(self, round_: Round, dtype: int, part: Part) -> Head:
+    def _head(self, round_: Round, dtype: int, part: Part) -> FrameHead:
         length = part.stop - part.start
-        return Head(FrameKind.PUSH, dtype, self.missing, round_.number, part.start, length)
+        return FrameHead(FrameKind.PUSH, dtype, self.missing, round_.number, part.start, length)
 
     def _push(self, round_: Round, *, wanted: bool) -> None:
         """Queue the parts of a round that are there; if they are ``wanted``, the sums of all parts
@@ -280,7 +280,7 @@ class SumExchange:
         connection = self._connections[place]
         kinds = {FrameKind.SUM, FrameKind.GONE, FrameKind.ABORT}
         try:
-            while (head := Head.received(connection, kinds)) is not None:
+            while (head := FrameHead.received(connection, kinds)) is not None:
                 numbers = None
                 if head.kind is FrameKind.SUM:
                     numbers = room_for(head.length, head.dtype)
@@ -294,7 +294,7 @@ class SumExchange:
             return
         self._lost(place)
 
-    def take(self, head: Head, numbers: Numbers | None, place: int) -> None:
+    def take(self, head: FrameHead, numbers: Numbers | None, place: int) -> None:
         """Hear what an owner tells.
 
         Raises:
@@ -345,9 +345,9 @@ class SumExchange:
                 if rate:
                     with suppress(OSError):
                         tune(connection, rate)
-                    self._queues[other].put((Head(FrameKind.PACE, start=round(rate)), None))
+                    self._queues[other].put((FrameHead(FrameKind.PACE, start=round(rate)), None))
             for frames in self._queues:  # those that are gone do not read theirs
-                frames.put((Head(FrameKind.GONE, start=place), None))
+                frames.put((FrameHead(FrameKind.GONE, start=place), None))
             if self._previous is not None:
                 self._push(self._previous, wanted=False)
             if self._current is not None:

@@ -81,7 +81,7 @@ ITEM_BYTES = (4, 8, 2, 2)
 """Of float32, float64, float16 and bfloat16, which a head tells by their place here."""
 
 
-class Head(NamedTuple):
+class FrameHead(NamedTuple):
     """The head of a frame.
 
     Attributes:
@@ -110,12 +110,12 @@ class Head(NamedTuple):
         return self.length * ITEM_BYTES[self.dtype]
 
     @property
-    def part(self) -> Head:
+    def part(self) -> FrameHead:
         """The fields that are the same in all frames about one part of one sum."""
         return self._replace(kind=FrameKind.PUSH)
 
     @classmethod
-    def received(cls, connection: socket.socket, kinds: Iterable[FrameKind]) -> Head | None:
+    def received(cls, connection: socket.socket, kinds: Iterable[FrameKind]) -> FrameHead | None:
         """Wait for the next head; ``None`` at the end of the connection.
 
         Raises:

@@ -24,8 +24,8 @@ from typing import NamedTuple
 from penstock.base.errors import PenstockError, RunError
 from penstock.core.summation.frames import (
     GREETING_SECONDS,
+    FrameHead,
     FrameKind,
-    Head,
     Member,
     greet,
     receive_greeting,
@@ -220,7 +220,7 @@ class Bell(Listener):
         # A frame that is none ends the connection as its end would.
         with suppress(PenstockError, OSError):
             place = self._let_in(self._welcome(connection))
-            while Head.received(connection, [FrameKind.RING]) is not None:
+            while FrameHead.received(connection, [FrameKind.RING]) is not None:
                 self._heard.put(Ring(self._group, place))
         if place is not None:
             self._heard.put(Ring(self._group, place, has_left=True))
@@ -265,7 +265,7 @@ class Ringer:
         """Say that gradients are on their way. Where the server is gone, whoever waits for its
         weights is told why."""
         with suppress(OSError):
-            self._connection.sendall(Head(FrameKind.RING, start=number).packed())
+            self._connection.sendall(FrameHead(FrameKind.RING, start=number).packed())
 
     def close(self) -> None:
         """Nothing more will be sent."""

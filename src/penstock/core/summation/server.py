@@ -20,8 +20,8 @@ from penstock.core.summation.adding import Numbers, add_to, bytes_of, room_for
 from penstock.core.summation.frames import (
     GREETING_SECONDS,
     HEAD_BYTES,
+    FrameHead,
     FrameKind,
-    Head,
     Member,
     receive,
     tune,
@@ -36,7 +36,7 @@ _OF_WORKERS = frozenset({FrameKind.PUSH, FrameKind.GONE, FrameKind.PACE})
 class Outlet(Protocol):
     """Where what a server tells one worker goes; must not wait."""
 
-    def put(self, item: tuple[Head, Numbers | None] | None, /) -> None:
+    def put(self, item: tuple[FrameHead, Numbers | None] | None, /) -> None:
         """Take a frame, or ``None`` at the end."""
 
 
@@ -68,9 +68,9 @@ class _Session:
         self.members: dict[int, Outlet] = {}
         self.lock = threading.Lock()
         self.over: int | None = None
-        self._sums: dict[Head, _Sum] = {}
+        self._sums: dict[FrameHead, _Sum] = {}
 
-    def contribute(self, place: int, head: Head, numbers: Numbers, *, own: bool) -> None:
+    def contribute(self, place: int, head: FrameHead, numbers: Numbers, *, own: bool) -> None:
         """Add one worker's numbers of a part.
 
         Args:
@@ -102,7 +102,7 @@ class _Session:
         for part in [part for part in self._sums if part.round + _OLD_ROUNDS <= newest]:
             del self._sums[part]
 
-    def tell_all(self, head: Head) -> None:
+    def tell_all(self, head: FrameHead) -> None:
         """Hand a frame without numbers to every worker."""
         with self.lock:
             outlets = [*self.members.values()]
@@ -118,7 +118,7 @@ class _Session:
             self._sums.clear()
             outlets = [outlet for other, outlet in self.members.items() if other != place]
         for outlet in outlets:
-            outlet.put((Head(FrameKind.ABORT, start=place), None))
+            outlet.put((FrameHead(FrameKind.ABORT, start=place), None))
             outlet.put(_END)
 
 
@@ -208,12 +208,12 @@ class SummationServer(Listener):
             self._tell(f"lost {name}: {error.strerror or error}")
 
     def _serve_member(self, connection: socket.socket, member: Member, name: str) -> None:
-        outlet: queue.SimpleQueue[tuple[Head, Numbers | None] | None] = queue.SimpleQueue()
+        outlet: queue.SimpleQueue[tuple[FrameHead, Numbers | None] | None] = queue.SimpleQueue()
         with self._sending(connection, outlet, name):
             session = self.attach(member, outlet)
             try:
                 self._tell(f"worker {member.place} of {member.num_members} came from {name}")
-                while (head := Head.received(connection, _OF_WORKERS)) is not None:
+                while (head := FrameHead.received(connection, _OF_WORKERS)) is not None:
                     self._take(connection, member, session, head)
             finally:
                 self.detach(member, session)
@@ -222,7 +222,7 @@ class SummationServer(Listener):
     def _sending(
         self,
         connection: socket.socket,
-        outlet: queue.SimpleQueue[tuple[Head, Numbers | None] | None],
+        outlet: queue.SimpleQueue[tuple[FrameHead, Numbers | None] | None],
         name: str,
     ) -> Iterator[None]:
         """Within, a thread sends what is put into the outlet; then what is left in it.
@@ -248,7 +248,9 @@ class SummationServer(Listener):
                 self._senders.discard(sender)
 
     @staticmethod
-    def _take(connection: socket.socket, member: Member, session: _Session, head: Head) -> None:
+    def _take(
+        connection: socket.socket, member: Member, session: _Session, head: FrameHead
+    ) -> None:
         if head.kind is FrameKind.GONE:
             session.tell_all(head)
             return
@@ -262,7 +264,7 @@ class SummationServer(Listener):
     def _send_all(
         self,
         connection: socket.socket,
-        frames: queue.SimpleQueue[tuple[Head, Numbers | None] | None],
+        frames: queue.SimpleQueue[tuple[FrameHead, Numbers | None] | None],
     ) -> None:
         """Send until the end is put in, or nobody listens."""
         with suppress(OSError):

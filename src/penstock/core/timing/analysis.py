@@ -257,17 +257,17 @@ class Cause(NamedTuple):
     """Something that took another time than predicted.
 
     Attributes:
-        what: ``"op"``: the op itself; ``"pause"``: from the end of ``after`` until the op started;
+        kind: ``"op"``: the op itself; ``"pause"``: from the end of ``after`` until the op started;
             ``"begin"``: from the start of the step until the op started, the first of its rank.
         op: the op that took, or began at, another time.
         rank: where it ran.
-        after: the op that it followed, where ``what`` is ``"pause"``.
+        after: the op that it followed, where ``kind`` is ``"pause"``.
         after_rank: where that ran; another rank than ``rank`` if its result had to travel.
         predicted: how long it was to take.
         measured: how long it took.
     """
 
-    what: Literal["op", "pause", "begin"]
+    kind: Literal["op", "pause", "begin"]
     op: Op
     rank: int
     after: Op | None

@@ -19,7 +19,7 @@ from penstock.base.values import amount, is_number, items_of, shown, whole
 from penstock.core.schedule.op import Kind, Op
 
 if TYPE_CHECKING:
-    from penstock.core.schedule.residence import Stay
+    from penstock.core.schedule.residence import StageResidency
 
 
 class Exchange(NamedTuple):
@@ -228,7 +228,7 @@ class Costs:
         """How long a message keeps the link between a stage and the next one busy."""
         return _at(self.link, first_stage)
 
-    def fetching(self, stay: Stay) -> float:
+    def fetching(self, stay: StageResidency) -> float:
         """How long a stage takes to come into memory for a stay; the state for an update behind
         backwards comes while they run (``fetch_state``)."""
         weights, state = _at(self.fetch, stay.stage), _at(self.fetch_state, stay.stage)
@@ -247,7 +247,7 @@ class Costs:
         takes = self.leave_stash if op.kind is Kind.LEAVE_STASH else self.fetch_stash
         return _at(takes, op.stage)
 
-    def leaving(self, stay: Stay) -> float:
+    def leaving(self, stay: StageResidency) -> float:
         """How long it takes to write what a stay has changed."""
         weights, state = _at(self.leave, stay.stage), _at(self.leave_state, stay.stage)
         gradients = stay.backward and not stay.updates

@@ -402,7 +402,7 @@ class InProcess(RankPlacement):
 
     def transport_text(self, layout: Layout) -> str:
         summed = sums.summing_words(self.plan.summing) if layout.weights.shared_stages else ""
-        text = "; ".join(filter(None, [self._transport.told, self._links.told, summed]))
+        text = "; ".join(filter(None, [self._transport.told, self._links.words, summed]))
         return f"{text[:1].upper()}{text[1:]}."
 
     def fail(self, error: BaseException) -> None:

@@ -75,12 +75,12 @@ class LinkedDevices:
 
     Attributes:
         of_rank: the links to other ranks, by their numbers.
-        told: what is linked and what not, and why, as a sentence without its end; empty where no
+        words: what is linked and what not, and why, as a sentence without its end; empty where no
             rank computes on an accelerator.
     """
 
     of_rank: Mapping[int, DeviceLink] = field(default_factory=dict)
-    told: str = ""
+    words: str = ""
 
 
 def link_devices(
@@ -111,7 +111,7 @@ def link_devices(
     apart = {pair: _why_apart(pair, places[pair[0]], places[pair[1]]) for pair in pairs}
     linked = [pair for pair in pairs if not apart[pair]]
     if not linked:
-        return LinkedDevices(told=_told(places, apart))
+        return LinkedDevices(words=_told(places, apart))
     made: dict[int, DeviceLink] = {}
     problem = ""
     try:
@@ -263,7 +263,7 @@ class ThreadDeviceTransport(OnTop):
         return tree.replace(Tensor, partial(tree.apart, made=here), received)
 
 
-class _HeldBack(NamedTuple):
+class _Delayed(NamedTuple):
     """A message whose tensors are on their way to main memory, and when they are there."""
 
     edge: Edge
@@ -290,7 +290,7 @@ class ProcessDeviceTransport(OnTop):
         super().__init__(inner)
         self._queue = queue
         self._links = links
-        self._held_back: deque[_HeldBack] = deque()
+        self._held_back: deque[_Delayed] = deque()
 
     @property
     def queue(self) -> AcceleratorQueue:
@@ -316,7 +316,7 @@ class ProcessDeviceTransport(OnTop):
         copies, moment = self._queue.to_host([leaves[place].detach() for place in places])
         for place, copied in zip(places, copies, strict=True):
             leaves[place] = copied.requires_grad_(leaves[place].requires_grad)
-        self._held_back.append(_HeldBack(edge, number, tree.unflatten(leaves, structure), moment))
+        self._held_back.append(_Delayed(edge, number, tree.unflatten(leaves, structure), moment))
 
     def hand_over(self) -> None:
         while self._held_back:

@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 import torch
 from torch import Tensor, nn
 
-from penstock.core.schedule.residence import Stay
+from penstock.core.schedule.residence import StageResidency
 from penstock.engine.device.crossing import moved
 from penstock.engine.weights.buffers import (
     BufferPool,
@@ -67,7 +67,7 @@ class Residency:
         """Gradients that are used up, whose extents the next ones get."""
         self._adding: dict[int, int] = {}
         """Bytes of gradients that are being added up, by stage."""
-        self._stays: dict[int, Stay] = {}
+        self._stays: dict[int, StageResidency] = {}
         self._changed: set[int] = set()
 
     def take_in(self, stage: int) -> None:
@@ -146,7 +146,7 @@ class Residency:
         """The weights of a stage that come and go."""
         return self._parameters[stage]
 
-    def fetch(self, stage: int, stay: Stay) -> None:
+    def fetch(self, stage: int, stay: StageResidency) -> None:
         """Begin to bring a stage in; for a late update, with all that this needs. [2]"""
         self._stays[stage] = stay
         for group in self._weights[stage]:
@@ -294,7 +294,7 @@ class Residency:
         group.move_in(buffer or self.buffers.take(group.num_bytes, group.whose))
         self._state[stage] = group
 
-    def leave(self, stage: int, stay: Stay) -> None:
+    def leave(self, stage: int, stay: StageResidency) -> None:
         """Let a stage go, and begin to write what has changed. [6]
 
         Raises:
@@ -351,7 +351,7 @@ class Residency:
             if changes:
                 self._find_state(stage)
                 self._changed.add(stage)
-            self.leave(stage, Stay(stage, keeps=here))
+            self.leave(stage, StageResidency(stage, keeps=here))
             self.transfers.finish()
 
     def shelved(self, stage: int, tensors: Mapping[str, Tensor]) -> dict[str, Shelved]:

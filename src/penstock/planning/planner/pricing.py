@@ -25,12 +25,12 @@ from penstock.planning.plans.summing import COPIES_OF_GRADIENTS, ReducerName, Su
 
 
 @dataclass(frozen=True)
-class Way:
-    """A way to sum, for one setting.
+class SummedSetting:
+    """How gradients are summed in one setting.
 
     Attributes:
         task: what is planned.
-        reducer: the way's name.
+        reducer: how they are summed.
         num_sums: stages whose copies sum; servers divide their time among them.
     """
 
@@ -173,10 +173,10 @@ class CutSetting:
     recomputes: tuple[RecomputeWay, ...]
 
     @cached_property
-    def way(self) -> Way:
+    def way(self) -> SummedSetting:
         """How copies of stages sum their gradients."""
         copies = sum(len(ranks) > 1 for ranks in self.setting.ranks_of)
-        return Way(self.task, self.setting.reducer_of(self.task), max(copies, 1))
+        return SummedSetting(self.task, self.setting.reducer_of(self.task), max(copies, 1))
 
     @cached_property
     def stages(self) -> tuple[StagePlan, ...]:

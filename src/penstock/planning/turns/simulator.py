@@ -110,7 +110,7 @@ def _check_jobs(tasks: Sequence[TimedJob], num_devices: int, policy: str) -> Non
 
 
 @dataclass(eq=False)
-class _Job:
+class _QueuedJob:
     """A task on its way.
 
     Attributes:
@@ -180,11 +180,11 @@ class _Simulation:
         self._policy, self._stop, self._ahead = policy, stop, ahead
         self._num_devices = num_devices
         self._jobs = [
-            _Job(number, task, stop.targets(len(tasks), task.steps))
+            _QueuedJob(number, task, stop.targets(len(tasks), task.steps))
             for number, task in enumerate(tasks)
         ]
-        self._waiting: dict[int, _Job] = {job.number: job for job in self._jobs}
-        self._standing_still: list[_Job] = []
+        self._waiting: dict[int, _QueuedJob] = {job.number: job for job in self._jobs}
+        self._standing_still: list[_QueuedJob] = []
         self._free = list(range(num_devices))
         self._under_way: list[tuple[float, int, int]] = []  # (end, device, job)
         self._readers: Mapping[str, _TierQueue] = defaultdict(_TierQueue)
@@ -235,7 +235,7 @@ class _Simulation:
         homes = (job.home for job in self._jobs if job.number in self._alive)
         return {home for home in homes if home is not None}
 
-    def _begin(self, job: _Job, device: int, now: float) -> None:
+    def _begin(self, job: _QueuedJob, device: int, now: float) -> None:
         del self._waiting[job.number]
         visit, tier = job.visit, job.task.tier
         if self._policy == "whole":
@@ -255,13 +255,13 @@ class _Simulation:
         )
         heapq.heappush(self._under_way, (end, device, job.number))
 
-    def _fetch(self, job: _Job, visit: StageVisit, now: float) -> float:
+    def _fetch(self, job: _QueuedJob, visit: StageVisit, now: float) -> float:
         if not visit.fetch_seconds:  # it has stayed, whoever still writes it
             return now
         asked = max(now, job.written.get(visit.stage, 0.0))
         return self._readers[job.task.tier].take(asked, visit.fetch_seconds)
 
-    def _guess(self, job: _Job, device: int, now: float) -> None:
+    def _guess(self, job: _QueuedJob, device: int, now: float) -> None:
         """Let the stage come in that this device most likely visits next."""
         fetched = {
             waiting.number for waiting in self._waiting.values() if waiting.fetched is not None
@@ -279,7 +279,7 @@ class _Simulation:
         else:
             other.fetched = self._fetch(other, other.visit, now)
 
-    def _end(self, job: _Job, device: int) -> None:
+    def _end(self, job: _QueuedJob, device: int) -> None:
         self._free.append(device)
         self._free.sort()
         job.done += job.visit.seconds
@@ -315,5 +315,5 @@ class _Simulation:
         self._begun_stretch = len(chosen)
 
 
-def _number(job: _Job) -> int:
+def _number(job: _QueuedJob) -> int:
     return job.number

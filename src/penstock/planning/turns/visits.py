@@ -13,7 +13,7 @@ from penstock.base.values import expect, shown
 from penstock.core.schedule import Kind, Op
 from penstock.core.schedule.lower import add_update
 from penstock.core.schedule.op import FETCHES, LEAVES
-from penstock.core.schedule.residence import NEED_WEIGHTS, Stay, stays_of
+from penstock.core.schedule.residence import NEED_WEIGHTS, StageResidency, stays_of
 from penstock.core.timing.costs import Costs
 from penstock.planning.plans.spilling import with_residence
 
@@ -249,7 +249,7 @@ def visits_of(plan: Plan) -> tuple[StageVisit, ...]:
     return tuple(visits)
 
 
-def _visit(ops: Sequence[Op], costs: Costs, stays: dict[Op, Stay]) -> StageVisit:
+def _visit(ops: Sequence[Op], costs: Costs, stays: dict[Op, StageResidency]) -> StageVisit:
     stage = visited(ops)
     backward = any(op.kind is Kind.BACKWARD for op in ops)
     seconds = sum(costs.duration(op) for op in ops)

@@ -11,7 +11,7 @@ from math import inf
 from typing import TypeVar
 
 from penstock.core.schedule.op import BACKWARD, FETCHES, LEAVES, STASHES, Kind, Op
-from penstock.core.schedule.residence import NEED_WEIGHTS, Stay, stays_of
+from penstock.core.schedule.residence import NEED_WEIGHTS, StageResidency, stays_of
 from penstock.core.timing.costs import Costs
 from penstock.core.timing.spans import ALL_OF_STAGE, Transfer, TransferKind
 
@@ -43,7 +43,7 @@ class Tiers:
         self._places = {op: place for place, op in enumerate(ops) if op.kind in BACKWARD}
         self._coming: dict[int, Read] = {}
         self._state_coming: dict[int, Read] = {}
-        self._updated: dict[int, Stay] = {}
+        self._updated: dict[int, StageResidency] = {}
         """Stages that are here for an update whose state has not begun to come."""
         self._written: dict[int, float] = {}
         self._stash_written = 0.0

@@ -59,8 +59,8 @@ class ThreadTicket:
     handed: bool = False
 
     def __post_init__(self) -> None:
-        for future in self.futures:
-            future.add_done_callback(lambda one: self.news.put(_has_failed(one)))
+        for future in self.futures:  # which do not hold the ticket: it goes with its last user
+            future.add_done_callback(partial(_tell, self.news))
 
     def all_went_well(self) -> bool:
         """Wait until all ranks are through, or one has failed; whether none has.
@@ -370,6 +370,10 @@ def _exception_of(future: Future[Any]) -> BaseException | None:
 
 def _has_failed(future: Future[Any]) -> bool:
     return future.cancelled() or future.exception() is not None
+
+
+def _tell(news: queue.SimpleQueue[bool], future: Future[Any]) -> None:
+    news.put(_has_failed(future))
 
 
 def _fulfil(task: Errand, future: Future[Any]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.core.schedule.op import BACKWARD, FORWARDS, RELEASING
-from penstock.core.schedule.residence import Stay
+from penstock.core.schedule.residence import StageResidency
 from penstock.engine.run.rank.interpreter import Observers, RankStep
 from penstock.engine.run.rank.protocols import DeferredUpdates, UpdateProtocols
 from penstock.engine.run.rank.steps import BoundStep, UnitStep
@@ -21,7 +21,7 @@ from penstock.engine.weights.residency import Residency
 class LoadStage(BoundStep):
     """FETCH_F, FETCH_B: begin to bring a stage in."""
 
-    stay: Stay
+    stay: StageResidency
     residence: Residency
 
     def perform(self, work: RankWork) -> None:
@@ -36,7 +36,7 @@ class EvictStage(BoundStep):
         noted_by: notes its gradients, if they are complete and all ranks will agree on them.
     """
 
-    stay: Stay
+    stay: StageResidency
     residence: Residency
     noted_by: DeferredUpdates | None
 
