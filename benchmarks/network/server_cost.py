@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.common.alone import publish
 from penstock.core.summation.adding import bytes_of, room_for
-from penstock.core.summation.frames import FrameKind, Head, Member, greet, key_of, receive, tune
+from penstock.core.summation.frames import FrameKind, FrameHead, Member, greet, key_of, receive, tune
 from penstock.core.summation.server import SummationServer
 
 _KEY = key_of("benchmark", "server cost")
@@ -41,7 +41,7 @@ def work(
 
         def push() -> None:
             for number in range(count):
-                head = Head(FrameKind.PUSH, start=number * length, length=length)
+                head = FrameHead(FrameKind.PUSH, start=number * length, length=length)
                 connection.sendall(head.packed())
                 connection.sendall(bytes_of(numbers))
 
@@ -49,7 +49,7 @@ def work(
         pushing = threading.Thread(target=push)
         pushing.start()
         for _ in range(count):
-            assert Head.received(connection, {FrameKind.SUM}) is not None
+            assert FrameHead.received(connection, {FrameKind.SUM}) is not None
             receive(connection, bytes_of(room))
             assert room[0] == num_workers
         pushing.join()

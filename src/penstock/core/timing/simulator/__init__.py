@@ -15,7 +15,6 @@ import numpy as np
 
 from penstock.base.values import expect
 from penstock.core.schedule.columns import Columns
-from penstock.core.schedule.durations import Durations
 from penstock.core.schedule.needs import needs_of
 from penstock.core.schedule.op import COMMUNICATION, Kind
 from penstock.core.schedule.schedule import Planned, Schedule
@@ -103,7 +102,7 @@ def simulate(
     expect(schedule, Schedule, "the schedule", "build one with penstock.schedules.build")
     assert isinstance(schedule, Schedule)  # nothing else is expected
     costs = Costs() if costs is None else costs
-    expect(costs, Durations, "costs", "give a penstock.Costs")
+    expect(costs, Costs, "costs", "give a penstock.Costs")
     costs.check_stages(schedule.num_stages)
     source = None if arrivals is None else Arrivals.of(schedule, costs, arrivals)
     return _simulated(schedule, costs, source)
