@@ -22,7 +22,15 @@ import numpy as np
 
 from benchmarks.common.alone import publish
 from penstock.core.summation.adding import bytes_of, room_for
-from penstock.core.summation.frames import FrameKind, FrameHead, Member, greet, key_of, receive, tune
+from penstock.core.summation.frames import (
+    FrameHead,
+    FrameKind,
+    Member,
+    greet,
+    key_of,
+    receive,
+    tune,
+)
 from penstock.core.summation.server import SummationServer
 
 _KEY = key_of("benchmark", "server cost")
