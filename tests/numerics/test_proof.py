@@ -198,20 +198,20 @@ def test_versions_and_delays_other_than_the_formulas_are_said(monkeypatch):
 def test_differences_are_measured_as_they_are_said_to_be():
     before, theirs = torch.tensor([1.0, 4.0]), torch.tensor([3.0, 4.0])
     ours = torch.tensor([3.5, 4.0])
-    found = proof._difference("w", ours, theirs, before, rounds=True)
+    found = verdict._difference("w", ours, theirs, before, rounds=True)
     assert (found.absolute, found.share, found.allowed) == (0.5, 0.25, False)
     assert found.ulps == 0.5 / (4 * torch.finfo(torch.float32).eps)
-    assert proof._difference("w", theirs + 1e-6, theirs, before, rounds=True).allowed
-    assert not proof._difference("w", theirs + 1e-6, theirs, before, rounds=False).allowed
+    assert verdict._difference("w", theirs + 1e-6, theirs, before, rounds=True).allowed
+    assert not verdict._difference("w", theirs + 1e-6, theirs, before, rounds=False).allowed
     odd = torch.tensor([torch.nan, torch.inf])
-    assert proof._difference("w", odd, odd.clone(), before, rounds=False).allowed
+    assert verdict._difference("w", odd, odd.clone(), before, rounds=False).allowed
     # In float32, √ε of the way of 2 is 7e-4.
-    assert proof._difference("w", theirs + 5e-4, theirs, before, rounds=True).allowed
-    assert not proof._difference("w", theirs + 9e-4, theirs, before, rounds=True).allowed
-    gone = proof._difference("w", odd, theirs, before, rounds=True)
+    assert verdict._difference("w", theirs + 5e-4, theirs, before, rounds=True).allowed
+    assert not verdict._difference("w", theirs + 9e-4, theirs, before, rounds=True).allowed
+    gone = verdict._difference("w", odd, theirs, before, rounds=True)
     assert gone.absolute == torch.inf and not gone.allowed
     count = torch.tensor([3])
-    assert not proof._difference("n", count + 1, count, count - 1, rounds=True).allowed
+    assert not verdict._difference("n", count + 1, count, count - 1, rounds=True).allowed
 
 
 def test_models_that_begin_different_are_refused():
