@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from penstock import versions
 from penstock.base.errors import InputError, ModelError
-from penstock.trial import Workload, proof, prove, steps_needed
+from penstock.trial import Workload, proof, prove, steps_needed, verdict
 from penstock.trial.reference.delayed_replay import DelayedReplay
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit.examples import crossed
