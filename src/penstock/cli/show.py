@@ -107,7 +107,10 @@ def print_table(
         if number:
             echo(err=beside)
         room = max(width(), sum(widths[at] + _GAP for at in part) - _GAP)
-        table = _table(columns, shown, part, num_texts, whole_names)
+        # rich makes columns narrower than a number where it has to break several names itself.
+        whole = sum(max(widths[at], len(columns[at])) + _GAP for at in part) - _GAP
+        names = columns if whole <= room else [name.replace(" ", "\n") for name in columns]
+        table = _table(names, shown, part, num_texts, whole_names)
         Console(width=room, stderr=beside, markup=False, emoji=False).print(table)
 
 

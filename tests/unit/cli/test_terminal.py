@@ -100,6 +100,15 @@ def test_columns_without_room_stand_below_with_the_names_again():
     assert told.count("1234567") == 12
 
 
+def test_no_column_is_cut_off_where_names_of_several_must_break():
+    names = ["schedule", "makespan", "bubble", "stage bubble", "peak activations", "in bytes",
+             "hops", "weight copies"]  # fmt: skip
+    shown = _table(names, [["1f1b", "0.24", "0.00%", "0.00%", "1", "3.91 KiB", "0", "2"]])
+    assert widest(shown) <= 80
+    assert shown.split("\n")[-2].split()[-3:] == ["KiB", "0", "2"]
+    assert "weight" in shown and "copies" in shown
+
+
 def test_a_long_name_stays_in_one_piece_where_programs_read():
     name = "blocks." * 20
     told = _table(("layer", "ms"), [(name, "1.000")])

@@ -4,12 +4,13 @@ stays that of one device."""
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.base.errors import InputError
 from penstock.base.values import expect, one_of
@@ -230,6 +231,31 @@ class Weighting:
             expect(self.weight, Callable, "weight", remedy)
         if self.weight is not None and self.reduction == "sum":
             raise InputError("weight is for reduction='mean'; a sum needs none")
+
+    @classmethod
+    def of_loss(cls, loss: object, reduction: str, weight: Weight | None) -> Self:
+        """The weighting for a loss, which may say itself how it reduces its terms.
+
+        Raises:
+            InputError: it sums where a mean is expected, or the other way round.
+        """
+        weighting = cls(reduction, weight)
+        own = getattr(loss, "reduction", None) if isinstance(loss, nn.Module) else None
+        if own in {"mean", "sum"} and own != reduction:
+            raise InputError(
+                f"loss: {type(loss).__name__} has reduction={own!r}, but the pipeline would join "
+                f"microbatches as those of a {reduction}; give Pipeline(…, reduction={own!r})"
+            )
+        by_class = isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and loss.weight is not None
+        if own == "mean" and by_class and weight is None:
+            warnings.warn(
+                f"{type(loss).__name__} divides by the weights of the classes that a microbatch "
+                "holds, yet each microbatch counts by its rows; so this is not the mean over the "
+                "minibatch. Give Pipeline(…, weight=lambda targets: loss.weight[targets].sum())",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        return weighting
 
     @property
     def counts_rows(self) -> bool:

@@ -177,7 +177,7 @@ class Pipeline(PipelineState):
                 batch_norm=batch_norm,
                 count_memory=count_memory,
                 versions=plan.versions,
-                weighting=Weighting(reduction, weight),
+                weighting=Weighting.of_loss(loss, reduction, weight),
             )
             running = Running(
                 transport=transport,
