@@ -421,6 +421,6 @@ def _message_types(layers: Sequence[NamedLayer], running: Running) -> list[type]
 
 
 def _traced(layers: Sequence[NamedLayer]) -> dict[str, str]:
-    """What layers of a model were traced as, if it was, by their names."""
+    """The digests of the layers of a model that was traced, by their names."""
     digests = ((layer.name, getattr(layer.module, "traced_as", None)) for layer in layers)
     return {name: digest for name, digest in digests if isinstance(digest, str)}

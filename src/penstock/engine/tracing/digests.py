@@ -1,4 +1,4 @@
-"""What was traced, as a short text: processes that trace a model each by itself compare it.
+"""Digests of traced layers: processes that trace a model each by itself compare them.
 
 A graph is data for who sends it and code for who runs it, and where processes meet anybody on the
 host may write (``transport.rendezvous``); so no process runs the graph of another. What they tell

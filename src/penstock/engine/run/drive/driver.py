@@ -159,7 +159,7 @@ def failure_notice(rank: int, error: BaseException) -> str:
 
 
 def loader_notice(rank: int, error: BaseException) -> str:
-    """What to tell other ranks where a loader has raised behind the minibatch at hand."""
+    """The notice for other ranks where a loader has raised behind the minibatch at hand."""
     raised = f"the loader of rank {rank} has raised an error behind this minibatch"
     return f"rank {rank} failed: {raised} ({named(error)})"
 

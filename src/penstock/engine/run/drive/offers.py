@@ -1,4 +1,4 @@
-"""What processes that build a pipeline must have alike, and whose plan counts."""
+"""The offers of processes that build a pipeline: alike in all but the plan, which is rank 0's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.planning.plans import Plan
 
 
 class _BuildOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a rank would build.
+    """The pipeline that a rank would build.
 
     Attributes:
         model: fingerprint of its model.
@@ -35,7 +35,7 @@ class _BuildOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Agreed(NamedTuple):
-    """What all ranks take from rank 0."""
+    """The plan, seed and name of rank 0, which all ranks take."""
 
     plan: Plan
     seed: int

@@ -364,7 +364,7 @@ def _serve(inbox: Inbox, num_threads: int) -> None:
 
 
 def _exception_of(future: Future[Any]) -> BaseException | None:
-    """What went wrong, of a rank that has begun and is through."""
+    """The error of a rank that has begun and is through, if it failed."""
     return None if future.cancelled() else future.exception()
 
 
