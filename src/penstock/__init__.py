@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         StageError,
     )
     from penstock.core import versions
-    from penstock.core.cluster import Cluster, Device, Group, Link, SpareMachine, Tier, Wire
+    from penstock.core.cluster import Card, Cluster, Device, Group, Link, SpareMachine, Tier, Wire
     from penstock.core.graph import Layer, LayerGraph
     from penstock.core.schedule import Kind, Op, Schedule
     from penstock.core.schedule import families as schedules
@@ -58,6 +58,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Callback",
     "Captured",
+    "Card",
     "Checkpoints",
     "Cluster",
     "Comparison",
@@ -141,7 +142,7 @@ if not TYPE_CHECKING:  # which would take every name for one that is there
         {
             "penstock.training.checkpoint.saving": ("Checkpoints",),
             "penstock.core.cluster": (
-                "Cluster", "Device", "Group", "Link", "SpareMachine", "Tier", "Wire",
+                "Card", "Cluster", "Device", "Group", "Link", "SpareMachine", "Tier", "Wire",
             ),
             "penstock.drawing": ("Comparison", "compare", "draw"),
             "penstock.base.errors": (

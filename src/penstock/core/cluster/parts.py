@@ -14,6 +14,7 @@ from penstock.base.values import Value, number, shown
 _LEAST_SPEED, _MOST_SPEED = 1e-6, 1e6
 
 DeviceKind = Literal["cpu", "gpu"]
+GroupKind = Literal["shared-memory", "nvlink", "pcie"]
 TierKind = Literal["disk", "host"]
 
 
@@ -70,15 +71,40 @@ class Link(Value, frozen=True, kw_only=True):
         return self.latency_seconds + transfer
 
 
+class Card(Value, frozen=True, kw_only=True):
+    """A network card that all members of a group share: whatever goes between one of them and the
+    outside passes it, in each direction as much per second.
+
+    Attributes:
+        bytes_per_second: in each direction.
+        latency_seconds: what it adds to the first byte of a message.
+
+    Raises:
+        InputError: the bandwidth is not a positive number, or the latency negative.
+    """
+
+    bytes_per_second: float
+    latency_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.check_fields("card")
+        number("card: bytes_per_second", self.bytes_per_second, positive=True)
+
+
 class Group(Value, frozen=True, kw_only=True):
     """Devices that are nearer to each other than to the rest, as those of one server.
 
     Attributes:
         name: for people; unlike that of any device or other group.
-        members: names of devices or of other groups, at least one.
+        members: names of devices or of other groups, at least one; one, where a device has a card
+            of its own.
         link: between any two members.
         memory_bytes: memory that all devices in it share (cores of one host), or 0 when each has
             its own.
+        card: the network card that all members share; ``None`` where nobody says, and each member
+            has what the links around say for itself.
+        kind: how members are joined: ``"shared-memory"``, ``"nvlink"`` (and whatever else joins
+            accelerators directly) or ``"pcie"`` (a switch); ``None`` where nobody says.
 
     Raises:
         InputError: no members, one named twice, or a negative memory.
@@ -88,6 +114,8 @@ class Group(Value, frozen=True, kw_only=True):
     members: tuple[str, ...]
     link: Link = Link()
     memory_bytes: int = 0
+    card: Card | None = None
+    kind: GroupKind | None = None
 
     def __post_init__(self) -> None:
         self.check_fields(f"group {shown(self.name)}")

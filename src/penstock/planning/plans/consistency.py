@@ -185,6 +185,11 @@ def check_summing(
             f"summing: bytes_per_second has {len(rates)} numbers for {num_ranks} ranks; "
             "give one for each, or none"
         )
+    if summing.levels and len(summing.levels[0]) != num_ranks:
+        raise InputError(
+            f"summing: levels give the groups of {len(summing.levels[0])} ranks, and there are "
+            f"{num_ranks}; give one number for each"
+        )
     if num_tensor_ranks > 1 and summing.stale:
         raise InputError(
             f"stale updates: the {num_tensor_ranks} tensor ranks of a stage compute with "
