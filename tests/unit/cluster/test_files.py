@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from itertools import combinations
 
 import pytest
 
@@ -294,3 +295,21 @@ def test_what_was_not_measured_is_as_elsewhere():
     cluster = gathered(seats, {(0, 1): rate(100), (0, 2): rate(5)})
     assert [group.link for group in cluster.groups] == [rate(100), rate(100)]
     assert [group.memory_bytes for group in cluster.groups] == [64, 64]
+
+
+def test_who_shares_a_card_is_a_group_with_it():
+    hosts = ["a"] * 4 + ["b"] * 2 + ["c"]
+    links = {pair: rate(1000) for pair in combinations(range(4), 2)} | {
+        (0, 4): rate(10, 30), (1, 5): rate(10, 30), (2, 5): rate(10, 30), (0, 6): rate(10, 30),
+        (4, 6): rate(10, 30),
+    }  # fmt: skip
+    cards = [(0, 1), (2, 3), (4, 5)]
+    cluster = gathered([seat(host) for host in hosts], links, cards)
+    topology = Topology(cluster)
+    assert topology.cards[0] == topology.cards[1] != topology.cards[2] == topology.cards[3]
+    assert topology.cards[4] == topology.cards[5] >= 0 and topology.cards[6] == -1
+    assert topology.link(0, 2) == rate(1000), "both cards of a host are not on the way"
+    assert topology.link(0, 4) == rate(10, 30)
+    (card,) = {group.card for group in cluster.groups if group.card}
+    assert card.bytes_per_second == 10e6
+    assert not cluster.wires and Cluster.from_json(cluster.to_json()) == cluster

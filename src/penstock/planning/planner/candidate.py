@@ -128,7 +128,14 @@ class Candidate(CutSetting):
             setting.all_replicas,
             self.schedule,
             setting.build,
+            cards=self._cards,
         )
+
+    @cached_property
+    def _cards(self) -> tuple[int, ...]:
+        """The card of each rank; none where no rank has one."""
+        cards = tuple(self.task.topology.cards[device] for device in self.setting.devices)
+        return cards if max(cards) >= 0 else ()
 
     @property
     def seconds(self) -> float:
@@ -229,6 +236,7 @@ class Candidate(CutSetting):
             num_threads=task.graph.num_threads,
             microbatch_size=task.graph.microbatch_size,
             devices=tuple(part for device in setting.devices for part in task.devices_at(device)),
+            cards=self._cards,
             summing=self._summing(),
             cost_model=task.communication.name,
             reason=reason,

@@ -217,6 +217,15 @@ def check_devices(devices: Sequence[Device], needed: int) -> None:
         raise InputError(f"device {twice[0]!r} is given to more than one rank; name another one")
 
 
+def check_cards(cards: Sequence[int], num_ranks: int) -> None:
+    """Raise ``InputError`` unless every rank has a card's number, or nobody says which."""
+    if cards and (len(cards) != num_ranks or min(cards) < -1):
+        raise InputError(
+            f"cards are {list(cards)[:8]}, and there are {count_of(num_ranks, 'rank')}; give the "
+            "number of each one's card, −1 for none, or leave cards out"
+        )
+
+
 def check_model(
     planned: Sequence[str], planned_fingerprint: str, names: Sequence[str], fingerprint: str
 ) -> None:
