@@ -15,8 +15,8 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 import msgspec
 
 from penstock.base.errors import InputError
-from penstock.base.units import to_bytes
 from penstock.base.mistaken import held_to
+from penstock.base.units import to_bytes
 from penstock.base.values import MOST_TOML_BYTES, check_toml, read_text, refused_as, shown, whole
 from penstock.core.timing.fleet_timeline import MOST_FLEET_DEVICES
 from penstock.planning.turns.stop import Stop, halving, settled
