@@ -12,14 +12,14 @@ import os
 import re
 import shlex
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import PurePath
 from types import UnionType
 from typing import Any, NamedTuple
 
 import msgspec
 
-from penstock.base.errors import FileError
+from penstock.base.errors import FileError, InputError
 from penstock.base.lazily import provider_of
 
 _FILE_SUFFIXES = (".json", ".toml", ".csv", ".txt")
@@ -158,7 +158,7 @@ def name_as_file(name: str, wanted: str) -> str:
     Args:
         wanted: the name of the class that the file is to hold.
     """
-    if not _names_schedule(name):
+    if _family_of(name) is None:
         return ""
     use = (
         f"`penstock plan GRAPH --schedule {name} -o plan.json` plans with it, "
@@ -203,9 +203,13 @@ def _is_known(kind: type) -> bool:
 def _mistaken_text(text: str, wanted: str, remedy: str) -> str:
     if PurePath(text).suffix.lower() in _FILE_SUFFIXES:
         return f"{text!r}, the name of a file; penstock.{wanted}.load({text!r}) reads it"
-    if not _names_schedule(text):
+    named = _family_of(text)
+    if named is None:
         return ""
-    schedule = f"penstock.schedules.build({text!r}, num_ranks=4, num_microbatches=8)"
+    family, options = named
+    given = {"num_ranks": 4, "num_microbatches": 8, **options}
+    keywords = ", ".join(f"{name}={value!r}" for name, value in given.items())
+    schedule = f"penstock.schedules.build({family!r}, {keywords})"
     steps = {
         "Plan": f"penstock.plan(…, schedule={text!r}) plans with it",
         "Schedule": f"{schedule} builds it",
@@ -214,7 +218,12 @@ def _mistaken_text(text: str, wanted: str, remedy: str) -> str:
     return f"{text!r}, the name of a schedule; {steps.get(wanted, remedy)}"
 
 
-def _names_schedule(text: str) -> bool:
+def _family_of(text: str) -> tuple[str, dict[str, Any]] | None:
+    """The schedule that a text names, and its options; ``None`` if it is no such name."""
+    family, colon, options = text.partition(":")
     # This room knows no schedules.
-    families = importlib.import_module(provider_of("is_family"))
-    return bool(families.is_family(text.partition(":")[0].lower()))
+    families = importlib.import_module(provider_of("named"))
+    with suppress(InputError):
+        named: tuple[str, dict[str, Any]] = families.named(f"{family.lower()}{colon}{options}")
+        return named
+    return None

@@ -116,8 +116,8 @@ def print_table(
 
 
 def _print_trimmed(console: Console, table: Table) -> None:
-    """Print without the blanks with which rich fills lines up: they are in the way of whoever copies
-    them or compares files."""
+    """Print without the blanks with which rich fills lines up: they are in the way of whoever
+    copies lines or compares files."""
     with console.capture() as capture:
         console.print(table)
     lines = (line.rstrip() for line in capture.get().split("\n"))

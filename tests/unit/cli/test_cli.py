@@ -213,8 +213,9 @@ def test_a_file_that_is_no_plan_says_what_it_is(tmp_path):
     run("cluster", "-p", "1", "-o", cluster)
     for verb in (("explain",), ("verify",), ("train", "--plan"), ("rehearse",)):
         told = refused(*verb, str(graph))
-        assert f"{graph} holds no plan, but a model's profile; `penstock plan` makes" in told
-    assert "holds no plan, but a cluster" in refused("explain", str(cluster))
+        assert f"{graph} holds a model's profile, where a plan" in told
+        assert f"`penstock plan {graph}` makes a plan of it" in told
+    assert "holds a cluster, where a plan is wanted" in refused("explain", str(cluster))
 
 
 @pytest.mark.usefixtures("small_demo")
@@ -279,7 +280,7 @@ def test_of_several_sources_the_wrong_one_is_named(tmp_path):
     bad.write_text("0F" + "9" * 5000 + ",0B0\n")
     assert "bad.csv: line 1, cell 1" in refused("check", str(bad))
     run("draw", "1f1b", "-o", str(trace))
-    assert "is a Chrome trace" in refused("draw", str(trace))
+    assert "holds a Chrome trace" in refused("draw", str(trace))
     costs = tmp_path / "costs.json"
     costs.write_text('{"forward": [1, 2, 3, 4]}')
     assert "zb-v: costs: forward has 4 numbers" in refused(

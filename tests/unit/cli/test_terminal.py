@@ -86,7 +86,7 @@ def test_a_drawing_goes_on_below_and_loses_nothing():
     assert len(bands) == 3 and "peak 4" in bands[2] and "peak" not in bands[0] + bands[1]
     for rank in range(4):
         row = re.search(rf"^rank {rank} │(.*)│ peak", whole, re.M)[1]
-        parts = [re.search(rf"^r{rank} │(.*)│", band, re.M)[1] for band in bands]
+        parts = [re.search(rf"^rank {rank}│(.*)│", band, re.M)[1] for band in bands]
         assert "".join(parts) == row
         assert all(part[:1] in "FBU·─" for part in parts)
 

@@ -121,11 +121,6 @@ def names() -> tuple[str, ...]:
     return tuple(FAMILIES)
 
 
-def is_family(name: str) -> bool:
-    """Whether a schedule family is called so."""
-    return name in FAMILIES
-
-
 def family(name: str) -> Callable[..., Schedule]:
     """The function behind a name; its docstring says what it does and who published it.
 
