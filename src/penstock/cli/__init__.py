@@ -141,7 +141,8 @@ def _message_of(error: click.UsageError) -> str:
             for parameter in error.ctx.command.params
             if error.option_name in _OTHER_NAMES.get(parameter.name or "", ())
         ]
-        error.possibilities = meant or error.possibilities
+        if meant:
+            error = click.NoSuchOption(error.option_name, possibilities=meant, ctx=error.ctx)
     return error.format_message().rstrip(".")
 
 
