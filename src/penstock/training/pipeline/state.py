@@ -153,8 +153,8 @@ class PipelineState(RunningPipeline):
         of them; all must call it, between steps.
 
         Args:
-            folder: the same on all ranks, where all hosts see it. What an earlier call has written there
-                is replaced, if it is one file, or was written with as many stages.
+            folder: the same on all ranks, where all hosts see it. What an earlier call has written
+                there is replaced, if it is one file, or was written with as many stages.
 
         Raises:
             InputError: tensor ranks in processes have parts of layers, or a layer keeps what is
