@@ -130,6 +130,7 @@ provide(
         "device_memories": "penstock.engine.device.memory",
         "fleet_cell": _CELLS,
         "graph_cell": _CELLS,
+        "named": "penstock.core.schedule.families",
         "schedule_cell": _CELLS,
         "timeline_cell": _CELLS,
     }

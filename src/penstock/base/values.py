@@ -27,6 +27,7 @@ import msgspec
 from msgspec.structs import force_setattr
 
 from penstock.base.errors import FileError, InputError
+from penstock.base.mistaken import held_to, mistaken
 
 T = TypeVar("T")
 V = TypeVar("V", bound="Value")
@@ -104,10 +105,10 @@ class Value(
 
         Raises:
             FileError: not JSON, an unknown or missing key, or a wrong type; the path inside the
-                file is named.
+                file is named. Or it holds a value of another kind, which is named.
         """
         expect(text, str | bytes, "the text", f"give what {cls.__name__}.to_json wrote")
-        with refused_as(f"{where} is not a valid {cls.__name__}"):
+        with read_as(cls.__name__, text, where):
             return decoded(text, cls)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -167,6 +168,19 @@ def refused_as(subject: str) -> Iterator[None]:
         raise FileError(f"{subject}: {error}") from None
     except RecursionError:
         raise FileError(f"{subject}: it is nested too deeply; write it flat") from None
+
+
+@contextmanager
+def read_as(kind: str, text: str | bytes, where: str) -> Iterator[None]:
+    """As ``refused_as``, of text that is to be a value; if it is one of another kind, the error
+    says of which.
+
+    Args:
+        kind: the name of the value's class.
+        where: the name that errors have for the text.
+    """
+    with held_to(kind, text, where), refused_as(f"{where} is not a valid {kind}"):
+        yield
 
 
 def decoded(text: str | bytes, kind: type[T]) -> T:
@@ -308,6 +322,8 @@ def expect(value: object, kind: Any, subject: str, remedy: str) -> None:
     if not isinstance(value, kind):
         if isinstance(value, type):
             raise InputError(f"{subject} is the class {value.__name__}; {remedy}")
+        if known := mistaken(value, kind, remedy):
+            raise InputError(f"{subject} is {known}")
         raise InputError(f"{subject} is of type {type(value).__name__}; {remedy}")
 
 

@@ -33,7 +33,7 @@ _OTHERS_SECONDS = 5.0
 
 
 @click.command()
-@click.argument("file", type=InputFile(), required=False)
+@click.argument("file", type=InputFile("Cluster"), required=False)
 @options.ranks_option(None)
 @click.option(
     "--kind", type=click.Choice(get_args(DeviceKind)),

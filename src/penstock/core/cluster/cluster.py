@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from penstock.base.errors import InputError
 from penstock.base.lazily import method_provided
-from penstock.base.values import MOST_TOML_BYTES, Value, expect, read_text, refused_as, whole
+from penstock.base.values import MOST_TOML_BYTES, Value, expect, read_as, read_text, whole
 from penstock.core.cluster import local
 from penstock.core.cluster.local import measured_tier
 from penstock.core.cluster.parts import (
@@ -113,7 +113,7 @@ class Cluster(Value, frozen=True, kw_only=True):
         )
 
         expect(text, str, "the text", "give TOML")
-        with refused_as(f"{where} is not a valid Cluster"):
+        with read_as("Cluster", text, where):
             return cls(**written.read(text))
 
     @classmethod

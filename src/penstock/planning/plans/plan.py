@@ -11,7 +11,7 @@ from msgspec.structs import asdict, replace
 
 from penstock.base.errors import InputError, printable
 from penstock.base.lazily import method_loaded_when_used
-from penstock.base.values import FieldsByName, decoded, expect, one_of, refused_as, whole
+from penstock.base.values import FieldsByName, decoded, expect, one_of, read_as, whole
 from penstock.core.cluster import Device, SpareMachine
 from penstock.core.schedule import Schedule, families
 from penstock.core.schedule.check import check
@@ -158,7 +158,7 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
                 file is named. Or the parts contradict each other.
         """
         expect(text, str | bytes, "the text", f"give what {cls.__name__}.to_json wrote")
-        with refused_as(f"{where} is not a valid {cls.__name__}"):
+        with read_as(cls.__name__, text, where):
             return cls(**asdict(decoded(text, Draft)))
 
     def edited(self, **changes: Any) -> Plan:

@@ -149,12 +149,12 @@ class PipelineState(RunningPipeline):
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write the weights as ``save_pretrained`` of transformers does, and a model's ``config``
         beside them: ``from_pretrained`` loads the folder, and so does ``initial_weights``. Every
-        process writes the files of its own stages, rank 0 the index; all must call it, between
-        steps.
+        process writes the files of its own stages, rank 0 the index, or up to 5 GB one file of all
+        of them; all must call it, between steps.
 
         Args:
-            folder: the same on all ranks, where all hosts see it. What an earlier call with as many
-                stages has written there is replaced.
+            folder: the same on all ranks, where all hosts see it. What an earlier call has written
+                there is replaced, if it is one file, or was written with as many stages.
 
         Raises:
             InputError: tensor ranks in processes have parts of layers, or a layer keeps what is

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from penstock.core.timing.costs import Costs
     from penstock.core.timing.timeline import Timeline
 
+__all__ = ["simulate"]
+
 
 class Foretold(Planned, Protocol):
     """A ``Plan``: a schedule with costs of its own, and what they come to."""
@@ -55,9 +57,6 @@ def is_foretold(value: object) -> TypeGuard[Foretold]:
     False
     """
     return all(hasattr(type(value), name) for name in ("build_schedule", "costs", "simulate"))
-
-
-__all__ = ["simulate"]
 
 
 def simulate(
