@@ -212,3 +212,27 @@ def test_plans_name_a_card_for_every_rank():
     plan = pk.plan(model(), hosts(1, 1), microbatches=4, schedule="1f1b", replicas=[2])
     with pytest.raises(pk.InputError, match="cards are"):
         plan.edited(cards=(0,))
+
+
+def test_devices_with_cards_of_their_own_use_them_side_by_side():
+    names = [[f"h{number}:{index}" for index in range(4)] for number in range(2)]
+    card = pk.Card(bytes_per_second=RATE)
+    groups = [
+        pk.Group(name=f"{name}/card", members=(name,), card=card) for own in names for name in own
+    ] + [
+        pk.Group(
+            name=f"h{number}",
+            members=tuple(f"{name}/card" for name in own),
+            link=INSIDE,
+            kind="nvlink",
+        )
+        for number, own in enumerate(names)
+    ]
+    cluster = pk.Cluster(
+        devices=tuple(pk.Device(name=name) for own in names for name in own), groups=tuple(groups)
+    )
+    plan = pk.plan(model(), cluster, microbatches=16, schedule="1f1b", replicas=[8])
+    assert plan.summing.levels == ((0, 0, 0, 0, 1, 1, 1, 1),)
+    assert plan.hosts == (0, 0, 0, 0, 1, 1, 1, 1) and plan.cards == tuple(range(8))
+    between, *_ = plan.stages[0].reduce_steps
+    assert between == pytest.approx(14.2e6 / RATE / 4), "a quarter through each card"

@@ -243,9 +243,20 @@ class Topology:
     @cached_property
     def cards(self) -> tuple[int, ...]:
         """The network card of each device: the number of the group whose members share it, or −1
-        where nobody says. A way inside the group does not pass it."""
+        where nobody says. A way inside a host does not pass it."""
         with_card = {number for number, group in enumerate(self.cluster.groups) if group.card}
         return tuple(next((g for g in path if g in with_card), -1) for path in self.paths)
+
+    @cached_property
+    def hosts(self) -> tuple[int, ...]:
+        """The host of each device: the number of the outermost group of it that has a card, or says
+        of which kind its link inside is; of a device in no such group, a number < 0 of its own."""
+        groups = self.cluster.groups
+        inside = {n for n, group in enumerate(groups) if group.card or group.kind}
+        return tuple(
+            next((group for group in path if group in inside), -1 - device)
+            for device, path in enumerate(self.paths)
+        )
 
     def card(self, number: int) -> Card:
         """The card of a group that has one, by the group's number."""
@@ -255,9 +266,10 @@ class Topology:
 
     def cards_between(self, first: int, second: int) -> tuple[int, ...]:
         """The cards that a message from one device to another passes: the sender's, and the
-        receiver's; none inside a group that shares one."""
+        receiver's; none inside a host."""
         ends = self.cards[first], self.cards[second]
-        return tuple(card for card in ends if card >= 0) if ends[0] != ends[1] else ()
+        apart = self.hosts[first] != self.hosts[second]
+        return tuple(card for card in ends if card >= 0) if apart else ()
 
     def link(self, first: int, second: int) -> Link:
         """The link between two different devices, for a message that has the way to itself: as slow
@@ -309,8 +321,9 @@ class Topology:
         """The links of pairs that meet in a group, without looking at each pair: once for any two
         kinds of cards."""
         link = self._link_of(group)
-        numbers = {self.cards[k] for k in chosen if group == _WHOLE or group in self.paths[k]}
-        if len(numbers) < 2:  # nobody has a card, or all share one and do not pass it
+        meeting = [k for k in chosen if group == _WHOLE or group in self.paths[k]]
+        numbers = {self.cards[k] for k in meeting}
+        if len({self.hosts[k] for k in meeting}) < 2 or numbers == {-1}:
             yield link
             return
         kinds = Counter(self.card(number) if number >= 0 else None for number in numbers)

@@ -97,8 +97,10 @@ class SummedSetting:
 
     def passes_cards(self, ranks: Sequence[int]) -> bool:
         """Whether copies exchange through cards that others may share."""
-        cards = {self.task.topology.cards[device] for device in self._devices_of(ranks)}
-        return len(cards) > 1 and self.task.communication.name == RING
+        topology, devices = self.task.topology, self._devices_of(ranks)
+        hosts = {topology.hosts[device] for device in devices}
+        has_cards = any(topology.cards[device] >= 0 for device in devices)
+        return len(hosts) > 1 and has_cards and self.task.communication.name == RING
 
     def exchange(self, num_bytes: float, ranks: Sequence[int]) -> ExchangeSeconds:
         """How long one exchange among copies takes."""

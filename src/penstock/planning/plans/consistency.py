@@ -217,13 +217,20 @@ def check_devices(devices: Sequence[Device], needed: int) -> None:
         raise InputError(f"device {twice[0]!r} is given to more than one rank; name another one")
 
 
-def check_cards(cards: Sequence[int], num_ranks: int) -> None:
-    """Raise ``InputError`` unless every rank has a card's number, or nobody says which."""
-    if cards and (len(cards) != num_ranks or min(cards) < -1):
-        raise InputError(
-            f"cards are {list(cards)[:8]}, and there are {count_of(num_ranks, 'rank')}; give the "
-            "number of each one's card, −1 for none, or leave cards out"
-        )
+def check_cards(cards: Sequence[int], hosts: Sequence[int], num_ranks: int) -> None:
+    """Raise ``InputError`` unless every rank has a host and a card, or nobody says which."""
+    for name, numbers, least in (("cards", cards, -1), ("hosts", hosts, 0)):
+        if numbers and (len(numbers) != num_ranks or min(numbers) < least):
+            raise InputError(
+                f"{name} are {list(numbers)[:8]}, and there are {count_of(num_ranks, 'rank')}; "
+                f"give a number ≥ {least} for each, or leave {name} out"
+            )
+    if bool(cards) != bool(hosts):
+        raise InputError("hosts and cards come together; give both, or none")
+    host_of = dict(zip(cards, hosts, strict=True))
+    apart = [c for c, host in zip(cards, hosts, strict=True) if c >= 0 and host_of[c] != host]
+    if apart:
+        raise InputError(f"ranks of two hosts share the card {apart[0]}; give each host its own")
 
 
 def check_model(

@@ -58,6 +58,7 @@ class Draft(Value, frozen=True, kw_only=True):
     num_threads: int = 1
     microbatch_size: int = 0
     devices: tuple[Device, ...] = ()
+    hosts: tuple[int, ...] = ()
     cards: tuple[int, ...] = ()
     summing: Summing = Summing()
     cost_model: str = "ring"

@@ -86,8 +86,9 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
         microbatch_size: rows of a microbatch, as in the profile; 0 where nobody says.
         devices: the device of each rank, in order; with several tensor ranks, the devices of a
             rank follow one another. Empty where nobody says.
-        cards: the network card of each rank; ranks of equal numbers share one, −1 is none. What
-            travels at once shares it in the prediction. Empty where nobody says.
+        hosts, cards: the host of each rank, and the network card through which it reaches other
+            hosts; ranks of equal numbers share one, and −1 is no card. What travels at once shares
+            a card in the prediction. Empty where nobody says.
         summing: how ranks that hold the same weights sum their gradients.
         cost_model: the name of the one by which communication was counted.
         reason: one sentence on why this plan was chosen.
@@ -122,7 +123,7 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
             check_replicas(self.replicas, self.num_microbatches)
         check_groups(self._sample.stages_of, self.stages)
         check_devices(self.devices, self.num_seats)
-        check_cards(self.cards, self.num_ranks)
+        check_cards(self.cards, self.hosts, self.num_ranks)
         check_summing(self.summing, self.versions, self.num_ranks, self.num_tensor_ranks)
         check_policy(self.versions, self.schedule, self.replicas, self.num_microbatches)
         check_recompute(self.stages, self.schedule, self.versions)
@@ -231,6 +232,7 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
             self.offload,
             served_by(self),
             self.cards,
+            self.hosts,
         )
 
     @property

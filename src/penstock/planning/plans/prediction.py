@@ -131,7 +131,7 @@ class Prediction:
         spill: where stages are while they are not in memory, if they leave it.
         offload: where activations are meanwhile, if any leave; the placement says which.
         served: which stages hand their gradients to servers.
-        cards: of each rank, as ``Costs`` has them.
+        cards, hosts: of each rank, as ``Costs`` has them.
     """
 
     stages: tuple[StagePlan, ...]
@@ -144,6 +144,7 @@ class Prediction:
     offload: Offload | None = None
     served: Served = field(default_factory=Served)
     cards: tuple[int, ...] = ()
+    hosts: tuple[int, ...] = ()
 
     @property
     def flushes(self) -> bool:
@@ -153,7 +154,7 @@ class Prediction:
     @cached_property
     def costs(self) -> Costs:
         """The duration of each op, stage by stage."""
-        costs = replace(costs_of(self.stages), cards=self.cards)
+        costs = replace(costs_of(self.stages), cards=self.cards, hosts=self.hosts)
         if self.offload is not None:
             costs = offloading_costs(costs, self.stages, self.offload)
         return costs if self.spill is None else spilled_costs(costs, self.stages, self.spill)

@@ -89,7 +89,7 @@ def rehearse(  # noqa: PLR0913 - each has a default that most callers keep
     expect(costs, Costs, "costs", "give a penstock.Costs")
     # Emulated stages make all gradients at once, so that no part can leave before the others, and
     # each pair of ranks has a link of its own.
-    costs = replace(costs, exchanges=(), cards=())
+    costs = replace(costs, exchanges=(), cards=(), hosts=())
     _check_arguments(steps, scale, message_bytes)
     one_of("transport", transport, get_args(RehearsalTransport))
     one_of("waits", waits, get_args(WaitsName))
