@@ -372,6 +372,8 @@ class Topology:
 def _through(link: Link, cards: Iterable[Card | None]) -> Link:
     """A link whose ends are cards."""
     there = [card for card in cards if card is not None]
+    if not there:
+        return link
     rates = [card.bytes_per_second for card in there]
     rates += [link.bytes_per_second] if link.bytes_per_second else []
     latency = link.latency_seconds + sum(card.latency_seconds for card in there)
