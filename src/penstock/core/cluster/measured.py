@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations, pairwise
 from statistics import fmean, median
 from typing import NamedTuple
@@ -261,3 +261,46 @@ def _middle(links: Iterable[Link]) -> Link:
 def _differs(link: Link, usual: Link) -> bool:
     actual, expected = link.seconds(TYPICAL_BYTES), usual.seconds(TYPICAL_BYTES)
     return max(actual, expected) > (1 + MOST_DIFFERENCE) * min(actual, expected)
+
+
+def differences(
+    measured: Cluster, written: Cluster, links: Mapping[Pair, Link], where: str
+) -> Iterator[str]:
+    """The ways in which a cluster that was measured differs from the one that a file says, each a
+    sentence with both figures: links whose typical message takes over ``MOST_DIFFERENCE`` longer or
+    shorter, and who shares a card.
+
+    Args:
+        measured, written: whose device i is rank i's.
+        links: those that were measured, the lower rank first.
+        where: the name of the file.
+
+    Raises:
+        InputError: the file has another number of devices.
+    """
+    count = len(written.devices)
+    if count != len(measured.devices):
+        raise InputError(
+            f"{where} has {count} devices, and {len(measured.devices)} ranks were measured; start "
+            "one rank for each device of the file, in its order"
+        )
+    said, names = Topology(written), [device.name for device in written.devices]
+    for pair, link in links.items():
+        usual = said.link(*pair)
+        if usual.bytes_per_second and _differs(link, usual):
+            actual, expected = (each.seconds(TYPICAL_BYTES) * 1e3 for each in (link, usual))
+            yield (
+                f"a mebibyte from {names[pair[0]]} to {names[pair[1]]} takes {actual:.3g} ms, and "
+                f"by {where} {expected:.3g} ms"
+            )
+    measured_cards, written_cards = Topology(measured).cards, said.cards
+    for pair in combinations(range(count), 2):
+        ways = [_shares_card(cards, pair) for cards in (measured_cards, written_cards)]
+        if ways[0] != ways[1] and any(card >= 0 for card in measured_cards):
+            both = f"{names[pair[0]]} and {names[pair[1]]}"
+            words = "share a card" if ways[0] else "do not share a card"
+            yield f"{both} {words}, unlike in {where}"
+
+
+def _shares_card(cards: Sequence[int], pair: Pair) -> bool:
+    return cards[pair[0]] == cards[pair[1]] >= 0
