@@ -32,6 +32,8 @@ from penstock.planning.plans import Plan
 from penstock.planning.plans.explanation import steady_minibatch
 from penstock.training.pipeline import Pipeline
 from penstock.training.profiler.alone import Progress
+from penstock.trial.curvature import layers_of_stages
+from penstock.trial.reference.copied_stages import CopiedStage
 from penstock.trial.reference.delayed_replay import DelayedReplay
 from penstock.trial.reference.sideways_replay import SidewaysReplay
 from penstock.trial.reference.single_device import SingleDevice
@@ -282,6 +284,7 @@ def _referred(
     if isinstance(plan.versions, Sideways):
         return _borrowed(twin, plan, workload, [*before, *batches])
     if plan.versions.asynchronous:
+        ranks_of = plan.placement.ranks_of
         replay = DelayedReplay(
             twin,
             [len(stage.layers) for stage in plan.stages],
@@ -290,6 +293,7 @@ def _referred(
             workload.loss,
             workload.optimizer,
             replicas=plan.replicas,
+            trees=[plan.summing.tree(ranks_of(stage)) for stage in range(len(plan.stages))],
             seed=_SEED,
         )
         losses = (replay.train(before) if before else []) + replay.train(batches)
@@ -302,8 +306,27 @@ def _referred(
         workload.loss,
         lambda _: workload.optimizer(parameters),
         seed=_SEED,
+        copied=_copied(plan, twin),
     )
     return [alone.step(*batch) for batch in (*before, *batches)], {}
+
+
+def _copied(plan: Plan, twin: nn.Module) -> list[CopiedStage]:
+    """The stages of which several ranks have a copy, with the order in which these add."""
+    copy_of, stages = copies_of(plan), []
+    for stage, layers in enumerate(layers_of_stages(twin, plan)):
+        ranks = plan.placement.ranks_of(stage)
+        if len(ranks) > 1:
+            parameters = dict.fromkeys(
+                weight for layer in layers for weight in layer.module.parameters()
+            )
+
+            def rank_of(microbatch: int, count: int, stage: int = stage) -> int:
+                ranks = plan.placement.ranks_of(stage)
+                return ranks[copy_of(stage, microbatch, count)]
+
+            stages.append(CopiedStage(tuple(parameters), plan.summing.tree(ranks), rank_of))
+    return stages
 
 
 def _borrowed(
