@@ -246,6 +246,7 @@ def main():
         report[part.__name__] = [part(rank, transport) for transport in (near, far)]
     report["unasked"] = unasked(rank, far)
     report["looked for"] = looked_for(rank, far)
+    report["not waited for"] = not_waited_for(rank, far)
     report["failure"] = [failure(rank, transport) for transport in (near, far)]
     start = time.monotonic()
     dist.destroy_process_group()
@@ -266,6 +267,7 @@ def test_messages_between_two_processes():
         assert one["discarded"][where] == [8, "fresh", "fresher", 0]
     assert one["unasked"] == ["asked for", "unasked"]
     assert one["looked for"] == [None, False, True, 100_000.0, False, "second"]
+    assert one["not waited for"] == ["second", True, "first"]
     assert one["dropped"] == ["before", [1.0, 1.0, 1.0]]
     for (seconds, refused), heard in zip(zero["goodbye"], one["goodbye"], strict=True):
         assert seconds < SOON_SECONDS
