@@ -55,8 +55,8 @@ def test_a_cluster_file_says_where_servers_are():
         pk.Cluster.from_toml(text + 'address = "10.0.0.7:99"\ncount = 2\n')
 
 
-def near(replicas, *levels):
-    plan = replicated(make_mlp(), replicas)
+def near(replicas, *levels, count=6):
+    plan = replicated(make_mlp(), replicas, count)
     return plan.edited(summing=replace(plan.summing, levels=levels))
 
 
@@ -67,7 +67,7 @@ def test_a_plan_says_which_ranks_sum_among_themselves_first():
     assert "sums inside" not in near((4,), (0, 1, 2, 3)).text()
     behind = near((6,), (0, 1, 0, 1, 2, 2), (0, 0, 0, 0, 1, 1))
     assert "ranks 0+2, 1+3, 4–5; then ranks 0–3, 4–5" in " ".join(behind.text(200).split())
-    many = near((10,), tuple(rank // 2 for rank in range(10)))
+    many = near((10,), tuple(rank // 2 for rank in range(10)), count=10)
     assert "6–7, …" in many.text(200)
 
 
