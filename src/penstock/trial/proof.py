@@ -58,15 +58,16 @@ def prove(
 ) -> Proof:
     """Train through a ``Pipeline`` in threads and through an independent reference, and compare.
 
-    A synchronous plan is compared with ``SingleDevice``; one with stale updates with
+    A synchronous plan is compared with ``SingleDevice``, which adds gradients of copies as their
+    ranks do, in the order of the plan's ``summing``; one with stale updates with
     ``StaleReplay``, which takes from the pipeline's journal what each update was made of; an
     asynchronous one with ``DelayedReplay``, which has no pipeline and applies literally the
     versions that the policy states. There, recorded delays and versions held are compared with the
     policy's formulas, too. Both sides begin with equal weights and draw the same random numbers.
 
     Everything is expected to be equal to the bit, except where sums have another order: weights
-    that several layers share, replicas or copies of stages, tensor ranks, slices of sequences,
-    PipeMare's drift, and predicted weights. There, a tensor may be off by √ε of the way that
+    that several layers share, tensor ranks, slices of sequences, PipeMare's drift, and predicted
+    weights. There, a tensor may be off by √ε of the way that
     training has moved it (ε of its dtype: 3e-4 in float32, 1.5e-8 in float64), or by 16 units in
     the last place.
 
