@@ -237,7 +237,7 @@ class Deep:
     def backward(self, rank):
         self.models[rank](self.rows[rank]).square().mean().backward()
 
-    def round(self, number, twice=(), slow=()):
+    def round(self, number, twice=(), *, slow=False):
         """One round: the sums, as the tree has them, and what each rank had sent when its backward
         ended."""
         for rank, model in enumerate(self.models):
@@ -249,25 +249,27 @@ class Deep:
         for model in self.models:
             model.zero_grad()
         together = threading.Barrier(len(self.models), timeout=60)
+        hooks = [
+            model[2].register_full_backward_hook(lambda *_: together.wait() < 0 or None)
+            for model in self.models
+            if slow  # then all are as far, and what left before has come
+        ]
 
         def work(rank):
             self.links[rank].order.clear()
             with self.reducers[rank].closing(number):
                 for _ in range(2 if rank in twice else 1):
                     self.backward(rank)
-                    if slow:
-                        together.wait()
-                self.reducers[rank]._pass_on_what_has_come()
-                if slow:
-                    together.wait()
-                self.reducers[rank]._pass_on_what_has_come()
             early = [*self.links[rank].order]
             self.reducers[rank].hand_in(number, 1)
             self.reducers[rank].advance(averages=False)
             self.reducers[rank].finish()
             return early
 
-        return expected, on_all_ranks(work, len(self.models))
+        early = on_all_ranks(work, len(self.models))
+        for hook in hooks:
+            hook.remove()
+        return expected, early
 
     def check_all(self, expected):
         for model in self.models:
