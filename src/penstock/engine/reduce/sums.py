@@ -13,12 +13,12 @@ from itertools import accumulate
 from typing import TypeVar
 
 import torch
-from msgspec.structs import replace
 
 from penstock.base.units import count_of
 from penstock.core.summation.split import MOST_PORTIONS
 from penstock.engine.reduce.buckets import buckets_of, cut
 from penstock.engine.reduce.delegated import AllReducer, ServerReducer
+from penstock.engine.reduce.inside import Hosts, sharing_cards
 from penstock.engine.reduce.owners import OwnerReducer
 from penstock.engine.reduce.reducer import (
     MakeReducer,
@@ -263,6 +263,7 @@ def maker_of(
     seconds: float,
     coordinate: int = 0,
     servers: Collection[int] = (),
+    ranks: Sequence[Sequence[int]] = (),
 ) -> MakeReducer:
     """A maker of reducers for a rank that is a process; all ranks call it.
 
@@ -274,28 +275,31 @@ def maker_of(
         seconds: how long ranks wait for each other.
         coordinate: this process's.
         servers: the ranks that are parameter servers, if any are.
+        ranks: those that hold each group of shared weights, by its tag.
     """
     if summing.reducer == "parameter-server":
         return stepping_servers(summing, attempt, servers)
-    teams = [team for those in holders for team in those]
     # By tag, the place of this process's team; of groups that it has nothing of, any.
     firsts = accumulate(map(len, holders[:-1]), initial=0) if holders else ()
     places = [
         first + min(coordinate, len(those) - 1)
         for first, those in zip(firsts, holders, strict=True)
     ]
+    hosts = [Hosts.of(summing, own) for own in ranks]
     if summing.reducer == "servers":
-        # Each sum counts on its share of a server.
-        shares = tuple(
-            replace(server, bytes_per_second=server.bytes_per_second / len(teams))
-            for server in summing.servers
-            if teams
-        )
-        by_shares = replace(summing, servers=shares)
+        counted = [host for host, those in zip(hosts, holders, strict=True) for _ in those]
+        by_shares = sharing_cards(summing, counted)
         return partial(ServerReducer, summing=by_shares, attempt=attempt, numbers=places)
     if summing.reducer == "all-reduce":
-        groups = make_groups(seconds, teams)
-        return partial(AllReducer, group=[groups[place] for place in places])
+        parts = [
+            host.exchanging_of(team)
+            for host, those in zip(hosts, holders, strict=True)
+            for team in those
+        ]
+        made = iter(make_groups(seconds, [part for own in parts for part in own]))
+        by_team = [[next(made) for _ in own] for own in parts]
+        by_tag = [by_team[place] for place in places]
+        return partial(AllReducer, summing=summing, made=by_tag)
     return _sharded if summing.reducer == "sharded" else _by_owners
 
 
