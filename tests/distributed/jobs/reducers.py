@@ -7,8 +7,8 @@ threads, and kills the servers one after another; ``checkpoint`` goes on from sh
 layout; ``parameter servers`` compares those with copies that update, on the way from one checkpoint
 to the next; ``stale`` lets updates be late, and does again what the journal says; ``both ways`` has
 two ranks and no common order, ``devices`` two accelerators, ``served devices`` with a parameter
-server besides; ``stranger`` names another job than the servers; ``killed WAY VICTIM`` loses a rank.
-Each rank reports in ``report-<rank>.json``.
+server besides, and ``near devices`` sum inside a host first; ``stranger`` names another job than
+the servers; ``killed WAY VICTIM`` loses a rank. Each rank reports in ``report-<rank>.json``.
 """
 
 from __future__ import annotations
@@ -61,14 +61,16 @@ def plan_of(model, way, addresses, replicas=(3,)):
     return plan.with_reducer(way, spares(addresses) if way in WITH_SERVERS else ())
 
 
-def on_devices(addresses, ways, transport="process-group", replicas=(2,)):
-    """Copies on accelerators in software, which raise where a wait is missing."""
+def on_devices(addresses, ways, transport="process-group", replicas=(2,), levels=()):
+    """Copies on accelerators in software, which raise where a wait is missing; perhaps near each
+    other."""
     found, model = [], make_mlp(dropout=0.1)
     devices = [f"emu:{rank}" for rank in range(sum(replicas))]
     expected = train(plan_of(model, "owners", (), replicas), "threads", devices="cpu")
     for way, in_loop in product(ways, (False, True)):
         sent = collectives.DONE.num_bytes_sent
         plan = plan_of(model, way, addresses, replicas)
+        plan = replace(plan, summing=replace(plan.summing, levels=levels))
         got = train(plan, transport, devices=devices, in_loop=in_loop)
         for key, value in got.items():
             if not torch.equal(value.cpu(), expected[key]):
@@ -309,6 +311,7 @@ def main() -> None:
         "both ways": partial(both_ways, addresses),
         "devices": partial(on_devices, addresses, ("servers", "sharded", "all-reduce")),
         "linked devices": partial(on_devices, addresses, LINKED, "auto", (1, 2)),
+        "near devices": partial(on_devices, addresses, ("servers",), "auto", (3,), ((0, 0, 1),)),
         "served linked devices": partial(
             on_devices, ["spare:1"], ("parameter-server",), "auto", (1, 2)
         ),

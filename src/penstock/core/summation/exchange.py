@@ -173,7 +173,7 @@ class SumExchange:
             waiting = round_.waiting[dtype]
             low = bisect_left(waiting, first, key=attrgetter("start"))
             high = max(low, bisect_right(waiting, last, key=attrgetter("stop")))
-            for part in waiting[low:high]:
+            for part in reversed(waiting[low:high]):
                 self._queue(round_, dtype, part)
             del waiting[low:high]
 
@@ -196,13 +196,14 @@ class SumExchange:
             most = max(division.part_bytes // ITEM_BYTES[dtype], 1)
             round_.waiting[dtype] = []
             filled = None if round_.filled is None else round_.filled[dtype]
-            for part in parts_of(len(numbers), division.shares, most):
+            for part in reversed(parts_of(len(numbers), division.shares, most)):
                 if wanted:
                     round_.left[self._head(round_, dtype, part)] = part.owner
                 if filled is None or filled.has(part.start, part.stop):
                     self._queue(round_, dtype, part)
                 else:
                     round_.waiting[dtype].append(part)
+            round_.waiting[dtype].reverse()
 
     def _division(self, num_bytes: int) -> Division:
         key = num_bytes, self.missing
