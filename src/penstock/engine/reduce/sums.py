@@ -319,6 +319,8 @@ def _sharded(
 
 def summing_words(summing: Summing) -> str:
     """Who sums gradients, where it is not the usual; else empty."""
+    if summing.reducer == "servers" and not summing.servers:
+        return "gradients of copies are summed by the ranks' own machines (colocated servers)"
     if summing.reducer == "servers":
         servers = count_of(len(summing.servers), "server")
         return f"gradients of copies are summed by ranks and {servers}"
