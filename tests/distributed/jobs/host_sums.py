@@ -56,7 +56,7 @@ def sums_of(summing, own, transport, attempt):
         if rank in held
     ]
     sums = GradientSums(rank, shared, transport, everywhere=True, make=make)
-    sums.begin_equal()
+    sums.begin_equal(summing)
     return sums
 
 

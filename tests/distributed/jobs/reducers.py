@@ -5,10 +5,12 @@
 ADDRESSES and PIDS are those of servers, with commas between. Cases: ``same`` compares all ways with
 threads, and kills the servers one after another; ``checkpoint`` goes on from shards in another
 layout; ``parameter servers`` compares those with copies that update, on the way from one checkpoint
-to the next; ``stale`` lets updates be late, and does again what the journal says; ``both ways`` has
-two ranks and no common order, ``devices`` two accelerators, ``served devices`` with a parameter
-server besides, and ``near devices`` sum inside a host first; ``stranger`` names another job than
-the servers; ``killed WAY VICTIM`` loses a rank. Each rank reports in ``report-<rank>.json``.
+to the next; ``hosts`` sums on hosts first; ``stale`` lets updates be late, and does again what the
+journal says; ``both ways`` has two ranks and no common order, ``devices`` two accelerators,
+``served devices`` with a parameter server besides, and ``near devices`` sum by servers, inside
+hosts first; ``stranger`` names another job than the servers;
+``killed WAY VICTIM`` loses a rank, or ``killed WAY:HOSTS VICTIM`` on hosts with these digits.
+Each rank reports in ``report-<rank>.json``.
 """
 
 from __future__ import annotations
@@ -56,8 +58,9 @@ def spares(addresses):
     ]
 
 
-def plan_of(model, way, addresses, replicas=(3,)):
+def plan_of(model, way, addresses, replicas=(3,), levels=()):
     plan = replicated(model, replicas)
+    plan = replace(plan, summing=replace(plan.summing, levels=levels))
     return plan.with_reducer(way, spares(addresses) if way in WITH_SERVERS else ())
 
 
@@ -66,11 +69,10 @@ def on_devices(addresses, ways, transport="process-group", replicas=(2,), levels
     other."""
     found, model = [], make_mlp(dropout=0.1)
     devices = [f"emu:{rank}" for rank in range(sum(replicas))]
-    expected = train(plan_of(model, "owners", (), replicas), "threads", devices="cpu")
+    expected = train(plan_of(model, "owners", (), replicas, levels), "threads", devices="cpu")
     for way, in_loop in product(ways, (False, True)):
         sent = collectives.DONE.num_bytes_sent
-        plan = plan_of(model, way, addresses, replicas)
-        plan = replace(plan, summing=replace(plan.summing, levels=levels))
+        plan = plan_of(model, way, addresses, replicas, levels)
         got = train(plan, transport, devices=devices, in_loop=in_loop)
         for key, value in got.items():
             if not torch.equal(value.cpu(), expected[key]):
@@ -102,12 +104,14 @@ def train(plan, transport, between=lambda step: None, *, in_loop=False, **option
 
 
 @contextmanager
-def apart(wanted):
-    """Within, ranks believe to be on hosts of their own, if that is wanted."""
-    usual = ProcessGroupTransport.__init__
+def apart(wanted, hosts=()):
+    """Within, ranks believe to be on hosts of their own, if that is wanted, or on those with these
+    numbers."""
+    usual, own = ProcessGroupTransport.__init__, dist.get_rank()
+    there = [rank for rank, host in enumerate(hosts) if host == hosts[own]] or [own]
 
     def begin(self, group, near, *rest, **options):
-        usual(self, group, frozenset({dist.get_rank()}), *rest, **options)
+        usual(self, group, frozenset(there), *rest, **options)
 
     if wanted:
         ProcessGroupTransport.__init__ = begin
@@ -115,6 +119,36 @@ def apart(wanted):
         yield
     finally:
         ProcessGroupTransport.__init__ = usual
+
+
+def hosts():
+    """Copies on hosts, some behind switches: processes, which exchange gradients while backwards
+    run, add in the order in which threads do, and this is not the order of the ranks."""
+    found, model = [], make_mlp(dropout=0.1)
+    cases = [
+        ("owners", (4,), ((0, 0, 1, 1),), {}),
+        ("owners", (1, 3), ((0, 0, 1, 1),), {"clip_norm": 0.5}),
+        ("owners", (4,), ((0, 1, 1, 2), (0, 0, 0, 1)), {}),
+        ("sharded", (4,), ((0, 1, 0, 1),), {}),
+        ("sharded", (4,), ((0, 0, 1, 1),), {"clip_norm": 0.5}),
+        ("sharded", (4,), ((0, 0, 1, 1),), {"in_loop": True}),
+        ("parameter-server", (3,), ((0, 0, 1),), {}),
+    ]
+    for way, replicas, levels, options in cases:
+        clip = {key: value for key, value in options.items() if key == "clip_norm"}
+        expected = train(plan_of(model, "owners", (), replicas, levels), "threads", **clip)
+        flat = train(plan_of(model, "owners", (), replicas), "threads", **clip)
+        if len(levels[0]) > 3 and all(torch.equal(flat[key], expected[key]) for key in flat):
+            found.append(f"{levels} add as no levels do")
+        plan = plan_of(model, way, (), replicas, levels)
+        on_hosts = (*levels[-1], 9)[: dist.get_world_size()]
+        for transport, across in (("auto", False), ("process-group", True)):
+            with apart(across, on_hosts):
+                got = train(plan, transport, **options)
+            for key, value in got.items():
+                if not torch.equal(value, expected[key]):
+                    found.append(f"{way} {replicas} {levels} {options} {transport}: {key}")
+    return found
 
 
 def exchanged(timeline):
@@ -282,8 +316,14 @@ def stale():
 def refused(way, addresses, between=lambda step: None):
     """What a training ends with."""
     replicas = (2,) if way in {"parameter-server", "stale"} else (3,)
+    way, _, levels = way.partition(":")
+    near = tuple(map(int, levels))
     try:
-        plan = plan_of(make_mlp(), way if way != "stale" else "owners", addresses[:1], replicas)
+        if near:
+            plan = plan_of(make_mlp(), way, (), (len(near),), (near,))
+        else:
+            known = way if way != "stale" else "owners"
+            plan = plan_of(make_mlp(), known, addresses[:1], replicas)
         if way == "stale":
             plan = plan.with_reducer("parameter-server", stale=2)
         train(plan, "process-group", between)
@@ -319,6 +359,10 @@ def main() -> None:
         "checkpoint": partial(checkpoint, folder),
         "parameter servers": partial(parameter_servers, folder),
         "stale": stale,
+        "hosts": hosts,
+        "hosts of linked devices": partial(
+            on_devices, (), ("owners", "sharded"), "auto", (1, 3), ((0, 1, 1, 2),)
+        ),
     }
     if case in compares:
         found = compares[case]()

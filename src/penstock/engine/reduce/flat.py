@@ -239,8 +239,7 @@ class FlatReducer(Reducer):
         frozen = frozen_places(self._shared.parameters)
         if frozen not in self._layouts:
             layout = FlatLayout(self._shared.parameters, frozen)
-            most = MOST_PORTIONS if self._inside is None else self._inside.most_portions
-            portions = num_portions(layout.num_bytes, most)
+            portions = num_portions(layout.num_bytes, MOST_PORTIONS)
             slices = SliceLayout(layout.counts, self._hosts.num_slices, portions)
             # What is frozen seldom changes, and then for good.
             self._layouts = {frozen: (layout, slices)}

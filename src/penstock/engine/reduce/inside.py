@@ -19,7 +19,7 @@ memory between hosts.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
@@ -28,10 +28,11 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from penstock.core.summation.roles import TreeRole
 from penstock.core.summation.split import MOST_PORTIONS
 from penstock.core.summation.tree import Groups, SumTree
 from penstock.engine.device.accelerators import is_on_host
-from penstock.engine.reduce.reducer import MOST_LANES, Purpose, SharedWeights
+from penstock.engine.reduce.reducer import Purpose, SharedWeights
 from penstock.engine.transport import Edge, Transport
 from penstock.planning.plans.summing import Summing
 
@@ -203,13 +204,12 @@ class HostSums:
         host = hosts.host_of(rank)
         self._rank, self._shared, self._transport = rank, shared, transport
         self._summing = host[: hosts.num_slices]
-        self._tree = SumTree.of(host, levels, self._summing)
-        self._levels = range(self._tree.num_levels)
-        self.most_portions = min(MOST_PORTIONS, (MOST_LANES - 1) // len(self._levels))
-        assert self.most_portions, "fifteen levels, of which each divides a host"
+        self._role = TreeRole.of(SumTree.of(host, levels, self._summing), rank)
+        self._levels = range(self._role.num_levels)
         self._number = 0
         self._layout = SliceLayout({}, 1, 1)
         self._whole: Mapping[int, Tensor] = {}
+        # By portion and by who sums a slice for the host: what this rank has of it.
         self._held: dict[tuple[int, int], list[Tensor]] = {}
         self._reached: dict[int, int] = {}
 
@@ -227,65 +227,31 @@ class HostSums:
 
     def give(self, portion: int) -> None:
         """A portion of this rank's gradients is there."""
-        for slice_ in range(self._layout.num_slices):
-            self._held[portion, slice_] = self._cut(portion, slice_)
+        for owner in self._summing:
+            self._held[portion, owner] = self._cut(portion, owner)
         self._reach(portion, 0)
 
     def has_given(self, portion: int) -> bool:
         """Whether a portion has been given in this round."""
         return portion in self._reached
 
-    def _cut(self, portion: int, slice_: int) -> list[Tensor]:
-        ranges = self._layout.slice(portion, slice_)
+    def _cut(self, portion: int, owner: int) -> list[Tensor]:
+        """The slice of a portion that one rank sums for the host."""
+        ranges = self._layout.slice(portion, self._summing.index(owner))
         return [self._whole[dtype][start:stop] for dtype, (start, stop) in ranges.items()]
 
-    def _slices(self, level: int, source: int, target: int) -> list[int]:
-        """Those whose sums at a level one rank makes of what another one has, among others."""
-        tree = self._tree
-        return [
-            slice_
-            for slice_, owner in enumerate(self._summing)
-            if tree.delegate(level - 1, source, owner) == source
-            and tree.delegate(level, source, owner) == target
-        ]
-
-    @cached_property
-    def _targets(self) -> list[dict[int, list[int]]]:
-        """By level: to whom this rank hands which slices."""
-        return [
-            {
-                other: slices
-                for other in self._tree.ranks
-                if other != self._rank and (slices := self._slices(level, self._rank, other))
-            }
-            for level in self._levels
-        ]
-
-    @cached_property
-    def _sources(self) -> list[dict[int, list[int]]]:
-        """By level: from whom this rank gets which slices."""
-        return [
-            {
-                other: slices
-                for other in self._tree.ranks
-                if other != self._rank and (slices := self._slices(level, other, self._rank))
-            }
-            for level in self._levels
-        ]
-
-    def _edge(self, source: int, target: int, purpose: Purpose, level: int, portion: int) -> Edge:
+    def _edge(self, source: int, target: int, purpose: Purpose, portion: int) -> Edge:
         # Lane 0 has what holders tell each other of the whole round.
-        lane = 1 + level * self.most_portions + portion
-        return self._shared.edge(source, target, purpose, lane)
+        return self._shared.edge(source, target, purpose, 1 + portion)
 
     def _reach(self, portion: int, level: int) -> None:
         """A portion's sums of the levels below one are made: hand those on that others add."""
         self._reached[portion] = level
         if level == len(self._levels):
             return
-        for target, slices in self._targets[level].items():
-            values = [value for own in slices for value in self._held.pop((portion, own))]
-            edge = self._edge(self._rank, target, Purpose.PART, level, portion)
+        for target, owners in self._role.targets[level].items():
+            values = [value for owner in owners for value in self._held.pop((portion, owner))]
+            edge = self._edge(self._rank, target, Purpose.PART, portion)
             self._transport.send(edge, self._number, values)
 
     def add_what_has_come(self, made: Made) -> None:
@@ -300,10 +266,8 @@ class HostSums:
                 self._add(portion, level, made)
 
     def _arriving(self, level: int, portion: int) -> list[Edge]:
-        return [
-            self._edge(source, self._rank, Purpose.PART, level, portion)
-            for source in self._sources[level]
-        ]
+        sources = self._role.sources[level]
+        return [self._edge(source, self._rank, Purpose.PART, portion) for source in sources]
 
     def complete(self, made: Made) -> None:
         """Add all that others of this host give in the round, all of whom have given, or will
@@ -314,71 +278,58 @@ class HostSums:
 
     def _add(self, portion: int, level: int, made: Made) -> None:
         come: dict[int, dict[int, list[Tensor]]] = {}
-        for source, slices in self._sources[level].items():
+        for source, owners in self._role.sources[level].items():
             waiting = (
                 f"rank {self._rank}, waiting before its update for rank {source}'s gradients of "
                 "weights that both hold"
             )
-            edge = self._edge(source, self._rank, Purpose.PART, level, portion)
+            edge = self._edge(source, self._rank, Purpose.PART, portion)
             values = self._transport.recv(edge, self._number, waiting)
-            come[source] = self._by_slice(portion, slices, values)
-        for slice_, owner in enumerate(self._summing):
-            if (portion, slice_) not in self._held:
-                continue
-            sources = self._tree.sources(level, self._rank, owner)
-            own = self._held[portion, slice_]
-            values = [own if rank == self._rank else come[rank][slice_] for rank in sources]
-            self._held[portion, slice_] = [_added(parts) for parts in zip(*values, strict=True)]
+            come[source] = self._by_owner(portion, owners, values)
+        for owner, sources in self._role.additions[level].items():
+            own = self._held[portion, owner]
+            columns = [own if rank == self._rank else come[rank][owner] for rank in sources]
+            self._held[portion, owner] = [_added(parts) for parts in zip(*columns, strict=True)]
         self._reach(portion, level + 1)
-        slices = [slice_ for owner, slice_ in self._own_slice if level + 1 == len(self._levels)]
-        for slice_ in slices:
-            made(portion, self._held.pop((portion, slice_)))
+        if level + 1 == len(self._levels) and self._rank in self._summing:
+            made(portion, self._held.pop((portion, self._rank)))
 
-    @property
-    def _own_slice(self) -> Iterator[tuple[int, int]]:
-        """(rank, slice) of this rank, if it makes one for the host."""
-        return (
-            (owner, slice_) for slice_, owner in enumerate(self._summing) if owner == self._rank
-        )
-
-    def _by_slice(
-        self, portion: int, slices: Sequence[int], values: Sequence[Tensor]
+    def _by_owner(
+        self, portion: int, owners: Sequence[int], values: Sequence[Tensor]
     ) -> dict[int, list[Tensor]]:
         each = len(self._layout.portion(portion))
         return {
-            slice_: [*values[index * each : (index + 1) * each]]
-            for index, slice_ in enumerate(slices)
+            owner: [*values[index * each : (index + 1) * each]]
+            for index, owner in enumerate(owners)
         }
 
     def spread(self, portion: int) -> None:
         """Make a portion of the buffers the sums, of which this rank's slice has been written."""
         for level in reversed(self._levels):
-            for source, slices in self._sources[level].items():
-                edge = self._edge(self._rank, source, Purpose.SUM, level, portion)
-                values = [value for own in slices for value in self._cut(portion, own)]
+            for source, owners in self._role.sources[level].items():
+                edge = self._edge(self._rank, source, Purpose.SUM, portion)
+                values = [value for owner in owners for value in self._cut(portion, owner)]
                 self._transport.send(edge, self._number, [_leaving(value) for value in values])
-            for target, slices in self._targets[level].items():
+            for target, owners in self._role.targets[level].items():
                 waiting = (
                     f"rank {self._rank}, waiting before its update for rank {target}'s sum of "
                     "gradients of weights that both hold"
                 )
-                edge = self._edge(target, self._rank, Purpose.SUM, level, portion)
+                edge = self._edge(target, self._rank, Purpose.SUM, portion)
                 sums = self._transport.recv(edge, self._number, waiting)
-                for slice_, own in self._by_slice(portion, slices, sums).items():
-                    for room, value in zip(self._cut(portion, slice_), own, strict=True):
+                for owner, own in self._by_owner(portion, owners, sums).items():
+                    for room, value in zip(self._cut(portion, owner), own, strict=True):
                         room.copy_(value)
 
     def outgoing(self) -> set[Edge]:
         """The channels on which others may wait for this rank."""
+        ways = ((Purpose.PART, self._role.targets), (Purpose.SUM, self._role.sources))
         return {
-            self._edge(self._rank, other, purpose, level, portion)
-            for purpose, by_level in (
-                (Purpose.PART, self._targets),
-                (Purpose.SUM, self._sources),
-            )
-            for level, others in enumerate(by_level)
+            self._edge(self._rank, other, purpose, portion)
+            for purpose, by_level in ways
+            for others in by_level
             for other in others
-            for portion in range(self.most_portions)
+            for portion in range(MOST_PORTIONS)
         }
 
 

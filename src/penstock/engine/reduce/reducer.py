@@ -19,8 +19,7 @@ from penstock.engine.tensor.unequal_groups import WholePlaceholders
 from penstock.engine.transport import Edge, Transport
 from penstock.engine.transport.base import RENEWED_TAGS, SHARED_TAGS
 
-MOST_LANES = 16
-"""Of a channel between two holders: messages of different lanes do not wait for each other."""
+_MOST_LANES = 16
 
 
 class Purpose(IntEnum):
@@ -62,9 +61,9 @@ class SharedWeights(NamedTuple):
             lane: 0 … 15; messages of different lanes do not wait for each other.
         """
         if purpose is Purpose.WEIGHTS:
-            return Edge(source, target, RENEWED_TAGS + MOST_LANES * self.tag + lane)
+            return Edge(source, target, RENEWED_TAGS + _MOST_LANES * self.tag + lane)
         channel = len(Purpose) * self.tag + purpose
-        return Edge(source, target, SHARED_TAGS + MOST_LANES * channel + lane)
+        return Edge(source, target, SHARED_TAGS + _MOST_LANES * channel + lane)
 
     def others(self, rank: int) -> tuple[int, ...]:
         """The other holders, beginning with the one behind ``rank``: where all send in this order,

@@ -81,11 +81,6 @@ class StaleReducer(ShardedReducer):
         """Whether this rank is the server."""
         return self._rank == self._server
 
-    @property
-    def tag(self) -> int:
-        """Which group of weights it is."""
-        return self._shared.tag
-
     def open(self) -> None:
         """Connect workers to the server's bell.
 

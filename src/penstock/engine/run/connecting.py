@@ -264,10 +264,7 @@ class InThreads(RankPlacement):
         queues: Mapping[int, DeviceQueue],
     ) -> list[Connections]:
         exchange = ThreadExchange(len(self.seats), self._start.seconds)
-        servers = layout.server_ranks
-        make_reducer: MakeReducer = OwnerReducer
-        if servers:
-            make_reducer = sums.stepping_servers(self.plan.summing, self.attempt, servers)
+        make_reducer = sums.in_threads(self.plan.summing, self.attempt, layout.server_ranks)
         return [
             Connections(transport, seat, queues.get(seat.number), make_reducer=make_reducer)
             for seat, transport in zip(self.seats, exchange.transports, strict=True)
@@ -384,7 +381,7 @@ class InProcess(RankPlacement):
         self._meeting.exchange(None, NoneType, "to start training")
         (worker,) = workers
         with building(worker.queue):
-            worker.updater.sums.begin_equal()
+            worker.updater.sums.begin_equal(self.plan.summing)
             layout.let_go()  # what was made equal are copies, where a group has the model's layers
             worker.transport.hand_over()
 

@@ -111,6 +111,7 @@ class FlushedUpdates(UpdateProtocol):
         if recipe.optimizer is not None:
             updater.sums.hand_back(stage)
         if not self._to_update:
+            updater.sums.relay()
             if learned:
                 updater.step_schedulers()
             self._end_round()
