@@ -143,6 +143,30 @@ class GradientSums:
         """Whether others update weights for this rank."""
         return bool(self._sharded)
 
+    def serves(self, stage: int) -> bool:
+        """Whether this rank is a parameter server that may step a stage bucket by bucket."""
+        reducers = [
+            reducer
+            for reducer, weights in zip(self._reducers, self._shared, strict=True)
+            if stage in weights.stages
+        ]
+        return bool(reducers) and all(
+            isinstance(reducer, ShardedReducer) and reducer.serves for reducer in reducers
+        )
+
+    def update_in_turn(self, stage: int, step: Callable[[], None]) -> None:
+        """Step a stage that this rank ``serves``, and answer, bucket by bucket.
+
+        Args:
+            step: steps all rows that have a gradient.
+        """
+        for index in [*self._to_advance]:
+            reducer = self._reducers[index]
+            if stage in self._shared[index].stages and isinstance(reducer, ShardedReducer):
+                self._to_advance.remove(index)
+                self._to_finish.remove(index)
+                reducer.update_in_turn(step)
+
     def hand_back(self, stage: int) -> None:
         """A stage has stepped: give others what this rank has updated for them. What they have is
         to be taken before anybody reads the stage's weights."""
@@ -263,15 +287,17 @@ def in_threads(summing: Summing, attempt: str, servers: Collection[int]) -> Make
         servers: the ranks that are parameter servers, if any are.
     """
     if servers:
-        return _stepping_servers(summing, attempt, servers)
+        return _stepping_servers(summing, attempt, servers, 1)
     return partial(_by_owners, summing=summing, most_buckets=1)
 
 
-def _stepping_servers(summing: Summing, attempt: str, servers: Collection[int]) -> MakeReducer:
+def _stepping_servers(
+    summing: Summing, attempt: str, servers: Collection[int], most_buckets: int = MOST_PORTIONS
+) -> MakeReducer:
     """A maker of reducers for a rank whose shared weights parameter servers may update."""
     if summing.stale and servers:
         return partial(StaleReducer, servers=servers, most_stale=summing.stale, attempt=attempt)
-    return partial(_sharded, summing=summing, servers=servers)
+    return partial(_sharded, summing=summing, servers=servers, most_buckets=most_buckets)
 
 
 def maker_of(
@@ -338,14 +364,14 @@ def _sharded(
     transport: Transport,
     summing: Summing,
     servers: Collection[int] = (),
+    most_buckets: int = MOST_PORTIONS,
 ) -> Reducer:
     """Tied weights are of several stages, each with an optimizer, and of gradients of which tensor
     ranks have terms nobody knows a row before all are summed: all holders keep all of those."""
     make = ShardedReducer if shared.divisible else OwnerReducer
     serving = [holder for holder in shared.ranks if holder in servers]
     tree = summing.tree(shared.ranks, serving or None)
-    # A server that steps takes all gradients of a worker at once.
-    return make(rank, shared, transport, 1 if servers else MOST_PORTIONS, servers, tree)
+    return make(rank, shared, transport, most_buckets, servers, tree)
 
 
 def summing_words(summing: Summing) -> str:
