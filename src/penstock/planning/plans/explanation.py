@@ -274,9 +274,9 @@ def _rate_factor(plan: Plan, stage: int) -> float:
 
 
 _IN_TURN = (
-    "Parameter servers step and answer bucket by bucket while gradients still come, if the optimizer "
-    "is one of torch's that treat each number by itself; clipping, a grad_scaler, tensor ranks or "
-    "another optimizer make them wait for all gradients."
+    "Parameter servers in processes of their own step and answer bucket by bucket while gradients "
+    "still come, if the optimizer is one of torch's that treat each number by itself; clipping, a "
+    "grad_scaler, tensor ranks or another optimizer make them wait for all gradients."
 )
 
 
