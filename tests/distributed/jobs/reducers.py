@@ -229,12 +229,13 @@ def checkpoint(folder):
     names of parts, and of weights that are not the same."""
     model, own = make_mlp(), folder / f"own-{dist.get_rank()}"
     found = []
-    for replicas, first in (((1, 2), 0), ((3,), 2), ((2, 1), 4)):
+    near = ((0, 0, 1),)  # one host has half of the rows
+    for replicas, first, levels in (((1, 2), 0, ()), ((3,), 2, near), ((2, 1), 4, ())):
         expected = going_on(
-            plan_of(model, "owners", (), replicas), "threads", own, first, first + 2
+            plan_of(model, "owners", (), replicas, levels), "threads", own, first, first + 2
         )
         for way in ("sharded", "owners") if first == 2 else ("sharded",):
-            plan = plan_of(model, way, (), replicas)
+            plan = plan_of(model, way, (), replicas, levels)
             got = going_on(plan, "process-group", folder / "run", first, first + 2)
             dist.barrier()
             found += [key for key, value in got.items() if not torch.equal(value, expected[key])]

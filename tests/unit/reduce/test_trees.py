@@ -15,6 +15,7 @@ from penstock.base.errors import PeerError
 from penstock.core.summation import split
 from penstock.core.summation.tree import SumTree
 from penstock.engine.model import tree as values
+from penstock.engine.reduce.buckets import buckets_of
 from penstock.engine.reduce.owners import OwnerReducer
 from penstock.engine.reduce.reducer import Purpose, SharedWeights
 from penstock.engine.reduce.sharding import ShardedReducer
@@ -217,10 +218,10 @@ def test_what_crosses_is_what_the_tree_says(levels, make):
 class Deep:
     """Copies of a model on two hosts whose gradients leave while backwards run."""
 
-    def __init__(self, make, levels):
+    def __init__(self, make, levels, across):
         torch.manual_seed(0)
         count = len(levels[0])
-        self.tree = Summing(levels=levels).tree(range(count))
+        self.tree = Summing(levels=levels, across=across).tree(range(count))
         self.models = [nn.Sequential(*(nn.Linear(32, 32) for _ in range(6))) for _ in levels[0]]
         self.rows = torch.randn(count, 8, 32)
         shared = [
@@ -283,7 +284,7 @@ def fixture_deep(monkeypatch):
     made = []
 
     def make(reducer, levels, across="every"):
-        made.append(Deep(reducer, levels))
+        made.append(Deep(reducer, levels, across))
         return made[-1]
 
     yield make
@@ -315,8 +316,9 @@ def near_pairs(levels):
 
 @pytest.mark.parametrize("levels", [TWO_HOSTS, BEHIND_SWITCHES])
 @pytest.mark.parametrize("twice", [(1,), (0, 1, 2, 3)])
-def test_a_gradient_that_is_added_to_after_it_left_goes_up_once_more(deep, levels, twice):
-    group = deep(OwnerReducer, levels)
+@pytest.mark.parametrize("across", ["every", "first"])
+def test_a_gradient_that_is_added_to_after_it_left_goes_up_once_more(deep, levels, twice, across):
+    group = deep(OwnerReducer, levels, across)
     for number, ranks in enumerate([(), (), twice, (), twice]):
         group.check_all(group.round(number, twice=ranks)[0])
     for link in group.links:  # nothing is left over
@@ -425,6 +427,32 @@ def test_weights_to_begin_with_go_down_the_tree(levels):
     assert sent == pairs
     for link in links:
         link.close("done")
+
+
+@pytest.mark.parametrize("across", ["every", "first"])
+def test_rows_that_are_added_to_after_they_left_go_up_once_more(deep, across):
+    """Who owns none is told, too, which gradients to give again."""
+    group = deep(ShardedReducer, TWO_HOSTS, across)
+    for number, twice in enumerate([(), (), (1,), (), (3,)]):
+        expected, _ = group.round(number, twice=twice)
+        for model, reducer in zip(group.models, group.reducers, strict=True):
+            for parameter, wanted in zip(model.parameters(), expected, strict=True):
+                start, part = reducer.shards[parameter]
+                assert part is None or torch.equal(part.grad, wanted[start : start + len(part)])
+
+
+def test_parameter_servers_have_delegates_of_their_own():
+    tree = Summing(levels=TWO_HOSTS).tree(range(6), [4, 5])
+    assert [tree.delegate(0, 0, owner) for owner in (4, 5)] == [0, 1]
+    assert [tree.delegate(0, 2, owner) for owner in (4, 5)] == [2, 3]
+
+
+def test_buckets_have_the_weights_of_their_owners():
+    parameters = {0: nn.Parameter(torch.zeros(300)), 1: nn.Parameter(torch.zeros(300))}
+    tree = Summing(levels=((0, 1, 1, 1),)).tree(range(4))
+    (bucket,) = buckets_of(parameters, tree.weights, most=1)
+    sizes = [sum(stop - start for _, start, stop in own) for _, own in bucket.shards]
+    assert sizes == [300, 100, 100, 100]
 
 
 def test_rows_have_the_weights_of_their_owners():

@@ -382,13 +382,17 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
             reducer: see ``Summing``.
             servers: where ``penstock serve`` runs, for ``"servers"``; on which machines the last
                 ranks run, for ``"parameter-server"``, by default one.
-            stale: by how many updates a gradient may be late, for ``"parameter-server"``.
+            stale: by how many updates a gradient may be late, for ``"parameter-server"``; then
+                nothing is summed inside hosts first.
 
         Raises:
             InputError: no such reducer, or it does not go with the schedule or with servers.
         """
         expect(servers, Sequence, "servers", "give a list of penstock.core.cluster.SpareMachine")
-        summing = replace(self.summing, reducer=reducer, servers=tuple(servers), stale=stale)
+        levels = () if stale else self.summing.levels
+        summing = replace(
+            self.summing, reducer=reducer, servers=tuple(servers), stale=stale, levels=levels
+        )
         return replace(self, summing=summing)
 
     def simulate(self, num_minibatches: int | None = None) -> Timeline:
