@@ -50,6 +50,12 @@ def test_every_way_sums_what_devices_send_to_each_other(accelerator, servers):
     assert job.reports == {rank: [] for rank in range(3)}, job.output
 
 
+def test_devices_of_a_host_hand_each_other_gradients_before_servers_sum(accelerator, servers):
+    """Two devices add on a device, and a third one is elsewhere: the order of the ranks."""
+    job = run("near devices", servers, 3)
+    assert job.reports == {rank: [] for rank in range(3)}, job.output
+
+
 def test_hosts_sum_what_devices_send_to_each_other(accelerator):
     job = run("hosts of linked devices", ([], []), 4)
     assert job.reports == {rank: [] for rank in range(4)}, job.output

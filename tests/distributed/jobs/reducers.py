@@ -7,7 +7,8 @@ threads, and kills the servers one after another; ``checkpoint`` goes on from sh
 layout; ``parameter servers`` compares those with copies that update, on the way from one checkpoint
 to the next; ``hosts`` sums on hosts first; ``stale`` lets updates be late, and does again what the
 journal says; ``both ways`` has two ranks and no common order, ``devices`` two accelerators,
-``served devices`` with a parameter server besides; ``stranger`` names another job than the servers;
+``served devices`` with a parameter server besides, and ``near devices`` sum by servers, inside
+hosts first; ``stranger`` names another job than the servers;
 ``killed WAY VICTIM`` loses a rank, or ``killed WAY:HOSTS VICTIM`` on hosts with these digits.
 Each rank reports in ``report-<rank>.json``.
 """
@@ -64,7 +65,8 @@ def plan_of(model, way, addresses, replicas=(3,), levels=()):
 
 
 def on_devices(addresses, ways, transport="process-group", replicas=(2,), levels=()):
-    """Copies on accelerators in software, which raise where a wait is missing."""
+    """Copies on accelerators in software, which raise where a wait is missing; perhaps near each
+    other."""
     found, model = [], make_mlp(dropout=0.1)
     devices = [f"emu:{rank}" for rank in range(sum(replicas))]
     expected = train(plan_of(model, "owners", (), replicas, levels), "threads", devices="cpu")
@@ -350,6 +352,7 @@ def main() -> None:
         "both ways": partial(both_ways, addresses),
         "devices": partial(on_devices, addresses, ("servers", "sharded", "all-reduce")),
         "linked devices": partial(on_devices, addresses, LINKED, "auto", (1, 2)),
+        "near devices": partial(on_devices, addresses, ("servers",), "auto", (3,), ((0, 0, 1),)),
         "served linked devices": partial(
             on_devices, ["spare:1"], ("parameter-server",), "auto", (1, 2)
         ),

@@ -82,7 +82,7 @@ class OwnerReducer(Reducer):
         most_buckets: into how many buckets gradients are cut at most; of more than one, those
             that are complete leave before the others.
         servers: holders that own everything and have no gradients of their own; by default there
-            are none. They take all gradients at once.
+            are none.
         tree: of all holders: who owns what, and who adds what to what. By default each holder owns
             an equal shard, or each server, and sums what all have in the order of the ranks.
 
@@ -99,7 +99,6 @@ class OwnerReducer(Reducer):
         servers: Collection[int] = (),
         tree: SumTree | None = None,
     ) -> None:
-        assert most_buckets == 1 or not servers, "only holders know of how many microbatches"
         serving = [holder for holder in shared.ranks if holder in servers]
         self._tree = tree or SumTree.of(shared.ranks, owners=serving or None)
         self._role = TreeRole.of(self._tree, rank)
@@ -238,7 +237,9 @@ class OwnerReducer(Reducer):
 
     def _pass_on(self, sums: Mapping[int, BucketSum]) -> None:
         while waiting := [own for own in sums.values() if own.stage < self._num_stages(own)]:
-            self._go_on(min(waiting, key=lambda passing: (passing.stage, passing.index)))
+            # A server learns with the last bucket of how many microbatches gradients are.
+            turn = 1 if self._rank in self._givers else -1
+            self._go_on(min(waiting, key=lambda own: (own.stage, turn * own.index)))
             if self._role.num_levels > 1:
                 self._pass_on_what_has_come()
 
@@ -304,14 +305,15 @@ class OwnerReducer(Reducer):
                 passing.partial[owner] = [added(values) for values in zip(*columns, strict=True)]
         if is_top and self._rank in self._tree.owners:
             passing.sums[self._rank] = own = passing.partial.pop(self._rank)
-            if self._averages_itself:
+            if self._has_servers:
                 for value in own:
                     if value is not None:
                         self._average(value)
 
     @property
-    def _averages_itself(self) -> bool:
-        """Whether owners make means of their sums: only servers know of how many microbatches."""
+    def _has_servers(self) -> bool:
+        """Whether servers sum, who make means of their sums, too: only they know of how many
+        microbatches."""
         return len(self._givers) < len(self._shared.ranks)
 
     def _parts_of(self, passing: BucketSum, source: int, level: int) -> dict[int, ShardValues]:
@@ -399,7 +401,7 @@ class OwnerReducer(Reducer):
     def _divide(self, summed: Tensor) -> None:
         """Make a sum the mean over microbatches, if that is wanted; here and not by its owner, who
         sums buckets before it knows of how many microbatches."""
-        if not self._averages_itself:
+        if not self._has_servers:
             self._average(summed)
 
     def _average(self, summed: Tensor) -> None:

@@ -20,20 +20,22 @@ as much again to send.
 
 Parameter servers (Li et al., "Scaling Distributed Machine Learning with the Parameter Server",
 OSDI'14) own all rows, and the others none: these send M bytes, and take M, and have no optimizer
-state. Who runs no stage has time and memory for a step, and nobody waits for its backward.
+state. Who runs no stage has time and memory for a step, and nobody waits for its backward. Where an
+optimizer needs no gradients but a parameter's own, a server steps and answers bucket by bucket
+(``update_in_turn``): gradients come while weights go, and links are busy in both directions.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from penstock.base.errors import InputError
+from penstock.base.errors import InputError, RunError
 from penstock.core.summation.tree import SumTree
 from penstock.engine.reduce.buckets import Bucket, ParameterRange, row_buckets_of
 from penstock.engine.reduce.owners import OwnerReducer
@@ -43,6 +45,20 @@ from penstock.engine.transport import Edge, Transport
 _ELEMENTWISE = {
     "ASGD", "Adadelta", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
 }  # fmt: skip
+
+
+def _is_known(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is one of torch's own that treat each number by itself."""
+    kind = type(optimizer)
+    return kind.__module__.startswith("torch.optim") and kind.__name__ in _ELEMENTWISE
+
+
+def steps_by_parameter(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether several steps, each with the gradients of some parameters, make what one step with
+    all gradients makes: of torch's own optimizers that treat each number by itself, which count
+    steps for each parameter, unless somebody has hooks that would see more steps than there are."""
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return _is_known(optimizer) and not hooks
 
 
 class Shard(NamedTuple):
@@ -92,8 +108,7 @@ class Shards:
             return
         kind = type(optimizer)
         alone = getattr(kind, "elementwise", None)
-        known = kind.__module__.startswith("torch.optim") and kind.__name__ in _ELEMENTWISE
-        if not (known if alone is None else alone) or optimizer.state:
+        if not (_is_known(optimizer) if alone is None else alone) or optimizer.state:
             raise InputError(
                 f"{kind.__name__}, the optimizer of {whose}, may need whole parameters to step, "
                 "and with this reducer a rank has rows of them; take reducer='owners', one of "
@@ -179,10 +194,6 @@ class ShardedReducer(OwnerReducer):
     def _ranges_of(self, rank: int) -> list[ParameterRange]:
         return [own for bucket in self._of_rows for own in bucket.ranges_of(rank)]
 
-    def hand_in(self, number: int, num_gathered: int) -> None:
-        self._handed_in = time.perf_counter()
-        super().hand_in(number, num_gathered)
-
     def _buckets_without(self, frozen: tuple[int, ...]) -> tuple[Bucket, ...]:
         return self._of_rows  # who owns what never changes, since the optimizer's state is there
 
@@ -194,24 +205,62 @@ class ShardedReducer(OwnerReducer):
         if self.hands_sums_to_all:
             super().finish()
             return
-        sums: list[Tensor | None] = []
+        self._handed_in = min(self._now.left.values())
         for index in range(len(self._now.buckets)):
-            self._note(index)
-            sums += self._now.final(index).sums.get(self._rank, ())
-        for value in sums:
-            if value is not None:
-                self._divide(value)
-        self._give_rows(sums)
+            if not self._has_servers:
+                self._note(index)
+            sums = self._now.final(index).sums.get(self._rank, ())
+            for value in sums:
+                if value is not None:
+                    self._divide(value)
+            self._give_rows(index, sums)
         for parameter in self._shared.parameters:
             parameter.grad = None
         self._round = None
 
-    def _give_rows(self, sums: Iterable[Tensor | None]) -> None:
-        """Make sums the gradients of the rows that this rank owns."""
-        for (place, *_), value in zip(self._ranges_of(self._rank), sums, strict=True):
-            part = self.shards[self._shared.parameters[place]].part
-            assert part is not None
+    def _give_rows(self, index: int, sums: Iterable[Tensor | None]) -> None:
+        """Make sums the gradients of the rows of a bucket that this rank owns."""
+        parts = self._parts_in(index)
+        for part, value in zip(parts, sums, strict=True):
             part.grad = None if value is None else value.view_as(part)
+
+    def _parts_in(self, index: int) -> list[nn.Parameter]:
+        """The rows of a bucket that this rank owns."""
+        places = [own.place for own in self._of_rows[index].ranges_of(self._rank)]
+        parts = [self.shards[self._shared.parameters[place]].part for place in places]
+        return [part for part in parts if part is not None]
+
+    @property
+    def serves(self) -> bool:
+        """Whether this rank is a parameter server to which gradients come in several buckets, of
+        which it needs to know no others before it steps one."""
+        return self._rank not in self._givers and self.leaves_early and not self._shares_sums
+
+    def update_in_turn(self, step: Callable[[], None]) -> None:
+        """As a server: step and answer bucket by bucket, in the order in which backwards make them.
+
+        Args:
+            step: steps all rows that have a gradient.
+
+        Raises:
+            RunError: a gradient was added to after it had left.
+        """
+        round_ = self._now
+        for index in self._in_turn:
+            passing = round_.under_way[index]
+            while passing.stage < self._num_stages(passing):
+                self._go_on(passing)
+            if round_.again:
+                raise RunError(
+                    "a gradient was added to after it had left for a parameter server, since the "
+                    "model computes otherwise than in the step before; plan with reducer='owners'"
+                )
+            self._give_rows(index, passing.sums.pop(self._rank))
+            step()
+            for part in self._parts_in(index):
+                part.grad = None
+            self._hand_back(index, round_.number)
+        self._round = None
 
     @property
     def tag(self) -> int:
@@ -236,10 +285,13 @@ class ShardedReducer(OwnerReducer):
     def hand_back(self, number: int) -> None:
         """Send the rows that this rank has updated to all who get nothing but these from it; waits
         for nobody."""
-        highest = max(self._relayed_levels, default=0)
         for index in self._in_turn:
-            for level in reversed(range(highest, self._role.num_levels)):
-                self._send_rows(level, index, number)
+            self._hand_back(index, number)
+
+    def _hand_back(self, index: int, number: int) -> None:
+        highest = max(self._relayed_levels, default=0)
+        for level in reversed(range(highest, self._role.num_levels)):
+            self._send_rows(level, index, number)
 
     @torch.no_grad()
     def relay(self, number: int) -> None:
@@ -265,8 +317,9 @@ class ShardedReducer(OwnerReducer):
     @property
     def _in_turn(self) -> Iterable[int]:
         """The buckets, those of the first layers first: backwards make the last ones first, and
-        forwards need them last."""
-        return reversed(range(len(self._of_rows)))
+        forwards need them last. Servers answer in the order in which they get them."""
+        places = range(len(self._of_rows))
+        return places if self._has_servers else reversed(places)
 
     def _rows_in(self, index: int, owners: Iterable[int]) -> list[ParameterRange]:
         """The rows of a bucket that some holders own."""

@@ -175,7 +175,7 @@ class StaleReducer(ShardedReducer):
         columns = zip(
             *(self._kept.pop(contribution) for contribution in contributions), strict=True
         )
-        self._give_rows(map(added, columns))
+        self._give_rows(0, map(added, columns))
 
     def answer(self, to: Contribution) -> None:
         """Send a worker the weights as they are. [4]"""

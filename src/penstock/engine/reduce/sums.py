@@ -13,13 +13,13 @@ from itertools import accumulate
 from typing import TypeVar
 
 import torch
-from msgspec.structs import replace
 
 from penstock.base.units import count_of
 from penstock.core.summation.roles import TreeRole
 from penstock.core.summation.split import MOST_PORTIONS
 from penstock.engine.reduce.buckets import buckets_of, cut
 from penstock.engine.reduce.delegated import AllReducer, ServerReducer
+from penstock.engine.reduce.inside import Hosts, sharing_cards
 from penstock.engine.reduce.owners import OwnerReducer
 from penstock.engine.reduce.reducer import (
     MakeReducer,
@@ -143,6 +143,30 @@ class GradientSums:
         """Whether others update weights for this rank."""
         return bool(self._sharded)
 
+    def serves(self, stage: int) -> bool:
+        """Whether this rank is a parameter server that may step a stage bucket by bucket."""
+        reducers = [
+            reducer
+            for reducer, weights in zip(self._reducers, self._shared, strict=True)
+            if stage in weights.stages
+        ]
+        return bool(reducers) and all(
+            isinstance(reducer, ShardedReducer) and reducer.serves for reducer in reducers
+        )
+
+    def update_in_turn(self, stage: int, step: Callable[[], None]) -> None:
+        """Step a stage that this rank ``serves``, and answer, bucket by bucket.
+
+        Args:
+            step: steps all rows that have a gradient.
+        """
+        for index in [*self._to_advance]:
+            reducer = self._reducers[index]
+            if stage in self._shared[index].stages and isinstance(reducer, ShardedReducer):
+                self._to_advance.remove(index)
+                self._to_finish.remove(index)
+                reducer.update_in_turn(step)
+
     def hand_back(self, stage: int) -> None:
         """A stage has stepped: give others what this rank has updated for them. What they have is
         to be taken before anybody reads the stage's weights."""
@@ -263,15 +287,17 @@ def in_threads(summing: Summing, attempt: str, servers: Collection[int]) -> Make
         servers: the ranks that are parameter servers, if any are.
     """
     if servers:
-        return _stepping_servers(summing, attempt, servers)
+        return _stepping_servers(summing, attempt, servers, 1)
     return partial(_by_owners, summing=summing, most_buckets=1)
 
 
-def _stepping_servers(summing: Summing, attempt: str, servers: Collection[int]) -> MakeReducer:
+def _stepping_servers(
+    summing: Summing, attempt: str, servers: Collection[int], most_buckets: int = MOST_PORTIONS
+) -> MakeReducer:
     """A maker of reducers for a rank whose shared weights parameter servers may update."""
     if summing.stale and servers:
         return partial(StaleReducer, servers=servers, most_stale=summing.stale, attempt=attempt)
-    return partial(_sharded, summing=summing, servers=servers)
+    return partial(_sharded, summing=summing, servers=servers, most_buckets=most_buckets)
 
 
 def maker_of(
@@ -281,6 +307,7 @@ def maker_of(
     seconds: float,
     coordinate: int = 0,
     servers: Collection[int] = (),
+    ranks: Sequence[Sequence[int]] = (),
 ) -> MakeReducer:
     """A maker of reducers for a rank that is a process; all ranks call it.
 
@@ -292,28 +319,31 @@ def maker_of(
         seconds: how long ranks wait for each other.
         coordinate: this process's.
         servers: the ranks that are parameter servers, if any are.
+        ranks: those that hold each group of shared weights, by its tag.
     """
     if summing.reducer == "parameter-server":
         return _stepping_servers(summing, attempt, servers)
-    teams = [team for those in holders for team in those]
     # By tag, the place of this process's team; of groups that it has nothing of, any.
     firsts = accumulate(map(len, holders[:-1]), initial=0) if holders else ()
     places = [
         first + min(coordinate, len(those) - 1)
         for first, those in zip(firsts, holders, strict=True)
     ]
+    hosts = [Hosts.of(summing, own) for own in ranks]
     if summing.reducer == "servers":
-        # Each sum counts on its share of a server.
-        shares = tuple(
-            replace(server, bytes_per_second=server.bytes_per_second / len(teams))
-            for server in summing.servers
-            if teams
-        )
-        by_shares = replace(summing, servers=shares)
+        counted = [host for host, those in zip(hosts, holders, strict=True) for _ in those]
+        by_shares = sharing_cards(summing, counted)
         return partial(ServerReducer, summing=by_shares, attempt=attempt, numbers=places)
     if summing.reducer == "all-reduce":
-        groups = make_groups(seconds, teams)
-        return partial(AllReducer, group=[groups[place] for place in places])
+        parts = [
+            host.exchanging_of(team)
+            for host, those in zip(hosts, holders, strict=True)
+            for team in those
+        ]
+        made = iter(make_groups(seconds, [part for own in parts for part in own]))
+        by_team = [[next(made) for _ in own] for own in parts]
+        by_tag = [by_team[place] for place in places]
+        return partial(AllReducer, summing=summing, made=by_tag)
     return partial(_sharded if summing.reducer == "sharded" else _by_owners, summing=summing)
 
 
@@ -334,18 +364,20 @@ def _sharded(
     transport: Transport,
     summing: Summing,
     servers: Collection[int] = (),
+    most_buckets: int = MOST_PORTIONS,
 ) -> Reducer:
     """Tied weights are of several stages, each with an optimizer, and of gradients of which tensor
     ranks have terms nobody knows a row before all are summed: all holders keep all of those."""
     make = ShardedReducer if shared.divisible else OwnerReducer
     serving = [holder for holder in shared.ranks if holder in servers]
     tree = summing.tree(shared.ranks, serving or None)
-    # A server that steps takes all gradients of a worker at once.
-    return make(rank, shared, transport, 1 if servers else MOST_PORTIONS, servers, tree)
+    return make(rank, shared, transport, most_buckets, servers, tree)
 
 
 def summing_words(summing: Summing) -> str:
     """Who sums gradients, where it is not the usual; else empty."""
+    if summing.reducer == "servers" and not summing.servers:
+        return "gradients of copies are summed by the ranks' own machines (colocated servers)"
     if summing.reducer == "servers":
         servers = count_of(len(summing.servers), "server")
         return f"gradients of copies are summed by ranks and {servers}"

@@ -366,6 +366,7 @@ class InProcess(RankPlacement):
             seconds,
             seat.coordinate,
             layout.server_ranks,
+            [first.ranks for first, *_ in layout.weights.groups],
         )
         return [Connections(self._compared, seat, queue, self._links.of_rank, make_reducer)]
 
