@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from penstock.base.arguments import public
 from penstock.base.errors import InputError
 from penstock.base.telling import is_quiet
 from penstock.base.values import expect, flag, whole
@@ -34,6 +35,7 @@ class Fitted(NamedTuple):
     stopped: bool
 
 
+@public()
 def fit(  # noqa: PLR0913 - each has a default that most callers keep
     pipeline: Pipeline,
     loader: Iterable[Any],

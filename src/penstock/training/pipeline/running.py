@@ -61,7 +61,8 @@ class RunningPipeline:
     if not TYPE_CHECKING:  # which would take every name for one that is there
 
         def __getattr__(self, name: str) -> object:
-            raise nothing_like(name)
+            public = [known for known in dir(type(self)) if not known.startswith("_")]
+            raise nothing_like(name, public)
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
         """A pipeline is no module.

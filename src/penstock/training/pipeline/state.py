@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.base.arguments import public
 from penstock.base.errors import InputError
 from penstock.base.telling import tells
 from penstock.base.values import whole
@@ -108,6 +109,7 @@ class PipelineState(RunningPipeline):
 
         return MeshEdge(self._parts)
 
+    @public()
     def save(
         self,
         path: str | os.PathLike[str],
@@ -166,6 +168,7 @@ class PipelineState(RunningPipeline):
             save_pretrained(self._parts, self._model, folder)
 
     @tells("loading a checkpoint")
+    @public()
     def load(self, path: str | os.PathLike[str], *, weights_only: bool = False) -> Any:
         """Go on from a checkpoint, whatever plan and transport wrote it: what follows is what would
         have followed there. All processes must call it.

@@ -15,6 +15,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
+from penstock.base.arguments import public
 from penstock.base.telling import Telling
 from penstock.base.values import expect, number, whole
 from penstock.core.graph import LayerGraph
@@ -49,6 +50,13 @@ _PATIENCE_SECONDS = (2.0, 20.0)
 _MOST_REPEATS, _MOST_THREADS = 100_000, 4096
 
 
+@public(
+    remedies={
+        "batch_size": "the rows of the inputs are those of a microbatch",
+        "microbatches": "one microbatch is measured; pk.plan(graph, microbatches=…) says how many",
+        "steps": "give repeats=…",
+    }
+)
 def profile(  # noqa: PLR0913 - each has a default that most callers keep
     model: nn.Module,
     inputs: Any,
@@ -150,7 +158,7 @@ def profile(  # noqa: PLR0913 - each has a default that most callers keep
             graph = _measured(asked, count, patience_seconds, telling.count)
     mixed = mixed_rows(model, sample)
     if mixed is not None:
-        warnings.warn(mixed, RuntimeWarning, stacklevel=2)
+        warnings.warn(mixed, RuntimeWarning, stacklevel=3)
         graph = replace(graph, warnings=(*graph.warnings, mixed))
     example = getattr(model, "example", None)
     others_too = tuple(replace(other, example=example) for other in graph.other_sizes)
