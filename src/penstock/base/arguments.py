@@ -6,6 +6,7 @@ A call costs nothing more than one frame; only one that Python refuses is looked
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import wraps
@@ -54,8 +55,6 @@ def nearest(name: str, names: Collection[str]) -> str | None:
     >>> nearest("Pipline", ["Plan", "Pipeline"])
     'Pipeline'
     """
-    import difflib
-
     by_letters = {known.lower(): known for known in names}
     close = difflib.get_close_matches(name.lower(), by_letters, n=1, cutoff=0.7)
     return by_letters[close[0]] if close else None

@@ -21,7 +21,7 @@ from functools import cache
 from math import inf
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, BinaryIO, Self, TypeVar, get_type_hints
+from typing import Any, BinaryIO, Self, TypeVar, cast, get_type_hints
 
 import msgspec
 from msgspec.structs import force_setattr
@@ -80,7 +80,11 @@ class FieldsByName(msgspec.StructMeta):
             instead = f"it has {', '.join(names)}" if near is None else f"give {near}=…"
             return ArgumentError(f"{cls.__name__} has no field {unknown!r}; {instead}")
         given = {*names[: len(values)], *fields}
-        required = (field.name for field in msgspec.structs.fields(cls) if field.required)
+        required = (
+            field.name
+            for field in msgspec.structs.fields(cast(type[msgspec.Struct], cls))
+            if field.required
+        )
         missing = [f"{name}=…" for name in required if name not in given]
         return ArgumentError(f"{cls.__name__} lacks {', '.join(missing)}") if missing else None
 

@@ -334,6 +334,7 @@ def _workers(
             shared=shared[own.seat],
             residence=residences.get(own.seat.rank),
             offloading=offloading_of(setup.plan, device, setup.seconds),
+            shapes=setup.plan.input_shapes,
         )
         workers.append(worker_of(layout, stages[own.seat], recipe, own, extras))
     return workers
