@@ -40,8 +40,20 @@ class Sample:
 
     def __post_init__(self) -> None:
         if (self.loss is None) != (self.targets is None):
-            raise InputError("give loss and targets together, or neither")
-        microbatches.num_rows(self.inputs, "inputs")
+            lacks = "loss" if self.loss is None else "targets"
+            raise InputError(
+                f"give loss and targets together, or neither: {lacks}=… is missing, as in "
+                "profile(model, inputs, loss=cross_entropy, targets=targets), with the inputs and "
+                "the targets of one microbatch"
+            )
+        rows = microbatches.num_rows(self.inputs, "inputs")
+        if tree.tensors(self.targets):
+            others = microbatches.num_rows(self.targets, "targets")
+            if others != rows:
+                raise InputError(
+                    f"inputs have {rows} rows, but targets have {others}; give those of the same "
+                    "microbatch"
+                )
 
     @cached_property
     def num_rows(self) -> int:

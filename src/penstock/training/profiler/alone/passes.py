@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.base.errors import ModelError
+from penstock.base.errors import InputError, ModelError
 from penstock.engine.model import tree
 from penstock.engine.model.spine import NamedLayer, Skip, run_layer, spine_of
 from penstock.engine.run.recipe import Loss
 from penstock.engine.stage.deferral import Deferral
-from penstock.engine.stage.microbatch_graph import MicrobatchGraph, cut, edges
+from penstock.engine.stage.microbatch_graph import MicrobatchGraph, cut, edges, scalar
 from penstock.training.profiler.alone.conditions import (
     Clock,
     Sample,
@@ -42,11 +42,28 @@ class Carried(NamedTuple):
 
 def runs_of(layers: Sequence[NamedLayer], loss: Loss | None, targets: Any) -> list[RunLayer]:
     """The layers as functions that name themselves when they fail; the last goes on to the loss."""
-    runs = [_run_of(layer) for layer in layers]
+    runs: list[RunLayer] = [partial(_run_named, layer, _run_of(layer)) for layer in layers]
     if loss is not None:
-        last = runs[-1]
-        runs[-1] = lambda value: loss(without_skips(last(value)), targets)
-    return [partial(_run_named, layer, run) for layer, run in zip(layers, runs, strict=True)]
+        runs[-1] = partial(_judged, runs[-1], loss, targets)
+    return runs
+
+
+def _judged(last: RunLayer, loss: Loss, targets: Any, value: Any) -> Tensor:
+    """The loss of what the last layer makes of a value.
+
+    Raises:
+        InputError: it raises, or is no number.
+    """
+    outputs = without_skips(last(value))
+    try:
+        judged = loss(outputs, targets)
+    except Exception as error:
+        raise InputError(
+            f"the loss failed on outputs {tree.shapes(outputs)} and targets "
+            f"{tree.shapes(targets)}: {type(error).__name__}: {error}; it is a function of "
+            "(outputs, targets) of one microbatch"
+        ) from error
+    return scalar(judged, training=False)
 
 
 def in_one(runs: Sequence[RunLayer]) -> RunLayer:
