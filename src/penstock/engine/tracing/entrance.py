@@ -116,7 +116,8 @@ def _captured_again(model: nn.Module, example: Example) -> Captured:
 
 def _names(model: nn.Module) -> list[str]:
     """The names of the modules of a model that have no children, as its layers are called."""
-    return [name for name, module in model.named_modules() if not module._modules]
+    leaves = (name for name, module in model.named_modules() if not module._modules)
+    return [name or type(model).__name__ for name in leaves]
 
 
 def _absent(model: nn.Module, plan: Plan) -> list[str]:

@@ -140,7 +140,7 @@ class Borders:
                 "inputs"
             )
         advice = [f"leave out {' and '.join(extra)}"] if extra else []
-        advice += [f"give {' and '.join(missing)} too, in one mapping"] if missing else []
+        advice += [f"give {' and '.join(missing)} too"] if missing else []
         return InputError(
             f"the inputs are {', '.join(given)}, but the model was captured with "
             f"{', '.join(expected)}; {' and '.join(advice)}, or capture the model with such inputs"

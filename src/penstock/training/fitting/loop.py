@@ -92,6 +92,11 @@ def fit(  # noqa: PLR0913 - each has a default that most callers keep
     if evaluate is None:
         _check_nobody_waits(evaluate_every, callbacks)
     watches = [] if watch is None else [Watch.of(watch)]
+    if not pipeline.trains:
+        raise InputError(
+            "fit trains, and this Pipeline has no optimizer; give Pipeline(…, "
+            "optimizer=lambda parameters: torch.optim.AdamW(parameters))"
+        )
     tells = progress and not is_quiet() and not any(watching.in_terminal for watching in watches)
     everybody = [*callbacks, *watches, *[ProgressLines()] * tells]
     batches = _batches(loader, epochs, evaluate_every)

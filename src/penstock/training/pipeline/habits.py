@@ -1,11 +1,17 @@
-"""Remedies for what people try on a ``Pipeline`` because a module or an optimizer has it."""
+"""Remedies for what people try on a ``Pipeline`` because a module or an optimizer has it, and
+lines on steps that go without an error and are not what people mean."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 
 from penstock.base.arguments import nearest
 from penstock.base.errors import NameMissing
+from penstock.base.telling import tell
 
 _CALL = "step(inputs, targets) trains on a minibatch, evaluate(inputs) gives outputs"
 _LOOP = "pk.fit(pipeline, loader) trains on a loader, and so does a loop over steps(loader)"
@@ -102,6 +108,74 @@ REMEDIES = {
     "scheduler": "schedulers has those of this process's stages",
 }
 """By the name of what is tried, what does it."""
+
+
+_Seen = tuple[int, int]
+
+
+class SilentTraining:
+    """Tells, once each, of steps that look like training and are not, or not of what is meant.
+
+    Lines, and no warnings: both may be meant, and a program that makes errors of warnings goes on.
+
+    Args:
+        model: the user's.
+        has_optimizer: whether steps update weights.
+        trained: the parameters of this process's stages that need gradients.
+    """
+
+    def __init__(
+        self, model: nn.Module, trained: Sequence[nn.Parameter], *, has_optimizer: bool
+    ) -> None:
+        self._model = model
+        self._watched = [] if has_optimizer else list(trained)
+        self._after: list[_Seen] = []
+        self._knows_mode = False
+
+    def before(self) -> None:
+        """A step that updates is about to begin."""
+        if not self._knows_mode and not self._model.training:
+            self._knows_mode = True
+            self._tell_of_mode()
+        if self._after and self._seen() == self._after:
+            self._watched, self._after = [], []
+            tell(
+                "this Pipeline has no optimizer, so step() changes no weight: it adds gradients up "
+                "in .grad, and nobody has used or cleared those of the step before. Give "
+                "Pipeline(…, optimizer=lambda parameters: torch.optim.AdamW(parameters)) to train; "
+                "to add up on purpose, write step(…, update=False); for the loss alone, "
+                "evaluate_loss(…)"
+            )
+
+    def after(self) -> None:
+        """The step has ended well."""
+        self._after = self._seen()
+
+    def _seen(self) -> list[_Seen]:
+        """How often weights were written that have gradients, and these."""
+        return [
+            (parameter._version, parameter.grad._version)
+            for parameter in self._watched
+            if parameter.grad is not None
+        ]
+
+    def _tell_of_mode(self) -> None:
+        modules = [*self._model.modules()]
+        differing = next((module for module in modules if _differs_by_mode(module)), None)
+        if differing is not None and not any(module.training for module in modules):
+            tell(
+                "the model is in evaluation mode, in which step() trains it without what "
+                f"{type(differing).__name__} does in training; call model.train() before, or "
+                "leave it so if that is meant"
+            )
+
+
+def _differs_by_mode(module: nn.Module) -> bool:
+    """Whether a module of torch computes otherwise in training than in evaluation."""
+    dropout = getattr(module, "p", 0.0) if isinstance(module, _DropoutNd) else 0.0
+    if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
+        dropout = module.dropout
+    return dropout > 0 or (isinstance(module, _NormBase) and module.track_running_stats)
 
 
 def nothing_like(name: str, names: Collection[str] = ()) -> AttributeError:

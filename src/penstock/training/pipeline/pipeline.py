@@ -32,7 +32,7 @@ from penstock.engine.run.outcome import MinibatchOutcome
 from penstock.engine.run.recipe import BatchNormStatistics, Loss, LossScale, Metric, Recipe
 from penstock.planning.plans import Plan
 from penstock.training.checkpoint.saving import Checkpoints, InCourse
-from penstock.training.pipeline.habits import ARGUMENTS, BATCH, EVALUATED
+from penstock.training.pipeline.habits import ARGUMENTS, BATCH, EVALUATED, SilentTraining
 from penstock.training.pipeline.state import PipelineState
 
 
@@ -201,6 +201,16 @@ class Pipeline(PipelineState):
             built = build(model, plan, transport, deadlines, described)
         super().__init__(built, grad_scaler, results)
         self._parting = BatchSplit.by(labels, self._recipe.loss, self._model)
+        self._silence = SilentTraining(
+            self._model,
+            [
+                parameter
+                for stage in self.stages.values()
+                for parameter in stage.parameters()
+                if parameter.requires_grad and self.is_first
+            ],
+            has_optimizer=optimizer is not None,
+        )
         self._joins_outputs: bool | None = None  # not known yet
 
     @public(otherwise=BATCH)
@@ -247,11 +257,15 @@ class Pipeline(PipelineState):
         minibatch = self._parts.cutter.to_train(
             inputs, targets, step=self._step, share=share, updates=update
         )
+        if update:
+            self._silence.before()
         with self._exclusively(), self._parts.streams.auditing():
             self._accumulates = False  # what has accumulated is dropped if it fails
             self._history.work.begin(minibatch)
             (outcome,) = self._parts.feed.train([(minibatch, StreamPosition())])
             self._accumulates = not update and self._recipe.optimizer is not None
+            if update:
+                self._silence.after()
             return self._loss_of(outcome)
 
     @public()
@@ -282,6 +296,7 @@ class Pipeline(PipelineState):
             expect(
                 checkpoints, Checkpoints, "checkpoints", 'give pk.Checkpoints("runs/a", every=9)'
             )
+        self._silence.before()
         saving = InCourse(checkpoints, self.plan, self._keeper)
         with self._exclusively(), self._parts.streams.auditing() as audit:
             try:

@@ -123,6 +123,12 @@ class RunningPipeline:
             raise _busy()
 
     @property
+    def trains(self) -> bool:
+        """Whether steps update weights: there is an optimizer. Without, they only add gradients up
+        in ``.grad``."""
+        return self._recipe.optimizer is not None
+
+    @property
     def timeline(self) -> Timeline:
         """The measured timeline of the last training step; without a flush, of the last loop over
         ``steps`` (its last 256 minibatches), with the weight versions that passes read.

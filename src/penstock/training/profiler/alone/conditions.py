@@ -47,13 +47,12 @@ class Sample:
                 "the targets of one microbatch"
             )
         rows = microbatches.num_rows(self.inputs, "inputs")
-        if tree.tensors(self.targets):
-            others = microbatches.num_rows(self.targets, "targets")
-            if others != rows:
-                raise InputError(
-                    f"inputs have {rows} rows, but targets have {others}; give those of the same "
-                    "microbatch"
-                )
+        others = {len(tensor) if tensor.dim() else 1 for tensor in tree.tensors(self.targets)}
+        if len(others) == 1 and rows not in others:  # else a loss may know what they are
+            raise InputError(
+                f"inputs have {rows} rows, but targets have {others.pop()}; give those of the same "
+                "microbatch"
+            )
 
     @cached_property
     def num_rows(self) -> int:
