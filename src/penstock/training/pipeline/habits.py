@@ -120,15 +120,12 @@ class SilentTraining:
 
     Args:
         model: the user's.
-        has_optimizer: whether steps update weights.
-        trained: the parameters of this process's stages that need gradients.
+        without_optimizer: the parameters that steps give gradients and do not update.
     """
 
-    def __init__(
-        self, model: nn.Module, trained: Sequence[nn.Parameter], *, has_optimizer: bool
-    ) -> None:
+    def __init__(self, model: nn.Module, without_optimizer: Sequence[nn.Parameter]) -> None:
         self._model = model
-        self._watched = [] if has_optimizer else list(trained)
+        self._watched = list(without_optimizer)
         self._after: list[_Seen] = []
         self._knows_mode = False
 

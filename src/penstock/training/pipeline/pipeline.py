@@ -32,7 +32,7 @@ from penstock.engine.run.outcome import MinibatchOutcome
 from penstock.engine.run.recipe import BatchNormStatistics, Loss, LossScale, Metric, Recipe
 from penstock.planning.plans import Plan
 from penstock.training.checkpoint.saving import Checkpoints, InCourse
-from penstock.training.pipeline.habits import ARGUMENTS, BATCH, EVALUATED, SilentTraining
+from penstock.training.pipeline.habits import ARGUMENTS, BATCH, EVALUATED
 from penstock.training.pipeline.state import PipelineState
 
 
@@ -201,16 +201,6 @@ class Pipeline(PipelineState):
             built = build(model, plan, transport, deadlines, described)
         super().__init__(built, grad_scaler, results)
         self._parting = BatchSplit.by(labels, self._recipe.loss, self._model)
-        self._silence = SilentTraining(
-            self._model,
-            [
-                parameter
-                for stage in self.stages.values()
-                for parameter in stage.parameters()
-                if parameter.requires_grad and self.is_first
-            ],
-            has_optimizer=optimizer is not None,
-        )
         self._joins_outputs: bool | None = None  # not known yet
 
     @public(otherwise=BATCH)

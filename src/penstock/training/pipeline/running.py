@@ -27,7 +27,7 @@ from penstock.engine.run.outcome import Peak, memory_of_ranks
 from penstock.engine.run.recipe import LossScale
 from penstock.engine.weights.store import HeldVersions
 from penstock.training.checkpoint.keeper import Keeper
-from penstock.training.pipeline.habits import nothing_like
+from penstock.training.pipeline.habits import SilentTraining, nothing_like
 
 
 class RunningPipeline:
@@ -54,6 +54,10 @@ class RunningPipeline:
         self._closed = False
         self._running = threading.Lock()
         self._keeper = Keeper(self._parts, grad_scaler)
+        own = self.stages.values() if self.is_first and not self.trains else ()
+        self._silence = SilentTraining(
+            self._model, [p for stage in own for p in stage.parameters()]
+        )
         self._elsewhere = RemoteStages.watching(
             self._model, self.stages, len(self.plan.stages), in_parts=self._parts.in_parts
         )

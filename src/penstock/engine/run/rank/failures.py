@@ -129,11 +129,10 @@ def _called(
     # An emulated stage has no layers.
     layers = {id(layer.module): layer for layer in getattr(stage, "layers", ())}
     for cause in causes_of(error):
-        found: _CallSite | None = None
-        for frame in _frames(cause):
-            found = _of_frame(frame, layers, profiled) or found
-        if found is not None:
-            return found
+        sites = [_of_frame(frame, layers, profiled) for frame in _frames(cause)]
+        innermost = next((site for site in reversed(sites) if site is not None), None)
+        if innermost is not None:
+            return innermost
     return None
 
 
