@@ -555,7 +555,6 @@ def labelled():
         ({"input_ids": TOKENS}, "captured with input_ids, mask; give mask too, or capture"),
         (TOKENS, "the inputs are input_ids, but .* give mask too"),
         ({"input_ids": TOKENS, "bogus": MASK}, "leave out bogus and give mask too, or capture"),
-        ((TOKENS, MASK, LABELS, LABELS), "cannot be called with these inputs"),
     ],
 )
 def test_inputs_of_another_form_are_told_by_name(inputs, message):
