@@ -13,10 +13,12 @@ from penstock.base.lazily import ModulesByPublicName, loaded_when_used, provide
 if TYPE_CHECKING:
     from penstock.base import errors
     from penstock.base.errors import (
+        ArgumentError,
         DeadlineError,
         FileError,
         InputError,
         ModelError,
+        NameMissing,
         PeerError,
         PenstockError,
         PlanError,
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "ArgumentError",
     "Callback",
     "Captured",
     "Card",
@@ -77,6 +80,7 @@ __all__ = [
     "Link",
     "Microbatches",
     "ModelError",
+    "NameMissing",
     "Op",
     "PeerError",
     "PenstockError",
@@ -147,8 +151,9 @@ if not TYPE_CHECKING:  # which would take every name for one that is there
             ),
             "penstock.drawing": ("Comparison", "compare", "draw"),
             "penstock.base.errors": (
-                "DeadlineError", "FileError", "InputError", "ModelError", "PeerError",
-                "PenstockError", "PlanError", "RunError", "ScheduleError", "StageError",
+                "ArgumentError", "DeadlineError", "FileError", "InputError", "ModelError",
+                "NameMissing", "PeerError", "PenstockError", "PlanError", "RunError",
+                "ScheduleError", "StageError",
             ),
             "penstock.training.fitting.callbacks": ("Callback", "EarlyStopping"),
             "penstock.training.fitting.loop": ("fit",),

@@ -15,18 +15,19 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from math import inf
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, BinaryIO, Self, TypeVar, get_type_hints
+from typing import Any, BinaryIO, Self, TypeVar, cast, get_type_hints
 
 import msgspec
 from msgspec.structs import force_setattr
 
-from penstock.base.errors import FileError, InputError
+from penstock.base.arguments import nearest
+from penstock.base.errors import ArgumentError, FileError, InputError
 from penstock.base.mistaken import held_to, mistaken
 
 T = TypeVar("T")
@@ -61,7 +62,32 @@ class FieldsByName(msgspec.StructMeta):
             raise InputError(
                 f"{cls.__name__} takes its fields by name; write {cls.__name__}({first}={given}, …)"
             )
-        return super().__call__(*values, **fields)
+        try:
+            return super().__call__(*values, **fields)
+        except TypeError as error:
+            refusal = cls._refusal(values, fields)
+            if refusal is None:
+                raise
+            raise refusal from error
+
+    def _refusal(
+        cls, values: Sequence[object], fields: Mapping[str, object]
+    ) -> ArgumentError | None:
+        """Why a record cannot be made of these, and what it has."""
+        names = cls.__struct_fields__
+        unknown = next((name for name in fields if name not in names), None)
+        if unknown is not None:
+            near = nearest(unknown, names)
+            instead = f"it has {', '.join(names)}" if near is None else f"give {near}=…"
+            return ArgumentError(f"{cls.__name__} has no field {unknown!r}; {instead}")
+        given = {*names[: len(values)], *fields}
+        required = (
+            field.name
+            for field in msgspec.structs.fields(cast(type[msgspec.Struct], cls))
+            if field.required
+        )
+        missing = [f"{name}=…" for name in required if name not in given]
+        return ArgumentError(f"{cls.__name__} lacks {', '.join(missing)}") if missing else None
 
 
 class Value(

@@ -8,6 +8,7 @@ from torch import nn
 
 from penstock.base.errors import InputError, ModelError
 from penstock.base.units import count_of
+from penstock.engine.model.spine import NamedLayer
 from penstock.engine.run.layout import Layout
 from penstock.engine.run.recipe import Recipe
 from penstock.engine.run.seating import RankSeat
@@ -41,6 +42,19 @@ def check_updates(plan: Plan, recipe: Recipe, *, one_process: bool) -> None:
             "clip_norm, clip_stage_norm and a grad_scaler need all gradients of one minibatch at "
             "one update, and with stale updates they come in several; leave them out, or take "
             "stale=0"
+        )
+
+
+def check_trains(layers: Sequence[NamedLayer], recipe: Recipe) -> None:
+    """Raise ``InputError`` if there is an optimizer, and every parameter of a model is frozen."""
+    if recipe.optimizer is None or recipe.loss is None:
+        return
+    wants = [parameter.requires_grad for layer in layers for parameter in layer.module.parameters()]
+    if wants and not any(wants):
+        raise InputError(
+            "no parameter of the model needs a gradient (requires_grad is False everywhere), so "
+            "the optimizer would train nothing; unfreeze some layers before the Pipeline is built, "
+            "or leave optimizer out and evaluate"
         )
 
 

@@ -253,6 +253,9 @@ class Candidate(CutSetting):
             contention=task.graph.contention if task.topology.shared_memories else Contention(),
             warnings=warnings,
             example=task.graph.example,
+            input_shapes={
+                layer.name: layer.input_shape for layer in task.graph.layers if layer.input_shape
+            },
         )
 
 

@@ -23,6 +23,9 @@ MOST_THREADS = 4096
 MOST_MICROBATCHES = 100_000
 """Of a minibatch: a training has thousands, and who simulates or draws it looks at every one."""
 
+_MOST_NAMES = 8
+"""Of layers that an error lists."""
+
 
 def check_counts(least: int, **counts: int) -> None:
     """Raise ``InputError`` for a count of a plan that is below ``least``, or beyond all reason."""
@@ -242,8 +245,7 @@ def check_model(
         missing = [name for name in names if name not in planned]
         unknown = [name for name in planned if name not in names]
         detail = (
-            f"not in the plan: {', '.join(missing) or 'none'}; "
-            f"not in the model: {', '.join(unknown) or 'none'}"
+            f"not in the plan: {_some(missing)}; not in the model: {_some(unknown)}"
             if missing or unknown
             else "the order of the layers differs; .ordered(names) changes a captured model's"
         )
@@ -255,3 +257,9 @@ def check_model(
             "the plan was made for another model: the layers have the same names but other "
             "parameter shapes or dtypes; profile and plan this one"
         )
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first of some names, and how many there are besides."""
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return (", ".join(names[:_MOST_NAMES]) or "none") + more

@@ -70,6 +70,7 @@ class Draft(Value, frozen=True, kw_only=True):
     spill: Spill | None = None
     offload: Offload | None = None
     example: Example | None = None
+    input_shapes: dict[str, str] = field(default_factory=dict)
     file_version: int = field(default=2, name="version")
 
     def __post_init__(self) -> None:

@@ -102,6 +102,7 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
         offload: whose activations leave between forward and backward, and where to; ``None`` where
             all of them stay.
         example: with what the model was traced, if it names no spine; as in the profile.
+        input_shapes: by layer, shapes and dtypes of what it was profiled with, for errors.
         file_version: the number of this file format; ``version`` in the file.
 
     Raises:

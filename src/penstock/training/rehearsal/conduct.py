@@ -7,6 +7,7 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any, get_args
 
+from penstock.base.arguments import public
 from penstock.base.errors import InputError
 from penstock.base.values import expect, is_number, is_whole, one_of
 from penstock.core.schedule import Kind, Op, Schedule
@@ -34,6 +35,7 @@ OP_SECONDS = 10e-3
 """The seconds of F, I and W of all of a rank's layers where nobody gives costs."""
 
 
+@public()
 def rehearse(  # noqa: PLR0913 - each has a default that most callers keep
     plan: Plan | Schedule,
     costs: Costs | None = None,

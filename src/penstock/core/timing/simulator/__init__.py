@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 import numpy as np
 
+from penstock.base.arguments import public
 from penstock.base.values import expect
 from penstock.core.schedule.columns import Columns
 from penstock.core.schedule.needs import needs_of
@@ -59,6 +60,7 @@ def is_foretold(value: object) -> TypeGuard[Foretold]:
     return all(hasattr(type(value), name) for name in ("build_schedule", "costs", "simulate"))
 
 
+@public()
 def simulate(
     schedule: Schedule | Foretold,
     costs: Costs | None = None,
