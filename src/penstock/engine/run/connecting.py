@@ -43,6 +43,7 @@ from penstock.engine.run.refusals import (
     check_stage_norms,
     check_updates,
     seats_of,
+    warn_of_hosts,
 )
 from penstock.engine.run.seating import MeshTransport, RankSeat
 from penstock.engine.stage.stage import Stage
@@ -354,6 +355,9 @@ class InProcess(RankPlacement):
         queues: Mapping[int, DeviceQueue],
     ) -> list[Connections]:
         meeting, seat, seconds = self._meeting, self._seat, self._start.seconds
+        if meeting.rank == 0:
+            firsts = [own.number for own in self.seats if own.coordinate == 0]
+            warn_of_hosts(self.plan, firsts, self._transport.hosts)
         queue = queues.get(seat.number)
         if self._running.transport == "auto":
             host, device = self._transport.hosts[meeting.rank], devices[seat.number]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 from torch import nn
@@ -163,3 +164,26 @@ def check_spillable(plan: Plan, recipe: Recipe, layout: Layout) -> None:
             f"stages {', '.join(map(str, sorted(weights.shared_stages)))} share weights with other "
             f"ranks, so their sums would need them in memory; put them on one rank, or {remedy}"
         )
+
+
+def warn_of_hosts(plan: Plan, first_seats: Sequence[int], hosts: Sequence[str]) -> None:
+    """Warn if ranks are on different hosts that share one by the plan: it counts what they exchange
+    as staying inside, and lets them sum first.
+
+    Args:
+        first_seats: the number of each rank's first process.
+        hosts: that of every process.
+    """
+    first_of: dict[int, int] = {}
+    for rank, host in enumerate(plan.hosts):
+        other = first_of.setdefault(host, rank)
+        ours, theirs = hosts[first_seats[rank]], hosts[first_seats[other]]
+        if ours != theirs:
+            warnings.warn(
+                f"by the plan, ranks {other} and {rank} share a host, and they run on "
+                f"{theirs.split()[0]} and {ours.split()[0]}: start ranks in the order of the "
+                "plan's devices, or plan with what `penstock measure-cluster` finds here",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return

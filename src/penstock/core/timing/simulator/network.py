@@ -48,12 +48,12 @@ class Roads:
             return [("links", rank) for rank in ranks]
         return [(side, card) for card in sorted(cards) for side in ("out", "in")]
 
-    def take(self, things: Sequence[Hashable], since: float, seconds: float) -> tuple[float, float]:
-        """Keep things busy that must all be free, as early as can be; gives from when to when."""
-        start = max(since, *(self._free.get(thing, 0.0) for thing in things)) if things else since
-        for thing in things:
-            self._free[thing] = start + seconds
-        return start, start + seconds
+    def take(self, roads: Sequence[Hashable], since: float, seconds: float) -> tuple[float, float]:
+        """Keep roads busy that must all be free, as early as can be; gives from when to when."""
+        start = max([since, *(self._free.get(road, 0.0) for road in roads)])
+        until = start + seconds
+        self._free.update(dict.fromkeys(roads, until))
+        return start, until
 
 
 @dataclass
@@ -178,8 +178,8 @@ class Sums:
         exchange, now = total.exchange, time
         for place, seconds in enumerate(exchange.seconds):
             own = [(place, rank) for rank in total.ranks]
-            things = own if place else self._roads.of_sum(total.ranks)
-            start, now = self._roads.take(things, now, seconds)
+            roads = own if place else self._roads.of_sum(total.ranks)
+            start, now = self._roads.take(roads, now, seconds)
             if not place:
                 self.transfers.append(Transfer(total.ranks, "sum", total.stage, part, start, now))
         if part == exchange.num_parts - 1:
