@@ -129,6 +129,7 @@ provide(
         "device_memories": "penstock.engine.device.memory",
         "fleet_cell": _CELLS,
         "graph_cell": _CELLS,
+        "hand_over": "penstock.planning.handover.written",
         "schedule_cell": _CELLS,
         "timeline_cell": _CELLS,
     }

@@ -302,7 +302,7 @@ def read(name: str) -> Content | None:
         return _json(text, name)
     if not _TORCH.search(text):  # words that only torch's files have
         return _named(name, Schedule.parse, text, stem)
-    from penstock.planning.export import from_torch_csv
+    from penstock.planning.handover import from_torch_csv
 
     return _named(name, from_torch_csv, text, stem)
 

@@ -17,7 +17,7 @@ from torch.distributed.pipelining import schedules as schedules_of_torch
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from penstock.core.schedule import families
-from penstock.planning.export import to_torch_csv
+from penstock.planning.handover import to_torch_csv
 from tests.kit.helpers import make_batch, make_mlp, make_plan
 from tests.kit.one_device import OneDevice
 

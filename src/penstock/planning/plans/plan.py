@@ -10,7 +10,7 @@ from typing import Any, get_args
 from msgspec.structs import asdict, replace
 
 from penstock.base.errors import InputError, printable
-from penstock.base.lazily import method_loaded_when_used
+from penstock.base.lazily import method_loaded_when_used, provided
 from penstock.base.values import FieldsByName, decoded, expect, one_of, refused_as, whole
 from penstock.core.cluster import Device, SpareMachine
 from penstock.core.schedule import Schedule, families
@@ -36,6 +36,7 @@ from penstock.planning.plans.consistency import (
     with_splits,
 )
 from penstock.planning.plans.draft import Draft, completed
+from penstock.planning.plans.handed_over import HandOver
 from penstock.planning.plans.orders import (
     read_order,
     with_microbatches,
@@ -390,6 +391,24 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
         expect(servers, Sequence, "servers", "give a list of penstock.core.cluster.SpareMachine")
         summing = replace(self.summing, reducer=reducer, servers=tuple(servers), stale=stale)
         return replace(self, summing=summing)
+
+    def to(self, engine: str) -> HandOver:
+        """This plan as another engine takes it: stages, degrees, microbatches, schedule and
+        recomputation, in its words (``docs/other-engines.md``). ``str`` is what its users paste,
+        ``save`` writes all files, and ``notes`` says what the engine does otherwise, and its cost.
+
+        Args:
+            engine: ``"torchtitan"``, ``"megatron"``, ``"automodel"``, ``"deepspeed"`` or
+                ``"torch"``.
+
+        Raises:
+            PlanError: the engine would train something else by the plan, or not at all; what stands
+                in the way is named, and the nearest plan without it.
+            InputError: no such engine, or the plan's layers are none that the engine knows.
+        """
+        expect(engine, str, "the engine", "name it, as in plan.to('torchtitan')")
+        handed: HandOver = provided("hand_over")(self, engine)
+        return handed
 
     def simulate(self, num_minibatches: int | None = None) -> Timeline:
         """The predicted timeline of one step, weight update included. Of a schedule that never
