@@ -125,6 +125,7 @@ _MODULES = {
 _CELLS = "penstock.drawing.cells"
 provide(
     {
+        "adopted": "penstock.planning.planner.adopting",
         "cluster_cell": _CELLS,
         "device_memories": "penstock.engine.device.memory",
         "fleet_cell": _CELLS,

@@ -49,4 +49,5 @@ def test_megatrons_models_have_the_layers_of_the_plan(megatron, ranks, tmp_path)
         for rank, report in enumerate(reports):
             assert report["stages"] == expected(value.plan, rank), name
             assert report["recompute"] == ("full" if name == "recompute" else None)
-    assert re.search(r"\(t\*\d+\|\)\*\d", str(handed["deep"]))  # something is written as repeated
+    repeated = re.compile(r"\(t\*\d+\|\)\*\d")
+    assert any(repeated.search(str(value)) for value in handed.values())

@@ -75,6 +75,11 @@ class Capabilities(NamedTuple):
         """Whether the engine performs a schedule family as it is."""
         return self.any_order or family in self.families
 
+    @property
+    def has(self) -> str:
+        """Its own schedules, in words."""
+        return " and ".join(self.families)
+
 
 _TORCH = "torch/distributed/pipelining/schedules.py"
 _TITAN = "torchtitan/distributed/pipeline_parallel.py"

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from typing import NamedTuple
-
-import msgspec
 
 from penstock.planning.handover.capabilities import capabilities_of
 from penstock.planning.handover.properties import Placement, placement
@@ -97,5 +96,5 @@ AutoModel decide which rank has which stage, also where a CSV has the order."""
 
 def rows_of(items: Iterable[object], indent: str = "") -> str:
     """A list in Python with a line for each of its items, as people read and edit it."""
-    rows = "".join(f"{indent}    {msgspec.json.encode(item).decode()},\n" for item in items)
+    rows = "".join(f"{indent}    {json.dumps(item)},\n" for item in items)
     return f"[\n{rows}{indent}]"

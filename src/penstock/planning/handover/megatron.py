@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import shlex
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-from penstock.base.values import encode
+from penstock.base.errors import InputError
+from penstock.base.values import encode, shown
+from penstock.core.graph import LayerGraph
 from penstock.planning.handover.degrees import Degrees, degrees_of, notes_of
-from penstock.planning.handover.modules import BlockLayout, block_layout
+from penstock.planning.handover.described import Described, Sheet, cuts_between_blocks, fields_of
+from penstock.planning.handover.modules import BlockLayout, block_layout, blocks_of
 from penstock.planning.handover.written import Lines
 from penstock.planning.plans import Plan
 
@@ -108,3 +113,153 @@ def _config(degrees: Degrees, blocks: BlockLayout, layout: str) -> dict[str, Any
             "recompute_num_layers": 1,
         }
     return config
+
+
+_FIELDS = (
+    "num_layers", "pipeline_model_parallel_size", "pipeline_model_parallel_layout",
+    "tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size",
+    "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
+    "virtual_pipeline_model_parallel_size", "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers", "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage", "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split", "micro_batch_size", "global_batch_size",
+    "use_distributed_optimizer", "recompute_granularity", "recompute_method",
+    "recompute_num_layers", "recompute_activations",
+)  # fmt: skip
+
+
+def read(config: object, graph: LayerGraph, num_devices: int | None) -> Described:
+    """The plan that arguments of Megatron's describe: a command or script, ``get_args()``, or a
+    ``TransformerConfig`` beside sizes of batches.
+
+    Args:
+        config: as ``described.fields_of`` takes it.
+        graph: the model's.
+        num_devices: of the whole job; with ``None``, one copy of the pipeline.
+
+    Raises:
+        InputError: the arguments contradict themselves or the model.
+    """
+    sheet = Sheet(fields_of(config, _FIELDS), "Megatron")
+    ranks = sheet.whole("pipeline_model_parallel_size", 1)
+    names = [layer.name for layer in graph.layers]
+    counts = _block_counts(sheet, len(blocks_of(names).starts), ranks)
+    per_rank = len(counts) // ranks
+    schedule = "1f1b" if per_rank == 1 else f"interleaved-1f1b:stages_per_rank={per_rank}"
+    width, rows = sheet.whole("tensor_model_parallel_size", 1), sheet.whole("micro_batch_size", 1)
+    one_copy = ranks * width * sheet.whole("context_parallel_size", 1)
+    copies = max(1, (num_devices or one_copy) // one_copy)
+    batch = sheet.whole("global_batch_size", rows * copies)
+    if batch % (rows * copies):
+        raise InputError(
+            f"global_batch_size {batch} is no multiple of {copies} copies × {rows} rows"
+        )
+    recompute, notes = _recomputing(sheet)
+    return Described(
+        cuts_between_blocks(names, counts),
+        ranks,
+        schedule,
+        batch // (rows * copies),
+        rows,
+        copies,
+        width,
+        sheet.flag("use_distributed_optimizer"),
+        "layers" if recompute else "never",
+        (*notes, *_left_out(sheet)),
+    )
+
+
+def _block_counts(sheet: Sheet, blocks: int, ranks: int) -> list[int]:
+    """The blocks of each stage, in the order of stages."""
+    layout = sheet.text("pipeline_model_parallel_layout")
+    if layout:
+        counts = [stage.count("t") for stage in stages_of_layout(layout)]
+        if len(counts) % ranks:
+            raise InputError(
+                f"the layout has {len(counts)} stages, which {ranks} ranks cannot share"
+            )
+        return counts
+    by_rank = _counts_by_rank(sheet, blocks, ranks)
+    virtual = sheet.whole("num_virtual_stages_per_pipeline_rank", 1)
+    virtual = sheet.whole("virtual_pipeline_model_parallel_size", virtual)
+    if "num_layers_per_virtual_pipeline_stage" in sheet.fields:
+        virtual = by_rank[0] // sheet.whole("num_layers_per_virtual_pipeline_stage")
+    if any(count % max(virtual, 1) for count in by_rank) or not virtual:
+        raise InputError(
+            f"ranks of {by_rank} blocks do not make {virtual} equal virtual stages each"
+        )
+    return [count // virtual for _ in range(virtual) for count in by_rank]
+
+
+def _counts_by_rank(sheet: Sheet, blocks: int, ranks: int) -> list[int]:
+    """The blocks of each rank where no layout says it: evenly, but for the ends."""
+    first = _either(
+        sheet, "decoder_first_pipeline_num_layers", "num_layers_in_first_pipeline_stage"
+    )
+    last = _either(sheet, "decoder_last_pipeline_num_layers", "num_layers_in_last_pipeline_stage")
+    inner = ranks - (first is not None) - (last is not None)
+    rest = blocks - (first or 0) - (last or 0)
+    ahead = sheet.flag("account_for_embedding_in_pipeline_split")
+    behind = sheet.flag("account_for_loss_in_pipeline_split")
+    total = rest + ahead + behind
+    if (inner and total % inner) or (not inner and rest):
+        raise InputError(
+            f"{blocks} blocks do not divide evenly over {ranks} ranks; Megatron refuses that, too"
+        )
+    counts = [total // inner] * inner if inner else []
+    if first is not None:
+        counts = [first, *counts]
+    if last is not None:
+        counts = [*counts, last]
+    counts[0] -= ahead
+    counts[-1] -= behind
+    return counts
+
+
+def _either(sheet: Sheet, *names: str) -> int | None:
+    given = [name for name in names if sheet.fields.get(name) is not None]
+    return sheet.whole(given[0]) if given else None
+
+
+def stages_of_layout(layout: str) -> list[str]:
+    """The letters of each stage of a layout string.
+
+    Raises:
+        InputError: a letter is none of E, t, m and L.
+
+    >>> stages_of_layout("Et*3|(tt|)*2,t|L")
+    ['Ettt', 'tt', 'tt', 't', 'L']
+    """
+    plain = re.sub(r"\(([^)]+)\)\*(\d+)", _repeat, layout.replace(",", "").replace(" ", ""))
+    plain = re.sub(r"(.)\*(\d+)", _repeat, plain)
+    wrong = sorted(set(plain) - set("EtmL|"))
+    if wrong:
+        raise InputError(
+            f"the layout {shown(layout)} has {wrong[0]!r}; its letters are E, t, m and L"
+        )
+    return plain.split("|")
+
+
+def _repeat(match: re.Match[str]) -> str:
+    return match[1] * min(int(match[2]), _MOST_REPEATED)
+
+
+_MOST_REPEATED = 10_000
+
+
+def _recomputing(sheet: Sheet) -> tuple[bool, Sequence[str]]:
+    """(whether blocks run forward twice, notes)."""
+    granularity = sheet.text("recompute_granularity")
+    if sheet.flag("recompute_activations") or granularity == "selective":
+        return False, ["selective recomputation is left out: the plan keeps activations"]
+    if granularity == "full" and sheet.text("recompute_method") == "block":
+        return True, ["recompute_method block is taken as all blocks of a stage"]
+    return granularity == "full", []
+
+
+def _left_out(sheet: Sheet) -> list[str]:
+    return [
+        f"{name} is {degree}, for which plans have no word; it is left out"
+        for name in ("context_parallel_size", "expert_model_parallel_size")
+        if (degree := sheet.whole(name, 1)) > 1
+    ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from penstock.base.errors import InputError
@@ -49,6 +50,49 @@ class BlockLayout(NamedTuple):
     behind: tuple[tuple[str, ...], ...]
 
 
+class Blocks(NamedTuple):
+    """The blocks of a transformer among its layers.
+
+    Attributes:
+        name: of the list that has them, as in ``layers``.
+        starts: for each block, the number of its first layer.
+        behind: the number of the first layer behind the last block.
+    """
+
+    name: str
+    starts: tuple[int, ...]
+    behind: int
+
+
+def blocks_of(layers: Sequence[str]) -> Blocks:
+    """The blocks of a transformer: the entries of its longest list of modules.
+
+    Raises:
+        InputError: no layer is the entry of a list, or something stands between two blocks.
+    """
+    entries = [_entry_of_list(layer) for layer in layers]
+    lists = [_list_of(name) for name in entries]
+    counts = Counter(_list_of(name) for name in dict.fromkeys(entries))
+    del counts[""]
+    if not counts:
+        raise InputError(
+            f"no layer is a block of a transformer, an entry of a list as layers.0 is: the layers "
+            f"are {', '.join(map(repr, layers[:6]))}{' …' * (len(layers) > 6)}"
+        )
+    name = max(counts, key=lambda entry: counts[entry])
+    first = lists.index(name)
+    behind = len(lists) - lists[::-1].index(name)
+    for entry, own in zip(entries[first:behind], lists[first:behind], strict=True):
+        if own != name:
+            raise InputError(f"{entry!r} stands between two blocks of {name!r}")
+    starts = [
+        place
+        for place in range(first, behind)
+        if place == first or entries[place] != entries[place - 1]
+    ]
+    return Blocks(name, tuple(starts), behind)
+
+
 def block_layout(plan: Plan) -> BlockLayout:
     """The stages of a plan for a transformer: a list of blocks, with modules before and behind.
 
@@ -57,30 +101,16 @@ def block_layout(plan: Plan) -> BlockLayout:
             stands between two blocks.
     """
     stages = _by_stage(plan, _entry_of_list)
-    names = [name for modules in stages for name in modules]
-    lists = [_list_of(name) for name in names]
-    counts = {name: lists.count(name) for name in dict.fromkeys(lists) if name}
-    if not counts:
-        raise InputError(
-            f"no layer is a block of a transformer, an entry of a list as layers.0 is: the plan "
-            f"has {', '.join(map(repr, names[:6]))}{' …' * (len(names) > 6)}"
-        )
-    name = max(counts, key=lambda entry: counts[entry])
-    first = lists.index(name)
-    stop = first + counts[name]
-    odd = [
-        entry
-        for entry, own in zip(names[first:stop], lists[first:stop], strict=True)
-        if own != name
-    ]
-    if odd:
-        raise InputError(f"{odd[0]!r} stands between two blocks of {name!r}")
-    before, behind = set(names[:first]), set(names[stop:])
+    blocks = blocks_of(plan.layers)
+    before = {_entry_of_list(layer) for layer in plan.layers[: blocks.starts[0]]}
     return BlockLayout(
-        name,
-        tuple(tuple(entry for entry in modules if entry in before) for modules in stages),
-        tuple(sum(_list_of(entry) == name for entry in modules) for modules in stages),
-        tuple(tuple(entry for entry in modules if entry in behind) for modules in stages),
+        blocks.name,
+        tuple(tuple(name for name in own if name in before) for own in stages),
+        tuple(sum(_list_of(name) == blocks.name for name in own) for own in stages),
+        tuple(
+            tuple(name for name in own if name not in before and _list_of(name) != blocks.name)
+            for own in stages
+        ),
     )
 
 

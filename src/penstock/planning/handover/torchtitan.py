@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from penstock.base.errors import InputError
+from penstock.base.values import read_text, shown
+from penstock.core.graph import LayerGraph
+from penstock.core.schedule import Schedule, families
 from penstock.planning.handover.degrees import (
     CLASSES,
     Degrees,
@@ -10,9 +14,16 @@ from penstock.planning.handover.degrees import (
     notes_of,
     rows_of,
 )
-from penstock.planning.handover.modules import module_fqns_per_model_part
+from penstock.planning.handover.described import (
+    Described,
+    Expression,
+    Sheet,
+    cuts_between_blocks,
+    fields_of,
+)
+from penstock.planning.handover.modules import blocks_of, module_fqns_per_model_part
 from penstock.planning.handover.properties import one_copy
-from penstock.planning.handover.torch_schedules import to_torch_csv
+from penstock.planning.handover.torch_schedules import from_torch_csv, to_torch_csv
 from penstock.planning.handover.written import Lines
 from penstock.planning.plans import Plan
 
@@ -89,3 +100,182 @@ def _python(value: object) -> str:
     if isinstance(value, _Python):
         return value
     return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+_FIELDS = (
+    "pipeline_parallel_degree", "module_fqns_per_model_part", "pipeline_parallel_schedule",
+    "pipeline_parallel_schedule_csv", "pipeline_parallel_microbatch_size",
+    "pipeline_parallel_layers_per_stage", "pipeline_parallel_first_stage_less_layers",
+    "pipeline_parallel_last_stage_less_layers", "data_parallel_replicate_degree",
+    "data_parallel_shard_degree", "tensor_parallel_degree", "context_parallel_degree",
+    "expert_parallel_degree", "local_batch_size", "activation_checkpoint",
+)  # fmt: skip
+
+_FAMILIES = {
+    "1f1b": "1f1b", "gpipe": "gpipe", "interleaved1f1b": "interleaved-1f1b",
+    "loopedbfs": "breadth-first", "interleavedzerobubble": "interleaved-zb",
+    "zbvzerobubble": "zb-v", "dualpipev": "dualpipe-v",
+}  # fmt: skip
+"""torch's schedules, by their names in small letters."""
+
+_PER_RANK = {"1f1b": 1, "gpipe": 1}
+"""Stages per rank where a config does not say it; 2 of all others."""
+
+
+def read(config: object, graph: LayerGraph, num_devices: int | None) -> Described:
+    """The plan that a config of torchtitan's describes: the text of its function, a command's
+    arguments, or the ``Trainer.Config`` itself.
+
+    Args:
+        config: as ``described.fields_of`` takes it.
+        graph: the model's.
+        num_devices: of the whole job; with ``None``, as many as the config names.
+
+    Raises:
+        InputError: the config contradicts itself or the model.
+    """
+    sheet = Sheet(fields_of(config, _FIELDS), "torchtitan")
+    ranks = sheet.whole("pipeline_parallel_degree", 1)
+    title = sheet.text("pipeline_parallel_schedule", "1F1B")
+    if title.lower() not in _FAMILIES:
+        raise InputError(
+            f"pipeline_parallel_schedule is {shown(title)}, a schedule that is not here"
+        )
+    family = _FAMILIES[title.lower()] if ranks > 1 else "1f1b"
+    rows = sheet.whole("pipeline_parallel_microbatch_size", 1) if ranks > 1 else 0
+    batch = sheet.whole("local_batch_size", 8)
+    if rows and batch % rows:
+        raise InputError(f"local_batch_size {batch} is no multiple of microbatches of {rows} rows")
+    cuts = _cuts(sheet, graph, ranks, family)
+    count = batch // rows if rows else 1
+    schedule, notes = _named(sheet, family, (ranks, (len(cuts) + 1) // ranks, count))
+    copies, is_sharded = _copies(sheet, ranks, num_devices)
+    return Described(
+        cuts,
+        ranks,
+        schedule,
+        count,
+        rows or batch,
+        copies,
+        sheet.whole("tensor_parallel_degree", 1),
+        is_sharded,
+        "layers" if "FullAC" in _checkpointing(sheet) else "never",
+        (*notes, *_left_out(sheet)),
+    )
+
+
+def _checkpointing(sheet: Sheet) -> str:
+    """The name of the policy of activation checkpointing."""
+    policy = sheet.fields.get("activation_checkpoint")
+    return str(policy) if isinstance(policy, str) else type(policy).__qualname__
+
+
+def _cuts(sheet: Sheet, graph: LayerGraph, ranks: int, family: str) -> tuple[int, ...]:
+    names = [layer.name for layer in graph.layers]
+    parts = sheet.fields.get("module_fqns_per_model_part")
+    if isinstance(parts, Expression):
+        raise InputError("module_fqns_per_model_part is computed; give the list of its names")
+    if parts and ranks > 1:
+        return _cuts_at(names, parts)
+    return cuts_between_blocks(
+        names, _even_counts(sheet, len(blocks_of(names).starts), ranks, family)
+    )
+
+
+def _cuts_at(names: list[str], parts: list[list[str]]) -> tuple[int, ...]:
+    """Where stages begin that have these modules."""
+    cuts = []
+    for part in parts[1:]:
+        first = part[0] if part else ""
+        places = [
+            place
+            for place, name in enumerate(names)
+            if name == first or name.startswith(f"{first}.")
+        ]
+        if not first or not places:
+            raise InputError(
+                f"module_fqns_per_model_part has a stage that begins with {shown(first)}, which is "
+                f"no layer of the model: {', '.join(names[:6])} …"
+            )
+        cuts.append(places[0])
+    return tuple(cuts)
+
+
+def _even_counts(sheet: Sheet, blocks: int, ranks: int, family: str) -> list[int]:
+    """The blocks of each stage where torchtitan divides them by itself: evenly, with embedding and
+    head counted as some."""
+    first = sheet.whole("pipeline_parallel_first_stage_less_layers", 1, 0)
+    last = sheet.whole("pipeline_parallel_last_stage_less_layers", 1, 0)
+    total = blocks + first + last
+    per_stage = sheet.fields.get("pipeline_parallel_layers_per_stage")
+    stages = ranks * _PER_RANK.get(family, 2)
+    if per_stage is not None:
+        stages = -(-total // sheet.whole("pipeline_parallel_layers_per_stage"))
+    if ranks == 1 or stages == 1:
+        return [blocks]
+    least, more = divmod(total, stages)
+    counts = [least + (stage < more) for stage in range(stages)]
+    counts[0] -= first
+    counts[-1] -= last
+    if stages % ranks or min(counts) < 0:
+        raise InputError(f"{blocks} blocks make no {stages} even stages on {ranks} ranks")
+    return counts
+
+
+def _named(sheet: Sheet, family: str, shape: tuple[int, int, int]) -> tuple[str, tuple[str, ...]]:
+    """(the schedule with its options, notes): that of the CSV, if there is one and it is known.
+
+    Args:
+        shape: ranks, stages of each, microbatches.
+    """
+    ranks, per_rank, count = shape
+    path = sheet.fields.get("pipeline_parallel_schedule_csv")
+    if isinstance(path, Expression):
+        return _with_stages(family, per_rank), (
+            f"pipeline_parallel_schedule_csv is computed ({path}) and was not read; the plan has "
+            f"the order of {family}",
+        )
+    if not path or ranks == 1:
+        return _with_stages(family, per_rank), ()
+    order = from_torch_csv(read_text(str(path)))
+    for name in families.names():
+        if _is(order, name, per_rank, ranks, count):
+            return _with_stages(name, per_rank), ()
+    return _with_stages(family, per_rank), (
+        f"{path} has an order that no family here makes; the plan has that of {family}",
+    )
+
+
+def _with_stages(family: str, per_rank: int) -> str:
+    takes = family in ("interleaved-1f1b", "interleaved-zb", "breadth-first")
+    return f"{family}:stages_per_rank={per_rank}" if takes and per_rank > 1 else family
+
+
+def _is(order: Schedule, family: str, per_rank: int, ranks: int, count: int) -> bool:
+    if family in families.SEARCHED:
+        return False
+    name, options = families.named(_with_stages(family, per_rank))
+    try:
+        return order == families.build(name, num_ranks=ranks, num_microbatches=count, **options)
+    except InputError:
+        return False
+
+
+def _copies(sheet: Sheet, ranks: int, num_devices: int | None) -> tuple[int, bool]:
+    """(copies of the pipeline, whether they share state)."""
+    replicate = sheet.whole("data_parallel_replicate_degree", 1)
+    shard = sheet.whole("data_parallel_shard_degree", -1, -1)
+    if shard == -1:
+        others = ranks * replicate * sheet.whole("tensor_parallel_degree", 1)
+        shard = max(1, (num_devices or others) // others)
+    return replicate * shard, shard > 1
+
+
+def _left_out(sheet: Sheet) -> list[str]:
+    notes = []
+    for name in ("context_parallel_degree", "expert_parallel_degree"):
+        if (degree := sheet.whole(name, 1)) > 1:
+            notes.append(f"{name} is {degree}, for which plans have no word; it is left out")
+    if "SelectiveAC" in _checkpointing(sheet):
+        notes.append("selective activation checkpointing is left out: the plan keeps activations")
+    return notes

@@ -12,9 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from typing import NamedTuple, Protocol
 
-from penstock.base.errors import PlanError
+from penstock.base.errors import InputError, PlanError
 from penstock.base.units import count_of, format_bytes, format_seconds
+from penstock.base.values import shown
+from penstock.core.graph import LayerGraph
 from penstock.planning.handover.capabilities import Capabilities, Limit, capabilities_of
+from penstock.planning.handover.described import Described
 from penstock.planning.handover.properties import PROPERTIES
 from penstock.planning.plans import Plan
 from penstock.planning.plans.handed_over import HandOver
@@ -54,6 +57,33 @@ class EngineModule(Protocol):
         Raises:
             InputError: the plan's layers are none that the engine knows.
         """
+
+    def read(self, config: object, graph: LayerGraph, num_devices: int | None) -> Described:
+        """The plan that a config of the engine's describes, for a model of these layers.
+
+        Args:
+            num_devices: of the whole job; ``None`` where nobody says.
+
+        Raises:
+            InputError: the config contradicts itself or the model.
+        """
+
+
+READ = ("torchtitan", "megatron", "deepspeed")
+"""The engines whose configs are read."""
+
+
+def described(engine: str, config: object, graph: LayerGraph, num_devices: int | None) -> Described:
+    """What a config of another engine says of a plan for a model.
+
+    Raises:
+        InputError: its configs are not read here, or it contradicts itself or the model.
+    """
+    if engine not in READ:
+        raise InputError(
+            f"configs of {shown(engine)} are not read here; take one of {', '.join(READ)}"
+        )
+    return engine_module(engine).read(config, graph, num_devices)
 
 
 def hand_over(plan: Plan, engine: str) -> HandOver:

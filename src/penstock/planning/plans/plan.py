@@ -12,7 +12,8 @@ from msgspec.structs import asdict, replace
 from penstock.base.errors import InputError, printable
 from penstock.base.lazily import method_loaded_when_used, provided
 from penstock.base.values import FieldsByName, decoded, expect, one_of, refused_as, whole
-from penstock.core.cluster import Device, SpareMachine
+from penstock.core.cluster import Cluster, Device, SpareMachine
+from penstock.core.graph import LayerGraph
 from penstock.core.schedule import Schedule, families
 from penstock.core.schedule.check import check
 from penstock.core.schedule.lower import add_recompute, first_microbatches
@@ -157,6 +158,30 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
         expect(text, str | bytes, "the text", f"give what {cls.__name__}.to_json wrote")
         with refused_as(f"{where} is not a valid {cls.__name__}"):
             return cls(**asdict(decoded(text, Draft)))
+
+    @classmethod
+    def of(
+        cls, engine: str, config: object, graph: LayerGraph, cluster: Cluster | None = None
+    ) -> Plan:
+        """The plan that a config of another engine describes, with the times and bytes that are
+        predicted for it (``docs/other-engines.md``). What plans have no word for is left out, and
+        ``warnings`` say it; so do ranks that need more memory than they have.
+
+        Args:
+            engine: ``"torchtitan"``, ``"megatron"`` or ``"deepspeed"``.
+            config: the text of its file, or of the command with its arguments, which is not run; a
+                dictionary of its fields; or its own object. With DeepSpeed's also the arguments of
+                ``PipelineModule``: ``{**config, "num_stages": 4}``.
+            graph: the model's profile, or its estimate.
+            cluster: all devices of the job, from which data parallelism follows where the config
+                does not say it; by default as many cores as one copy of the pipeline needs.
+
+        Raises:
+            InputError: the config sets nothing, contradicts itself, or is for another model.
+            PlanError: the cluster has fewer devices.
+        """
+        adopted: Plan = provided("adopted")(engine, config, graph, cluster)
+        return adopted
 
     def edited(self, **changes: Any) -> Plan:
         """This plan with other values of some fields. What follows from them is worked out anew, as
