@@ -12,7 +12,7 @@ from penstock.base.errors import InputError
 from penstock.base.values import encode, shown
 from penstock.core.graph import LayerGraph
 from penstock.planning.handover.degrees import degrees_of, head_of, notes_of, rows_of
-from penstock.planning.handover.described import Described, Sheet, fields_of
+from penstock.planning.handover.described import Described, ConfigFields, fields_of
 from penstock.planning.handover.written import Lines
 from penstock.planning.plans import Plan
 
@@ -98,19 +98,19 @@ def read(config: object, graph: LayerGraph, num_devices: int | None) -> Describe
     Raises:
         InputError: the config contradicts itself or the model.
     """
-    sheet = Sheet(fields_of(config, _FIELDS), "DeepSpeed")
-    if "stages" in sheet.fields and sheet.fields["stages"] != "auto":
-        sheet.fields.setdefault("num_stages", sheet.fields["stages"])
-    stages = sheet.whole("num_stages")
-    zero = sheet.whole("stage", 0, 0)
+    said = ConfigFields(fields_of(config, _FIELDS), "DeepSpeed")
+    if "stages" in said.fields and said.fields["stages"] != "auto":
+        said.fields.setdefault("num_stages", said.fields["stages"])
+    stages = said.whole("num_stages")
+    zero = said.whole("stage", 0, 0)
     if zero > 1:
         raise InputError(
             f"zero_optimization: DeepSpeed's pipelines go with stage 1 at most, not {zero}"
         )
-    rows, count, copies = _batches(sheet, stages, num_devices)
-    interval = sheet.whole("activation_checkpoint_interval", 0, 0)
+    rows, count, copies = _batches(said, stages, num_devices)
+    interval = said.whole("activation_checkpoint_interval", 0, 0)
     return Described(
-        tuple(_parts(sheet, graph, stages)[1:-1]),
+        tuple(_parts(said, graph, stages)[1:-1]),
         stages,
         "1f1b",
         count,
@@ -122,11 +122,11 @@ def read(config: object, graph: LayerGraph, num_devices: int | None) -> Describe
     )
 
 
-def _batches(sheet: Sheet, stages: int, num_devices: int | None) -> tuple[int, int, int]:
+def _batches(said: ConfigFields, stages: int, num_devices: int | None) -> tuple[int, int, int]:
     """(rows of a microbatch, microbatches, copies), of which a config may leave one out."""
     names = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
-    rows, count = (sheet.whole(name, 0, 0) for name in names)
-    total = sheet.whole("train_batch_size", 0, 0)
+    rows, count = (said.whole(name, 0, 0) for name in names)
+    total = said.whole("train_batch_size", 0, 0)
     copies = num_devices // stages if num_devices else 0
     if not copies:
         copies = total // (rows * count) if rows and count and total else 1
@@ -141,8 +141,8 @@ def _batches(sheet: Sheet, stages: int, num_devices: int | None) -> tuple[int, i
     return rows, count, copies
 
 
-def _parts(sheet: Sheet, graph: LayerGraph, stages: int) -> list[int]:
-    method = sheet.text("partition_method", "parameters").lower()
+def _parts(said: ConfigFields, graph: LayerGraph, stages: int) -> list[int]:
+    method = said.text("partition_method", "parameters").lower()
     if stages > len(graph.layers):
         raise InputError(f"{len(graph.layers)} layers cannot make {stages} stages")
     if method == "uniform":

@@ -51,7 +51,7 @@ class Expression(str):
     """Python that a config computes a value with, and that is not run."""
 
 
-class Sheet:
+class ConfigFields:
     """The fields that a config sets, with errors that name them.
 
     Args:

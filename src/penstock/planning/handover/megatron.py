@@ -12,8 +12,13 @@ from penstock.base.errors import InputError
 from penstock.base.values import encode, shown
 from penstock.core.graph import LayerGraph
 from penstock.planning.handover.degrees import Degrees, degrees_of, notes_of
-from penstock.planning.handover.described import Described, Sheet, cuts_between_blocks, fields_of
-from penstock.planning.handover.modules import BlockLayout, block_layout, blocks_of
+from penstock.planning.handover.described import (
+    Described,
+    ConfigFields,
+    cuts_between_blocks,
+    fields_of,
+)
+from penstock.planning.handover.modules import TransformerStages, block_layout, blocks_of
 from penstock.planning.handover.written import Lines
 from penstock.planning.plans import Plan
 
@@ -30,7 +35,7 @@ def write(plan: Plan) -> Lines:
     )
 
 
-def layout_string(blocks: BlockLayout) -> str:
+def layout_string(blocks: TransformerStages) -> str:
     """The stages as ``pipeline_model_parallel_layout`` has them: ``E`` the embedding, ``t`` a
     block, ``L`` norm, head and loss, ``|`` between stages, ``*n`` what repeats."""
     last = len(blocks.blocks) - 1
@@ -53,7 +58,7 @@ def _repeated(letter: str, count: int) -> str:
     return f"{letter}*{count}" if count > 1 else letter * count
 
 
-def _moved(blocks: BlockLayout) -> list[str]:
+def _moved(blocks: TransformerStages) -> list[str]:
     """Notes on what Megatron-Core has in other stages than the plan."""
     notes = []
     late = [name for names in blocks.before[1:] for name in names]
@@ -70,7 +75,7 @@ def _moved(blocks: BlockLayout) -> list[str]:
     return notes
 
 
-def _arguments(degrees: Degrees, blocks: BlockLayout, layout: str) -> list[str]:
+def _arguments(degrees: Degrees, blocks: TransformerStages, layout: str) -> list[str]:
     pairs: dict[str, object] = {"num-layers": sum(blocks.blocks)}
     pairs["pipeline-model-parallel-size"] = degrees.pipeline
     if degrees.pipeline > 1:
@@ -93,7 +98,7 @@ def _arguments(degrees: Degrees, blocks: BlockLayout, layout: str) -> list[str]:
     return [*(f"--{name} {value}" for name, value in pairs.items()), *flags]
 
 
-def _config(degrees: Degrees, blocks: BlockLayout, layout: str) -> dict[str, Any]:
+def _config(degrees: Degrees, blocks: TransformerStages, layout: str) -> dict[str, Any]:
     config: dict[str, Any] = {
         "num_layers": sum(blocks.blocks),
         "pipeline_model_parallel_size": degrees.pipeline,
@@ -140,21 +145,21 @@ def read(config: object, graph: LayerGraph, num_devices: int | None) -> Describe
     Raises:
         InputError: the arguments contradict themselves or the model.
     """
-    sheet = Sheet(fields_of(config, _FIELDS), "Megatron")
-    ranks = sheet.whole("pipeline_model_parallel_size", 1)
+    said = ConfigFields(fields_of(config, _FIELDS), "Megatron")
+    ranks = said.whole("pipeline_model_parallel_size", 1)
     names = [layer.name for layer in graph.layers]
-    counts = _block_counts(sheet, len(blocks_of(names).starts), ranks)
+    counts = _block_counts(said, len(blocks_of(names).starts), ranks)
     per_rank = len(counts) // ranks
     schedule = "1f1b" if per_rank == 1 else f"interleaved-1f1b:stages_per_rank={per_rank}"
-    width, rows = sheet.whole("tensor_model_parallel_size", 1), sheet.whole("micro_batch_size", 1)
-    one_copy = ranks * width * sheet.whole("context_parallel_size", 1)
+    width, rows = said.whole("tensor_model_parallel_size", 1), said.whole("micro_batch_size", 1)
+    one_copy = ranks * width * said.whole("context_parallel_size", 1)
     copies = max(1, (num_devices or one_copy) // one_copy)
-    batch = sheet.whole("global_batch_size", rows * copies)
+    batch = said.whole("global_batch_size", rows * copies)
     if batch % (rows * copies):
         raise InputError(
             f"global_batch_size {batch} is no multiple of {copies} copies × {rows} rows"
         )
-    recompute, notes = _recomputing(sheet)
+    recompute, notes = _recomputing(said)
     return Described(
         cuts_between_blocks(names, counts),
         ranks,
@@ -163,15 +168,15 @@ def read(config: object, graph: LayerGraph, num_devices: int | None) -> Describe
         rows,
         copies,
         width,
-        sheet.flag("use_distributed_optimizer"),
+        said.flag("use_distributed_optimizer"),
         "layers" if recompute else "never",
-        (*notes, *_left_out(sheet)),
+        (*notes, *_left_out(said)),
     )
 
 
-def _block_counts(sheet: Sheet, blocks: int, ranks: int) -> list[int]:
+def _block_counts(said: ConfigFields, blocks: int, ranks: int) -> list[int]:
     """The blocks of each stage, in the order of stages."""
-    layout = sheet.text("pipeline_model_parallel_layout")
+    layout = said.text("pipeline_model_parallel_layout")
     if layout:
         counts = [stage.count("t") for stage in stages_of_layout(layout)]
         if len(counts) % ranks:
@@ -179,11 +184,11 @@ def _block_counts(sheet: Sheet, blocks: int, ranks: int) -> list[int]:
                 f"the layout has {len(counts)} stages, which {ranks} ranks cannot share"
             )
         return counts
-    by_rank = _counts_by_rank(sheet, blocks, ranks)
-    virtual = sheet.whole("num_virtual_stages_per_pipeline_rank", 1)
-    virtual = sheet.whole("virtual_pipeline_model_parallel_size", virtual)
-    if "num_layers_per_virtual_pipeline_stage" in sheet.fields:
-        virtual = by_rank[0] // sheet.whole("num_layers_per_virtual_pipeline_stage")
+    by_rank = _counts_by_rank(said, blocks, ranks)
+    virtual = said.whole("num_virtual_stages_per_pipeline_rank", 1)
+    virtual = said.whole("virtual_pipeline_model_parallel_size", virtual)
+    if "num_layers_per_virtual_pipeline_stage" in said.fields:
+        virtual = by_rank[0] // said.whole("num_layers_per_virtual_pipeline_stage")
     if any(count % max(virtual, 1) for count in by_rank) or not virtual:
         raise InputError(
             f"ranks of {by_rank} blocks do not make {virtual} equal virtual stages each"
@@ -191,16 +196,14 @@ def _block_counts(sheet: Sheet, blocks: int, ranks: int) -> list[int]:
     return [count // virtual for _ in range(virtual) for count in by_rank]
 
 
-def _counts_by_rank(sheet: Sheet, blocks: int, ranks: int) -> list[int]:
+def _counts_by_rank(said: ConfigFields, blocks: int, ranks: int) -> list[int]:
     """The blocks of each rank where no layout says it: evenly, but for the ends."""
-    first = _either(
-        sheet, "decoder_first_pipeline_num_layers", "num_layers_in_first_pipeline_stage"
-    )
-    last = _either(sheet, "decoder_last_pipeline_num_layers", "num_layers_in_last_pipeline_stage")
+    first = _either(said, "decoder_first_pipeline_num_layers", "num_layers_in_first_pipeline_stage")
+    last = _either(said, "decoder_last_pipeline_num_layers", "num_layers_in_last_pipeline_stage")
     inner = ranks - (first is not None) - (last is not None)
     rest = blocks - (first or 0) - (last or 0)
-    ahead = sheet.flag("account_for_embedding_in_pipeline_split")
-    behind = sheet.flag("account_for_loss_in_pipeline_split")
+    ahead = said.flag("account_for_embedding_in_pipeline_split")
+    behind = said.flag("account_for_loss_in_pipeline_split")
     total = rest + ahead + behind
     if (inner and total % inner) or (not inner and rest):
         raise InputError(
@@ -216,9 +219,9 @@ def _counts_by_rank(sheet: Sheet, blocks: int, ranks: int) -> list[int]:
     return counts
 
 
-def _either(sheet: Sheet, *names: str) -> int | None:
-    given = [name for name in names if sheet.fields.get(name) is not None]
-    return sheet.whole(given[0]) if given else None
+def _either(said: ConfigFields, *names: str) -> int | None:
+    given = [name for name in names if said.fields.get(name) is not None]
+    return said.whole(given[0]) if given else None
 
 
 def stages_of_layout(layout: str) -> list[str]:
@@ -247,19 +250,19 @@ def _repeat(match: re.Match[str]) -> str:
 _MOST_REPEATED = 10_000
 
 
-def _recomputing(sheet: Sheet) -> tuple[bool, Sequence[str]]:
+def _recomputing(said: ConfigFields) -> tuple[bool, Sequence[str]]:
     """(whether blocks run forward twice, notes)."""
-    granularity = sheet.text("recompute_granularity")
-    if sheet.flag("recompute_activations") or granularity == "selective":
+    granularity = said.text("recompute_granularity")
+    if said.flag("recompute_activations") or granularity == "selective":
         return False, ["selective recomputation is left out: the plan keeps activations"]
-    if granularity == "full" and sheet.text("recompute_method") == "block":
+    if granularity == "full" and said.text("recompute_method") == "block":
         return True, ["recompute_method block is taken as all blocks of a stage"]
     return granularity == "full", []
 
 
-def _left_out(sheet: Sheet) -> list[str]:
+def _left_out(said: ConfigFields) -> list[str]:
     return [
         f"{name} is {degree}, for which plans have no word; it is left out"
         for name in ("context_parallel_size", "expert_model_parallel_size")
-        if (degree := sheet.whole(name, 1)) > 1
+        if (degree := said.whole(name, 1)) > 1
     ]

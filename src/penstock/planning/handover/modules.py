@@ -34,7 +34,7 @@ def module_fqns_per_model_part(plan: Plan, *, nested: bool = False) -> list[list
     return [list(names) for names in _by_stage(plan, part_of)]
 
 
-class BlockLayout(NamedTuple):
+class TransformerStages(NamedTuple):
     """The stages of a transformer, by the kinds of their modules.
 
     Attributes:
@@ -93,7 +93,7 @@ def blocks_of(layers: Sequence[str]) -> Blocks:
     return Blocks(name, tuple(starts), behind)
 
 
-def block_layout(plan: Plan) -> BlockLayout:
+def block_layout(plan: Plan) -> TransformerStages:
     """The stages of a plan for a transformer: a list of blocks, with modules before and behind.
 
     Raises:
@@ -103,7 +103,7 @@ def block_layout(plan: Plan) -> BlockLayout:
     stages = _by_stage(plan, _entry_of_list)
     blocks = blocks_of(plan.layers)
     before = {_entry_of_list(layer) for layer in plan.layers[: blocks.starts[0]]}
-    return BlockLayout(
+    return TransformerStages(
         blocks.name,
         tuple(tuple(name for name in own if name in before) for own in stages),
         tuple(sum(_list_of(name) == blocks.name for name in own) for own in stages),

@@ -17,7 +17,7 @@ from penstock.planning.handover.degrees import (
 from penstock.planning.handover.described import (
     Described,
     Expression,
-    Sheet,
+    ConfigFields,
     cuts_between_blocks,
     fields_of,
 )
@@ -134,22 +134,22 @@ def read(config: object, graph: LayerGraph, num_devices: int | None) -> Describe
     Raises:
         InputError: the config contradicts itself or the model.
     """
-    sheet = Sheet(fields_of(config, _FIELDS), "torchtitan")
-    ranks = sheet.whole("pipeline_parallel_degree", 1)
-    title = sheet.text("pipeline_parallel_schedule", "1F1B")
+    said = ConfigFields(fields_of(config, _FIELDS), "torchtitan")
+    ranks = said.whole("pipeline_parallel_degree", 1)
+    title = said.text("pipeline_parallel_schedule", "1F1B")
     if title.lower() not in _FAMILIES:
         raise InputError(
             f"pipeline_parallel_schedule is {shown(title)}, a schedule that is not here"
         )
     family = _FAMILIES[title.lower()] if ranks > 1 else "1f1b"
-    rows = sheet.whole("pipeline_parallel_microbatch_size", 1) if ranks > 1 else 0
-    batch = sheet.whole("local_batch_size", 8)
+    rows = said.whole("pipeline_parallel_microbatch_size", 1) if ranks > 1 else 0
+    batch = said.whole("local_batch_size", 8)
     if rows and batch % rows:
         raise InputError(f"local_batch_size {batch} is no multiple of microbatches of {rows} rows")
-    cuts = _cuts(sheet, graph, ranks, family)
+    cuts = _cuts(said, graph, ranks, family)
     count = batch // rows if rows else 1
-    schedule, notes = _named(sheet, family, (ranks, (len(cuts) + 1) // ranks, count))
-    copies, is_sharded = _copies(sheet, ranks, num_devices)
+    schedule, notes = _named(said, family, (ranks, (len(cuts) + 1) // ranks, count))
+    copies, is_sharded = _copies(said, ranks, num_devices)
     return Described(
         cuts,
         ranks,
@@ -157,28 +157,28 @@ def read(config: object, graph: LayerGraph, num_devices: int | None) -> Describe
         count,
         rows or batch,
         copies,
-        sheet.whole("tensor_parallel_degree", 1),
+        said.whole("tensor_parallel_degree", 1),
         is_sharded,
-        "layers" if "FullAC" in _checkpointing(sheet) else "never",
-        (*notes, *_left_out(sheet)),
+        "layers" if "FullAC" in _checkpointing(said) else "never",
+        (*notes, *_left_out(said)),
     )
 
 
-def _checkpointing(sheet: Sheet) -> str:
+def _checkpointing(said: ConfigFields) -> str:
     """The name of the policy of activation checkpointing."""
-    policy = sheet.fields.get("activation_checkpoint")
+    policy = said.fields.get("activation_checkpoint")
     return str(policy) if isinstance(policy, str) else type(policy).__qualname__
 
 
-def _cuts(sheet: Sheet, graph: LayerGraph, ranks: int, family: str) -> tuple[int, ...]:
+def _cuts(said: ConfigFields, graph: LayerGraph, ranks: int, family: str) -> tuple[int, ...]:
     names = [layer.name for layer in graph.layers]
-    parts = sheet.fields.get("module_fqns_per_model_part")
+    parts = said.fields.get("module_fqns_per_model_part")
     if isinstance(parts, Expression):
         raise InputError("module_fqns_per_model_part is computed; give the list of its names")
     if parts and ranks > 1:
         return _cuts_at(names, parts)
     return cuts_between_blocks(
-        names, _even_counts(sheet, len(blocks_of(names).starts), ranks, family)
+        names, _even_counts(said, len(blocks_of(names).starts), ranks, family)
     )
 
 
@@ -201,16 +201,16 @@ def _cuts_at(names: list[str], parts: list[list[str]]) -> tuple[int, ...]:
     return tuple(cuts)
 
 
-def _even_counts(sheet: Sheet, blocks: int, ranks: int, family: str) -> list[int]:
+def _even_counts(said: ConfigFields, blocks: int, ranks: int, family: str) -> list[int]:
     """The blocks of each stage where torchtitan divides them by itself: evenly, with embedding and
     head counted as some."""
-    first = sheet.whole("pipeline_parallel_first_stage_less_layers", 1, 0)
-    last = sheet.whole("pipeline_parallel_last_stage_less_layers", 1, 0)
+    first = said.whole("pipeline_parallel_first_stage_less_layers", 1, 0)
+    last = said.whole("pipeline_parallel_last_stage_less_layers", 1, 0)
     total = blocks + first + last
-    per_stage = sheet.fields.get("pipeline_parallel_layers_per_stage")
+    per_stage = said.fields.get("pipeline_parallel_layers_per_stage")
     stages = ranks * _PER_RANK.get(family, 2)
     if per_stage is not None:
-        stages = -(-total // sheet.whole("pipeline_parallel_layers_per_stage"))
+        stages = -(-total // said.whole("pipeline_parallel_layers_per_stage"))
     if ranks == 1 or stages == 1:
         return [blocks]
     least, more = divmod(total, stages)
@@ -222,14 +222,16 @@ def _even_counts(sheet: Sheet, blocks: int, ranks: int, family: str) -> list[int
     return counts
 
 
-def _named(sheet: Sheet, family: str, shape: tuple[int, int, int]) -> tuple[str, tuple[str, ...]]:
+def _named(
+    said: ConfigFields, family: str, shape: tuple[int, int, int]
+) -> tuple[str, tuple[str, ...]]:
     """(the schedule with its options, notes): that of the CSV, if there is one and it is known.
 
     Args:
         shape: ranks, stages of each, microbatches.
     """
     ranks, per_rank, count = shape
-    path = sheet.fields.get("pipeline_parallel_schedule_csv")
+    path = said.fields.get("pipeline_parallel_schedule_csv")
     if isinstance(path, Expression):
         return _with_stages(family, per_rank), (
             f"pipeline_parallel_schedule_csv is computed ({path}) and was not read; the plan has "
@@ -261,21 +263,21 @@ def _is(order: Schedule, family: str, per_rank: int, ranks: int, count: int) -> 
         return False
 
 
-def _copies(sheet: Sheet, ranks: int, num_devices: int | None) -> tuple[int, bool]:
+def _copies(said: ConfigFields, ranks: int, num_devices: int | None) -> tuple[int, bool]:
     """(copies of the pipeline, whether they share state)."""
-    replicate = sheet.whole("data_parallel_replicate_degree", 1)
-    shard = sheet.whole("data_parallel_shard_degree", -1, -1)
+    replicate = said.whole("data_parallel_replicate_degree", 1)
+    shard = said.whole("data_parallel_shard_degree", -1, -1)
     if shard == -1:
-        others = ranks * replicate * sheet.whole("tensor_parallel_degree", 1)
+        others = ranks * replicate * said.whole("tensor_parallel_degree", 1)
         shard = max(1, (num_devices or others) // others)
     return replicate * shard, shard > 1
 
 
-def _left_out(sheet: Sheet) -> list[str]:
+def _left_out(said: ConfigFields) -> list[str]:
     notes = []
     for name in ("context_parallel_degree", "expert_parallel_degree"):
-        if (degree := sheet.whole(name, 1)) > 1:
+        if (degree := said.whole(name, 1)) > 1:
             notes.append(f"{name} is {degree}, for which plans have no word; it is left out")
-    if "SelectiveAC" in _checkpointing(sheet):
+    if "SelectiveAC" in _checkpointing(said):
         notes.append("selective activation checkpointing is left out: the plan keeps activations")
     return notes

@@ -118,7 +118,7 @@ def engine_module(engine: str) -> EngineModule:
     return module
 
 
-class _Change(NamedTuple):
+class _Substitution(NamedTuple):
     """A property that an engine lacks, and a plan before and after it is taken away."""
 
     words: str
@@ -131,7 +131,7 @@ class _Change(NamedTuple):
         return f"{self.words}, but {title} {self.limit.reason} ({self.limit.source})"
 
 
-def _changes(plan: Plan, able: Capabilities) -> Iterator[_Change]:
+def _changes(plan: Plan, able: Capabilities) -> Iterator[_Substitution]:
     """All that must change until an engine performs a plan; the last one may be impossible."""
     for name, known in PROPERTIES.items():
         limit = able.limits.get(name)
@@ -139,7 +139,7 @@ def _changes(plan: Plan, able: Capabilities) -> Iterator[_Change]:
         if limit is None or not words:
             continue
         after = known.without(plan, able)
-        yield _Change(words, limit, plan, after)
+        yield _Substitution(words, limit, plan, after)
         if after is None:
             return
         plan = after
@@ -153,7 +153,7 @@ def nearest(plan: Plan, engine: str) -> Plan | None:
     return after
 
 
-def _refusal(plan: Plan, engine: str, refused: Sequence[_Change]) -> str:
+def _refusal(plan: Plan, engine: str, refused: Sequence[_Substitution]) -> str:
     able = capabilities_of(engine)
     parts = [step.said_of(f"{able.title} {able.version}") for step in refused]
     ask = f'ask for a plan that it performs with pk.plan(…, engine="{engine}")'
