@@ -37,10 +37,12 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "export": ("export plan.json --to torchtitan -o handover",),
     "explain": ("explain plan.json --learning-rate 0.1 --curvature 20",),
     "fleet": ("fleet fleet.toml --simulate -o fleet.svg",),
+    "import": ("import train.sh graph.json cluster.toml --from megatron -o theirs.json",),
     "measure-cluster": ("measure-cluster --ranks 4 -o cluster.json",),
     "plan": (
         "plan graph.json -p 4 -m 16 -o plan.json",
         "plan graph.json cluster.toml --minibatch 64 --memory 8GiB",
+        "plan graph.json -p 8 -m 32 --engine megatron",
     ),
     "profile": ("profile mymodel:workload -m 8 -o graph.json",),
     "rehearse": ("rehearse plan.json -o rehearsal.html", "rehearse 1f1b -p 8 -m 16 --op-ms 5"),
@@ -52,6 +54,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "simulate interleaved-1f1b:stages_per_rank=4 -p 4 -m 16",
         "simulate plan.json --json",
     ),
+    "trace": ("trace rank0.json rank1.json --plan plan.json -o timeline.json",),
     "train": ("train mymodel:workload --plan plan.json --steps 100",),
     "verify": ("verify plan.json mymodel:workload --steps 3",),
 }
@@ -78,6 +81,7 @@ _PLACES = {
     "explain": ("explain_verb", "explain_plan"),
     "export": ("engine_verbs", "export"),
     "fleet": ("fleet_verb", "fleet"),
+    "import": ("engine_verbs", "adopt"),
     "measure-cluster": ("cluster_verb", "measure_cluster"),
     "plan": ("plan_verb", "plan"),
     "profile": ("model_verbs", "profile"),
@@ -87,6 +91,7 @@ _PLACES = {
     "schedules": ("schedule_verbs", "schedules"),
     "serve": ("serve_verb", "serve"),
     "simulate": ("schedule_verbs", "simulate"),
+    "trace": ("engine_verbs", "trace"),
     "train": ("model_verbs", "train"),
     "verify": ("trial_verbs", "verify"),
 }

@@ -371,6 +371,16 @@ def load_plan(path: str) -> Plan:
     return plans.Plan.from_json(text, where=path)
 
 
+def json_object(path: str) -> dict[str, object]:
+    """The object in a JSON file of another program's.
+
+    Raises:
+        FileError: it holds something else.
+    """
+    with refused_as(f"{title_of(path)} holds no JSON object"):
+        return decoded(text_of(path), dict[str, object])
+
+
 def _check_no_other(keys: set[str], path: str) -> None:
     """Refuse what is known to be something else than a plan, and say what it is."""
     if _OF_PLANS & keys:
@@ -397,7 +407,10 @@ def _json(text: str, path: str) -> Content:
         if record is not None:
             return DrawableSource(record.timeline(), None)
     if "traceEvents" in keys:
-        raise FileError(f"{path} is a Chrome trace, a picture of a timeline; open it in Perfetto")
+        raise FileError(
+            f"{path} is a Chrome trace; open it in Perfetto, or make a timeline of the traces of "
+            "all ranks with penstock trace"
+        )
     _check_no_other(keys, path)
     if not _OF_PLANS & keys:
         raise FileError(f"{path} holds neither a plan nor a schedule, a timeline or a run's report")

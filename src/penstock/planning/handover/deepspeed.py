@@ -12,7 +12,7 @@ from penstock.base.errors import InputError
 from penstock.base.values import encode, shown
 from penstock.core.graph import LayerGraph
 from penstock.planning.handover.degrees import degrees_of, head_of, notes_of, rows_of
-from penstock.planning.handover.described import Described, ConfigFields, fields_of
+from penstock.planning.handover.described import ConfigFields, Described, fields_of
 from penstock.planning.handover.written import Lines
 from penstock.planning.plans import Plan
 

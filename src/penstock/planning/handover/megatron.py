@@ -13,8 +13,8 @@ from penstock.base.values import encode, shown
 from penstock.core.graph import LayerGraph
 from penstock.planning.handover.degrees import Degrees, degrees_of, notes_of
 from penstock.planning.handover.described import (
-    Described,
     ConfigFields,
+    Described,
     cuts_between_blocks,
     fields_of,
 )

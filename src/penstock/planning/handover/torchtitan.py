@@ -15,9 +15,9 @@ from penstock.planning.handover.degrees import (
     rows_of,
 )
 from penstock.planning.handover.described import (
+    ConfigFields,
     Described,
     Expression,
-    ConfigFields,
     cuts_between_blocks,
     fields_of,
 )
