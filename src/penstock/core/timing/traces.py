@@ -51,7 +51,7 @@ class _Distributed(msgspec.Struct):
     rank: int | None = None
 
 
-class _Trace(msgspec.Struct):
+class _ChromeTrace(msgspec.Struct):
     """A file of events."""
 
     events: list[_Event] = msgspec.field(name="traceEvents")
@@ -89,15 +89,15 @@ def _check_whole(stages: set[int]) -> None:
     missing = sorted(set(range(max(stages, default=0))) - stages)
     if missing:
         raise InputError(
-            f"the traces show stage {max(stages)}, but not {missing[0]}; give those of all ranks of "
-            "one pipeline"
+            f"the traces show stage {max(stages)}, but not {missing[0]}; give those of all ranks "
+            "of one pipeline"
         )
 
 
 def _ranks_of(path: Path) -> list[_RankEvents]:
     text = _text(path)
     with refused_as(f"{path} is no Chrome trace"):
-        trace = msgspec.json.decode(text, type=_Trace)
+        trace = msgspec.json.decode(text, type=_ChromeTrace)
     drawn = _drawn(trace)
     ranks = drawn or [_RankEvents(_rank_of(trace, path), _profiled(trace))]
     if not any(own.named for own in ranks):
@@ -118,7 +118,7 @@ def _text(path: Path) -> str:
         raise FileError(f"cannot read {path}: {error}") from None
 
 
-def _rank_of(trace: _Trace, path: Path) -> int:
+def _rank_of(trace: _ChromeTrace, path: Path) -> int:
     """The rank that a trace says, or its file's name."""
     if trace.distributed.rank is not None:
         return trace.distributed.rank
@@ -131,7 +131,7 @@ def _rank_of(trace: _Trace, path: Path) -> int:
     return int(match[1])
 
 
-def _drawn(trace: _Trace) -> list[_RankEvents]:
+def _drawn(trace: _ChromeTrace) -> list[_RankEvents]:
     """The ranks of a trace of Penstock's own, which has a thread for each."""
     threads = {
         event.tid: _RANK.fullmatch(str(event.args.get("name", "")))
@@ -147,7 +147,7 @@ def _drawn(trace: _Trace) -> list[_RankEvents]:
     return [_RankEvents(int(match[1]), named[tid]) for tid, match in threads.items() if match]
 
 
-def _profiled(trace: _Trace) -> list[tuple[str, float, float]]:
+def _profiled(trace: _ChromeTrace) -> list[tuple[str, float, float]]:
     """Events that are ops, without what they wait for at their beginning."""
     own = [
         event
