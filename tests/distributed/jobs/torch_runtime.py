@@ -16,7 +16,10 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as schedules_of_torch
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+from torch.profiler import ProfilerActivity, profile
 
+from penstock.core.schedule import families
+from penstock.core.timing.timeline import Timeline
 from penstock.planning.handover import to_torch_csv
 from tests.kit.helpers import make_batch, make_mlp, make_plan
 from tests.kit.one_device import OneDevice
@@ -57,7 +60,9 @@ def gradients_by_torch(model, name, path, form):
         runtime = with_messages(model, plan, own, path)
     inputs, targets = make_batch(2 * COUNT)
     first, last = (any(number == end for number, _ in own) for end in (0, len(plan.stages) - 1))
-    runtime.step(*([inputs] if first else []), target=targets if last else None)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        runtime.step(*([inputs] if first else []), target=targets if last else None)
+    profiler.export_chrome_trace(str(trace_of(path, rank)))
     layers = tuple(f"{layer}." for _, stage in own for layer in stage.layers)
     return {
         key: parameter.grad for key, parameter in model.named_parameters() if key.startswith(layers)
@@ -81,6 +86,25 @@ def with_messages(model, plan, own, path):
     return runtime
 
 
+def trace_of(path, rank):
+    """The file of a rank's trace; names of ranks' CSVs end in their numbers."""
+    return path.with_name(f"{path.stem.rpartition('-')[0]}-rank{rank}.json")
+
+
+def misread(path, name):
+    """Differences between a plan's order and the timeline that torch's traces become."""
+    schedule = families.build(name, num_ranks=dist.get_world_size(), num_microbatches=COUNT)
+    paths = [trace_of(path, rank) for rank in range(dist.get_world_size())]
+    timeline = Timeline.from_traces(paths)
+    if timeline.schedule.ranks != schedule.ranks:
+        yield f"{name}: the trace has {timeline.schedule}"
+    end = {span.op: span.end for span in timeline.spans}
+    for span in timeline.spans:  # what waits for its input begins when that is there
+        needed = [end[op] for op in schedule.dependencies(span.op)]
+        if span.start < max(needed, default=span.start):
+            yield f"{name}: {span.op} begins before its input is there"
+
+
 def differences(folder):
     alone = model_for_torch()
     OneDevice(alone, COUNT).step(*make_batch(2 * COUNT))
@@ -89,6 +113,8 @@ def differences(folder):
         for form in FORMS:
             path = folder / f"{name}-{form}-{dist.get_rank()}.csv"
             found = gradients_by_torch(copy.deepcopy(model_for_torch()), name, path, form)
+            dist.barrier()  # all traces are written
+            yield from misread(path, name)
             for key, gradient in found.items():
                 if gradient is None or not torch.allclose(gradient, wanted[key], atol=1e-7):
                     yield f"{name}, {form}: {key}"

@@ -53,7 +53,10 @@ def test_copies_shards_and_recomputation_are_degrees():
     plan = llama_plan("1f1b", 4, 8, replicas="2-2", reducer="sharded").recomputing("layers")
     titan = plan.to("torchtitan")
     fields = fields_in(str(titan))
-    assert (fields["data_parallel_shard_degree"], fields["data_parallel_replicate_degree"]) == (2, 1)
+    assert (fields["data_parallel_shard_degree"], fields["data_parallel_replicate_degree"]) == (
+        2,
+        1,
+    )
     assert fields["local_batch_size"] == 4  # of each copy
     assert "FullAC.Config()" in str(titan)
     order = from_torch_csv(titan.files["schedule.csv"])
