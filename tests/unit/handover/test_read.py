@@ -218,7 +218,7 @@ def test_deepspeeds_cuts():
         ("deepspeed", {"num_stages": 2, "partition_method": "best"}, "parameters and type:"),
         ("deepspeed", {"num_stages": 99}, "15 layers cannot make 99 stages"),
         ("deepspeed", {"num_stages": 2, "train_batch_size": 8, "gradient_accumulation_steps": 3,
-                       "train_micro_batch_size_per_gpu": 1}, "train_batch_size 8 is not 1 rows × 3"),
+                       "train_micro_batch_size_per_gpu": 1}, "8 is not 1 rows × 3"),
         ("automodel", "", "are not read here; take one of torchtitan, megatron, deepspeed"),
         ("jax", "", "are not read here"),
     ],
