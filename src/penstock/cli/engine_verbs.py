@@ -12,9 +12,8 @@ from penstock.cli.input import InputFile, load_cluster, text_of, title_of
 from penstock.cli.output import STANDARD_OUTPUT, OutputPlace, written
 from penstock.core.graph import LayerGraph
 from penstock.core.timing.timeline import Timeline
-from penstock.planning.handover.capabilities import CAPABILITIES
-from penstock.planning.handover.written import READ
-from penstock.planning.plans import Plan
+from penstock.planning import plans
+from penstock.planning.handover.capabilities import CAPABILITIES, READ
 
 if TYPE_CHECKING:
     from penstock.core.timing.stragglers import RankShare
@@ -84,7 +83,7 @@ def adopt(
     said: object = text_of(config)
     if stages is not None:
         said = {"num_stages": stages, "config": sources.json_object(config)}
-    plan = Plan.of(engine, said, profile, there)
+    plan = plans.Plan.of(engine, said, profile, there)
     with written(output, ".json") as path:
         if path is not None:
             plan.save(path)

@@ -30,7 +30,8 @@ _OP = re.compile(r"(?:PP:)?(\d+[A-Z]\d+(?:\.\d+)?)")
 _WORDS = re.compile(r"(Forward|Backward) (\d+)")
 _RANK = re.compile(r"rank[-_ ]?(\d+)", re.IGNORECASE)
 _ON_DEVICE, _ON_HOST = "gpu_user_annotation", "user_annotation"
-_MESSAGES = re.compile(r"c10d|gloo|nccl|record_param_comms|PP:", re.IGNORECASE)
+_MESSAGES = re.compile(r"c10d::|record_param_comms|[A-Za-z]+:(?!:)")
+"""Events of messages, ``gloo:recv`` as any backend's."""
 _MICROSECONDS = 1e-6
 
 
@@ -159,7 +160,7 @@ def _profiled(trace: _ChromeTrace) -> list[tuple[str, float, float]]:
         return _joined(_times(event, trace.zero) for event in on_device)
     work: dict[tuple[Any, Any], list[float]] = defaultdict(list)
     for event in trace.events:
-        if event.ph == "X" and event.cat != _ON_HOST and not _MESSAGES.search(event.name):
+        if event.ph == "X" and event.cat != _ON_HOST and not _MESSAGES.match(event.name):
             work[event.pid, event.tid].append(event.ts)
     for starts in work.values():
         starts.sort()

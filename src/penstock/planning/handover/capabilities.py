@@ -195,6 +195,9 @@ CAPABILITIES: dict[str, Capabilities] = {
 }
 """By the name that ``Plan.to`` takes."""
 
+READ = ("torchtitan", "megatron", "deepspeed")
+"""The engines whose configs are read, too."""
+
 
 def capabilities_of(engine: str) -> Capabilities:
     """What an engine does with plans.

@@ -16,7 +16,7 @@ from penstock.base.errors import InputError, PlanError
 from penstock.base.units import count_of, format_bytes, format_seconds
 from penstock.base.values import shown
 from penstock.core.graph import LayerGraph
-from penstock.planning.handover.capabilities import Capabilities, Limit, capabilities_of
+from penstock.planning.handover.capabilities import READ, Capabilities, Limit, capabilities_of
 from penstock.planning.handover.described import Described
 from penstock.planning.handover.properties import PROPERTIES
 from penstock.planning.plans import Plan
@@ -67,10 +67,6 @@ class EngineModule(Protocol):
         Raises:
             InputError: the config contradicts itself or the model.
         """
-
-
-READ = ("torchtitan", "megatron", "deepspeed")
-"""The engines whose configs are read."""
 
 
 def described(engine: str, config: object, graph: LayerGraph, num_devices: int | None) -> Described:
