@@ -13,10 +13,12 @@ from penstock.base.lazily import ModulesByPublicName, loaded_when_used, provide
 if TYPE_CHECKING:
     from penstock.base import errors
     from penstock.base.errors import (
+        ArgumentError,
         DeadlineError,
         FileError,
         InputError,
         ModelError,
+        NameMissing,
         PeerError,
         PenstockError,
         PlanError,
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
         StageError,
     )
     from penstock.core import versions
-    from penstock.core.cluster import Cluster, Device, Group, Link, SpareMachine, Tier, Wire
+    from penstock.core.cluster import Card, Cluster, Device, Group, Link, SpareMachine, Tier, Wire
     from penstock.core.graph import Layer, LayerGraph
     from penstock.core.schedule import Kind, Op, Schedule
     from penstock.core.schedule import families as schedules
@@ -56,8 +58,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "ArgumentError",
     "Callback",
     "Captured",
+    "Card",
     "Checkpoints",
     "Cluster",
     "Comparison",
@@ -76,6 +80,7 @@ __all__ = [
     "Link",
     "Microbatches",
     "ModelError",
+    "NameMissing",
     "Op",
     "PeerError",
     "PenstockError",
@@ -131,6 +136,7 @@ provide(
         "fleet_cell": _CELLS,
         "graph_cell": _CELLS,
         "hand_over": "penstock.planning.handover.written",
+        "named": "penstock.core.schedule.families",
         "schedule_cell": _CELLS,
         "timeline_cell": _CELLS,
     }
@@ -143,12 +149,13 @@ if not TYPE_CHECKING:  # which would take every name for one that is there
         {
             "penstock.training.checkpoint.saving": ("Checkpoints",),
             "penstock.core.cluster": (
-                "Cluster", "Device", "Group", "Link", "SpareMachine", "Tier", "Wire",
+                "Card", "Cluster", "Device", "Group", "Link", "SpareMachine", "Tier", "Wire",
             ),
             "penstock.drawing": ("Comparison", "compare", "draw"),
             "penstock.base.errors": (
-                "DeadlineError", "FileError", "InputError", "ModelError", "PeerError",
-                "PenstockError", "PlanError", "RunError", "ScheduleError", "StageError",
+                "ArgumentError", "DeadlineError", "FileError", "InputError", "ModelError",
+                "NameMissing", "PeerError", "PenstockError", "PlanError", "RunError",
+                "ScheduleError", "StageError",
             ),
             "penstock.training.fitting.callbacks": ("Callback", "EarlyStopping"),
             "penstock.training.fitting.loop": ("fit",),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("plan", type=InputFile())
+@click.argument("plan", type=InputFile("Plan"))
 @click.option(
     "--to", "engine", required=True, type=click.Choice(list(CAPABILITIES)), help="Engine."
 )
@@ -49,9 +49,9 @@ def export(plan: str, engine: str, output: str | None, as_json: bool) -> None:
 
 
 @click.command("import")
-@click.argument("config", type=InputFile())
-@click.argument("graph", type=InputFile())
-@click.argument("cluster", type=InputFile(), required=False)
+@click.argument("config", type=InputFile("EngineConfig"))
+@click.argument("graph", type=InputFile("LayerGraph"))
+@click.argument("cluster", type=InputFile("Cluster"), required=False)
 @click.option("--from", "engine", required=True, type=click.Choice(READ), help="Engine.")
 @click.option(
     "--stages", type=click.IntRange(min=1), help="num_stages of DeepSpeed's PipelineModule."
@@ -97,8 +97,10 @@ def adopt(
 
 
 @click.command()
-@click.argument("traces", type=InputFile(), nargs=-1, required=True)
-@click.option("--plan", type=InputFile(), help="The plan that ran, to say what was predicted.")
+@click.argument("traces", type=InputFile("ChromeTrace"), nargs=-1, required=True)
+@click.option(
+    "--plan", type=InputFile("Plan"), help="The plan that ran, to say what was predicted."
+)
 @click.option("--step", type=int, default=-1, show_default=True, help="Which, from 0, or the end.")
 @options.output_option("Where to write the timeline (.json), for draw and compare.")
 @options.json_option

@@ -8,6 +8,6 @@ both, unless a wire of their own is named.
 from __future__ import annotations
 
 from penstock.core.cluster.cluster import Cluster, Topology
-from penstock.core.cluster.parts import Device, Group, Link, SpareMachine, Tier, Wire
+from penstock.core.cluster.parts import Card, Device, Group, Link, SpareMachine, Tier, Wire
 
-__all__ = ["Cluster", "Device", "Group", "Link", "SpareMachine", "Tier", "Topology", "Wire"]
+__all__ = ["Card", "Cluster", "Device", "Group", "Link", "SpareMachine", "Tier", "Topology", "Wire"]

@@ -14,6 +14,7 @@ from penstock.base.values import Value, number, shown
 _LEAST_SPEED, _MOST_SPEED = 1e-6, 1e6
 
 DeviceKind = Literal["cpu", "gpu"]
+GroupKind = Literal["shared-memory", "nvlink", "pcie"]
 TierKind = Literal["disk", "host"]
 
 
@@ -70,15 +71,42 @@ class Link(Value, frozen=True, kw_only=True):
         return self.latency_seconds + transfer
 
 
+class Card(Value, frozen=True, kw_only=True):
+    """A network card that all members of a group share: whatever goes between one of them and
+    another host passes it, in each direction as much per second.
+
+    Attributes:
+        bytes_per_second: in each direction.
+        latency_seconds: what it adds to the first byte of a message.
+
+    Raises:
+        InputError: the bandwidth is not a positive number, or the latency negative.
+    """
+
+    bytes_per_second: float
+    latency_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.check_fields("card")
+        number("card: bytes_per_second", self.bytes_per_second, positive=True)
+
+
 class Group(Value, frozen=True, kw_only=True):
     """Devices that are nearer to each other than to the rest, as those of one server.
 
     Attributes:
         name: for people; unlike that of any device or other group.
-        members: names of devices or of other groups, at least one.
+        members: names of devices or of other groups, at least one; one, where a device has a card
+            of its own.
         link: between any two members.
         memory_bytes: memory that all devices in it share (cores of one host), or 0 when each has
             its own.
+        card: the network card that all members share; ``None`` where nobody says, and each member
+            has what the links around say for itself.
+        kind: how members of a host, or of a part of it, are joined: ``"shared-memory"``,
+            ``"nvlink"`` (and whatever else joins accelerators directly) or ``"pcie"`` (a switch);
+            ``None`` where nobody says. The outermost group with a kind or a card is a host: what
+            stays in it passes no card.
 
     Raises:
         InputError: no members, one named twice, or a negative memory.
@@ -88,6 +116,8 @@ class Group(Value, frozen=True, kw_only=True):
     members: tuple[str, ...]
     link: Link = Link()
     memory_bytes: int = 0
+    card: Card | None = None
+    kind: GroupKind | None = None
 
     def __post_init__(self) -> None:
         self.check_fields(f"group {shown(self.name)}")
@@ -239,6 +269,20 @@ def _check_ends(names: Iterable[str], parent: Mapping[str, str]) -> None:
             way[name] = None
             name = parent[name]
         done.update(way)
+
+
+def check_cards(groups: Sequence[Group]) -> None:
+    """Raise ``InputError`` if the way out of a group passes two cards."""
+    parent = {member: group for group in groups for member in group.members}
+    for group in groups:
+        outer = parent.get(group.name) if group.card else None
+        while outer is not None:
+            if outer.card:
+                raise InputError(
+                    f"group {group.name!r} has a card, and so has {outer.name!r}, which it is in; "
+                    "a device is behind one card: name it where devices really share it"
+                )
+            outer = parent.get(outer.name)
 
 
 def check_wires(devices: Collection[str], wires: Sequence[Wire]) -> None:

@@ -16,6 +16,7 @@ from penstock.base.errors import InputError
 from penstock.base.values import Value, number, one_of, whole
 from penstock.core.cluster import SpareMachine
 from penstock.core.summation.frames import MOST_SERVERS
+from penstock.core.summation.tree import SumTree
 from penstock.core.timing.simulator.beside import Served
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from penstock.planning.plans.stage_plan import StagePlan
 
 ReducerName = Literal["owners", "sharded", "parameter-server", "servers", "all-reduce"]
+
+Across = Literal["every", "first"]
 
 REDUCERS: tuple[str, ...] = get_args(ReducerName)
 """Names of the ways to sum."""
@@ -43,7 +46,7 @@ MOST_STALE = 1000
 
 class Summing(Value, frozen=True, kw_only=True):
     """How gradients of weights with several holders become one sum. Threads of one process sum
-    where they are, whatever this says.
+    where they are, in the order of ``levels``, whatever else this says.
 
     Attributes:
         reducer: ``"owners"``: each holder sums an equal slice for all, in the order of the ranks;
@@ -60,15 +63,25 @@ class Summing(Value, frozen=True, kw_only=True):
             wait for it; only with one parameter server. With 0, each update waits for all.
         bytes_per_second: of the link of each rank in each direction, in the order of the ranks; all
             links count as equal where nobody says.
+        levels: which ranks are near each other, innermost groups first: of each level the number of
+            every rank's group, as ``((0, 0, 1, 1),)`` for two hosts. Inside such a group sums are
+            made first (``penstock.core.summation.tree``), and all additions are in the order of
+            this tree; threads and proofs keep to it, too. Without any, in the order of the ranks.
+            A parameter server is near nobody; stale updates have no levels.
+        across: who exchanges sums between the outermost groups: ``"every"`` rank its own share, or
+            the ``"first"`` of each for all.
 
     Raises:
-        InputError: no such reducer; servers for one that has none, or two of one address.
+        InputError: no such reducer; servers for one that has none, or two of one address; levels
+            whose groups are not made of those of the level before.
     """
 
     reducer: ReducerName = "owners"
     servers: tuple[SpareMachine, ...] = ()
     stale: int = 0
     bytes_per_second: tuple[float, ...] = ()
+    levels: tuple[tuple[int, ...], ...] = ()
+    across: Across = "every"
 
     def __post_init__(self) -> None:
         one_of("reducer", self.reducer, REDUCERS)
@@ -89,8 +102,45 @@ class Summing(Value, frozen=True, kw_only=True):
                 "stale updates are made by one parameter server, which decides what each of them "
                 "gets; take the reducer 'parameter-server' with one server at most, or stale=0"
             )
+        if self.stale and self.levels:
+            raise InputError(
+                "stale updates are made of each copy's own gradients, not of sums inside hosts; "
+                "leave levels out, or take stale=0"
+            )
         for rate in self.bytes_per_second:
             number("summing: bytes_per_second", rate, positive=True)
+        one_of("across", self.across, get_args(Across))
+        self._check_levels()
+
+    def _check_levels(self) -> None:
+        before: Sequence[int] = range(len(self.levels[0])) if self.levels else ()
+        for numbers in self.levels:
+            outer: dict[int, int] = {}
+            if len(numbers) != len(before):
+                raise InputError(
+                    f"summing: levels have {len(before)} and {len(numbers)} numbers; each level "
+                    "gives the group of every rank"
+                )
+            for rank, (inner, group) in enumerate(zip(before, numbers, strict=True)):
+                if outer.setdefault(inner, group) != group:
+                    raise InputError(
+                        f"summing: levels: rank {rank} is in group {group}, but another rank of "
+                        f"its group {inner} of the level before is in group {outer[inner]}; "
+                        "groups are made of whole groups"
+                    )
+            before = numbers
+
+    def tree(self, ranks: Sequence[int], owners: Sequence[int] | None = None) -> SumTree:
+        """The tree in which some ranks sum the weights that they hold.
+
+        Args:
+            ranks: the holders.
+            owners: who sums for all, if not all do.
+        """
+        if owners is None and self.across == "first":
+            owners = [group[0] for group in SumTree.of(ranks, self.levels[-1:]).levels[0]]
+            owners = owners if len(owners) > 1 else None
+        return SumTree.of(ranks, self.levels, owners)
 
 
 class Shape(Protocol):
