@@ -144,7 +144,7 @@ def test_a_bucket_that_cannot_even_begin_is_told(library, monkeypatch):
 def test_a_reducer_needs_its_group_until_it_is_closed(library):
     transport = between_threads(NUM_RANKS)[0]
     shared = SharedWeights(0, (*range(NUM_RANKS),), frozenset({0}), holders(NUM_RANKS)[0])
-    reducer = AllReducer(0, shared, transport, group=[0])
+    reducer = AllReducer(0, shared, transport, Summing(), [[0]])
     assert not reducer.closed
     reducer.close(failed=False)
     assert reducer.closed  # the group goes when all ranks build the next pipeline
