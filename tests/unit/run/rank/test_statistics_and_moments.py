@@ -7,8 +7,10 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
+from penstock.core.schedule.op import Kind, Op
 from penstock.engine.run.minibatch import Minibatch
 from penstock.engine.run.rank import worker as worker_room
+from penstock.engine.run.rank.steps import UpdatesSoFar
 from penstock.engine.run.rank.worker import moments_of
 from tests.unit.run.rank.test_worker import Notebook, segment, worker_of
 
@@ -35,3 +37,17 @@ def test_a_caller_is_waited_for_on_the_devices_of_ranks_and_of_the_minibatch(mon
     elsewhere = SimpleNamespace(queue=SimpleNamespace(device=torch.device("meta")))
     moments_of(Minibatch(0, [torch.ones(1)], [torch.ones(1)], [1.0]), [elsewhere])
     assert asked == [{torch.device("meta"), torch.device("cpu")}]
+
+
+def test_versions_are_numbered_by_the_updates_of_each_stage():
+    updates = UpdatesSoFar()
+    ops = [
+        Op(0, Kind.FORWARD, 0),
+        Op(0, Kind.UPDATE, 0),
+        Op(0, Kind.UPDATE, 1),
+        Op(1, Kind.UPDATE, 0),
+    ]
+    assert [updates.note(op) for op in ops] == [0, 0, 1, 0]
+    assert updates.note(Op(0, Kind.FORWARD, 2)) == 2
+    updates.begin()
+    assert updates.note(Op(0, Kind.FORWARD, 0)) == 0
