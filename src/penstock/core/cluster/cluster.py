@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, combinations_with_replacement
 from math import comb, prod
 from pathlib import Path
 from typing import Self
@@ -25,6 +25,7 @@ from penstock.core.cluster import from_catalogue, local
 from penstock.core.cluster.local import measured_tier
 from penstock.core.cluster.parts import (
     MOST_DEVICES,
+    Card,
     Device,
     DeviceKind,
     Group,
@@ -32,6 +33,7 @@ from penstock.core.cluster.parts import (
     SpareMachine,
     Tier,
     Wire,
+    check_cards,
     check_groups,
     check_names,
     check_wires,
@@ -43,7 +45,8 @@ class Cluster(Value, frozen=True, kw_only=True):
 
     Attributes:
         devices: at least one. By default rank i of a plan runs on device i.
-        link: between any two devices or groups that no group has.
+        link: between any two devices or groups that no group has, besides the cards that the way
+            passes.
         memory_bytes: memory all devices share (cores of one host), or 0 when each has its own.
         groups: servers, racks and so on; nobody is a member twice.
         wires: pairs of devices with a link of their own.
@@ -52,7 +55,8 @@ class Cluster(Value, frozen=True, kw_only=True):
 
     Raises:
         InputError: no device, a negative memory, a name that two have, a member or the end of a
-            wire that is not there, a member twice, a circle of groups, or a pair with two wires.
+            wire that is not there, a member twice, a circle of groups, a device behind two cards,
+            or a pair with two wires.
     """
 
     devices: tuple[Device, ...]
@@ -71,6 +75,7 @@ class Cluster(Value, frozen=True, kw_only=True):
         names = [device.name for device in self.devices]
         check_names(self.devices, self.groups, self.spares)
         check_groups(names, self.groups)
+        check_cards(self.groups)
         check_wires(names, self.wires)
 
     _repr_html_ = method_provided("cluster_cell")
@@ -253,14 +258,35 @@ class Topology:
             links[first, second] = wire.link
         return links
 
+    @cached_property
+    def cards(self) -> tuple[int, ...]:
+        """The network card of each device: the number of the group whose members share it, or −1
+        where nobody says. A way inside the group does not pass it."""
+        with_card = {number for number, group in enumerate(self.cluster.groups) if group.card}
+        return tuple(next((g for g in path if g in with_card), -1) for path in self.paths)
+
+    def card(self, number: int) -> Card:
+        """The card of a group that has one, by the group's number."""
+        card = self.cluster.groups[number].card
+        assert card is not None, "cards are what groups with a card have"
+        return card
+
+    def cards_between(self, first: int, second: int) -> tuple[int, ...]:
+        """The cards that a message from one device to another passes: the sender's, and the
+        receiver's; none inside a group that shares one."""
+        ends = self.cards[first], self.cards[second]
+        return tuple(card for card in ends if card >= 0) if ends[0] != ends[1] else ()
+
     def link(self, first: int, second: int) -> Link:
-        """The link between two different devices."""
+        """The link between two different devices, for a message that has the way to itself: as slow
+        as the slowest card on it, and as late as all of them."""
         if self.wires:
             pair = (first, second) if first < second else (second, first)
             wire = self.wires.get(pair)
             if wire is not None:
                 return wire
-        return self._link_of(self._common(first, second))
+        cards = map(self.card, self.cards_between(first, second))
+        return _through(self._link_of(self._common(first, second)), tuple(cards))
 
     def slowest_link(self, devices: Collection[int], num_bytes: float = 2**20) -> Link:
         """The link, among those between any two of some devices, that takes longest for a message;
@@ -292,7 +318,23 @@ class Topology:
             if first in members and second in members:
                 meeting[self._common(first, second)] -= 1
                 links.append(link)
-        return links + [self._link_of(group) for group, count in meeting.items() if count]
+        for group, count in meeting.items():
+            if count:
+                links += self._meeting_links(group, chosen)
+        return links
+
+    def _meeting_links(self, group: int, chosen: Sequence[int]) -> Iterator[Link]:
+        """The links of pairs that meet in a group, without looking at each pair: once for any two
+        kinds of cards."""
+        link = self._link_of(group)
+        numbers = {self.cards[k] for k in chosen if group == _WHOLE or group in self.paths[k]}
+        if len(numbers) < 2:  # nobody has a card, or all share one and do not pass it
+            yield link
+            return
+        kinds = Counter(self.card(number) if number >= 0 else None for number in numbers)
+        for ends in combinations_with_replacement(kinds, 2):
+            if ends[0] != ends[1] or None in ends or kinds[ends[0]] > 1:
+                yield _through(link, ends)
 
     def _common(self, first: int, second: int) -> int:
         """The smallest group that has both devices."""
@@ -330,6 +372,15 @@ class Topology:
         if self.cluster.memory_bytes:
             memories.append((tuple(range(len(self.cluster.devices))), self.cluster.memory_bytes))
         return tuple(memories)
+
+
+def _through(link: Link, cards: Iterable[Card | None]) -> Link:
+    """A link whose ends are cards."""
+    there = [card for card in cards if card is not None]
+    rates = [card.bytes_per_second for card in there]
+    rates += [link.bytes_per_second] if link.bytes_per_second else []
+    latency = link.latency_seconds + sum(card.latency_seconds for card in there)
+    return Link(latency_seconds=latency, bytes_per_second=min(rates, default=0.0))
 
 
 def only(cluster: Cluster, chosen: Collection[int]) -> Cluster:

@@ -269,6 +269,20 @@ def _check_ends(names: Iterable[str], parent: Mapping[str, str]) -> None:
         done.update(way)
 
 
+def check_cards(groups: Sequence[Group]) -> None:
+    """Raise ``InputError`` if the way out of a group passes two cards."""
+    parent = {member: group for group in groups for member in group.members}
+    for group in groups:
+        outer = parent.get(group.name) if group.card else None
+        while outer is not None:
+            if outer.card:
+                raise InputError(
+                    f"group {group.name!r} has a card, and so has {outer.name!r}, which it is in; "
+                    "a device is behind one card: name it where devices really share it"
+                )
+            outer = parent.get(outer.name)
+
+
 def check_wires(devices: Collection[str], wires: Sequence[Wire]) -> None:
     """Raise ``InputError`` unless wires join known devices, each pair once."""
     known = set(devices)

@@ -16,9 +16,11 @@ from penstock.base.units import is_time, to_bytes, to_bytes_per_second, to_secon
 from penstock.base.values import check_toml, whole
 from penstock.core.cluster.parts import (
     MOST_DEVICES,
+    Card,
     Device,
     DeviceKind,
     Group,
+    GroupKind,
     Link,
     SpareMachine,
     Tier,
@@ -62,6 +64,13 @@ class WrittenLink(_Table, frozen=True):
 _NO_LINK = Joint(Link())
 
 
+class WrittenCard:
+    """A card that several devices share, written as a link is."""
+
+    def __init__(self, card: Card) -> None:
+        self.card = card
+
+
 class WrittenDevice(_Table, frozen=True):
     """A device that is in no server."""
 
@@ -82,6 +91,8 @@ class WrittenServer(_Table, frozen=True):
     speed: float = 1.0
     kind: DeviceKind | None = None
     link: Joint = _NO_LINK
+    link_kind: GroupKind | None = None
+    card: WrittenCard | None = None
 
     def __post_init__(self) -> None:
         for name in ("count", "devices"):
@@ -109,11 +120,21 @@ class WrittenServer(_Table, frozen=True):
         if self.devices == 1:
             limits = [limit for limit in (self.memory, self.shared_memory) if limit]
             memory_bytes = int(min(limits, default=0))
-            return (self._device(name, memory_bytes),), None
+            device = self._device(name, memory_bytes)
+            if self.card is None:
+                return (device,), None
+            return (device,), Group(name=f"{name}:host", members=(name,), card=self.card.card)
         members = tuple(f"{name}:{index}" for index in range(self.devices))
         devices = tuple(self._device(member, int(self.memory)) for member in members)
         shared = int(self.shared_memory)
-        return devices, Group(name=name, members=members, link=self.link.link, memory_bytes=shared)
+        return devices, Group(
+            name=name,
+            members=members,
+            link=self.link.link,
+            memory_bytes=shared,
+            card=None if self.card is None else self.card.card,
+            kind=self.link_kind,
+        )
 
     def _device(self, name: str, memory_bytes: int) -> Device:
         return Device(name=name, memory_bytes=memory_bytes, speed=self.speed, kind=self.kind)
@@ -126,6 +147,8 @@ class WrittenGroup(_Table, frozen=True):
     members: tuple[str, ...]
     link: Joint = _NO_LINK
     shared_memory: Bytes = Bytes(0)
+    link_kind: GroupKind | None = None
+    card: WrittenCard | None = None
 
 
 class WrittenWire(_Table, frozen=True):
@@ -259,6 +282,8 @@ def read(text: str) -> dict[str, Any]:
             members=group.members,
             link=group.link.link,
             memory_bytes=int(group.shared_memory),
+            card=None if group.card is None else group.card.card,
+            kind=group.link_kind,
         )
         for group in written_cluster.groups
     ]
@@ -292,7 +317,14 @@ def _convert(kind: type, value: object) -> object:
         return Rate(to_bytes_per_second(value))
     if kind is Seconds:
         return Seconds(to_seconds(value))
-    return Joint(_link(value))
+    link = _link(value)
+    if kind is WrittenCard:
+        if not link.bytes_per_second:
+            raise InputError(f"{value!r} is no card; give its bandwidth, as in 10Gbit/s, 20us")
+        return WrittenCard(
+            Card(bytes_per_second=link.bytes_per_second, latency_seconds=link.latency_seconds)
+        )
+    return Joint(link)
 
 
 def _link(value: object) -> Link:

@@ -99,20 +99,26 @@ class SumTree:
         shares = dict.fromkeys(self.owners, 1.0)
         for level in reversed(range(self.num_levels)):
             for group in self.levels[level]:
-                parts = [part for part in self._parts(level, group) if self._owners_in(part)]
+                parts = [part for part in self.parts(level, group) if self.owners_in(part)]
                 for part in parts:
-                    for owner in self._owners_in(part):
+                    for owner in self.owners_in(part):
                         shares[owner] /= len(parts)
         return shares
 
-    def _owners_in(self, group: Sequence[int]) -> list[int]:
-        return [rank for rank in group if rank in self.owners]
+    def owners_in(self, group: Sequence[int]) -> list[int]:
+        """The owners among some ranks."""
+        return [rank for rank in group if rank in self._owner_set]
 
-    def _parts(self, level: int, group: tuple[int, ...]) -> Groups:
+    @cached_property
+    def _owner_set(self) -> frozenset[int]:
+        return frozenset(self.owners)
+
+    def parts(self, level: int, group: tuple[int, ...]) -> Groups:
         """The groups of the level before that a group is made of."""
         if not level:
             return tuple((rank,) for rank in group)
-        return tuple(part for part in self.levels[level - 1] if part[0] in group)
+        inside = frozenset(group)
+        return tuple(part for part in self.levels[level - 1] if part[0] in inside)
 
     def delegate(self, level: int, rank: int, owner: int) -> int:
         """Who makes the partial sum of an owner's share in a group of a level.
@@ -139,7 +145,7 @@ class SumTree:
             row: dict[int, int] = {}
             for group in self.levels[level]:
                 above = rows[0][group[0]]
-                for part in self._parts(level, group):
+                for part in self.parts(level, group):
                     row |= dict.fromkeys(part, self._delegate_in(level - 1, part, above))
             rows.insert(0, row)
         return rows
@@ -148,9 +154,9 @@ class SumTree:
         """The delegate of a group for those that the delegate of the group around answers for."""
         if above in group:
             return above
-        able = self._owners_in(group) or list(group)
+        able = self.owners_in(group) or list(group)
         alike = self.group(level, above)
-        place = (self._owners_in(alike) or list(alike)).index(above) if level >= 0 else 0
+        place = (self.owners_in(alike) or list(alike)).index(above) if level >= 0 else 0
         return able[place % len(able)]
 
     def sources(self, level: int, rank: int, owner: int) -> tuple[int, ...]:
@@ -161,7 +167,7 @@ class SumTree:
             rank: any of it.
             owner: whose share is added up.
         """
-        parts = self._parts(level, self.group(level, rank))
+        parts = self.parts(level, self.group(level, rank))
         return tuple(self.delegate(level - 1, part[0], owner) for part in parts)
 
     def steps(self, level: int) -> Iterator[tuple[int, int, int]]:
@@ -188,7 +194,7 @@ class SumTree:
         for level, groups in enumerate(self.levels):
             folded: dict[tuple[int, ...], T] = {}
             for group in groups:
-                parts = [sums[part] for part in self._parts(level, group) if part in sums]
+                parts = [sums[part] for part in self.parts(level, group) if part in sums]
                 for index, part in enumerate(parts):
                     folded[group] = part if not index else add(folded[group], part)
             sums = folded

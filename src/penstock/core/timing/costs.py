@@ -87,6 +87,7 @@ def flow_shop(
 
 PerStage = float | Sequence[float]
 
+_NO_SECONDS = ("exchanges", "cards")
 _COMPUTE = ("forward", "backward_input", "backward_weight", "backward", "recompute")
 
 
@@ -110,6 +111,11 @@ class Costs:
             sum is there; overlaps with compute.
         exchanges: per stage, how the sum is exchanged part by part while the last backwards run,
             in the place of ``reduce``; ``None`` where ``reduce`` says how long it takes.
+        cards: of each rank, the number of the network card through which it reaches ranks with
+            other numbers; ranks of equal numbers share one, and −1 is no card. A message keeps the
+            sender's card busy in one direction and the receiver's in the other, as long as the
+            link; what parts of an exchange pass first are the cards of all of its ranks, if these
+            have several. By default nobody shares anything.
         fetch, leave: until a stage's weights (or as many gradients) have come into memory, or were
             written behind it; a rank reads one thing at a time and writes one, beside compute.
         fetch_state, leave_state: the same for what the optimizer keeps of a stage.
@@ -135,11 +141,13 @@ class Costs:
     fetch_stash: PerStage = 0.0
     leave_stash: PerStage = 0.0
     exchanges: Sequence[Exchange | None] = ()
+    cards: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         self._check_exchanges()
+        object.__setattr__(self, "cards", tuple(whole("costs: cards", n, -1) for n in self.cards))
         for field in fields(self):
-            if field.name == "exchanges":
+            if field.name in _NO_SECONDS:
                 continue
             value = getattr(self, field.name)
             if value is None and field.default is None:
@@ -172,7 +180,7 @@ class Costs:
         """Raise ``InputError`` if a per-stage cost does not give ``num_stages`` numbers."""
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name == "exchanges" and not value:
+            if field.name == "cards" or (field.name == "exchanges" and not value):
                 continue
             # The last stage has no edge behind it, so its hop may be left out.
             edges = field.name in ("hop", "link")
@@ -182,6 +190,14 @@ class Costs:
                     f"costs: {field.name} has {len(value)} numbers, but the schedule has "
                     f"{num_stages} stages; give one number, or one per stage"
                 )
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """Raise ``InputError`` if ``cards`` does not give one number per rank."""
+        if self.cards and len(self.cards) != num_ranks:
+            raise InputError(
+                f"costs: cards has {len(self.cards)} numbers, but the schedule has {num_ranks} "
+                "ranks; give the card of each, or none"
+            )
 
     def duration(self, op: Op) -> float:
         """How long ``op`` keeps its rank busy. Communication takes none of the rank's time."""
@@ -282,7 +298,7 @@ class Costs:
     def _multiplied(self, factor: float, names: Iterable[str]) -> Costs:
         changed: dict[str, Any] = {}
         for name in names:
-            if name == "exchanges":
+            if name in _NO_SECONDS:
                 continue
             value: PerStage | None = getattr(self, name)
             if isinstance(value, float):

@@ -205,7 +205,7 @@ class Candidate(CutSetting):
             for rank in ranks:
                 groups.setdefault(rank, []).extend(setting.devices[other] for other in ranks)
         devices = [[setting.devices[rank], *groups[rank]] for rank in sorted(groups)]
-        return written_summing(self.task, self.way.reducer, devices)
+        return written_summing(self.task, self.way.reducer, devices, self.way.levels)
 
     def to_plan(
         self,

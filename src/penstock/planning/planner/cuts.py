@@ -160,11 +160,14 @@ def _hops(task: Task, setting: Setting, stage: int) -> Floats:
     if stage == setting.num_stages - 1:
         return np.zeros(len(task.places))
     ends = setting.devices_of[stage], setting.devices_of[stage + 1]
-    if ends not in task.cache.hops:
-        task.cache.hops[ends] = np.array(
-            [task.hop(stop, *ends)[0] if 0 < stop < task.num_layers else 0 for stop in task.places]
+    turns = bool(setting.replicas)
+    if (ends, turns) not in task.cache.hops:
+        hops = (
+            task.hop(stop, *ends, in_turns=turns)[0] if 0 < stop < task.num_layers else 0.0
+            for stop in task.places
         )
-    return task.cache.hops[ends]
+        task.cache.hops[ends, turns] = np.array([*hops])
+    return task.cache.hops[ends, turns]
 
 
 def _lightest(task: Task, setting: Setting, slack: float) -> Iterator[Candidate]:

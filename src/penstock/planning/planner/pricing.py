@@ -4,24 +4,51 @@ of each way to sum gradients.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, inf
 from typing import Any, NamedTuple
 
-from penstock.core.cluster import SpareMachine
+from penstock.core.cluster import Link, SpareMachine
 from penstock.core.summation.split import (
     PART_OVERHEAD_SECONDS,
     best_part_bytes,
     best_split,
     num_portions,
 )
+from penstock.core.summation.tree import SumTree
 from penstock.planning.partition.chain import RING
+from penstock.planning.planner.hosts import (
+    Levels,
+    LevelSeconds,
+    level_seconds,
+    levels_worth_trying,
+)
 from penstock.planning.planner.setting import Setting
 from penstock.planning.planner.task import Task
 from penstock.planning.plans.stage_plan import RecomputeWay, StagePlan
 from penstock.planning.plans.summing import COPIES_OF_GRADIENTS, ReducerName, Summing
+
+
+class ExchangeSeconds(NamedTuple):
+    """How long one exchange among copies takes, without the additions that it waits for.
+
+    Attributes:
+        between: on the links between hosts, or between all where none are near each other.
+        inside: on those inside hosts.
+        latency: of its messages.
+    """
+
+    between: float
+    inside: float = 0.0
+    latency: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All of it, one after another."""
+        return self.between + self.inside + self.latency
 
 
 @dataclass(frozen=True)
@@ -31,12 +58,16 @@ class SummedSetting:
     Attributes:
         task: what is planned.
         reducer: how they are summed.
+        devices: of each rank.
         num_sums: stages whose copies sum; servers divide their time among them.
+        levels: which ranks are near each other, as ``Summing`` has it.
     """
 
     task: Task
     reducer: ReducerName
+    devices: tuple[int, ...] = ()
     num_sums: int = 1
+    levels: Levels = ()
 
     def optimizer_bytes(self, whole: float, num_replicas: int) -> int:
         """Bytes of optimizer state on each copy of a stage that needs ``whole`` in all."""
@@ -50,39 +81,102 @@ class SummedSetting:
             return whole / self._num_servers
         return whole / num_replicas if self.reducer == "sharded" else whole
 
-    def num_parts(self, num_bytes: float, devices: Sequence[int]) -> int:
+    def num_parts(self, num_bytes: float, ranks: Sequence[int]) -> int:
         """In how many parts gradients leave while the last backward makes them; 1 where they leave
         when it is done."""
-        if self.reducer == "parameter-server" and len(devices) > 1:
+        if self.reducer == "parameter-server" and len(ranks) > 1:
             return 1  # who steps takes all gradients of a copy at once
-        devices_here = [self.task.cluster.devices[device] for device in devices]
+        devices_here = [self.task.cluster.devices[device] for device in self._devices_of(ranks)]
         model = self.task.communication
         if any(device.kind == "gpu" for device in devices_here) or model.name != RING:
             return 1  # an accelerator's gradients leave when all have been asked for
         # Whoever says what share hides has said it all; nothing that takes no time can hide.
-        if model.overlap or not self.exchange_seconds(num_bytes, devices):
+        if model.overlap or not self.exchange(num_bytes, ranks).total:
             return 1
         return num_portions(num_bytes)
 
-    def exchange_seconds(self, num_bytes: float, devices: Sequence[int]) -> float:
-        """Seconds of one exchange among copies, without the additions that they wait for."""
-        task = self.task
+    def passes_cards(self, ranks: Sequence[int]) -> bool:
+        """Whether copies exchange through cards that others may share."""
+        cards = {self.task.topology.cards[device] for device in self._devices_of(ranks)}
+        return len(cards) > 1 and self.task.communication.name == RING
+
+    def exchange(self, num_bytes: float, ranks: Sequence[int]) -> ExchangeSeconds:
+        """How long one exchange among copies takes."""
+        task, devices = self.task, self._devices_of(ranks)
         link = task.topology.slowest_link(devices, num_bytes)
         if self.reducer == "parameter-server" and len(devices) > 1:
-            return self._stepped_seconds(num_bytes, devices) + 2 * link.latency_seconds
-        if self.reducer != "servers" or len(devices) < 2 or not num_bytes:
-            return task.communication.reduce_seconds(num_bytes, len(devices), link)
-        rates = [rate_of(task, device, devices) for device in devices]
+            stepped = self._stepped_seconds(num_bytes, devices)
+            return ExchangeSeconds(stepped, latency=2 * link.latency_seconds)
+        if self.reducer == "servers" and len(devices) > 1 and num_bytes:
+            served = self._served(num_bytes, ranks, link)
+            if served is not None:
+                return served
+        if task.communication.name != RING or not (self.levels or self.passes_cards(ranks)):
+            latency = task.communication.reduce_seconds(0.0, len(devices), link)
+            whole = task.communication.reduce_seconds(num_bytes, len(devices), link)
+            return ExchangeSeconds(whole - latency, 0.0, latency)
+        *inside, between = self._by_levels(num_bytes, ranks)
+        return ExchangeSeconds(
+            between.seconds,
+            sum(level.seconds for level in inside),
+            between.latency + sum(level.latency for level in inside),
+        )
+
+    def _by_levels(self, num_bytes: float, ranks: Sequence[int]) -> list[LevelSeconds]:
+        tree = SumTree.of(ranks, self.levels)
+        width = self.task.num_devices_at(self.devices[ranks[0]])
+        return level_seconds(self.task.topology, tree, self._device_of, num_bytes, width)
+
+    def _served(self, num_bytes: float, ranks: Sequence[int], link: Link) -> ExchangeSeconds | None:
+        """The exchange with servers, among machines; ``None`` where links take no time."""
+        *inside, _ = self._by_levels(num_bytes, ranks)
+        rates = self._rates_of_machines(ranks)
         if inf in rates:
-            return task.communication.reduce_seconds(num_bytes, len(devices), link)
-        servers = self._rates_of(task.cluster.spares, devices)
+            return None
+        servers = self._rates_of(self.task.cluster.spares, self._devices_of(ranks))
         split = best_split(num_bytes, rates, servers)
         # A flow shop: besides the slowest link's work, the first part comes before anything can
         # be added, and the last one goes to all when all is added; and each part costs a little.
-        size, slowest = best_part_bytes(num_bytes, min(rates), len(devices)), min(rates)
-        parting = (len(devices) + 1) * min(size, num_bytes) / slowest
+        size, slowest = best_part_bytes(num_bytes, min(rates), len(rates)), min(rates)
+        parting = (len(rates) + 1) * min(size, num_bytes) / slowest
         overhead = PART_OVERHEAD_SECONDS * num_bytes / size
-        return split.seconds + parting + overhead + 2 * link.latency_seconds
+        return ExchangeSeconds(
+            split.seconds + parting + overhead,
+            sum(level.seconds for level in inside),
+            2 * link.latency_seconds + sum(level.latency for level in inside),
+        )
+
+    def _rates_of_machines(self, ranks: Sequence[int]) -> list[float]:
+        """Bytes per second of each worker of servers: of the outermost groups, or of devices where
+        none are near each other, which may share a card."""
+        tree = SumTree.of(ranks, self.levels[-1:])
+        groups = tree.levels[0] if tree.num_levels > 1 else tuple((rank,) for rank in tree.ranks)
+        return [self._rate_of_machine(group, ranks) for group in groups]
+
+    def _rate_of_machine(self, group: Sequence[int], ranks: Sequence[int]) -> float:
+        """What devices can send together, each no faster than its link; of a card that others share
+        they have their part."""
+        topology, width = self.task.topology, self.task.num_devices_at(self.devices[group[0]])
+        devices, everywhere = self._devices_of(group), self._devices_of(ranks)
+        own: dict[int, float] = {}
+        for device in devices:
+            card = topology.cards[device]
+            own[card] = own.get(card, 0.0) + rate_of(self.task, device, everywhere)
+        behind = Counter(topology.cards[device] for device in everywhere)
+        here = Counter(topology.cards[device] for device in devices)
+        return sum(
+            rate
+            if card < 0
+            else min(rate, topology.card(card).bytes_per_second * here[card] / behind[card] / width)
+            for card, rate in own.items()
+        )
+
+    @cached_property
+    def _device_of(self) -> dict[int, int]:
+        return dict(enumerate(self.devices))
+
+    def _devices_of(self, ranks: Sequence[int]) -> list[int]:
+        return [self.devices[rank] for rank in ranks]
 
     @property
     def most_stale(self) -> int:
@@ -131,11 +225,14 @@ def rate_of(task: Task, device: int, others: Sequence[int]) -> float:
     return min((link.bytes_per_second or inf for link in links), default=inf)
 
 
-def written(task: Task, reducer: ReducerName, devices: Sequence[Sequence[int]]) -> Summing:
+def written(
+    task: Task, reducer: ReducerName, devices: Sequence[Sequence[int]], levels: Levels = ()
+) -> Summing:
     """A way to sum, as a plan says it.
 
     Args:
         devices: of each rank, with the others that hold the same stage.
+        levels: which ranks are near each other.
     """
     uses_spares = reducer in {"servers", "parameter-server"}
     servers: tuple[SpareMachine, ...] = _spares_of(task) if uses_spares else ()
@@ -145,7 +242,9 @@ def written(task: Task, reducer: ReducerName, devices: Sequence[Sequence[int]]) 
     most = max((rate for rate in rates if rate < inf), default=0.0)
     # Who shares no stage sends no gradients; it only must have a number.
     given = tuple(most if rate == inf else rate for rate in rates) if known else ()
-    return Summing(reducer=reducer, servers=servers, stale=stale, bytes_per_second=given)
+    return Summing(
+        reducer=reducer, servers=servers, stale=stale, bytes_per_second=given, levels=levels
+    )
 
 
 class _Reduced(NamedTuple):
@@ -174,9 +273,26 @@ class CutSetting:
 
     @cached_property
     def way(self) -> SummedSetting:
-        """How copies of stages sum their gradients."""
-        copies = sum(len(ranks) > 1 for ranks in self.setting.ranks_of)
-        return SummedSetting(self.task, self.setting.reducer_of(self.task), max(copies, 1))
+        """How copies of stages sum their gradients: hosts first where that is quicker."""
+        task, setting = self.task, self.setting
+        shared = [stage for stage, ranks in enumerate(setting.ranks_of) if len(ranks) > 1]
+        flat = SummedSetting(
+            task, setting.reducer_of(task), setting.devices, num_sums=max(len(shared), 1)
+        )
+        if not shared or task.communication.name != RING:
+            return flat
+
+        def seconds(way: SummedSetting) -> float:
+            return sum(
+                way.exchange(
+                    task.sum("parameter_bytes", *self.cuts[stage : stage + 2]),
+                    setting.ranks_of[stage],
+                ).total
+                for stage in shared
+            )
+
+        choices = levels_worth_trying(task.topology, setting.devices)
+        return min((replace(flat, levels=levels) for levels in choices), key=seconds)
 
     @cached_property
     def stages(self) -> tuple[StagePlan, ...]:
@@ -207,7 +323,8 @@ class CutSetting:
         pace, more = task.pace(devices, setting.devices, setting.mode), task.graph.op_seconds
         hop = busy = 0.0
         if stop < task.num_layers:
-            hop, busy = task.hop(stop, devices, setting.devices_of[index + 1])
+            turns = bool(setting.replicas)
+            hop, busy = task.hop(stop, devices, setting.devices_of[index + 1], in_turns=turns)
 
         def seconds(name: str) -> float:
             return pace.passes * task.sum(name, start, stop)
@@ -253,21 +370,22 @@ class CutSetting:
         devices = setting.devices_of[index]
         num_bytes = task.sum("parameter_bytes", start, stop)
         model = task.communication
-        whole = self.way.exchange_seconds(num_bytes, devices)
+        ranks = setting.ranks_of[index]
+        exchange = self.way.exchange(num_bytes, ranks)
         backward = task.sum("backward_input_seconds", start, stop) + task.sum(
             "backward_weight_seconds", start, stop
         )
         pace = task.pace(devices, setting.devices, setting.mode).passes
-        hidden = model.overlap * min(whole, pace * backward)
+        hidden = model.overlap * min(exchange.total, pace * backward)
         rate = task.graph.sum_bytes_per_second
         # Each replica adds what all others have of its own share.
         added = self.way.added_bytes(num_bytes, devices) / rate if rate else 0.0
-        seconds = whole - hidden + added + self._tied_seconds(index, start, stop)
-        num_parts = self.way.num_parts(num_bytes, devices)
-        if num_parts == 1:
-            return _Reduced(seconds)
-        latency = self.way.exchange_seconds(0.0, devices)
-        return _Reduced(seconds, num_parts, (max(whole - latency, 0.0), added))
+        seconds = exchange.total - hidden + added + self._tied_seconds(index, start, stop)
+        num_parts = self.way.num_parts(num_bytes, ranks)
+        steps = tuple(step for step in (exchange.inside, added) if step)
+        if num_parts > 1 or (self.way.passes_cards(ranks) and not model.overlap):
+            return _Reduced(seconds, num_parts, (exchange.between, *steps))
+        return _Reduced(seconds)
 
     def _tied_seconds(self, index: int, start: int, stop: int) -> float:
         task, setting = self.task, self.setting

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, pairwise, product
-from math import inf
+from itertools import accumulate, cycle, islice, pairwise, product
+from math import inf, lcm
+from operator import mul
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -372,21 +373,35 @@ class Task:
             for host, _ in self.topology.shared_memories
         )
 
-    def link_between(self, sources: Sequence[int], targets: Sequence[int], num_bytes: int) -> Link:
-        """The slowest link over which a message may travel from one stage's devices to
-        another's."""
-        if len(sources) * len(targets) > _MANY_PAIRS:
+    def link_between(
+        self,
+        sources: Sequence[int],
+        targets: Sequence[int],
+        num_bytes: int,
+        *,
+        in_turns: bool = False,
+    ) -> Link:
+        """The slowest link over which a message may travel from one stage's devices to another's.
+
+        Args:
+            in_turns: whether microbatches go round both, so that not everybody meets everybody.
+        """
+        num_pairs = (lcm if in_turns else mul)(len(sources), len(targets))
+        if num_pairs > _MANY_PAIRS:
             return self.topology.slowest_link({*sources, *targets}, num_bytes)
-        links = (
-            self.topology.link(*pair) for pair in product(sources, targets) if len({*pair}) > 1
-        )
+        pairs: Iterable[tuple[int, int]] = product(sources, targets)
+        if in_turns:
+            pairs = islice(zip(cycle(sources), cycle(targets), strict=False), num_pairs)
+        links = (self.topology.link(*pair) for pair in pairs if len({*pair}) > 1)
         return max(links, key=lambda link: link.seconds(num_bytes), default=Link())
 
-    def hop(self, stop: int, sources: Sequence[int], targets: Sequence[int]) -> tuple[float, float]:
+    def hop(
+        self, stop: int, sources: Sequence[int], targets: Sequence[int], *, in_turns: bool = False
+    ) -> tuple[float, float]:
         """(seconds until the output of the layers before ``stop`` can be used by others, how long
-        that keeps the link busy)."""
+        that keeps the link busy); see ``link_between``."""
         num_bytes = self.crossing_bytes[stop]
-        link = self.link_between(sources, targets, num_bytes)
+        link = self.link_between(sources, targets, num_bytes, in_turns=in_turns)
         seconds, busy = link.seconds(num_bytes), link.seconds(num_bytes) - link.latency_seconds
         # A link with a latency was measured as a whole; one without does not know what handing a
         # message to another worker costs, but the profile does.

@@ -87,8 +87,9 @@ def rehearse(  # noqa: PLR0913 - each has a default that most callers keep
     if costs is None:
         costs = plan.costs if isinstance(plan, Plan) else default_costs(schedule)
     expect(costs, Costs, "costs", "give a penstock.Costs")
-    # Emulated stages make all gradients at once, so that no part can leave before the others.
-    costs = replace(costs, exchanges=())
+    # Emulated stages make all gradients at once, so that no part can leave before the others, and
+    # each pair of ranks has a link of its own.
+    costs = replace(costs, exchanges=(), cards=())
     _check_arguments(steps, scale, message_bytes)
     one_of("transport", transport, get_args(RehearsalTransport))
     one_of("waits", waits, get_args(WaitsName))

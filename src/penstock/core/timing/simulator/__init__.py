@@ -23,6 +23,7 @@ from penstock.core.timing.simulator.beside import MOVES, Arrivals, Surroundings
 from penstock.core.timing.simulator.passage import (
     Delays,
     Floats,
+    InOrderOfTime,
     Sources,
     durations_of,
     go_through,
@@ -70,7 +71,8 @@ def simulate(
     An op starts when its rank is free and every result it needs is there; a result from another
     rank takes ``costs.hop`` longer. Sending and receiving overlap with compute on the other ranks
     and cost the own rank nothing but the wait; where a message keeps its link busy
-    (``costs.link``), the next one from the same rank to the same rank waits for it. Gradients of
+    (``costs.link``), the next one from the same rank to the same rank waits for it, and so does
+    whatever else passes the cards of its ends (``costs.cards``). Gradients of
     copies are summed when all have handed in, in ``costs.reduce``, or part by part while the last
     backwards run (``costs.exchanges``); either overlaps with compute. Where
     microbatches are worked on in slices, each slice takes its share of a microbatch's time; a hop
@@ -104,6 +106,7 @@ def simulate(
     costs = Costs() if costs is None else costs
     expect(costs, Costs, "costs", "give a penstock.Costs")
     costs.check_stages(schedule.num_stages)
+    costs.check_ranks(schedule.num_ranks)
     source = None if arrivals is None else Arrivals.of(schedule, costs, arrivals)
     return _simulated(schedule, costs, source)
 
@@ -122,9 +125,11 @@ def _simulated(schedule: Schedule, costs: Costs, arrivals: Arrivals | None) -> T
         times = in_waves(columns, needs, duration, delay)
     if times is None:
         sources: Sources = delays.of_several(needs.several)
-        if beside is not None:
+        if beside is None:
+            times = go_through(schedule, needs, duration, delay, sources)
+        else:
             sources = beside.undelayed(sources)
-        times = go_through(schedule, needs, duration, delay, sources, beside=beside)
+            times = InOrderOfTime(schedule, needs, duration, delay, sources, beside).times()
     start, end = times
     _begin_messages_early(columns, start, end)
     rows = (

@@ -1,6 +1,6 @@
-"""Surroundings of the ranks of a simulation: links, sums of gradients, tiers, and a live source.
+"""Surroundings of the ranks of a simulation: the network, tiers, and a live source.
 
-Parts of sums leave while backwards run, and links take turns. Where servers sum, each has its part
+Where servers sum, each has its part
 of a copy's gradients from when they begin to leave until the copy has what it makes of them: sums,
 behind which the copy updates, or the weights that it has updated itself. ``Served`` shows that in a
 timeline. A source gives a frame now and then; ``Arrivals`` says how many of them are let in.
@@ -8,23 +8,21 @@ timeline. A source gives a frame now and then; ``Arrivals`` says how many of the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import ceil, inf
 
-import numpy as np
-
 from penstock.base.errors import InputError
 from penstock.base.values import is_number, shown
-from penstock.core.schedule.columns import Columns
 from penstock.core.schedule.durations import Durations
-from penstock.core.schedule.needs import Needs, Numbers
-from penstock.core.schedule.op import RELEASING, RESIDENCE, STASHES, Kind, Op
+from penstock.core.schedule.needs import Needs
+from penstock.core.schedule.op import RESIDENCE, STASHES, Kind, Op
 from penstock.core.schedule.schedule import Schedule
-from penstock.core.timing.costs import Costs, Exchange, flow_shop
-from penstock.core.timing.simulator.passage import Sources
+from penstock.core.timing.costs import Costs
+from penstock.core.timing.simulator.network import Links, Roads, Sums
+from penstock.core.timing.simulator.passage import Event, Sources
 from penstock.core.timing.simulator.tiers import Tiers
-from penstock.core.timing.spans import Row, Transfer, TransferKind
+from penstock.core.timing.spans import Row, Transfer
 from penstock.core.timing.timeline import Timeline
 
 
@@ -67,101 +65,6 @@ class Served:
                 begun, until = since.pop(op.stage), end if self.updates else start
                 for server in range(self.counts[op.stage]):
                     yield Transfer((rank,), "served", op.stage, server, begun, until)
-
-
-class Sums:
-    """The exchanges of all stages that have copies.
-
-    A part can be summed when the last copy has made it. Parts of P are taken to be made evenly
-    during the last backward (or W) of a copy, and the last one leaves when the copy hands in. An
-    exchange begins when the links of all of its ranks are done with those before it; of several
-    that are known, the one whose first part is there first goes first.
-
-    Args:
-        schedule: with the ops that hand in gradients.
-        costs: how long exchanges take.
-
-    Attributes:
-        transfers: what passes the first thing, as far as it is known.
-    """
-
-    def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        self._schedule = schedule
-        self._costs = costs
-        self._free: dict[int, list[float]] = {}
-        self._handed_in: dict[Op, tuple[float, ...]] = {}
-        self._times: dict[Op, tuple[float, float]] = {}
-        self._there: dict[frozenset[Op], float] = {}
-        self._waiting: dict[frozenset[Op], Exchange] = {}
-        self.transfers: list[Transfer] = []
-        updates = schedule.columns.ops(np.flatnonzero(schedule.columns.are_of({Kind.UPDATE})))
-        for update in updates:
-            exchange = costs.exchange(update.stage)
-            handed = frozenset() if exchange is None else self._of(update)
-            # Weights that are tied to other stages' are summed in one, when all are there.
-            alone = {op.stage for op in handed} == {update.stage}
-            if exchange is not None and alone and len(handed) > 1:
-                self._waiting[handed] = exchange
-
-    def _of(self, update: Op) -> frozenset[Op]:
-        """The ops with which all copies hand in what an update waits for."""
-        needed = self._schedule.dependencies(update)
-        return frozenset(op for op in needed if op.kind is Kind.REDUCE)
-
-    def follow(self, op: Op, start: float, end: float) -> None:
-        """An op has run. If a copy hands in with it, its parts were made before."""
-        if op.kind in RELEASING:
-            self._times[op] = start, end
-        exchange = self._costs.exchange(op.stage)
-        if exchange is None or op.kind is not Kind.REDUCE:
-            return
-        makers = [self._times.get(need, (end, end)) for need in self._schedule.dependencies(op)]
-        begun, done = max(makers, key=lambda span: span[1], default=(end, end))
-        count = exchange.num_parts
-        made = [min(begun + (done - begun) * (part + 1) / count, end) for part in range(count)]
-        made[-1] = end
-        self._handed_in[op] = tuple(made)
-
-    def in_parts(self, op: Op) -> bool:
-        """Whether an op waits for a sum that is exchanged in parts."""
-        return op.kind is Kind.UPDATE and self._of(op) in self._waiting
-
-    def there(self, update: Op) -> float | None:
-        """When the sum for an update is there; ``None`` where it is not exchanged in parts."""
-        handed = self._of(update)
-        if handed not in self._there and handed in self._waiting:
-            known = [own for own in self._waiting if all(op in self._handed_in for op in own)]
-            for own in sorted(known, key=self._first):
-                self._exchange(own, self._waiting.pop(own))
-        return self._there.get(handed)
-
-    def _made(self, handed: frozenset[Op]) -> list[float]:
-        """When the last copy has made each part."""
-        return [max(times) for times in zip(*(self._handed_in[op] for op in handed), strict=True)]
-
-    def _first(self, handed: frozenset[Op]) -> tuple[float, int]:
-        return self._made(handed)[0], min(handed).stage
-
-    def _exchange(self, handed: frozenset[Op], exchange: Exchange) -> None:
-        ranks: Sequence[int] = sorted({self._schedule.where[op] for op in handed})
-        idle = [0.0] * len(exchange.seconds)
-        columns = [self._free.get(rank, idle) for rank in ranks]
-        # Stages whose parts pass different things share those that they have in common.
-        free = [max(each) for each in zip(*(_padded(own, idle) for own in columns), strict=True)]
-        passes = flow_shop(self._made(handed), exchange.seconds, free)
-        until = [end for _, end in passes[-1]]
-        for rank in ranks:
-            self._free[rank] = until
-        stage = min(handed).stage
-        self.transfers += [
-            Transfer(tuple(ranks), "sum", stage, part, *spans[0])
-            for part, spans in enumerate(passes)
-        ]
-        self._there[handed] = until[-1] + exchange.once
-
-
-def _padded(times: Sequence[float], like: Sequence[float]) -> list[float]:
-    return [*times[: len(like)], *like[len(times) :]]
 
 
 _ROUNDING = 1e-9
@@ -242,8 +145,9 @@ class Surroundings:
             pairs = arrivals.waits_for.items()
             self._admits = {number[op]: number[other] for op, other in pairs}
         self._arrivals = arrivals
-        self._links = Links(schedule.columns, costs) if costs.has_busy_links else None
-        self._sums = Sums(schedule, costs) if costs.has_exchanges else None
+        roads = Roads(costs.cards)
+        self._links = Links(schedule.columns, costs, roads) if costs.has_busy_links else None
+        self._sums = Sums(schedule, costs, roads) if costs.has_exchanges else None
         self._tiers = [
             Tiers(ops, costs, rank, schedule.num_slices) if MOVES & own.kinds else None
             for rank, (ops, own) in enumerate(zip(schedule.ranks, schedule.rank_ops, strict=True))
@@ -280,17 +184,26 @@ class Surroundings:
         op = self._ops[number]
         if self._arrivals is not None:
             ready = max(ready, self._arrivals.time_of(op))
-        if self._sums is not None and op.kind is Kind.UPDATE:
-            ready = max(ready, self._sums.there(op) or 0.0)
         tier = self._tiers[rank]
         return ready if tier is None else tier.ready(op, ready)
 
-    def follow(self, rank: int, number: int, start: float, end: float) -> float:
+    def held_until(self, number: int) -> float:
         """See ``Beside``."""
-        op = self._ops[number]
-        if self._sums is not None:
-            self._sums.follow(op, start, end)
-        return end if self._links is None else self._links.send(number, end)
+        return 0.0 if self._sums is None else self._sums.there(self._ops[number])
+
+    def begun(self, number: int, start: float, end: float) -> Iterable[Event]:
+        """See ``Beside``."""
+        return () if self._sums is None else self._sums.begun(self._ops[number], start, end)
+
+    def follow(self, number: int, end: float) -> tuple[float, Iterable[Event]]:
+        """See ``Beside``."""
+        handed = () if self._sums is None else self._sums.handed_in(self._ops[number], end)
+        return end if self._links is None else self._links.send(number, end), handed
+
+    def happen(self, number: int, time: float) -> None:
+        """See ``Beside``."""
+        assert self._sums is not None, "nothing else makes things happen"
+        self._sums.pass_part(number, time)
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
@@ -301,37 +214,3 @@ class Surroundings:
             transfer for tier in self._tiers if tier is not None for transfer in tier.transfers
         ]
         return tuple(sorted([*carried, *summed, *stored]))
-
-
-class Links:
-    """When each message begins its way, where links carry one at a time.
-
-    Attributes:
-        transfers: what kept links busy so far.
-    """
-
-    def __init__(self, columns: Columns, costs: Costs) -> None:
-        self._costs = costs
-        self._free: dict[tuple[int, int], float] = {}
-        reader = np.full(columns.count, -1, np.int64)
-        for kind, ops, needs in Numbers(columns).rule():
-            for need in needs if kind is not Kind.UPDATE else ():  # sums go another way
-                there = need < columns.count
-                crosses = there & (columns.rank[np.where(there, need, 0)] != columns.rank[ops])
-                np.maximum.at(reader, need[crosses], ops[crosses])
-        fields = reader, columns.rank, columns.stage, columns.microbatch
-        self._reader, self._rank, self._stage, self._microbatch = (each.tolist() for each in fields)
-        self.transfers: list[Transfer] = []
-
-    def send(self, number: int, end: float) -> float:
-        """Put the result of an op on its way, if another rank gets it; gives when."""
-        reader = self._reader[number]
-        if reader < 0:
-            return end
-        link = self._rank[number], self._rank[reader]
-        stage, target = self._stage[number], self._stage[reader]
-        left = max(end, self._free.get(link, 0.0))
-        until = self._free[link] = left + self._costs.occupies(min(stage, target))
-        kind: TransferKind = "gradient" if target < stage else "value"
-        self.transfers.append(Transfer(link, kind, stage, self._microbatch[number], left, until))
-        return left

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from heapq import heappop, heappush
 from math import inf
 from typing import Protocol
 
@@ -26,13 +27,29 @@ _SLICED = COMPUTE | {Kind.RECOMPUTE}
 
 
 class Beside(Protocol):
-    """Things that go on beside the ranks, and may make an op wait: links, sums, tiers, a source."""
+    """Things that go on beside the ranks, and may make an op wait: links, cards, sums, tiers, a
+    source. All but ``ready`` happen in the order of time."""
 
     def ready(self, rank: int, number: int, ready: float) -> float:
-        """When an op of a rank can begin that could begin at ``ready`` for all other reasons."""
+        """When the next op of a rank can begin that could begin at ``ready`` for all other reasons;
+        asked once, when all that it needs is there or under way."""
 
-    def follow(self, rank: int, number: int, start: float, end: float) -> float:
-        """An op has run; gives when its result begins its way to other ranks."""
+    def held_until(self, number: int) -> float:
+        """When an op can begin that is about to; it is asked again then."""
+
+    def begun(self, number: int, start: float, end: float) -> Iterable[Event]:
+        """An op has begun; gives what happens in consequence, and when."""
+
+    def follow(self, number: int, end: float) -> tuple[float, Iterable[Event]]:
+        """An op has ended; gives when its result begins its way to other ranks, and what happens in
+        consequence."""
+
+    def happen(self, number: int, time: float) -> None:
+        """Something happens that was given by its number."""
+
+
+Event = tuple[float, int]
+"""When something happens beside the ranks, and the number by which it is known."""
 
 
 def go_through(
@@ -43,10 +60,9 @@ def go_through(
     sources: Sources,
     *,
     begins: Sequence[float] | None = None,
-    beside: Beside | None = None,
 ) -> tuple[Floats, Floats]:
     """When each op starts and ends if each rank goes on until it waits, and goes on again when what
-    it waits for is there. An event that ranks share, as a sum, happens in the order of this walk.
+    it waits for is there.
 
     Args:
         schedule, needs: the ops, and what they wait for.
@@ -54,7 +70,6 @@ def go_through(
         delays: of each op, how long the one result that it waits for is under way.
         sources: the same, of those that wait for several.
         begins: when each rank does; 0 by default.
-        beside: what else goes on.
 
     Raises:
         ScheduleError: the schedule deadlocks, or an op needs one that is not there.
@@ -63,9 +78,8 @@ def go_through(
     first = columns.first.tolist()
     # Single numbers come from an array of the standard library at half the time.
     single, duration, delay = needs.quick_single, _quick(durations), _quick(delays)
-    start, sent = array("d", bytes(8 * columns.count)), array("d", [inf]) * (columns.count + 2)
-    end = sent if beside is None else array("d", start)
-    sent[needs.nothing] = -inf
+    start, end = array("d", bytes(8 * columns.count)), array("d", [inf]) * (columns.count + 2)
+    end[needs.nothing] = -inf
     free = [0.0] * columns.num_ranks if begins is None else list(begins)
     position = first[:-1]
     runnable = list(reversed(range(columns.num_ranks)))
@@ -74,21 +88,16 @@ def go_through(
         rank = runnable.pop()
         now = free[rank]
         for op in range(position[rank], first[rank + 1]):
-            arrival = sent[single[op]] + delay[op]
+            arrival = end[single[op]] + delay[op]
             if op in sources:
-                arrival = max(sent[need] + late for need, late in sources[op])
+                arrival = max(end[need] + late for need, late in sources[op])
             if arrival == inf:
-                missing = next(need for need in needs.of(op) if sent[need] == inf)
+                missing = next(need for need in needs.of(op) if end[need] == inf)
                 waiting.setdefault(missing, []).append(rank)
                 position[rank] = op
                 break
-            now = max(now, arrival)
-            if beside is not None:
-                now = beside.ready(rank, op, now)
-            start[op] = now
+            start[op] = now = max(now, arrival)
             end[op] = now = now + duration[op]
-            if beside is not None:
-                sent[op] = beside.follow(rank, op, start[op], now)
             if op in waiting:
                 runnable += waiting.pop(op)
         free[rank] = now
@@ -96,6 +105,102 @@ def go_through(
         stuck = sorted(rank for ranks in waiting.values() for rank in ranks)
         raise deadlock(schedule, np.array([position[rank] for rank in stuck]), needs)
     return np.frombuffer(start), np.frombuffer(end)[: columns.count]
+
+
+_END, _BESIDE, _BEGIN = range(3)
+"""What happens at the same moment happens in this order: results are there for whoever begins."""
+
+
+class InOrderOfTime:
+    """As ``go_through`` with things beside that ranks share, as the links of a host: what comes
+    first in time takes them first, whichever rank it is of.
+
+    Args:
+        schedule, needs, durations, delays, sources: see there.
+        beside: what else goes on.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        needs: Needs,
+        durations: Floats,
+        delays: Floats,
+        sources: Sources,
+        beside: Beside,
+    ) -> None:
+        columns = schedule.columns
+        self._schedule, self._needs, self._sources, self._beside = schedule, needs, sources, beside
+        self._single, self._duration = needs.quick_single, _quick(durations)
+        self._delay, self._first = _quick(delays), columns.first.tolist()
+        self._start = array("d", bytes(8 * columns.count))
+        self._end = array("d", self._start)
+        self._sent = array("d", [inf]) * (columns.count + 2)
+        self._sent[needs.nothing] = -inf
+        self._free = [0.0] * columns.num_ranks
+        self._position = self._first[:-1]
+        self._waiting: dict[int, list[int]] = {}
+        self._events: list[tuple[float, int, int]] = []
+
+    def times(self) -> tuple[Floats, Floats]:
+        """When each op starts and ends.
+
+        Raises:
+            ScheduleError: the schedule deadlocks, or an op needs one that is not there.
+        """
+        for rank in range(len(self._free)):
+            self._wait(rank)
+        while self._events:
+            time, kind, number = heappop(self._events)
+            if kind == _BEGIN:
+                self._begin(number, time)
+            elif kind == _END:
+                self._finish(number, time)
+            else:
+                self._beside.happen(number, time)
+        if self._waiting:
+            stuck = sorted(rank for ranks in self._waiting.values() for rank in ranks)
+            places = np.array([self._position[rank] for rank in stuck])
+            raise deadlock(self._schedule, places, self._needs)
+        return np.frombuffer(self._start), np.frombuffer(self._end)
+
+    def _wait(self, rank: int) -> None:
+        """Let a rank's next op begin when it can, if that is known."""
+        op = self._position[rank]
+        if op == self._first[rank + 1]:
+            return
+        arrival = self._sent[self._single[op]] + self._delay[op]
+        if op in self._sources:
+            arrival = max(self._sent[need] + late for need, late in self._sources[op])
+        if arrival == inf:
+            missing = next(need for need in self._needs.of(op) if self._sent[need] == inf)
+            self._waiting.setdefault(missing, []).append(rank)
+            return
+        ready = self._beside.ready(rank, op, max(self._free[rank], arrival))
+        heappush(self._events, (ready, _BEGIN, rank))
+
+    def _begin(self, rank: int, now: float) -> None:
+        op = self._position[rank]
+        later = self._beside.held_until(op)
+        if later > now:
+            heappush(self._events, (later, _BEGIN, rank))
+            return
+        self._start[op], end = now, now + self._duration[op]
+        self._end[op] = self._free[rank] = end
+        self._position[rank] = op + 1
+        self._note(self._beside.begun(op, now, end))
+        heappush(self._events, (end, _END, op))
+        self._wait(rank)
+
+    def _finish(self, op: int, now: float) -> None:
+        self._sent[op], consequences = self._beside.follow(op, now)
+        self._note(consequences)
+        for rank in self._waiting.pop(op, ()):
+            self._wait(rank)
+
+    def _note(self, events: Iterable[Event]) -> None:
+        for time, number in events:
+            heappush(self._events, (time, _BESIDE, number))
 
 
 def in_waves(

@@ -1,0 +1,112 @@
+"""Sums of copies on hosts: which ranks are near each other, and how long a sum takes by a tree.
+
+At each level of a tree (``penstock.core.summation.tree``) k groups exchange what each has summed:
+2(k−1)/k · M goes out of a group and as much comes in, which its devices share. Of a card goes out
+what the groups behind it exchange with those that are not: with p groups behind it, in a flat sum
+of devices that share it, p · 2(k−p)/k · M.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from penstock.core.cluster import Topology
+from penstock.core.summation.tree import SumTree
+
+Levels = tuple[tuple[int, ...], ...]
+
+
+class LevelSeconds(NamedTuple):
+    """How long the copies of a stage exchange at one level of their tree.
+
+    Attributes:
+        seconds: of their bytes on the slowest link or card.
+        latency: of a message and its answer.
+    """
+
+    seconds: float
+    latency: float
+
+
+def levels_worth_trying(topology: Topology, devices: Sequence[int]) -> list[Levels]:
+    """The ways to sum near ranks first: not at all, by the groups of each depth of the cluster's
+    tree, and by all depths.
+
+    Args:
+        devices: of each rank.
+    """
+    paths = [topology.paths[device] for device in devices]
+    depths = [_numbers(paths, depth) for depth in range(max(map(len, paths), default=0))]
+    divided = [numbers for numbers in depths if 1 < len({*numbers}) < len(devices)]
+    choices: list[Levels] = [(), *((numbers,) for numbers in divided), tuple(divided[::-1])]
+    return list(dict.fromkeys(choices))
+
+
+def _numbers(paths: Sequence[Sequence[int]], depth: int) -> tuple[int, ...]:
+    """The group that each rank is in at a depth, numbered from 0; alone where there is none."""
+    groups = [path[depth] if depth < len(path) else -1 - k for k, path in enumerate(paths)]
+    number = {group: place for place, group in enumerate(dict.fromkeys(groups))}
+    return tuple(number[group] for group in groups)
+
+
+def level_seconds(
+    topology: Topology, tree: SumTree, device_of: Mapping[int, int], num_bytes: float, width: int
+) -> list[LevelSeconds]:
+    """How long copies exchange at each level, innermost first.
+
+    Args:
+        device_of: the device of each holder.
+        num_bytes: of the gradients on each device.
+        width: tensor ranks of each holder, which sum at the same time behind the same card.
+    """
+    return [
+        _of_level(topology, tree, level, device_of, num_bytes, width)
+        for level in range(tree.num_levels)
+    ]
+
+
+def _of_level(
+    topology: Topology,
+    tree: SumTree,
+    level: int,
+    device_of: Mapping[int, int],
+    num_bytes: float,
+    width: int,
+) -> LevelSeconds:
+    on_cards: Counter[int] = Counter()
+    longest, latency = 0.0, 0.0
+    for group in tree.levels[level]:
+        parts = [tree.owners_in(part) or part for part in tree.parts(level, group)]
+        if len(parts) < 2:
+            continue
+        on_cards.update(_card_bytes(topology, parts, device_of, width * num_bytes))
+        carried = 2 * (len(parts) - 1) / len(parts) * num_bytes / min(map(len, parts))
+        link = topology.slowest_link([device_of[rank] for part in parts for rank in part], carried)
+        longest = max(longest, link.seconds(carried) - link.latency_seconds)
+        latency = max(latency, 2 * link.latency_seconds)
+    through = (count / topology.card(card).bytes_per_second for card, count in on_cards.items())
+    return LevelSeconds(max(longest, *through, 0.0), latency)
+
+
+def _card_bytes(
+    topology: Topology,
+    parts: Sequence[Sequence[int]],
+    device_of: Mapping[int, int],
+    num_bytes: float,
+) -> Counter[int]:
+    """Bytes that pass each card in one direction while groups exchange what they have."""
+    shares = [Counter(topology.cards[device_of[rank]] for rank in part) for part in parts]
+    behind: dict[int, list[float]] = {}
+    for part, counts in zip(parts, shares, strict=True):
+        for card, count in counts.items():
+            if card >= 0:
+                behind.setdefault(card, []).append(count / len(part))
+    each, others = 2 * num_bytes / len(parts), len(parts) - 1
+    return Counter(
+        {
+            card: each * sum(share * (others - (sum(own) - share)) for share in own)
+            for card, own in behind.items()
+        }
+    )
