@@ -19,7 +19,7 @@ from penstock.core.catalogue import Hardware, device_named, software_named
 from penstock.core.catalogue.errors import expected_error
 from penstock.core.example import Granularity
 from penstock.core.graph import Estimate, LayerGraph
-from penstock.core.pricing import Kernel, Pace, at_the_pace, seconds_of_each
+from penstock.core.pricing import Kernel, Pace, at_the_pace
 from penstock.engine.device.crossing import give_memory
 from penstock.engine.model import tree
 from penstock.engine.model.batches import parted_if_inside, plain
@@ -30,6 +30,7 @@ from penstock.engine.stage.deferral import undeferred_parameters
 from penstock.training.estimating.blocks import RepeatedBlocks, repeated_blocks, shortened
 from penstock.training.estimating.counting import KernelClock, KernelCounter, MetaGauge, on_meta
 from penstock.training.estimating.substitutes import AsOnDevice, Attention
+from penstock.training.estimating.updates import count_updates
 from penstock.training.profiler.alone import Sample
 from penstock.training.profiler.alone.bench import (
     Measured,
@@ -38,12 +39,6 @@ from penstock.training.profiler.alone.bench import (
     measure_workspaces,
 )
 from penstock.training.profiler.alone.measuring import layers_of, software, with_costs
-from penstock.training.profiler.alone.overheads import (
-    Update,
-    assumed_update,
-    optimizer_of_copies,
-    trained_parameters,
-)
 from penstock.training.profiler.alone.passes import (
     HandedOn,
     Passes,
@@ -218,7 +213,7 @@ def _estimated(model: nn.Module, request: _EstimateRequest) -> LayerGraph:
         bench = _CountingBench(layers, request)
         measured = bench.measure(_of_shapes(sample))
         graph = LayerGraph(
-            layers=tuple(layers_of(model, layers, measured, _updates(layers, request))),
+            layers=tuple(layers_of(model, layers, measured, count_updates(layers, request.optimizer, request.pace))),
             microbatch_size=sample.num_rows,
             input_bytes=num_bytes(sample.inputs),
             hop_seconds=_HOP_SECONDS,
@@ -406,32 +401,3 @@ def _block_numbers(names: Sequence[str]) -> list[int]:
         numbers.setdefault(block[0] if block else name, len(numbers))
     blocks = [_BLOCK.match(name) for name in names]
     return [numbers[block[0] if block else name] for block, name in zip(blocks, names, strict=True)]
-
-
-def _updates(layers: Sequence[NamedLayer], request: _EstimateRequest) -> list[Update]:
-    trained = [trained_parameters(layer) for layer in layers]
-    if request.optimizer is None:
-        return [assumed_update(own) for own in trained]
-    refusals: list[InputError] = []
-    updates = []
-    for own in trained:
-        built = optimizer_of_copies(own, request.optimizer, refusals)
-        if built is None:
-            updates.append(Update(0.0, 0))
-            continue
-        with KernelCounter(converts=False) as counter:
-            built.step()
-        state = num_bytes([list(entry.values()) for entry in built.state.values()])
-        updates.append(Update(_step_seconds(counter.kernels, len(own), request.pace), state))
-    if refusals and len(refusals) == sum(map(bool, trained)):
-        raise refusals[0]
-    return updates
-
-
-def _step_seconds(kernels: Sequence[Kernel], num_parameters: int, pace: Pace) -> float:
-    seconds = sum(seconds_of_each(kernels, pace))
-    if pace.is_host:
-        return seconds
-    # On an accelerator, torch's optimizers take all parameters in one call.
-    launch = pace.device.efficiency.launch_seconds.value
-    return seconds - launch * len(kernels) * (1 - 1 / max(num_parameters, 1))

@@ -6,7 +6,7 @@ import queue
 import statistics
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -114,10 +114,17 @@ def _measure_group(
 
 
 def optimizer_of_copies(
-    named: NamedParameters, optimizer: OptimizerFactory, refusals: list[InputError]
+    named: NamedParameters,
+    optimizer: OptimizerFactory,
+    refusals: list[InputError],
+    prepare: Callable[[torch.optim.Optimizer], None] = lambda _: None,
 ) -> torch.optim.Optimizer | None:
     """An optimizer with its state, of copies of parameters; ``None`` if there are none, or if it
-    refuses them, which joins ``refusals``."""
+    refuses them, which joins ``refusals``.
+
+    Args:
+        prepare: called with it before its first step.
+    """
     if not named:
         return None
     copies = [(name, nn.Parameter(parameter.detach().clone())) for name, parameter in named]
@@ -128,6 +135,7 @@ def optimizer_of_copies(
     except InputError as error:
         refusals.append(error)
         return None
+    prepare(built)
     built.step()  # allocates its state
     return built
 
