@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     help="How kernels run: eager, compiled, graph, megatron-core …",
 )  # fmt: skip
 @click.option(
-    "--arithmetic", type=click.Choice(["tf32", "fp8"]),
+    "--arithmetic", type=click.Choice(["tf32", "fp8", "fp4"]),
     help="Of matrix products; default: that of their dtypes.",
 )  # fmt: skip
 @options.output_option("Where to write the estimate (.json).")

@@ -50,11 +50,12 @@ from penstock.training.profiler.alone.passes import (
 from penstock.training.profiler.alone.rounds import LayerTimes
 from penstock.training.profiler.profiling import with_own_loss
 
-Arithmetic = Literal["tf32", "fp8"]
+Arithmetic = Literal["tf32", "fp8", "fp4"]
 _ARITHMETIC: dict[str | None, dict[str, str]] = {
     None: {},
     "tf32": {"fp32": "tf32"},
     "fp8": {"bf16": "fp8", "fp16": "fp8", "fp32": "fp8"},
+    "fp4": {"bf16": "fp4", "fp16": "fp4", "fp32": "fp4"},
 }
 _BLOCK = re.compile(r"^.*?\.\d+(?=\.|$)")
 _MANY_BLOCKS = 12
@@ -99,7 +100,7 @@ def estimate(  # noqa: PLR0913 - as profile
         software: ``"eager"``, ``"compiled"``, ``"graph"`` (CUDA graphs), ``"megatron-core"``, …
             (``penstock devices --software``).
         arithmetic: of matrix products, if it is not that of their dtypes: ``"tf32"`` of fp32,
-            ``"fp8"``.
+            ``"fp8"``, ``"fp4"``.
         attention: ``"fused"`` as ``scaled_dot_product_attention`` chooses on the device, or
             ``"formula"``, which keeps the scores.
         granularity: of the layers of a model that must be captured: ``"module"`` or ``"block"``; by
@@ -150,7 +151,7 @@ class _EstimateRequest(NamedTuple):
 def _pace(device: str, stack: str, arithmetic: Arithmetic | None) -> Pace:
     hardware = device_named(device)
     if arithmetic is not None:
-        one_of("arithmetic", arithmetic, ("tf32", "fp8"))
+        one_of("arithmetic", arithmetic, ("tf32", "fp8", "fp4"))
         if arithmetic not in hardware.flops_per_second:
             raise InputError(
                 f"{hardware.name} computes no {arithmetic}; it has "
