@@ -79,20 +79,30 @@ def print_constants() -> None:
     fitted = [
         f"{entry.name} {name} = {figure.value:g}"
         for entry in catalogue.software().values()
-        for name in ("forward_op_seconds", "backward_op_seconds")
+        for name in ("forward_op_seconds", "backward_op_seconds", "factor")
         if (figure := getattr(entry, name)).source.endswith("-fit")
+    ]
+    fitted += [
+        f"{entry.name} {dtype} = {figure.value:g}"
+        for entry in catalogue.devices().values()
+        for dtype, figure in entry.efficiency.by_dtype.items()
+        if figure.source.endswith("-fit")
     ]
     print(f"{len(fitted)} constants were fitted: {'; '.join(fitted)}")
 
 
 def print_table(rows: list[Comparison]) -> None:
     """One line per source; rows of which the rules decided a setting stand below."""
-    head = f"{'source':28s}{'rows':>5s}{'median':>8s}{'mean':>7s}{'p90':>7s}{'bias':>7s}{'goal':>9s}"
+    head = (
+        f"{'source':28s}{'rows':>5s}{'median':>8s}{'mean':>7s}{'p90':>7s}{'bias':>7s}{'goal':>9s}"
+    )
     print(head + f"{'left out':>10s}{'memory':>8s}")
     groups = defaultdict(list)
     for item in rows:
         groups[item.group].append(item)
-    for group in sorted(groups, key=lambda name: list(_GOALS).index(name) if name in _GOALS else 99):
+    for group in sorted(
+        groups, key=lambda name: list(_GOALS).index(name) if name in _GOALS else 99
+    ):
         stated = [item for item in groups[group] if not item.setting.assumed]
         assumed = [item for item in groups[group] if item.setting.assumed]
         others = [item for item in rows if item.group != group]
@@ -106,15 +116,14 @@ def _print_line(group: str, mark: str, items: list[Comparison], others: list[Com
     p90 = errors[min(len(errors) - 1, int(0.9 * len(errors)))]
     bias = st.median(item.error for item in items)
     goal = "{}/{}".format(*_GOALS[group]) if group in _GOALS else ""
-    # With what one factor from the other sources of the same software would have made of it.
-    kin = [item.factor for item in others if item.setting.stack == items[0].setting.stack]
-    factor = st.median(kin) if kin else 1.0
+    # Without the constant of its own stack, but with that of all other sources instead.
+    own = catalogue.software_named(items[0].setting.stack).factor.value
+    factor = st.median(item.factor for item in others) / own if others else 1.0
     left_out = st.median(abs(factor * (1 + item.error) - 1) for item in items)
     memory = [abs(item.memory_error) for item in items if item.memory_error is not None]
     print(
         f"{group + mark:28s}{len(items):5d}{st.median(errors):8.1%}{st.mean(errors):7.1%}{p90:7.1%}"
-        f"{bias:+7.1%}{goal:>9s}{left_out:10.1%}"
-        + (f"{st.median(memory):8.1%}" if memory else "")
+        f"{bias:+7.1%}{goal:>9s}{left_out:10.1%}" + (f"{st.median(memory):8.1%}" if memory else "")
     )
 
 
@@ -139,7 +148,9 @@ def main() -> None:
     print("\nworst five of all:")
     for item in sorted(made, key=lambda item: -abs(item.error))[:5]:
         name = item.setting.row["id"]
-        print(f"  {name}: {item.predicted:.2f} s, measured {item.measured:.2f} s ({item.error:+.0%})")
+        print(
+            f"  {name}: {item.predicted:.2f} s, measured {item.measured:.2f} s ({item.error:+.0%})"
+        )
     print(f"\n{sum(refused.values())} rows not predicted:")
     for why, count in refused.most_common():
         print(f"  {count:4d}  {why}")

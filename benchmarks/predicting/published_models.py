@@ -106,7 +106,9 @@ def core_attention(s: Shape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (part.reshape(-1, part.shape[2], s.width) for part in (q, k, v))
     scores = torch.bmm(q, k.transpose(1, 2)).softmax(-1)  # scale, mask and softmax are one kernel
     y = torch.bmm(F.dropout(scores, s.dropout), v)
-    return y.view(s.rows, s.heads, s.sequence, s.width).transpose(1, 2).reshape(s.rows, s.sequence, -1)
+    return (
+        y.view(s.rows, s.heads, s.sequence, s.width).transpose(1, 2).reshape(s.rows, s.sequence, -1)
+    )
 
 
 class CoreAttention(nn.Module):
@@ -167,7 +169,9 @@ class Costs(NamedTuple):
 def costs_of(shape: Shape, device: str, software: str, arithmetic: str | None) -> Costs:
     """Estimates of one embedding, block and head."""
     with torch.device("meta"):
-        model = nn.Sequential(PublishedEmbedding(shape), PublishedBlock(shape), PublishedHead(shape))
+        model = nn.Sequential(
+            PublishedEmbedding(shape), PublishedBlock(shape), PublishedHead(shape)
+        )
         core = nn.Sequential(CoreAttention(shape))
         tokens = torch.empty(shape.rows, shape.sequence, dtype=torch.long)
         width = (shape.heads + 2 * shape.kv_heads) * shape.width

@@ -25,12 +25,14 @@ from penstock.core.pricing import Ring, all_reduce_seconds, gather_seconds, hop_
 
 MEGATRON_2023, MEGATRON_CORE = "megatron-2023", "megatron-core"
 _STACKS = {
-    "vtrain": MEGATRON_2023, "bloom": MEGATRON_2023, "megatron2021": MEGATRON_2023,
+    "vtrain": MEGATRON_2023, "bloom": "megatron-deepspeed-2022", "megatron2021": MEGATRON_2023,
     "korthikanti2022": MEGATRON_2023, "zerobubble": MEGATRON_2023, "sailor": MEGATRON_2023,
-    "simumax": MEGATRON_CORE, "mbridge": MEGATRON_CORE, "nemo": MEGATRON_CORE,
+    "simumax": MEGATRON_CORE, "mbridge": "megatron-bridge", "nemo": "megatron-bridge",
     "megascale": MEGATRON_CORE, "jeanzay": MEGATRON_2023, "llama3": MEGATRON_CORE,
-    "llm-foundry": "eager", "torchtitan": "eager",
+    "llm-foundry": "llm-foundry", "torchtitan": "eager",
 }  # fmt: skip
+_OLD = (MEGATRON_2023, "megatron-deepspeed-2022")
+_MODERN = (MEGATRON_CORE, "megatron-bridge")
 _SCHEDULES = {
     "none": "1f1b", "1F1B": "1f1b", "interleaved 1F1B": "interleaved-1f1b", "ZB-1p": "zb-h1",
     "ZB-2p": "zb-h2", "ZB-V": "zb-v", "ZB-2p with a synchronised optimizer step": "zb-h2",
@@ -86,7 +88,7 @@ def setting_of(row: dict[str, Any]) -> Setting:
     zero = str(row.get("zero"))
     if zero == "unknown":
         assumed.append("zero")
-        zero = "1" if stack == MEGATRON_CORE else "0"
+        zero = "1" if stack in _MODERN else "0"
     return Setting(
         row, device, _host(row, device, assumed), stack, _arithmetic(row, device),
         _recompute(row, assumed), _shards(row, assumed), _fused(row, assumed),
@@ -99,6 +101,8 @@ def _device(row: dict[str, Any]) -> Hardware:
     name = row["device"].split(" ")[0].lower()
     name = {"a100-class": "a100-sxm", "v100-sxm-16gb": "v100-sxm2", "v100-sxm-32gb": "v100-sxm2",
             "gh200-96gb": "gh200"}.get(name, name)  # fmt: skip
+    if row["id"].startswith("simumax-b200"):  # whose matmuls were measured by shape
+        name = "b200-simumax"
     try:
         return catalogue.device_named(name)
     except pk.InputError as error:
@@ -196,7 +200,7 @@ def predict(setting: Setting) -> Predicted:
         kv_heads=max(1, (model.get("kv_heads") or model["heads"]) // tp), width=width,
         ffn=model["ffn"] // tp, vocab=-(-model["vocab"] // tp), shards=setting.shards,
         gated=bool(model.get("gated_mlp")), fused_attention=setting.fused_attention,
-        dropout=0.1 if setting.stack == MEGATRON_2023 else 0.0,
+        dropout=0.1 if setting.stack in _OLD else 0.0,
     )  # fmt: skip
     costs = costs_of(shape, setting.device.name, setting.stack, setting.arithmetic)
     if setting.fully_sharded and row["pp"] == 1:
@@ -217,7 +221,8 @@ def _tensor_seconds(setting: Setting) -> float:
     each = all_reduce_seconds(_activation_bytes(setting), ring)
     if setting.shards > 1:
         each = 2 * gather_seconds(_activation_bytes(setting), ring)
-    return 2 * each if tp > 1 else 0.0
+    exposed = catalogue.software_named(setting.stack).tensor_exposed.value
+    return 2 * each * exposed if tp > 1 else 0.0
 
 
 def _passes(setting: Setting, costs: Costs) -> tuple[float, float, float]:
@@ -234,9 +239,7 @@ def _stage_layers(row: dict[str, Any], num_stages: int) -> list[int]:
     if layers % num_stages and (layers + 2) % num_stages == 0:
         each = (layers + 2) // num_stages
         return [each - 1, *[each] * (num_stages - 2), each - 1]
-    return [
-        layers // num_stages + (index < layers % num_stages) for index in range(num_stages)
-    ]
+    return [layers // num_stages + (index < layers % num_stages) for index in range(num_stages)]
 
 
 def _megatron(setting: Setting, costs: Costs) -> Predicted:
@@ -302,13 +305,15 @@ def _data_ring(setting: Setting) -> Ring:
     apart = row["tp"] * (row.get("cp") or 1)
     size, devices = row["dp"] * (row.get("cp") or 1), min(setting.host.devices, row["gpus"])
     per_host = max(1, min(size, devices // max(1, row["tp"])))
-    return Ring(setting.host, size, per_host, max(1, devices // per_host // max(1, 1 * bool(apart))))
+    return Ring(
+        setting.host, size, per_host, max(1, devices // per_host // max(1, 1 * bool(apart)))
+    )
 
 
 def _reduce_seconds(setting: Setting, parameters: float) -> float:
     ring = _data_ring(setting)
-    overlapped = setting.stack == MEGATRON_CORE and "off" not in str(setting.row.get("overlap"))
-    wide = "fp32 grad" in str(setting.row["precision"]) or setting.stack == MEGATRON_CORE
+    overlapped = setting.stack in _MODERN and "off" not in str(setting.row.get("overlap"))
+    wide = "fp32 grad" in str(setting.row["precision"]) or setting.stack in _MODERN
     if setting.zero:
         seconds = gather_seconds(parameters * (4 if wide else 2), ring)
         seconds += gather_seconds(parameters * 2, ring)
@@ -330,7 +335,7 @@ def _update_seconds(setting: Setting, parameters: float) -> float:
 def _gib(setting: Setting, costs: Costs, num_layers: int, parameters: float) -> float:
     row = setting.row
     holders = _data_ring(setting).size if setting.zero else 1
-    gradient = 4 if "fp32" in str(row["precision"]) or setting.stack == MEGATRON_CORE else 2
+    gradient = 4 if "fp32" in str(row["precision"]) or setting.stack in _MODERN else 2
     state = parameters * (2 + gradient + 12 / holders)
     in_flight = min(row["num_microbatches"], row["pp"])
     each = costs.block.activation_bytes

@@ -80,7 +80,10 @@ def devices(name: str | None, as_json: bool) -> None:
         return
     if as_json:
         show.print_json(
-            {"devices": list(catalogue.devices().values()), "hosts": list(catalogue.hosts().values())}
+            {
+                "devices": list(catalogue.devices().values()),
+                "hosts": list(catalogue.hosts().values()),
+            }
         )
         return
     names = ("device", "memory", "bandwidth", "fp32", "bf16", "fp8", "usual host")
@@ -91,7 +94,9 @@ def devices(name: str | None, as_json: bool) -> None:
         for host in catalogue.hosts().values()
     ]
     show.print_table(("host", "devices", "what joins them"), rows, 3)
-    show.prose("\nTFLOP/s without sparsity; ? without a source. `penstock devices NAME` has sources.")
+    show.prose(
+        "\nTFLOP/s without sparsity; ? without a source. `penstock devices NAME` has sources."
+    )
 
 
 def _device_row(entry: Hardware) -> tuple[str, ...]:
@@ -144,3 +149,21 @@ def _efficiencies(entry: Hardware) -> Sequence[tuple[str, Figure]]:
     ]
 
 
+@click.command("measure-device")
+@click.option("--name", default="mine", show_default=True, help="Short name of the device.")
+@click.option(
+    "--seconds", type=click.FloatRange(min=0.001), default=0.05, show_default=True,
+    help="How long to measure each size of each kernel.",
+)  # fmt: skip
+@click.option("-o", "--output", required=True, type=click.Path(), help="Where to write it (.toml).")
+def measure_device(name: str, seconds: float, output: str) -> None:
+    """Describe this machine's CPU by microbenchmarks, as an entry of the catalogue.
+
+    One thread, as a worker has by default. It takes about a minute.
+    """
+    from penstock.training.estimating.measured_device import measure_device as measure
+
+    with show.counting("measuring kernels") as progress:
+        entry = measure(name, seconds_per_point=seconds, progress=progress)
+    write_atomically(output, catalogue.as_toml(entry))
+    show.say(f"{entry.title}: {output}")

@@ -26,6 +26,7 @@ from penstock.core.catalogue.reading import (
     software_named,
     sources,
 )
+from penstock.core.catalogue.writing import as_toml
 
 __all__ = [
     "UNSOURCED",
@@ -37,6 +38,7 @@ __all__ = [
     "HostSpec",
     "LinkSpec",
     "Software",
+    "as_toml",
     "device_named",
     "devices",
     "host_named",

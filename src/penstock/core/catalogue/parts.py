@@ -58,6 +58,13 @@ class Curve(Value, frozen=True, kw_only=True):
         return first + (second - first) * math.log(work / low) / math.log(high / low)
 
 
+Attention = Literal["torch", "cudnn", "flash-1"]
+"""Libraries of fused attention: torch's own (FlashAttention-2), cuDNN's, the first
+FlashAttention."""
+
+_ASSUMED_ATTENTION = (Figure(0.5), Figure(0.4))
+
+
 class Efficiency(Value, frozen=True, kw_only=True):
     """How much of its peaks kernels of a device reach.
 
@@ -65,7 +72,7 @@ class Efficiency(Value, frozen=True, kw_only=True):
         matmul: a matrix product: GFLOP of the call, share of the peak of its dtype.
         batched_matmul, convolution, convolution_backward: of what a matrix product of as much work
             reaches; or curves of their own.
-        attention_forward, attention_backward: a fused attention: share of the peak.
+        attention: a fused attention, by library: shares of the peak, forward and backward.
         memory: share of the memory's bandwidth that other kernels reach.
         memory_by_kind: by kind of kernel: bytes of the call, share of the bandwidth.
         launch_seconds: of any kernel, beside its work.
@@ -78,8 +85,7 @@ class Efficiency(Value, frozen=True, kw_only=True):
     batched_matmul: Figure | Curve = Figure(1.0)
     convolution: Figure | Curve = Figure(1.0)
     convolution_backward: Figure | Curve | None = None
-    attention_forward: Figure = Figure(0.5)
-    attention_backward: Figure = Figure(0.4)
+    attention: dict[Attention, tuple[Figure, Figure]] = field(default_factory=dict)
     memory: Figure = Figure(0.8)
     memory_by_kind: dict[str, Curve] = field(default_factory=dict)
     launch_seconds: Figure = Figure(0.0)
@@ -87,6 +93,11 @@ class Efficiency(Value, frozen=True, kw_only=True):
     forward_op_seconds: Figure = Figure(0.0)
     backward_op_seconds: Figure = Figure(0.0)
     view_seconds: Figure = Figure(0.0)
+
+    def attention_share(self, library: Attention, *, backward: bool) -> Figure:
+        """What a library's fused attention reaches; where nobody says, what torch's does."""
+        shares = self.attention.get(library) or self.attention.get("torch", _ASSUMED_ATTENTION)
+        return shares[backward]
 
 
 class Hardware(Value, frozen=True, kw_only=True):
@@ -204,13 +215,20 @@ class Software(Value, frozen=True, kw_only=True):
 
     Attributes:
         name, title: as those of a device.
-        fuses: whether neighbouring pointwise kernels run as one.
+        fuses: which neighbouring kernels run as one: none, pointwise ones, or normalisations and
+            reductions with them, too (``"all"``).
         forward_op_seconds, backward_op_seconds: the host's pace on an accelerator: a direction of a
             block takes at least so long per dispatched op.
+        attention: library of its fused attention.
+        factor: how many times as long everything takes.
+        tensor_exposed: share of the collectives of tensor ranks that no computation hides.
     """
 
     name: str
     title: str
-    fuses: bool
+    fuses: Literal["none", "pointwise", "all"]
     forward_op_seconds: Figure
     backward_op_seconds: Figure
+    attention: Attention = "torch"
+    factor: Figure = Figure(1.0)
+    tensor_exposed: Figure = Figure(1.0)

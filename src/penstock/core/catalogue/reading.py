@@ -12,6 +12,7 @@ from importlib.resources import files
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import field
 
 from penstock.base.errors import InputError
 from penstock.base.values import MOST_TOML_BYTES, Value, check_toml, expect, read_text, refused_as
@@ -23,10 +24,10 @@ T = TypeVar("T")
 class _CatalogueFile(Value, frozen=True, kw_only=True):
     """One file: entries by short name, without the name inside."""
 
-    efficiencies: dict[str, Efficiency] = {}
-    devices: dict[str, dict[str, Any]] = {}
-    hosts: dict[str, dict[str, Any]] = {}
-    software: dict[str, dict[str, Any]] = {}
+    efficiencies: dict[str, Efficiency] = field(default_factory=dict)
+    devices: dict[str, dict[str, Any]] = field(default_factory=dict)
+    hosts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    software: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 @cache
@@ -144,11 +145,11 @@ def _devices_of(
     entries = {}
     for name, entry in parsed.devices.items():
         generation = entry.get("efficiency", "other")
+        entries[name] = entry
         if isinstance(generation, str):
             if generation not in efficiencies:
                 raise InputError(f"device {name!r}: there are no efficiencies {generation!r}")
-            entry = {**entry, "efficiency": msgspec.to_builtins(efficiencies[generation])}
-        entries[name] = entry
+            entries[name] = {**entry, "efficiency": msgspec.to_builtins(efficiencies[generation])}
     return _named(entries, Hardware)
 
 

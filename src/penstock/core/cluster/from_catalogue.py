@@ -69,7 +69,9 @@ def _groups(host: HostSpec, name: str, devices: Sequence[str]) -> Iterator[Group
     card = Card(bytes_per_second=REACHED * host.card.bytes_per_second.value)
     if shared < host.devices:
         cards = [
-            Group(name=f"{name}-card{index}", members=part, link=link or Link(), card=card, kind=kind)
+            Group(
+                name=f"{name}-card{index}", members=part, link=link or Link(), card=card, kind=kind
+            )
             for index, part in enumerate(_parts(members, shared))
         ]
         yield from cards

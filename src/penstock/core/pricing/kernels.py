@@ -16,14 +16,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.core.catalogue import Curve, Efficiency, Figure, Hardware, Software
+from penstock.core.catalogue import Curve, Figure, Hardware, Software
 
 KernelKind = Literal[
     "matmul", "batched-matmul", "convolution", "attention", "pointwise", "transcendental",
     "normalisation", "batch-norm", "pooling", "reduction", "embedding", "copy", "unknown", "view",
 ]  # fmt: skip
 _COMPUTE = frozenset({"matmul", "batched-matmul", "convolution", "attention"})
-_LAUNCHES_OF_A_RUN = 2
+_ALONE = frozenset({"normalisation", "batch-norm", "reduction", "embedding", "pooling"})
+"""Kinds of kernels that only a compiler runs together with others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +89,15 @@ def _computing(kernel: Kernel, pace: Pace) -> float:
     dtype = pace.arithmetic.get(kernel.dtype, kernel.dtype)
     if kernel.kind == "attention" and dtype.startswith("fp8"):
         dtype = kernel.dtype
-    share = _share(kernel, pace.device.efficiency)
+    share = _share(kernel, pace)
     share *= pace.device.efficiency.by_dtype.get(dtype, Figure(1.0)).value
     return kernel.flops / (pace.device.peak(dtype).value * share)
 
 
-def _share(kernel: Kernel, efficiency: Efficiency) -> float:
+def _share(kernel: Kernel, pace: Pace) -> float:
+    efficiency, software = pace.device.efficiency, pace.software
     if kernel.kind == "attention":
-        share = efficiency.attention_forward
-        return (efficiency.attention_backward if kernel.backward else share).value
+        return efficiency.attention_share(software.attention, backward=kernel.backward).value
     gflop = kernel.flops / 1e9
     if kernel.kind == "matmul":
         return efficiency.matmul.at(gflop)
@@ -119,7 +120,7 @@ def _bandwidth(device: Hardware, kernel: Kernel) -> float:
 def seconds_of_each(kernels: Sequence[Kernel], pace: Pace) -> list[float]:
     """The seconds of kernels that were dispatched in this order; of a run that runs as one, the
     first has the seconds of all."""
-    if not pace.software.fuses or pace.is_host:
+    if pace.software.fuses == "none" or pace.is_host:
         return [kernel_seconds(kernel, pace) for kernel in kernels]
     return _in_runs(kernels, pace)
 
@@ -151,12 +152,13 @@ def at_the_pace(
     """
     if pace.is_host:
         return [kernels + host for kernels, host in zip(busy, dispatch, strict=True)]
+    factor = pace.software.factor.value
     sums: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for block, kernels, host in zip(blocks, busy, dispatch, strict=True):
         sums[block][0] += kernels
         sums[block][1] += host
     return [
-        host if sums[block][1] > sums[block][0] else kernels
+        factor * (host if sums[block][1] > sums[block][0] else kernels)
         for block, kernels, host in zip(blocks, busy, dispatch, strict=True)
     ]
 
@@ -169,7 +171,8 @@ def _in_runs(kernels: Sequence[Kernel], pace: Pace) -> list[float]:
         if kernels[first].kind in _COMPUTE:
             seconds[first] = kernel_seconds(kernels[first], pace)
         else:
-            while stop < len(kernels) and _goes_on(kernels[first], kernels[stop]):
+            alone = _ALONE if pace.software.fuses == "pointwise" else frozenset()
+            while stop < len(kernels) and _goes_on(kernels[stop - 1], kernels[stop], alone):
                 stop += 1
             run = [kernel for kernel in kernels[first:stop] if kernel.kind != "view"]
             if run:
@@ -178,8 +181,11 @@ def _in_runs(kernels: Sequence[Kernel], pace: Pace) -> list[float]:
     return seconds
 
 
-def _goes_on(first: Kernel, kernel: Kernel) -> bool:
-    return kernel.kind not in _COMPUTE and kernel.backward == first.backward
+def _goes_on(before: Kernel, kernel: Kernel, alone: frozenset[str]) -> bool:
+    """Whether a kernel runs together with the one before."""
+    if kernel.kind in _COMPUTE or kernel.backward != before.backward:
+        return False
+    return before.kind not in alone and kernel.kind not in alone
 
 
 def _run_seconds(run: Sequence[Kernel], last_read: dict[int, int], stop: int, pace: Pace) -> float:
@@ -197,5 +203,4 @@ def _run_seconds(run: Sequence[Kernel], last_read: dict[int, int], stop: int, pa
     }
     num_bytes = sum(read.values()) + sum((written or run[-1].writes).values())
     bandwidth = pace.device.memory_bytes_per_second.value * pace.device.efficiency.memory.value
-    launches = min(len(run), _LAUNCHES_OF_A_RUN)
-    return num_bytes / bandwidth + launches * pace.device.efficiency.launch_seconds.value
+    return num_bytes / bandwidth + pace.device.efficiency.launch_seconds.value

@@ -214,7 +214,11 @@ def _estimated(model: nn.Module, request: _EstimateRequest) -> LayerGraph:
         bench = _CountingBench(layers, request)
         measured = bench.measure(_of_shapes(sample))
         graph = LayerGraph(
-            layers=tuple(layers_of(model, layers, measured, count_updates(layers, request.optimizer, request.pace))),
+            layers=tuple(
+                layers_of(
+                    model, layers, measured, count_updates(layers, request.optimizer, request.pace)
+                )
+            ),
             microbatch_size=sample.num_rows,
             input_bytes=num_bytes(sample.inputs),
             hop_seconds=_HOP_SECONDS,
