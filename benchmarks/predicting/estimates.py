@@ -112,7 +112,9 @@ class Experts(nn.Module):
         taken = tokens[chosen.indices.t()]
         made = torch.bmm(F.gelu(torch.bmm(taken, self.up)), self.down)
         weighted = made * chosen.values.t().unsqueeze(-1)
-        y = torch.zeros_like(tokens).index_add(0, chosen.indices.t().flatten(), weighted.flatten(0, 1))
+        y = torch.zeros_like(tokens).index_add(
+            0, chosen.indices.t().flatten(), weighted.flatten(0, 1)
+        )
         return x + y.view_as(x)
 
 
@@ -133,8 +135,9 @@ def _t5() -> nn.Module:
 def _bert() -> nn.Module:
     from transformers import BertConfig, BertModel
 
-    return BertModel(BertConfig(hidden_size=128, num_hidden_layers=3, num_attention_heads=4,
-                                intermediate_size=512, vocab_size=1000), add_pooling_layer=False)  # fmt: skip
+    config = BertConfig(hidden_size=128, num_hidden_layers=3, num_attention_heads=4,
+                        intermediate_size=512, vocab_size=1000)  # fmt: skip
+    return BertModel(config, add_pooling_layer=False)
 
 
 _PICTURES, _TOKENS = torch.randn(8, 3, 32, 32), torch.randint(1, 1000, (4, 64))
@@ -168,7 +171,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "T5": (_t5, _TOKENS),
     "scan": (lambda: nn.Sequential(*[Scan(128) for _ in range(3)]), torch.randn(8, 32, 128)),
     "MoE": (
-        lambda: nn.Sequential(*[m for _ in range(3) for m in (SmallBlock(128, 4, True), Experts(128))]),
+        lambda: nn.Sequential(
+            *[part for _ in range(3) for part in (SmallBlock(128, 4, True), Experts(128))]
+        ),
         torch.randn(4, 64, 128),
     ),
 }  # fmt: skip
@@ -184,7 +189,9 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp())
     file = folder / "mine.toml"
     file.write_text(catalogue.as_toml(measure_device("mine")))
-    print(f"{'model':8s}{'estimated':>12s}{'measured':>12s}{'error':>8s}{'balance':>9s}{'kept':>8s}")
+    print(
+        f"{'model':8s}{'estimated':>12s}{'measured':>12s}{'error':>8s}{'balance':>9s}{'kept':>8s}"
+    )
     errors = []
     for name, (build, inputs) in MODELS.items():
         torch.manual_seed(0)
@@ -196,7 +203,9 @@ def main() -> None:
         error = seconds / alone.cpu_seconds - 1
         pairs = zip(_shares(estimated), _shares(measured), strict=True)
         apart = max(abs(a - b) for a, b in pairs)
-        kept = [sum(layer.activation_bytes for layer in graph.layers) for graph in (estimated, measured)]
+        kept = [
+            sum(layer.activation_bytes for layer in graph.layers) for graph in (estimated, measured)
+        ]
         errors.append(abs(error))
         print(
             f"{name:8s}{seconds * 1e3:9.2f} ms{alone.cpu_seconds * 1e3:9.2f} ms{error:+8.0%}"

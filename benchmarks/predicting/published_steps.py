@@ -361,12 +361,23 @@ def _fully_sharded(setting: Setting, costs: Costs) -> Predicted:
     parameters = _rank_parameters(setting, costs, layers)
     holders = max(1, ring.size)
     seconds = row["num_microbatches"] * (step + ends) + _update_seconds(setting, parameters)
-    kept = layers * (
-        costs.block.output_bytes if setting.recompute == "full" else costs.block.activation_bytes
-    )
+    kept = layers * _kept_bytes(setting, costs)
     memory = parameters * 16 / holders + kept + costs.head.activation_bytes
     memory += 2 * costs.block.parameter_bytes
     return Predicted(seconds, memory / 2**30)
+
+
+def _kept_bytes(setting: Setting, costs: Costs) -> float:
+    """What a block keeps of a microbatch under fully sharded weights."""
+    if setting.recompute == "full":
+        return costs.block.output_bytes
+    if setting.recompute != "per-op":
+        return costs.block.activation_bytes
+    # Every second matrix product's output, the attention's, and the block's own.
+    model, width = setting.row["model"], costs.block.output_bytes
+    kv = 2 * (model.get("kv_heads") or model["heads"]) / model["heads"]
+    products = 3 + kv + 2 * model["ffn"] / model["hidden"]
+    return width * (2 + products / 2)
 
 
 def measured_seconds(row: dict[str, Any]) -> float:

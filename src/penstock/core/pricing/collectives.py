@@ -40,7 +40,7 @@ class Ring:
             return _REACHED * inside
         card = self.host.card
         cards = self.host.devices / card.devices_per_card
-        # A ring leaves a host once per direction and card: all its ranks there share what they have.
+        # A ring leaves a host by as many cards as it has ranks there, if there are so many.
         used = min(cards, self.per_host) if self.per_host > 1 else 1.0
         share = min(1.0, cards / (used * self.rings_per_host))
         return _REACHED * min(inside, used * share * card.bytes_per_second.value)

@@ -20,6 +20,7 @@ from penstock.core.catalogue import Curve, Figure, Hardware, Software
 
 KernelKind = Literal[
     "matmul", "batched-matmul", "convolution", "attention", "pointwise", "transcendental",
+    "activation", "random",
     "normalisation", "batch-norm", "pooling", "reduction", "embedding", "copy", "unknown", "view",
 ]  # fmt: skip
 _COMPUTE = frozenset({"matmul", "batched-matmul", "convolution", "attention"})
@@ -38,6 +39,7 @@ class Kernel:
         flops: a multiplication and an addition are two.
         reads, writes: bytes by the number of the storage.
         backward: whether it belongs to a backward.
+        padding: how many times its flops the hardware computes, which fills up few channels.
     """
 
     kind: KernelKind
@@ -47,6 +49,7 @@ class Kernel:
     reads: dict[int, int]
     writes: dict[int, int]
     backward: bool = False
+    padding: float = 1.0
 
     @property
     def num_bytes(self) -> int:
@@ -91,14 +94,14 @@ def _computing(kernel: Kernel, pace: Pace) -> float:
         dtype = kernel.dtype
     share = _share(kernel, pace)
     share *= pace.device.efficiency.by_dtype.get(dtype, Figure(1.0)).value
-    return kernel.flops / (pace.device.peak(dtype).value * share)
+    return kernel.flops * kernel.padding / (pace.device.peak(dtype).value * share)
 
 
 def _share(kernel: Kernel, pace: Pace) -> float:
     efficiency, software = pace.device.efficiency, pace.software
     if kernel.kind == "attention":
         return efficiency.attention_share(software.attention, backward=kernel.backward).value
-    gflop = kernel.flops / 1e9
+    gflop = kernel.flops * kernel.padding / 1e9
     if kernel.kind == "matmul":
         return efficiency.matmul.at(gflop)
     own = efficiency.batched_matmul

@@ -82,8 +82,8 @@ def estimate(  # noqa: PLR0913 - as profile
     Nothing is computed: the model runs on meta tensors, forward, backward, and backward in halves,
     and each operation that torch dispatches becomes a kernel that is priced by its flops and bytes.
     Memory is counted as ``profile`` counts it: storages that autograd keeps, each once. Of a list
-    of equal blocks three are traced, so a model of 126 blocks takes seconds. A module that looks into
-    tensors cannot be estimated. Routing of experts is taken to be balanced.
+    of equal blocks three are traced, so a model of 126 blocks takes seconds. A module that looks
+    into tensors cannot be estimated. Routing of experts is taken to be balanced.
 
     Args:
         model: as ``profile`` takes it; on the meta device it takes no memory. One with values is

@@ -6,6 +6,7 @@ the rest of a call's time, beside its work, is a point of the kind's curve.
 
 from __future__ import annotations
 
+import math
 import platform
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from penstock.core.catalogue import Curve, Efficiency, Figure, Hardware
 from penstock.engine.device.memory import keep_freed_pages
@@ -114,10 +116,11 @@ def _products() -> Iterator[Point]:
 
 def _convolutions() -> Iterator[Point]:
     for rows, given, made, side in (
-        (1, 3, 16, 16), (2, 16, 32, 16), (4, 32, 64, 16), (8, 64, 64, 32), (8, 64, 128, 32),
+        (1, 3, 16, 16), (8, 3, 32, 32), (8, 32, 64, 16), (8, 48, 48, 32), (8, 64, 128, 32),
     ):  # fmt: skip
         x, w = torch.randn(rows, given, side, side), torch.randn(made, given, 3, 3)
-        flops = 2.0 * rows * made * side * side * given * 9
+        channels = math.prod(-(-count // 16) * 16 for count in (given, made))  # as they are priced
+        flops = 2.0 * rows * channels * side * side * 9
         yield Point("convolution", flops, lambda x=x, w=w: F.conv2d(x, w, padding=1))
         gradient = torch.randn(rows, made, side, side)
 
@@ -137,7 +140,9 @@ def _moving() -> Iterator[Point]:
         square = x[: words // 64 * 64].view(-1, 64)
         num_bytes = float(_FLOAT * words)
         yield Point("pointwise", 3 * num_bytes, lambda x=x, y=y: x + y)
-        yield Point("transcendental", 2 * num_bytes, lambda x=x: F.gelu(x))
+        yield Point("transcendental", 2 * num_bytes, lambda x=x: x.sigmoid())
+        yield Point("activation", 2 * num_bytes, lambda x=x: F.gelu(x))
+        yield Point("random", 2 * num_bytes, lambda y=y: y.bernoulli_(0.9))
         yield Point("normalisation", 2 * num_bytes, lambda s=square: F.softmax(s, -1))
         yield Point("reduction", num_bytes, lambda s=square: s.sum(0))
         yield Point("copy", 2 * num_bytes, lambda s=square: s.t().contiguous())
@@ -155,25 +160,20 @@ def _moving() -> Iterator[Point]:
 def _autograd_seconds(seconds: float, call: float) -> tuple[float, float, float]:
     """What autograd adds to an op forward, and to one backward; and what a view takes."""
     x = torch.zeros(1, requires_grad=True)
-    y = torch.zeros(1)
+    # In modules, as ops of models are: what calling them takes is the op's, too.
+    modules = [nn.ReLU() for _ in range(_CHAIN)]
 
     def forward() -> torch.Tensor:
         value = x
-        for _ in range(_CHAIN):
-            value = value * 1.5
+        for module in modules:
+            value = module(value)
         return value
 
-    def plain() -> torch.Tensor:
-        value = y
-        for _ in range(_CHAIN):
-            value = value * 1.5
-        return value
-
-    ahead, bare = _seconds(forward, seconds), _seconds(plain, seconds)
+    ahead = _seconds(forward, seconds)
     both = _seconds(lambda: forward().backward(), seconds)
     wide = torch.zeros(4, 4)
     view = _seconds(lambda: wide.view(16), seconds)
-    tape = max(0.0, (ahead - bare) / _CHAIN)
+    tape = max(0.0, ahead / _CHAIN - call)
     return tape, max(0.0, (both - ahead) / _CHAIN - call), view
 
 
@@ -189,7 +189,7 @@ def _entry(name: str, rates: Rates, call: float, autograd: tuple[float, float, f
         return Curve(points=tuple(points), source=_SOURCE)
 
     attention = max(work / seconds for work, seconds in rates["attention"]) / peak
-    moving = ("pointwise", "transcendental", "normalisation", "reduction", "copy", "embedding",
+    moving = ("pointwise", "transcendental", "activation", "random", "normalisation", "reduction", "copy", "embedding",
               "pooling", "batch-norm")  # fmt: skip
     shares = (Figure(attention, _SOURCE), Figure(attention, _SOURCE))
     tape, back, view = (Figure(seconds, _SOURCE) for seconds in autograd)

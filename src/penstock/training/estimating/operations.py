@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,11 +23,16 @@ _BY_NAME: dict[KernelKind, frozenset[str]] = {
         "_assert_tensor_metadata", "_assert_async", "sym_size",
     }),
     "transcendental": frozenset({
-        "tanh", "tanh_backward", "gelu", "gelu_backward", "exp", "expm1", "sigmoid",
-        "sigmoid_backward", "erf", "log", "log1p", "pow", "silu", "silu_backward", "mish",
-        "softplus", "softplus_backward", "native_dropout", "bernoulli", "bernoulli_", "sqrt",
-        "rsqrt", "sin", "cos", "elu", "elu_backward", "log_sigmoid_forward", "normal_", "uniform_",
-        "rand_like", "randn", "rand", "sigmoid_", "tanh_", "exp_", "sqrt_", "logsumexp",
+        "sigmoid", "sigmoid_backward", "silu", "silu_backward", "sqrt", "rsqrt", "tanh_backward",
+    }),
+    "activation": frozenset({
+        "tanh", "gelu", "gelu_backward", "exp", "expm1", "erf", "log", "log1p", "pow", "mish",
+        "softplus", "softplus_backward", "sin", "cos", "elu", "elu_backward", "logsumexp",
+        "log_sigmoid_forward",
+    }),
+    "random": frozenset({
+        "native_dropout", "bernoulli", "bernoulli_", "normal_", "uniform_", "rand_like", "randn",
+        "rand", "randn_like", "exponential_",
     }),
     "normalisation": frozenset({
         "_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data",
@@ -109,7 +115,21 @@ def kernel_of(func: Any, args: Sequence[Any], named: dict[str, Any], result: Any
     dtypes = [tensor.dtype for tensor in (*outputs, *inputs) if tensor.is_floating_point()]
     dtype = _DTYPES.get(dtypes[0], "fp32") if dtypes else "fp32"
     flops = _flops(func, name, args, named, result)
-    return Kernel(kind, name, dtype, flops, read, written, is_backward)
+    padding = (
+        _padding(args[2 if name == "convolution_backward" else 1]) if kind == "convolution" else 1.0
+    )
+    return Kernel(kind, name, dtype, flops, read, written, is_backward, padding)
+
+
+_CHANNELS = 16
+"""Convolutions compute channels by so many at a time."""
+
+
+def _padding(weight: Tensor) -> float:
+    made, given = weight.shape[:2]
+    if given == 1:  # of each channel alone, for which libraries have kernels of their own
+        return 1.0
+    return math.prod(math.ceil(count / _CHANNELS) * _CHANNELS / count for count in (made, given))
 
 
 def kind_of(

@@ -1,7 +1,8 @@
 """Kernels that torch would choose on a device, in the place of those that it chooses on meta.
 
 On an accelerator, attention and dropout are single kernels that keep little; on meta they fall
-apart into their formulas. A CPU has a fused attention of its own.
+apart into their formulas. A CPU has a fused attention of its own. Recurrent layers are few large
+kernels on both, on meta thousands of small ones (``recurrences``).
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from penstock.training.estimating.recurrences import RECURRENCES
 
 _ATTENTIONS = (
     F.scaled_dot_product_attention,
@@ -54,6 +57,8 @@ class AsOnDevice(TorchFunctionMode):
             substitute = self._attention
         elif self._is_gpu and func in _DROPOUTS:
             substitute = _dropout
+        elif func in RECURRENCES:
+            substitute = RECURRENCES[func]
         if substitute is not None:
             result = substitute(*args, **named)
             if result is not None:
