@@ -116,7 +116,7 @@ def _products() -> Iterator[Point]:
 
 def _convolutions() -> Iterator[Point]:
     for rows, given, made, side in (
-        (1, 3, 16, 16), (8, 3, 32, 32), (8, 32, 64, 16), (8, 48, 48, 32), (8, 64, 128, 32),
+        (1, 3, 16, 16), (4, 3, 32, 32), (8, 32, 64, 16), (8, 48, 48, 32), (8, 64, 128, 32),
     ):  # fmt: skip
         x, w = torch.randn(rows, given, side, side), torch.randn(made, given, 3, 3)
         channels = math.prod(-(-count // 16) * 16 for count in (given, made))  # as they are priced
@@ -184,7 +184,7 @@ def _entry(name: str, rates: Rates, call: float, autograd: tuple[float, float, f
     def curve(kind: str, most: float, unit: float = 1.0) -> Curve:
         points = [
             (work / unit, work / max(seconds - call, 0.1 * seconds) / most)
-            for work, seconds in rates[kind]
+            for work, seconds in sorted(rates[kind])
         ]
         return Curve(points=tuple(points), source=_SOURCE)
 
