@@ -125,7 +125,7 @@ def test_a_faster_device_is_faster_and_twice_the_rows_take_longer():
         assert mine.forward_seconds > 1.5 * theirs.forward_seconds
     for half, whole in zip(h100.at(2).layers, h100.layers, strict=True):
         assert half.compute_seconds < whole.compute_seconds < 2.5 * half.compute_seconds
-        assert 2 * half.activation_bytes == whole.activation_bytes
+        assert whole.activation_bytes == pytest.approx(2 * half.activation_bytes, rel=1e-5)
 
 
 def test_repeated_blocks_say_what_the_whole_model_does():
@@ -160,8 +160,7 @@ def test_fused_attention_keeps_no_scores_and_the_formula_does():
 
 def test_dropout_keeps_a_byte_per_element_on_an_accelerator():
     with torch.device("meta"):
-        model, inputs = nn.Sequential(nn.Identity(), nn.Dropout(0.5)), torch.empty(8, 1024)
-        inputs.requires_grad_()
+        model, inputs = nn.Sequential(nn.Linear(8, 1024), nn.Dropout(0.5)), torch.empty(8, 8)
     layer = pk.estimate(model, inputs, device="a100").layers[1]
     assert layer.activation_bytes == 8 * 1024
 
