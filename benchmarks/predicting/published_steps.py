@@ -21,7 +21,7 @@ import penstock as pk
 from benchmarks.predicting.published_models import Costs, Shape, costs_of
 from penstock.core import catalogue
 from penstock.core.catalogue import Figure, Hardware, HostSpec
-from penstock.core.pricing import Ring, all_reduce_seconds, gather_seconds, hop_seconds
+from penstock.core.pricing import CollectiveRing, all_reduce_seconds, gather_seconds, hop_seconds
 
 MEGATRON_2023, MEGATRON_CORE = "megatron-2023", "megatron-core"
 _STACKS = {
@@ -217,7 +217,7 @@ def _activation_bytes(setting: Setting) -> float:
 def _tensor_seconds(setting: Setting) -> float:
     """What the collectives of tensor ranks take in a forward of a block; a backward as much."""
     tp = setting.row["tp"]
-    ring = Ring(setting.host, tp, min(tp, setting.host.devices))
+    ring = CollectiveRing(setting.host, tp, min(tp, setting.host.devices))
     each = all_reduce_seconds(_activation_bytes(setting), ring)
     if setting.shards > 1:
         each = 2 * gather_seconds(_activation_bytes(setting), ring)
@@ -300,12 +300,12 @@ def _rank_parameters(setting: Setting, costs: Costs, num_layers: int) -> float:
     return (num_layers * costs.block.parameter_bytes + ends) / 2
 
 
-def _data_ring(setting: Setting) -> Ring:
+def _data_ring(setting: Setting) -> CollectiveRing:
     row = setting.row
     apart = row["tp"] * (row.get("cp") or 1)
     size, devices = row["dp"] * (row.get("cp") or 1), min(setting.host.devices, row["gpus"])
     per_host = max(1, min(size, devices // max(1, row["tp"])))
-    return Ring(
+    return CollectiveRing(
         setting.host, size, per_host, max(1, devices // per_host // max(1, 1 * bool(apart)))
     )
 
@@ -362,7 +362,8 @@ def _fully_sharded(setting: Setting, costs: Costs) -> Predicted:
     holders = max(1, ring.size)
     seconds = row["num_microbatches"] * (step + ends) + _update_seconds(setting, parameters)
     kept = layers * _kept_bytes(setting, costs)
-    memory = parameters * 16 / holders + kept + costs.head.activation_bytes
+    memory = parameters * 16 / holders + kept
+    memory += costs.head.activation_bytes + costs.head.workspace_bytes
     memory += 2 * costs.block.parameter_bytes
     return Predicted(seconds, memory / 2**30)
 

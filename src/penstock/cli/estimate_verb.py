@@ -155,8 +155,8 @@ def _efficiencies(entry: Hardware) -> Sequence[tuple[str, Figure]]:
     "--seconds", type=click.FloatRange(min=0.001), default=0.05, show_default=True,
     help="How long to measure each size of each kernel.",
 )  # fmt: skip
-@click.option("-o", "--output", required=True, type=click.Path(), help="Where to write it (.toml).")
-def measure_device(name: str, seconds: float, output: str) -> None:
+@options.output_option("Where to write it (.toml); default: standard output.")
+def measure_device(name: str, seconds: float, output: str | None) -> None:
     """Describe this machine's CPU by microbenchmarks, as an entry of the catalogue.
 
     One thread, as a worker has by default. It takes about a minute.
@@ -165,5 +165,5 @@ def measure_device(name: str, seconds: float, output: str) -> None:
 
     with show.counting("measuring kernels") as progress:
         entry = measure(name, seconds_per_point=seconds, progress=progress)
-    write_atomically(output, catalogue.as_toml(entry))
-    show.say(f"{entry.title}: {output}")
+    with written(output or STANDARD_OUTPUT, ".toml") as path:
+        write_atomically(str(path), catalogue.as_toml(entry))

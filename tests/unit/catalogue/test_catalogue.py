@@ -68,7 +68,7 @@ def test_a_device_as_a_file_is_read_back_as_it_was(tmp_path):
 def test_a_file_that_is_no_catalogue_is_refused_by_its_name(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text("[devices.mine]\ntitle = 3\n")
-    with pytest.raises(FileError, match="mine.toml is no catalogue"):
+    with pytest.raises(FileError, match=r"mine\.toml is no catalogue"):
         catalogue.device_named(str(path))
 
 

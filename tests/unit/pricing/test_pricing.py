@@ -8,9 +8,9 @@ from msgspec.structs import replace
 from penstock.core import catalogue
 from penstock.core.catalogue import Curve, Efficiency, Figure
 from penstock.core.pricing import (
+    CollectiveRing,
     Kernel,
-    Pace,
-    Ring,
+    KernelPace,
     all_reduce_seconds,
     at_the_pace,
     gather_seconds,
@@ -36,7 +36,7 @@ HOST = catalogue.host_named("dgx-a100")
 
 
 def pace(software="eager", device=DEVICE, **arithmetic):
-    return Pace(device, catalogue.software_named(software), arithmetic)
+    return KernelPace(device, catalogue.software_named(software), arithmetic)
 
 
 def matmul(dtype="fp32", **fields):
@@ -97,11 +97,11 @@ def test_the_host_decides_where_it_is_slower_and_only_there():
 
 
 def test_a_sum_over_one_rank_takes_no_time():
-    assert all_reduce_seconds(1e9, Ring(HOST, 1, 1)) == 0
+    assert all_reduce_seconds(1e9, CollectiveRing(HOST, 1, 1)) == 0
 
 
 def test_a_sum_moves_twice_what_a_gather_does():
-    ring = Ring(HOST, 8, 8)
+    ring = CollectiveRing(HOST, 8, 8)
     reduced, gathered = all_reduce_seconds(1e10, ring), gather_seconds(1e10, ring)
     assert reduced == pytest.approx(2 * gathered, rel=0.01)
     # nccl-tests on eight A100: 229 GB/s of bus bandwidth for a gigabyte.
@@ -109,15 +109,15 @@ def test_a_sum_moves_twice_what_a_gather_does():
 
 
 def test_a_ring_over_hosts_is_as_fast_as_their_cards_together():
-    inside, across = Ring(HOST, 8, 8), Ring(HOST, 16, 8)
-    alone = Ring(HOST, 16, 1, rings_per_host=8)
+    inside, across = CollectiveRing(HOST, 8, 8), CollectiveRing(HOST, 16, 8)
+    alone = CollectiveRing(HOST, 16, 1, rings_per_host=8)
     assert inside.bytes_per_second > across.bytes_per_second > alone.bytes_per_second
     assert across.bytes_per_second == pytest.approx(8 * alone.bytes_per_second)
 
 
 def test_one_card_for_all_is_shared_by_rings():
     shared = catalogue.host_named("cluster-b")
-    one, eight = Ring(shared, 4, 1), Ring(shared, 4, 1, rings_per_host=8)
+    one, eight = CollectiveRing(shared, 4, 1), CollectiveRing(shared, 4, 1, rings_per_host=8)
     assert one.bytes_per_second == pytest.approx(8 * eight.bytes_per_second)
 
 

@@ -11,8 +11,8 @@ from penstock.core.catalogue import HostSpec, LinkSpec, device_named, host_named
 from penstock.core.cluster.parts import MOST_DEVICES, Card, Device, Group, Link
 
 REACHED = 0.77
-"""Share of a link's rate that transfers reach: NCCL on eight A100 moves 230 of 300 GB/s
-(VIA-Research/vTrain, tables of nccl-tests)."""
+"""Share of a link's rate that transfers reach: sums over eight A100 move 230 of 300 GB/s
+(VIA-Research/vTrain, its measured tables)."""
 
 
 def host_of(name: str) -> HostSpec:

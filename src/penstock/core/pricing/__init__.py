@@ -4,11 +4,16 @@
 nothing of torch, and nothing else of Penstock knows how fast a device computes.
 """
 
-from penstock.core.pricing.collectives import Ring, all_reduce_seconds, gather_seconds, hop_seconds
+from penstock.core.pricing.collectives import (
+    CollectiveRing,
+    all_reduce_seconds,
+    gather_seconds,
+    hop_seconds,
+)
 from penstock.core.pricing.kernels import (
     Kernel,
     KernelKind,
-    Pace,
+    KernelPace,
     at_the_pace,
     dispatch_seconds,
     kernel_seconds,
@@ -16,10 +21,10 @@ from penstock.core.pricing.kernels import (
 )
 
 __all__ = [
+    "CollectiveRing",
     "Kernel",
     "KernelKind",
-    "Pace",
-    "Ring",
+    "KernelPace",
     "all_reduce_seconds",
     "at_the_pace",
     "dispatch_seconds",

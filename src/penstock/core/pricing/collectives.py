@@ -10,12 +10,12 @@ from penstock.core.catalogue import HostSpec
 _STEP_SECONDS = 4e-6
 _BASE_SECONDS = 20e-6
 _REACHED = 0.77
-"""Share of a link's bandwidth that collectives reach: NCCL on eight A100 with NVLink moves 230 of
-300 GB/s (VIA-Research/vTrain, tables of nccl-tests)."""
+"""Share of a link's bandwidth that collectives reach: sums over eight A100 move 230 of 300 GB/s
+(VIA-Research/vTrain, its measured tables)."""
 
 
 @dataclass(frozen=True)
-class Ring:
+class CollectiveRing:
     """Ranks that sum or gather together.
 
     Attributes:
@@ -53,7 +53,7 @@ class Ring:
         return max(card, link, _STEP_SECONDS)
 
 
-def all_reduce_seconds(num_bytes: float, ring: Ring) -> float:
+def all_reduce_seconds(num_bytes: float, ring: CollectiveRing) -> float:
     """The sum of so many bytes on every rank: a ring for much, a tree's steps for little."""
     if ring.size <= 1 or not num_bytes:
         return 0.0
@@ -61,14 +61,14 @@ def all_reduce_seconds(num_bytes: float, ring: Ring) -> float:
     return moved + _steps(ring)
 
 
-def gather_seconds(num_bytes: float, ring: Ring) -> float:
+def gather_seconds(num_bytes: float, ring: CollectiveRing) -> float:
     """An all-gather to, or a reduce-scatter of, so many bytes."""
     if ring.size <= 1 or not num_bytes:
         return 0.0
     return (ring.size - 1) / ring.size * num_bytes / ring.bytes_per_second + _steps(ring)
 
 
-def _steps(ring: Ring) -> float:
+def _steps(ring: CollectiveRing) -> float:
     hosts = max(1, ring.size // max(1, ring.per_host))
     inside = min(ring.size, ring.per_host)
     rounds = inside + 2 * math.log2(hosts) if hosts > 1 else inside

@@ -6,7 +6,7 @@ else takes its bytes. A kernel has a launch besides. Software that fuses runs ne
 of the last sort as one, which reads what none of them made and writes what somebody reads later.
 
 On an accelerator the host only sends kernels: a direction of a block takes what its kernels take,
-or what the host takes to dispatch them, whichever is longer (``Pace``). On a CPU both add up.
+or what the host takes to dispatch them, whichever is longer (``KernelPace``). On a CPU both add up.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Kernel:
 
 
 @dataclass(frozen=True)
-class Pace:
+class KernelPace:
     """On what, and how, kernels run.
 
     Attributes:
@@ -77,7 +77,7 @@ class Pace:
         return self.device.kind == "cpu"
 
 
-def kernel_seconds(kernel: Kernel, pace: Pace) -> float:
+def kernel_seconds(kernel: Kernel, pace: KernelPace) -> float:
     """The seconds of a kernel alone, with its launch."""
     efficiency = pace.device.efficiency
     if kernel.kind == "view":
@@ -88,7 +88,7 @@ def kernel_seconds(kernel: Kernel, pace: Pace) -> float:
     return moving + efficiency.launch_seconds.value
 
 
-def _computing(kernel: Kernel, pace: Pace) -> float:
+def _computing(kernel: Kernel, pace: KernelPace) -> float:
     dtype = pace.arithmetic.get(kernel.dtype, kernel.dtype)
     if kernel.kind == "attention" and dtype.startswith("fp8"):
         dtype = kernel.dtype
@@ -97,7 +97,7 @@ def _computing(kernel: Kernel, pace: Pace) -> float:
     return kernel.flops * kernel.padding / (pace.device.peak(dtype).value * share)
 
 
-def _share(kernel: Kernel, pace: Pace) -> float:
+def _share(kernel: Kernel, pace: KernelPace) -> float:
     efficiency, software = pace.device.efficiency, pace.software
     if kernel.kind == "attention":
         return efficiency.attention_share(software.attention, backward=kernel.backward).value
@@ -120,7 +120,7 @@ def _bandwidth(device: Hardware, kernel: Kernel) -> float:
     return device.memory_bytes_per_second.value * share
 
 
-def seconds_of_each(kernels: Sequence[Kernel], pace: Pace) -> list[float]:
+def seconds_of_each(kernels: Sequence[Kernel], pace: KernelPace) -> list[float]:
     """The seconds of kernels that were dispatched in this order; of a run that runs as one, the
     first has the seconds of all."""
     if pace.software.fuses == "none" or pace.is_host:
@@ -128,7 +128,7 @@ def seconds_of_each(kernels: Sequence[Kernel], pace: Pace) -> list[float]:
     return _in_runs(kernels, pace)
 
 
-def dispatch_seconds(kernel: Kernel, pace: Pace) -> float:
+def dispatch_seconds(kernel: Kernel, pace: KernelPace) -> float:
     """What the host takes to send a kernel; on a CPU, what autograd takes for it besides.
 
     An accelerator's host hands views on, too, but its pace was found by counting kernels.
@@ -143,7 +143,7 @@ def dispatch_seconds(kernel: Kernel, pace: Pace) -> float:
 
 
 def at_the_pace(
-    busy: Sequence[float], dispatch: Sequence[float], blocks: Sequence[int], pace: Pace
+    busy: Sequence[float], dispatch: Sequence[float], blocks: Sequence[int], pace: KernelPace
 ) -> list[float]:
     """Seconds of each layer from those of its kernels and of its host.
 
@@ -166,7 +166,7 @@ def at_the_pace(
     ]
 
 
-def _in_runs(kernels: Sequence[Kernel], pace: Pace) -> list[float]:
+def _in_runs(kernels: Sequence[Kernel], pace: KernelPace) -> list[float]:
     last_read = {storage: place for place, kernel in enumerate(kernels) for storage in kernel.reads}
     seconds, place = [0.0] * len(kernels), 0
     while place < len(kernels):
@@ -191,7 +191,9 @@ def _goes_on(before: Kernel, kernel: Kernel, alone: frozenset[str]) -> bool:
     return before.kind not in alone and kernel.kind not in alone
 
 
-def _run_seconds(run: Sequence[Kernel], last_read: dict[int, int], stop: int, pace: Pace) -> float:
+def _run_seconds(
+    run: Sequence[Kernel], last_read: dict[int, int], stop: int, pace: KernelPace
+) -> float:
     made: dict[int, int] = {}
     read: dict[int, int] = {}
     for kernel in run:

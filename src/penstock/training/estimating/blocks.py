@@ -23,7 +23,7 @@ class RepeatedBlocks(NamedTuple):
     """A list of equal blocks: its name in the model, and how many there are."""
 
     name: str
-    count: int
+    num_blocks: int
 
 
 def repeated_blocks(model: nn.Module) -> list[RepeatedBlocks]:
@@ -42,15 +42,15 @@ def repeated_blocks(model: nn.Module) -> list[RepeatedBlocks]:
 @contextmanager
 def shortened(model: nn.Module, lists: list[RepeatedBlocks]) -> Iterator[None]:
     """Within, a model has only the first three blocks of each of these lists."""
-    found = [model.get_submodule(name) for name, _ in lists]
-    before = [dict(module._modules) for module in found]
+    shortened_lists = [model.get_submodule(name) for name, _ in lists]
+    before = [dict(module._modules) for module in shortened_lists]
     try:
-        for module in found:
+        for module in shortened_lists:
             for key in list(module._modules)[_KEPT:]:
                 del module._modules[key]
         yield
     finally:
-        for module, entries in zip(found, before, strict=True):
+        for module, entries in zip(shortened_lists, before, strict=True):
             module._modules.clear()
             module._modules.update(entries)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.core.pricing import Kernel, Pace, dispatch_seconds, seconds_of_each
+from penstock.core.pricing import Kernel, KernelPace, dispatch_seconds, seconds_of_each
 from penstock.engine.model import tree
 from penstock.training.estimating.operations import kernel_of
 
@@ -56,7 +56,7 @@ class OnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Called behind each operation, with what it took and gave."""
 
 
-class KernelCounter(OnMeta):
+class KernelCounter(OnMeta):  # type: ignore[no-untyped-call]
     """Lists the kernels of all operations.
 
     Args:
@@ -94,7 +94,7 @@ class KernelClock:
 
     tick_seconds = 0.0
 
-    def __init__(self, counter: KernelCounter, pace: Pace, *, of_host: bool) -> None:
+    def __init__(self, counter: KernelCounter, pace: KernelPace, *, of_host: bool) -> None:
         self._counter = counter
         self._pace = pace
         self._of_host = of_host
@@ -120,7 +120,7 @@ class KernelClock:
         return self._until[stop] - self._until[start]
 
 
-class MetaGauge(OnMeta):
+class MetaGauge(OnMeta):  # type: ignore[no-untyped-call]
     """Tells how much memory tensors on meta would take that were made while it was active."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from penstock.core.catalogue import Hardware, device_named, software_named
 from penstock.core.catalogue.errors import expected_error
 from penstock.core.example import Granularity
 from penstock.core.graph import Estimate, LayerGraph
-from penstock.core.pricing import Kernel, Pace, at_the_pace
+from penstock.core.pricing import Kernel, KernelPace, at_the_pace
 from penstock.engine.device.crossing import give_memory
 from penstock.engine.model import tree
 from penstock.engine.model.batches import parted_if_inside, plain
@@ -31,14 +31,14 @@ from penstock.training.estimating.blocks import RepeatedBlocks, repeated_blocks,
 from penstock.training.estimating.counting import KernelClock, KernelCounter, MetaGauge, on_meta
 from penstock.training.estimating.substitutes import AsOnDevice, Attention
 from penstock.training.estimating.updates import count_updates
-from penstock.training.profiler.alone import Sample
+from penstock.training.profiler.alone import Sample, conditions
 from penstock.training.profiler.alone.bench import (
     Measured,
     forgetting_dropouts,
     measure_footprints,
     measure_workspaces,
 )
-from penstock.training.profiler.alone.measuring import layers_of, software, with_costs
+from penstock.training.profiler.alone.measuring import layers_of, with_costs
 from penstock.training.profiler.alone.passes import (
     HandedOn,
     Passes,
@@ -97,7 +97,7 @@ def estimate(  # noqa: PLR0913 - as profile
             update takes 0 s and the state of Adam is assumed.
         sizes: other microbatch sizes, each at most the rows of ``inputs``; they become
             ``other_sizes``.
-        software: ``"eager"``, ``"compiled"``, ``"graph"`` (CUDA graphs), ``"megatron-core"``, …
+        software: ``"eager"``, ``"compiled"``, ``"graph"`` (captured), ``"megatron-core"``, …
             (``penstock devices --software``).
         arithmetic: of matrix products, if it is not that of their dtypes: ``"tf32"`` of fp32,
             ``"fp8"``, ``"fp4"``.
@@ -143,12 +143,12 @@ class _EstimateRequest(NamedTuple):
     loss: Loss | None
     optimizer: OptimizerFactory | None
     sizes: tuple[int, ...]
-    pace: Pace
+    pace: KernelPace
     attention: Attention
     granularity: Granularity | None
 
 
-def _pace(device: str, stack: str, arithmetic: Arithmetic | None) -> Pace:
+def _pace(device: str, stack: str, arithmetic: Arithmetic | None) -> KernelPace:
     hardware = device_named(device)
     if arithmetic is not None:
         one_of("arithmetic", arithmetic, ("tf32", "fp8", "fp4"))
@@ -157,7 +157,7 @@ def _pace(device: str, stack: str, arithmetic: Arithmetic | None) -> Pace:
                 f"{hardware.name} computes no {arithmetic}; it has "
                 f"{', '.join(hardware.flops_per_second)}"
             )
-    return Pace(hardware, software_named(stack), _ARITHMETIC[arithmetic])
+    return KernelPace(hardware, software_named(stack), _ARITHMETIC[arithmetic])
 
 
 def _check_devices(model: nn.Module, inputs: Any, targets: Any) -> None:
@@ -225,7 +225,7 @@ def _estimated(model: nn.Module, request: _EstimateRequest) -> LayerGraph:
             sum_bytes_per_second=_sum_rate(request.pace.device),
             device=request.pace.device.title,
             dtype=", ".join(sorted({str(parameter.dtype)[6:] for parameter in model.parameters()})),
-            software=software(torch.device("cpu")),
+            software=conditions.software(torch.device("cpu")),
             example=example,
             estimate=_with_error(request.pace),
         )
@@ -249,7 +249,7 @@ def _at_size(graph: LayerGraph, bench: _CountingBench, sample: Sample) -> LayerG
     )
 
 
-def _with_error(pace: Pace) -> Estimate:
+def _with_error(pace: KernelPace) -> Estimate:
     expected = expected_error(pace.device, pace.software)
     return Estimate(
         device=pace.device.name,

@@ -10,6 +10,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from statistics import median
 from typing import NamedTuple
 
@@ -52,7 +53,7 @@ def measure_device(
     try:
         with torch.inference_mode(False), torch.no_grad():
             rates = _rates(seconds_per_point, progress)
-            call = _seconds(lambda x=torch.zeros(1): x + x, seconds_per_point)
+            call = _seconds(partial(torch.add, *torch.zeros(2, 1)), seconds_per_point)
         tape, back, view = _autograd_seconds(seconds_per_point, call)
     finally:
         torch.set_num_threads(threads)
@@ -97,7 +98,7 @@ def _products() -> Iterator[Point]:
         a, b = torch.randn(rows, inner), torch.randn(columns, inner)
         bias = torch.randn(columns)
         flops = 2.0 * rows * inner * columns
-        yield Point("matmul", flops, lambda a=a, b=b, bias=bias: torch.addmm(bias, a, b.t()))
+        yield Point("matmul", flops, partial(torch.addmm, bias, a, b.t()))
     for count, tokens, width in (
         (2, 16, 16),
         (8, 32, 32),
@@ -107,11 +108,11 @@ def _products() -> Iterator[Point]:
     ):
         q, k = torch.randn(count, tokens, width), torch.randn(count, width, tokens)
         flops = 2.0 * count * tokens * tokens * width
-        yield Point("batched-matmul", flops, lambda q=q, k=k: torch.bmm(q, k))
+        yield Point("batched-matmul", flops, partial(torch.bmm, q, k))
     for count, tokens, width in ((1, 16, 16), (4, 64, 32), (8, 128, 32), (8, 256, 64)):
         q = torch.randn(1, count, tokens, width)
         flops = 4.0 * count * tokens * tokens * width
-        yield Point("attention", flops, lambda q=q: F.scaled_dot_product_attention(q, q, q))
+        yield Point("attention", flops, partial(F.scaled_dot_product_attention, q, q, q))
 
 
 def _convolutions() -> Iterator[Point]:
@@ -121,16 +122,13 @@ def _convolutions() -> Iterator[Point]:
         x, w = torch.randn(rows, given, side, side), torch.randn(made, given, 3, 3)
         channels = math.prod(-(-count // 16) * 16 for count in (given, made))  # as they are priced
         flops = 2.0 * rows * channels * side * side * 9
-        yield Point("convolution", flops, lambda x=x, w=w: F.conv2d(x, w, padding=1))
+        yield Point("convolution", flops, partial(F.conv2d, x, w, padding=1))
         gradient = torch.randn(rows, made, side, side)
 
-        def back(
-            x: torch.Tensor = x, w: torch.Tensor = w, gradient: torch.Tensor = gradient
-        ) -> object:
-            return torch.ops.aten.convolution_backward(
-                gradient, x, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False]
-            )
-
+        back = partial(
+            torch.ops.aten.convolution_backward, gradient, x, w, None, [1, 1], [1, 1], [1, 1],
+            False, [0, 0], 1, [True, True, False],
+        )  # fmt: skip
         yield Point("convolution-backward", 2 * flops, back)
 
 
@@ -139,21 +137,21 @@ def _moving() -> Iterator[Point]:
         x, y = torch.randn(words), torch.randn(words)
         square = x[: words // 64 * 64].view(-1, 64)
         num_bytes = float(_FLOAT * words)
-        yield Point("pointwise", 3 * num_bytes, lambda x=x, y=y: x + y)
-        yield Point("transcendental", 2 * num_bytes, lambda x=x: x.sigmoid())
-        yield Point("activation", 2 * num_bytes, lambda x=x: F.gelu(x))
-        yield Point("random", 2 * num_bytes, lambda y=y: y.bernoulli_(0.9))
-        yield Point("normalisation", 2 * num_bytes, lambda s=square: F.softmax(s, -1))
-        yield Point("reduction", num_bytes, lambda s=square: s.sum(0))
-        yield Point("copy", 2 * num_bytes, lambda s=square: s.t().contiguous())
+        yield Point("pointwise", 3 * num_bytes, partial(torch.add, x, y))
+        yield Point("transcendental", 2 * num_bytes, x.sigmoid)
+        yield Point("activation", 2 * num_bytes, partial(F.gelu, x))
+        yield Point("random", 2 * num_bytes, partial(y.bernoulli_, 0.9))
+        yield Point("normalisation", 2 * num_bytes, partial(F.softmax, square, -1))
+        yield Point("reduction", num_bytes, partial(square.sum, 0))
+        yield Point("copy", 2 * num_bytes, square.t().contiguous)
         rows = torch.randint(0, len(square), (len(square),))
-        yield Point("embedding", 2 * num_bytes, lambda s=square, r=rows: F.embedding(r, s))
+        yield Point("embedding", 2 * num_bytes, partial(F.embedding, rows, square))
         picture = x[: words // 256 * 256].view(-1, 4, 8, 8)
-        yield Point("pooling", 1.75 * num_bytes, lambda p=picture: F.max_pool2d(p, 2))
+        yield Point("pooling", 1.75 * num_bytes, partial(F.max_pool2d, picture, 2))
         weight = torch.ones(4)
         yield Point(
             "batch-norm", 2 * num_bytes,
-            lambda p=picture, w=weight: F.batch_norm(p, None, None, w, w, training=True),
+            partial(F.batch_norm, picture, None, None, weight, weight, training=True),
         )  # fmt: skip
 
 
@@ -169,10 +167,13 @@ def _autograd_seconds(seconds: float, call: float) -> tuple[float, float, float]
             value = module(value)
         return value
 
+    def backward() -> None:
+        torch.autograd.backward(forward())
+
     ahead = _seconds(forward, seconds)
-    both = _seconds(lambda: forward().backward(), seconds)
+    both = _seconds(backward, seconds)
     wide = torch.zeros(4, 4)
-    view = _seconds(lambda: wide.view(16), seconds)
+    view = _seconds(partial(wide.view, 16), seconds)
     tape = max(0.0, ahead / _CHAIN - call)
     return tape, max(0.0, (both - ahead) / _CHAIN - call), view
 
@@ -189,8 +190,10 @@ def _entry(name: str, rates: Rates, call: float, autograd: tuple[float, float, f
         return Curve(points=tuple(points), source=_SOURCE)
 
     attention = max(work / seconds for work, seconds in rates["attention"]) / peak
-    moving = ("pointwise", "transcendental", "activation", "random", "normalisation", "reduction", "copy", "embedding",
-              "pooling", "batch-norm")  # fmt: skip
+    moving = (
+        "pointwise", "transcendental", "activation", "random", "normalisation", "reduction",
+        "copy", "embedding", "pooling", "batch-norm",
+    )  # fmt: skip
     shares = (Figure(attention, _SOURCE), Figure(attention, _SOURCE))
     tape, back, view = (Figure(seconds, _SOURCE) for seconds in autograd)
     return Hardware(

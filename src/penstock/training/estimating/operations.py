@@ -53,7 +53,8 @@ _BY_NAME: dict[KernelKind, frozenset[str]] = {
     "copy": frozenset({
         "clone", "copy", "copy_", "_to_copy", "cat", "stack", "contiguous", "repeat", "flip",
         "roll", "constant_pad_nd", "select_backward", "slice_backward", "im2col", "col2im",
-        "select_scatter", "slice_scatter", "as_strided_scatter", "_foreach_copy_", "unfold_backward",
+        "select_scatter", "slice_scatter", "as_strided_scatter", "_foreach_copy_",
+        "unfold_backward",
         "reflection_pad2d", "upsample_nearest2d", "upsample_nearest2d_backward",
         "upsample_bilinear2d", "upsample_bilinear2d_backward", "pixel_shuffle", "triu", "tril",
         "diagonal_backward", "repeat_interleave", "rot90", "permute_copy", "channel_shuffle",
@@ -136,25 +137,27 @@ def kind_of(
     func: Any, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
 ) -> KernelKind:
     """The class of kernels to which an operation belongs; ``unknown`` for one that nobody knows."""
-    if name in _CAUSAL_PLACE:
-        return "attention"
     base = name.removesuffix("_") if not name.startswith("_") else name
     known = _KINDS.get(name) or _KINDS.get(base)
-    if known is not None:
-        return known
-    if func._overloadpacket in flop_registry:
-        return "matmul"
-    if func.is_view or not outputs:
-        return "view"
+    if name in _CAUSAL_PLACE:
+        known = "attention"
+    elif known is None and func._overloadpacket in flop_registry:
+        known = "matmul"
+    elif known is None and (func.is_view or not outputs):
+        known = "view"
+    return known or _kind_by_tags(func, name, base, inputs)
+
+
+def _kind_by_tags(func: Any, name: str, base: str, inputs: Sequence[Tensor]) -> KernelKind:
     if "pool" in name:
         return "pooling"
     if torch.Tag.reduction in func.tags:
         return "reduction"
     if torch.Tag.pointwise in func.tags or base in _FILLS or name.startswith("_foreach"):
         return "pointwise"
-    if func.namespace == "aten" and (inputs or base.startswith("new_") or "like" in name):
-        return "pointwise"  # what torch has itself moves about what it reads and writes
-    return "unknown"
+    # What torch has itself moves about what it reads and writes.
+    is_torchs = func.namespace == "aten" and (inputs or base.startswith("new_") or "like" in name)
+    return "pointwise" if is_torchs else "unknown"
 
 
 def _flops(func: Any, name: str, args: Sequence[Any], named: dict[str, Any], result: Any) -> float:
@@ -163,7 +166,8 @@ def _flops(func: Any, name: str, args: Sequence[Any], named: dict[str, Any], res
     formula = flop_registry.get(func._overloadpacket)
     if formula is None:
         return 0.0
-    return float(formula(*args, **named, out_val=result))
+    flops: float = formula(*args, **named, out_val=result)
+    return flops
 
 
 def _attention_flops(name: str, args: Sequence[Any], named: dict[str, Any]) -> float:
@@ -174,7 +178,8 @@ def _attention_flops(name: str, args: Sequence[Any], named: dict[str, Any]) -> f
     batch, heads, rows, width = query.shape
     pairs = 2.0 * batch * heads * rows * key.shape[-2] * (0.5 if is_causal else 1.0)
     # Forward: scores and values. Backward: scores again, and two products for each of them.
-    return pairs * (3 * width + 2 * value.shape[-1] if is_backward else width + value.shape[-1])
+    products: int = 3 * width + 2 * value.shape[-1] if is_backward else width + value.shape[-1]
+    return pairs * products
 
 
 def _bytes_by_storage(tensors: Sequence[Tensor]) -> dict[int, int]:

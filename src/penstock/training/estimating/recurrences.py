@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, _VF
+from torch import _VF, Tensor
 
 
-def _layers_of_kind(
+def _layers_of_kind(  # noqa: PLR0913, PLR0917 - torch's own
     gates: int,
     inputs: Tensor,
     state: Any,
@@ -49,7 +49,7 @@ def _layers_of_kind(
 
 def _direction(gates: int, value: Tensor, weights: Sequence[Tensor]) -> Tensor:
     own, recurrent, *biases = weights
-    steps, rows, _ = value.shape
+    steps = value.shape[0]
     width = own.shape[0] // gates if gates > 1 else own.shape[0]
     ahead = torch.nn.functional.linear(value, own, biases[0] if biases else None)
     before = ahead[..., : recurrent.shape[1]].contiguous()  # stands for the states
@@ -57,7 +57,7 @@ def _direction(gates: int, value: Tensor, weights: Sequence[Tensor]) -> Tensor:
     if biases:
         again = again + biases[1]
     opened = torch.sigmoid(ahead + again)
-    parts = opened.split(width, -1)
+    parts = torch.split(opened, width, -1)
     output = parts[0]
     for part in parts[1:]:
         output = output * part

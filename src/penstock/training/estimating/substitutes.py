@@ -7,7 +7,7 @@ kernels on both, on meta thousands of small ones (``recurrences``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -52,7 +52,7 @@ class AsOnDevice(TorchFunctionMode):
     ) -> Any:
         """Run ``func``, or what stands for it."""
         named = dict(kwargs or {})
-        substitute = None
+        substitute: Callable[..., Any] | None = None
         if self._is_fused and func in _ATTENTIONS:
             substitute = self._attention
         elif self._is_gpu and func in _DROPOUTS:
@@ -108,10 +108,10 @@ def _on_gpu(
     bias = _as_bias(mask, query)
     if bias is not None:
         bias = bias.expand(*query.shape[:-1], key.shape[-2])
-    result = _ATEN._scaled_dot_product_efficient_attention(
+    biased: Tensor = _ATEN._scaled_dot_product_efficient_attention(
         query, key, value, bias, True, dropout, is_causal, scale=scale
     )[0]
-    return result
+    return biased
 
 
 def _as_bias(mask: Tensor | None, query: Tensor) -> Tensor | None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from penstock.base.errors import InputError
-from penstock.core.pricing import Kernel, Pace, seconds_of_each
+from penstock.core.pricing import Kernel, KernelPace, seconds_of_each
 from penstock.engine.model.optimizer_factory import OptimizerFactory
 from penstock.engine.model.spine import NamedLayer
 from penstock.training.estimating.counting import KernelCounter
@@ -22,7 +22,7 @@ from penstock.training.profiler.alone.passes import num_bytes
 
 
 def count_updates(
-    layers: Sequence[NamedLayer], optimizer: OptimizerFactory | None, pace: Pace
+    layers: Sequence[NamedLayer], optimizer: OptimizerFactory | None, pace: KernelPace
 ) -> list[Update]:
     """The optimizer's step of every layer, without values.
 
@@ -40,7 +40,10 @@ def count_updates(
 
 
 def _counted(
-    named: NamedParameters, optimizer: OptimizerFactory, refusals: list[InputError], pace: Pace
+    named: NamedParameters,
+    optimizer: OptimizerFactory,
+    refusals: list[InputError],
+    pace: KernelPace,
 ) -> Update:
     fused: list[bool] = []
 
@@ -65,7 +68,7 @@ def _counted(
     return Update(_seconds(kernels, len(named), pace), state_bytes)
 
 
-def _seconds(kernels: Sequence[Kernel], num_parameters: int, pace: Pace) -> float:
+def _seconds(kernels: Sequence[Kernel], num_parameters: int, pace: KernelPace) -> float:
     seconds = sum(seconds_of_each(kernels, pace))
     if pace.is_host:
         return seconds
