@@ -1,4 +1,4 @@
-"""``benchmarks.predicting.published``: what it predicts, and what it says of rows that it cannot."""
+"""``benchmarks.predicting.published``: predictions, and why some rows have none.
 
 import copy
 import json

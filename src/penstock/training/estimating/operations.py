@@ -179,7 +179,8 @@ def _attention_flops(name: str, args: Sequence[Any], named: dict[str, Any]) -> f
     pairs = 2.0 * batch * heads * rows * key.shape[-2] * (0.5 if is_causal else 1.0)
     # Forward: scores and values. Backward: scores again, and two products for each of them.
     products: int = 3 * width + 2 * value.shape[-1] if is_backward else width + value.shape[-1]
-    return pairs * products
+    flops: float = pairs * products
+    return flops
 
 
 def _bytes_by_storage(tensors: Sequence[Tensor]) -> dict[int, int]:
