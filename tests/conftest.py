@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 from functools import partial
 
@@ -24,6 +25,9 @@ collect_ignore_glob = ["*/jobs/*"]
 
 settings.register_profile("penstock", examples(50), print_blob=True)
 settings.load_profile("penstock")
+
+# Whoever mends Penstock wants to see its frames.
+os.environ.setdefault("PENSTOCK_TRACEBACK", "full")
 
 # A shell without job control lets what it starts in the background ignore Ctrl-C; tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)

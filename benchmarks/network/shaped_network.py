@@ -124,6 +124,7 @@ class ShapedNetwork:
         *,
         limit_seconds: float = 600.0,
         environment: Mapping[str, str] | None = None,
+        per_host: int = 1,
     ) -> int:
         """Run a command on every host at once.
 
@@ -131,6 +132,7 @@ class ShapedNetwork:
             command: program and arguments.
             limit_seconds: after which all are killed.
             environment: besides this process's and what torchrun gives.
+            per_host: how many processes each host has, which share its link.
 
         Returns:
             The first exit code that is not 0, or 0. When one fails, the others are given a little
@@ -138,28 +140,28 @@ class ShapedNetwork:
         """
         with ExitStack() as stack:
             running = [
-                stack.enter_context(self._start(rank, command, environment or {}))
-                for rank in range(len(self.hosts))
+                stack.enter_context(self._start(rank, per_host, command, environment or {}))
+                for rank in range(len(self.hosts) * per_host)
             ]
             stack.callback(_end_all, running)
             return _wait(running, limit_seconds)
 
     def _start(
-        self, rank: int, command: Sequence[str], environment: Mapping[str, str]
+        self, rank: int, per_host: int, command: Sequence[str], environment: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
-        count = str(len(self.hosts))
+        host, place_on_host = divmod(rank, per_host)
         place = {
             "MASTER_ADDR": f"{_PREFIX}.1",
             "MASTER_PORT": _PORT,
             "RANK": str(rank),
-            "WORLD_SIZE": count,
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
-            "GROUP_RANK": str(rank),
+            "WORLD_SIZE": str(len(self.hosts) * per_host),
+            "LOCAL_RANK": str(place_on_host),
+            "LOCAL_WORLD_SIZE": str(per_host),
+            "GROUP_RANK": str(host),
             "GLOO_SOCKET_IFNAME": _INTERFACE,
         }
         return subprocess.Popen(
-            ["ip", "netns", "exec", self.hosts[rank], *command],
+            ["ip", "netns", "exec", self.hosts[host], *command],
             env={**os.environ, **environment, **place},
             # A group of its own, so that what it starts can be ended with it.
             start_new_session=True,

@@ -13,10 +13,12 @@ from penstock.base.lazily import ModulesByPublicName, loaded_when_used, provide
 if TYPE_CHECKING:
     from penstock.base import errors
     from penstock.base.errors import (
+        ArgumentError,
         DeadlineError,
         FileError,
         InputError,
         ModelError,
+        NameMissing,
         PeerError,
         PenstockError,
         PlanError,
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "ArgumentError",
     "Callback",
     "Captured",
     "Card",
@@ -79,6 +82,7 @@ __all__ = [
     "Link",
     "Microbatches",
     "ModelError",
+    "NameMissing",
     "Op",
     "PeerError",
     "PenstockError",
@@ -133,6 +137,7 @@ provide(
         "device_memories": "penstock.engine.device.memory",
         "fleet_cell": _CELLS,
         "graph_cell": _CELLS,
+        "named": "penstock.core.schedule.families",
         "schedule_cell": _CELLS,
         "timeline_cell": _CELLS,
     }
@@ -149,8 +154,9 @@ if not TYPE_CHECKING:  # which would take every name for one that is there
             ),
             "penstock.drawing": ("Comparison", "compare", "draw"),
             "penstock.base.errors": (
-                "DeadlineError", "FileError", "InputError", "ModelError", "PeerError",
-                "PenstockError", "PlanError", "RunError", "ScheduleError", "StageError",
+                "ArgumentError", "DeadlineError", "FileError", "InputError", "ModelError",
+                "NameMissing", "PeerError", "PenstockError", "PlanError", "RunError",
+                "ScheduleError", "StageError",
             ),
             "penstock.training.estimating": ("estimate",),
             "penstock.training.fitting.callbacks": ("Callback", "EarlyStopping"),

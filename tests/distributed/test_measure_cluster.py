@@ -131,6 +131,30 @@ def test_a_shaped_rate_is_found_again(tmp_path):
 
 
 @shaped
+def test_ranks_that_share_a_card_are_known_by_sending_at_once(tmp_path):
+    path, said = tmp_path / "cluster.json", tmp_path / "said.toml"
+    said.write_text(
+        """
+        [[servers]]
+        count = 2
+        devices = 2
+        link = "100MB/s"
+        link_kind = "shared-memory"
+        card = "1Gbit/s"
+        """
+    )
+    command = [sys.executable, *MODULE, *QUICKLY, "-o", str(path), "--against", str(said)]
+    with ShapedNetwork(2, 50) as network:
+        assert network.run(command, per_host=2) == 0
+    topology = Topology(Cluster.load(path))
+    first, *_ = topology.cards
+    assert topology.cards[0] == topology.cards[1] >= 0
+    assert topology.cards[2] == topology.cards[3] != first
+    # A token bucket lets a burst through, and of short messages it is a larger part.
+    assert topology.card(first).bytes_per_second == pytest.approx(50e6 / 8, rel=0.3)
+
+
+@shaped
 def test_a_failing_command_leaves_nothing_behind():
     # Rank 1 fails; the others would wait for an hour.
     command = ["sh", "-c", 'test "$RANK" = 1 && exit 7; sleep 3600']

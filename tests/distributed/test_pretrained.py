@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.training.checkpoint import pretrained
 from tests.kit.launch import forked, torchrun
 from tests.kit.pretrained import BATCH, built, keys_in, logits_of, pipeline_of, planned
 
@@ -19,7 +20,8 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(("kind", "start"), [("gpt2", forked), ("llama", torchrun)])
-def test_no_process_has_more_than_its_stages(kind, start, tmp_path):
+def test_no_process_has_more_than_its_stages(kind, start, tmp_path, monkeypatch):
+    monkeypatch.setattr(pretrained, "_MOST_ALONE_BYTES", 0)
     plan = planned(kind)
     plan.save(tmp_path / "plan.json")
     with pipeline_of(built(kind), plan) as pipeline:
@@ -43,6 +45,6 @@ def test_no_process_has_more_than_its_stages(kind, start, tmp_path):
     assert "cannot read the weights in" in job.reports[1]["refused"]
     assert "rank 1" in job.reports[0]["refused"]
     written = keys_in(tmp_path / "second")
-    assert len(written) == 2
+    assert len(written) == (2 if kind == "gpt2" else 1)
     keys = [key for keys in written.values() for key in keys]
     assert len(keys) == len({*keys}) == len(every)

@@ -50,6 +50,33 @@ def test_every_way_sums_what_devices_send_to_each_other(accelerator, servers):
     assert job.reports == {rank: [] for rank in range(3)}, job.output
 
 
+def test_devices_of_a_host_hand_each_other_gradients_before_servers_sum(accelerator, servers):
+    """Two devices add on a device, and a third one is elsewhere: the order of the ranks."""
+    job = run("near devices", servers, 3)
+    assert job.reports == {rank: [] for rank in range(3)}, job.output
+
+
+def test_hosts_sum_what_devices_send_to_each_other(accelerator):
+    job = run("hosts of linked devices", ([], []), 4)
+    assert job.reports == {rank: [] for rank in range(4)}, job.output
+
+
+def test_processes_add_in_levels_as_threads_do():
+    job = run("hosts", ([], []), 4)
+    assert job.reports == {rank: [] for rank in range(4)}, job.output
+
+
+@pytest.mark.parametrize("way", ["owners", pytest.param("sharded", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("victim", [1, 2])
+def test_a_rank_that_is_killed_on_a_host_is_missed_by_name(way, victim):
+    before = {*Path("/dev/shm").iterdir()}
+    job = run(f"killed {way}:0011 {victim}", ([], []), 4)
+    assert set(job.reports) == {0, 1, 2, 3} - {victim}, job.output
+    for kind, text in job.reports.values():
+        assert kind == "PeerError" and f"rank {victim} is gone" in text, text
+    assert not [path for path in {*Path("/dev/shm").iterdir()} - before if "penstock" in path.name]
+
+
 @pytest.mark.soak
 def test_a_parameter_server_updates_what_devices_send_to_it(accelerator):
     job = run("served linked devices", ([], []), 4)

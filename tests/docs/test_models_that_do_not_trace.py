@@ -20,7 +20,7 @@ pytestmark = pytest.mark.xdist_group("capture")  # loading torch.export takes lo
 
 
 def _marks(steps):
-    # Of torch's, unit/tracing/test_capture.py has a quick one.
+    # Of torch's, unit/tracing/test_captured.py has a quick one.
     slow = any("ransformer" in step.code for step in steps)
     return [pytest.mark.soak] if slow else []
 

@@ -1,4 +1,4 @@
-"""``benchmarks.predicting.published``: predictions, and why some rows have none.
+"""``benchmarks.predicting.published``: predictions, and why some rows have none."""
 
 import copy
 import json

@@ -14,6 +14,8 @@ from torch import nn
 import penstock as pk
 from penstock.base.errors import FileError, ModelError
 from penstock.engine.model.spine import spine_fingerprint, spine_of
+from penstock.training.checkpoint import pretrained
+from penstock.training.checkpoint.piece import join_files
 from tests.kit import training
 from tests.kit.helpers import make_batch, make_mlp, make_plan
 from tests.kit.pretrained import (
@@ -37,6 +39,12 @@ INDEX = "model.safetensors.index.json"
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 
 
+@pytest.fixture
+def in_parts(monkeypatch):
+    """Files of stages are left as they are, as those of large models."""
+    monkeypatch.setattr(pretrained, "_MOST_ALONE_BYTES", 0)
+
+
 def losses_of(pipeline):
     return [float(pipeline.step(BATCH)) for _ in range(3)]
 
@@ -58,7 +66,7 @@ def plans():
     ("kind", "schedule"), [*((kind, "1f1b") for kind in KINDS), ("gpt2", "chimera")]
 )
 def test_transformers_and_pipelines_read_what_the_other_has_written(
-    plans, kind, schedule, tmp_path
+    plans, kind, schedule, tmp_path, in_parts
 ):
     plan, model = plans[kind, schedule], built(kind)
     model.save_pretrained(tmp_path / "theirs", max_shard_size="2KB")
@@ -245,6 +253,44 @@ def test_what_nothing_gives_values_is_refused_by_name(tmp_path, kind, message):
         loaded(tmp_path, with_layer(kind))
 
 
+def test_what_is_small_is_in_one_file_whatever_the_stages(tmp_path):
+    """A tiny model was written as shards."""
+    for num_stages in (2, 1, 3):
+        (tmp_path / ".model-00001-of-00009.part").touch()  # of a save that did not end
+        model = make_mlp(0.0, seed=num_stages)
+        options = {"loss": F.cross_entropy, "optimizer": training.sgd}
+        with training.pipeline_of(model, "1f1b", num_stages, **options) as pipeline:
+            pipeline.save_pretrained(tmp_path)
+            state = pipeline.state_dict()
+        assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+        read = load_file(tmp_path / "model.safetensors")
+        assert read.keys() == state.keys()
+        assert all(torch.equal(read[key], value) for key, value in state.items())
+
+
+def test_files_of_several_types_are_joined_and_stay_aligned(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    parts = [
+        {"a": torch.ones(3, dtype=torch.uint8), "empty": torch.empty(0, 4)},
+        {"b": torch.randn(5, 2, generator=generator), "c": torch.ones((), dtype=torch.float64)},
+        {"d": torch.randn(3, generator=generator).bfloat16(), "ä": torch.tensor([True, False])},
+    ]
+    paths = [tmp_path / f"{number}.part" for number in range(len(parts))]
+    for path, part in zip(paths, parts, strict=True):
+        save_file(part, path)
+    join_files(paths, tmp_path / "all.safetensors", {"format": "pt"})
+    read = load_file(tmp_path / "all.safetensors")
+    expected = {name: tensor for part in parts for name, tensor in part.items()}
+    assert read.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor)
+    assert [path.name for path in tmp_path.iterdir()] == ["all.safetensors"]
+    with pytest.raises(FileError, match=r"cannot write .*all.safetensors"):
+        join_files(paths, tmp_path / "all.safetensors", {})
+    assert load_file(tmp_path / "all.safetensors").keys() == expected.keys()
+
+
+@pytest.mark.usefixtures("in_parts")
 def test_nothing_is_written_where_another_save_would_be_read_instead(tmp_path):
     options = {"loss": F.cross_entropy, "optimizer": training.sgd}
     with training.pipeline_of(make_mlp(0.0), "1f1b", 2, **options) as pipeline:

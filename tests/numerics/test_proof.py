@@ -17,6 +17,7 @@ from penstock.trial.reference.delayed_replay import DelayedReplay
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit.examples import crossed
 from tests.kit.helpers import make_batch, make_mlp, make_plan
+from tests.kit.reducing import replicated
 from tests.kit.small_workload import workload
 from tests.kit.streams import plan_for
 from tests.numerics.test_one_logical_model_shared import TiedGPT, token_batch
@@ -41,11 +42,14 @@ def stream(policy="stash", microbatches=2, **how):
     )  # fmt: skip
 
 
-def with_optimizers(*rates):
-    """The small workload, where each optimizer that is made gets the next of some rates."""
+def tied(*rates):
+    """A workload with weights that two stages share; each optimizer gets the next of some rates."""
     given = itertools.chain(rates, itertools.repeat(rates[-1]))
-    return dataclasses.replace(
-        workload(), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=next(given))
+    return Workload(
+        lambda: TiedGPT().float(),
+        F_loss,
+        lambda parameters: torch.optim.SGD(parameters, lr=next(given)),
+        lambda: (token_batch(8, seed) for seed in range(9)),
     )
 
 
@@ -79,35 +83,54 @@ def test_an_asynchronous_plan_is_proven_with_its_delays_and_versions(policy, mic
 def test_replicas_are_proven():
     found = prove(workload(), stream(replicas="2-1"))
     assert found.equal
-    assert "rounding, because ranks that hold the same stage" in found.expected
+    assert found.exact and found.expected == "equal to the bit"
     assert [row.held for row in found.rows] == [(2, 2), (1,)]
     assert found.rows[0].recorded_delay == 1
 
 
+def test_chimera_adds_both_ways_in_the_order_of_the_ranks():
+    assert prove(workload(), make_plan(make_mlp(), 2, 4, "chimera")).exact
+
+
+def test_a_proof_in_another_order_than_the_plan_s_fails():
+    """The reference does replay the tree: with the order of the ranks, bits differ."""
+    plan = replicated(make_mlp(), (4,))
+    near = replace(plan, summing=replace(plan.summing, levels=((0, 0, 1, 1),)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(proof, "_copied", lambda _, twin, copied=proof._copied: copied(plan, twin))
+        assert not prove(workload(), near).equal
+
+
 @pytest.mark.parametrize("float64", [False, True])
 def test_another_order_of_sums_is_allowed_and_nothing_else(float64):
-    plan = make_plan(make_mlp(), 2, 4, "chimera")
-    found = prove(workload(), plan, float64=float64)
+    plan = make_plan(TiedGPT().float(), 2, 4)
+    found = prove(tied(0.1), plan, float64=float64)
     assert found.equal and not found.exact
     assert "up to rounding" in found.verdict
     assert max(one.ulps for row in found.rows for one in row.differences) < 100
-    # The first two optimizers are the pipeline's, one per rank and stage; the last is the device's.
+    # The first two optimizers are the pipeline's, one per stage; the last is the device's.
     right = 0.1
     wrong = right * (1 + (1e-6 if float64 else 1e-2))
-    found = prove(with_optimizers(right, right, right, right, wrong), plan, float64=float64)
+    found = prove(tied(right, right, wrong), plan, float64=float64)
     assert not found.equal
     assert found.rows[0].differences[0].share == pytest.approx(wrong / right - 1, rel=0.2)
     assert ("train in float64" in found.verdict) is not float64
 
 
+@pytest.mark.parametrize(
+    ("replicas", "levels"),
+    [((4,), ()), ((4,), ((0, 0, 1, 1),)), ((1, 3), ((0, 1, 0, 1),)), ((3, 1), ((0, 1, 1, 1),))],
+)
+@pytest.mark.parametrize("reducer", ["owners", "parameter-server"])
+def test_copies_are_proven_to_the_bit_in_the_order_of_the_plan(replicas, levels, reducer):
+    plan = replicated(make_mlp(), replicas)
+    plan = replace(plan, summing=replace(plan.summing, levels=levels)).with_reducer(reducer)
+    found = prove(workload(), plan)
+    assert found.exact and found.expected == "equal to the bit", found.verdict
+
+
 def test_tied_weights_are_proven_up_to_rounding():
-    tied = Workload(
-        TiedGPT,
-        F_loss,
-        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        lambda: (token_batch(8, seed) for seed in range(9)),
-    )
-    found = prove(tied, make_plan(TiedGPT(), 2, 4), 3)
+    found = prove(tied(0.1), make_plan(TiedGPT().float(), 2, 4), 3)
     assert found.equal
     assert (
         found.expected
@@ -178,7 +201,11 @@ def test_a_change_in_the_last_place_is_found_where_it_is(monkeypatch):
 
 
 def test_another_optimizer_is_not_equal():
-    found = prove(with_optimizers(0.1, 0.1, 0.2), make_plan(make_mlp(), 2, 4))
+    given = itertools.chain([0.1, 0.1], itertools.repeat(0.2))
+    wrong = dataclasses.replace(
+        workload(), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=next(given))
+    )
+    found = prove(wrong, make_plan(make_mlp(), 2, 4))
     assert found.verdict.startswith("NOT equal: the loss of minibatch 1 is the first that differs")
     assert found.numbers()["equal"] is False
 

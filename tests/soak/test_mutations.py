@@ -11,7 +11,7 @@ from tests.soak.mutations import Copy, Place, places
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1200)]
 
-TESTS = ["tests/unit/reduce/test_pieces.py"]
+TESTS = ["tests/unit/reduce/test_buckets.py"]
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,9 @@
     │   ├── ScheduleError   a schedule is incomplete, contradictory or deadlocks
     │   ├── FileError       a file has an unknown key, a wrong type or is not there
     │   ├── ModelError      a model has no spine, or is not the one a plan was made for
-    │   └── PlanError       no plan satisfies what was asked
+    │   ├── PlanError       no plan satisfies what was asked
+    │   ├── ArgumentError   a function has no such argument, or lacks one (also a TypeError)
+    │   └── NameMissing     an object has no such name; another does it (also an AttributeError)
     └── RunError            a step failed while running
         ├── StageError      the user's layers or loss raised; names stage, microbatch and op
         ├── PeerError       another rank died or failed; names the rank and the awaited op
@@ -71,6 +73,14 @@ class ModelError(InputError):
 
 class PlanError(InputError):
     """No plan satisfies what was asked."""
+
+
+class ArgumentError(InputError, TypeError):
+    """A function has no such argument, or was given too few or too many."""
+
+
+class NameMissing(InputError, AttributeError):
+    """A module or an object does not have what was asked for; something else does it."""
 
 
 class RunError(PenstockError, RuntimeError):

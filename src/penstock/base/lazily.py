@@ -37,12 +37,23 @@ def loaded_when_used(
         elif name in module_of:
             loaded = getattr(importlib.import_module(module_of[name]), name)
         else:
-            raise AttributeError(f"module {room!r} has no attribute {name!r}")
+            raise _missing(room, name, (*modules, *module_of))
         # The next time, Python finds it without asking here.
         setattr(sys.modules[room], name, loaded)
         return loaded
 
     return load
+
+
+def _missing(room: str, name: str, names: Collection[str]) -> AttributeError:
+    from penstock.base.arguments import nearest
+    from penstock.base.errors import NameMissing
+
+    text = f"module {room!r} has no attribute {name!r}"
+    near = None if name.startswith("_") else nearest(name, names)
+    if near is None:
+        return AttributeError(text)
+    return NameMissing(f"{text}; it has {near}, if that is meant")
 
 
 class ModulesByPublicName(MetaPathFinder, Loader):

@@ -114,6 +114,13 @@ def tells(activity: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
+def tell(line: str) -> None:
+    """Say something once on standard error, unless this process is quiet."""
+    if not is_quiet():
+        with suppress(ValueError, OSError, AttributeError):  # nobody listens any more
+            print(f"penstock: {line}", file=sys.stderr, flush=True)  # noqa: T201
+
+
 def is_quiet() -> bool:
     """Whether this process says nothing of how far it is."""
     return bool(os.environ.get("PENSTOCK_QUIET")) or os.environ.get("RANK", "0") != "0"

@@ -15,18 +15,20 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from math import inf
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, BinaryIO, Self, TypeVar, get_type_hints
+from typing import Any, BinaryIO, Self, TypeVar, cast, get_type_hints
 
 import msgspec
 from msgspec.structs import force_setattr
 
-from penstock.base.errors import FileError, InputError
+from penstock.base.arguments import nearest
+from penstock.base.errors import ArgumentError, FileError, InputError
+from penstock.base.mistaken import held_to, mistaken
 
 T = TypeVar("T")
 V = TypeVar("V", bound="Value")
@@ -60,7 +62,32 @@ class FieldsByName(msgspec.StructMeta):
             raise InputError(
                 f"{cls.__name__} takes its fields by name; write {cls.__name__}({first}={given}, …)"
             )
-        return super().__call__(*values, **fields)
+        try:
+            return super().__call__(*values, **fields)
+        except TypeError as error:
+            refusal = cls._refusal(values, fields)
+            if refusal is None:
+                raise
+            raise refusal from error
+
+    def _refusal(
+        cls, values: Sequence[object], fields: Mapping[str, object]
+    ) -> ArgumentError | None:
+        """Why a record cannot be made of these, and what it has."""
+        names = cls.__struct_fields__
+        unknown = next((name for name in fields if name not in names), None)
+        if unknown is not None:
+            near = nearest(unknown, names)
+            instead = f"it has {', '.join(names)}" if near is None else f"give {near}=…"
+            return ArgumentError(f"{cls.__name__} has no field {unknown!r}; {instead}")
+        given = {*names[: len(values)], *fields}
+        required = (
+            field.name
+            for field in msgspec.structs.fields(cast(type[msgspec.Struct], cls))
+            if field.required
+        )
+        missing = [f"{name}=…" for name in required if name not in given]
+        return ArgumentError(f"{cls.__name__} lacks {', '.join(missing)}") if missing else None
 
 
 class Value(
@@ -104,10 +131,10 @@ class Value(
 
         Raises:
             FileError: not JSON, an unknown or missing key, or a wrong type; the path inside the
-                file is named.
+                file is named. Or it holds a value of another kind, which is named.
         """
         expect(text, str | bytes, "the text", f"give what {cls.__name__}.to_json wrote")
-        with refused_as(f"{where} is not a valid {cls.__name__}"):
+        with read_as(cls.__name__, text, where):
             return decoded(text, cls)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -167,6 +194,19 @@ def refused_as(subject: str) -> Iterator[None]:
         raise FileError(f"{subject}: {error}") from None
     except RecursionError:
         raise FileError(f"{subject}: it is nested too deeply; write it flat") from None
+
+
+@contextmanager
+def read_as(kind: str, text: str | bytes, where: str) -> Iterator[None]:
+    """As ``refused_as``, of text that is to be a value; if it is one of another kind, the error
+    says of which.
+
+    Args:
+        kind: the name of the value's class.
+        where: the name that errors have for the text.
+    """
+    with held_to(kind, text, where), refused_as(f"{where} is not a valid {kind}"):
+        yield
 
 
 def decoded(text: str | bytes, kind: type[T]) -> T:
@@ -308,6 +348,8 @@ def expect(value: object, kind: Any, subject: str, remedy: str) -> None:
     if not isinstance(value, kind):
         if isinstance(value, type):
             raise InputError(f"{subject} is the class {value.__name__}; {remedy}")
+        if known := mistaken(value, kind, remedy):
+            raise InputError(f"{subject} is {known}")
         raise InputError(f"{subject} is of type {type(value).__name__}; {remedy}")
 
 

@@ -132,6 +132,26 @@ def penstock() -> None:
     """
 
 
+_OTHER_NAMES = {
+    "ranks": ("--devices", "--gpus", "--num-ranks", "--nproc-per-node", "--world-size"),
+    "microbatches": ("--num-microbatches", "--micro-batches", "--chunks"),
+}
+"""By parameter, what others call its option: more like others of ours than like it."""
+
+
+def _message_of(error: click.UsageError) -> str:
+    """What an error says; of an option that others have, its name here."""
+    if isinstance(error, click.NoSuchOption) and error.ctx is not None:
+        meant = [
+            "/".join(parameter.opts)
+            for parameter in error.ctx.command.params
+            if error.option_name in _OTHER_NAMES.get(parameter.name or "", ())
+        ]
+        if meant:
+            error = click.NoSuchOption(error.option_name, possibilities=meant, ctx=error.ctx)
+    return error.format_message().rstrip(".")
+
+
 def main() -> None:
     """Run the command line; what Penstock refuses becomes one message, not a traceback."""
     try:
@@ -144,7 +164,7 @@ def main() -> None:
         sys.exit(error.exit_code)
     except click.UsageError as error:
         path = error.ctx.command_path if error.ctx else "penstock"
-        message = error.format_message().rstrip(".")
+        message = _message_of(error)
         click.echo(printable(f"penstock: {message}; try {path} --help"), err=True)
         sys.exit(error.exit_code)
     except click.ClickException as error:

@@ -111,7 +111,7 @@ def _as_json(path: Path, saved: Checkpoint | FileError) -> dict[str, object]:
 
 @checkpoint.command("draw")
 @click.argument("folder", type=click.Path())
-@click.argument("plans", type=InputFile(), nargs=-1, required=True)
+@click.argument("plans", type=InputFile("Plan"), nargs=-1, required=True)
 @click.option(
     "-o", "--output", required=True, type=OutputFile(),
     help="Figure to write (.svg, .pdf, .png).  -: standard output.",

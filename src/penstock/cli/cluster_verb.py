@@ -18,6 +18,7 @@ from penstock.cli import options, show
 from penstock.cli.input import InputFile, load_cluster
 from penstock.cli.output import STANDARD_OUTPUT, written
 from penstock.core.cluster import Cluster, Link
+from penstock.core.cluster.measured import differences
 from penstock.core.cluster.parts import DeviceKind
 from penstock.drawing.inputs import cluster_tables, link_cells
 
@@ -33,7 +34,7 @@ _OTHERS_SECONDS = 5.0
 
 
 @click.command()
-@click.argument("file", type=InputFile(), required=False)
+@click.argument("file", type=InputFile("Cluster"), required=False)
 @options.ranks_option(None)
 @click.option(
     "--kind", type=click.Choice(get_args(DeviceKind)),
@@ -81,6 +82,10 @@ def cluster(
     "--deadline", type=click.FloatRange(min=0, min_open=True), default=60.0, show_default=True,
     help="Seconds that a rank may take to come, or to answer.",
 )  # fmt: skip
+@click.option(
+    "--against", type=InputFile("Cluster"),
+    help="Warn of what differs from this cluster (.toml, .json) by over 30 %.",
+)  # fmt: skip
 @options.output_option("Where to write the cluster (.json).")
 @options.json_option
 def measure_cluster(
@@ -89,6 +94,7 @@ def measure_cluster(
     seconds: float,
     most_pairs: int,
     deadline: float,
+    against: str | None,
     output: str | None,
     as_json: bool,
 ) -> None:
@@ -105,6 +111,7 @@ def measure_cluster(
         return
     if ranks not in (None, int(os.environ["WORLD_SIZE"])):
         raise InputError("under torchrun, --nproc-per-node says how many ranks; leave --ranks out")
+    written_cluster = None if against is None else load_cluster(against)
     with _process_group(backend, deadline) as rank:
         from penstock.engine.transport.link_meter import measure_cluster as measure
 
@@ -118,6 +125,10 @@ def measure_cluster(
             )
         if rank == 0:
             _report(measurement, output, as_json)
+            if written_cluster is not None and against is not None:
+                links = {pair: fit.link for pair, fit in measurement.fits.items()}
+                for words in differences(measurement.cluster, written_cluster, links, against):
+                    show.warn(words)
 
 
 @contextmanager

@@ -39,7 +39,7 @@ _REPLICAS = (
 
 
 @click.command(name="explain", epilog=_EPILOG)
-@click.argument("plan", type=InputFile())
+@click.argument("plan", type=InputFile("Plan"))
 @click.option(
     "--learning-rate", type=click.FloatRange(min=0, min_open=True), metavar="X",
     help="Say whether it is stable.",

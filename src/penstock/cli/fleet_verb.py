@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("file", type=InputFile())
+@click.argument("file", type=InputFile("FleetFile"))
 @click.option("--simulate", "simulates", is_flag=True, help="Predict it; nothing is trained.")
 @click.option("--devices", type=click.IntRange(min=1), help="Instead of those in the file.")
 @click.option(

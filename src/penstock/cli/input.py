@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, TypeVar
 from click.core import ParameterSource
 
 from penstock.base.errors import InputError, ModelError, PenstockError
+from penstock.base.mistaken import name_as_file
 from penstock.base.telling import Telling
 
 if TYPE_CHECKING:
@@ -41,12 +42,22 @@ _TEXT, _TAKEN = "penstock.standard_input", "penstock.standard_input_of"
 
 
 class InputFile(click.Path):
-    """The name of a file to read, or ``-`` for standard input, which one parameter may have."""
+    """The name of a file to read, or ``-`` for standard input, which one parameter may have.
+
+    Args:
+        wanted: the name of the class whose value the file is to hold.
+    """
+
+    def __init__(self, wanted: str) -> None:
+        super().__init__()
+        self._wanted = wanted
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Refuse a second parameter that would read standard input."""
-        name = super().convert(value, param, ctx)
-        take(str(name), ctx)
+        """Refuse a second parameter that would read standard input, and a schedule's name."""
+        name = str(super().convert(value, param, ctx))
+        take(name, ctx)
+        if not Path(name).exists() and (refusal := name_as_file(name, self._wanted)):
+            raise InputError(refusal)
         return name
 
 

@@ -240,7 +240,7 @@ def _conditions(graph: LayerGraph) -> list[str]:
 @click.command(epilog=WORKLOAD_HELP)
 @click.argument("workload", default=DEFAULT_WORKLOAD)
 @click.option(
-    "--plan", "plan_file", type=InputFile(),
+    "--plan", "plan_file", type=InputFile("Plan"),
     help="Plan file, or - for standard input; default: make a plan.",
 )  # fmt: skip
 @options.ranks_option(None)

@@ -46,8 +46,8 @@ def _parse_tensor_ranks(_: click.Context, __: click.Parameter, text: str) -> int
 
 
 @click.command()
-@click.argument("graph", type=InputFile())
-@click.argument("cluster", type=InputFile(), required=False)
+@click.argument("graph", type=InputFile("LayerGraph"))
+@click.argument("cluster", type=InputFile("Cluster"), required=False)
 @options.ranks_option(None)
 @options.microbatches_option(None)
 @click.option(

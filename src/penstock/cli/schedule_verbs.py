@@ -27,10 +27,12 @@ if TYPE_CHECKING:
     from penstock.planning.plans import Plan
 
 
+from collections import Counter
 from collections.abc import Collection
+from dataclasses import replace
 from typing import NamedTuple
 
-from penstock.cli.input import suffix_of
+from penstock.cli.input import suffix_of, title_of
 from penstock.cli.show import say
 from penstock.cli.sources import DrawableSource
 from penstock.core.schedule.lower import add_update
@@ -76,7 +78,20 @@ def _load_beside(
     if len(set(shapes.values())) > 1:
         named = (f"{name} {ranks} and {count}" for name, (ranks, count) in shapes.items())
         say(f"not alike, in ranks and microbatches: {', '.join(named)}")
-    return loaded
+    return _told_apart(names, loaded)
+
+
+def _told_apart(names: Sequence[str], loaded: Sequence[DrawableSource]) -> list[DrawableSource]:
+    """The sources; of those that would bear one name, files have their own behind it."""
+    counts = Counter(source.timeline.name for source in loaded)
+    return [
+        source._replace(
+            timeline=replace(source.timeline, name=f"{source.timeline.name} ({title_of(name)})")
+        )
+        if _is_file(name) and counts[source.timeline.name] > 1
+        else source
+        for name, source in zip(names, loaded, strict=True)
+    ]
 
 
 def _is_file(name: str) -> bool:

@@ -20,6 +20,7 @@ from penstock.base.units import format_bytes
 from penstock.base.values import encode
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.progress import Progress, TaskID
     from rich.table import Table
 
@@ -110,21 +111,34 @@ def print_table(
         # rich makes columns narrower than a number where it has to break several names itself.
         whole = sum(max(widths[at], len(columns[at])) + _GAP for at in part) - _GAP
         names = columns if whole <= room else [name.replace(" ", "\n") for name in columns]
-        table = _table(names, shown, part, num_texts, whole_names)
-        Console(width=room, stderr=beside, markup=False, emoji=False).print(table)
+        table = _table(names, shown, part, widths, num_texts, whole_names)
+        _print_trimmed(Console(width=room, stderr=beside, markup=False, emoji=False), table)
+
+
+def _print_trimmed(console: Console, table: Table) -> None:
+    """Print without the blanks with which rich fills lines up: they are in the way of whoever
+    copies lines or compares files."""
+    with console.capture() as capture:
+        console.print(table)
+    lines = (line.rstrip() for line in capture.get().split("\n"))
+    click.echo("\n".join(lines), err=console.stderr, nl=False)
 
 
 def _widths(
     names: Sequence[str], rows: Sequence[Sequence[str]], num_texts: int, whole_names: bool
 ) -> list[int]:
     """How many columns each column of a table needs: numbers all of theirs, since one that takes
-    two lines would read as two; texts may fold."""
+    two lines would read as two; texts may fold, but between words."""
     widths = []
     for index, name in enumerate(names):
         longest = max([len(row[index]) for row in rows], default=0)
-        if 0 < index < num_texts or (index < num_texts and not whole_names):
+        words = list(name.split())
+        if 0 < index < num_texts:
             longest = min(longest, _FOLDS_TO)
-        widths.append(max([longest, *map(len, name.split())]))
+            words += [word for row in rows for word in row[index].split()]
+        elif index < num_texts and not whole_names:
+            longest = min(longest, _FOLDS_TO)
+        widths.append(max([longest, *map(len, words)]))
     return widths
 
 
@@ -149,6 +163,7 @@ def _table(
     names: Sequence[str],
     rows: Sequence[Sequence[str]],
     part: Sequence[int],
+    widths: Sequence[int],
     num_texts: int,
     whole_names: bool,
 ) -> Table:
@@ -157,8 +172,9 @@ def _table(
     table = Table(box=None, pad_edge=False, header_style="bold")
     for index in part:
         is_text = index < num_texts
-        cells = [] if is_text else [row[index] for row in rows]
-        least = max(map(len, [*names[index].split(), *cells]), default=0)
+        least = max(map(len, names[index].split()), default=0)
+        if index or not is_text:
+            least = widths[index]
         justify: Literal["left", "right"] = "left" if is_text else "right"
         table.add_column(
             names[index],
@@ -185,7 +201,7 @@ def print_facts(facts: Sequence[Fact]) -> None:
     for fact in facts:
         value = Text(printable(fact.value), style="dim" if fact.doubtful else "bold")
         table.add_row(printable(fact.label), value, printable(fact.note))
-    Console(width=width(), markup=False, emoji=False).print(table)
+    _print_trimmed(Console(width=width(), markup=False, emoji=False), table)
 
 
 def print_family(family: About) -> None:

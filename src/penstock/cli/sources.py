@@ -13,6 +13,7 @@ import msgspec
 
 from penstock import drawing
 from penstock.base.errors import FileError, InputError
+from penstock.base.mistaken import kind_in, other_file
 from penstock.base.values import decoded, refused_as
 from penstock.cli.input import stem_of, suffix_of, text_of, title_of
 from penstock.core.schedule import Schedule, families
@@ -33,14 +34,7 @@ if TYPE_CHECKING:
 
 _TORCH = re.compile("UNSHARD|RESHARD|REDUCE_GRAD|OVERLAP_F_B")
 
-_OF_PLANS = frozenset({"stages", "schedule"})
-_NO_PLANS = {
-    "layers": "a model's profile; `penstock plan` makes a plan of it",
-    "devices": "a cluster; give it to `penstock plan`, behind a profile",
-    "spans": "a timeline; give the plan that it was made of",
-    "measured": "a run's report; give the plan that was run",
-}
-"""By a key that only such files have, what else holds no plan."""
+_DRAWABLE = "a plan, a schedule, a timeline or a run's report"
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -364,44 +358,28 @@ def load_plan(path: str) -> Plan:
     Raises:
         FileError: it holds something else, or a plan that cannot be.
     """
-    text, path = text_of(path), title_of(path)
-    with refused_as(f"{path} holds no plan"):
-        keys = _keys(text)
-    _check_no_other(keys, path)
-    return plans.Plan.from_json(text, where=path)
-
-
-def _check_no_other(keys: set[str], path: str) -> None:
-    """Refuse what is known to be something else than a plan, and say what it is."""
-    if _OF_PLANS & keys:
-        return
-    for key, remedy in _NO_PLANS.items():
-        if key in keys:
-            raise FileError(f"{path} holds no plan, but {remedy}")
-
-
-def _keys(text: str) -> set[str]:
-    return set(decoded(text, dict[str, msgspec.Raw]))
+    return plans.Plan.from_json(text_of(path), where=title_of(path))
 
 
 def _json(text: str, path: str) -> Content:
-    with refused_as(f"{path} holds neither a plan nor a schedule nor a timeline"):
-        keys = _keys(text)
-    if "ranks" in keys:
+    held = kind_in(text)
+    if held == "Schedule":
         return Schedule.from_json(text, where=path)
-    if "spans" in keys:
+    if held == "Timeline":
         return DrawableSource(Timeline.from_json(text, where=path), None)
-    if "measured" in keys:
+    if held == "Plan":
+        return plans.Plan.from_json(text, where=path)
+    if held == "Report":
         report = drawing.Report.from_json(text, where=path)
         record = report.measured or report.predicted
         if record is not None:
             return DrawableSource(record.timeline(), None)
-    if "traceEvents" in keys:
-        raise FileError(f"{path} is a Chrome trace, a picture of a timeline; open it in Perfetto")
-    _check_no_other(keys, path)
-    if not _OF_PLANS & keys:
-        raise FileError(f"{path} holds neither a plan nor a schedule, a timeline or a run's report")
-    return plans.Plan.from_json(text, where=path)
+        raise FileError(f"{path} is the report of a run without a timeline; give the plan's file")
+    if held is not None:
+        raise FileError(other_file(held, _DRAWABLE, path))
+    with refused_as(f"{path} holds neither a plan nor a schedule, a timeline or a run's report"):
+        decoded(text, dict[str, msgspec.Raw])
+        raise InputError("it has the keys of none of them")
 
 
 def read_policy(text: str) -> Policy:

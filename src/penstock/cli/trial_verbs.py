@@ -196,7 +196,7 @@ _VERIFY_EPILOG = (
 
 
 @click.command(epilog=_VERIFY_EPILOG)
-@click.argument("plan", type=InputFile())
+@click.argument("plan", type=InputFile("Plan"))
 @click.argument("workload", default=DEFAULT_WORKLOAD)
 @click.option(
     "--steps", type=click.IntRange(min=1), show_default="5, or what the steady state takes",

@@ -48,6 +48,7 @@ class Layer(Value, frozen=True, kw_only=True):
             with it holds besides.
         weight_kept_bytes: what stays between the two halves of a split backward.
         workspace_bytes: what it needs for itself while it runs, beyond what it keeps.
+        input_shape: shapes and dtypes of what it was profiled with, in words.
         output_bytes: what it hands to the layers that read it, and as a gradient gets back.
         parameter_bytes: parameters; their gradients take as much again.
         buffer_bytes: what its state has besides, as running statistics.
@@ -79,6 +80,7 @@ class Layer(Value, frozen=True, kw_only=True):
     held_input_bytes: int = 0
     weight_kept_bytes: int = 0
     workspace_bytes: int = 0
+    input_shape: str = ""
     output_bytes: int = 0
     parameter_bytes: int = 0
     buffer_bytes: int = 0

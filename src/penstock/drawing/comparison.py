@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from penstock.base.arguments import public
 from penstock.base.errors import InputError
 from penstock.base.values import expect
 from penstock.core.schedule.schedule import Schedule
@@ -298,6 +299,7 @@ Comparable = Schedule | Timeline | Foretold
 """Values that have a timeline, or can be simulated."""
 
 
+@public()
 def compare(
     *compared: Comparable | Mapping[str, Comparable], costs: Costs | None = None
 ) -> Comparison:

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
+from penstock.base.arguments import public
 from penstock.base.errors import InputError
 from penstock.base.values import expect, number, write_atomically
 from penstock.core.schedule.memory import Curve
@@ -133,6 +134,7 @@ class Drawable(Protocol):
     def _repr_html_(self) -> str: ...
 
 
+@public()
 def draw(
     timeline: Timeline | FleetTimeline | Drawable,
     path: str | os.PathLike[str] | None = None,

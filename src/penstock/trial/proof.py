@@ -32,6 +32,8 @@ from penstock.planning.plans import Plan
 from penstock.planning.plans.explanation import steady_minibatch
 from penstock.training.pipeline import Pipeline
 from penstock.training.profiler.alone import Progress
+from penstock.trial.curvature import layers_of_stages
+from penstock.trial.reference.copied_stages import CopiedStage
 from penstock.trial.reference.delayed_replay import DelayedReplay
 from penstock.trial.reference.sideways_replay import SidewaysReplay
 from penstock.trial.reference.single_device import SingleDevice
@@ -56,15 +58,16 @@ def prove(
 ) -> Proof:
     """Train through a ``Pipeline`` in threads and through an independent reference, and compare.
 
-    A synchronous plan is compared with ``SingleDevice``; one with stale updates with
+    A synchronous plan is compared with ``SingleDevice``, which adds gradients of copies as their
+    ranks do, in the order of the plan's ``summing``; one with stale updates with
     ``StaleReplay``, which takes from the pipeline's journal what each update was made of; an
     asynchronous one with ``DelayedReplay``, which has no pipeline and applies literally the
     versions that the policy states. There, recorded delays and versions held are compared with the
     policy's formulas, too. Both sides begin with equal weights and draw the same random numbers.
 
     Everything is expected to be equal to the bit, except where sums have another order: weights
-    that several layers share, replicas or copies of stages, tensor ranks, slices of sequences,
-    PipeMare's drift, and predicted weights. There, a tensor may be off by √ε of the way that
+    that several layers share, tensor ranks, slices of sequences, PipeMare's drift, and predicted
+    weights. There, a tensor may be off by √ε of the way that
     training has moved it (ε of its dtype: 3e-4 in float32, 1.5e-8 in float64), or by 16 units in
     the last place.
 
@@ -282,6 +285,7 @@ def _referred(
     if isinstance(plan.versions, Sideways):
         return _borrowed(twin, plan, workload, [*before, *batches])
     if plan.versions.asynchronous:
+        ranks_of = plan.placement.ranks_of
         replay = DelayedReplay(
             twin,
             [len(stage.layers) for stage in plan.stages],
@@ -290,6 +294,7 @@ def _referred(
             workload.loss,
             workload.optimizer,
             replicas=plan.replicas,
+            trees=[plan.summing.tree(ranks_of(stage)) for stage in range(len(plan.stages))],
             seed=_SEED,
         )
         losses = (replay.train(before) if before else []) + replay.train(batches)
@@ -302,8 +307,27 @@ def _referred(
         workload.loss,
         lambda _: workload.optimizer(parameters),
         seed=_SEED,
+        copied=_copied(plan, twin),
     )
     return [alone.step(*batch) for batch in (*before, *batches)], {}
+
+
+def _copied(plan: Plan, twin: nn.Module) -> list[CopiedStage]:
+    """The stages of which several ranks have a copy, with the order in which these add."""
+    copy_of, stages = copies_of(plan), []
+    for stage, layers in enumerate(layers_of_stages(twin, plan)):
+        ranks = plan.placement.ranks_of(stage)
+        if len(ranks) > 1:
+            parameters = dict.fromkeys(
+                weight for layer in layers for weight in layer.module.parameters()
+            )
+
+            def rank_of(microbatch: int, count: int, stage: int = stage) -> int:
+                ranks = plan.placement.ranks_of(stage)
+                return ranks[copy_of(stage, microbatch, count)]
+
+            stages.append(CopiedStage(tuple(parameters), plan.summing.tree(ranks), rank_of))
+    return stages
 
 
 def _borrowed(

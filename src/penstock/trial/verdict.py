@@ -362,8 +362,6 @@ def _rounding(plan: Plan, modules: Sequence[nn.Module]) -> str:
     users = Counter(id(weight) for module in modules for weight in module.parameters())
     reasons = {
         "tensor ranks add what each of them has": plan.num_tensor_ranks > 1,
-        "ranks that hold the same stage add their gradients": placement.weight_copies > 1
-        and not plan.summing.stale,
         "layers share weights, whose gradients are added": max(users.values(), default=1) > 1,
         "weights are predicted": isinstance(policy, Predict),
         "PipeMare's drift is a running mean": isinstance(policy, PipeMare)

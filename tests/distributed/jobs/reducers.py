@@ -5,9 +5,11 @@
 ADDRESSES and PIDS are those of servers, with commas between. Cases: ``same`` compares all ways with
 threads, and kills the servers one after another; ``checkpoint`` goes on from shards in another
 layout; ``parameter servers`` compares those with copies that update, on the way from one checkpoint
-to the next; ``stale`` lets updates be late, and does again what the journal says; ``both ways`` has
-two ranks and no common order, ``devices`` two accelerators, ``served devices`` with a parameter
-server besides; ``stranger`` names another job than the servers; ``killed WAY VICTIM`` loses a rank.
+to the next; ``hosts`` sums on hosts first; ``stale`` lets updates be late, and does again what the
+journal says; ``both ways`` has two ranks and no common order, ``devices`` two accelerators,
+``served devices`` with a parameter server besides, and ``near devices`` sum by servers, inside
+hosts first; ``stranger`` names another job than the servers;
+``killed WAY VICTIM`` loses a rank, or ``killed WAY:HOSTS VICTIM`` on hosts with these digits.
 Each rank reports in ``report-<rank>.json``.
 """
 
@@ -56,19 +58,21 @@ def spares(addresses):
     ]
 
 
-def plan_of(model, way, addresses, replicas=(3,)):
+def plan_of(model, way, addresses, replicas=(3,), levels=()):
     plan = replicated(model, replicas)
+    plan = replace(plan, summing=replace(plan.summing, levels=levels))
     return plan.with_reducer(way, spares(addresses) if way in WITH_SERVERS else ())
 
 
-def on_devices(addresses, ways, transport="process-group", replicas=(2,)):
-    """Copies on accelerators in software, which raise where a wait is missing."""
+def on_devices(addresses, ways, transport="process-group", replicas=(2,), levels=()):
+    """Copies on accelerators in software, which raise where a wait is missing; perhaps near each
+    other."""
     found, model = [], make_mlp(dropout=0.1)
     devices = [f"emu:{rank}" for rank in range(sum(replicas))]
-    expected = train(plan_of(model, "owners", (), replicas), "threads", devices="cpu")
+    expected = train(plan_of(model, "owners", (), replicas, levels), "threads", devices="cpu")
     for way, in_loop in product(ways, (False, True)):
         sent = collectives.DONE.num_bytes_sent
-        plan = plan_of(model, way, addresses, replicas)
+        plan = plan_of(model, way, addresses, replicas, levels)
         got = train(plan, transport, devices=devices, in_loop=in_loop)
         for key, value in got.items():
             if not torch.equal(value.cpu(), expected[key]):
@@ -100,12 +104,14 @@ def train(plan, transport, between=lambda step: None, *, in_loop=False, **option
 
 
 @contextmanager
-def apart(wanted):
-    """Within, ranks believe to be on hosts of their own, if that is wanted."""
-    usual = ProcessGroupTransport.__init__
+def apart(wanted, hosts=()):
+    """Within, ranks believe to be on hosts of their own, if that is wanted, or on those with these
+    numbers."""
+    usual, own = ProcessGroupTransport.__init__, dist.get_rank()
+    there = [rank for rank, host in enumerate(hosts) if host == hosts[own]] or [own]
 
     def begin(self, group, near, *rest, **options):
-        usual(self, group, frozenset({dist.get_rank()}), *rest, **options)
+        usual(self, group, frozenset(there), *rest, **options)
 
     if wanted:
         ProcessGroupTransport.__init__ = begin
@@ -113,6 +119,36 @@ def apart(wanted):
         yield
     finally:
         ProcessGroupTransport.__init__ = usual
+
+
+def hosts():
+    """Copies on hosts, some behind switches: processes, which exchange gradients while backwards
+    run, add in the order in which threads do, and this is not the order of the ranks."""
+    found, model = [], make_mlp(dropout=0.1)
+    cases = [
+        ("owners", (4,), ((0, 0, 1, 1),), {}),
+        ("owners", (1, 3), ((0, 0, 1, 1),), {"clip_norm": 0.5}),
+        ("owners", (4,), ((0, 1, 1, 2), (0, 0, 0, 1)), {}),
+        ("sharded", (4,), ((0, 1, 0, 1),), {}),
+        ("sharded", (4,), ((0, 0, 1, 1),), {"clip_norm": 0.5}),
+        ("sharded", (4,), ((0, 0, 1, 1),), {"in_loop": True}),
+        ("parameter-server", (3,), ((0, 0, 1),), {}),
+    ]
+    for way, replicas, levels, options in cases:
+        clip = {key: value for key, value in options.items() if key == "clip_norm"}
+        expected = train(plan_of(model, "owners", (), replicas, levels), "threads", **clip)
+        flat = train(plan_of(model, "owners", (), replicas), "threads", **clip)
+        if len(levels[0]) > 3 and all(torch.equal(flat[key], expected[key]) for key in flat):
+            found.append(f"{levels} add as no levels do")
+        plan = plan_of(model, way, (), replicas, levels)
+        on_hosts = (*levels[-1], 9)[: dist.get_world_size()]
+        for transport, across in (("auto", False), ("process-group", True)):
+            with apart(across, on_hosts):
+                got = train(plan, transport, **options)
+            for key, value in got.items():
+                if not torch.equal(value, expected[key]):
+                    found.append(f"{way} {replicas} {levels} {options} {transport}: {key}")
+    return found
 
 
 def exchanged(timeline):
@@ -193,12 +229,13 @@ def checkpoint(folder):
     names of parts, and of weights that are not the same."""
     model, own = make_mlp(), folder / f"own-{dist.get_rank()}"
     found = []
-    for replicas, first in (((1, 2), 0), ((3,), 2), ((2, 1), 4)):
+    near = ((0, 0, 1),)  # one host has half of the rows
+    for replicas, first, levels in (((1, 2), 0, ()), ((3,), 2, near), ((2, 1), 4, ())):
         expected = going_on(
-            plan_of(model, "owners", (), replicas), "threads", own, first, first + 2
+            plan_of(model, "owners", (), replicas, levels), "threads", own, first, first + 2
         )
         for way in ("sharded", "owners") if first == 2 else ("sharded",):
-            plan = plan_of(model, way, (), replicas)
+            plan = plan_of(model, way, (), replicas, levels)
             got = going_on(plan, "process-group", folder / "run", first, first + 2)
             dist.barrier()
             found += [key for key, value in got.items() if not torch.equal(value, expected[key])]
@@ -280,8 +317,14 @@ def stale():
 def refused(way, addresses, between=lambda step: None):
     """What a training ends with."""
     replicas = (2,) if way in {"parameter-server", "stale"} else (3,)
+    way, _, levels = way.partition(":")
+    near = tuple(map(int, levels))
     try:
-        plan = plan_of(make_mlp(), way if way != "stale" else "owners", addresses[:1], replicas)
+        if near:
+            plan = plan_of(make_mlp(), way, (), (len(near),), (near,))
+        else:
+            known = way if way != "stale" else "owners"
+            plan = plan_of(make_mlp(), known, addresses[:1], replicas)
         if way == "stale":
             plan = plan.with_reducer("parameter-server", stale=2)
         train(plan, "process-group", between)
@@ -309,6 +352,7 @@ def main() -> None:
         "both ways": partial(both_ways, addresses),
         "devices": partial(on_devices, addresses, ("servers", "sharded", "all-reduce")),
         "linked devices": partial(on_devices, addresses, LINKED, "auto", (1, 2)),
+        "near devices": partial(on_devices, addresses, ("servers",), "auto", (3,), ((0, 0, 1),)),
         "served linked devices": partial(
             on_devices, ["spare:1"], ("parameter-server",), "auto", (1, 2)
         ),
@@ -316,6 +360,10 @@ def main() -> None:
         "checkpoint": partial(checkpoint, folder),
         "parameter servers": partial(parameter_servers, folder),
         "stale": stale,
+        "hosts": hosts,
+        "hosts of linked devices": partial(
+            on_devices, (), ("owners", "sharded"), "auto", (1, 3), ((0, 1, 1, 2),)
+        ),
     }
     if case in compares:
         found = compares[case]()

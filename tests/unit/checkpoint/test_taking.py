@@ -15,7 +15,7 @@ from penstock.training.checkpoint.taking import StageShard
 
 def rows_of(name, parameter, copy, num_copies):
     """The rows of a parameter that a copy updates: what an optimizer keeps of them, and where."""
-    slices = row_shards_of([parameter], range(num_copies))
+    slices = row_shards_of([parameter], dict.fromkeys(range(num_copies), 1))
     for _, start, stop in slices[copy].ranges:
         row = parameter[0].numel()
         shape = tuple(parameter.shape)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -59,3 +61,13 @@ def test_seconds_that_were_measured_are_not_set_beside_units(tmp_path):
     assert "measured in seconds" in refused("compare", path, "1f1b")
     _, other = json.loads(run("compare", path, "1f1b", "--costs", "1,1,1", "--json"))
     assert other["num_ranks"] == 2 and other["makespan"] == 3 * (3 + 1)
+
+
+def test_rows_of_one_name_are_told_apart(plan, monkeypatch):
+    """A plan and the schedule that it has were two rows called gpipe."""
+    monkeypatch.chdir(Path(plan).parent)
+    told = run("compare", "plan.json", "gpipe", "1f1b")
+    assert re.findall(r"^(\S.*?)  +\d", told, re.M) == ["gpipe (plan.json)", "gpipe", "1f1b"]
+    assert "gpipe (plan.json), predicted" in told
+    alone = json.loads(run("compare", "plan.json", "1f1b", "--json"))
+    assert [row["name"] for row in alone] == ["gpipe", "1f1b"]

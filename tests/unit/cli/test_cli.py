@@ -213,8 +213,9 @@ def test_a_file_that_is_no_plan_says_what_it_is(tmp_path):
     run("cluster", "-p", "1", "-o", cluster)
     for verb in (("explain",), ("verify",), ("train", "--plan"), ("rehearse",)):
         told = refused(*verb, str(graph))
-        assert f"{graph} holds no plan, but a model's profile; `penstock plan` makes" in told
-    assert "holds no plan, but a cluster" in refused("explain", str(cluster))
+        assert f"{graph} holds a model's profile, where a plan" in told
+        assert f"`penstock plan {graph}` makes a plan of it" in told
+    assert "holds a cluster, where a plan is wanted" in refused("explain", str(cluster))
 
 
 @pytest.mark.usefixtures("small_demo")
@@ -279,7 +280,7 @@ def test_of_several_sources_the_wrong_one_is_named(tmp_path):
     bad.write_text("0F" + "9" * 5000 + ",0B0\n")
     assert "bad.csv: line 1, cell 1" in refused("check", str(bad))
     run("draw", "1f1b", "-o", str(trace))
-    assert "is a Chrome trace" in refused("draw", str(trace))
+    assert "holds a Chrome trace" in refused("draw", str(trace))
     costs = tmp_path / "costs.json"
     costs.write_text('{"forward": [1, 2, 3, 4]}')
     assert "zb-v: costs: forward has 4 numbers" in refused(
@@ -439,3 +440,40 @@ def test_the_package_itself_is_the_command_line():
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert "1f1b" in told.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("explain", "zb-h1"),
+            "zb-h1 is the name of a schedule, where a plan is wanted; `penstock plan GRAPH "
+            "--schedule zb-h1 -o plan.json` plans with it, `penstock schedules zb-h1` tells",
+        ),
+        (("train", "--plan", "ZB-H1"), "ZB-H1 is the name of a schedule, where a plan is wanted"),
+        (("plan", "1f1b"), "1f1b is the name of a schedule, where a model's profile is wanted"),
+        (("explain", "zb-h9"), "cannot read zb-h9: No such file"),
+    ],
+)
+def test_the_name_of_a_schedule_is_no_file(arguments, message, tmp_path, monkeypatch):
+    """ "cannot read zb-h1: No such file or directory" was said."""
+    monkeypatch.chdir(tmp_path)
+    assert message in refused(*arguments)
+    (tmp_path / "zb-h1").write_text("{}")  # but a file may be called so
+    assert "zb-h1 is not a valid Plan" in refused("explain", "zb-h1")
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("plan graph.json --devices 4", "-p/--ranks"),
+        ("simulate 1f1b --num-microbatches 4", "-m/--microbatches"),
+        ("plan graph.json --replica 4", "--replicas"),
+    ],
+)
+def test_an_option_that_others_have_is_known_by_its_name_here(words, meant, monkeypatch, capsys):
+    """`--devices` was taken for `--replicas`."""
+    monkeypatch.setattr(sys, "argv", ["penstock", *words.split()])
+    with pytest.raises(SystemExit):
+        main()
+    assert f"Did you mean '{meant}'?; try penstock" in capsys.readouterr().err

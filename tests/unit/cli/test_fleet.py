@@ -108,7 +108,7 @@ def test_what_it_refuses(folder):
             "job a: 9,000,000 microbatches on 1 rank are too many to plan",
         ),
         ('[jobs.a]\nplan = "missing.json"', "job a: cannot read"),
-        ('[jobs.a]\nplan = "graph.json"', "holds no plan, but a model's profile"),
+        ('[jobs.a]\nplan = "graph.json"', "holds a model's profile, where a plan is wanted"),
         ('[jobs."a/b"]\nplan = "fits.json"', "no job can be called 'a/b', since its folder"),
         ('[jobs.a]\nplan = "fits.json"\nsteps = 0', "jobs.a: steps is 0, but must be ≥ 1"),
     ],

@@ -86,7 +86,11 @@ def test_it_is_read_once(words):
     [
         ("", ("draw", "-"), "standard input is empty"),
         ("{}", ("draw", "-"), "standard input holds neither a plan nor"),
-        ('{"layers": []}', ("explain", "-"), "standard input holds no plan, but a model's profile"),
+        (
+            '{"layers": []}',
+            ("explain", "-"),
+            "standard input holds a model's profile, where a plan is wanted",
+        ),
         ("0F0,1F0\n0X0", ("check", "-"), "standard input"),
         (PLAN.read_text(), ("draw", "-", "-p", "2"), "standard input says its ranks"),
         ("x = 1", ("fleet", "-", "--simulate"), "standard input is not a valid fleet"),

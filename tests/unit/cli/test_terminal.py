@@ -86,9 +86,35 @@ def test_a_drawing_goes_on_below_and_loses_nothing():
     assert len(bands) == 3 and "peak 4" in bands[2] and "peak" not in bands[0] + bands[1]
     for rank in range(4):
         row = re.search(rf"^rank {rank} │(.*)│ peak", whole, re.M)[1]
-        parts = [re.search(rf"^r{rank} │(.*)│", band, re.M)[1] for band in bands]
+        parts = [re.search(rf"^rank {rank}│(.*)│", band, re.M)[1] for band in bands]
         assert "".join(parts) == row
         assert all(part[:1] in "FBU·─" for part in parts)
+
+
+def test_ranks_have_one_name_in_any_window():
+    """They were r0 where the window was narrow, and rank 0 elsewhere."""
+    for words in (("1f1b", "-p", 4, "-m", 8), ("zb-h1", "-p", 12, "-m", 24)):
+        for columns in (80, 200):
+            told = printed("draw", *words, columns=columns)
+            assert widest(told) <= columns
+            assert re.findall(r"^rank \d+ *│", told, re.M) and not re.search(r"^r\d", told, re.M)
+    # The first drawing that people see needs no second band.
+    assert printed("draw", "1f1b", "-p", 4, "-m", 8).count("rank 0") == 1
+
+
+@pytest.mark.parametrize("words", [("schedules",), ("schedules", "zb-h1"), ("explain", PLAN)])
+def test_no_line_ends_in_blanks(words):
+    assert not re.search(" $", printed(*words), re.M)
+
+
+def test_a_name_is_never_broken_in_the_middle():
+    """`explain` broke the names of layers where the column ended."""
+    name = "transformer.h.0.attention.out_projection"
+    rows = [("0", f"2: embedding … {name}", "1.000 KiB", "12345678", "12345678", "12345678")]
+    told = _shown(show.print_table, ("stage", "layers", "a", "b", "c", "d"), rows, 2)
+    assert name in told and "2: embedding …" in told
+    assert widest(told) <= 80
+    assert told.count("12345678") == 3 and told.count("stage") == 2
 
 
 def test_columns_without_room_stand_below_with_the_names_again():

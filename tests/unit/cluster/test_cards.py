@@ -107,3 +107,27 @@ def test_nobody_is_behind_two_cards():
     assert Cluster(devices=cluster.devices, groups=(*hosts(None, None).groups, rack)), (
         "the card of a rack may be its hosts' only one"
     )
+
+
+def test_devices_with_cards_of_their_own_reach_their_host_without_them():
+    """As GPUs that NVLink joins, each with a card beside it."""
+    names = [[f"h{number}:{index}" for index in range(2)] for number in range(2)]
+    cards = [
+        Group(name=f"{name}/card", members=(name,), card=WIDE) for own in names for name in own
+    ]
+    whole = [
+        Group(
+            name=f"h{number}",
+            members=tuple(f"{name}/card" for name in own),
+            link=INSIDE,
+            kind="nvlink",
+        )
+        for number, own in enumerate(names)
+    ]
+    devices = tuple(Device(name=name) for own in names for name in own)
+    topology = Topology(Cluster(devices=devices, groups=(*cards, *whole)))
+    assert topology.link(0, 1) == INSIDE and topology.cards_between(0, 1) == ()
+    assert topology.link(0, 2).bytes_per_second == WIDE.bytes_per_second
+    assert topology.slowest_link([0, 1]) == INSIDE
+    assert topology.slowest_link([0, 1, 2]) == topology.link(0, 2)
+    assert len({*topology.cards}) == 4 and len({*topology.hosts}) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from itertools import combinations
 
 import pytest
 
@@ -11,7 +12,14 @@ from penstock import Cluster, Link
 from penstock.base.errors import FileError, InputError
 from penstock.base.units import to_bytes, to_bytes_per_second, to_seconds
 from penstock.core.cluster import Topology
-from penstock.core.cluster.measured import Seat, chosen_pairs, fit, gathered, ring_seconds
+from penstock.core.cluster.measured import (
+    Seat,
+    chosen_pairs,
+    differences,
+    fit,
+    gathered,
+    ring_seconds,
+)
 from tests.kit.paths import DOCS
 
 PAGE = DOCS / "clusters.md"
@@ -294,3 +302,46 @@ def test_what_was_not_measured_is_as_elsewhere():
     cluster = gathered(seats, {(0, 1): rate(100), (0, 2): rate(5)})
     assert [group.link for group in cluster.groups] == [rate(100), rate(100)]
     assert [group.memory_bytes for group in cluster.groups] == [64, 64]
+
+
+def test_who_shares_a_card_is_a_group_with_it():
+    hosts = ["a"] * 4 + ["b"] * 2 + ["c"]
+    links = {pair: rate(1000) for pair in combinations(range(4), 2)} | {
+        (0, 4): rate(10, 30), (1, 5): rate(10, 30), (2, 5): rate(10, 30), (0, 6): rate(10, 30),
+        (4, 6): rate(10, 30),
+    }  # fmt: skip
+    cards = [(0, 1), (2, 3), (4, 5)]
+    cluster = gathered([seat(host) for host in hosts], links, cards)
+    topology = Topology(cluster)
+    assert topology.cards[0] == topology.cards[1] != topology.cards[2] == topology.cards[3]
+    assert topology.cards[4] == topology.cards[5] >= 0 and topology.cards[6] == -1
+    assert topology.link(0, 2) == rate(1000), "both cards of a host are not on the way"
+    assert topology.link(0, 4) == rate(10, 30)
+    (card,) = {group.card for group in cluster.groups if group.card}
+    assert card.bytes_per_second == 10e6
+    assert not cluster.wires and Cluster.from_json(cluster.to_json()) == cluster
+
+
+def test_what_measured_otherwise_than_a_file_says_is_told_with_both_figures():
+    said = Cluster.from_toml(
+        """
+        [[servers]]
+        name = "node"
+        count = 2
+        devices = 2
+        link = "1GB/s"
+        link_kind = "shared-memory"
+        card = "100Mbit/s"
+        """
+    )
+    links = {(0, 1): rate(1000), (2, 3): rate(1000), (0, 2): rate(12.5), (1, 3): rate(2)}
+    seats = [seat("a"), seat("a"), seat("b"), seat("b")]
+    alike = gathered(seats, links | {(1, 3): rate(12.5)}, [(0, 1), (2, 3)])
+    assert not [*differences(alike, said, {(0, 2): rate(12.5)}, "c.toml")]
+    other = gathered(seats, links, [(0, 1)])
+    assert [*differences(other, said, links, "c.toml")] == [
+        "a mebibyte from node0:1 to node1:1 takes 524 ms, and by c.toml 83.9 ms",
+        "node1:0 and node1:1 do not share a card, unlike in c.toml",
+    ]
+    with pytest.raises(InputError, match=r"c\.toml has 4 devices, and 3 ranks were measured"):
+        list(differences(gathered(seats[:3], {(0, 1): rate(9)}), said, {}, "c.toml"))

@@ -128,7 +128,7 @@ def test_a_comparison_is_a_table_as_text():
     [
         ((), "nothing to compare"),
         ((SCHEDULE, SCHEDULE), "same title"),
-        (("1f1b",), "give schedules, plans or timelines"),
+        (("1f1b",), "compared is '1f1b', the name of a schedule; penstock.schedules.build"),
         (({"x": 3},), "give schedules, plans or timelines"),
     ],
 )

@@ -59,8 +59,8 @@ def test_numbers_of_each_step_have_their_names():
     assert all(0 <= row["bubble"] < 1 for row in rows)
     assert all(row["rows_per_second"] == ROWS * row["steps_per_second"] for row in rows[1:])
     assert [row["step"] for row in watched(every=2)] == [2, 4]
-    told = watched(options={"results": "none", "record": True, "optimizer": None})
-    assert {*told[-1]} == {"step"} | MEASURED | RATES
+    told = watched(options={"results": "none", "record": True})
+    assert {*told[-1]} == {"step", "lr"} | MEASURED | RATES
 
 
 def flops_of(model, inputs):

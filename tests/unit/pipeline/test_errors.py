@@ -71,7 +71,7 @@ def test_an_error_of_a_stage_is_named_soon_and_the_step_can_be_repeated(layer, b
         start = time.monotonic()
         kind, stage = ("B" if backward else "F"), {0: 0, 3: 1, 5: 2}[layer]
         op = f"{stage}{kind}{microbatch}"
-        message = f"(?m)^stage {stage}, microbatch {microbatch}, op {op}: ValueError: boom$"
+        message = f"(?m)stage {stage}, microbatch {microbatch}, op {op}: ValueError: boom$"
         with pytest.raises(StageError, match=message) as caught:
             pipeline.step(*make_batch(8))
         assert time.monotonic() - start < SOON_SECONDS
@@ -433,7 +433,7 @@ def test_an_optimizer_that_cannot_be_built_leaves_no_threads():
         (make_mlp()[:5], r"another model \(not in the plan: none; not in the model: 5\)"),
         (nn.Sequential(*make_mlp(), nn.ReLU()), "not in the plan: 6; not in the model: none"),
         (make_mlp(dtype=torch.float64), "same names but other parameter shapes or dtypes"),
-        (nn.Linear(2, 2), "does not name its spine"),
+        (nn.Linear(2, 2), r"another model \(not in the plan: Linear; not in the model: 0, 1"),
     ],
 )
 def test_a_plan_for_another_model_is_refused(other, message):

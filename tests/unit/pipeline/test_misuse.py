@@ -206,8 +206,8 @@ def test_a_plan_must_be_a_plan():
     ("call", "message"),
     [
         (lambda: pk.plan(make_mlp(), microbatches=2), "the graph is of type Sequential"),
-        (lambda: pk.simulate("1f1b"), "the schedule is of type str"),
-        (lambda: pk.check("1f1b"), "the schedule is of type str"),
+        (lambda: pk.simulate("1f1b"), "the schedule is '1f1b', the name of a schedule"),
+        (lambda: pk.check("1f1c"), "the schedule is of type str"),
         (lambda: pk.draw(3), "the timeline is of type int"),
     ],
 )

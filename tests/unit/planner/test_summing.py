@@ -65,8 +65,13 @@ def test_any_takes_the_fastest_and_says_why():
 def test_parameter_servers_take_gradients_and_give_weights(n, k, share):
     plan = copies(cluster(n, k), "parameter-server")
     stage = plan.stages[0]
-    assert stage.reduce_seconds == pytest.approx(2 * share * stage.parameter_bytes / RATE)
-    assert stage.reduce_parts == 1  # all gradients of a copy leave at once
+    way = share * stage.parameter_bytes / RATE
+    assert stage.reduce_seconds == pytest.approx(2 * way)
+    assert stage.reduce_steps == pytest.approx((way, way)), "there and back, bucket by bucket"
+    # Both directions are busy at once, so it takes little longer than one way.
+    exchange = stage.exchange
+    parts, each = exchange.num_parts, exchange.seconds[0]
+    assert sum(exchange.seconds) + (parts - 1) * each == pytest.approx((1 + 1 / parts) * way)
     assert stage.optimizer_bytes == 0
     chosen = next(other for other in plan.alternatives if other.remark == "chosen")
     assert chosen.moved_bytes == 2 * n * stage.parameter_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 import penstock as pk
 from penstock.base.errors import FileError, InputError
@@ -52,3 +53,37 @@ def test_a_cluster_file_says_where_servers_are():
     assert placed.spares[0].where == "10.0.0.7:99"
     with pytest.raises(FileError, match="2 spare machines cannot have the address"):
         pk.Cluster.from_toml(text + 'address = "10.0.0.7:99"\ncount = 2\n')
+
+
+def near(replicas, *levels, count=6):
+    plan = replicated(make_mlp(), replicas, count)
+    return plan.edited(summing=replace(plan.summing, levels=levels))
+
+
+def test_a_plan_says_which_ranks_sum_among_themselves_first():
+    plan = near((4,), (0, 0, 1, 1))
+    assert "sums inside hosts first: ranks 0–1, 2–3" in " ".join(plan.text().split())
+    assert Plan.from_json(plan.to_json()) == plan
+    assert "sums inside" not in near((4,), (0, 1, 2, 3)).text()
+    behind = near((6,), (0, 1, 0, 1, 2, 2), (0, 0, 0, 0, 1, 1))
+    assert "ranks 0+2, 1+3, 4–5; then ranks 0–3, 4–5" in " ".join(behind.text(200).split())
+    many = near((10,), tuple(rank // 2 for rank in range(10)), count=10)
+    assert "6–7, …" in many.text(200)
+
+
+def test_levels_stay_with_a_reducer_unless_updates_are_stale():
+    plan = near((4,), (0, 0, 1, 1))
+    assert plan.with_reducer("sharded").summing.levels == ((0, 0, 1, 1),)
+    assert plan.with_reducer("parameter-server", stale=2).summing.levels == ()
+
+
+def test_levels_that_do_not_fit_are_refused():
+    with pytest.raises(InputError, match="levels give the groups of 2 ranks, and there are 4"):
+        near((4,), (0, 1))
+    with pytest.raises(InputError, match="levels: rank 2 is in group 1, but another rank"):
+        near((3,), (0, 1, 1), (0, 0, 1))
+    with pytest.raises(InputError, match="stale updates are made of each copy's own gradients"):
+        Summing(reducer="parameter-server", stale=1, levels=((0, 0),))
+    text = near((3,), (0, 0, 1)).to_json()
+    with pytest.raises(FileError, match="unknown field `nearness`"):
+        Plan.from_json(text.replace('"levels"', '"nearness"'))

@@ -14,6 +14,7 @@ from penstock.engine.reduce import delegated
 from penstock.engine.reduce.delegated import AllReducer
 from penstock.engine.reduce.reducer import SharedWeights
 from penstock.engine.reduce.sums import GradientSums
+from penstock.planning.plans.summing import Summing
 from tests.unit.reduce.test_sums import (
     DEADLINE_SECONDS,
     between_threads,
@@ -76,7 +77,7 @@ def sums_of(copies, transports):
     return [
         GradientSums(
             rank, [SharedWeights(0, (*range(NUM_RANKS),), frozenset({0}), own)], transport,
-            everywhere=True, make=partial(AllReducer, group=[rank]),
+            everywhere=True, make=partial(AllReducer, summing=Summing(), made=[[rank]]),
         )
         for rank, (own, transport) in enumerate(zip(copies, transports, strict=True))
     ]  # fmt: skip

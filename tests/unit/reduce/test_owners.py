@@ -34,9 +34,9 @@ def test_buckets_have_every_number_once_and_the_last_parameters_first(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(portions_module, "LEAST_PORTION_BYTES", 16)
         buckets = (
-            row_buckets_of(parameters, range(num_owners), most)
+            row_buckets_of(parameters, dict.fromkeys(range(num_owners), 1), most)
             if rows
-            else buckets_of(dict(enumerate(parameters)), range(num_owners), most)
+            else buckets_of(dict(enumerate(parameters)), dict.fromkeys(range(num_owners), 1), most)
         )
     assert 1 <= len(buckets) <= most
     owned = [torch.zeros(parameter.numel()) for parameter in parameters]

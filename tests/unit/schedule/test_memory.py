@@ -1,11 +1,21 @@
 """What is held, by hand: microbatches, bytes, parts kept for W, recompute, explicit free points."""
 
+import numpy as np
 import pytest
 
 from penstock import Costs, Schedule, Sizes, draw, schedules, simulate
 from penstock.base.errors import InputError
 from penstock.core.schedule.lower import add_free, add_recompute, lower
-from penstock.core.schedule.memory import Load, loads, peak_activations, peaks, units
+from penstock.core.schedule.memory import (
+    Load,
+    distinct_rows,
+    loads,
+    moments,
+    peak_activations,
+    peaks,
+    units,
+)
+from penstock.core.schedule.op import Kind
 
 SPLIT = Schedule.parse("0F0,0F1,0I0,0I1,0W0,0W1")
 
@@ -103,3 +113,43 @@ def test_the_moments_that_may_be_the_worst():
 def test_sizes_that_do_not_fit(make, message):
     with pytest.raises(InputError, match=message):
         make()
+
+
+def counted(ops, stages):
+    """Op by op: all that a rank ever holds, (inputs only, whole, for the weight gradient) of each
+    of its stages."""
+    recomputed = {op.stage for op in ops if op.kind is Kind.RECOMPUTE}
+    held = {stage: [0, 0, 0] for stage in stages}
+    reached = {(0,) * (3 * len(stages))}
+    for op in ops:
+        inputs, whole, for_weight = held[op.stage]
+        held[op.stage] = {
+            Kind.FORWARD: (
+                [inputs + 1, whole, for_weight]
+                if op.stage in recomputed
+                else [inputs, whole + 1, for_weight]
+            ),
+            Kind.RECOMPUTE: [inputs - 1, whole + 1, for_weight],
+            Kind.BACKWARD: [inputs, whole - 1, for_weight],
+            Kind.BACKWARD_INPUT: [inputs, whole - 1, for_weight + 1],
+            Kind.BACKWARD_WEIGHT: [inputs, whole, for_weight - 1],
+        }[op.kind]
+        reached.add(tuple(part for stage in stages for part in held[stage]))
+    return sorted(map(list, reached))
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zb-v", "interleaved-zb", "chimera"])
+@pytest.mark.parametrize("recomputed", [0, 1, 8])
+def test_moments_are_all_that_a_rank_ever_holds(name, recomputed):
+    schedule = schedules.build(name, num_ranks=4, num_microbatches=8)
+    schedule = add_recompute(schedule, range(min(recomputed, schedule.num_stages)))
+    for ops, stages in zip(schedule.rank_ops, schedule.stages_of, strict=True):
+        assert moments(ops).tolist() == counted(schedule.columns.ops(ops.span), stages)
+        assert "as_tuple" not in vars(ops)  # of millions of ops, no object each
+
+
+def test_rows_are_told_apart_also_where_their_numbers_do_not_fit_in_one():
+    generator = np.random.default_rng(0)
+    rows = generator.integers(-(2**40), 2**40, (50, 6))[generator.integers(0, 50, 400)]
+    rows[:, :2] //= 2**39
+    assert np.array_equal(distinct_rows(rows), np.unique(rows, axis=0))

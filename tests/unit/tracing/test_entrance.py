@@ -264,3 +264,33 @@ def test_a_model_on_meta_is_traced_and_takes_no_memory(residual):
     assert captured.names == plan.layers
     assert all(mine is other for mine, other in zip(wide.parameters(), before, strict=True))
     assert all(parameter.is_meta for parameter in wide.parameters())
+
+
+def test_a_plan_of_a_chain_says_that_the_model_is_another():
+    chain = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    of_chain = pk.plan(pk.profile(chain, torch.ones(4, 6), repeats=1, ranks=0), microbatches=2)
+    with pytest.raises(pk.ModelError, match=r"another model .*not in the model: 0, 1"):
+        pk.Pipeline(made(Residual), of_chain)
+
+
+def test_inputs_of_a_plan_that_do_not_fit_are_blamed_on_the_plan(residual):
+    class Keyed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one = nn.Linear(6, 6)
+
+        def forward(self, batch, extra):
+            return self.one(batch["x"]) + extra
+
+    _, plan, _ = residual
+    with pytest.raises(pk.ModelError, match=r"^the plan was made for another model, or"):
+        pk.Pipeline(Keyed(), plan)
+
+
+def test_targets_in_a_tuple_are_not_taken_for_an_argument_of_the_model():
+    model = made(Residual)
+    model.forward = lambda value, cache=None: Residual.forward(model, value)
+    captured = pk.capture(model, torch.ones(4, 6))
+    with pytest.raises(pk.InputError, match="if targets are in it, give them apart") as refused:
+        captured((torch.ones(4, 6), torch.ones(4, 6)))
+    assert "leave out cache" not in str(refused.value)

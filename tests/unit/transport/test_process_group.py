@@ -126,6 +126,27 @@ def looked_for(rank, transport):
     return [*found, transport.recv(there, 401, "rank 1")]  # waits for what is looked for
 
 
+def not_waited_for(rank, transport):
+    """What is looked for first may come last: who waits for another message does not wait for it,
+    and what is let go of can be looked for again."""
+    first, second, back = (Edge(0, 1, SHARED_TAGS + 7), Edge(0, 1, SHARED_TAGS + 8), Edge(1, 0, 3))
+    if rank == 0:
+        transport.send(second, 500, "second")
+        transport.flush()
+        transport.recv(back, 500, "rank 0")
+        transport.send(first, 500, "first")
+        transport.flush()
+        return []
+    transport.has_come(first, 500)
+    transport.has_come(second, 500)
+    found = [transport.recv(second, 500, "rank 1")]
+    transport.send(back, 500, None)
+    end = time.monotonic() + SOON_SECONDS
+    while not transport.has_come(first, 500) and time.monotonic() < end:
+        time.sleep(0.01)
+    return [*found, transport.has_come(first, 500), transport.recv(first, 500, "rank 1")]
+
+
 def dropped(rank, deadline_seconds):
     """A message to a transport that is no more is in nobody's way."""
     transport = transport_of(deadline_seconds, near=False)
@@ -225,6 +246,7 @@ def main():
         report[part.__name__] = [part(rank, transport) for transport in (near, far)]
     report["unasked"] = unasked(rank, far)
     report["looked for"] = looked_for(rank, far)
+    report["not waited for"] = not_waited_for(rank, far)
     report["failure"] = [failure(rank, transport) for transport in (near, far)]
     start = time.monotonic()
     dist.destroy_process_group()
@@ -245,6 +267,7 @@ def test_messages_between_two_processes():
         assert one["discarded"][where] == [8, "fresh", "fresher", 0]
     assert one["unasked"] == ["asked for", "unasked"]
     assert one["looked for"] == [None, False, True, 100_000.0, False, "second"]
+    assert one["not waited for"] == ["second", True, "first"]
     assert one["dropped"] == ["before", [1.0, 1.0, 1.0]]
     for (seconds, refused), heard in zip(zero["goodbye"], one["goodbye"], strict=True):
         assert seconds < SOON_SECONDS

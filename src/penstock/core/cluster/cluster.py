@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from penstock.base.errors import InputError
 from penstock.base.lazily import method_provided
-from penstock.base.values import MOST_TOML_BYTES, Value, expect, read_text, refused_as, whole
+from penstock.base.values import MOST_TOML_BYTES, Value, expect, read_as, read_text, whole
 from penstock.core.cluster import from_catalogue, local
 from penstock.core.cluster.local import measured_tier
 from penstock.core.cluster.parts import (
@@ -113,7 +113,7 @@ class Cluster(Value, frozen=True, kw_only=True):
         )
 
         expect(text, str, "the text", "give TOML")
-        with refused_as(f"{where} is not a valid Cluster"):
+        with read_as("Cluster", text, where):
             return cls(**written.read(text))
 
     @classmethod
@@ -261,9 +261,20 @@ class Topology:
     @cached_property
     def cards(self) -> tuple[int, ...]:
         """The network card of each device: the number of the group whose members share it, or −1
-        where nobody says. A way inside the group does not pass it."""
+        where nobody says. A way inside a host does not pass it."""
         with_card = {number for number, group in enumerate(self.cluster.groups) if group.card}
         return tuple(next((g for g in path if g in with_card), -1) for path in self.paths)
+
+    @cached_property
+    def hosts(self) -> tuple[int, ...]:
+        """The host of each device: the number of the outermost group of it that has a card, or says
+        of which kind its link inside is; of a device in no such group, a number < 0 of its own."""
+        groups = self.cluster.groups
+        inside = {n for n, group in enumerate(groups) if group.card or group.kind}
+        return tuple(
+            next((group for group in path if group in inside), -1 - device)
+            for device, path in enumerate(self.paths)
+        )
 
     def card(self, number: int) -> Card:
         """The card of a group that has one, by the group's number."""
@@ -273,9 +284,10 @@ class Topology:
 
     def cards_between(self, first: int, second: int) -> tuple[int, ...]:
         """The cards that a message from one device to another passes: the sender's, and the
-        receiver's; none inside a group that shares one."""
+        receiver's; none inside a host."""
         ends = self.cards[first], self.cards[second]
-        return tuple(card for card in ends if card >= 0) if ends[0] != ends[1] else ()
+        apart = self.hosts[first] != self.hosts[second]
+        return tuple(card for card in ends if card >= 0) if apart else ()
 
     def link(self, first: int, second: int) -> Link:
         """The link between two different devices, for a message that has the way to itself: as slow
@@ -327,8 +339,9 @@ class Topology:
         """The links of pairs that meet in a group, without looking at each pair: once for any two
         kinds of cards."""
         link = self._link_of(group)
-        numbers = {self.cards[k] for k in chosen if group == _WHOLE or group in self.paths[k]}
-        if len(numbers) < 2:  # nobody has a card, or all share one and do not pass it
+        meeting = [k for k in chosen if group == _WHOLE or group in self.paths[k]]
+        numbers = {self.cards[k] for k in meeting}
+        if len({self.hosts[k] for k in meeting}) < 2 or numbers == {-1}:
             yield link
             return
         kinds = Counter(self.card(number) if number >= 0 else None for number in numbers)
@@ -377,6 +390,8 @@ class Topology:
 def _through(link: Link, cards: Iterable[Card | None]) -> Link:
     """A link whose ends are cards."""
     there = [card for card in cards if card is not None]
+    if not there:
+        return link
     rates = [card.bytes_per_second for card in there]
     rates += [link.bytes_per_second] if link.bytes_per_second else []
     latency = link.latency_seconds + sum(card.latency_seconds for card in there)

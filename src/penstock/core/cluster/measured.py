@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations, pairwise
 from statistics import fmean, median
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from penstock.base.errors import InputError
 from penstock.core.cluster.cluster import Cluster, Topology
-from penstock.core.cluster.parts import Device, DeviceKind, Group, Link, Wire
+from penstock.core.cluster.parts import Card, Device, DeviceKind, Group, Link, Wire
 
 TYPICAL_BYTES = 2**20
 """A message by which links are compared."""
@@ -107,25 +107,29 @@ def chosen_pairs(hosts: Sequence[str], most: int) -> list[Pair]:
     everyone = list(combinations(range(len(hosts)), 2))
     if len(everyone) <= most:
         return everyone
-    by_host = list(_ranks_by_host(hosts).values())
+    by_host = list(ranks_by_host(hosts).values())
     inside = {pair for ranks in by_host for pair in pairwise(ranks)}
     firsts = [ranks[0] for ranks in by_host]
     ring = [*pairwise(firsts), *([(firsts[0], firsts[-1])] if len(firsts) > 2 else [])]
     return sorted(inside | {(min(pair), max(pair)) for pair in ring})
 
 
-def gathered(seats: Sequence[Seat], links: Mapping[Pair, Link]) -> Cluster:
+def gathered(
+    seats: Sequence[Seat], links: Mapping[Pair, Link], cards: Sequence[Sequence[int]] = ()
+) -> Cluster:
     """The cluster in which some pairs were measured; device i is rank i's.
 
     Hosts become groups with the median of their pairs' links, the cluster's link is the median of
     those between hosts, and a pair gets a wire where a message of ``TYPICAL_BYTES`` takes over
-    ``MOST_DIFFERENCE`` longer or shorter than that.
+    ``MOST_DIFFERENCE`` longer or shorter than that. Who shares a card is a group with it, the
+    host or a part of it; the card is as fast as what was measured through it.
 
     Args:
         seats: where each rank is, and what it has there.
         links: the link of each pair of ranks, the lower rank first.
+        cards: ranks that share one.
     """
-    hosts = _ranks_by_host([seat.host for seat in seats])
+    hosts = ranks_by_host([seat.host for seat in seats])
     titles = _titles(hosts)
     devices = _devices(seats, hosts, titles)
     inside = _inside(hosts, links)
@@ -141,11 +145,13 @@ def gathered(seats: Sequence[Seat], links: Mapping[Pair, Link]) -> Cluster:
                 members=tuple(devices[rank].name for rank in ranks),
                 link=inside[host],
                 memory_bytes=seats[ranks[0]].shared_bytes,
+                kind="shared-memory" if seats[ranks[0]].kind == "cpu" else None,
             )
             for host, ranks in hosts.items()
             if len(ranks) > 1
         )
         plain = Cluster(devices=devices, link=between, groups=groups)
+        plain = _with_cards(plain, hosts, [own for own in cards if len(own) > 1], links)
     topology = Topology(plain)
     wires = tuple(
         Wire(between=(devices[a].name, devices[b].name), link=link)
@@ -155,7 +161,47 @@ def gathered(seats: Sequence[Seat], links: Mapping[Pair, Link]) -> Cluster:
     return replace(plain, wires=wires)
 
 
-def _ranks_by_host(hosts: Sequence[str]) -> dict[str, list[int]]:
+def _with_cards(
+    cluster: Cluster,
+    hosts: Mapping[str, Sequence[int]],
+    cards: Sequence[Sequence[int]],
+    links: Mapping[Pair, Link],
+) -> Cluster:
+    """A cluster of several hosts, with the cards that ranks share."""
+    names = [device.name for device in cluster.devices]
+    whole = {frozenset(ranks) for ranks in hosts.values()}
+    groups = {group.members: group for group in cluster.groups}
+    host_of = {rank: host for host, ranks in hosts.items() for rank in ranks}
+    between = {(a, b): link for (a, b), link in links.items() if host_of[a] != host_of[b]}
+    parts = []
+    for number, ranks in enumerate(cards):
+        own = frozenset(ranks)
+        through = [link for pair, link in between.items() if own & {*pair}]
+        usual = _middle(through) if through else cluster.link
+        if not usual.bytes_per_second:
+            continue
+        # The link between hosts has the latency, of both ends together.
+        card = Card(bytes_per_second=usual.bytes_per_second)
+        members = tuple(names[rank] for rank in ranks)
+        if own in whole:
+            groups[members] = replace(groups[members], card=card)
+            continue
+        host = next(group for group in cluster.groups if {*members} <= {*group.members})
+        part = Group(
+            name=f"{host.name}/card{number}",
+            members=members,
+            link=host.link,
+            card=card,
+            kind=host.kind,
+        )
+        parts.append(part)
+        rest = tuple(name for name in groups[host.members].members if name not in members)
+        groups[host.members] = replace(groups[host.members], members=(*rest, part.name))
+    return replace(cluster, groups=(*groups.values(), *parts))
+
+
+def ranks_by_host(hosts: Sequence[str]) -> dict[str, list[int]]:
+    """The ranks on each host, from the host of each rank."""
     ranks: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         ranks.setdefault(host, []).append(rank)
@@ -215,3 +261,46 @@ def _middle(links: Iterable[Link]) -> Link:
 def _differs(link: Link, usual: Link) -> bool:
     actual, expected = link.seconds(TYPICAL_BYTES), usual.seconds(TYPICAL_BYTES)
     return max(actual, expected) > (1 + MOST_DIFFERENCE) * min(actual, expected)
+
+
+def differences(
+    measured: Cluster, written: Cluster, links: Mapping[Pair, Link], where: str
+) -> Iterator[str]:
+    """The ways in which a cluster that was measured differs from the one that a file says, each a
+    sentence with both figures: links whose typical message takes over ``MOST_DIFFERENCE`` longer or
+    shorter, and who shares a card.
+
+    Args:
+        measured, written: whose device i is rank i's.
+        links: those that were measured, the lower rank first.
+        where: the name of the file.
+
+    Raises:
+        InputError: the file has another number of devices.
+    """
+    count = len(written.devices)
+    if count != len(measured.devices):
+        raise InputError(
+            f"{where} has {count} devices, and {len(measured.devices)} ranks were measured; start "
+            "one rank for each device of the file, in its order"
+        )
+    said, names = Topology(written), [device.name for device in written.devices]
+    for pair, link in links.items():
+        usual = said.link(*pair)
+        if usual.bytes_per_second and _differs(link, usual):
+            actual, expected = (each.seconds(TYPICAL_BYTES) * 1e3 for each in (link, usual))
+            yield (
+                f"a mebibyte from {names[pair[0]]} to {names[pair[1]]} takes {actual:.3g} ms, and "
+                f"by {where} {expected:.3g} ms"
+            )
+    measured_cards, written_cards = Topology(measured).cards, said.cards
+    for pair in combinations(range(count), 2):
+        ways = [_shares_card(cards, pair) for cards in (measured_cards, written_cards)]
+        if ways[0] != ways[1] and any(card >= 0 for card in measured_cards):
+            both = f"{names[pair[0]]} and {names[pair[1]]}"
+            words = "share a card" if ways[0] else "do not share a card"
+            yield f"{both} {words}, unlike in {where}"
+
+
+def _shares_card(cards: Sequence[int], pair: Pair) -> bool:
+    return cards[pair[0]] == cards[pair[1]] >= 0

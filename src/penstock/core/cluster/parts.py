@@ -72,8 +72,8 @@ class Link(Value, frozen=True, kw_only=True):
 
 
 class Card(Value, frozen=True, kw_only=True):
-    """A network card that all members of a group share: whatever goes between one of them and the
-    outside passes it, in each direction as much per second.
+    """A network card that all members of a group share: whatever goes between one of them and
+    another host passes it, in each direction as much per second.
 
     Attributes:
         bytes_per_second: in each direction.
@@ -103,8 +103,10 @@ class Group(Value, frozen=True, kw_only=True):
             its own.
         card: the network card that all members share; ``None`` where nobody says, and each member
             has what the links around say for itself.
-        kind: how members are joined: ``"shared-memory"``, ``"nvlink"`` (and whatever else joins
-            accelerators directly) or ``"pcie"`` (a switch); ``None`` where nobody says.
+        kind: how members of a host, or of a part of it, are joined: ``"shared-memory"``,
+            ``"nvlink"`` (and whatever else joins accelerators directly) or ``"pcie"`` (a switch);
+            ``None`` where nobody says. The outermost group with a kind or a card is a host: what
+            stays in it passes no card.
 
     Raises:
         InputError: no members, one named twice, or a negative memory.

@@ -150,6 +150,18 @@ class WrittenGroup(_Table, frozen=True):
     link_kind: GroupKind | None = None
     card: WrittenCard | None = None
 
+    @property
+    def group(self) -> Group:
+        """The same with plain numbers."""
+        return Group(
+            name=self.name,
+            members=self.members,
+            link=self.link.link,
+            memory_bytes=int(self.shared_memory),
+            card=None if self.card is None else self.card.card,
+            kind=self.link_kind,
+        )
+
 
 class WrittenWire(_Table, frozen=True):
     """A link of two devices' own."""
@@ -276,17 +288,7 @@ def read(text: str) -> dict[str, Any]:
         )
         for device in written_cluster.devices
     ]
-    groups += [
-        Group(
-            name=group.name,
-            members=group.members,
-            link=group.link.link,
-            memory_bytes=int(group.shared_memory),
-            card=None if group.card is None else group.card.card,
-            kind=group.link_kind,
-        )
-        for group in written_cluster.groups
-    ]
+    groups += [written.group for written in written_cluster.groups]
     wires = [Wire(between=wire.between, link=wire.link.link) for wire in written_cluster.wires]
     if written_cluster.matrix is not None:
         wires += written_cluster.matrix.wires([device.name for device in devices])

@@ -11,13 +11,15 @@ import numpy.typing as npt
 
 from penstock.base.errors import InputError
 from penstock.base.values import amount, items_of, shown
-from penstock.core.schedule.columns import CODES, KINDS, Bools, RankOps
+from penstock.core.schedule.columns import CODES, KINDS, Bools, Longs, RankOps
 from penstock.core.schedule.op import FORWARDS, RELEASING, STASHES, Activations, Kind, Op
 
 Curve = tuple[tuple[float, float], ...]
 """(time, held from then on)."""
 
 Floats = npt.NDArray[np.float64]
+
+_LARGEST_KEY = 2**62
 
 
 @dataclass(frozen=True)
@@ -187,12 +189,51 @@ class Load(NamedTuple):
     for_weight: float = 0
 
 
+_INPUT_ONLY = (1, 0, 0)
 _CHANGES = {
+    Kind.FORWARD: (0, 1, 0),
     Kind.RECOMPUTE: (-1, 1, 0),
     Kind.BACKWARD: (0, -1, 0),
     Kind.BACKWARD_INPUT: (0, -1, 1),
     Kind.BACKWARD_WEIGHT: (0, 0, -1),
 }
+
+
+def moments(ops: RankOps) -> Longs:
+    """How many microbatches a rank holds at a time, and how: a row per moment that differs from all
+    others, ascending, and three columns per stage, as ``Load`` has them.
+
+    Args:
+        ops: compute only, of whole microbatches, perhaps with recomputes.
+    """
+    columns, span = ops.columns, ops.span
+    stages = np.array(ops.stages, np.int64)
+    steps = np.zeros((len(KINDS), 3), np.int64)
+    for kind, step in _CHANGES.items():
+        steps[CODES[kind]] = step
+    change = steps[columns.kind[span]]
+    recomputed = np.isin(columns.stage[span], ops.stages_with({Kind.RECOMPUTE}))
+    change[recomputed & ops.are_of({Kind.FORWARD})] = _INPUT_ONLY
+    held = np.zeros((len(ops) + 1, len(stages), 3), np.int64)
+    held[np.arange(1, len(held)), np.searchsorted(stages, columns.stage[span])] = change
+    return distinct_rows(held.reshape(len(held), -1).cumsum(axis=0))
+
+
+def distinct_rows(rows: Longs) -> Longs:
+    """Rows without those that repeat others, ascending: numpy's ``unique`` compares rows byte by
+    byte, and takes many times as long.
+
+    >>> distinct_rows(np.array([[2, -1], [1, 5], [2, -1]])).tolist()
+    [[1, 5], [2, -1]]
+    """
+    key = np.zeros(len(rows), np.int64)
+    for column in rows.T:
+        least = int(column.min())
+        width = int(column.max()) - least + 1
+        if int(key.max()) >= _LARGEST_KEY // width:
+            key = np.unique(key, return_inverse=True)[1]
+        key = key * width + (column - least)
+    return rows[np.unique(key, return_index=True)[1]]
 
 
 def loads(ops: Sequence[Op], activations: Activations = "own") -> tuple[Load, ...]:
@@ -205,13 +246,7 @@ def loads(ops: Sequence[Op], activations: Activations = "own") -> tuple[Load, ..
     """
     if activations == "newest":
         return (Load(whole=1),)
-    own = RankOps.of(ops)
-    forward = (1, 0, 0) if Kind.RECOMPUTE in own.kinds else (0, 1, 0)
-    steps = np.zeros((len(KINDS), 3), np.int64)
-    for kind, change in {**_CHANGES, Kind.FORWARD: forward}.items():
-        steps[CODES[kind]] = change
-    held = steps[own.columns.kind[own.span]].cumsum(axis=0)
-    reached = {Load(), *(Load(*row) for row in np.unique(held, axis=0).tolist())}
+    reached = [Load(*row) for row in moments(RankOps.of(ops)).tolist()]
     worst: list[Load] = []
     for load in sorted(reached, reverse=True):  # whoever exceeds another comes before it
         if not any(all(a >= b for a, b in zip(bad, load, strict=True)) for bad in worst):

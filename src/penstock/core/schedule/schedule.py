@@ -17,7 +17,7 @@ from typing import Protocol, TypeGuard
 
 from penstock.base.errors import ScheduleError
 from penstock.base.lazily import method_provided
-from penstock.base.values import Value, expect, read_text, refused_as, write_atomically
+from penstock.base.values import Value, decoded, expect, read_as, read_text, write_atomically
 from penstock.core.schedule.columns import Columns, RankOps
 from penstock.core.schedule.op import BACKWARD, OF_A_ROUND, Activations, Kind, Op, dependencies
 
@@ -160,8 +160,8 @@ class Schedule:
         Raises:
             FileError: it is something else, or a cell is not an op; ``where`` is named.
         """
-        file = ScheduleFile.from_json(text, where)
-        with refused_as(f"{where} is not a valid Schedule"):
+        with read_as("Schedule", text, where):
+            file = decoded(text, ScheduleFile)
             parsed = cls.parse("".join(f"{line}\n" for line in file.ranks))
             return cls.of_columns(parsed.columns, file.name, file.activations)
 
@@ -185,7 +185,7 @@ class Schedule:
         text = read_text(path)
         if not os.fspath(path).lower().endswith(".csv"):
             return cls.from_json(text, where=str(path))
-        with refused_as(f"{path} is not a valid Schedule"):
+        with read_as("Schedule", text, str(path)):
             return cls.parse(text, Path(path).stem)
 
     _repr_html_ = method_provided("schedule_cell")

@@ -3,8 +3,8 @@
 Owners are the workers themselves, in their order, and then servers. What happens, with numbers that
 stand at the lines below:
 
-1. A worker pushes each part of its numbers to the part's owner as soon as it has all of the part,
-   in the order of the parts, which keeps all owners busy; a thread per owner sends.
+1. A worker pushes each part of its numbers to the part's owner as soon as it has all of the part;
+   of those that are ready the one that is needed first (``priority``). A thread per owner sends.
 2. Owners add, and send sums back; a thread per owner receives. A round is over for a worker when it
    has all sums.
 3. A server whose connection ends is gone. Whoever lacks a sum of it, or begins another round, tells
@@ -20,7 +20,6 @@ stand at the lines below:
 
 from __future__ import annotations
 
-import queue
 import socket
 import threading
 import time
@@ -44,10 +43,12 @@ from penstock.core.summation.frames import (
     receive,
     tune,
 )
+from penstock.core.summation.priority import Frame, FrameQueue
 from penstock.core.summation.server import SummationServer, _Session
 from penstock.core.summation.split import Division, Owner, Part, divide, parts_of
 
-_Frame = tuple[FrameHead, Numbers | None]
+Ranges = Mapping[int, tuple[int, int]]
+"""By the type of numbers, from which to which of them."""
 
 
 class SumExchange:
@@ -91,7 +92,7 @@ class SumExchange:
         self._since: dict[int, float] = {}
         self._until: dict[int, float] = {}
         self._divisions: dict[tuple[int, int], Division] = {}
-        self._queues: list[queue.SimpleQueue[_Frame | None]] = [queue.SimpleQueue() for _ in owners]
+        self._queues = [FrameQueue() for _ in owners]
         self._connections: dict[int, socket.socket] = {}
         self._session: _Session = own.attach(member, _ToSelf(self))
         try:
@@ -144,7 +145,8 @@ class SumExchange:
         Args:
             number: the round's, the same on all workers; higher than that of the round before.
             given: this worker's numbers by the place of their type in ``ITEM_BYTES``: as many on
-                all workers. They stay as they are until the round after the next one begins.
+                all workers. They stay as they are until the round after the next one begins. Those
+                that are needed first stand last.
             sums: where the sums go; each as large as what is given.
             filled: whether all numbers are there; otherwise ``fill`` says of each when it is.
         """
@@ -171,7 +173,7 @@ class SumExchange:
             waiting = round_.waiting[dtype]
             low = bisect_left(waiting, first, key=attrgetter("start"))
             high = max(low, bisect_right(waiting, last, key=attrgetter("stop")))
-            for part in waiting[low:high]:
+            for part in reversed(waiting[low:high]):
                 self._queue(round_, dtype, part)
             del waiting[low:high]
 
@@ -194,13 +196,14 @@ class SumExchange:
             most = max(division.part_bytes // ITEM_BYTES[dtype], 1)
             round_.waiting[dtype] = []
             filled = None if round_.filled is None else round_.filled[dtype]
-            for part in parts_of(len(numbers), division.shares, most):
+            for part in reversed(parts_of(len(numbers), division.shares, most)):
                 if wanted:
                     round_.left[self._head(round_, dtype, part)] = part.owner
                 if filled is None or filled.has(part.start, part.stop):
                     self._queue(round_, dtype, part)
                 else:
                     round_.waiting[dtype].append(part)
+            round_.waiting[dtype].reverse()
 
     def _division(self, num_bytes: int) -> Division:
         key = num_bytes, self.missing
@@ -211,12 +214,13 @@ class SumExchange:
             )
         return self._divisions[key]
 
-    def wait(self, seconds: float, waiting: str) -> None:
-        """Wait until all sums of the round are there.
+    def wait(self, seconds: float, waiting: str, ranges: Ranges | None = None) -> None:
+        """Wait until sums of the round are there.
 
         Args:
             seconds: the most that may pass without any news.
             waiting: what waits, for errors.
+            ranges: of which numbers; by default of all.
 
         Raises:
             PeerError: a worker has left.
@@ -225,7 +229,7 @@ class SumExchange:
         """
         with self._lock:
             assert self._current is not None, "begin comes first"
-            while left := self._current.left:
+            while left := _within(self._current.left, ranges):
                 if self._failure is not None:
                     raise self._failure
                 ended = next((owner for owner in left.values() if owner in self._ended), None)
@@ -388,13 +392,25 @@ class SumExchange:
             connection.close()
 
 
+def _within(left: Mapping[FrameHead, int], ranges: Ranges | None) -> Mapping[FrameHead, int]:
+    """Those of some parts that have a number of some ranges."""
+    if ranges is None:
+        return left
+    return {
+        head: owner
+        for head, owner in left.items()
+        for start, stop in [ranges.get(head.dtype, (0, 0))]
+        if head.start < stop and start < head.start + head.length
+    }
+
+
 class _ToSelf:
     """Where this worker's own server puts what it tells it."""
 
     def __init__(self, exchange: SumExchange) -> None:
         self._exchange = exchange
 
-    def put(self, item: _Frame | None, /) -> None:
+    def put(self, item: Frame | None, /) -> None:
         if item is not None:
             head, numbers = item
             self._exchange.take(head, numbers, self._exchange._member.place)

@@ -2,12 +2,12 @@
 
 One thread per worker receives and adds, another one sends. A part is added in the order of the
 workers, whatever the order in which they come: what comes early waits. When all have come, the sum
-goes to all, and the part is forgotten. A worker that leaves ends its session: the others are told.
+goes to all, and the part is forgotten. Of sums that are made, those that are needed first leave
+first (``priority``). A worker that leaves ends its session: the others are told.
 """
 
 from __future__ import annotations
 
-import queue
 import socket
 import threading
 import time
@@ -27,6 +27,7 @@ from penstock.core.summation.frames import (
     tune,
 )
 from penstock.core.summation.listener import Listener
+from penstock.core.summation.priority import Frame, FrameQueue
 
 _END = None
 _OLD_ROUNDS = 2
@@ -36,7 +37,7 @@ _OF_WORKERS = frozenset({FrameKind.PUSH, FrameKind.GONE, FrameKind.PACE})
 class Outlet(Protocol):
     """Where what a server tells one worker goes; must not wait."""
 
-    def put(self, item: tuple[FrameHead, Numbers | None] | None, /) -> None:
+    def put(self, item: Frame | None, /) -> None:
         """Take a frame, or ``None`` at the end."""
 
 
@@ -208,7 +209,7 @@ class SummationServer(Listener):
             self._tell(f"lost {name}: {error.strerror or error}")
 
     def _serve_member(self, connection: socket.socket, member: Member, name: str) -> None:
-        outlet: queue.SimpleQueue[tuple[FrameHead, Numbers | None] | None] = queue.SimpleQueue()
+        outlet = FrameQueue()
         with self._sending(connection, outlet, name):
             session = self.attach(member, outlet)
             try:
@@ -222,7 +223,7 @@ class SummationServer(Listener):
     def _sending(
         self,
         connection: socket.socket,
-        outlet: queue.SimpleQueue[tuple[FrameHead, Numbers | None] | None],
+        outlet: FrameQueue,
         name: str,
     ) -> Iterator[None]:
         """Within, a thread sends what is put into the outlet; then what is left in it.
@@ -261,11 +262,7 @@ class SummationServer(Listener):
         receive(connection, bytes_of(numbers))
         session.contribute(member.place, head, numbers, own=True)
 
-    def _send_all(
-        self,
-        connection: socket.socket,
-        frames: queue.SimpleQueue[tuple[FrameHead, Numbers | None] | None],
-    ) -> None:
+    def _send_all(self, connection: socket.socket, frames: FrameQueue) -> None:
         """Send until the end is put in, or nobody listens."""
         with suppress(OSError):
             while (frame := frames.get()) is not None:

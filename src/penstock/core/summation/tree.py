@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import lcm
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -96,14 +97,21 @@ class SumTree:
     def shares(self) -> dict[int, float]:
         """The share of the whole that each owner sums: groups of a level have equal ones, so that
         cards have, too, whatever stands behind them."""
-        shares = dict.fromkeys(self.owners, 1.0)
+        whole = sum(self.weights.values())
+        return {owner: weight / whole for owner, weight in self.weights.items()}
+
+    @cached_property
+    def weights(self) -> dict[int, int]:
+        """The shares as whole numbers, as small as they can be: 1 of each where all are equal."""
+        fractions = dict.fromkeys(self.owners, 1)
         for level in reversed(range(self.num_levels)):
             for group in self.levels[level]:
                 parts = [part for part in self.parts(level, group) if self.owners_in(part)]
                 for part in parts:
                     for owner in self.owners_in(part):
-                        shares[owner] /= len(parts)
-        return shares
+                        fractions[owner] *= len(parts)
+        common = lcm(*fractions.values())
+        return {owner: common // fraction for owner, fraction in fractions.items()}
 
     def owners_in(self, group: Sequence[int]) -> list[int]:
         """The owners among some ranks."""
@@ -157,6 +165,8 @@ class SumTree:
         able = self.owners_in(group) or list(group)
         alike = self.group(level, above)
         place = (self.owners_in(alike) or list(alike)).index(above) if level >= 0 else 0
+        if alike == (above,) and above in self.owners:  # as parameter servers, which are all first
+            place = self.owners.index(above)
         return able[place % len(able)]
 
     def sources(self, level: int, rank: int, owner: int) -> tuple[int, ...]:

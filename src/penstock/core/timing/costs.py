@@ -87,7 +87,7 @@ def flow_shop(
 
 PerStage = float | Sequence[float]
 
-_NO_SECONDS = ("exchanges", "cards")
+_NO_SECONDS = ("exchanges", "cards", "hosts")
 _COMPUTE = ("forward", "backward_input", "backward_weight", "backward", "recompute")
 
 
@@ -111,15 +111,12 @@ class Costs:
             sum is there; overlaps with compute.
         exchanges: per stage, how the sum is exchanged part by part while the last backwards run,
             in the place of ``reduce``; ``None`` where ``reduce`` says how long it takes.
-        cards: of each rank, the number of the network card through which it reaches ranks with
-            other numbers; ranks of equal numbers share one, and −1 is no card. A message keeps the
-            sender's card busy in one direction and the receiver's in the other, as long as the
-            link; what parts of an exchange pass first are the cards of all of its ranks, if these
-            have several. By default nobody shares anything.
-        fetch, leave: until a stage's weights (or as many gradients) have come into memory, or were
-            written behind it; a rank reads one thing at a time and writes one, beside compute.
-        fetch_state, leave_state: the same for what the optimizer keeps of a stage.
-        fetch_stash, leave_stash: the same for what a microbatch keeps at a stage.
+        cards: of each rank, the number of the network card through which it reaches other hosts;
+            ranks of equal numbers share one, and −1 is no card. A message keeps the sender's card
+            busy in one direction and the receiver's in the other, as long as the link; what parts
+            of an exchange between hosts pass first are the cards of all of its ranks. By default
+            nobody shares anything.
+        hosts: of each rank, the number of its host; by default every card is one.
 
     Raises:
         InputError: a cost is no number, negative, or neither 0 nor between 1e-30 and 1e30.
@@ -142,10 +139,11 @@ class Costs:
     leave_stash: PerStage = 0.0
     exchanges: Sequence[Exchange | None] = ()
     cards: Sequence[int] = ()
+    hosts: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         self._check_exchanges()
-        object.__setattr__(self, "cards", tuple(whole("costs: cards", n, -1) for n in self.cards))
+        self._check_places()
         for field in fields(self):
             if field.name in _NO_SECONDS:
                 continue
@@ -161,6 +159,17 @@ class Costs:
             # Plain floats, whatever they came as: numpy's would be slower and print differently.
             plain = tuple(amount(f"costs: {field.name}", number) for number in numbers)
             object.__setattr__(self, field.name, plain[0] if is_number(value) else plain)
+
+    def _check_places(self) -> None:
+        cards = tuple(whole("costs: cards", number, -1) for number in self.cards)
+        object.__setattr__(self, "cards", cards)
+        hosts = tuple(whole("costs: hosts", number, 0) for number in self.hosts)
+        if hosts and len(hosts) != len(cards):
+            raise InputError(
+                f"costs: hosts has {len(hosts)} numbers, and cards has {len(cards)}; give one of "
+                "each for every rank, or no hosts"
+            )
+        object.__setattr__(self, "hosts", hosts or cards)
 
     def _check_exchanges(self) -> None:
         exchanges = items_of(self.exchanges)
@@ -180,7 +189,7 @@ class Costs:
         """Raise ``InputError`` if a per-stage cost does not give ``num_stages`` numbers."""
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name == "cards" or (field.name == "exchanges" and not value):
+            if field.name in ("cards", "hosts") or (field.name == "exchanges" and not value):
                 continue
             # The last stage has no edge behind it, so its hop may be left out.
             edges = field.name in ("hop", "link")

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from penstock.base.errors import FileError, InputError
-from penstock.base.values import MOST_AMOUNT, Value, amount, decoded, expect, refused_as, whole
+from penstock.base.values import MOST_AMOUNT, Value, amount, decoded, expect, read_as, whole
 from penstock.core.schedule.op import COMPUTE, Activations, Kind, Op
 
 BUSY = COMPUTE | {Kind.RECOMPUTE, Kind.UPDATE, Kind.LATE_UPDATE}
@@ -155,7 +155,7 @@ def decode(text: str, where: str) -> tuple[TimelineFile, list[Span]]:
         FileError: it is something else; ``where`` is named.
     """
     expect(text, str | bytes, "the timeline's text", "read it from its file first")
-    with refused_as(f"{where} is not a timeline"):
+    with read_as("Timeline", text, where):
         file = decoded(text, TimelineFile)
         spans = [Span(Op.parse(op), rank, start, end) for op, rank, start, end in file.spans]
         num_ranks = whole("num_ranks", file.num_ranks, 0, _MOST_STAGES)

@@ -22,6 +22,9 @@ _NARROWEST = 20
 
 _OPS_PER_RANK = 20
 """How many are drawn at either end of a timeline that is too long."""
+_BLANKS = "  "
+"""Beside the frame, one on either side."""
+
 _READS = "reads"
 _READS_MEANS = (
     "reads: the version of the weights that the op above reads; version v has had v updates"
@@ -117,35 +120,35 @@ def _beside(rows: Iterable[_TextRow]) -> int:
     """How many columns stand beside the time: names, frame and notes."""
     shown = list(rows)
     names = max(len(row.name) for row in shown)
-    return names + len(" ││ ") + max(len(row.note) for row in shown)
+    return names + len("││") + len(_BLANKS) + max(len(row.note) for row in shown)
 
 
 def _lines(rows: Sequence[_TextRow], window: int | None, step: int) -> Iterator[str]:
-    """Rows as lines. What is wider than the window has shorter names and, where that is not enough,
-    goes on below, as music goes on in the next line; an op of the least length is never parted.
+    """Rows as lines. What is wider than the window has no blanks beside its frame and, where that
+    is not enough, goes on below, as music goes on in the next line; an op of the least length is
+    never parted.
 
     Args:
         step: how many columns such an op has.
     """
     columns = max((len(row.cells) for row in rows), default=0)
     if window is not None and rows and columns + _beside(rows) > window:
-        rows = [row._replace(name=row.name.replace("rank ", "r")) for row in rows]
-        room = max(window - _beside(rows), _NARROWEST)
+        room = max(window - _beside(rows) + len(_BLANKS), _NARROWEST)
         bands = ceil(columns / max(room - room % step, 1))
-        yield from _banded(rows, ceil(columns / bands / step) * step)
+        yield from _banded(rows, ceil(columns / bands / step) * step, blank="")
     else:
         yield from _banded(rows, max(columns, 1))
 
 
-def _banded(rows: Sequence[_TextRow], band: int) -> Iterator[str]:
+def _banded(rows: Sequence[_TextRow], band: int, blank: str = " ") -> Iterator[str]:
     margin = max((len(row.name) for row in rows), default=0)
     columns = max((len(row.cells) for row in rows), default=0)
     for start in range(0, max(columns, 1), band):
         if start:
             yield ""
         for row in rows:
-            note = f" {row.note}" if row.note and start + band >= columns else ""
-            yield f"{row.name:<{margin}} │{row.cells[start : start + band]}│{note}"
+            note = f"{blank}{row.note}" if row.note and start + band >= columns else ""
+            yield f"{row.name:<{margin}}{blank}│{row.cells[start : start + band]}│{note}"
 
 
 def columns_of_shortest(timelines: Iterable[Timeline], width: int) -> float:

@@ -209,7 +209,26 @@ class BatchSplit:
         if isinstance(batch, Microbatches):
             return Microbatches(self.inputs_of(part) for part in batch)
         opened = batch if isinstance(batch, Tensor | tuple | list) else _opened(batch, "inputs")
+        self._check_labelled(opened)
         return self._without_labels(opened) if isinstance(opened, dict) else batch
+
+    def _check_labelled(self, opened: Any) -> None:
+        """Raise ``InputError`` if a model was captured with labels, and these are not there."""
+        wanted = [key for key in self._keys if key in self.taken]
+        if isinstance(opened, Tensor) and len(self.taken) == 1:
+            return
+        if isinstance(opened, dict):
+            wanted = [key for key in wanted if key not in opened]
+        elif not isinstance(opened, Tensor):
+            return
+        if wanted:
+            named = " and ".join(wanted)
+            raise InputError(
+                f"the model was captured with {named} among its inputs, and takes them without "
+                "training, too: add some of their shape, as in "
+                f"evaluate({{**batch, {wanted[0]!r}: batch['input_ids']}}), and leave the loss of "
+                f"the output alone; or profile the model without {named}, with a loss=… of its own"
+            )
 
     @property
     def _keys(self) -> tuple[str, ...]:

@@ -274,7 +274,7 @@ class Audit:
             warnings.warn(
                 "a layer drew random numbers for the first time after its first run; draws up to "
                 "now depend on timing, later ones will not",
-                stacklevel=5,
+                stacklevel=6,
             )
 
     def _moved(self) -> bool:

@@ -127,6 +127,18 @@ def tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
 
 
+def shapes(value: Any) -> str:
+    """Shapes and dtypes of the tensors in a value, as errors say them.
+
+    >>> shapes((torch.ones(2, 3), {"mask": torch.ones(2, dtype=torch.bool)}))
+    '(2, 3) float32, (2,) bool'
+    """
+    return ", ".join(
+        f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        for tensor in tensors(value)
+    )
+
+
 def named_tensors(value: Any, name: str) -> list[tuple[str, Tensor]]:
     """All tensors in a value, each with what Python would call it: ``inputs['mask']``.
 

@@ -7,8 +7,8 @@ it, be it a holder or a parameter server, and in ``stale`` a server does so with
 In which ``buckets`` gradients leave, and which shard of a bucket is whose, is said there; a
 ``GradientWatch`` tells when a gradient is complete. ``flat`` is for those who hand flat buffers to
 somebody else: in ``delegated`` to owners of which some are spare machines (``core.summation``), or
-to ``torch.distributed``. ``agreement`` is how all ranks learn the norm of the whole model's
-gradients.
+to ``torch.distributed``; ``inside`` a host they are summed before. ``agreement`` is how all ranks
+learn the norm of the whole model's gradients.
 
 Decisions:
 

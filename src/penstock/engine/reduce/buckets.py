@@ -7,7 +7,7 @@ put back.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -58,13 +58,13 @@ class Bucket(NamedTuple):
 
 
 def buckets_of(
-    parameters: Mapping[int, nn.Parameter], owners: Sequence[int], most: int
+    parameters: Mapping[int, nn.Parameter], owners: Mapping[int, int], most: int
 ) -> tuple[Bucket, ...]:
-    """Cut parameters into buckets of equal bytes, and each of these into equal shards.
+    """Cut parameters into buckets of equal bytes, and each of these into shards.
 
     Args:
         parameters: by their place among those that are shared.
-        owners: ranks, one for each shard.
+        owners: the weights of their shards' bytes, by rank.
         most: the largest number of buckets; of few bytes, fewer are made.
 
     Returns:
@@ -77,25 +77,31 @@ def buckets_of(
     ]
     num_bytes = sum(parameter.nbytes for parameter in parameters.values())
     buckets = []
-    for ranges in _evenly(whole, sizes, num_portions(num_bytes, most)):
-        cut = _evenly(sorted(ranges), sizes, len(owners))
+    for ranges in _divided(whole, sizes, [1] * num_portions(num_bytes, most)):
+        cut = _divided(sorted(ranges), sizes, [*owners.values()])
         shards = [BucketShard(owner, tuple(own)) for owner, own in zip(owners, cut, strict=True)]
         buckets.append(Bucket(frozenset(place for place, *_ in ranges), tuple(shards)))
     return tuple(buckets)
 
 
-def _evenly(
-    ranges: Iterable[ParameterRange], sizes: Mapping[int, int], count: int
+def _borders(total: int, weights: Sequence[int]) -> list[int]:
+    """Where parts of a whole begin and end that have these weights."""
+    return [total * before // sum(weights) for before in accumulate(weights, initial=0)]
+
+
+def _divided(
+    ranges: Iterable[ParameterRange], sizes: Mapping[int, int], weights: Sequence[int]
 ) -> list[list[ParameterRange]]:
-    """Cut ranges, in their order, into so many groups of equal bytes.
+    """Cut ranges, in their order, into groups.
 
     Args:
         sizes: bytes of a number, by place.
+        weights: of the groups' bytes.
     """
     ranges = [*ranges]
     total = sum((stop - start) * sizes[place] for place, start, stop in ranges)
-    borders = [total * index // count for index in range(count + 1)]
-    groups: list[list[ParameterRange]] = [[] for _ in range(count)]
+    borders = _borders(total, weights)
+    groups: list[list[ParameterRange]] = [[] for _ in weights]
     before = 0
     for place, start, stop in ranges:
         size, length = sizes[place], stop - start
@@ -108,14 +114,14 @@ def _evenly(
 
 
 def row_buckets_of(
-    parameters: Sequence[nn.Parameter], owners: Sequence[int], most: int
+    parameters: Sequence[nn.Parameter], owners: Mapping[int, int], most: int
 ) -> tuple[Bucket, ...]:
     """Cut parameters into buckets of whole parameters, of bytes as equal as these allow, and each
     bucket into shards of whole rows. So a holder owns one run of rows of each parameter.
 
     Args:
         parameters: those that are shared.
-        owners: ranks, one for each shard.
+        owners: the weights of their shards' bytes, by rank.
         most: the largest number of buckets; of few bytes, or few parameters, fewer are made.
 
     Returns:
@@ -135,7 +141,7 @@ def row_buckets_of(
 
 
 def _of_rows(
-    parameters: Sequence[nn.Parameter], first: int, stop: int, owners: Sequence[int]
+    parameters: Sequence[nn.Parameter], first: int, stop: int, owners: Mapping[int, int]
 ) -> Bucket:
     """The bucket that some neighbouring parameters make."""
     shards = tuple(
@@ -146,16 +152,17 @@ def _of_rows(
 
 
 def row_shards_of(
-    parameters: Sequence[nn.Parameter], owners: Sequence[int]
+    parameters: Sequence[nn.Parameter], owners: Mapping[int, int]
 ) -> tuple[BucketShard, ...]:
-    """Cut parameters into shards of whole rows and of bytes as equal as rows allow.
+    """Cut parameters into shards of whole rows, whose bytes have the weights of their owners as
+    nearly as rows allow.
 
     Args:
         parameters: those that are shared.
-        owners: ranks, one for each shard.
+        owners: the weights of their shards' bytes, by rank.
     """
     total = sum(parameter.nbytes for parameter in parameters)
-    borders = [total * index // len(owners) for index in range(len(owners) + 1)]
+    borders = _borders(total, [*owners.values()])
     shards: dict[int, list[ParameterRange]] = {owner: [] for owner in owners}
     before = 0
     for place, parameter in enumerate(parameters):

@@ -2,9 +2,10 @@
 
 ``AllReducer`` sums by ``torch.distributed``, in buckets: in the library's own order of adding.
 
-``ServerReducer`` sums by owners of which some are spare machines, in parts. Each holder runs a
-summation server in this process, for the parts that it owns, and connects to those of all others
-and to the spare ones. Everything else is ``penstock.core.summation``'s.
+``ServerReducer`` sums by owners of which some are spare machines, in parts. Each holder that sums
+for its host runs a summation server in this process, for the parts that it owns, and connects to
+those that do so for other hosts and to the spare ones. Everything else is
+``penstock.core.summation``'s.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import secrets
 import socket
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import NamedTuple
@@ -28,9 +29,10 @@ from penstock.core.summation.exchange import SumExchange
 from penstock.core.summation.frames import Member, is_loopback, key_of, parse_address
 from penstock.core.summation.server import SummationServer
 from penstock.core.summation.split import Owner
-from penstock.engine.reduce.flat import FlatBuffers, FlatLayout, FlatReducer, PlacedGradient
+from penstock.engine.reduce.flat import FlatBuffers, FlatReducer
+from penstock.engine.reduce.inside import Range
 from penstock.engine.reduce.reducer import Purpose, ServedGradients, SharedWeights
-from penstock.engine.transport import Transport, groups
+from penstock.engine.transport import Edge, Transport, groups
 from penstock.engine.transport.base import FIRST_EXCHANGE, gone
 from penstock.planning.plans.summing import Summing
 
@@ -53,7 +55,9 @@ class AllReducer(FlatReducer):
     Args:
         rank: the holder.
         transport: the holder's end of its channels.
-        group: of the holders of each group of weights, by its tag.
+        summing: the plan's.
+        made: by the tag of each group of weights and by slice, the process group of the ranks that
+            exchange it.
     """
 
     def __init__(
@@ -61,26 +65,30 @@ class AllReducer(FlatReducer):
         rank: int,
         shared: SharedWeights,
         transport: Transport,
-        group: Sequence[dist.ProcessGroup],
+        summing: Summing,
+        made: Sequence[Sequence[dist.ProcessGroup]],
     ) -> None:
-        super().__init__(rank, shared, transport)
-        self._group: dist.ProcessGroup | None = group[shared.tag]
-        groups.lend(group[shared.tag], self)
-        self._buffers: tuple[FlatLayout, FlatBuffers] | None = None
-        self._filled: dict[int, Filled] = {}
+        super().__init__(rank, shared, transport, summing)
+        self._group: dist.ProcessGroup | None = None
+        if self._slice is not None:
+            self._group = made[shared.tag][self._slice]
+            groups.lend(self._group, self)
+        self._buffers: tuple[Mapping[int, int], FlatBuffers] | None = None
+        self._there: dict[int, Filled] = {}
         self._to_begin: deque[_FlatBucket] = deque()
-        self._under_way: list[dist.Work] = []
+        self._under_way: list[tuple[_FlatBucket, dist.Work]] = []
         self.closed = False
 
     def release(self) -> None:
         """Let go of the group, which has been destroyed."""
         self._group = None
 
-    def start(self, layout: FlatLayout) -> None:
-        if self._buffers is None or self._buffers[0] is not layout:
-            self._buffers = layout, FlatBuffers(layout)
+    def start(self, counts: Mapping[int, int]) -> FlatBuffers:
+        if self._buffers is None or self._buffers[0] != counts:
+            self._buffers = counts, FlatBuffers(counts)
         _, buffers = self._buffers
-        self._filled = {dtype: Filled() for dtype in buffers.tensors}
+        self._there = {dtype: Filled() for dtype in buffers.tensors}
+        self._under_way.clear()
         self._to_begin = deque(
             _FlatBucket(
                 dtype, start, min(start + _BUCKET_BYTES // tensor.element_size(), len(tensor))
@@ -88,50 +96,59 @@ class AllReducer(FlatReducer):
             for dtype, tensor in buffers.tensors.items()
             for start in range(0, len(tensor), _BUCKET_BYTES // tensor.element_size())
         )
+        return buffers
 
-    def give(self, placed: PlacedGradient) -> bool:
+    def fill(self, dtype: int, start: int, stop: int) -> None:
         assert self._buffers is not None
-        _, buffers = self._buffers
-        there = buffers.copy(placed, self._shared.parameters)
-        if placed.start < placed.stop:
-            self._filled[placed.dtype].add(placed.start, placed.stop)
+        if start < stop:
+            self._there[dtype].add(start, stop)
         # In the order of the buckets, which is the same on all holders.
         while self._to_begin and self._is_filled(self._to_begin[0]):
-            dtype, start, stop = self._to_begin.popleft()
-            self._under_way.append(self._begun(buffers.tensors[dtype][start:stop]))
-        return there
+            bucket = self._to_begin.popleft()
+            numbers = self._buffers[1].tensors[bucket.dtype][bucket.start : bucket.stop]
+            self._under_way.append((bucket, self._all_reduced(numbers)))
 
     def _is_filled(self, bucket: _FlatBucket) -> bool:
-        return self._filled[bucket.dtype].has(bucket.start, bucket.stop)
+        return self._there[bucket.dtype].has(bucket.start, bucket.stop)
 
-    def _begun(self, bucket: Tensor) -> dist.Work:
+    def _all_reduced(self, numbers: Tensor) -> dist.Work:
         try:
-            work = dist.all_reduce(bucket, group=self._group, async_op=True)
+            work = dist.all_reduce(numbers, group=self._group, async_op=True)
         except RuntimeError as error:
             raise self._lost("summing gradients") from error
         assert isinstance(work, dist.Work)
         return work
 
-    def summed(self, waiting: str) -> FlatBuffers:
+    def summed(self, ranges: Mapping[int, Range], waiting: str) -> FlatBuffers:
         assert self._buffers is not None
-        patience = self._transport.patience
-        for work in self._under_way:
-            try:
-                work.wait(timedelta(seconds=patience.seconds))
-            except RuntimeError as error:
-                if "timed out" in str(error).lower():
-                    raise DeadlineError(
-                        f"{waiting}: rank {self._others} did not answer within "
-                        f"{patience.seconds:g} s; see what they printed last, or raise "
-                        f"{patience.argument}"
-                    ) from error
-                raise self._lost(waiting) from error
-        self._under_way.clear()
+        left = []
+        for bucket, work in self._under_way:
+            start, stop = ranges.get(bucket.dtype, (0, 0))
+            if bucket.start < stop and start < bucket.stop:
+                self._wait(work, waiting)
+            else:
+                left.append((bucket, work))
+        self._under_way = left
         return self._buffers[1]
+
+    def _wait(self, work: dist.Work, waiting: str) -> None:
+        patience = self._transport.patience
+        try:
+            work.wait(timedelta(seconds=patience.seconds))
+        except RuntimeError as error:
+            if "timed out" in str(error).lower():
+                raise DeadlineError(
+                    f"{waiting}: rank {self._others} did not answer within "
+                    f"{patience.seconds:g} s; see what they printed last, or raise "
+                    f"{patience.argument}"
+                ) from error
+            raise self._lost(waiting) from error
 
     @property
     def _others(self) -> str:
-        return " or ".join(map(str, sorted(self._shared.others(self._rank))))
+        assert self._slice is not None
+        others = (rank for rank in self._hosts.exchanging(self._slice) if rank != self._rank)
+        return " or ".join(map(str, others))
 
     def _lost(self, waiting: str) -> PeerError:
         reason = gone(self._others)
@@ -146,6 +163,8 @@ SECRET, JOB = "PENSTOCK_SECRET", "PENSTOCK_JOB"
 
 DEFAULT_JOB = "job"
 _PARTING_SECONDS = 10.0
+_SLICE_BITS = 20
+"""Of the number of a sum, those below that of a slice of it."""
 
 
 class ServerReducer(FlatReducer):
@@ -169,17 +188,17 @@ class ServerReducer(FlatReducer):
         attempt: str,
         numbers: Sequence[int],
     ) -> None:
-        super().__init__(rank, shared, transport)
+        super().__init__(rank, shared, transport, summing)
         self._sum = numbers[shared.tag]
         self._summing = summing
         self._session = bytes.fromhex(attempt)[:16]
         self._server: SummationServer | None = None
         self._exchange: SumExchange | None = None
         self._round = 0
-        self._buffers: tuple[FlatLayout, list[FlatBuffers]] | None = None
+        self._buffers: tuple[Mapping[int, int], list[FlatBuffers]] | None = None
 
     def open(self) -> None:
-        """Meet the other holders and the servers.
+        """Meet those who sum for other hosts, and the servers.
 
         Raises:
             InputError: a server beyond this machine, and no secret.
@@ -187,62 +206,63 @@ class ServerReducer(FlatReducer):
         """
         spare = [_owner(server) for server in self._summing.servers]
         word, first = secrets.token_hex(16), self._shared.ranks[0]
-        addresses = {self._rank: self._listen(word)} if self._rank == first else {}
-        if self._rank != first:
-            # The first one makes up the secret with which holders know each other.
-            *_, word = addresses[first] = self._hear_address(first)
-            addresses[self._rank] = self._listen(word)
-        for other in self._shared.others(self._rank):
-            edge = self._shared.edge(self._rank, other, Purpose.PART)
+        if self._rank == first:
+            # It makes up the secret with which holders know each other.
+            for other in self._shared.others(first):
+                self._transport.send(self._edge_to(other, Purpose.SUM), FIRST_EXCHANGE, word)
+        else:
+            edge = self._shared.edge(first, self._rank, Purpose.SUM)
+            waiting = f"rank {self._rank}, waiting for the secret of rank {first}"
+            word = self._transport.recv(edge, FIRST_EXCHANGE, waiting)
+        if self._slice is not None:
+            self._meet(self._hosts.exchanging(self._slice), word, spare)
+
+    def _edge_to(self, other: int, purpose: Purpose) -> Edge:
+        return self._shared.edge(self._rank, other, purpose)
+
+    def _meet(self, ranks: Sequence[int], word: str, spare: Sequence[Owner]) -> None:
+        """Exchange addresses with the ranks that exchange this one's slice, and connect."""
+        key, place = key_of(word, ""), ranks.index(self._rank)
+        self._server = SummationServer(own_host(), 0, key)
+        addresses = {self._rank: self._server.address}
+        for other in (*ranks[place + 1 :], *ranks[:place]):
+            edge = self._edge_to(other, Purpose.PART)
             self._transport.send(edge, FIRST_EXCHANGE, addresses[self._rank])
-        addresses |= {
-            rank: self._hear_address(rank) for rank in self._shared.ranks if rank not in addresses
-        }
+        addresses |= {rank: self._hear_address(rank) for rank in ranks if rank != self._rank}
         rates = self._summing.bytes_per_second
         holders = [
-            Owner(
-                f"rank {rank}",
-                addresses[rank][:2],
-                key_of(word, ""),
-                rates[rank] if rates else 0.0,
-            )
-            for rank in self._shared.ranks
+            Owner(f"rank {rank}", addresses[rank], key, rates[rank] if rates else 0.0)
+            for rank in ranks
         ]
-        assert self._server is not None
-        place = self._shared.ranks.index(self._rank)
-        member = Member(self._session, self._sum, place, len(holders))
+        assert self._slice is not None
+        number = self._sum + (self._slice << _SLICE_BITS)
+        member = Member(self._session, number, place, len(holders))
         self._exchange = SumExchange(member, [*holders, *spare], self._server)
 
-    def _listen(self, word: str) -> tuple[str, int, str]:
-        self._server = SummationServer(own_host(), 0, key_of(word, ""))
-        return *self._server.address, word
-
-    def _hear_address(self, rank: int) -> tuple[str, int, str]:
+    def _hear_address(self, rank: int) -> tuple[str, int]:
         edge = self._shared.edge(rank, self._rank, Purpose.PART)
         waiting = f"rank {self._rank}, waiting for where rank {rank} sums gradients"
-        host, port, word = self._transport.recv(edge, FIRST_EXCHANGE, waiting)
-        return host, port, word
+        host, port = self._transport.recv(edge, FIRST_EXCHANGE, waiting)
+        return host, port
 
-    def start(self, layout: FlatLayout) -> None:
-        if self._buffers is None or self._buffers[0] is not layout:
+    def start(self, counts: Mapping[int, int]) -> FlatBuffers:
+        if self._buffers is None or self._buffers[0] != counts:
             # Two for what is given, in turns, since the last one may be needed again; one for sums.
-            self._buffers = layout, [FlatBuffers(layout) for _ in range(3)]
+            self._buffers = counts, [FlatBuffers(counts) for _ in range(3)]
         _, buffers = self._buffers
         self._round += 1
         assert self._exchange is not None, "open comes first"
         given = buffers[self._round % 2]
         self._exchange.begin(self._round, given.numbers, buffers[2].numbers, filled=False)
+        return given
 
-    def give(self, placed: PlacedGradient) -> bool:
-        assert self._exchange is not None and self._buffers is not None
-        _, buffers = self._buffers
-        there = buffers[self._round % 2].copy(placed, self._shared.parameters)
-        self._exchange.fill(placed.dtype, placed.start, placed.stop)
-        return there
+    def fill(self, dtype: int, start: int, stop: int) -> None:
+        assert self._exchange is not None
+        self._exchange.fill(dtype, start, stop)
 
-    def summed(self, waiting: str) -> FlatBuffers:
+    def summed(self, ranges: Mapping[int, Range], waiting: str) -> FlatBuffers:
         assert self._exchange is not None and self._buffers is not None
-        self._exchange.wait(self._transport.patience.seconds, waiting)
+        self._exchange.wait(self._transport.patience.seconds, waiting, ranges)
         return self._buffers[1][2]
 
     def take_served(self) -> list[ServedGradients]:

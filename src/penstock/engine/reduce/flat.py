@@ -1,15 +1,16 @@
-"""Gradients of shared weights as flat buffers in main memory, for those who sum plain numbers.
+"""Gradients of shared weights as flat buffers, for those who sum plain numbers.
 
-``FlatReducer`` is what ways to sum have in common that hand such buffers to somebody else. Holders
-tell each other, besides, how many microbatches they summed, what is frozen, and which gradients
-they lack. Gradients leave as soon as they are complete.
+``FlatReducer`` is what ways to sum have in common that hand such buffers to somebody else. Where
+several holders are on one host, these sum inside first (``inside``). Holders tell each other,
+besides, how many microbatches they summed, what is frozen, and which gradients they lack. Gradients
+leave as soon as they are complete, and sums become gradients as they come.
 """
 
 from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -20,6 +21,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from penstock.base.errors import RunError
+from penstock.core.summation.adding import Filled
+from penstock.core.summation.split import MOST_PORTIONS, num_portions
+from penstock.engine.device.accelerators import HOST
+from penstock.engine.reduce.inside import Hosts, HostSums, Range, SliceLayout
 from penstock.engine.reduce.reducer import (
     GradientWatch,
     Passed,
@@ -30,6 +35,7 @@ from penstock.engine.reduce.reducer import (
     frozen_places,
 )
 from penstock.engine.transport import Edge, Transport
+from penstock.planning.plans.summing import Summing
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 """In the order in which frames count them (``summation.frames.ITEM_BYTES``)."""
@@ -58,12 +64,16 @@ class FlatLayout:
         parameters: those that are shared.
         frozen: places of those that are not trained.
 
+    Attributes:
+        counts: numbers in each buffer, by the place of its type in ``DTYPES``.
+        placed: the gradients, in the order of the buffers.
+
     Raises:
         RunError: a parameter has numbers that nobody sums so.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], frozen: Sequence[int]) -> None:
-        self.counts = [0] * len(DTYPES)
+        self.counts: dict[int, int] = {}
         self.placed: list[PlacedGradient] = []
         for place, parameter in reversed([*enumerate(parameters)]):
             if place in frozen:
@@ -74,20 +84,31 @@ class FlatLayout:
                     "reducer='owners'"
                 )
             dtype = DTYPES.index(parameter.dtype)
-            start = self.counts[dtype]
+            start = self.counts.get(dtype, 0)
             self.counts[dtype] = start + parameter.numel()
             self.placed.append(PlacedGradient(place, dtype, start, self.counts[dtype]))
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all buffers."""
+        return sum(count * DTYPES[dtype].itemsize for dtype, count in self.counts.items())
+
 
 class FlatBuffers:
-    """A buffer for each type of number that a layout has."""
+    """A buffer for each type of number that there is.
 
-    def __init__(self, layout: FlatLayout) -> None:
-        self._layout = layout
+    Args:
+        counts: how many numbers of each type, by its place in ``DTYPES``.
+        device: where they are; by default in main memory.
+
+    Attributes:
+        tensors: the buffers, by the place of their type.
+    """
+
+    def __init__(self, counts: Mapping[int, int], device: torch.device = HOST) -> None:
         self.tensors = {
-            dtype: torch.empty(count, dtype=DTYPES[dtype])
-            for dtype, count in enumerate(layout.counts)
-            if count
+            dtype: torch.empty(count, dtype=DTYPES[dtype], device=device)
+            for dtype, count in counts.items()
         }
 
     @cached_property
@@ -118,25 +139,21 @@ class FlatBuffers:
         room.copy_(gradient.detach().reshape(-1))
         return True
 
-    def put(self, parameters: Sequence[nn.Parameter], absent: frozenset[int], divisor: int) -> None:
-        """Make sums the parameters' gradients.
+    def put(self, placed: PlacedGradient, parameters: Sequence[nn.Parameter], divisor: int) -> None:
+        """Make a sum one parameter's gradient.
 
         Args:
-            absent: places of parameters for which nobody had a gradient.
-            divisor: what sums are divided by.
+            divisor: what the sum is divided by.
         """
-        if divisor > 1:
-            for tensor in self.tensors.values():
-                tensor.div_(divisor)
-        for place, dtype, start, stop in self._layout.placed:
-            parameter = parameters[place]
-            if place in absent:
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter.detach())
-            if start < stop:
-                shaped = self.tensors[dtype][start:stop].view(parameter.shape)
-                parameter.grad.detach().copy_(shaped)
+        place, dtype, start, stop = placed
+        parameter = parameters[place]
+        if parameter.grad is None:
+            parameter.grad = torch.empty_like(parameter.detach())
+        if start < stop:
+            gradient = parameter.grad.detach()
+            gradient.copy_(self.tensors[dtype][start:stop].view(parameter.shape))
+            if divisor > 1:
+                gradient.div_(divisor)
 
 
 def _as_numbers(tensor: Tensor) -> NDArray[Any]:
@@ -160,6 +177,7 @@ class FlatReducer(Reducer):
     Args:
         rank: the holder.
         transport: the holder's end of its channels.
+        summing: the plan's; who is near whom.
 
     Raises:
         RunError: in a step, if not all holders train the same weights.
@@ -167,11 +185,22 @@ class FlatReducer(Reducer):
 
     leaves_early = True
 
-    def __init__(self, rank: int, shared: SharedWeights, transport: Transport) -> None:
+    def __init__(
+        self, rank: int, shared: SharedWeights, transport: Transport, summing: Summing
+    ) -> None:
         self._rank = rank
         self._shared = shared
         self._transport = transport
-        self._layouts: dict[tuple[int, ...], FlatLayout] = {}
+        self._hosts = Hosts.of(summing, shared.ranks)
+        near = len(self._hosts.host_of(rank)) > 1
+        self._inside = (
+            HostSums(rank, shared, transport, self._hosts, summing.levels[:-1]) if near else None
+        )
+        self._slice = self._hosts.slice_of(rank)
+        self._whole: FlatBuffers | None = None
+        self._given: FlatBuffers | None = None
+        self._filled: dict[int, Filled] = {}
+        self._layouts: dict[tuple[int, ...], tuple[FlatLayout, SliceLayout]] = {}
         self._number = 0
         self._own = _HolderWords(0, (), ())
         self._averages = False
@@ -182,65 +211,128 @@ class FlatReducer(Reducer):
         self._watch = GradientWatch(shared.parameters)
 
     @abstractmethod
-    def start(self, layout: FlatLayout) -> None:
-        """A round begins, whose gradients lie so; waits for nobody."""
+    def start(self, counts: Mapping[int, int]) -> FlatBuffers:
+        """A round begins between hosts; waits for nobody.
 
-    @abstractmethod
-    def give(self, placed: PlacedGradient) -> bool:
-        """Take over one parameter's gradient, which is complete; waits for nobody.
+        Args:
+            counts: numbers of this rank's slice, by their type; alike on all that exchange it.
 
         Returns:
-            Whether there is one.
+            Where to write what is handed in.
         """
 
     @abstractmethod
-    def summed(self, waiting: str) -> FlatBuffers:
-        """Wait for the sums.
+    def fill(self, dtype: int, start: int, stop: int) -> None:
+        """Some numbers to hand in are there; waits for nobody."""
+
+    @abstractmethod
+    def summed(self, ranges: Mapping[int, Range], waiting: str) -> FlatBuffers:
+        """Wait for sums between hosts.
 
         Args:
+            ranges: of which numbers of the slice, by their type.
             waiting: what waits, for errors.
         """
 
-    @property
-    def layout(self) -> FlatLayout:
-        """Where gradients lie now."""
+    def _now(self) -> tuple[FlatLayout, SliceLayout]:
+        """Where gradients lie now, and their slices."""
         frozen = frozen_places(self._shared.parameters)
         if frozen not in self._layouts:
+            layout = FlatLayout(self._shared.parameters, frozen)
+            portions = num_portions(layout.num_bytes, MOST_PORTIONS)
+            slices = SliceLayout(layout.counts, self._hosts.num_slices, portions)
             # What is frozen seldom changes, and then for good.
-            self._layouts = {frozen: FlatLayout(self._shared.parameters, frozen)}
+            self._layouts = {frozen: (layout, slices)}
+            self._whole = None
         return self._layouts[frozen]
 
     @contextmanager
     def closing(self, number: int) -> Iterator[None]:
         """Within, each gradient leaves as soon as it has been made."""
-        placed = {gradient.place: gradient for gradient in self._start().placed}
+        layout = self._start(number)
+        placed = {gradient.place: gradient for gradient in layout.placed}
 
         def complete(place: int) -> None:
             self._left.add(placed[place])
-            self.give(placed[place])
+            self._give(placed[place])
+            if self._inside is not None:
+                self._inside.add_what_has_come(self._hand_out)
 
         with self._watch.watching(placed, complete, _refuse):
             yield
 
-    def _start(self) -> FlatLayout:
-        layout, self._has_begun = self.layout, True
+    def _start(self, number: int) -> FlatLayout:
+        layout, slices = self._now()
+        self._has_begun, self._number = True, number
         self._left, self._began = set(), time.perf_counter()
-        self.start(layout)
+        if self._slice is not None:
+            self._given = self.start(slices.counts(self._slice))
+        if self._inside is None:
+            return layout
+        if self._whole is None:
+            device = next((p.device for p in self._shared.parameters), HOST)
+            self._whole = FlatBuffers(layout.counts, device)
+        self._filled = {dtype: Filled() for dtype in layout.counts}
+        self._inside.begin(number, slices, self._whole.tensors)
         return layout
+
+    def _give(self, placed: PlacedGradient) -> bool:
+        """Hand on one parameter's gradient, which is complete; waits for nobody.
+
+        Returns:
+            Whether there is one.
+        """
+        parameters, (_, dtype, start, stop) = self._shared.parameters, placed
+        if self._inside is None:
+            assert self._given is not None
+            there = self._given.copy(placed, parameters)
+            self.fill(dtype, start, stop)
+            return there
+        assert self._whole is not None
+        there = self._whole.copy(placed, parameters)
+        if start < stop:
+            self._filled[dtype].add(start, stop)
+            self._give_portions()
+        return there
+
+    def _give_portions(self) -> None:
+        """Give those of which all gradients are there to the others of this host."""
+        assert self._inside is not None
+        _, slices = self._now()
+        for portion in range(slices.num_portions):
+            if not self._inside.has_given(portion) and all(
+                self._filled[dtype].has(start, stop)
+                for dtype, (start, stop) in slices.portion(portion).items()
+            ):
+                self._inside.give(portion)
+
+    def _hand_out(self, portion: int, sums: Sequence[Tensor]) -> None:
+        """Hand what this host has summed to the other hosts."""
+        assert self._slice is not None and self._given is not None
+        _, slices = self._now()
+        ranges = slices.in_slice(portion, self._slice)
+        for (dtype, (start, stop)), value in zip(ranges.items(), sums, strict=True):
+            if start < stop:
+                self._given.tensors[dtype][start:stop].copy_(value)
+                self.fill(dtype, start, stop)
 
     def hand_in(self, number: int, num_gathered: int) -> None:
         frozen = frozen_places(self._shared.parameters)
-        layout = self.layout if self._has_begun else self._start()
+        layout = self._now()[0] if self._has_begun else self._start(number)
         self._has_begun = False
         rest = [placed for placed in layout.placed if placed not in self._left]
-        absent = tuple(placed.place for placed in rest if not self.give(placed))
-        self._number, self._own = number, _HolderWords(num_gathered, frozen, absent)
+        absent = tuple(placed.place for placed in rest if not self._give(placed))
+        if self._inside is not None:
+            self._give_portions()  # those without a number, too
+        self._own = _HolderWords(num_gathered, frozen, absent)
         for other in self._shared.others(self._rank):
             edge = self._shared.edge(self._rank, other, Purpose.PART)
             self._transport.send(edge, number, tuple(self._own))
 
     def advance(self, *, averages: bool) -> None:
         self._averages = averages
+        if self._inside is not None:
+            self._inside.complete(self._hand_out)
 
     def finish(self) -> None:
         total, absent = 0, frozenset(self._own.absent)
@@ -250,9 +342,31 @@ class FlatReducer(Reducer):
             check_trained_alike(self._rank, self._own.frozen, holder, report.frozen)
             total += report.num_gathered
             absent &= {*report.absent}
-        sums = self.summed(f"{waiting} the sum of gradients of weights that several ranks hold")
+        divisor, (layout, slices) = total if self._averages else 1, self._now()
+        left = [placed for placed in layout.placed if placed.place not in absent]
+        for portion in reversed(range(slices.num_portions)):  # first layers first
+            sums = self._summed(portion, f"{waiting} the sum of gradients of weights that several "
+                                "ranks hold")  # fmt: skip
+            starts = {dtype: start for dtype, (start, _) in slices.portion(portion).items()}
+            while left and left[-1].start >= starts.get(left[-1].dtype, 0):
+                sums.put(left.pop(), self._shared.parameters, divisor)
         self._passed.append(Passed(0, self._began, time.perf_counter()))
-        sums.put(self._shared.parameters, absent, total if self._averages else 1)
+
+    def _summed(self, portion: int, waiting: str) -> FlatBuffers:
+        """Wait for the sums of a portion."""
+        _, slices = self._now()
+        if self._inside is None:
+            return self.summed(slices.portion(portion), waiting)
+        assert self._whole is not None
+        if self._slice is not None:
+            places = slices.in_slice(portion, self._slice)
+            sums = self.summed(places, waiting).tensors
+            for dtype, (start, stop) in slices.slice(portion, self._slice).items():
+                if start < stop:
+                    own = sums[dtype][slice(*places[dtype])]
+                    self._whole.tensors[dtype][start:stop].copy_(own)
+        self._inside.spread(portion)
+        return self._whole
 
     def _hear(self, holder: int, waiting: str) -> _HolderWords:
         edge = self._shared.edge(holder, self._rank, Purpose.PART)
@@ -265,7 +379,8 @@ class FlatReducer(Reducer):
 
     def outgoing(self) -> set[Edge]:
         others = self._shared.others(self._rank)
-        return {self._shared.edge(self._rank, other, Purpose.PART) for other in others}
+        edges = {self._shared.edge(self._rank, other, Purpose.PART) for other in others}
+        return edges if self._inside is None else edges | self._inside.outgoing()
 
 
 def _refuse(place: int) -> None:

@@ -81,11 +81,6 @@ class StaleReducer(ShardedReducer):
         """Whether this rank is the server."""
         return self._rank == self._server
 
-    @property
-    def tag(self) -> int:
-        """Which group of weights it is."""
-        return self._shared.tag
-
     def open(self) -> None:
         """Connect workers to the server's bell.
 
@@ -180,7 +175,7 @@ class StaleReducer(ShardedReducer):
         columns = zip(
             *(self._kept.pop(contribution) for contribution in contributions), strict=True
         )
-        self._give_rows(map(added, columns))
+        self._give_rows(0, map(added, columns))
 
     def answer(self, to: Contribution) -> None:
         """Send a worker the weights as they are. [4]"""

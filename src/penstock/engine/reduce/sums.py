@@ -13,12 +13,13 @@ from itertools import accumulate
 from typing import TypeVar
 
 import torch
-from msgspec.structs import replace
 
 from penstock.base.units import count_of
+from penstock.core.summation.roles import TreeRole
 from penstock.core.summation.split import MOST_PORTIONS
 from penstock.engine.reduce.buckets import buckets_of, cut
 from penstock.engine.reduce.delegated import AllReducer, ServerReducer
+from penstock.engine.reduce.inside import Hosts, sharing_cards
 from penstock.engine.reduce.owners import OwnerReducer
 from penstock.engine.reduce.reducer import (
     MakeReducer,
@@ -106,13 +107,17 @@ class GradientSums:
         self._to_advance = []
         self._to_finish = set(range(len(self._shared)))
 
-    def begin_equal(self) -> None:
+    def begin_equal(self, summing: Summing) -> None:
         """Give shared weights the values that their first holder has, and let reducers meet. For
-        processes."""
+        processes.
+
+        Args:
+            summing: the plan's, which says who is near whom.
+        """
         for weights in self._shared:
             if weights.stand_ins is not None:
                 weights.stand_ins.gather_values()
-            begin_equal(self._rank, weights, self._transport)
+            begin_equal(self._rank, weights, self._transport, summing)
             if weights.stand_ins is not None:
                 weights.stand_ins.hand_back_values()
         try:
@@ -138,6 +143,30 @@ class GradientSums:
         """Whether others update weights for this rank."""
         return bool(self._sharded)
 
+    def serves(self, stage: int) -> bool:
+        """Whether this rank is a parameter server that may step a stage bucket by bucket."""
+        reducers = [
+            reducer
+            for reducer, weights in zip(self._reducers, self._shared, strict=True)
+            if stage in weights.stages
+        ]
+        return bool(reducers) and all(
+            isinstance(reducer, ShardedReducer) and reducer.serves for reducer in reducers
+        )
+
+    def update_in_turn(self, stage: int, step: Callable[[], None]) -> None:
+        """Step a stage that this rank ``serves``, and answer, bucket by bucket.
+
+        Args:
+            step: steps all rows that have a gradient.
+        """
+        for index in [*self._to_advance]:
+            reducer = self._reducers[index]
+            if stage in self._shared[index].stages and isinstance(reducer, ShardedReducer):
+                self._to_advance.remove(index)
+                self._to_finish.remove(index)
+                reducer.update_in_turn(step)
+
     def hand_back(self, stage: int) -> None:
         """A stage has stepped: give others what this rank has updated for them. What they have is
         to be taken before anybody reads the stage's weights."""
@@ -145,6 +174,12 @@ class GradientSums:
             if stage in reducer.stages:
                 reducer.hand_back(self._number)
                 self._to_take_back.append((reducer, self._number))
+
+    def relay(self) -> None:
+        """All stages have stepped: hand on what others have updated, to those who get it from this
+        rank. Later would be too late: whoever waits for this rank's first op may be waited for."""
+        for reducer, number in sorted(self._to_take_back, key=lambda item: item[0].tag):
+            reducer.relay(number)
 
     def take_back(self, stage: int | None = None) -> None:
         """Wait for what others have updated.
@@ -243,17 +278,26 @@ class GradientSums:
         return {edge for reducer in self._reducers for edge in reducer.outgoing()}
 
 
-def stepping_servers(summing: Summing, attempt: str, servers: Collection[int]) -> MakeReducer:
-    """A maker of reducers for a rank whose shared weights parameter servers update.
+def in_threads(summing: Summing, attempt: str, servers: Collection[int]) -> MakeReducer:
+    """A maker of reducers for ranks that are threads of one process.
 
     Args:
-        summing: the plan's.
+        summing: the plan's, which says in which order they add.
         attempt: the name of this pipeline, in hexadecimal digits, which no other has.
-        servers: their ranks.
+        servers: the ranks that are parameter servers, if any are.
     """
+    if servers:
+        return _stepping_servers(summing, attempt, servers, 1)
+    return partial(_by_owners, summing=summing, most_buckets=1)
+
+
+def _stepping_servers(
+    summing: Summing, attempt: str, servers: Collection[int], most_buckets: int = MOST_PORTIONS
+) -> MakeReducer:
+    """A maker of reducers for a rank whose shared weights parameter servers may update."""
     if summing.stale and servers:
         return partial(StaleReducer, servers=servers, most_stale=summing.stale, attempt=attempt)
-    return partial(_sharded, servers=servers)
+    return partial(_sharded, summing=summing, servers=servers, most_buckets=most_buckets)
 
 
 def maker_of(
@@ -263,6 +307,7 @@ def maker_of(
     seconds: float,
     coordinate: int = 0,
     servers: Collection[int] = (),
+    ranks: Sequence[Sequence[int]] = (),
 ) -> MakeReducer:
     """A maker of reducers for a rank that is a process; all ranks call it.
 
@@ -274,47 +319,65 @@ def maker_of(
         seconds: how long ranks wait for each other.
         coordinate: this process's.
         servers: the ranks that are parameter servers, if any are.
+        ranks: those that hold each group of shared weights, by its tag.
     """
     if summing.reducer == "parameter-server":
-        return stepping_servers(summing, attempt, servers)
-    teams = [team for those in holders for team in those]
+        return _stepping_servers(summing, attempt, servers)
     # By tag, the place of this process's team; of groups that it has nothing of, any.
     firsts = accumulate(map(len, holders[:-1]), initial=0) if holders else ()
     places = [
         first + min(coordinate, len(those) - 1)
         for first, those in zip(firsts, holders, strict=True)
     ]
+    hosts = [Hosts.of(summing, own) for own in ranks]
     if summing.reducer == "servers":
-        # Each sum counts on its share of a server.
-        shares = tuple(
-            replace(server, bytes_per_second=server.bytes_per_second / len(teams))
-            for server in summing.servers
-            if teams
-        )
-        by_shares = replace(summing, servers=shares)
+        counted = [host for host, those in zip(hosts, holders, strict=True) for _ in those]
+        by_shares = sharing_cards(summing, counted)
         return partial(ServerReducer, summing=by_shares, attempt=attempt, numbers=places)
     if summing.reducer == "all-reduce":
-        groups = make_groups(seconds, teams)
-        return partial(AllReducer, group=[groups[place] for place in places])
-    return _sharded if summing.reducer == "sharded" else _by_owners
+        parts = [
+            host.exchanging_of(team)
+            for host, those in zip(hosts, holders, strict=True)
+            for team in those
+        ]
+        made = iter(make_groups(seconds, [part for own in parts for part in own]))
+        by_team = [[next(made) for _ in own] for own in parts]
+        by_tag = [by_team[place] for place in places]
+        return partial(AllReducer, summing=summing, made=by_tag)
+    return partial(_sharded if summing.reducer == "sharded" else _by_owners, summing=summing)
 
 
-def _by_owners(rank: int, shared: SharedWeights, transport: Transport) -> Reducer:
-    return OwnerReducer(rank, shared, transport, MOST_PORTIONS)
+def _by_owners(
+    rank: int,
+    shared: SharedWeights,
+    transport: Transport,
+    summing: Summing,
+    most_buckets: int = MOST_PORTIONS,
+) -> Reducer:
+    tree = summing.tree(shared.ranks)
+    return OwnerReducer(rank, shared, transport, most_buckets, tree=tree)
 
 
 def _sharded(
-    rank: int, shared: SharedWeights, transport: Transport, servers: Collection[int] = ()
+    rank: int,
+    shared: SharedWeights,
+    transport: Transport,
+    summing: Summing,
+    servers: Collection[int] = (),
+    most_buckets: int = MOST_PORTIONS,
 ) -> Reducer:
     """Tied weights are of several stages, each with an optimizer, and of gradients of which tensor
     ranks have terms nobody knows a row before all are summed: all holders keep all of those."""
     make = ShardedReducer if shared.divisible else OwnerReducer
-    # A server that steps takes all gradients of a worker at once.
-    return make(rank, shared, transport, 1 if servers else MOST_PORTIONS, servers)
+    serving = [holder for holder in shared.ranks if holder in servers]
+    tree = summing.tree(shared.ranks, serving or None)
+    return make(rank, shared, transport, most_buckets, servers, tree)
 
 
 def summing_words(summing: Summing) -> str:
     """Who sums gradients, where it is not the usual; else empty."""
+    if summing.reducer == "servers" and not summing.servers:
+        return "gradients of copies are summed by the ranks' own machines (colocated servers)"
     if summing.reducer == "servers":
         servers = count_of(len(summing.servers), "server")
         return f"gradients of copies are summed by ranks and {servers}"
@@ -329,38 +392,42 @@ def summing_words(summing: Summing) -> str:
     return ""
 
 
-def begin_equal(rank: int, shared: SharedWeights, transport: Transport) -> None:
+def begin_equal(rank: int, shared: SharedWeights, transport: Transport, summing: Summing) -> None:
     """Give shared weights the values that their first holder has. For processes: each has built the
     model for itself, perhaps with other random numbers.
 
-    They travel shard by shard on the channels of the sums, since a channel between hosts keeps as
-    much memory ready as its largest message needed. All others answer: what leaves an accelerator
-    may be overwritten behind something that its target has made of it, and the first update need
-    not come behind any such thing.
+    They go down the tree of holders that has the first one on top, shard by shard on the channels
+    of the sums, since a channel between hosts keeps as much memory ready as its largest message
+    needed. All who get them answer: what leaves an accelerator may be overwritten behind something
+    that its target has made of it, and the first update need not come behind any such thing.
     """
+    if not shared.parameters:
+        return
     first = shared.ranks[0]
+    role = TreeRole.of(summing.tree(shared.ranks, [first]), rank)
+    above = [target for targets in role.targets for target in targets]
+    below = [source for sources in reversed(role.sources) for source in sources]
     vectors = [parameter.detach().reshape(-1) for parameter in shared.parameters]
-    buckets = buckets_of(dict(enumerate(shared.parameters)), shared.ranks, MOST_PORTIONS)
-    waiting = f"rank {rank}, waiting for the weights that it shares with rank {first}"
+    owners = dict.fromkeys(shared.ranks, 1)
+    buckets = buckets_of(dict(enumerate(shared.parameters)), owners, MOST_PORTIONS)
     for index, bucket in enumerate(buckets):
         for number, (_, ranges) in enumerate(bucket.shards, start=FIRST_EXCHANGE):
-            if rank == first:
-                values = [cut(vectors[own.place], own) for own in ranges]
-                for other in shared.others(rank):
-                    transport.send(shared.edge(first, other, Purpose.SUM, index), number, values)
-                continue
-            edge = shared.edge(first, rank, Purpose.SUM, index)
-            values = transport.recv(edge, number, waiting)
-            for (place, start, stop), value in zip(ranges, values, strict=True):
-                vectors[place][start:stop] = value
-    if rank == first:
-        for other in shared.others(rank) if vectors else ():
-            waiting = f"rank {rank}, waiting for rank {other} to have the weights that both hold"
-            transport.recv(shared.edge(other, first, Purpose.SUM), FIRST_EXCHANGE, waiting)
-        return
-    with torch.no_grad():
-        for parameter, vector in zip(shared.parameters, vectors, strict=True):
-            parameter.copy_(vector.view_as(parameter))
-    if vectors:
+            values = [cut(vectors[own.place], own) for own in ranges]
+            for source in above:
+                waiting = f"rank {rank}, waiting for the weights that it shares with rank {first}"
+                edge = shared.edge(source, rank, Purpose.SUM, index)
+                received = transport.recv(edge, number, waiting)
+                for (place, start, stop), value in zip(ranges, received, strict=True):
+                    vectors[place][start:stop] = value
+                values = received
+            for target in below:
+                transport.send(shared.edge(rank, target, Purpose.SUM, index), number, values)
+    for target in below:
+        waiting = f"rank {rank}, waiting for rank {target} to have the weights that both hold"
+        transport.recv(shared.edge(target, rank, Purpose.SUM), FIRST_EXCHANGE, waiting)
+    for source in above:
+        with torch.no_grad():
+            for parameter, vector in zip(shared.parameters, vectors, strict=True):
+                parameter.copy_(vector.view_as(parameter))
         answer = vectors[0].new_zeros(1)
-        transport.send(shared.edge(rank, first, Purpose.SUM), FIRST_EXCHANGE, answer)
+        transport.send(shared.edge(rank, source, Purpose.SUM), FIRST_EXCHANGE, answer)

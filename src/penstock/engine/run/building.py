@@ -39,7 +39,7 @@ from penstock.engine.run.placing import SwapSetup, draw_all, place, queues_of
 from penstock.engine.run.rank.compiler import RankExtras
 from penstock.engine.run.rank.worker import Worker
 from penstock.engine.run.recipe import Recipe
-from penstock.engine.run.refusals import check_kinds, check_shareable
+from penstock.engine.run.refusals import check_kinds, check_shareable, check_trains
 from penstock.engine.run.seating import RankSeat
 from penstock.engine.stage.stage import Stage
 from penstock.engine.transport.rendezvous import Rendezvous
@@ -220,6 +220,7 @@ def build(
         outside = OuterModules(model, layers)
         outside.check()
         recipe, running = described(model)
+        check_trains(layers, recipe)
         parts = assemble(model, layers, plan, recipe, running, meeting)
         return Built(model, parts, recipe, outside)
 
@@ -334,6 +335,7 @@ def _workers(
             shared=shared[own.seat],
             residence=residences.get(own.seat.rank),
             offloading=offloading_of(setup.plan, device, setup.seconds),
+            shapes=setup.plan.input_shapes,
         )
         workers.append(worker_of(layout, stages[own.seat], recipe, own, extras))
     return workers

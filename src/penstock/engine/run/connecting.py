@@ -43,6 +43,7 @@ from penstock.engine.run.refusals import (
     check_stage_norms,
     check_updates,
     seats_of,
+    warn_of_hosts,
 )
 from penstock.engine.run.seating import MeshTransport, RankSeat
 from penstock.engine.stage.stage import Stage
@@ -264,10 +265,7 @@ class InThreads(RankPlacement):
         queues: Mapping[int, DeviceQueue],
     ) -> list[Connections]:
         exchange = ThreadExchange(len(self.seats), self._start.seconds)
-        servers = layout.server_ranks
-        make_reducer: MakeReducer = OwnerReducer
-        if servers:
-            make_reducer = sums.stepping_servers(self.plan.summing, self.attempt, servers)
+        make_reducer = sums.in_threads(self.plan.summing, self.attempt, layout.server_ranks)
         return [
             Connections(transport, seat, queues.get(seat.number), make_reducer=make_reducer)
             for seat, transport in zip(self.seats, exchange.transports, strict=True)
@@ -357,6 +355,9 @@ class InProcess(RankPlacement):
         queues: Mapping[int, DeviceQueue],
     ) -> list[Connections]:
         meeting, seat, seconds = self._meeting, self._seat, self._start.seconds
+        if meeting.rank == 0:
+            firsts = [own.number for own in self.seats if own.coordinate == 0]
+            warn_of_hosts(self.plan, firsts, self._transport.hosts)
         queue = queues.get(seat.number)
         if self._running.transport == "auto":
             host, device = self._transport.hosts[meeting.rank], devices[seat.number]
@@ -369,6 +370,7 @@ class InProcess(RankPlacement):
             seconds,
             seat.coordinate,
             layout.server_ranks,
+            [first.ranks for first, *_ in layout.weights.groups],
         )
         return [Connections(self._compared, seat, queue, self._links.of_rank, make_reducer)]
 
@@ -383,7 +385,7 @@ class InProcess(RankPlacement):
         self._meeting.exchange(None, NoneType, "to start training")
         (worker,) = workers
         with building(worker.queue):
-            worker.updater.sums.begin_equal()
+            worker.updater.sums.begin_equal(self.plan.summing)
             layout.let_go()  # what was made equal are copies, where a group has the model's layers
             worker.transport.hand_over()
 

@@ -236,6 +236,18 @@ class StageOptimizers(torch.optim.Optimizer):
         states = (optimizer.state for optimizer in _each(self.by_stage))
         return {key: kept for state in states for key, kept in state.items()}
 
+    def __getitem__(self, number: object) -> NoReturn:
+        """Refuse: it is one optimizer.
+
+        Raises:
+            InputError: always.
+        """
+        raise InputError(
+            "optimizers is one optimizer for all stages, not a list; take "
+            "optimizers.by_stage[stage][0] for that of one stage, optimizers.param_groups for the "
+            "groups of all"
+        )
+
     def step(self, closure: Any = None) -> NoReturn:
         """Refuse: updates belong to steps of the pipeline.
 

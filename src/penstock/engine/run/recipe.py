@@ -27,6 +27,24 @@ _EXAMPLES = {
 }
 
 
+def check_loss(loss: Any) -> None:
+    """Raise ``InputError`` for what is no loss of (outputs, targets), as far as one can see that
+    without calling it."""
+    if loss is None:
+        return
+    expect(loss, Callable, "loss", f"give a function, as in loss={_EXAMPLES['loss']}")
+    if isinstance(loss, type):
+        raise InputError(
+            f"loss is the class {loss.__name__}; make one of it, as in loss={loss.__name__}()"
+        )
+    of_torch = type(loss).__module__ == "torch.nn.modules.loss"  # of others, nobody knows
+    if of_torch and loss.reduction == "none":
+        raise InputError(
+            f'{type(loss).__name__} has reduction="none", so its loss is no number; take '
+            'reduction="mean", or "sum" with Pipeline(…, reduction="sum")'
+        )
+
+
 @dataclass(frozen=True)
 class LossScale:
     """The state of ``torch.amp.GradScaler`` as a value, with its rule.
@@ -156,10 +174,11 @@ class Recipe:
         }
 
     def __post_init__(self) -> None:
-        for name, example in _EXAMPLES.items():
-            function = getattr(self, name)
-            if function is not None:
-                expect(function, Callable, name, f"give a function, as in {name}={example}")
+        check_loss(self.loss)
+        for name in ("optimizer", "lr_scheduler"):
+            if getattr(self, name) is not None:
+                example = f"give a function, as in {name}={_EXAMPLES[name]}"
+                expect(getattr(self, name), Callable, name, example)
         one_of("batch_norm", self.batch_norm, get_args(BatchNormStatistics))
         for name in ("clip_norm", "clip_stage_norm"):
             limit = getattr(self, name)

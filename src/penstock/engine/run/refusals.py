@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 from torch import nn
 
 from penstock.base.errors import InputError, ModelError
 from penstock.base.units import count_of
+from penstock.engine.model.spine import NamedLayer
 from penstock.engine.run.layout import Layout
 from penstock.engine.run.recipe import Recipe
 from penstock.engine.run.seating import RankSeat
@@ -41,6 +43,19 @@ def check_updates(plan: Plan, recipe: Recipe, *, one_process: bool) -> None:
             "clip_norm, clip_stage_norm and a grad_scaler need all gradients of one minibatch at "
             "one update, and with stale updates they come in several; leave them out, or take "
             "stale=0"
+        )
+
+
+def check_trains(layers: Sequence[NamedLayer], recipe: Recipe) -> None:
+    """Raise ``InputError`` if there is an optimizer, and every parameter of a model is frozen."""
+    if recipe.optimizer is None or recipe.loss is None:
+        return
+    wants = [parameter.requires_grad for layer in layers for parameter in layer.module.parameters()]
+    if wants and not any(wants):
+        raise InputError(
+            "no parameter of the model needs a gradient (requires_grad is False everywhere), so "
+            "the optimizer would train nothing; unfreeze some layers before the Pipeline is built, "
+            "or leave optimizer out and evaluate"
         )
 
 
@@ -149,3 +164,26 @@ def check_spillable(plan: Plan, recipe: Recipe, layout: Layout) -> None:
             f"stages {', '.join(map(str, sorted(weights.shared_stages)))} share weights with other "
             f"ranks, so their sums would need them in memory; put them on one rank, or {remedy}"
         )
+
+
+def warn_of_hosts(plan: Plan, first_seats: Sequence[int], hosts: Sequence[str]) -> None:
+    """Warn if ranks are on different hosts that share one by the plan: it counts what they exchange
+    as staying inside, and lets them sum first.
+
+    Args:
+        first_seats: the number of each rank's first process.
+        hosts: that of every process.
+    """
+    first_of: dict[int, int] = {}
+    for rank, host in enumerate(plan.hosts):
+        other = first_of.setdefault(host, rank)
+        ours, theirs = hosts[first_seats[rank]], hosts[first_seats[other]]
+        if ours != theirs:
+            warnings.warn(
+                f"by the plan, ranks {other} and {rank} share a host, and they run on "
+                f"{theirs.split()[0]} and {ours.split()[0]}: start ranks in the order of the "
+                "plan's devices, or plan with what `penstock measure-cluster` finds here",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return

@@ -226,7 +226,10 @@ def scalar(loss: Any, training: bool) -> Tensor:
     """
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         given = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise InputError(f"the loss must be one number, but it has {given}; reduce it to a scalar")
+        raise InputError(
+            f"the loss must be one number, but it has {given}; reduce it to a "
+            'scalar, as reduction="mean" or .mean() does'
+        )
     if training and not loss.requires_grad:
         raise InputError(
             "the loss has no gradient: it was detached or depends on no trained parameter; compute "

@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from penstock.base.arguments import public
 from penstock.base.errors import InputError, ModelError
 from penstock.base.telling import tells
 from penstock.base.values import one_of
@@ -227,6 +228,7 @@ class Captured(nn.Module):
 
 
 @tells("tracing the model")
+@public()
 def capture(
     model: nn.Module,
     inputs: Any,

@@ -17,12 +17,13 @@ import torch
 from torch import nn
 
 from penstock.base.errors import InputError, ModelError
-from penstock.core.example import Granularity
+from penstock.core.example import Example, Granularity
 from penstock.engine.device.crossing import give_memory
 from penstock.engine.model import tree
 from penstock.engine.tracing.captured import Captured, capture
 from penstock.engine.tracing.inputs import inputs_like
 from penstock.engine.tracing.layers import devices_of, dtypes_of
+from penstock.engine.tracing.segments import called
 from penstock.planning.plans import Plan
 
 _KEPT = "_penstock_captured"
@@ -100,26 +101,54 @@ def as_planned(model: nn.Module, plan: Plan) -> Captured | None:
     nobody knows how it was cut.
 
     Raises:
-        ModelError: the model cannot be traced any more.
+        ModelError: the model cannot be traced with the inputs of the plan, or has none of the
+            layers that the plan names.
     """
     kept = model.__dict__.get(_KEPT)
     captured: Captured | None = kept.captured if isinstance(kept, _OnModel) else None
     if captured is None or not _is_for(captured, plan):
+        absent = _absent(model, plan)
         if plan.example is None:
+            if len(absent) == len(plan.layers):
+                plan.check_model(_names(model), "")
             return None
-        # Layers were compared with the model when it was profiled.
-        with off_meta(model):
-            captured = capture(
-                model,
-                inputs_like(plan.example, next(iter(devices_of(model)), None)),
-                granularity=plan.example.granularity,
-                dynamic=plan.example.dynamic,
-                verify=False,
-            )
+        try:
+            captured = _captured_again(model, plan.example)
+        except (InputError, ModelError) as error:
+            lacks = f", and has no {', '.join(absent[:5])}" * bool(absent)
+            raise ModelError(
+                f"the plan was made for another model, or this one has changed: "
+                f"{type(model).__name__} cannot be traced with the inputs of the plan{lacks}; "
+                f"profile and plan this one ({error})"
+            ) from error
         model.__dict__[_KEPT] = _OnModel(captured)
     if captured.names != plan.layers and sorted(captured.names) == sorted(plan.layers):
         return captured.ordered(plan.layers)
     return captured
+
+
+def _captured_again(model: nn.Module, example: Example) -> Captured:
+    # Layers were compared with the model when it was profiled.
+    with off_meta(model):
+        return capture(
+            model,
+            inputs_like(example, next(iter(devices_of(model)), None)),
+            granularity=example.granularity,
+            dynamic=example.dynamic,
+            verify=False,
+        )
+
+
+def _names(model: nn.Module) -> list[str]:
+    """The names of the modules of a model that have no children, as its layers are called."""
+    leaves = (name for name, module in model.named_modules() if not module._modules)
+    return [name or type(model).__name__ for name in leaves]
+
+
+def _absent(model: nn.Module, plan: Plan) -> list[str]:
+    """The layers of a plan that are called as no module of a model is; functions are, too."""
+    known = dict(model.named_modules(remove_duplicate=False))
+    return [name for name in plan.layers if called(name) not in known]
 
 
 @contextmanager

@@ -104,6 +104,8 @@ class Borders:
         """
         leaves, structure = tree.flatten(spread(self.signature, inputs))
         if structure != self.structure:
+            leaves, structure = self._by_name(inputs) or (leaves, structure)
+        if structure != self.structure:
             raise self._other_form(inputs, structure)
         for position, (leaf, expected) in enumerate(zip(leaves, self.leaves, strict=True)):
             if not _fits(leaf, expected):
@@ -130,12 +132,34 @@ class Borders:
                 f"the inputs are nested as {_flat(structure)}, but the model was captured with "
                 f"{_flat(self.structure)}; give them in that form, or capture the model with these"
             )
+        if extra and not isinstance(inputs, dict):  # which names the values got says nothing
+            return InputError(
+                f"the inputs are a tuple of {len(given)}, but the model was captured with "
+                f"{', '.join(expected)} alone; if targets are in it, give them apart, as in "
+                "step(inputs, targets) and evaluate(inputs), or else capture the model with such "
+                "inputs"
+            )
         advice = [f"leave out {' and '.join(extra)}"] if extra else []
         advice += [f"give {' and '.join(missing)} too"] if missing else []
         return InputError(
             f"the inputs are {', '.join(given)}, but the model was captured with "
             f"{', '.join(expected)}; {' and '.join(advice)}, or capture the model with such inputs"
         )
+
+    def _by_name(self, inputs: Any) -> tuple[list[Any], tree.Structure] | None:
+        """Inputs with the names of those of the capture, in the form that these had there: by
+        place or by name; ``None`` if they have others."""
+        own_args, own_kwargs = tree.unflatten(list(self.leaves), self.structure)
+        by_place = [*self.signature.bind_partial(*own_args).arguments]
+        args, kwargs = spread(self.signature, inputs)
+        named = self.signature.bind(*args, **kwargs).arguments
+        if sorted(named) != sorted((*by_place, *own_kwargs)):
+            return None
+        in_form = (
+            tuple(named[name] for name in by_place),
+            {name: named[name] for name in own_kwargs},
+        )
+        return tree.flatten(in_form)
 
     def _names(self, inputs: Any) -> list[str]:
         if isinstance(inputs, dict):

@@ -2,7 +2,8 @@
 
 One pair of ranks at a time sends a message to and fro while all others wait, so that no two
 measurements share a wire. Sizes grow until a message takes long, so that a slow network is measured
-in the same time as a fast one. Then all ranks sum tensors together.
+in the same time as a fast one. Then ranks of a host send at once, which tells who shares a card
+(``card_meter``), and all ranks sum tensors together.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ from penstock.core.cluster.measured import (
     chosen_pairs,
     fit,
     gathered,
+    ranks_by_host,
     ring_seconds,
 )
 from penstock.core.cluster.parts import DeviceKind
 from penstock.engine.device.accelerators import HOST_BACKEND, device_of, is_on_host
 from penstock.engine.device.memory import total_bytes
+from penstock.engine.transport.card_meter import CardMeter
 from penstock.engine.transport.rendezvous import Rendezvous
 
 SIZES = (256, 2**10, 2**14, 2**16, 2**18, 2**20, 2**22, 2**24, 2**26)
@@ -65,7 +68,7 @@ class Measurement(NamedTuple):
     """The outcome of a measurement; the same on every rank.
 
     Attributes:
-        cluster: device i is rank i's.
+        cluster: device i is rank i's; with the cards that ranks of a host share.
         fits: of each pair that was measured, the lower rank first.
         sums: all-reduces, small ones first; none where there is one rank.
     """
@@ -134,7 +137,13 @@ class _Meter:
             tell(done, steps)
             with self._translated(f"measuring the link of ranks {pair[0]} and {pair[1]}", pair):
                 fits[pair] = self._pair(*pair)
-        cluster = gathered(seats, {pair: fit.link for pair, fit in fits.items()})
+        links = {pair: fit.link for pair, fit in fits.items()}
+        cards: list[tuple[int, ...]] = []
+        if self._on_host:  # elsewhere messages go ways that their library chooses
+            meter = CardMeter(self._rank, self._wires, self._words, self._seconds / 10)
+            with self._translated("finding out who shares a card"):
+                cards = [*meter.sharers(ranks_by_host([seat.host for seat in seats]), links)]
+        cluster = gathered(seats, links, cards)
         sums: tuple[SummedTogether, ...] = ()
         if self._num_ranks > 1:
             tell(len(pairs), steps)

@@ -160,7 +160,7 @@ class ProcessGroupTransport(Transport):
 
     def _receive(self, edge: Edge, waiting: str) -> Tensor:
         self._stand(edge, waiting)
-        if self._watch.has(edge):
+        if self._watch.has(edge) and not self._watch.release(edge):
             self._await_watched(edge, waiting)
             return self._standing.pop(edge)[1]
         work, block = self._standing.pop(edge)
@@ -279,11 +279,13 @@ class _WatchedReceive:
 
     Attributes:
         work: the receive.
+        taken: held by who waits, once somebody does.
         done: set when nothing is left to wait for.
         error: what the wait ended with, if not with the message.
     """
 
     work: dist.Work
+    taken: threading.Lock = field(default_factory=threading.Lock)
     done: threading.Event = field(default_factory=threading.Event)
     error: RuntimeError | None = None
 
@@ -319,6 +321,18 @@ class ReceiveWatch:
             self._inbox.put(watched)
         return self._watched[edge].done.is_set()
 
+    def release(self, edge: Edge) -> bool:
+        """Let go of a receive that the thread has not come to yet, so that nobody waits for others
+        who needs this one now: these may need what its caller does next.
+
+        Returns:
+            Whether it is let go of, and is the caller's to wait for.
+        """
+        if self._watched[edge].taken.acquire(blocking=False):
+            del self._watched[edge]
+            return True
+        return False
+
     def wait(self, edge: Edge, seconds: float) -> bool:
         """Wait for a receive that is watched; it no longer is when it is done.
 
@@ -347,6 +361,8 @@ class ReceiveWatch:
 
 def _wait_for_all(inbox: queue.SimpleQueue[_WatchedReceive | None]) -> None:
     while (watched := inbox.get()) is not None:
+        if not watched.taken.acquire(blocking=False):
+            continue
         try:
             watched.work.wait(_FOR_EVER)
         except RuntimeError as error:

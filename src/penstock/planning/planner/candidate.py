@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -128,7 +129,21 @@ class Candidate(CutSetting):
             setting.all_replicas,
             self.schedule,
             setting.build,
+            cards=self._cards,
+            hosts=self._hosts,
         )
+
+    @cached_property
+    def _cards(self) -> tuple[int, ...]:
+        """The card of each rank; none where no rank has one."""
+        cards = tuple(self.task.topology.cards[device] for device in self.setting.devices)
+        return _numbered(cards) if max(cards) >= 0 else ()
+
+    @cached_property
+    def _hosts(self) -> tuple[int, ...]:
+        """The host of each rank, where ranks have cards."""
+        hosts = [self.task.topology.hosts[device] for device in self.setting.devices]
+        return _numbered([host - min(hosts) for host in hosts]) if self._cards else ()
 
     @property
     def seconds(self) -> float:
@@ -229,6 +244,8 @@ class Candidate(CutSetting):
             num_threads=task.graph.num_threads,
             microbatch_size=task.graph.microbatch_size,
             devices=tuple(part for device in setting.devices for part in task.devices_at(device)),
+            hosts=self._hosts,
+            cards=self._cards,
             summing=self._summing(),
             cost_model=task.communication.name,
             reason=reason,
@@ -236,4 +253,15 @@ class Candidate(CutSetting):
             contention=task.graph.contention if task.topology.shared_memories else Contention(),
             warnings=warnings,
             example=task.graph.example,
+            input_shapes={
+                layer.name: layer.input_shape for layer in task.graph.layers if layer.input_shape
+            },
         )
+
+
+def _numbered(numbers: Sequence[int]) -> tuple[int, ...]:
+    """Numbers from 0 in the order in which they first come; those below 0 are −1."""
+    places = {
+        number: place for place, number in enumerate(dict.fromkeys(n for n in numbers if n >= 0))
+    }
+    return tuple(places.get(number, -1) for number in numbers)

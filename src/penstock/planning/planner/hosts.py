@@ -75,13 +75,14 @@ def _of_level(
     num_bytes: float,
     width: int,
 ) -> LevelSeconds:
-    on_cards: Counter[int] = Counter()
+    on_cards: dict[int, float] = {}
     longest, latency = 0.0, 0.0
     for group in tree.levels[level]:
         parts = [tree.owners_in(part) or part for part in tree.parts(level, group)]
         if len(parts) < 2:
             continue
-        on_cards.update(_card_bytes(topology, parts, device_of, width * num_bytes))
+        for card, passed in _card_bytes(topology, parts, device_of, width * num_bytes).items():
+            on_cards[card] = on_cards.get(card, 0.0) + passed
         carried = 2 * (len(parts) - 1) / len(parts) * num_bytes / min(map(len, parts))
         link = topology.slowest_link([device_of[rank] for part in parts for rank in part], carried)
         longest = max(longest, link.seconds(carried) - link.latency_seconds)
@@ -95,18 +96,26 @@ def _card_bytes(
     parts: Sequence[Sequence[int]],
     device_of: Mapping[int, int],
     num_bytes: float,
-) -> Counter[int]:
-    """Bytes that pass each card in one direction while groups exchange what they have."""
-    shares = [Counter(topology.cards[device_of[rank]] for rank in part) for part in parts]
-    behind: dict[int, list[float]] = {}
-    for part, counts in zip(parts, shares, strict=True):
-        for card, count in counts.items():
+) -> dict[int, float]:
+    """Bytes that pass each card in one direction while groups exchange what they have: of what the
+    devices of a group behind it carry, that which goes to groups on other hosts."""
+    places = [[device_of[rank] for rank in part] for part in parts]
+    on_host = [_shares(topology.hosts, part) for part in places]
+    near: dict[int, float] = {}
+    for own in on_host:
+        for host, share in own.items():
+            near[host] = near.get(host, 0.0) + share
+    carried: dict[int, float] = {}
+    for part, own in zip(places, on_host, strict=True):
+        for card, share in _shares(topology.cards, part).items():
             if card >= 0:
-                behind.setdefault(card, []).append(count / len(part))
-    each, others = 2 * num_bytes / len(parts), len(parts) - 1
-    return Counter(
-        {
-            card: each * sum(share * (others - (sum(own) - share)) for share in own)
-            for card, own in behind.items()
-        }
-    )
+                host = topology.hosts[next(k for k in part if topology.cards[k] == card)]
+                others = len(parts) - 1 - (near[host] - own[host])
+                carried[card] = carried.get(card, 0.0) + share * others
+    return {card: 2 * num_bytes / len(parts) * amount for card, amount in carried.items()}
+
+
+def _shares(numbers: Sequence[int], devices: Sequence[int]) -> dict[int, float]:
+    """The share of some devices that has each number."""
+    counts = Counter(numbers[device] for device in devices)
+    return {number: count / len(devices) for number, count in counts.items()}

@@ -90,7 +90,7 @@ class Offer(Terms):
 def offers(task: Task, constraints: Constraints) -> list[Offer]:
     """All offers that constraints allow for a task."""
     if constraints.replicas:
-        allowed = [_replicated(task, constraints)]
+        allowed = list(_replicated(task, constraints))
     else:
         allowed = list(_straight(task, constraints))
         if constraints.any_replicas and constraints.schedule in (None, *REPLICATED):
@@ -197,8 +197,9 @@ def _orders(task: Task, num_ranks: int) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(choices))
 
 
-def _replicated(task: Task, constraints: Constraints) -> Offer:
-    """The offer that has the given replicas.
+def _replicated(task: Task, constraints: Constraints) -> Iterator[Offer]:
+    """The offers that have the given replicas: those of a stage near each other, or the stages of a
+    pipeline.
 
     Raises:
         InputError: another number of stages is asked for.
@@ -215,7 +216,18 @@ def _replicated(task: Task, constraints: Constraints) -> Offer:
     family = constraints.schedule or PLAIN
     policy = _policy(constraints, family)
     check_policy(policy, family, counts, task.num_microbatches)
-    return Offer(family, tuple(range(sum(counts))), policy, counts, (), _rule(constraints, policy))
+    rule = _rule(constraints, policy)
+    yield Offer(family, tuple(range(sum(counts))), policy, counts, (), rule)
+    if task.topology.cluster.groups:  # else all devices are as near
+        yield Offer(family, _pipeline_by_pipeline(counts), policy, counts, (), rule)
+
+
+def _pipeline_by_pipeline(counts: Sequence[int]) -> tuple[int, ...]:
+    """The devices of ranks, which go stage by stage, where the first replicas of all stages come
+    first, then the second ones, and so on."""
+    seats = [(replica, stage) for stage, count in enumerate(counts) for replica in range(count)]
+    device = {seat: number for number, seat in enumerate(sorted(seats))}
+    return tuple(device[seat] for seat in seats)
 
 
 def _with_any_replicas(task: Task, constraints: Constraints) -> Iterator[Offer]:
@@ -284,8 +296,8 @@ def _width_by_depth(task: Task) -> Iterator[ReplicaShape]:
             if width > 1:
                 yield (width,) * depth, tuple(pool[: width * depth])
                 # The replicas of a stage on different servers, a pipeline within one.
-                turns = product(range(depth), range(width))
-                yield (width,) * depth, tuple(pool[place + depth * turn] for place, turn in turns)
+                order = _pipeline_by_pipeline((width,) * depth)
+                yield (width,) * depth, tuple(pool[number] for number in order)
 
 
 def _partitions(task: Task) -> Iterator[ReplicaShape]:

@@ -137,7 +137,7 @@ def _with_peaks(plan: Plan) -> tuple[StagePlan, ...]:
         replace(
             stage,
             peak_activations=max(
-                peaks(schedule.ranks, Sizes([float(other == index) for other in range(count)]))
+                peaks(schedule.rank_ops, Sizes([float(other == index) for other in range(count)]))
             ),
         )
         for index, stage in enumerate(plan.stages)

@@ -38,17 +38,19 @@ class ExchangeSeconds(NamedTuple):
     Attributes:
         between: on the links between hosts, or between all where none are near each other.
         inside: on those inside hosts.
+        back: in the other direction, which what comes first takes while the rest still leaves.
         latency: of its messages.
     """
 
     between: float
     inside: float = 0.0
+    back: float = 0.0
     latency: float = 0.0
 
     @property
     def total(self) -> float:
         """All of it, one after another."""
-        return self.between + self.inside + self.latency
+        return self.between + self.inside + self.back + self.latency
 
 
 @dataclass(frozen=True)
@@ -84,8 +86,6 @@ class SummedSetting:
     def num_parts(self, num_bytes: float, ranks: Sequence[int]) -> int:
         """In how many parts gradients leave while the last backward makes them; 1 where they leave
         when it is done."""
-        if self.reducer == "parameter-server" and len(ranks) > 1:
-            return 1  # who steps takes all gradients of a copy at once
         devices_here = [self.task.cluster.devices[device] for device in self._devices_of(ranks)]
         model = self.task.communication
         if any(device.kind == "gpu" for device in devices_here) or model.name != RING:
@@ -97,16 +97,20 @@ class SummedSetting:
 
     def passes_cards(self, ranks: Sequence[int]) -> bool:
         """Whether copies exchange through cards that others may share."""
-        cards = {self.task.topology.cards[device] for device in self._devices_of(ranks)}
-        return len(cards) > 1 and self.task.communication.name == RING
+        topology, devices = self.task.topology, self._devices_of(ranks)
+        hosts = {topology.hosts[device] for device in devices}
+        has_cards = any(topology.cards[device] >= 0 for device in devices)
+        return len(hosts) > 1 and has_cards and self.task.communication.name == RING
 
     def exchange(self, num_bytes: float, ranks: Sequence[int]) -> ExchangeSeconds:
         """How long one exchange among copies takes."""
         task, devices = self.task, self._devices_of(ranks)
         link = task.topology.slowest_link(devices, num_bytes)
         if self.reducer == "parameter-server" and len(devices) > 1:
-            stepped = self._stepped_seconds(num_bytes, devices)
-            return ExchangeSeconds(stepped, latency=2 * link.latency_seconds)
+            *inside, _ = self._by_levels(num_bytes, ranks)
+            stepped = self._stepped_seconds(num_bytes, ranks)
+            within = sum(level.seconds for level in inside)
+            return ExchangeSeconds(stepped, within, stepped, 2 * link.latency_seconds)
         if self.reducer == "servers" and len(devices) > 1 and num_bytes:
             served = self._served(num_bytes, ranks, link)
             if served is not None:
@@ -114,12 +118,12 @@ class SummedSetting:
         if task.communication.name != RING or not (self.levels or self.passes_cards(ranks)):
             latency = task.communication.reduce_seconds(0.0, len(devices), link)
             whole = task.communication.reduce_seconds(num_bytes, len(devices), link)
-            return ExchangeSeconds(whole - latency, 0.0, latency)
+            return ExchangeSeconds(whole - latency, latency=latency)
         *inside, between = self._by_levels(num_bytes, ranks)
         return ExchangeSeconds(
             between.seconds,
             sum(level.seconds for level in inside),
-            between.latency + sum(level.latency for level in inside),
+            latency=between.latency + sum(level.latency for level in inside),
         )
 
     def _by_levels(self, num_bytes: float, ranks: Sequence[int]) -> list[LevelSeconds]:
@@ -143,7 +147,7 @@ class SummedSetting:
         return ExchangeSeconds(
             split.seconds + parting + overhead,
             sum(level.seconds for level in inside),
-            2 * link.latency_seconds + sum(level.latency for level in inside),
+            latency=2 * link.latency_seconds + sum(level.latency for level in inside),
         )
 
     def _rates_of_machines(self, ranks: Sequence[int]) -> list[float]:
@@ -194,17 +198,17 @@ class SummedSetting:
         num_sums = self.num_sums * self.task.num_devices_at(devices[0])
         return [spare.bytes_per_second / num_sums for spare in spares]
 
-    def _stepped_seconds(self, num_bytes: float, devices: Sequence[int]) -> float:
-        """Seconds until parameter servers have all gradients, and copies all weights.
+    def _stepped_seconds(self, num_bytes: float, ranks: Sequence[int]) -> float:
+        """Seconds until parameter servers have all gradients, or machines all weights.
 
-        Each of k servers has an equal slice. All weights of a slice leave when it has stepped, so
-        the two directions follow one another.
+        Each of k servers has an equal slice, of which every machine sends it what its devices have
+        added. It steps bucket by bucket, so the two directions are busy at once.
         """
-        rates = [rate_of(self.task, device, devices) for device in devices]
-        servers = self._rates_of(_spares_of(self.task), devices)
+        rates = self._rates_of_machines(ranks)
+        servers = self._rates_of(_spares_of(self.task), self._devices_of(ranks))
         own = num_bytes / min(rates)
-        served = len(devices) * num_bytes / self._num_servers / min(servers, default=min(rates))
-        return 2 * max(own, served)
+        served = len(rates) * num_bytes / self._num_servers / min(servers, default=min(rates))
+        return max(own, served)
 
     def added_bytes(self, num_bytes: float, devices: Sequence[int]) -> float:
         """Bytes that whoever sums a slice adds up."""
@@ -382,7 +386,7 @@ class CutSetting:
         added = self.way.added_bytes(num_bytes, devices) / rate if rate else 0.0
         seconds = exchange.total - hidden + added + self._tied_seconds(index, start, stop)
         num_parts = self.way.num_parts(num_bytes, ranks)
-        steps = tuple(step for step in (exchange.inside, added) if step)
+        steps = tuple(step for step in (exchange.inside, added, exchange.back) if step)
         if num_parts > 1 or (self.way.passes_cards(ranks) and not model.overlap):
             return _Reduced(seconds, num_parts, (exchange.between, *steps))
         return _Reduced(seconds)

@@ -11,6 +11,7 @@ from dataclasses import replace as replaced
 
 from msgspec.structs import replace
 
+from penstock.base.arguments import public
 from penstock.base.errors import InputError, ModelError, PlanError
 from penstock.base.values import expect
 from penstock.core.cluster import Cluster
@@ -33,6 +34,7 @@ _BYTES = (
 )  # fmt: skip
 
 
+@public()
 def replan(
     plan: Plan,
     cluster: Cluster,

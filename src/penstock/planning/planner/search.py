@@ -14,6 +14,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
+from penstock.base.arguments import public
 from penstock.base.errors import InputError, PlanError
 from penstock.base.telling import tells
 from penstock.base.units import count_of
@@ -50,6 +51,13 @@ from penstock.planning.plans.plan import Plan
 from penstock.planning.plans.summing import ReducerName
 
 
+@public(
+    remedies={
+        "devices": "give a cluster: pk.plan(graph, pk.Cluster.local(4))",
+        "ranks": "give a cluster: pk.plan(graph, pk.Cluster.local(4))",
+        "model": "profile it: pk.plan(pk.profile(model, inputs), …)",
+    }
+)
 def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
     graph: LayerGraph,
     cluster: Cluster | None = None,

@@ -5,7 +5,7 @@ which layers its stages have memory for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock.core.graph import Mode
-from penstock.core.schedule import Kind, Op, Schedule, families
+from penstock.core.schedule import Schedule, families
 from penstock.core.schedule.lower import add_recompute
-from penstock.core.schedule.memory import Load, loads, peak_activations
+from penstock.core.schedule.memory import Load, loads, moments, peak_activations
 from penstock.core.versions import Flush, Policy, place_of, weight_copies
 from penstock.planning.partition.chain import Floats, Table
 from penstock.planning.planner.request import RecomputeRule
@@ -24,14 +24,6 @@ from penstock.planning.planner.task import Task
 from penstock.planning.plans.orders import stand_in
 from penstock.planning.plans.stage_plan import RecomputeWay
 from penstock.planning.plans.summing import COPIES_OF_GRADIENTS, ReducerName
-
-_INPUT, _WHOLE, _FOR_WEIGHT = range(3)
-_CHANGES = {
-    Kind.RECOMPUTE: ((_INPUT, -1), (_WHOLE, 1)),
-    Kind.BACKWARD: ((_WHOLE, -1),),
-    Kind.BACKWARD_INPUT: ((_WHOLE, -1), (_FOR_WEIGHT, 1)),
-    Kind.BACKWARD_WEIGHT: ((_FOR_WEIGHT, -1),),
-}
 
 StageSizes = tuple[float, float, float]
 """Bytes that a microbatch keeps at a stage: its input only, all, or what the weight gradient
@@ -64,20 +56,9 @@ def moments_of(schedule: Schedule) -> tuple[Moments, ...]:
         schedule: compute only, of whole microbatches, perhaps with recomputes.
     """
     return tuple(
-        _moments(ops, stages)
+        Moments(stages, moments(ops).astype(np.float64))
         for ops, stages in zip(schedule.rank_ops, schedule.stages_of, strict=True)
     )
-
-
-def _moments(ops: Sequence[Op], stages: Sequence[int]) -> Moments:
-    first_column = {stage: 3 * index for index, stage in enumerate(stages)}
-    recomputed = {op.stage for op in ops if op.kind is Kind.RECOMPUTE}
-    changes = np.zeros((len(ops) + 1, 3 * len(stages)))
-    for row, op in enumerate(ops, start=1):
-        kept = _INPUT if op.stage in recomputed else _WHOLE
-        for part, change in _CHANGES.get(op.kind, ((kept, 1),)):
-            changes[row, first_column[op.stage] + part] += change
-    return Moments(tuple(stages), np.unique(changes.cumsum(axis=0), axis=0))
 
 
 _RECOMPUTES: tuple[RecomputeWay, ...] = ("none", "layers", "stage")

@@ -106,6 +106,7 @@ class Cache:
         tables: the bytes that stages need.
         numbers: ``Task.numbers``, by a stage's first layer and the one behind its last.
         hops: their seconds, by the devices at their ends.
+        links: the different ones between stages, by their devices.
     """
 
     cuts: dict[object, list[tuple[int, ...]]] = field(default_factory=dict)
@@ -115,6 +116,7 @@ class Cache:
     tables: dict[object, Table] = field(default_factory=dict)
     numbers: dict[tuple[int, int], dict[str, float]] = field(default_factory=dict)
     hops: dict[object, Floats] = field(default_factory=dict)
+    links: dict[object, tuple[Link, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -389,11 +391,22 @@ class Task:
         num_pairs = (lcm if in_turns else mul)(len(sources), len(targets))
         if num_pairs > _MANY_PAIRS:
             return self.topology.slowest_link({*sources, *targets}, num_bytes)
-        pairs: Iterable[tuple[int, int]] = product(sources, targets)
-        if in_turns:
-            pairs = islice(zip(cycle(sources), cycle(targets), strict=False), num_pairs)
-        links = (self.topology.link(*pair) for pair in pairs if len({*pair}) > 1)
+        links = self._links_between(tuple(sources), tuple(targets), in_turns)
         return max(links, key=lambda link: link.seconds(num_bytes), default=Link())
+
+    def _links_between(
+        self, sources: tuple[int, ...], targets: tuple[int, ...], in_turns: bool
+    ) -> tuple[Link, ...]:
+        """The different links between two stages' devices, worked out once for all cuts."""
+        key = sources, targets, in_turns
+        if key not in self.cache.links:
+            pairs: Iterable[tuple[int, int]] = product(sources, targets)
+            if in_turns:
+                rounds = zip(cycle(sources), cycle(targets), strict=False)
+                pairs = islice(rounds, lcm(len(sources), len(targets)))
+            links = (self.topology.link(*pair) for pair in pairs if len({*pair}) > 1)
+            self.cache.links[key] = tuple(dict.fromkeys(links))
+        return self.cache.links[key]
 
     def hop(
         self, stop: int, sources: Sequence[int], targets: Sequence[int], *, in_turns: bool = False

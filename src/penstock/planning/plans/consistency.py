@@ -23,6 +23,9 @@ MOST_THREADS = 4096
 MOST_MICROBATCHES = 100_000
 """Of a minibatch: a training has thousands, and who simulates or draws it looks at every one."""
 
+_MOST_NAMES = 8
+"""Of layers that an error lists."""
+
 
 def check_counts(least: int, **counts: int) -> None:
     """Raise ``InputError`` for a count of a plan that is below ``least``, or beyond all reason."""
@@ -217,6 +220,22 @@ def check_devices(devices: Sequence[Device], needed: int) -> None:
         raise InputError(f"device {twice[0]!r} is given to more than one rank; name another one")
 
 
+def check_cards(cards: Sequence[int], hosts: Sequence[int], num_ranks: int) -> None:
+    """Raise ``InputError`` unless every rank has a host and a card, or nobody says which."""
+    for name, numbers, least in (("cards", cards, -1), ("hosts", hosts, 0)):
+        if numbers and (len(numbers) != num_ranks or min(numbers) < least):
+            raise InputError(
+                f"{name} are {list(numbers)[:8]}, and there are {count_of(num_ranks, 'rank')}; "
+                f"give a number ≥ {least} for each, or leave {name} out"
+            )
+    if bool(cards) != bool(hosts):
+        raise InputError("hosts and cards come together; give both, or none")
+    host_of = dict(zip(cards, hosts, strict=True))
+    apart = [c for c, host in zip(cards, hosts, strict=True) if c >= 0 and host_of[c] != host]
+    if apart:
+        raise InputError(f"ranks of two hosts share the card {apart[0]}; give each host its own")
+
+
 def check_model(
     planned: Sequence[str], planned_fingerprint: str, names: Sequence[str], fingerprint: str
 ) -> None:
@@ -226,8 +245,7 @@ def check_model(
         missing = [name for name in names if name not in planned]
         unknown = [name for name in planned if name not in names]
         detail = (
-            f"not in the plan: {', '.join(missing) or 'none'}; "
-            f"not in the model: {', '.join(unknown) or 'none'}"
+            f"not in the plan: {_some(missing)}; not in the model: {_some(unknown)}"
             if missing or unknown
             else "the order of the layers differs; .ordered(names) changes a captured model's"
         )
@@ -239,3 +257,9 @@ def check_model(
             "the plan was made for another model: the layers have the same names but other "
             "parameter shapes or dtypes; profile and plan this one"
         )
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first of some names, and how many there are besides."""
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return (", ".join(names[:_MOST_NAMES]) or "none") + more

@@ -58,6 +58,8 @@ class Draft(Value, frozen=True, kw_only=True):
     num_threads: int = 1
     microbatch_size: int = 0
     devices: tuple[Device, ...] = ()
+    hosts: tuple[int, ...] = ()
+    cards: tuple[int, ...] = ()
     summing: Summing = Summing()
     cost_model: str = "ring"
     reason: str = ""
@@ -68,6 +70,7 @@ class Draft(Value, frozen=True, kw_only=True):
     spill: Spill | None = None
     offload: Offload | None = None
     example: Example | None = None
+    input_shapes: dict[str, str] = field(default_factory=dict)
     file_version: int = field(default=2, name="version")
 
     def __post_init__(self) -> None:

@@ -273,6 +273,13 @@ def _rate_factor(plan: Plan, stage: int) -> float:
     return replicas * policy.damping(plan.place(stage))
 
 
+_IN_TURN = (
+    "Parameter servers in processes of their own step and answer bucket by bucket while gradients "
+    "still come, if the optimizer is one of torch's that treat each number by itself; clipping, a "
+    "grad_scaler, tensor ranks or another optimizer make them wait for all gradients."
+)
+
+
 def _summary(plan: Plan) -> str:
     policy = plan.versions
     if plan.summing.stale:
@@ -284,10 +291,11 @@ def _summary(plan: Plan) -> str:
             "is held. What is learned depends on who was late, as pipeline.stale_streams tells."
         )
     if not policy.asynchronous:
+        served = " " + _IN_TURN if served_stages(plan) else ""
         return (
             "Synchronous: all microbatches of minibatch t read version t in both passes, and the "
             "pipeline drains at each update, so gradients are never old. One version is held, and "
-            "the results are those of one device."
+            f"the results are those of one device.{served}"
         )
     every = "minibatch" if policy.updates == "minibatch" else "microbatch (of every replica)"
     if policy.updates == "microbatch" and set(plan.replicas) == {1}:

@@ -11,7 +11,7 @@ from msgspec.structs import asdict, replace
 
 from penstock.base.errors import InputError, printable
 from penstock.base.lazily import method_loaded_when_used
-from penstock.base.values import FieldsByName, decoded, expect, one_of, refused_as, whole
+from penstock.base.values import FieldsByName, decoded, expect, one_of, read_as, whole
 from penstock.core.cluster import Device, SpareMachine
 from penstock.core.schedule import Schedule, families
 from penstock.core.schedule.check import check
@@ -26,6 +26,7 @@ from penstock.core.versions import (
     weight_copies,
 )
 from penstock.planning.plans.consistency import (
+    check_cards,
     check_devices,
     check_groups,
     check_model,
@@ -85,6 +86,9 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
         microbatch_size: rows of a microbatch, as in the profile; 0 where nobody says.
         devices: the device of each rank, in order; with several tensor ranks, the devices of a
             rank follow one another. Empty where nobody says.
+        hosts, cards: the host of each rank, and the network card through which it reaches other
+            hosts; ranks of equal numbers share one, and −1 is no card. What travels at once shares
+            a card in the prediction. Empty where nobody says.
         summing: how ranks that hold the same weights sum their gradients.
         cost_model: the name of the one by which communication was counted.
         reason: one sentence on why this plan was chosen.
@@ -98,6 +102,7 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
         offload: whose activations leave between forward and backward, and where to; ``None`` where
             all of them stay.
         example: with what the model was traced, if it names no spine; as in the profile.
+        input_shapes: by layer, shapes and dtypes of what it was profiled with, for errors.
         file_version: the number of this file format; ``version`` in the file.
 
     Raises:
@@ -119,6 +124,7 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
             check_replicas(self.replicas, self.num_microbatches)
         check_groups(self._sample.stages_of, self.stages)
         check_devices(self.devices, self.num_seats)
+        check_cards(self.cards, self.hosts, self.num_ranks)
         check_summing(self.summing, self.versions, self.num_ranks, self.num_tensor_ranks)
         check_policy(self.versions, self.schedule, self.replicas, self.num_microbatches)
         check_recompute(self.stages, self.schedule, self.versions)
@@ -154,7 +160,7 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
                 file is named. Or the parts contradict each other.
         """
         expect(text, str | bytes, "the text", f"give what {cls.__name__}.to_json wrote")
-        with refused_as(f"{where} is not a valid {cls.__name__}"):
+        with read_as(cls.__name__, text, where):
             return cls(**asdict(decoded(text, Draft)))
 
     def edited(self, **changes: Any) -> Plan:
@@ -226,6 +232,8 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
             self.spill,
             self.offload,
             served_by(self),
+            self.cards,
+            self.hosts,
         )
 
     @property
@@ -382,13 +390,17 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
             reducer: see ``Summing``.
             servers: where ``penstock serve`` runs, for ``"servers"``; on which machines the last
                 ranks run, for ``"parameter-server"``, by default one.
-            stale: by how many updates a gradient may be late, for ``"parameter-server"``.
+            stale: by how many updates a gradient may be late, for ``"parameter-server"``; then
+                nothing is summed inside hosts first.
 
         Raises:
             InputError: no such reducer, or it does not go with the schedule or with servers.
         """
         expect(servers, Sequence, "servers", "give a list of penstock.core.cluster.SpareMachine")
-        summing = replace(self.summing, reducer=reducer, servers=tuple(servers), stale=stale)
+        levels = () if stale else self.summing.levels
+        summing = replace(
+            self.summing, reducer=reducer, servers=tuple(servers), stale=stale, levels=levels
+        )
         return replace(self, summing=summing)
 
     def simulate(self, num_minibatches: int | None = None) -> Timeline:

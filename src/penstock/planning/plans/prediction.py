@@ -5,7 +5,7 @@ how long a minibatch takes where the pipeline never drains.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil, inf, lcm
 from typing import NamedTuple
@@ -131,6 +131,7 @@ class Prediction:
         spill: where stages are while they are not in memory, if they leave it.
         offload: where activations are meanwhile, if any leave; the placement says which.
         served: which stages hand their gradients to servers.
+        cards, hosts: of each rank, as ``Costs`` has them.
     """
 
     stages: tuple[StagePlan, ...]
@@ -142,6 +143,8 @@ class Prediction:
     spill: Spill | None = None
     offload: Offload | None = None
     served: Served = field(default_factory=Served)
+    cards: tuple[int, ...] = ()
+    hosts: tuple[int, ...] = ()
 
     @property
     def flushes(self) -> bool:
@@ -151,7 +154,7 @@ class Prediction:
     @cached_property
     def costs(self) -> Costs:
         """The duration of each op, stage by stage."""
-        costs = costs_of(self.stages)
+        costs = replace(costs_of(self.stages), cards=self.cards, hosts=self.hosts)
         if self.offload is not None:
             costs = offloading_costs(costs, self.stages, self.offload)
         return costs if self.spill is None else spilled_costs(costs, self.stages, self.spill)

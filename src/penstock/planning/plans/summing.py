@@ -46,7 +46,7 @@ MOST_STALE = 1000
 
 class Summing(Value, frozen=True, kw_only=True):
     """How gradients of weights with several holders become one sum. Threads of one process sum
-    where they are, whatever this says.
+    where they are, in the order of ``levels``, whatever else this says.
 
     Attributes:
         reducer: ``"owners"``: each holder sums an equal slice for all, in the order of the ranks;
@@ -67,6 +67,7 @@ class Summing(Value, frozen=True, kw_only=True):
             every rank's group, as ``((0, 0, 1, 1),)`` for two hosts. Inside such a group sums are
             made first (``penstock.core.summation.tree``), and all additions are in the order of
             this tree; threads and proofs keep to it, too. Without any, in the order of the ranks.
+            A parameter server is near nobody; stale updates have no levels.
         across: who exchanges sums between the outermost groups: ``"every"`` rank its own share, or
             the ``"first"`` of each for all.
 
@@ -100,6 +101,11 @@ class Summing(Value, frozen=True, kw_only=True):
             raise InputError(
                 "stale updates are made by one parameter server, which decides what each of them "
                 "gets; take the reducer 'parameter-server' with one server at most, or stale=0"
+            )
+        if self.stale and self.levels:
+            raise InputError(
+                "stale updates are made of each copy's own gradients, not of sums inside hosts; "
+                "leave levels out, or take stale=0"
             )
         for rate in self.bytes_per_second:
             number("summing: bytes_per_second", rate, positive=True)

@@ -79,6 +79,10 @@ def _versions(plan: Shape) -> list[str]:
 
 
 def _summing(plan: Shape) -> list[str]:
+    return [*_reducer(plan), *_levels(plan)]
+
+
+def _reducer(plan: Shape) -> list[str]:
     reducer, servers = plan.summing.reducer, len(plan.summing.servers)
     if reducer == "owners":
         return []
@@ -87,6 +91,37 @@ def _summing(plan: Shape) -> list[str]:
         late = f", up to {count_of(stale, 'update')} late" if stale else ""
         return [f"gradients: {count_of(max(servers, 1), 'parameter server')}{late}"]
     return [f"gradients: {count_of(servers, 'server') if servers else reducer}"]
+
+
+_MOST_GROUPS = 4
+"""Of ranks that sum among themselves, as many as a line names."""
+
+
+def _levels(plan: Shape) -> list[str]:
+    """Which ranks sum among themselves before others, if any do."""
+    named = []
+    for numbers in plan.summing.levels:
+        together = [
+            [rank for rank, own in enumerate(numbers) if own == number]
+            for number in dict.fromkeys(numbers)
+        ]
+        groups = [_group(ranks) for ranks in together if len(ranks) > 1]
+        if groups:
+            more = ", …" if len(groups) > _MOST_GROUPS else ""
+            named.append(f"ranks {', '.join(groups[:_MOST_GROUPS])}{more}")
+    return [f"sums inside hosts first: {'; then '.join(named)}"] if named else []
+
+
+def _group(ranks: Sequence[int]) -> str:
+    """The ranks of a group.
+
+    >>> _group([0, 1, 2, 3]), _group([0, 2])
+    ('0–3', '0+2')
+    """
+    first, last = ranks[0], ranks[-1]
+    if last - first + 1 == len(ranks):
+        return f"{first}–{last}"
+    return "+".join(map(str, ranks))
 
 
 WIDTH = 80

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 import msgspec
 
 from penstock.base.errors import InputError
+from penstock.base.mistaken import held_to
 from penstock.base.units import to_bytes
 from penstock.base.values import MOST_TOML_BYTES, check_toml, read_text, refused_as, shown, whole
 from penstock.core.timing.fleet_timeline import MOST_FLEET_DEVICES
@@ -226,7 +227,7 @@ class FleetFile(_FleetTable, frozen=True):
             folder: from which files that it names are found.
             where: the name to use in errors.
         """
-        with refused_as(f"{where} is not a valid fleet"):
+        with held_to("FleetFile", text, where), refused_as(f"{where} is not a valid fleet"):
             table = parsed(text)
             nested: dict[str, Any] = {}
             if "jobs" in table:

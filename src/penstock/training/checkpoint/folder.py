@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from penstock.base.arguments import nearest
 from penstock.base.errors import FileError
 from penstock.base.values import expect, read_text
 from penstock.planning.plans import Plan
@@ -261,6 +262,16 @@ def checkpoint_in(path: Path) -> Checkpoint | None:
     if path.exists() and not path.is_dir():
         raise FileError(f"{path} is a file; give the folder in which a run's checkpoints are")
     return next(complete(path), None)
+
+
+def like_it(run: Path) -> Path | None:
+    """A run with checkpoints beside a folder that is not there, whose name is nearly the same."""
+    if run.exists() or not run.parent.is_dir():
+        return None
+    others = (other for other in run.parent.iterdir() if other.is_dir())
+    names = [other.name for other in others if any(seen_in(other))]
+    near = nearest(run.name, names)
+    return None if near is None else run.parent / near
 
 
 def run_of(path: Path) -> Path:

@@ -21,8 +21,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -91,19 +92,24 @@ def write_tensors(
     Raises:
         FileError: it cannot be written; what was there before is there still.
     """
+    with _replaced(path) as beside:
+        # [1]
+        in_memory = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
+        if len(in_memory) == len(tensors):
+            save_file(in_memory, beside, metadata=metadata)
+        else:
+            save_streamed(tensors, beside, metadata)
+
+
+@contextmanager
+def _replaced(path: Path) -> Iterator[Path]:
+    """Within, a file beside ``path`` is written; then it takes its place, at once and whole."""
     beside = path.with_name(f".{path.name}.partial")
     with _refused(path, "write"):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             mode = _usual_mode(beside)
-            # [1]
-            in_memory = {
-                name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)
-            }
-            if len(in_memory) == len(tensors):
-                save_file(in_memory, beside, metadata=metadata)
-            else:
-                save_streamed(tensors, beside, metadata)
+            yield beside
             beside.chmod(mode)
             flush(beside)  # [2]
             os.replace(beside, path)  # [3]
@@ -251,6 +257,7 @@ def assembled(
 
 
 _ALIGNED = 8
+_BLOCK_BYTES = 1 << 22
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
@@ -285,13 +292,74 @@ def save_streamed(
             "shape": list(tensor.shape),
             "data_offsets": offsets,
         }
-    text = json.dumps(head, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % _ALIGNED)
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(_header_of(head))
         for name in order:
             for piece in _bytes_of(tensors[name]):
                 file.write(piece)
+
+
+def _header_of(head: Mapping[str, object]) -> bytes:
+    text = json.dumps(head, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNED)
+    return len(text).to_bytes(8, "little") + text
+
+
+class _Stored(NamedTuple):
+    """Where a tensor lies in a file, and what the file says of it."""
+
+    path: Path
+    offset: int
+    num_bytes: int
+    entry: dict[str, Any]
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of each of its elements; 0 of none."""
+        return self.num_bytes // max(int(prod(self.entry["shape"])), 1)
+
+
+def join_files(paths: Sequence[Path], path: Path, metadata: Mapping[str, str]) -> None:
+    """Write what several safetensors files have into one, in little memory, and remove them.
+
+    Raises:
+        FileError: one cannot be read or removed, or the new one not be written.
+    """
+    with _replaced(path) as beside:
+        stored = {name: at for part in paths for name, at in _stored_in(part)}
+        # The widest first, so that all are aligned.
+        order = sorted(stored, key=lambda name: (-stored[name].item_bytes, name))
+        head: dict[str, object] = {"__metadata__": dict(metadata)}
+        end = 0
+        for name in order:
+            begin, end = end, end + stored[name].num_bytes
+            head[name] = {**stored[name].entry, "data_offsets": [begin, end]}
+        with beside.open("wb") as file:
+            file.write(_header_of(head))
+            for name in order:
+                _copy(stored[name], file)
+    for part in paths:
+        with _refused(part, "remove"):
+            part.unlink()
+
+
+def _stored_in(path: Path) -> Iterator[tuple[str, _Stored]]:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        head = json.loads(file.read(length))
+    head.pop("__metadata__", None)
+    for name, entry in head.items():
+        begin, end = entry["data_offsets"]
+        yield name, _Stored(path, 8 + length + begin, end - begin, entry)
+
+
+def _copy(stored: _Stored, target: BinaryIO) -> None:
+    with stored.path.open("rb") as source:
+        source.seek(stored.offset)
+        left = stored.num_bytes
+        while left and (block := source.read(min(left, _BLOCK_BYTES))):
+            target.write(block)
+            left -= len(block)
 
 
 def _bytes_of(tensor: Tensor | Shelved) -> Iterator[memoryview]:

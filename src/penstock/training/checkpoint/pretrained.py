@@ -1,7 +1,8 @@
-"""Weights as transformers' ``save_pretrained`` writes them: a file for each stage, and an index.
+"""Weights as transformers' ``save_pretrained`` writes them: in one file where that is not too
+large, else a file for each stage, and an index.
 
-Every process writes the files of its own stages, so nobody ever has the whole model. The index
-comes when all files are there: whoever finds it finds all of them.
+Every process writes the files of its own stages, so nobody ever has the whole model in memory. The
+one file, or the index, comes when all of them are there: whoever finds it finds everything.
 """
 
 from __future__ import annotations
@@ -26,16 +27,23 @@ from penstock.engine.stage.stage import Stage
 from penstock.engine.transport.rendezvous import Rendezvous
 from penstock.training.checkpoint.agreeing import met
 from penstock.training.checkpoint.folder import as_path
-from penstock.training.checkpoint.piece import apart, flush, write_tensors
+from penstock.training.checkpoint.piece import apart, flush, join_files, write_tensors
 
+_METADATA = {"format": "pt"}
 _ALONE = "model.safetensors"
+_PARTS = ".model-*-of-*.part"
+_MOST_ALONE_BYTES = 5 * 10**9
+"""Of one file; larger models are left in the files of their stages. transformers took as much
+before release 5, and takes ten times as much since; but here one rank puts the file together, from
+what others have written, while they wait."""
 
 
 class _PretrainedFiles(NamedTuple):
     """The names of a folder's files, and the keys in them.
 
     Attributes:
-        files: the name of each stage's, of those that have anything.
+        files: the name of each stage's, of those that have anything; parts of one file, if there
+            is to be one.
         keys: what is in them.
         num_bytes, num_numbers: of all of them.
     """
@@ -44,6 +52,16 @@ class _PretrainedFiles(NamedTuple):
     keys: Mapping[int, Sequence[str]]
     num_bytes: int
     num_numbers: int
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether all is to be in one file."""
+        return len(self.files) == 1 or self.num_bytes <= _MOST_ALONE_BYTES
+
+    @property
+    def seen(self) -> set[str]:
+        """The names of the files that are there in the end."""
+        return {_ALONE} if self.is_alone else {*self.files.values()}
 
 
 def save_pretrained(parts: Assembly, model: nn.Module, path: object) -> None:
@@ -104,17 +122,16 @@ def _contents(parts: Assembly, model: nn.Module) -> _PretrainedFiles:
         first -= {*mine}
         if mine:
             keys[stage] = mine
+    written = [every[key] for own in keys.values() for key in own]
+    num_bytes = sum(tensor.nbytes for tensor in written)
+    named = "model-{:05d}-of-{:05d}.safetensors"
+    if num_bytes <= _MOST_ALONE_BYTES:
+        named = _PARTS.replace("*", "{:05d}")
     files = {
-        stage: _ALONE if len(keys) == 1 else f"model-{number:05d}-of-{len(keys):05d}.safetensors"
+        stage: _ALONE if len(keys) == 1 else named.format(number, len(keys))
         for number, stage in enumerate(keys, start=1)
     }
-    written = [every[key] for own in keys.values() for key in own]
-    return _PretrainedFiles(
-        files,
-        keys,
-        sum(tensor.nbytes for tensor in written),
-        sum(tensor.numel() for tensor in written),
-    )
+    return _PretrainedFiles(files, keys, num_bytes, sum(tensor.numel() for tensor in written))
 
 
 def _all_places(layers: Sequence[NamedLayer]) -> Iterator[tuple[str, Tensor]]:
@@ -125,7 +142,7 @@ def _all_places(layers: Sequence[NamedLayer]) -> Iterator[tuple[str, Tensor]]:
 def _clear(folder: Path, contents: _PretrainedFiles) -> None:
     """See that nobody will take older files for these, and that nothing is complete before all
     are."""
-    own = {*contents.files.values()}
+    own = contents.seen
     for pattern in (_ALONE, "model-*-of-*.safetensors"):
         for other in sorted(folder.glob(pattern)):
             if other.name not in own:
@@ -135,6 +152,8 @@ def _clear(folder: Path, contents: _PretrainedFiles) -> None:
                 )
     try:
         (folder / INDEX).unlink(missing_ok=True)
+        for part in folder.glob(_PARTS):  # of a save that did not end
+            part.unlink(missing_ok=True)
     except OSError as error:
         raise FileError(f"cannot write {folder / INDEX}: {error.strerror}") from None
 
@@ -165,7 +184,7 @@ def _write(
                 "room for it; save a checkpoint with pipeline.save(…)"
             )
         tensors = apart({key: state[key] for key in contents.keys[index]})
-        write_tensors(folder / contents.files[index], tensors, {"format": "pt"})
+        write_tensors(folder / contents.files[index], tensors, _METADATA)
         del state, tensors  # nothing may see a stage when it leaves
 
 
@@ -178,7 +197,10 @@ def _finish(folder: Path, contents: _PretrainedFiles, model: nn.Module) -> None:
                 "folder that all hosts see"
             )
     _write_configs(folder, model)
-    if len(contents.files) == 1:
+    if contents.is_alone:
+        if len(contents.files) > 1:
+            parts = [folder / name for name in contents.files.values()]
+            join_files(parts, folder / _ALONE, _METADATA)
         return
     places = {key: contents.files[stage] for stage, own in contents.keys.items() for key in own}
     sizes = {"total_parameters": contents.num_numbers, "total_size": contents.num_bytes}

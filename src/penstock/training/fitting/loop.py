@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from penstock.base.arguments import public
 from penstock.base.errors import InputError
 from penstock.base.telling import is_quiet
 from penstock.base.values import expect, flag, whole
@@ -34,6 +35,7 @@ class Fitted(NamedTuple):
     stopped: bool
 
 
+@public()
 def fit(  # noqa: PLR0913 - each has a default that most callers keep
     pipeline: Pipeline,
     loader: Iterable[Any],
@@ -90,6 +92,11 @@ def fit(  # noqa: PLR0913 - each has a default that most callers keep
     if evaluate is None:
         _check_nobody_waits(evaluate_every, callbacks)
     watches = [] if watch is None else [Watch.of(watch)]
+    if not pipeline.trains:
+        raise InputError(
+            "fit trains, and this Pipeline has no optimizer; give Pipeline(…, "
+            "optimizer=lambda parameters: torch.optim.AdamW(parameters))"
+        )
     tells = progress and not is_quiet() and not any(watching.in_terminal for watching in watches)
     everybody = [*callbacks, *watches, *[ProgressLines()] * tells]
     batches = _batches(loader, epochs, evaluate_every)

@@ -127,14 +127,14 @@ class Fleet:
                 )
 
     def _share_memory(self) -> None:
-        """Let jobs hand slabs on to each other: no more are free than devices work with."""
-        slabs = [own.residence.buffers for own in self._trainees if own.residence is not None]
-        most = max((own.budget_bytes for own in slabs), default=0.0)
-        devices = {own.device for own in slabs}
+        """Let jobs hand buffers on to each other: no more are free than devices work with."""
+        buffers = [own.residence.buffers for own in self._trainees if own.residence is not None]
+        most = max((own.budget_bytes for own in buffers), default=0.0)
+        devices = {own.device for own in buffers}
         spare = {
             device: SpareBuffers(self._num_devices * most / len(devices)) for device in devices
         }
-        for own in slabs:
+        for own in buffers:
             own.spare = spare[own.device]
 
     @property

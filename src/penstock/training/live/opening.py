@@ -9,6 +9,7 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
+from penstock.base.arguments import public
 from penstock.base.errors import InputError
 from penstock.base.values import expect, one_of
 from penstock.core.versions import Rates, Sideways
@@ -23,6 +24,7 @@ from penstock.planning.plans import Plan
 from penstock.training.live.streams import Stream
 
 
+@public()
 def stream(  # noqa: PLR0913 - everything that a user may want to say
     model: nn.Module,
     plan: Plan,

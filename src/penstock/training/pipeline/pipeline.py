@@ -9,8 +9,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from penstock.base.arguments import public
 from penstock.base.errors import InputError, RunError
 from penstock.base.telling import Telling
+from penstock.base.tracebacks import shorten
 from penstock.base.values import MOST_AMOUNT, expect, flag, number
 from penstock.engine.device.accelerators import Devices
 from penstock.engine.model import microbatches
@@ -30,6 +32,7 @@ from penstock.engine.run.outcome import MinibatchOutcome
 from penstock.engine.run.recipe import BatchNormStatistics, Loss, LossScale, Metric, Recipe
 from penstock.planning.plans import Plan
 from penstock.training.checkpoint.saving import Checkpoints, InCourse
+from penstock.training.pipeline.habits import ARGUMENTS, BATCH, EVALUATED
 from penstock.training.pipeline.state import PipelineState
 
 
@@ -127,6 +130,7 @@ class Pipeline(PipelineState):
         PeerError, DeadlineError: under ``torchrun``, another process failed or did not come.
     """
 
+    @public(remedies=ARGUMENTS)
     def __init__(  # noqa: PLR0913 - the one place where everything meets
         self,
         model: nn.Module,
@@ -199,6 +203,7 @@ class Pipeline(PipelineState):
         self._parting = BatchSplit.by(labels, self._recipe.loss, self._model)
         self._joins_outputs: bool | None = None  # not known yet
 
+    @public(otherwise=BATCH)
     def step(
         self, inputs: Any, targets: Any = None, *, update: bool = True, share: float = 1.0
     ) -> Tensor | None:
@@ -242,13 +247,18 @@ class Pipeline(PipelineState):
         minibatch = self._parts.cutter.to_train(
             inputs, targets, step=self._step, share=share, updates=update
         )
+        if update:
+            self._silence.before()
         with self._exclusively(), self._parts.streams.auditing():
             self._accumulates = False  # what has accumulated is dropped if it fails
             self._history.work.begin(minibatch)
             (outcome,) = self._parts.feed.train([(minibatch, StreamPosition())])
             self._accumulates = not update and self._recipe.optimizer is not None
+            if update:
+                self._silence.after()
             return self._loss_of(outcome)
 
+    @public()
     def steps(
         self, batches: Iterable[Any], *, checkpoints: Checkpoints | None = None
     ) -> Generator[Tensor | None, None, None]:
@@ -276,6 +286,7 @@ class Pipeline(PipelineState):
             expect(
                 checkpoints, Checkpoints, "checkpoints", 'give pk.Checkpoints("runs/a", every=9)'
             )
+        self._silence.before()
         saving = InCourse(checkpoints, self.plan, self._keeper)
         with self._exclusively(), self._parts.streams.auditing() as audit:
             try:
@@ -290,8 +301,9 @@ class Pipeline(PipelineState):
                         saving.save_if_due(self._step)
                         with audit.elsewhere():
                             yield loss
-            except RunError:
+            except RunError as error:
                 self._check_open()  # the caller may have closed it in the loop
+                shorten(error)
                 raise
             except BaseException as error:
                 # The caller has left the loop, or the loader has raised: end what was begun.
@@ -315,6 +327,7 @@ class Pipeline(PipelineState):
             for outcome in self._parts.feed.drain(self._step + len(self._parts.feed.under_way)):
                 self._loss_of(outcome)
 
+    @public(otherwise=EVALUATED)
     def evaluate(self, inputs: Any) -> Any:
         """Run forward only, in evaluation mode and without gradients.
 
@@ -349,6 +362,7 @@ class Pipeline(PipelineState):
         self._joins_outputs = microbatches.add_up_to(outputs, whole)
         return whole
 
+    @public(otherwise=BATCH.replace("step(", "evaluate_loss("))
     def evaluate_loss(self, batches: Any, targets: Any = None) -> Tensor | None:
         """The loss on data that is not trained on: forward only, in evaluation mode and without
         gradients. No output leaves the last stage.

@@ -27,7 +27,7 @@ from penstock.engine.run.outcome import Peak, memory_of_ranks
 from penstock.engine.run.recipe import LossScale
 from penstock.engine.weights.store import HeldVersions
 from penstock.training.checkpoint.keeper import Keeper
-from penstock.training.pipeline.habits import nothing_like
+from penstock.training.pipeline.habits import SilentTraining, nothing_like
 
 
 class RunningPipeline:
@@ -54,6 +54,10 @@ class RunningPipeline:
         self._closed = False
         self._running = threading.Lock()
         self._keeper = Keeper(self._parts, grad_scaler)
+        own = self.stages.values() if self.is_first and not self.trains else ()
+        self._silence = SilentTraining(
+            self._model, [p for stage in own for p in stage.parameters()]
+        )
         self._elsewhere = RemoteStages.watching(
             self._model, self.stages, len(self.plan.stages), in_parts=self._parts.in_parts
         )
@@ -61,7 +65,8 @@ class RunningPipeline:
     if not TYPE_CHECKING:  # which would take every name for one that is there
 
         def __getattr__(self, name: str) -> object:
-            raise nothing_like(name)
+            public = [known for known in dir(type(self)) if not known.startswith("_")]
+            raise nothing_like(name, public)
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
         """A pipeline is no module.
@@ -120,6 +125,12 @@ class RunningPipeline:
         self._check_open()
         if self._running.locked():
             raise _busy()
+
+    @property
+    def trains(self) -> bool:
+        """Whether steps update weights: there is an optimizer. Without, they only add gradients up
+        in ``.grad``."""
+        return self._recipe.optimizer is not None
 
     @property
     def timeline(self) -> Timeline:

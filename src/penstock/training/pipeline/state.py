@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.base.errors import InputError
-from penstock.base.telling import tells
+from penstock.base.arguments import public
+from penstock.base.errors import FileError, InputError
+from penstock.base.telling import tell, tells
 from penstock.base.values import whole
 from penstock.engine.run.assembly import by_key, copied_states
+from penstock.training.checkpoint.folder import as_path, like_it
 from penstock.training.checkpoint.pretrained import save_pretrained
 from penstock.training.pipeline.running import RunningPipeline
 
@@ -108,6 +112,7 @@ class PipelineState(RunningPipeline):
 
         return MeshEdge(self._parts)
 
+    @public()
     def save(
         self,
         path: str | os.PathLike[str],
@@ -149,12 +154,12 @@ class PipelineState(RunningPipeline):
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write the weights as ``save_pretrained`` of transformers does, and a model's ``config``
         beside them: ``from_pretrained`` loads the folder, and so does ``initial_weights``. Every
-        process writes the files of its own stages, rank 0 the index; all must call it, between
-        steps.
+        process writes the files of its own stages, rank 0 the index, or up to 5 GB one file of all
+        of them; all must call it, between steps.
 
         Args:
-            folder: the same on all ranks, where all hosts see it. What an earlier call with as many
-                stages has written there is replaced.
+            folder: the same on all ranks, where all hosts see it. What an earlier call has written
+                there is replaced, if it is one file, or was written with as many stages.
 
         Raises:
             InputError: tensor ranks in processes have parts of layers, or a layer keeps what is
@@ -166,6 +171,7 @@ class PipelineState(RunningPipeline):
             save_pretrained(self._parts, self._model, folder)
 
     @tells("loading a checkpoint")
+    @public()
     def load(self, path: str | os.PathLike[str], *, weights_only: bool = False) -> Any:
         """Go on from a checkpoint, whatever plan and transport wrote it: what follows is what would
         have followed there. All processes must call it.
@@ -176,16 +182,20 @@ class PipelineState(RunningPipeline):
             weights_only: take parameters and buffers only, and begin at step 0; the position is 0.
 
         Returns:
-            The position that ``save`` was given; ``None`` if there is no complete checkpoint.
+            The position that ``save`` was given; ``None`` if there is no complete checkpoint yet,
+            as before the first run. A line on standard error says so, and a warning where a folder
+            of nearly the same name has checkpoints.
 
         Raises:
-            FileError: a file cannot be read, or is of another model; nothing has changed then.
+            FileError: a file cannot be read, or is of another model, or with ``weights_only`` there
+                is none; nothing has changed then.
             InputError: the optimizer or the scheduler is another one; nothing has changed then.
             PeerError, DeadlineError: another rank failed, or did not call it.
         """
         with self._exclusively():
             loaded = self._keeper.load(path, weights_only=weights_only)
         if loaded is None:
+            self._say_that_none_is_there(as_path(path), weights_only=weights_only)
             return None
         self._elsewhere.stale = True
         self._step = loaded.step
@@ -194,3 +204,22 @@ class PipelineState(RunningPipeline):
             for worker in self._parts.workers:
                 worker.updater.drop_gradients()
         return loaded.position
+
+    def _say_that_none_is_there(self, folder: Path, *, weights_only: bool) -> None:
+        """Whoever asks for weights needs some; whoever resumes may be at the beginning of a run, or
+        may have mistyped its folder."""
+        text = f"there is no complete checkpoint in {folder}"
+        if weights_only:
+            raise FileError(f"{text}, so there are no weights to take; give the folder of a run")
+        if not self.is_first:
+            return
+        near = like_it(folder)
+        if near is None:
+            tell(f"{text} yet, so training begins at step {self._step}")
+        else:
+            warnings.warn(
+                f"{text}, so training begins at step {self._step}; {near} has some, if that is "
+                "meant",
+                RuntimeWarning,
+                stacklevel=5,  # who calls ``load``, around which are two wrappers
+            )

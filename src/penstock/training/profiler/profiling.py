@@ -14,7 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
+from penstock.base.arguments import public
+from penstock.base.errors import InputError
 from penstock.base.telling import Telling
 from penstock.base.values import expect, number, whole
 from penstock.core.graph import LayerGraph
@@ -31,7 +34,7 @@ from penstock.engine.model.batches import (
 )
 from penstock.engine.model.optimizer_factory import OptimizerFactory
 from penstock.engine.model.spine import evaluation_mode, names_a_spine, run_spine, spine_of
-from penstock.engine.run.recipe import Loss
+from penstock.engine.run.recipe import Loss, check_loss
 from penstock.training.profiler.alone import WARM_UP, Progress, Sample, measure_alone
 from penstock.training.profiler.calibrating import (
     Calibrated,
@@ -49,6 +52,13 @@ _PATIENCE_SECONDS = (2.0, 20.0)
 _MOST_REPEATS, _MOST_THREADS = 100_000, 4096
 
 
+@public(
+    remedies={
+        "batch_size": "the rows of the inputs are those of a microbatch",
+        "microbatches": "one microbatch is measured; pk.plan(graph, microbatches=…) says how many",
+        "steps": "give repeats=…",
+    }
+)
 def profile(  # noqa: PLR0913 - each has a default that most callers keep
     model: nn.Module,
     inputs: Any,
@@ -128,6 +138,8 @@ def profile(  # noqa: PLR0913 - each has a default that most callers keep
             makes no optimizer of the parameters that it is given.
     """
     _check(repeats, num_threads, ranks, sizes, progress)
+    check_loss(loss)
+    _check_one_batch(inputs, has_targets=loss is None or targets is not None)
     if patience_seconds is not None:
         number("patience_seconds", patience_seconds, positive=True)
     if loss is not None and targets is None:
@@ -150,11 +162,24 @@ def profile(  # noqa: PLR0913 - each has a default that most callers keep
             graph = _measured(asked, count, patience_seconds, telling.count)
     mixed = mixed_rows(model, sample)
     if mixed is not None:
-        warnings.warn(mixed, RuntimeWarning, stacklevel=2)
+        warnings.warn(mixed, RuntimeWarning, stacklevel=3)
         graph = replace(graph, warnings=(*graph.warnings, mixed))
     example = getattr(model, "example", None)
     others_too = tuple(replace(other, example=example) for other in graph.other_sizes)
     return replace(graph, example=example, other_sizes=others_too)
+
+
+def _check_one_batch(inputs: Any, *, has_targets: bool) -> None:
+    """Raise ``InputError`` for what gives batches, and is none."""
+    # A model may take such a list; with a loss, it is a loader's batches.
+    alone = isinstance(inputs, list) and len(inputs) == 1 and not has_targets
+    pairs = alone and isinstance(inputs[0], tuple | list)
+    if pairs or isinstance(inputs, DataLoader | Dataset):
+        kind = "a list with one batch" if pairs else f"a {type(inputs).__name__}"
+        raise InputError(
+            f"inputs are {kind}; give the batch itself, as in "
+            "profile(model, inputs, loss=cross_entropy, targets=targets)"
+        )
 
 
 class _ProfileRequest(NamedTuple):

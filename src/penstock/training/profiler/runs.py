@@ -205,7 +205,15 @@ def _steps(
             steps.append(time.perf_counter() - start)
             cpus.append(time.process_time() - cpu)
             updates.note(pipeline.timeline)
+        if not pipeline.trains:  # as an optimizer would leave them
+            _clear_gradients(pipeline)
     return Ran(statistics.median(steps), updates.seconds, statistics.median(cpus))
+
+
+def _clear_gradients(pipeline: Pipeline) -> None:
+    for stage in pipeline.stages.values():
+        for parameter in stage.parameters():
+            parameter.grad = None
 
 
 def _stream(pipeline: Pipeline, inputs: Microbatches, targets: Microbatches, effort: Effort) -> Ran:

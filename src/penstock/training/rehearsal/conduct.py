@@ -7,6 +7,7 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any, get_args
 
+from penstock.base.arguments import public
 from penstock.base.errors import InputError
 from penstock.base.values import expect, is_number, is_whole, one_of
 from penstock.core.schedule import Kind, Op, Schedule
@@ -34,6 +35,7 @@ OP_SECONDS = 10e-3
 """The seconds of F, I and W of all of a rank's layers where nobody gives costs."""
 
 
+@public()
 def rehearse(  # noqa: PLR0913 - each has a default that most callers keep
     plan: Plan | Schedule,
     costs: Costs | None = None,
@@ -89,7 +91,7 @@ def rehearse(  # noqa: PLR0913 - each has a default that most callers keep
     expect(costs, Costs, "costs", "give a penstock.Costs")
     # Emulated stages make all gradients at once, so that no part can leave before the others, and
     # each pair of ranks has a link of its own.
-    costs = replace(costs, exchanges=(), cards=())
+    costs = replace(costs, exchanges=(), cards=(), hosts=())
     _check_arguments(steps, scale, message_bytes)
     one_of("transport", transport, get_args(RehearsalTransport))
     one_of("waits", waits, get_args(WaitsName))

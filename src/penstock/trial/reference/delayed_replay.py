@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from penstock.base.errors import InputError
 from penstock.core.schedule.rounds import Rounds, warm_up
+from penstock.core.summation.tree import SumTree
 from penstock.core.versions import (
     DoubleBuffer,
     Flush,
@@ -75,6 +76,8 @@ class DelayedReplay:
         replicas: copies of each stage, by default one. Where each microbatch is an update, the
             gradients of r replicas are averaged, and all learning rates of the stage are r times
             what the factory gave; if the loss is a sum, they are summed, and rates stay.
+        trees: of the copies of each stage, in which their gradients are added; by default in the
+            order of the copies.
         lr_scheduler: makes the scheduler of an optimizer; stepped after each update of its stage.
         clip_stage_norm: the most that the norm of one stage's gradients may be at an update.
         seed: seeds dropout; a pipeline with the same seed draws the same. Default: torch's.
@@ -101,6 +104,7 @@ class DelayedReplay:
         optimizer: OptimizerFactory,
         *,
         replicas: Sequence[int] | None = None,
+        trees: Sequence[SumTree] | None = None,
         lr_scheduler: SchedulerFactory | None = None,
         clip_stage_norm: float | None = None,
         seed: int | None = None,
@@ -120,9 +124,10 @@ class DelayedReplay:
         self._clip_stage_norm = clip_stage_norm
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._stages = []
+        orders = [SumTree.of(range(count)) for count in counts] if trees is None else trees
         for number, (first, end) in enumerate(pairwise(accumulate(cuts, initial=0))):
             stage = ReplayedStage(
-                layers[first:end], first, self._place(number), counts[number], versions
+                layers[first:end], first, self._place(number), orders[number], versions
             )
             stage.take_optimizer(names, optimizer, lr_scheduler, reduction == "mean")
             self._stages.append(stage)

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from penstock.base.errors import InputError, ModelError
+from penstock.core.summation.tree import SumTree
 from penstock.core.versions import PipeMare, Place, Policy, Predict
 from penstock.engine.model.optimizer_factory import OptimizerFactory, Parameters, SchedulerFactory
 from penstock.engine.model.spine import NamedLayer, Skip, run_layer
+from penstock.trial.reference.copied_stages import folded
 
 Tensors = dict[str, Tensor]
 
@@ -44,14 +46,15 @@ class ReplayedStage(nn.Module):
         layers: Sequence[NamedLayer],
         first_layer: int,
         place: Place,
-        replicas: int,
+        tree: SumTree,
         policy: Policy,
     ) -> None:
         super().__init__()
         self.modules_used = nn.ModuleList(layer.module for layer in layers)
         self._layers = list(enumerate(layers, first_layer))
         self._place = place
-        self._replicas = replicas
+        self._tree = tree
+        self._replicas = len(tree.ranks)
         self._policy = policy
         self._own = dict(self.named_parameters())
         self._places = _places(self)
@@ -148,12 +151,13 @@ class ReplayedStage(nn.Module):
 
     def gather(self, microbatch: int, gradients: Mapping[str, Tensor | None]) -> None:
         """Keep the gradients of a microbatch until the update."""
-        self._gradients.append((microbatch % self._replicas, gradients))
+        self._gradients.append((self._tree.ranks[microbatch % self._replicas], gradients))
 
     def update(self, policy: Policy, averages: bool, clip_norm: float | None) -> None:
         """Apply the gathered gradients, which makes one more version."""
         for name, parameter in self._own.items():
-            total = _sum(self._of_replica(replica, name) for replica in range(self._replicas))
+            sums = {rank: self._of_rank(rank, name) for rank in self._tree.ranks}
+            total = folded(self._tree, sums)
             if total is not None and averages:
                 total = total / len(self._gradients)
             parameter.grad = total
@@ -184,8 +188,8 @@ class ReplayedStage(nn.Module):
         self._follow_drift()
         self._versions.append(self._snapshot())
 
-    def _of_replica(self, replica: int, name: str) -> Tensor | None:
-        return _sum(own[name] for owner, own in self._gradients if owner == replica)
+    def _of_rank(self, rank: int, name: str) -> Tensor | None:
+        return _sum(own[name] for owner, own in self._gradients if owner == rank)
 
     def _step(self, optimizer: torch.optim.Optimizer, policy: Policy) -> None:
         rates = [group["lr"] for group in optimizer.param_groups]

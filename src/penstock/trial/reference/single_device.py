@@ -20,6 +20,7 @@ from penstock.engine.model import microbatches
 from penstock.engine.model.microbatches import Weight, Weighting
 from penstock.engine.model.randomness import LayerStreams
 from penstock.engine.model.spine import Skip, evaluation_mode, run_layer, spine_of
+from penstock.trial.reference.copied_stages import CopiedStage, CopiedStages
 
 
 class SingleDevice:
@@ -33,6 +34,8 @@ class SingleDevice:
         seed: seeds dropout; a pipeline with the same seed draws the same.
         reduction: ``"mean"`` or ``"sum"``: what the loss does over its rows.
         weight: how many terms of the mean the targets of a microbatch hold; default: rows.
+        copied: stages whose gradients are added as those of copies; by default there are none, and
+            all are added in the order of microbatches.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class SingleDevice:
         seed: int | None = None,
         reduction: str = "mean",
         weight: Weight | None = None,
+        copied: Sequence[CopiedStage] = (),
     ) -> None:
         keep_freed_pages()  # as the pipeline does: neither may win by the allocator
         self._model = model
@@ -53,6 +57,7 @@ class SingleDevice:
         self._optimizer = optimizer(model.parameters()) if optimizer else None
         self._streams = LayerStreams(torch.initial_seed() if seed is None else seed)
         self._weighting = Weighting(reduction, weight)
+        self._copies = CopiedStages(copied)
         self._step = 0
 
     def step(self, inputs: Any, targets: Any) -> Tensor:
@@ -66,7 +71,9 @@ class SingleDevice:
                 continue  # the mean of no terms is NaN, and NaN · 0 as well
             term = loss * share
             term.backward()
+            self._copies.gather(k, len(cut))
             total = term.detach() if total is None else total + term.detach()
+        self._copies.add_up()
         if self._optimizer is not None:
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)

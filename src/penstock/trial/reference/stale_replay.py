@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from penstock.base.errors import InputError
 from penstock.core.summation.staleness import Contribution, StaleStream
+from penstock.core.summation.tree import SumTree
 from penstock.core.versions import Flush, Place
 from penstock.engine.model.microbatches import Weight, Weighting
 from penstock.engine.model.optimizer_factory import OptimizerFactory, SchedulerFactory
@@ -75,7 +76,7 @@ class StaleReplay:
         self._stages: list[ReplayedStage] = []
         for number, (first, end) in enumerate(pairwise(accumulate(cuts, initial=0))):
             place = Place(number, len(cuts), 0)
-            stage = ReplayedStage(layers[first:end], first, place, 1, Flush())
+            stage = ReplayedStage(layers[first:end], first, place, SumTree.of([0]), Flush())
             stage.take_optimizer(names, optimizer, lr_scheduler, False)
             self._stages.append(stage)
 

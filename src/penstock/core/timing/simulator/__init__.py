@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 import numpy as np
 
+from penstock.base.arguments import public
 from penstock.base.values import expect
 from penstock.core.schedule.columns import Columns
 from penstock.core.schedule.needs import needs_of
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from penstock.core.timing.costs import Costs
     from penstock.core.timing.timeline import Timeline
 
+__all__ = ["simulate"]
+
 
 class Foretold(Planned, Protocol):
     """A ``Plan``: a schedule with costs of its own, and what they come to."""
@@ -57,9 +60,7 @@ def is_foretold(value: object) -> TypeGuard[Foretold]:
     return all(hasattr(type(value), name) for name in ("build_schedule", "costs", "simulate"))
 
 
-__all__ = ["simulate"]
-
-
+@public()
 def simulate(
     schedule: Schedule | Foretold,
     costs: Costs | None = None,

@@ -145,7 +145,7 @@ class Surroundings:
             pairs = arrivals.waits_for.items()
             self._admits = {number[op]: number[other] for op, other in pairs}
         self._arrivals = arrivals
-        roads = Roads(costs.cards)
+        roads = Roads(costs.cards, costs.hosts)
         self._links = Links(schedule.columns, costs, roads) if costs.has_busy_links else None
         self._sums = Sums(schedule, costs, roads) if costs.has_exchanges else None
         self._tiers = [

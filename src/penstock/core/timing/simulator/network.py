@@ -27,37 +27,33 @@ class Roads:
     itself.
 
     Args:
-        cards: as ``Costs`` has them.
+        cards, hosts: as ``Costs`` has them.
     """
 
-    def __init__(self, cards: Sequence[int]) -> None:
-        self._cards = cards
+    def __init__(self, cards: Sequence[int], hosts: Sequence[int]) -> None:
+        self._cards, self._hosts = cards, hosts
         self._free: dict[Hashable, float] = {}
 
-    def apart(self, source: int, target: int) -> bool:
-        """Whether a message between two ranks passes cards."""
-        return bool(self._cards) and self._cards[source] != self._cards[target]
-
     def ends(self, source: int, target: int) -> list[Hashable]:
-        """The directions of cards that a message passes."""
-        if not self.apart(source, target):
+        """The directions of cards that a message passes; none inside a host."""
+        if not self._cards or self._hosts[source] == self._hosts[target]:
             return []
         sides = (("out", self._cards[source]), ("in", self._cards[target]))
         return [side for side in sides if side[1] >= 0]
 
     def of_sum(self, ranks: Sequence[int]) -> list[Hashable]:
         """What a part of a sum of some ranks passes first."""
-        cards = {self._cards[rank] for rank in ranks} if self._cards else set()
-        if len(cards) < 2:
+        cards = {self._cards[rank] for rank in ranks} - {-1} if self._cards else set()
+        if not cards or len({self._hosts[rank] for rank in ranks}) < 2:
             return [("links", rank) for rank in ranks]
-        return [(side, card) for card in sorted(cards) for side in ("out", "in") if card >= 0]
+        return [(side, card) for card in sorted(cards) for side in ("out", "in")]
 
-    def take(self, things: Sequence[Hashable], since: float, seconds: float) -> tuple[float, float]:
-        """Keep things busy that must all be free, as early as can be; gives from when to when."""
-        start = max(since, *(self._free.get(thing, 0.0) for thing in things)) if things else since
-        for thing in things:
-            self._free[thing] = start + seconds
-        return start, start + seconds
+    def take(self, roads: Sequence[Hashable], since: float, seconds: float) -> tuple[float, float]:
+        """Keep roads busy that must all be free, as early as can be; gives from when to when."""
+        start = max([since, *(self._free.get(road, 0.0) for road in roads)])
+        until = start + seconds
+        self._free.update(dict.fromkeys(roads, until))
+        return start, until
 
 
 @dataclass
@@ -182,8 +178,8 @@ class Sums:
         exchange, now = total.exchange, time
         for place, seconds in enumerate(exchange.seconds):
             own = [(place, rank) for rank in total.ranks]
-            things = own if place else self._roads.of_sum(total.ranks)
-            start, now = self._roads.take(things, now, seconds)
+            roads = own if place else self._roads.of_sum(total.ranks)
+            start, now = self._roads.take(roads, now, seconds)
             if not place:
                 self.transfers.append(Transfer(total.ranks, "sum", total.stage, part, start, now))
         if part == exchange.num_parts - 1:

@@ -81,19 +81,19 @@ def go_through(
     start, end = array("d", bytes(8 * columns.count)), array("d", [inf]) * (columns.count + 2)
     end[needs.nothing] = -inf
     free = [0.0] * columns.num_ranks if begins is None else list(begins)
-    position = first[:-1]
+    position, several = first[:-1], _Several(sources)
     runnable = list(reversed(range(columns.num_ranks)))
     waiting: dict[int, list[int]] = {}
     while runnable:
         rank = runnable.pop()
         now = free[rank]
         for op in range(position[rank], first[rank + 1]):
-            arrival = end[single[op]] + delay[op]
+            needed = single[op]
+            arrival = end[needed] + delay[op]
             if op in sources:
-                arrival = max(end[need] + late for need, late in sources[op])
+                arrival, needed = several.arrival(op, end)
             if arrival == inf:
-                missing = next(need for need in needs.of(op) if end[need] == inf)
-                waiting.setdefault(missing, []).append(rank)
+                waiting.setdefault(needed, []).append(rank)
                 position[rank] = op
                 break
             start[op] = now = max(now, arrival)
@@ -105,6 +105,31 @@ def go_through(
         stuck = sorted(rank for ranks in waiting.values() for rank in ranks)
         raise deadlock(schedule, np.array([position[rank] for rank in stuck]), needs)
     return np.frombuffer(start), np.frombuffer(end)[: columns.count]
+
+
+class _Several:
+    """Ops that wait for several others, as an update for all copies. Each of these is looked at
+    once, however often one of them ends.
+
+    Args:
+        sources: what they wait for.
+    """
+
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
+        self._num_there: dict[int, int] = {}
+
+    def arrival(self, op: int, sent: Sequence[float]) -> tuple[float, int]:
+        """(when all are there that an op waits for, one that nobody knows of yet): infinite as long
+        as there is one."""
+        needed = self._sources[op]
+        there = self._num_there.get(op, 0)
+        while there < len(needed) and sent[needed[there][0]] < inf:
+            there += 1
+        self._num_there[op] = there
+        if there < len(needed):
+            return inf, needed[there][0]
+        return max(sent[need] + late for need, late in needed), -1
 
 
 _END, _BESIDE, _BEGIN = range(3)
@@ -131,6 +156,7 @@ class InOrderOfTime:
     ) -> None:
         columns = schedule.columns
         self._schedule, self._needs, self._sources, self._beside = schedule, needs, sources, beside
+        self._several = _Several(sources)
         self._single, self._duration = needs.quick_single, _quick(durations)
         self._delay, self._first = _quick(delays), columns.first.tolist()
         self._start = array("d", bytes(8 * columns.count))
@@ -170,10 +196,10 @@ class InOrderOfTime:
         if op == self._first[rank + 1]:
             return
         arrival = self._sent[self._single[op]] + self._delay[op]
+        missing = self._single[op]
         if op in self._sources:
-            arrival = max(self._sent[need] + late for need, late in self._sources[op])
+            arrival, missing = self._several.arrival(op, self._sent)
         if arrival == inf:
-            missing = next(need for need in self._needs.of(op) if self._sent[need] == inf)
             self._waiting.setdefault(missing, []).append(rank)
             return
         ready = self._beside.ready(rank, op, max(self._free[rank], arrival))

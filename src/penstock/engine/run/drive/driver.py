@@ -155,7 +155,7 @@ def failure_notice(rank: int, error: BaseException) -> str:
     """The text for other ranks: the failure that came first, wherever that was."""
     if isinstance(error, PeerError):
         return error.reason
-    return f"rank {rank} failed: {named(error)}"
+    return f"rank {rank} failed: {named(error).removeprefix(f'rank {rank}, ')}"
 
 
 def loader_notice(rank: int, error: BaseException) -> str:

@@ -78,6 +78,7 @@ class RankExtras:
         shared: what others hold as well, so that no forward of this rank may write it.
         residence: which of its stages are in memory, if they come and go.
         offloading: makes what lets activations leave, of what counts their memory.
+        shapes: by layer, what it was profiled with, for errors.
     """
 
     skips: Sequence[SkipRoute] = ()
@@ -85,6 +86,7 @@ class RankExtras:
     shared: SharedState | None = None
     residence: Residency | None = None
     offloading: Callable[[Keep], Offloading] | None = None
+    shapes: Mapping[str, str] = field(default_factory=dict)
 
 
 NO_EXTRAS = RankExtras()

@@ -16,17 +16,17 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor, nn
 
-from penstock.base.errors import RunError, StageError
+from penstock.base.errors import RunError
 from penstock.core.schedule import Kind, Op
 from penstock.core.schedule.op import COMPUTE, FORWARDS
 from penstock.engine.device.activation_meter import KeptMemory, Saved, saving
 from penstock.engine.device.queue import Stamps
 from penstock.engine.run.minibatch import Minibatch
 from penstock.engine.run.outcome import MemoryCounter, Peak
+from penstock.engine.run.rank.failures import FailureContext, stage_error
 from penstock.engine.run.rank.work import RankWork
 from penstock.engine.run.recipe import Recipe
 from penstock.engine.stage.batch_norm import MinibatchStatistics
-from penstock.engine.stage.microbatch_graph import NotFinite
 from penstock.engine.stage.protocol import RunnableStage
 from penstock.engine.weights.store import Instead
 
@@ -107,7 +107,7 @@ def _note(column: array[float], stamps: Stamps, seconds: float) -> None:
 W_contra = TypeVar("W_contra", contravariant=True)
 
 
-NO_FRAMES: Mapping[int, int] = MappingProxyType({})
+NO_CONTEXT = FailureContext()
 
 
 class RankStep(Protocol[W_contra]):
@@ -134,14 +134,14 @@ def perform_all(
     work: W_contra,
     journal: Journal,
     base: int = 0,
-    frames: Mapping[int, int] = NO_FRAMES,
+    context: FailureContext = NO_CONTEXT,
 ) -> None:
     """Perform steps in order, and write down when each began and ended.
 
     Args:
         journal: where it is written down; its ops are those of the steps.
         base: how many microbatches come before those of the steps' ops, for errors.
-        frames: of a live stream, the number that the caller knows each microbatch by; likewise.
+        context: what is known about the rank, likewise.
 
     Raises:
         StageError: the user's code raised; stage, microbatch and op are named, and the original is
@@ -159,19 +159,8 @@ def perform_all(
         except Exception as error:
             op = step.op
             op = op._replace(microbatch=op.microbatch + base)
-            raise stage_error(op, error, frames) from error
+            raise stage_error(op, error, context) from error
         end(clock())
-
-
-def stage_error(op: Op, error: Exception, frames: Mapping[int, int] = NO_FRAMES) -> StageError:
-    """An error of the user's code, with where it was raised."""
-    # A backward may go through another microbatch than the one that its gradient comes from.
-    microbatch = error.microbatch if isinstance(error, NotFinite) else op.microbatch
-    frame = f"frame {frames[microbatch]}, " if microbatch in frames else ""
-    where = f"stage {op.stage}, {frame}microbatch {microbatch}, op {op}"
-    named = StageError(f"{where}: {type(error).__name__}: {error}")
-    named.__cause__ = error
-    return named
 
 
 _WATCHED = COMPUTE | {Kind.RECOMPUTE}

@@ -31,7 +31,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from penstock.engine.reduce.agreement import Share
-from penstock.engine.run.rank.interpreter import Restart, stage_error
+from penstock.engine.run.rank.failures import stage_error
+from penstock.engine.run.rank.interpreter import NO_CONTEXT, Restart
 from penstock.engine.run.rank.protocols import NOTHING_KNOWN, UpdateProtocol, UpdateProtocols
 from penstock.engine.run.rank.steps import BoundStep, Forward
 from penstock.engine.run.rank.updater import Updater
@@ -136,7 +137,7 @@ class ForwardOnTrust(Forward):
             return self.compute(work, unit, value, skips)
         except Exception as error:  # [4] whatever the user's code raises
             if work.failed_on_trust is None:
-                work.failed_on_trust = stage_error(self.op, error)
+                work.failed_on_trust = stage_error(self.op, error, NO_CONTEXT)
             return poison
 
 

@@ -54,7 +54,8 @@ class ParameterServer(Worker):
             self.updater.sums.hand_in(stage)  # of this rank, nothing
         if self._recipe.needs_agreement:
             self._parts.updates.now.agree()
-        for stage in self.stages:
+        # Backwards make the gradients of the last stages first.
+        for stage in reversed([*self.stages]):
             self._parts.updates.now.update(stage)
 
     def _serve(self, serving: Serving, minibatch: Minibatch, position: StreamPosition) -> None:

@@ -100,6 +100,21 @@ class FlushedUpdates(UpdateProtocol):
 
     def update(self, stage: int) -> None:
         self._to_update.discard(stage)
+        updater, learned = self._updater, True
+        if updater.steps_in_turn(stage):
+            updater.num_updates += 1
+            updater.step_in_turn(stage)
+        else:
+            learned = self._update_whole(stage)
+        if not self._to_update:
+            updater.sums.relay()
+            if learned:
+                updater.step_schedulers()
+            self._end_round()
+
+    def _update_whole(self, stage: int) -> bool:
+        """Step a stage when all of its gradients are complete; whether there was any to learn
+        from, if that matters."""
         updater = self._updater
         updater.gradients.complete(stage)
         recipe = updater.recipe
@@ -110,10 +125,7 @@ class FlushedUpdates(UpdateProtocol):
             updater.step(stage, self._verdict)
         if recipe.optimizer is not None:
             updater.sums.hand_back(stage)
-        if not self._to_update:
-            if learned:
-                updater.step_schedulers()
-            self._end_round()
+        return learned
 
     def _end_round(self) -> None:
         """All stages have stepped."""

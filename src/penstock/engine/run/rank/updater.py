@@ -25,6 +25,7 @@ from penstock.engine.model.optimizer_factory import (
 from penstock.engine.reduce.agreement import Share, Verdict, hear, tell, unscale
 from penstock.engine.reduce.owners import OwnerReducer
 from penstock.engine.reduce.reducer import MakeReducer, SharedWeights
+from penstock.engine.reduce.sharding import steps_by_parameter
 from penstock.engine.reduce.sums import GradientSums
 from penstock.engine.run.recipe import Recipe
 from penstock.engine.tensor.group import ChannelGroup
@@ -169,6 +170,11 @@ class RankGradients:
             if parameter.grad is not None
         )
 
+    @property
+    def has_members(self) -> bool:
+        """Whether the rank shares its layers with other members of a group."""
+        return self._whole is not None
+
     def has_any(self, stage: int) -> bool:
         """Whether anything has come back to a stage's parameters."""
         return next(self.of([stage]), None) is not None
@@ -310,6 +316,24 @@ class Updater:
             self.shards.lend()
             optimizer.step()
         self._clear(stage)
+
+    def steps_in_turn(self, stage: int) -> bool:
+        """Whether a stage may be stepped bucket by bucket: on a parameter server, with an optimizer
+        that needs no gradients but a parameter's own, where nobody clips or shares layers."""
+        recipe = self.recipe
+        waits = recipe.needs_agreement or recipe.clip_stage_norm is not None
+        return (
+            not waits
+            and not recipe.skips_without_gradient
+            and not self.gradients.has_members
+            and stage in self.optimizers
+            and steps_by_parameter(self.optimizers[stage])
+            and self.sums.serves(stage)
+        )
+
+    def step_in_turn(self, stage: int) -> None:
+        """Step a stage, and answer, bucket by bucket."""
+        self.sums.update_in_turn(stage, self.optimizers[stage].step)
 
     def step_as_it_is(self, stage: int) -> None:
         """Let a stage's optimizer step on the gradients that there are."""

@@ -15,6 +15,7 @@ from penstock.engine.model.replay import SavedBuffer, put_back, saved_buffers
 from penstock.engine.model.spine import evaluation_mode
 from penstock.engine.run.minibatch import Minibatch, StepResult, StreamPosition, modes
 from penstock.engine.run.rank.compiler import NO_EXTRAS, Compiler, RankExtras, RankParts
+from penstock.engine.run.rank.failures import FailureContext
 from penstock.engine.run.rank.interpreter import Journal, Pace, Restart, perform_all
 from penstock.engine.run.rank.updater import Updater
 from penstock.engine.run.rank.work import (
@@ -82,6 +83,7 @@ class Worker:
         self.residence = extras.residence
         self.pace: Pace | None = None
         self._recipe = recipe
+        self._shapes = extras.shapes
         self._parts = RankParts.of(rank, stages, recipe, updater, extras)
         self.offloading = self._parts.offloading
         self._compiler = Compiler(self._parts)
@@ -179,7 +181,8 @@ class Worker:
         self._parts.shared.begin()
         steps = self._compiler.steps(segment, minibatch.trains)
         paced = steps if self.pace is None or not minibatch.trains else self.pace(steps)
-        perform_all(paced, work, self._journal, position.base, self._stream.frames)
+        context = FailureContext(self.rank, self.stages, self._shapes, self._stream.frames)
+        perform_all(paced, work, self._journal, position.base, context)
         self._parts.shared.check()
         if minibatch.mark is not None:
             for stage in self.stages:

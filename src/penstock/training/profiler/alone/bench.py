@@ -20,7 +20,13 @@ from penstock.engine.stage.deferral import Deferral, undeferred_parameters
 from penstock.engine.stage.microbatch_graph import MicrobatchGraph, cut, edges
 from penstock.engine.tensor.divided_layers import DROPOUTS
 from penstock.training.profiler.alone.conditions import Sample, clock_of
-from penstock.training.profiler.alone.passes import HandedOn, RunLayer, handed_on, runs_of
+from penstock.training.profiler.alone.passes import (
+    HandedOn,
+    RunLayer,
+    handed_on,
+    runs_of,
+    without_skips,
+)
 from penstock.training.profiler.alone.rounds import (
     WARM_UP,
     LayerTimes,
@@ -164,11 +170,13 @@ class Footprint(NamedTuple):
             begins with the layer holds it, because the gradient is handed back by it.
         weight_kept: what stays from the input gradient until the weight gradient of a split
             backward.
+        input_shape: shapes and dtypes of its input, in words.
     """
 
     activation: int
     held_input: int
     weight_kept: int
+    input_shape: str
 
 
 def measure_footprints(
@@ -210,6 +218,7 @@ def measure_footprints(
                 if owners.get(address, _NOBODY) < index
             ),
             _weight_kept(modules[index], run, values[index], index > 0),
+            tree.shapes(without_skips(values[index])),
         )
         for index, run in enumerate(runs)
     ]

@@ -40,8 +40,19 @@ class Sample:
 
     def __post_init__(self) -> None:
         if (self.loss is None) != (self.targets is None):
-            raise InputError("give loss and targets together, or neither")
-        microbatches.num_rows(self.inputs, "inputs")
+            lacks = "loss" if self.loss is None else "targets"
+            raise InputError(
+                f"give loss and targets together, or neither: {lacks}=… is missing, as in "
+                "profile(model, inputs, loss=cross_entropy, targets=targets), with the inputs and "
+                "the targets of one microbatch"
+            )
+        rows = microbatches.num_rows(self.inputs, "inputs")
+        others = {len(tensor) if tensor.dim() else 1 for tensor in tree.tensors(self.targets)}
+        if len(others) == 1 and rows not in others:  # else a loss may know what they are
+            raise InputError(
+                f"inputs have {rows} rows, but targets have {others.pop()}; give those of the same "
+                "microbatch"
+            )
 
     @cached_property
     def num_rows(self) -> int:

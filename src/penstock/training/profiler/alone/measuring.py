@@ -186,6 +186,7 @@ def with_costs(blank: Layer, costs: Measured) -> Layer:
         recompute_seconds=times.recompute,
         activation_bytes=footprint.activation,
         held_input_bytes=footprint.held_input,
+        input_shape=footprint.input_shape,
         weight_kept_bytes=footprint.weight_kept,
         workspace_bytes=costs.workspace,
         output_bytes=costs.handed_on.output,

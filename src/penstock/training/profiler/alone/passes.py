@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.base.errors import ModelError
+from penstock.base.errors import InputError, ModelError
 from penstock.engine.model import tree
 from penstock.engine.model.spine import NamedLayer, Skip, run_layer, spine_of
 from penstock.engine.run.recipe import Loss
 from penstock.engine.stage.deferral import Deferral
-from penstock.engine.stage.microbatch_graph import MicrobatchGraph, cut, edges
+from penstock.engine.stage.microbatch_graph import MicrobatchGraph, cut, edges, scalar
 from penstock.training.profiler.alone.conditions import (
     Clock,
     Sample,
@@ -42,11 +42,28 @@ class Carried(NamedTuple):
 
 def runs_of(layers: Sequence[NamedLayer], loss: Loss | None, targets: Any) -> list[RunLayer]:
     """The layers as functions that name themselves when they fail; the last goes on to the loss."""
-    runs = [_run_of(layer) for layer in layers]
+    runs: list[RunLayer] = [partial(_run_named, layer, _run_of(layer)) for layer in layers]
     if loss is not None:
-        last = runs[-1]
-        runs[-1] = lambda value: loss(_without_skips(last(value)), targets)
-    return [partial(_run_named, layer, run) for layer, run in zip(layers, runs, strict=True)]
+        runs[-1] = partial(_judged, runs[-1], loss, targets)
+    return runs
+
+
+def _judged(last: RunLayer, loss: Loss, targets: Any, value: Any) -> Tensor:
+    """The loss of what the last layer makes of a value.
+
+    Raises:
+        InputError: it raises, or is no number.
+    """
+    outputs = without_skips(last(value))
+    try:
+        judged = loss(outputs, targets)
+    except Exception as error:
+        raise InputError(
+            f"the loss failed on outputs {tree.shapes(outputs)} and targets "
+            f"{tree.shapes(targets)}: {type(error).__name__}: {error}; it is a function of "
+            "(outputs, targets) of one microbatch"
+        ) from error
+    return scalar(judged, training=False)
 
 
 def in_one(runs: Sequence[RunLayer]) -> RunLayer:
@@ -80,7 +97,7 @@ def handed_on(layers: Sequence[NamedLayer], index: int, output: Any, is_loss: bo
         output: what the layer's function gave.
         is_loss: whether ``output`` is the loss that follows the last layer.
     """
-    layer, value = layers[index], _without_skips(output)
+    layer, value = layers[index], without_skips(output)
     if not is_loss and hasattr(layer.module, "readers") and index + 1 < len(layers):
         return _handed_on_by_captured(layer.module, index, layers[index + 1].name, value)
     takers = {key: other.name for other in layers for key in other.recalls}
@@ -107,7 +124,7 @@ def num_bytes(value: Any) -> int:
     return sum(tensor.nbytes for tensor in tree.tensors(value))
 
 
-def _without_skips(value: Any) -> Any:
+def without_skips(value: Any) -> Any:
     return value.value if isinstance(value, Carried) else value
 
 
@@ -125,7 +142,7 @@ def _run_beside_skips(module: nn.Module, value: Any) -> Any:
 
 def _run_with_skips(layer: NamedLayer, value: Any) -> Any:
     skips = dict(value.skips) if isinstance(value, Carried) else {}
-    output = run_layer(layer, _without_skips(value), skips)
+    output = run_layer(layer, without_skips(value), skips)
     return Carried(output, skips) if skips else output
 
 
@@ -133,7 +150,7 @@ def _run_named(layer: NamedLayer, run: RunLayer, value: Any) -> Any:
     try:
         return run(value)
     except Exception as error:
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tree.tensors(value))
+        shapes = tree.shapes(without_skips(value))
         raise ModelError(
             f"layer {layer.name!r} ({type(layer.module).__name__}) failed on an input of shape "
             f"{shapes}: {type(error).__name__}: {error}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 
-from penstock.training.supervisor import supervising as attempt
+from penstock.training.supervisor import supervising
 from penstock.training.supervisor.job import Script, SupervisedJob
 from penstock.training.supervisor.processes import Forked, Signals, door
 from penstock.training.supervisor.supervising import Attempt
@@ -21,7 +21,7 @@ def test_only_the_keeper_of_the_store_has_its_door(monkeypatch):
         descriptors.append(os.open(os.devnull, os.O_RDONLY))
         return Forked(name, 0, descriptors[-1])
 
-    monkeypatch.setattr(attempt, "door", lambda: made)
+    monkeypatch.setattr(supervising, "door", lambda: made)
     monkeypatch.setattr(Forked, "started", started)
     signals = Signals()
     try:

@@ -46,7 +46,7 @@ def test_an_error_names_stage_microbatch_and_op_and_keeps_the_original():
     original = ValueError("boom")
     done, journal = [], Journal(OPS)
     with pytest.raises(
-        StageError, match=r"^stage 0, microbatch 1, op 0B1: ValueError: boom$"
+        StageError, match=r"^stage 0, microbatch 1, op 0B1: ValueError: boom\n  at .*in perform"
     ) as caught:
         perform_all(steps(original, at="0B1"), done, journal)
     assert caught.value.__cause__ is original
