@@ -8,13 +8,17 @@ only numbers that ever saw one, and they are counted first.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import statistics as st
 import warnings
 from collections import Counter, defaultdict
+from contextlib import redirect_stdout
+from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.common.alone import RESULTS
 from benchmarks.predicting.published_steps import (
     NotPredictedError,
     Setting,
@@ -131,8 +135,22 @@ def main() -> None:
     """Predict all rows of a file and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=Path, default=ROWS, help="a file of rows (.jsonl)")
+    parser.add_argument("--keep", action="store_true", help="keep what it prints")
     parser.add_argument("--only", default="", help="rows whose id begins so")
     arguments = parser.parse_args()
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        _print_all(arguments)
+    print(printed.getvalue(), end="")
+    if arguments.keep:
+        head = "$ python -m benchmarks.predicting.published"
+        where = f"{date.today()}, nothing is timed, so it prints the same on any machine"
+        (RESULTS / "predicting.published.txt").write_text(
+            f"{head}\n{where}\n\n{printed.getvalue()}"
+        )
+
+
+def _print_all(arguments: argparse.Namespace) -> None:
     warnings.filterwarnings("ignore")
     print_constants()
     rows = [json.loads(line) for line in arguments.rows.read_text().splitlines() if line.strip()]

@@ -178,7 +178,7 @@ def _fused(row: dict[str, Any], assumed: list[str]) -> bool:
         return False
     if "unknown" in said:
         assumed.append("attention")
-        return row["date"] >= "2023-07" and not row["id"].startswith("zerobubble")
+        return row["date"] >= "2023-07"
     return True
 
 
