@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock as pk
+from benchmarks.common.alone import publish
 from penstock.core import catalogue
 from penstock.training.estimating.measured_device import measure_device
 from penstock.training.profiler.alone import Sample, measure_uncut
@@ -216,4 +217,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    publish(main)
