@@ -18,7 +18,7 @@ INSTALL = if [ ! -t 2 ]; then \
 	-c $(CONSTRAINTS) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick soak soak-long soak-devices soak-laws soak-frozen soak-mutations cpus versions on-this-torch gpu lint format gallery docs clean
+.PHONY: help demo test quick soak soak-long soak-devices soak-laws soak-frozen soak-mutations engines cpus versions on-this-torch gpu lint format gallery docs clean
 
 help:
 	@echo 'make demo     plan, train and draw a small pipeline (installs into $(VENV) on first use)'
@@ -27,6 +27,8 @@ help:
 	@echo '              or measure (cli, partition, planner, profiler, rehearsal, transport, trial)'
 	@echo '              and without training to the bit, laws, oracles, documents and jobs'
 	@echo 'make soak     what takes an hour: random trainings, laws and faults by the hundred, long runs'
+	@echo 'make engines  a part of it alone: plans in torchtitan, Megatron-Core, AutoModel and DeepSpeed, which'
+	@echo '              are installed under build/engines (gigabytes)'
 	@echo 'make cpus     the last part of it alone: the arithmetic of two older CPUs'
 	@echo 'make versions tests on other releases of torch: TORCHES="$(TORCHES)", each in an environment'
 	@echo '              of its own under build/ (on Linux, gigabytes each)'
@@ -73,7 +75,7 @@ ON_DEVICES = $(addprefix tests/numerics/test_,all_families.py asynchronous.py ca
 	split_attention.py split_captured.py split_layers.py)
 
 # Each part stands alone, so that an evening has room for one.
-soak: soak-long soak-devices soak-laws soak-frozen soak-mutations cpus
+soak: soak-long soak-devices soak-laws soak-frozen soak-mutations engines cpus
 
 soak-long: $(VENV)/.installed-dev
 	$(VENV)/bin/pytest -m soak -n 2 --dist loadgroup $(PYTEST_ARGS)
@@ -89,6 +91,11 @@ soak-frozen: $(VENV)/.installed-dev
 
 soak-mutations: $(VENV)/.installed-dev
 	$(VENV)/bin/python -m tests.soak.mutations
+
+# The engines that plans are handed over to, in the versions that were read; several processes each, so one at a time.
+engines: $(VENV)/.installed-dev
+	$(VENV)/bin/python -m tests.engines.install
+	$(VENV)/bin/pytest -m engines tests/engines $(PYTEST_ARGS)
 
 # Left out is what computes with no tensor: schedules, plans and drawings.
 WITHOUT_TENSORS = unit/drawing unit/partition unit/plans unit/schedule unit/timing unit/turns \

@@ -24,7 +24,7 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 import penstock as pk
 from penstock.interop.torch_checkpoints import load_dcp
-from penstock.planning.export import module_fqns_per_model_part, to_torch_csv
+from penstock.planning.handover import module_fqns_per_model_part, to_torch_csv
 
 MICROBATCHES, ROWS, STEPS = 8, 64, 30
 

@@ -5,8 +5,8 @@
 Trains copies of one model on hosts with several copies each (``shaped_network``), in turns: with
 ``owners`` and ``sharded`` inside hosts first, ``owners`` in the order of the ranks, and torch's
 DistributedDataParallel. Shown are medians over steps, their ratio to 2(H−1)/H · M/B, which crosses
-every card at least in each direction, and to DDP in the same run. B is the link's rate, less what
-TCP takes of it.
+every card at least in each direction, to DDP in the same run, and to what the plan predicts. B is
+the link's rate, less what TCP takes of it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,13 @@ from benchmarks.network.shaped_network import SKIPPED, ShapedNetwork, end_on_sig
 if TYPE_CHECKING:
     import torch
 
+    from penstock.core.cluster import Cluster
     from penstock.planning.plans import Plan
+    from penstock.planning.plans.summing import ReducerName
 
-DDP = "DDP"
+DDP, BY_RANKS = "DDP", "owners, by ranks"
+_LATENCY = 100e-6
+"""Of a message between hosts, as `penstock measure-cluster` finds it on such networks."""
 _TCP_SHARE = 0.953
 """Of the link's bits, what TCP carries for its user."""
 _NOT_COUNTED = 2
@@ -77,6 +81,21 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e-3)
 
 
+def hosts_of(case: Case, bytes_per_second: float) -> Cluster:
+    """The hosts as the planner sees them."""
+    import penstock as pk
+
+    names = [[f"{host}:{copy}" for copy in range(case.copies)] for host in range(case.hosts)]
+    card = pk.Card(bytes_per_second=bytes_per_second, latency_seconds=_LATENCY / 2)
+    return pk.Cluster(
+        devices=tuple(pk.Device(name=name, kind="cpu") for own in names for name in own),
+        groups=tuple(
+            pk.Group(name=f"host{host}", members=tuple(own), card=card, kind="shared-memory")
+            for host, own in enumerate(names)
+        ),
+    )
+
+
 def plans(case: Case, options: argparse.Namespace) -> dict[str, Plan]:
     """By name, what Penstock runs."""
     import torch
@@ -88,14 +107,22 @@ def plans(case: Case, options: argparse.Namespace) -> dict[str, Plan]:
     layers = model_of(options.mb)
     rows = torch.randn(options.rows, layers[0].in_features)
     graph = pk.profile(layers, rows, targets=rows, loss=mse_loss, optimizer=sgd, ranks=0, repeats=1)
+    cluster = hosts_of(case, options.mbit * 1e6 / 8 * _TCP_SHARE)
     count = case.num_ranks
-    flat = pk.plan(
-        graph, pk.Cluster.local(count), microbatches=count, schedule="1f1b", replicas=(count,)
-    )
-    levels = (tuple(rank // case.copies for rank in range(count)),)
-    flat = flat.edited(summing=replace(flat.summing, levels=()))
-    near = flat.edited(summing=replace(flat.summing, levels=levels))
-    return {"owners": near, "sharded": near.with_reducer("sharded"), "owners, by ranks": flat}
+    reducers: tuple[ReducerName, ...] = ("owners", "sharded")
+    made = {
+        reducer: pk.plan(
+            graph,
+            cluster,
+            microbatches=count,
+            schedule="1f1b",
+            replicas=(count,),
+            reducer=reducer,
+        )
+        for reducer in reducers
+    }
+    flat = made["owners"].edited(summing=replace(made["owners"].summing, levels=()))
+    return {**made, BY_RANKS: flat}
 
 
 def train(options: argparse.Namespace, folder: Path) -> None:
@@ -152,14 +179,22 @@ def _data_parallel(model: torch.nn.Sequential, inputs: torch.Tensor) -> Callable
     return step
 
 
-def measured(case: Case, options: argparse.Namespace) -> dict[str, float]:
-    """The median seconds of a step with each way."""
+class Taken(NamedTuple):
+    """Seconds of a step with one way: the median, and what the plan predicts, if it does."""
+
+    seconds: float
+    predicted: float | None
+
+
+def measured(case: Case, options: argparse.Namespace) -> dict[str, Taken]:
+    """The seconds of a step with each way."""
     with (
         tempfile.TemporaryDirectory() as name,
         ShapedNetwork(case.hosts, options.mbit) as network,
     ):
         folder = Path(name)
-        for way, plan in plans(case, options).items():
+        chosen = plans(case, options)
+        for way, plan in chosen.items():
             plan.save(folder / f"{way}.json")
         command = [sys.executable, "-m", "benchmarks.network.hosts", "--job", name]
         command += ["--mb", str(options.mb), "--rounds", str(options.rounds)]
@@ -168,7 +203,9 @@ def measured(case: Case, options: argparse.Namespace) -> dict[str, float]:
         if code := network.run(command, environment=one_thread, per_host=case.copies):
             sys.exit(f"a process ended with exit code {code}")
         times: dict[str, float] = json.loads((folder / "times").read_text())
-    return times
+    # The plan that is run in the order of the ranks was priced with hosts first.
+    foretold = {way: plan.step_seconds for way, plan in chosen.items() if way != BY_RANKS}
+    return {way: Taken(seconds, foretold.get(way)) for way, seconds in times.items()}
 
 
 def arguments() -> argparse.Namespace:
@@ -200,13 +237,15 @@ def main() -> int:
     end_on_signals()
     num_bytes = sum(parameter.nbytes for parameter in model_of(options.mb).parameters())
     rate = options.mbit * 1e6 / 8 * _TCP_SHARE
-    print(f"{'hosts x copies':16} {'way':18} {'seconds':>8} {'/ bound':>8} {'/ DDP':>6}")
+    columns = f"{'seconds':>8} {'/ bound':>8} {'/ DDP':>6} {'predicted':>10}"
+    print(f"{'hosts x copies':16} {'way':18} {columns}")
     for case in options.cases:
         times, bound = measured(case, options), case.bound(num_bytes, rate)
-        for way, seconds in times.items():
+        for way, (seconds, predicted) in times.items():
+            error = "" if predicted is None else f"{predicted / seconds - 1:+10.1%}"
             print(
                 f"{case.hosts} x {case.copies:<12} {way:18} {seconds:7.3f}s {seconds / bound:8.2f} "
-                f"{seconds / times[DDP]:6.2f}",
+                f"{seconds / times[DDP].seconds:6.2f} {error}",
                 flush=True,
             )
     return 0

@@ -133,10 +133,12 @@ _MODULES = {
 _CELLS = "penstock.drawing.cells"
 provide(
     {
+        "adopted": "penstock.planning.planner.adopting",
         "cluster_cell": _CELLS,
         "device_memories": "penstock.engine.device.memory",
         "fleet_cell": _CELLS,
         "graph_cell": _CELLS,
+        "hand_over": "penstock.planning.handover.written",
         "named": "penstock.core.schedule.families",
         "schedule_cell": _CELLS,
         "timeline_cell": _CELLS,

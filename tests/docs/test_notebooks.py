@@ -1,5 +1,7 @@
 """The notebooks of ``examples/`` run from the first cell to the last, and show what they should."""
 
+import ast
+import importlib
 import json
 
 import pytest
@@ -21,6 +23,28 @@ def test_a_notebook_is_kept_without_outputs(path):
         assert cell["metadata"] == {}
         assert cell.get("outputs", []) == []
         assert cell.get("execution_count") is None
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_every_name_that_a_notebook_takes_from_a_module_exists(path):
+    """Its cells run in ``make soak`` only, so what was renamed must be noticed here."""
+    cells = json.loads(path.read_text())["cells"]
+    source = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    nodes = [*ast.walk(ast.parse(source))]
+    names = [
+        (node.module, alias.name)
+        for node in nodes
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    ]
+    names += [
+        ("penstock", node.attr)
+        for node in nodes
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "pk"
+    ]
+    modules = {module: importlib.import_module(module) for module, _ in names}
+    missing = [f"{module}.{name}" for module, name in names if not hasattr(modules[module], name)]
+    assert missing == []
 
 
 @pytest.mark.filterwarnings("default")  # of the kernel's own libraries

@@ -12,6 +12,8 @@ from tests.soak.mutations import Copy, Place, places
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1200)]
 
 TESTS = ["tests/unit/reduce/test_buckets.py"]
+NOTICED = ("engine/reduce/buckets.py", "added", "total.add_(gradient) → pass")
+"""The key of a place that these tests notice."""
 
 
 @pytest.fixture(scope="module")
@@ -19,17 +21,13 @@ def copy(tmp_path_factory):
     return Copy(tmp_path_factory.mktemp("copy"), seed=1)
 
 
-def place_of(change):
-    (place,) = (
-        one
-        for one in places("engine/reduce")
-        if one.key == ("engine/reduce/buckets.py", "added", change)
-    )
+def noticed():
+    (place,) = (place for place in places("engine/reduce") if place.key == NOTICED)
     return place
 
 
 def test_what_tests_notice_is_caught_and_undone(copy):
-    place = place_of("total.add_(gradient) → pass")
+    place = noticed()
     with copy.mutated(place):
         outcome = copy.tried(TESTS)
     assert outcome.verdict == "test"
@@ -43,7 +41,7 @@ def test_what_tests_notice_is_caught_and_undone(copy):
 )
 def test_what_never_ends_is_told_apart(endless, per_test, seconds, copy, monkeypatch):
     monkeypatch.setattr(mutations, "SECONDS_PER_TEST", per_test)
-    place = place_of("total.add_(gradient) → pass")
+    place = noticed()
     mutation = replace(place.mutation, after=endless)
     with copy.mutated(Place(place.room, place.file, mutation)):
         assert copy.tried(TESTS, seconds).verdict == "timeout"

@@ -14,7 +14,7 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from penstock import Schedule, check, draw, schedules, simulate
 from penstock.base.errors import InputError, ScheduleError
 from penstock.core.schedule.lower import add_communication
-from penstock.planning.export import from_torch_csv, to_torch_csv
+from penstock.planning.handover import from_torch_csv, to_torch_csv
 from tests.kit.helpers import compute_only
 from tests.kit.torch_judges import (
     loaded_by_torch,

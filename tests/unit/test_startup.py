@@ -60,7 +60,10 @@ MAY_LOAD = {
     "plan graph.json -p 2 -m 4 --schedule 1f1b": PLANNED | TABLE,
     "explain plan.json": PLAN | TABLE,
     "explain plan.json --json": PLAN,
+    "export plan.json --to torchtitan": PLAN,
     "fleet fleet.toml --simulate --json": PLAN,
+    "import train.sh graph.json --from deepspeed": PLANNED | TABLE,
+    "trace rank0.json --json": SCHEDULE,
     "report run": PAGE | TABLE,
     "serve --listen 0.0.0.0": set(),  # refused without a secret
 }
@@ -87,6 +90,8 @@ def folder(tmp_path_factory):
     plan.save(folder / "plan.json")
     pk.plan(graph, pk.Cluster.local(1), microbatches=4).save(folder / "one.json")
     (folder / "fleet.toml").write_text('steps = 2\n[jobs.a]\nplan = "one.json"\n')
+    (folder / "train.sh").write_text('{"num_stages": 2}')
+    pk.draw(pk.simulate(plan), folder / "rank0.json")
     write_report(Report(title="a run", facts=()), folder / "run")
     return folder
 

@@ -120,11 +120,16 @@ def provider_of(function: str) -> str:
     return _MODULE_OF[function]
 
 
+def provided(function: str) -> Any:
+    """The function that a higher room provides."""
+    return getattr(importlib.import_module(provider_of(function)), function)
+
+
 def method_provided(function: str) -> Callable[[Any], Any]:
     """A method whose body is a function that a higher room provides: a value can be shown in a
     notebook, and its room knows nothing of pictures."""
 
     def method(value: Any) -> Any:
-        return getattr(importlib.import_module(provider_of(function)), function)(value)
+        return provided(function)(value)
 
     return method

@@ -70,7 +70,9 @@ VALUE_KINDS = {
         origin="`penstock train` writes one",
     ),
     "ChromeTrace": ValueKind(
-        "a Chrome trace, a picture of a timeline", frozenset({"traceEvents"}), "Perfetto opens it"
+        "a Chrome trace",
+        frozenset({"traceEvents"}),
+        "Perfetto opens it, and `penstock trace` makes a timeline of those of all ranks",
     ),
     "Plan": ValueKind(
         "a plan",
@@ -96,6 +98,9 @@ VALUE_KINDS = {
     ),
     "FleetFile": ValueKind(
         "a fleet", use="`penstock fleet {}` trains it", origin="docs/many-models.md shows one"
+    ),
+    "EngineConfig": ValueKind(
+        "another engine's config", origin="docs/other-engines.md says which are read"
     ),
     "Pipeline": ValueKind(
         "a pipeline", call="give its pipeline.timeline, of the last step, or its pipeline.plan"

@@ -19,6 +19,7 @@ from penstock.core.cluster.cluster import only
 from penstock.core.cluster.local import measured_tier
 from penstock.core.graph import LayerGraph
 from penstock.planning import planner
+from penstock.planning.handover.capabilities import CAPABILITIES
 from penstock.planning.partition.chain import COST_MODELS
 from penstock.planning.planner.request import RecomputeRule, SpillRule
 from penstock.planning.plans.summing import REDUCERS
@@ -132,6 +133,11 @@ def _parse_tensor_ranks(_: click.Context, __: click.Parameter, text: str) -> int
     default="exact",
     show_default=True,
     help="Exact cuts, or a learned placement of branching models.",
+)
+@click.option(
+    "--engine",
+    type=click.Choice(list(CAPABILITIES)),
+    help="Only plans that another engine runs as they are.",
 )
 @click.option("--what-if", help='Plan again with changes, as in "bandwidth*2, memory/2".')
 @options.output_option("Where to write the plan (.json).")

@@ -296,7 +296,7 @@ def read(name: str) -> Content | None:
         return _json(text, name)
     if not _TORCH.search(text):  # words that only torch's files have
         return _named(name, Schedule.parse, text, stem)
-    from penstock.planning.export import from_torch_csv
+    from penstock.planning.handover import from_torch_csv
 
     return _named(name, from_torch_csv, text, stem)
 
@@ -359,6 +359,16 @@ def load_plan(path: str) -> Plan:
         FileError: it holds something else, or a plan that cannot be.
     """
     return plans.Plan.from_json(text_of(path), where=title_of(path))
+
+
+def json_object(path: str) -> dict[str, object]:
+    """The object in a JSON file of another program's.
+
+    Raises:
+        FileError: it holds something else.
+    """
+    with refused_as(f"{title_of(path)} holds no JSON object"):
+        return decoded(text_of(path), dict[str, object])
 
 
 def _json(text: str, path: str) -> Content:

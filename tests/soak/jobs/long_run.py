@@ -28,12 +28,16 @@ NUM_LOOKS = 20
 
 
 def look():
-    """(resident bytes, open descriptors, threads, seconds) of this process now."""
+    """(resident bytes, messages in shared memory, other open descriptors, threads, seconds) of this
+    process now."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
+    opened = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    segments = sum(name.startswith("/memfd:penstock") for name in opened)
     return {
         "resident_bytes": pages * os.sysconf("SC_PAGE_SIZE"),
-        "descriptors": len(os.listdir("/proc/self/fd")),
+        "segments": segments,
+        "descriptors": len(opened) - segments,
         "threads": threading.active_count(),
         "seconds": time.monotonic(),
     }

@@ -9,7 +9,7 @@ from torch import nn
 import penstock as pk
 from penstock.base.errors import FileError, InputError
 from penstock.interop.torch_checkpoints import load_dcp, save_dcp
-from penstock.planning.export import module_fqns_per_model_part
+from penstock.planning.handover import module_fqns_per_model_part
 from penstock.planning.plans import Plan, StagePlan
 from tests.kit.helpers import make_plan
 from tests.kit.tiny_models import gpt_batch, make_gpt

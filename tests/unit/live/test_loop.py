@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 
 import pytest
 import torch
 
 from penstock.base.errors import InputError, RunError
 from penstock.training.live.intake import LiveFrame, News, Result
-from penstock.training.live.loop import FrameOutput, Results
+from penstock.training.live.loop import FrameOutput, Loop, Results
 from penstock.training.live.report import StreamLedger
 
 FAILED = RunError("rank 2 failed")
@@ -36,8 +37,7 @@ class FakeLoop:
 
 
 def arrival(number):
-    frame = LiveFrame(number, torch.ones(1), None, True, 0.0)
-    return FrameOutput(Result(number, torch.ones(1), None, 0.0), frame, None)
+    return FrameOutput(Result(number, torch.ones(1), None, 0.0), 0.0, None)
 
 
 def results_of(*told):
@@ -99,3 +99,16 @@ def test_closing_ends_who_waits():
     loop.arrivals.put(News.CHANGED)
     with pytest.raises(InputError, match="closed"):
         results.next()
+
+
+def test_a_result_that_waits_does_not_keep_its_frame():
+    # Between processes a target lies in memory that rank 0 has lent: results that a slow caller has
+    # not taken would use up memory and open files of both.
+    results, loop = results_of()
+    target = torch.ones(1)
+    frame = LiveFrame(0, torch.ones(1), target, True, 0.0)
+    kept = [weakref.ref(frame.value), weakref.ref(target)]
+    Loop._heard(loop, frame, torch.ones(1), None, None)
+    del frame, target
+    assert [tensor() for tensor in kept] == [None, None]
+    assert results.next().frame == 0

@@ -139,3 +139,12 @@ def test_a_bucket_that_cannot_even_begin_is_told(library, monkeypatch):
     sums[1].begin(0, averages=False)
     with pytest.raises(PeerError, match="summing gradients: rank 0 or 2 is gone"):
         sums[1].hand_in(0)
+
+
+def test_a_reducer_needs_its_group_until_it_is_closed(library):
+    transport = between_threads(NUM_RANKS)[0]
+    shared = SharedWeights(0, (*range(NUM_RANKS),), frozenset({0}), holders(NUM_RANKS)[0])
+    reducer = AllReducer(0, shared, transport, group=[0])
+    assert not reducer.closed
+    reducer.close(failed=False)
+    assert reducer.closed  # the group goes when all ranks build the next pipeline

@@ -21,7 +21,13 @@ def plan():
             for host in "ab"
         ),
     )
-    layer = pk.Layer(name="0", forward_seconds=1.0, parameter_bytes=4, output_bytes=4)
+    layer = pk.Layer(
+        name="0",
+        forward_seconds=1.0,
+        backward_input_seconds=1.0,
+        backward_weight_seconds=1.0,
+        parameter_bytes=4,
+    )
     graph = pk.LayerGraph(layers=(layer,), microbatch_size=1)
     return pk.plan(graph, cluster, microbatches=4, schedule="1f1b", replicas=[4])
 

@@ -365,6 +365,26 @@ class Timeline:
         return cls.from_json(read_text(path), where=str(path))
 
     @classmethod
+    def from_traces(cls, paths: Sequence[str | os.PathLike[str]], step: int = -1) -> Timeline:
+        """The measured timeline of a pipeline that something else ran, from the Chrome traces of
+        its ranks, as ``torch.profiler`` exports them. Ops are the events that are called ``PP:0F1``
+        (torch's pipelines, and torchtitan's), ``Forward 1``, or ``0F1``.
+
+        Args:
+            paths: a file for each rank of one pipeline, ``.json`` or ``.json.gz``. A trace says its
+                rank, or its name does (``rank0.json``).
+            step: which of the steps that were traced, from 0, or from the end; the last one by
+                default.
+
+        Raises:
+            FileError: a file is no such trace, or has no ops.
+            InputError: two files are of one rank, or there is no such step.
+        """
+        from penstock.core.timing.traces import timeline_of_traces
+
+        return timeline_of_traces(paths, step)
+
+    @classmethod
     def from_json(cls, text: str, where: str = "text") -> Timeline:
         """Read what ``to_json`` wrote.
 

@@ -129,6 +129,10 @@ class Race:
 
     def built(self, task: Task, offer: Offer, constraints: Constraints) -> list[Candidate]:
         """The candidates of an offer, if it has as many stages as the constraints allow."""
+        obstacle = constraints.obstacle(offer.family, offer.replicas, task.num_microbatches)
+        if obstacle is not None:
+            self.refusals[len(offer.devices)] = obstacle
+            return []
         key = (offer, constraints.cuts)
         if key not in task.cache.offers:
             task.cache.offers[key] = self._built(task, offer, constraints.cuts)

@@ -32,6 +32,7 @@ from penstock.core.graph import LayerGraph
 from penstock.core.schedule import families
 from penstock.core.schedule.families.options import Replicas, read_replicas
 from penstock.core.versions import USUAL, Policy
+from penstock.planning.handover.capabilities import capabilities_of
 from penstock.planning.partition.chain import CostModel, cost_model
 from penstock.planning.plans.consistency import MOST_MICROBATCHES
 from penstock.planning.plans.summing import MOST_STALE, REDUCERS, ReducerName
@@ -86,6 +87,7 @@ class Constraints:
         recompute: what may run forward twice.
         spill: whether stages may come from a tier and leave again.
         options: (name, value) pairs that the schedule's family is given.
+        engine: the other engine that is to run the plan; any plan with ``None``.
     """
 
     schedule: str | None = None
@@ -99,6 +101,23 @@ class Constraints:
     recompute: RecomputeRule = "where-needed"
     spill: SpillRule = "where-needed"
     options: Options = ()
+    engine: str | None = None
+
+    def obstacle(
+        self, family: str, replicas: tuple[int, ...], num_microbatches: int
+    ) -> PlanError | None:
+        """Why the engine that the plan is for cannot run such a schedule; ``None`` if it can."""
+        if self.engine is None:
+            return None
+        able = capabilities_of(self.engine)
+        if not able.runs(family):
+            return PlanError(f"{able.title} does not run {family}; it has {able.has}")
+        copies = max(replicas, default=1)
+        if len({*replicas}) > 1 or num_microbatches % copies:
+            return PlanError(
+                f"{able.title} gives every stage as many replicas, and these as many microbatches"
+            )
+        return None
 
     @property
     def may_spill(self) -> bool:
@@ -141,8 +160,11 @@ class PlanRequest:
     placer: Literal["exact", "reinforce"] = "exact"
     rate: float | None = None
     spill: SpillRule = "where-needed"
+    engine: str | None = None
 
     def __post_init__(self) -> None:
+        if self.engine is not None:
+            self._check_engine(self.engine)
         expect(
             self.versions, Policy | None, "versions", "take one of penstock.versions, as in Stash()"
         )
@@ -168,6 +190,28 @@ class PlanRequest:
         never = self.versions is not None and self.versions.asynchronous
         if never and self.recompute in ("stage", "layers"):
             raise InputError("stages do not run forward twice where the pipeline never flushes")
+
+    def _check_engine(self, engine: str) -> None:
+        able = capabilities_of(engine)
+        width, lacks = self.tensor_ranks, able.limits
+        asked = {
+            "asynchronous=True": self.asynchronous,
+            "a rate": self.rate is not None,
+            "versions that never flush": self.versions is not None and self.versions.asynchronous,
+            f"spill={self.spill!r}": self.spill == "always",
+            f"stale={self.stale}": self.stale > 0,
+            f"tensor_ranks={width!r}": width != 1 and "tensor groups" in lacks,
+            "tensor_ranks='any'": width == "any",
+            f"recompute={self.recompute!r}": self.recompute == "stage"
+            and "recompute by stage" in lacks,
+            f"reducer={self.reducer!r}": self.reducer not in ("owners", "sharded", "all-reduce"),
+        }
+        for words, is_asked in asked.items():
+            if is_asked:
+                raise InputError(
+                    f"{words} is nothing that {able.title} does; leave it out, or leave out "
+                    f"engine={engine!r}"
+                )
 
     def _check_rate(self, rate: float) -> None:
         if not is_number(rate) or not 0 < rate <= MOST_AMOUNT:
@@ -249,8 +293,9 @@ class PlanRequest:
             asynchronous="also" if self.asynchronous else "no",
             cuts=cuts,
             recompute=self.recompute,
-            spill=self.spill,
+            spill="never" if self.engine else self.spill,
             options=options,
+            engine=self.engine,
         )
         if self.placer == "reinforce" and self.spill != "always":
             _check_learnable(constraints)

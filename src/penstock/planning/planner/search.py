@@ -81,6 +81,7 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
     placer: Literal["exact", "reinforce"] = "exact",
     rate: float | None = None,
     spill: SpillRule = "where-needed",
+    engine: str | None = None,
 ) -> Plan:
     """Find the plan with the shortest predicted step that fits in memory.
 
@@ -140,6 +141,8 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
             (``docs/larger-than-memory.md``): ``"where-needed"``, if nothing fits otherwise;
             ``"never"`` or ``"always"``. Unless it is ``"never"``, activations may wait in a tier
             where otherwise forwards would run twice, if that is faster.
+        engine: another engine that is to run the plan, as ``Plan.to`` takes it
+            (``docs/other-engines.md``): only plans that it runs as they are. By default, Penstock.
 
     Returns:
         The plan; ``print`` shows it, ``save`` keeps it, ``reason`` and ``alternatives`` tell why it
@@ -172,6 +175,7 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
         placer=placer,
         rate=rate,
         spill=spill,
+        engine=engine,
     )
     return planned(graph, cluster, request)
 
@@ -179,6 +183,32 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
 @tells("planning")
 def planned(graph: LayerGraph, cluster: Cluster | None, request: PlanRequest) -> Plan:
     """The best plan for a request, as ``plan`` finds it."""
+    if request.engine is None or request.recompute != "where-needed":
+        return _planned(graph, cluster, request)
+    # Other engines recompute everywhere or nowhere.
+    plans: list[Plan] = []
+    failure: PlanError | None = None
+    for rule in ("never", "layers") if _is_limited(cluster, request) else ("never",):
+        try:
+            plans.append(_planned(graph, cluster, replaced(request, recompute=rule)))
+        except PlanError as error:
+            failure = failure or error
+    if not plans:
+        assert failure is not None
+        raise failure
+    return min(plans, key=lambda plan: plan.step_seconds)
+
+
+def _is_limited(cluster: Cluster | None, request: PlanRequest) -> bool:
+    limits = (
+        [cluster.memory_bytes, *(device.memory_bytes for device in cluster.devices)]
+        if cluster
+        else []
+    )
+    return request.memory_bytes is not None or any(limits)
+
+
+def _planned(graph: LayerGraph, cluster: Cluster | None, request: PlanRequest) -> Plan:
     expect(graph, LayerGraph, "the graph", "measure the model with penstock.profile")
     expect(
         cluster, Cluster | None, "the cluster", "give a penstock.Cluster, or Cluster.load a file"
@@ -331,7 +361,8 @@ def _with_tensor_ranks(tasks: Sequence[Task], tensor_ranks: int | Literal["any"]
 def _solve(tasks: Sequence[Task], constraints: Constraints) -> Plan:
     race = Race()
     race.run(tasks, constraints)
-    race.enter(mixed(tasks, constraints))
+    if constraints.engine is None:  # others have one degree of tensor parallelism
+        race.enter(mixed(tasks, constraints))
     chosen = race.winner
     if chosen is None:
         _check_built(race, tasks[0], constraints)

@@ -10,6 +10,7 @@ from dataclasses import replace as replaced
 from msgspec.structs import replace
 
 from penstock.base.units import count_of, format_bytes, format_seconds, format_speed_up
+from penstock.core.cluster import Cluster
 from penstock.core.schedule.op import Kind
 from penstock.planning.planner.candidate import Candidate
 from penstock.planning.planner.race import SAME, fastest
@@ -56,8 +57,12 @@ def _best(tasks: Sequence[Task], constraints: Constraints) -> Candidate | None:
 
 def _roomy(task: Task) -> Task:
     """The same task with so much memory that it does not count."""
-    cluster = task.cluster
-    boundless = replace(
+    return replaced(task, cluster=without_limits(task.cluster), memory_bytes=None)
+
+
+def without_limits(cluster: Cluster) -> Cluster:
+    """A cluster with so much memory that it does not count."""
+    return replace(
         cluster,
         devices=tuple(replace(device, memory_bytes=0) for device in cluster.devices),
         memory_bytes=cluster.memory_bytes and _PLENTY,
@@ -65,7 +70,6 @@ def _roomy(task: Task) -> Task:
             replace(group, memory_bytes=group.memory_bytes and _PLENTY) for group in cluster.groups
         ),
     )
-    return replaced(task, cluster=boundless, memory_bytes=None)
 
 
 def alternatives_of(

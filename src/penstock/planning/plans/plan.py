@@ -10,9 +10,10 @@ from typing import Any, get_args
 from msgspec.structs import asdict, replace
 
 from penstock.base.errors import InputError, printable
-from penstock.base.lazily import method_loaded_when_used
+from penstock.base.lazily import method_loaded_when_used, provided
 from penstock.base.values import FieldsByName, decoded, expect, one_of, read_as, whole
-from penstock.core.cluster import Device, SpareMachine
+from penstock.core.cluster import Cluster, Device, SpareMachine
+from penstock.core.graph import LayerGraph
 from penstock.core.schedule import Schedule, families
 from penstock.core.schedule.check import check
 from penstock.core.schedule.lower import add_recompute, first_microbatches
@@ -37,6 +38,7 @@ from penstock.planning.plans.consistency import (
     with_splits,
 )
 from penstock.planning.plans.draft import Draft, completed
+from penstock.planning.plans.handed_over import HandOver
 from penstock.planning.plans.orders import (
     read_order,
     with_microbatches,
@@ -162,6 +164,30 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
         expect(text, str | bytes, "the text", f"give what {cls.__name__}.to_json wrote")
         with read_as(cls.__name__, text, where):
             return cls(**asdict(decoded(text, Draft)))
+
+    @classmethod
+    def of(
+        cls, engine: str, config: object, graph: LayerGraph, cluster: Cluster | None = None
+    ) -> Plan:
+        """The plan that a config of another engine describes, with the times and bytes that are
+        predicted for it (``docs/other-engines.md``). What plans have no word for is left out, and
+        ``warnings`` say it; so do ranks that need more memory than they have.
+
+        Args:
+            engine: ``"torchtitan"``, ``"megatron"`` or ``"deepspeed"``.
+            config: the text of its file, or of the command with its arguments, which is not run; a
+                dictionary of its fields; or its own object. With DeepSpeed's also the arguments of
+                ``PipelineModule``: ``{**config, "num_stages": 4}``.
+            graph: the model's profile, or its estimate.
+            cluster: all devices of the job, from which data parallelism follows where the config
+                does not say it; by default as many cores as one copy of the pipeline needs.
+
+        Raises:
+            InputError: the config sets nothing, contradicts itself, or is for another model.
+            PlanError: the cluster has fewer devices.
+        """
+        adopted: Plan = provided("adopted")(engine, config, graph, cluster)
+        return adopted
 
     def edited(self, **changes: Any) -> Plan:
         """This plan with other values of some fields. What follows from them is worked out anew, as
@@ -402,6 +428,24 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
             self.summing, reducer=reducer, servers=tuple(servers), stale=stale, levels=levels
         )
         return replace(self, summing=summing)
+
+    def to(self, engine: str) -> HandOver:
+        """This plan as another engine takes it: stages, degrees, microbatches, schedule and
+        recomputation, in its words (``docs/other-engines.md``). ``str`` is what its users paste,
+        ``save`` writes all files, and ``notes`` says what the engine does otherwise, and its cost.
+
+        Args:
+            engine: ``"torchtitan"``, ``"megatron"``, ``"automodel"``, ``"deepspeed"`` or
+                ``"torch"``.
+
+        Raises:
+            PlanError: the engine would train something else by the plan, or not at all; what stands
+                in the way is named, and the nearest plan without it.
+            InputError: no such engine, or the plan's layers are none that the engine knows.
+        """
+        expect(engine, str, "the engine", "name it, as in plan.to('torchtitan')")
+        handed: HandOver = provided("hand_over")(self, engine)
+        return handed
 
     def simulate(self, num_minibatches: int | None = None) -> Timeline:
         """The predicted timeline of one step, weight update included. Of a schedule that never

@@ -60,12 +60,13 @@ class FrameOutput(NamedTuple):
 
     Attributes:
         result: all but when it came, where an accelerator still works on it.
-        frame: the one that it is of.
+        arrived_seconds: when its frame was given. The frame itself must not wait here for who takes
+            the result: its tensors may lie in memory that another process has lent.
         moment: when the accelerator is through.
     """
 
     result: Result
-    frame: LiveFrame
+    arrived_seconds: float
     moment: torch.Event | None
 
     def settled(self) -> Result:
@@ -73,9 +74,7 @@ class FrameOutput(NamedTuple):
         if self.moment is None:
             return self.result
         self.moment.synchronize()
-        return self.result._replace(
-            latency_seconds=time.perf_counter() - self.frame.arrived_seconds
-        )
+        return self.result._replace(latency_seconds=time.perf_counter() - self.arrived_seconds)
 
 
 class Engine(NamedTuple):
@@ -137,7 +136,8 @@ class Loop(ABC):
         self, frame: LiveFrame, output: Any, loss: Tensor | None, moment: torch.Event | None
     ) -> None:
         latency = time.perf_counter() - frame.arrived_seconds
-        self.arrivals.put(FrameOutput(Result(frame.number, output, loss, latency), frame, moment))
+        result = Result(frame.number, output, loss, latency)
+        self.arrivals.put(FrameOutput(result, frame.arrived_seconds, moment))
 
     def _remember(self, outcome: MinibatchOutcome) -> None:
         # What the model gave for a frame is its caller's; of long streams it would fill the memory.

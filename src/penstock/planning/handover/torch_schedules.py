@@ -1,5 +1,4 @@
-"""Schedules from ``torch.distributed.pipelining`` and for it, and plans as its engines read them;
-nothing here needs torch.
+"""Schedules from ``torch.distributed.pipelining`` and for it; nothing here needs torch.
 
 The ops are the same, so their text is, too. What torch's schedules dump as CSV is read by our own
 parser: torch's accepts ``0F1xyz`` as ``0F1``. What torch reads is ``str(schedule)``, if torch has
@@ -13,12 +12,11 @@ import io
 import re
 from collections.abc import Iterator
 
-from penstock.base.errors import InputError, ScheduleError
+from penstock.base.errors import ScheduleError
 from penstock.core.schedule import Kind, Op, Schedule
 from penstock.core.schedule.check import check
 from penstock.core.schedule.lower import add_communication
 from penstock.core.schedule.op import COMMUNICATION, COMPUTE, RECEIVED_BY, RECEIVES
-from penstock.planning.plans import Plan
 
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 _SHARDS = re.compile(r"(0|[1-9]\d*)(UNSHARD|RESHARD)")
@@ -106,45 +104,6 @@ def _reduced(ops: tuple[Op, ...]) -> Iterator[str]:
         yield str(op)
         if last.get(op.stage) == op:
             yield f"{op.stage}REDUCE_GRAD"
-
-
-def module_fqns_per_model_part(plan: Plan) -> list[list[str]]:
-    """Which modules each stage of a plan has, as torchtitan's
-    ``parallelism.module_fqns_per_model_part`` lists them.
-
-    torchtitan cuts between the children of the model, and between the entries of those that are an
-    ``nn.ModuleList`` or an ``nn.ModuleDict``; what a plan says of modules inside of them is said
-    of the whole.
-
-    Args:
-        plan: for the model, with names that are those of its modules, as spines and
-            ``pk.capture(…, granularity="block")`` give them.
-
-    Returns:
-        By stage, the names of its modules in the order in which they run.
-
-    Raises:
-        InputError: a cut goes through such a module, or a module runs in two stages.
-    """
-    parts: list[list[str]] = []
-    stage_of: dict[str, int] = {}
-    for index, stage in enumerate(plan.stages):
-        names = dict.fromkeys(_part_of_model(layer) for layer in stage.layers)
-        for name in names:
-            if stage_of.setdefault(name, index) != index:
-                raise InputError(
-                    f"stage {stage_of[name]} and stage {index} both have a part of {name!r}, which "
-                    "torchtitan does not cut; capture the model with granularity='block' and plan "
-                    "again, or give cuts=…"
-                )
-        parts.append([*names])
-    return parts
-
-
-def _part_of_model(layer: str) -> str:
-    """The child of the model, or the entry of such a list, in which a layer is."""
-    child, *inner = layer.split("#", maxsplit=1)[0].split(".")
-    return f"{child}.{inner[0]}" if inner and inner[0].isdecimal() else child
 
 
 def _wait_late(ops: tuple[Op, ...]) -> Iterator[Op]:

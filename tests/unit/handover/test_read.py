@@ -1,0 +1,261 @@
+"""Configs of other engines become the plans that they describe, and those that Penstock writes
+come back."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+import penstock as pk
+from penstock.planning.handover.deepspeed import balanced, uniform
+from penstock.planning.handover.megatron import layout_string, stages_of_layout
+from penstock.planning.handover.modules import TransformerStages
+from penstock.planning.planner.adopting import improved
+from tests.kit.transformer import graph_of, llama_names, llama_plan
+
+GRAPH = graph_of(llama_names(12))
+
+
+def counts(plan):
+    return [len(stage.layers) for stage in plan.stages]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zb-v", "v-half", "zb-h1"])
+def test_what_torchtitan_is_given_comes_back(schedule, tmp_path):
+    plan = llama_plan(schedule, 2, 4)
+    handed = plan.to("torchtitan")
+    handed.save(tmp_path)
+    path = str(tmp_path / "schedule.csv")
+    text = str(handed).replace('str(FOLDER / "schedule.csv")', repr(path))
+    back = pk.Plan.of("torchtitan", text, graph_of(llama_names()))
+    assert back.schedule == plan.schedule
+    assert back.stages == plan.stages
+    assert back.build_schedule() == plan.build_schedule()
+    assert not back.warnings
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"schedule": "1f1b", "ranks": 2},
+        {"schedule": "1f1b", "ranks": 4, "replicas": "2-2", "microbatches": 8},
+        {
+            "schedule": "1f1b",
+            "ranks": 4,
+            "replicas": "2-2",
+            "reducer": "sharded",
+            "microbatches": 8,
+        },
+        {"schedule": "interleaved-1f1b", "ranks": 2},
+        {"schedule": "interleaved-1f1b:stages_per_rank=3", "ranks": 2},
+        {"schedule": "1f1b", "ranks": 2, "recompute": "layers"},
+    ],
+)
+def test_what_megatron_is_given_comes_back(wanted):
+    plan = llama_plan(**wanted, names=llama_names(12))
+    handed = plan.to("megatron")
+    back = pk.Plan.of("megatron", str(handed), GRAPH, pk.Cluster.local(wanted["ranks"]))
+    moved = any("wherever the plan has it" in note for note in handed.notes)
+    assert back.schedule == plan.schedule
+    assert back.given_replicas == plan.given_replicas
+    assert back.summing.reducer == plan.summing.reducer
+    assert [stage.recompute for stage in back.stages] == [s.recompute for s in plan.stages]
+    assert moved or back.stages == plan.stages
+    assert str(back.to("megatron")) == str(handed)
+
+
+def test_what_deepspeed_is_given_comes_back():
+    plan = llama_plan("1f1b", 4, 8, replicas="2-2", reducer="sharded", cuts=["layers.3"])
+    config = json.loads(plan.to("deepspeed").files["ds_config.json"])
+    said = {**config, "num_stages": 2, "partition_method": "uniform"}
+    back = pk.Plan.of("deepspeed", said, graph_of(llama_names()), pk.Cluster.local(4))
+    assert counts(back) == [5, 4]  # nine layers, of which DeepSpeed gives the first stage more
+    assert back.given_replicas == (2, 2)
+    assert (back.num_microbatches, back.microbatch_size) == (8, 1)
+    assert back.summing.reducer == "sharded"
+
+
+def test_torchtitan_divides_blocks_by_itself():
+    text = """
+def mine():
+    config = llama3_8b()
+    config.parallelism.pipeline_parallel_degree = 4
+    config.training.local_batch_size = 8
+    config.activation_checkpoint = FullAC.Config()
+    return config
+"""
+    plan = pk.Plan.of("torchtitan", text, GRAPH)
+    assert counts(plan) == [4, 4, 3, 4]  # 14 with embedding and head, of which the ends count one
+    assert plan.schedule == "1f1b"
+    assert plan.num_microbatches == 8
+    assert {stage.recompute for stage in plan.stages} == {"layers"}
+
+
+def test_torchtitans_own_objects_and_arguments_are_read():
+    config = SimpleNamespace(
+        parallelism=SimpleNamespace(
+            pipeline_parallel_degree=2, pipeline_parallel_schedule="ZBVZeroBubble",
+            data_parallel_shard_degree=-1,
+        ),
+        training=SimpleNamespace(local_batch_size=4),
+    )  # fmt: skip
+    plan = pk.Plan.of("torchtitan", config, GRAPH, pk.Cluster.local(4))
+    assert (plan.schedule, plan.num_ranks) == ("zb-v", 2)
+    assert "one of 2 copies of the pipeline" in plan.warnings[0]
+    flags = "--parallelism.pipeline_parallel_degree=2 --training.local_batch_size 6"
+    assert pk.Plan.of("torchtitan", flags, GRAPH).num_microbatches == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sizes"),
+    [
+        ("--pipeline-model-parallel-size 4", [4, 3, 3, 5]),
+        ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3",
+         [4, 3, 3, 5]),
+        ("--pipeline-model-parallel-size 3 --decoder-first-pipeline-num-layers 2", [3, 5, 7]),
+        ("--pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 3", [10, 5]),
+        ("--pipeline-model-parallel-size 7 --account-for-embedding-in-pipeline-split "
+         "--account-for-loss-in-pipeline-split", [2, 2, 2, 2, 2, 2, 3]),
+        ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 'E|(t|)*11,t*1L'",
+         None),
+        ("--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout 'Et*5|t*3|t*4|L'",
+         [6, 3, 4, 2]),
+    ],
+)  # fmt: skip
+def test_megatron_divides_blocks_by_itself(arguments, sizes):
+    text = f"#!/bin/bash\ntorchrun pretrain_gpt.py \\\n  {arguments} \\\n  --micro-batch-size 1 "
+    text += "--global-batch-size 28\n"
+    if sizes is None:
+        with pytest.raises(pk.InputError, match="13 stages, which 2 ranks cannot share"):
+            pk.Plan.of("megatron", text, GRAPH)
+        return
+    plan = pk.Plan.of("megatron", text, GRAPH)
+    assert counts(plan) == sizes
+    assert plan.num_microbatches == 28
+
+
+def test_megatron_data_parallelism_follows_from_the_devices():
+    arguments = "--pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 8"
+    plan = pk.Plan.of("megatron", arguments, GRAPH, pk.Cluster.local(4))
+    assert (plan.given_replicas, plan.num_microbatches) == ((2, 2), 8)
+    wide = f"{arguments} --context-parallel-size 2 --recompute-activations"
+    plan = pk.Plan.of("megatron", wide, GRAPH, pk.Cluster.local(4))
+    assert plan.given_replicas == ()
+    assert any("context_parallel_size is 2" in warning for warning in plan.warnings)
+    assert any("selective" in warning for warning in plan.warnings)
+
+
+@pytest.mark.parametrize(
+    ("layout", "stages"),
+    [
+        ("Ettt|(tt|)*3,m|L", ["Ettt", "tt", "tt", "tt", "m", "L"]),
+        ("E t*4 | t*4 L", ["Etttt", "ttttL"]),
+        ("(t|)*2L", ["t", "t", "L"]),
+        ("E||L", ["E", "", "L"]),
+    ],
+)
+def test_layout_strings(layout, stages):
+    assert stages_of_layout(layout) == stages
+
+
+@pytest.mark.parametrize(
+    "blocks", [(3,), (2, 2), (5, 2, 2, 2, 3), (1, 0, 0, 0, 1), (0, 4, 4, 0), (3, 3, 3, 3)]
+)
+def test_layouts_are_written_as_they_are_read(blocks):
+    empty = tuple(() for _ in blocks)
+    letters = ["t" * count for count in blocks]
+    letters[0] = f"E{letters[0]}"
+    letters[-1] += "L"
+    assert stages_of_layout(layout_string(TransformerStages("", empty, blocks, empty))) == letters
+
+
+def test_deepspeeds_cuts():
+    assert uniform(8, 3) == [0, 3, 6, 8]
+    assert balanced([1, 1, 1, 1], 2) == [0, 2, 4]
+    assert balanced([3, 1, 4, 1, 5, 9, 2, 6], 3) == [0, 5, 6, 8]  # of equals, the latest
+    kinds = pk.LayerGraph(
+        layers=tuple(
+            pk.Layer(
+                name=str(place), kind=kind, forward_seconds=1e-3, backward_input_seconds=1e-3,
+                backward_weight_seconds=1e-3,
+            )
+            for place, kind in enumerate(["Embedding", "Block", "Block", "Norm", "Block", "Block"])
+        )
+    )  # fmt: skip
+    said = {"gradient_accumulation_steps": 4, "num_stages": 2, "partition_method": "type:block"}
+    assert [len(s.layers) for s in pk.Plan.of("deepspeed", said, kinds).stages] == [4, 2]
+
+
+@pytest.mark.parametrize(
+    ("engine", "config", "message"),
+    [
+        ("torchtitan", "x = 1", "the config sets none of"),
+        ("torchtitan", "f(", "the config is no Python"),
+        ("torchtitan", "f(pipeline_parallel_degree=PP)", r"pipeline_parallel_degree is 'PP'"),
+        ("torchtitan", "f(pipeline_parallel_degree=2, pipeline_parallel_schedule='Mine')",
+         "'Mine', a schedule that is not here"),
+        ("torchtitan", "f(pipeline_parallel_degree=2, local_batch_size=5, "
+         "pipeline_parallel_microbatch_size=2)", "no multiple of microbatches of 2 rows"),
+        ("torchtitan", "f(pipeline_parallel_degree=2, module_fqns_per_model_part=[['a'], ['b']])",
+         "begins with 'b', which is no layer"),
+        ("torchtitan", "f(pipeline_parallel_degree=2, module_fqns_per_model_part=parts)",
+         "is computed; give the list"),
+        ("megatron", "--pipeline-model-parallel-size $PP", "pipeline_model_parallel_size is"),
+        ("megatron", "--pipeline-model-parallel-size 'x", "cannot be read"),
+        ("megatron", "--pipeline-model-parallel-size 5", "do not divide evenly over 5 ranks"),
+        ("megatron", "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout EtX|L",
+         "has 'X'; its letters are"),
+        ("megatron", "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|tL",
+         r"1 \+ 1 blocks, but 'layers' of the model has 12"),
+        ("megatron",
+         "--pipeline-model-parallel-size 3 --pipeline-model-parallel-layout 'Et*12||L'",
+         "stage 1 of the config has no layers"),
+        ("megatron", "--pipeline-model-parallel-size 2 --micro-batch-size 2 --global-batch-size 3",
+         "no multiple of 1 copies × 2 rows"),
+        ("deepspeed", "{", "no JSON"),
+        ("deepspeed", {"train_batch_size": 8}, "does not set num_stages"),
+        ("deepspeed", {"num_stages": 2, "zero_optimization": {"stage": 3}}, "1 at most, not 3"),
+        ("deepspeed", {"num_stages": 2, "partition_method": "best"}, "parameters and type:"),
+        ("deepspeed", {"num_stages": 99}, "15 layers cannot make 99 stages"),
+        ("deepspeed", {"num_stages": 2, "train_batch_size": 8, "gradient_accumulation_steps": 3,
+                       "train_micro_batch_size_per_gpu": 1}, "8 is not 1 rows × 3"),
+        ("automodel", "", "are not read here; take one of torchtitan, megatron, deepspeed"),
+        ("jax", "", "are not read here"),
+    ],
+)  # fmt: skip
+def test_what_a_config_says_wrong_is_one_clear_error(engine, config, message):
+    with pytest.raises(pk.InputError, match=message):
+        pk.Plan.of(engine, config, GRAPH)
+
+
+def test_nothing_of_a_config_is_run(tmp_path):
+    made = tmp_path / "made"
+    text = f"open({str(made)!r}, 'w')\nf(pipeline_parallel_degree=2)"
+    assert pk.Plan.of("torchtitan", text, GRAPH).num_ranks == 2
+    assert not made.exists()
+
+
+def test_too_few_devices_and_too_little_memory_are_said():
+    arguments = "--pipeline-model-parallel-size 4 --global-batch-size 4"
+    with pytest.raises(pk.PlanError, match="needs 4 devices, but the cluster has 2"):
+        pk.Plan.of("megatron", arguments, GRAPH, pk.Cluster.local(2))
+    small = pk.Cluster(devices=tuple(pk.Device(name=f"d{i}", memory_bytes=10**7) for i in range(4)))
+    plan = pk.Plan.of("megatron", arguments, GRAPH, small)
+    assert plan.devices == small.devices
+    assert any("is predicted to need" in warning for warning in plan.warnings)
+
+
+def test_a_better_plan_stands_beside_with_the_lines_to_change():
+    cluster = pk.Cluster.local(4)
+    arguments = "--pipeline-model-parallel-size 4 --micro-batch-size 1 --global-batch-size 8"
+    plan = pk.Plan.of("megatron", arguments, GRAPH, cluster)
+    better = improved(plan, "megatron", GRAPH, cluster)
+    assert better.after.step_seconds < plan.step_seconds
+    assert "+    --pipeline-model-parallel-size 1" in better.lines
+    text = str(better)
+    assert "a better plan" in text
+    assert better.lines in text
+    best = improved(better.after, "megatron", GRAPH, cluster)
+    assert best.after == better.after
+    assert best.lines == ""
+    assert "nothing to change" in str(best)
