@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     )
     from penstock.core import versions
     from penstock.core.cluster import Card, Cluster, Device, Group, Link, SpareMachine, Tier, Wire
-    from penstock.core.graph import Layer, LayerGraph
+    from penstock.core.graph import Estimate, Layer, LayerGraph
     from penstock.core.schedule import Kind, Op, Schedule
     from penstock.core.schedule import families as schedules
     from penstock.core.schedule.check import check
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from penstock.planning.plans import Plan
     from penstock.planning.turns import stop
     from penstock.training.checkpoint.saving import Checkpoints
+    from penstock.training.estimating import estimate
     from penstock.training.fitting.callbacks import Callback, EarlyStopping
     from penstock.training.fitting.loop import fit
     from penstock.training.fitting.watching import Watch
@@ -69,6 +70,7 @@ __all__ = [
     "DeadlineError",
     "Device",
     "EarlyStopping",
+    "Estimate",
     "FileError",
     "Fleet",
     "Group",
@@ -103,6 +105,7 @@ __all__ = [
     "compare",
     "draw",
     "errors",
+    "estimate",
     "fit",
     "model_loss",
     "optimizers",
@@ -157,11 +160,12 @@ if not TYPE_CHECKING:  # which would take every name for one that is there
                 "NameMissing", "PeerError", "PenstockError", "PlanError", "RunError",
                 "ScheduleError", "StageError",
             ),
+            "penstock.training.estimating": ("estimate",),
             "penstock.training.fitting.callbacks": ("Callback", "EarlyStopping"),
             "penstock.training.fitting.loop": ("fit",),
             "penstock.training.fitting.watching": ("Watch",),
             "penstock.training.fleet": ("Fleet", "Job"),
-            "penstock.core.graph": ("Layer", "LayerGraph"),
+            "penstock.core.graph": ("Estimate", "Layer", "LayerGraph"),
             "penstock.training.live.opening": ("stream",),
             "penstock.engine.model.batches": ("model_loss",),
             "penstock.engine.model.microbatches": ("Microbatches",),

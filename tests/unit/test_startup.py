@@ -55,6 +55,8 @@ MAY_LOAD = {
     "draw plan.json": PLAN | {"penstock.drawing.formats"},
     "compare 1f1b gpipe": SCHEDULE | TABLE,
     "cluster -p 2": TABLE,
+    "devices": TABLE,
+    "devices h100": TABLE,
     "plan graph.json -p 2 -m 4 --schedule 1f1b": PLANNED | TABLE,
     "explain plan.json": PLAN | TABLE,
     "explain plan.json --json": PLAN,
@@ -66,7 +68,8 @@ MAY_LOAD = {
     "serve --listen 0.0.0.0": set(),  # refused without a secret
 }
 NEED_TORCH = {
-    *("checkpoint", "contest", "demo", "measure-cluster", "profile"),
+    *("checkpoint", "contest", "demo", "estimate", "measure-cluster", "measure-device"),
+    "profile",
     *("rehearse", "run", "train", "verify"),
 }
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from penstock.trial import Trial, Workload
 
 
-_WORKLOAD_HELP = (
+WORKLOAD_HELP = (
     "WORKLOAD is module:function, where the function returns a penstock.trial.Workload; by default "
     f"the demo's, {DEFAULT_WORKLOAD}."
 )
@@ -55,14 +55,15 @@ _LEGEND_OF_DETAILS = (
 )
 
 
-def _parse_sizes(_: click.Context, __: click.Parameter, text: str | None) -> tuple[int, ...]:
+def parse_sizes(_: click.Context, __: click.Parameter, text: str | None) -> tuple[int, ...]:
+    """Numbers of rows, as an option gives them."""
     try:
         return tuple(int(part) for part in text.split(",")) if text else ()
     except ValueError:
         raise click.BadParameter(f"{text!r} are no sizes; write for example 2,4,8") from None
 
 
-@click.command(epilog=_WORKLOAD_HELP)
+@click.command(epilog=WORKLOAD_HELP)
 @click.argument("workload", default=DEFAULT_WORKLOAD)
 @options.microbatches_option(8)
 @click.option(
@@ -72,7 +73,7 @@ def _parse_sizes(_: click.Context, __: click.Parameter, text: str | None) -> tup
     show_default=True,
     help="Measurements per time.",
 )
-@click.option("--sizes", callback=_parse_sizes, help="Other microbatch sizes, in rows, as 2,4,8.")
+@click.option("--sizes", callback=parse_sizes, help="Other microbatch sizes, in rows, as 2,4,8.")
 @click.option(
     "--ranks", type=click.IntRange(min=0),
     help="Of the pipelines that are run to see what sharing a machine costs; 0 for none. Default: "
@@ -119,7 +120,7 @@ def profile(
             show.warn(doubt, err=True)
         show.print_json(graph)
     elif output != STANDARD_OUTPUT:
-        _print_graph(graph, doubts, verbose=verbose)
+        print_graph(graph, doubts, verbose=verbose)
 
 
 def _doubts(graph: LayerGraph, microbatches: int) -> list[str]:
@@ -145,7 +146,7 @@ def profiled(workload: Workload, microbatches: int) -> LayerGraph:
     return graph
 
 
-def _print_graph(graph: LayerGraph, doubts: Sequence[str] = (), *, verbose: bool = False) -> None:
+def print_graph(graph: LayerGraph, doubts: Sequence[str] = (), *, verbose: bool = False) -> None:
     """A profile as a table: a line per layer, their sum, what is odd, and where it was measured.
 
     Args:
@@ -223,7 +224,7 @@ def _conditions(graph: LayerGraph) -> list[str]:
     lines = [
         f"{graph.microbatch_size} rows, {graph.dtype or 'no parameters'}, {graph.device}, "
         f"{graph.num_threads} thread{'' if graph.num_threads == 1 else 's'}; {versions}",
-        str(graph.contention),
+        str(graph.contention if graph.estimate is None else graph.estimate),
         f"an op takes {graph.op_seconds * 1e6:.0f} µs beside its layers, a message "
         f"{graph.hop_seconds * 1e6:.0f} µs",
     ]
@@ -236,7 +237,7 @@ def _conditions(graph: LayerGraph) -> list[str]:
     return lines
 
 
-@click.command(epilog=_WORKLOAD_HELP)
+@click.command(epilog=WORKLOAD_HELP)
 @click.argument("workload", default=DEFAULT_WORKLOAD)
 @click.option(
     "--plan", "plan_file", type=InputFile("Plan"),
@@ -309,7 +310,7 @@ def demo(steps: int, output: str, as_json: bool, verbose: bool) -> None:
     show.say(f"text: {loaded.notes}")
     graph = profiled(loaded, MICROBATCHES)
     if not as_json:
-        _print_graph(graph, verbose=verbose)
+        print_graph(graph, verbose=verbose)
         show.echo()
     chosen = planner.plan(
         graph, Cluster.local(2), microbatches=MICROBATCHES, schedule="1f1b", stages=2

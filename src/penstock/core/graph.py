@@ -226,8 +226,35 @@ class Contention(Value, frozen=True, kw_only=True):
         return f"{self.of_passes(mode):.2f} ± {self.spread_of(mode):.1%}"
 
 
+class Estimate(Value, frozen=True, kw_only=True):
+    """Says that a graph was not measured but estimated, and how far that may be off.
+
+    Attributes:
+        device: short name of the hardware that it was estimated for.
+        software: short name of the software stack.
+        error: the error to expect of a step, as a share: the median of what is known.
+        basis: from what that is known, in words.
+    """
+
+    device: str
+    software: str = ""
+    error: float = 0.0
+    basis: str = ""
+
+    def __post_init__(self) -> None:
+        self.check_fields("estimate")
+        number("estimate: error", self.error)
+
+    def __str__(self) -> str:
+        by = f", {self.software}" if self.software else ""
+        return (
+            f"estimated for {self.device}{by}, not measured: expect a step to be off by about "
+            f"{self.error:.0%} ({self.basis})"
+        )
+
+
 class LayerGraph(Value, frozen=True, kw_only=True):
-    """A profiled model: its layers in execution order.
+    """A profiled or estimated model: its layers in execution order.
 
     Attributes:
         layers: in execution order, names unique, at least one.
@@ -246,6 +273,7 @@ class LayerGraph(Value, frozen=True, kw_only=True):
         other_sizes: the same model measured with microbatches of other sizes.
         warnings: what is odd about the profile as a whole, in words.
         example: with what the model was traced, if it names no spine.
+        estimate: that nobody measured it, and what error to expect; ``None`` if somebody did.
     """
 
     layers: tuple[Layer, ...]
@@ -262,6 +290,7 @@ class LayerGraph(Value, frozen=True, kw_only=True):
     other_sizes: tuple[LayerGraph, ...] = ()
     warnings: tuple[str, ...] = ()
     example: Example | None = None
+    estimate: Estimate | None = None
 
     def __post_init__(self) -> None:
         self.check_fields()
@@ -439,7 +468,7 @@ class LayerGraph(Value, frozen=True, kw_only=True):
                 f"{len(self.layers)} layers, a microbatch of {self.microbatch_size} rows: forward "
                 f"{forward * 1e3:.3f} ms, backward {backward * 1e3:.3f} ms, update "
                 f"{update * 1e3:.3f} ms",
-                str(self.contention),
+                str(self.contention if self.estimate is None else self.estimate),
                 *(f"! {warning}" for warning in self.warnings),
             ]
         )

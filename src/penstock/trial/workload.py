@@ -24,6 +24,8 @@ from penstock.core.graph import LayerGraph
 from penstock.core.timing.timeline import Timeline
 from penstock.engine.model import microbatches, tree
 from penstock.planning.plans import Plan
+from penstock.training.estimating import estimate
+from penstock.training.estimating.estimating import Arithmetic
 from penstock.training.pipeline import Pipeline
 from penstock.training.profiler import profile
 from penstock.training.profiler.alone import Progress
@@ -100,6 +102,66 @@ class Workload:
             InputError: there is no minibatch, or it has fewer rows than microbatches or than one of
                 the ``sizes``.
         """
+        asked, inputs, targets = self._microbatch(num_microbatches, sizes)
+        graph = profile(
+            self.build_model(),
+            inputs,
+            loss=self.loss,
+            targets=targets,
+            optimizer=self.optimizer,
+            repeats=repeats,
+            sizes=[*sizes, asked],
+            ranks=ranks,
+            patience_seconds=patience_seconds,
+            progress=progress,
+        )
+        return _of_size(graph, asked)
+
+    def estimate(
+        self,
+        num_microbatches: int,
+        *,
+        device: str,
+        sizes: Sequence[int] = (),
+        software: str = "eager",
+        arithmetic: Arithmetic | None = None,
+    ) -> LayerGraph:
+        """Estimate the model on the first microbatch of the first minibatch; it is built without
+        values where that can be.
+
+        Args:
+            num_microbatches, sizes: as of ``profile``.
+            device, software, arithmetic: as ``penstock.estimate`` takes them.
+
+        Raises:
+            InputError: as ``profile``; or no such device or software.
+        """
+        asked, inputs, targets = self._microbatch(num_microbatches, sizes)
+        try:
+            with torch.device("meta"):
+                model = self.build_model()
+        except Exception:  # it may want values in any way, as of a file
+            model = self.build_model()
+        if all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+            inputs, targets = (
+                tree.replace(Tensor, lambda tensor: tensor.to("meta"), part)
+                for part in (inputs, targets)
+            )
+        graph = estimate(
+            model,
+            inputs,
+            device=device,
+            loss=self.loss,
+            targets=targets,
+            optimizer=self.optimizer,
+            sizes=[*sizes, asked],
+            software=software,
+            arithmetic=arithmetic,
+        )
+        return _of_size(graph, asked)
+
+    def _microbatch(self, num_microbatches: int, sizes: Sequence[int]) -> tuple[int, Any, Any]:
+        """(rows of a microbatch, inputs, targets) of the largest microbatch that is asked for."""
         if num_microbatches < 1:
             raise InputError(f"the number of microbatches is {num_microbatches}, but must be ≥ 1")
         inputs, targets = self.first_batch()
@@ -116,27 +178,20 @@ class Workload:
             )
         asked = -(-rows // num_microbatches)
         largest = max(asked, *sizes, 1)
-        graph = profile(
-            self.build_model(),
-            _first_rows(inputs, largest),
-            loss=self.loss,
-            targets=_first_rows(targets, largest),
-            optimizer=self.optimizer,
-            repeats=repeats,
-            sizes=[*sizes, asked],
-            ranks=ranks,
-            patience_seconds=patience_seconds,
-            progress=progress,
-        )
-        others = [graph.at(size) for size in graph.sizes if size != asked]
-        return replace(
-            graph.at(asked), other_sizes=tuple(replace(other, other_sizes=()) for other in others)
-        )
+        return asked, _first_rows(inputs, largest), _first_rows(targets, largest)
 
     def build_in_layers(self) -> nn.Module:
         """The model, captured if it names no spine."""
         inputs, _ = self.first_batch()
         return traced_unless_a_chain(self.build_model(), _first_rows(inputs, _TRACED_ROWS))
+
+
+def _of_size(graph: LayerGraph, asked: int) -> LayerGraph:
+    """The graph with microbatches of one size, and the others beside it."""
+    others = [graph.at(size) for size in graph.sizes if size != asked]
+    return replace(
+        graph.at(asked), other_sizes=tuple(replace(other, other_sizes=()) for other in others)
+    )
 
 
 def _first_rows(value: Any, num_rows: int) -> Any:

@@ -39,7 +39,7 @@ class Deferrable(NamedTuple):
     def cast(self, given: Tensor) -> Tensor:
         """The input as autocast would cast it, so that what is kept is what was used."""
         kind = given.device.type
-        if not torch.is_autocast_enabled(kind):
+        if kind == "meta" or not torch.is_autocast_enabled(kind):
             return given
         eligible = given.is_floating_point() and given.dtype is not torch.float64
         return given.to(torch.get_autocast_dtype(kind)) if eligible else given

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from penstock.base.errors import InputError, ModelError
-from penstock.core.example import Example
+from penstock.core.example import Example, Granularity
 from penstock.engine.device.crossing import give_memory
 from penstock.engine.model import tree
 from penstock.engine.tracing.captured import Captured, capture
@@ -51,15 +51,40 @@ def traced_for_profile(model: nn.Module, inputs: Any) -> Captured:
         ModelError, InputError: as ``capture``.
     """
     # All processes of a job have the same model: the first one compares it with its layers.
-    verify = os.environ.get("RANK", "0") == "0"
-    captured = None
-    if _has_sequences(inputs):
-        with suppress(ModelError, InputError):
-            captured = capture(model, inputs, dynamic="all", verify=verify)
-    if captured is None:
-        captured = capture(model, inputs, verify=verify)
+    captured = _captured_for_any_length(
+        model, inputs, "module", verify=os.environ.get("RANK", "0") == "0"
+    )
     model.__dict__[_KEPT] = _OnModel(captured)
     return captured
+
+
+def traced_on_meta(model: nn.Module, inputs: Any, granularity: Granularity) -> Captured:
+    """Trace a model of which nothing will be computed, and compare nothing; nothing is kept.
+
+    Args:
+        inputs: those on meta are traced as zeros.
+        granularity: as of ``capture``.
+
+    Raises:
+        ModelError, InputError: as ``capture``.
+    """
+    zeros = tree.replace(
+        torch.Tensor,
+        lambda tensor: torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor,
+        inputs,
+    )
+    with off_meta(model):
+        return _captured_for_any_length(model, zeros, granularity, verify=False)
+
+
+def _captured_for_any_length(
+    model: nn.Module, inputs: Any, granularity: Granularity, *, verify: bool
+) -> Captured:
+    """Captured for sequences of any length, if there are some and that can be."""
+    if _has_sequences(inputs):
+        with suppress(ModelError, InputError):
+            return capture(model, inputs, granularity=granularity, dynamic="all", verify=verify)
+    return capture(model, inputs, granularity=granularity, verify=verify)
 
 
 def _has_sequences(inputs: Any) -> bool:
@@ -104,7 +129,7 @@ def as_planned(model: nn.Module, plan: Plan) -> Captured | None:
 
 def _captured_again(model: nn.Module, example: Example) -> Captured:
     # Layers were compared with the model when it was profiled.
-    with _off_meta(model):
+    with off_meta(model):
         return capture(
             model,
             inputs_like(example, next(iter(devices_of(model)), None)),
@@ -127,7 +152,7 @@ def _absent(model: nn.Module, plan: Plan) -> list[str]:
 
 
 @contextmanager
-def _off_meta(model: nn.Module) -> Iterator[None]:
+def off_meta(model: nn.Module) -> Iterator[None]:
     """A context in which what is on ``meta`` has memory on the host. No tracer reads or writes its
     values, so the system gives no pages for it."""
     tensors = {

@@ -31,7 +31,11 @@ def doubts_about(chosen: Candidate, rivals: Sequence[Candidate]) -> Iterator[str
     Args:
         rivals: which fit and might have been chosen.
     """
-    contention = chosen.task.graph.contention
+    graph = chosen.task.graph
+    contention = graph.contention
+    if graph.estimate is not None:
+        yield str(graph.estimate)
+        yield from graph.warnings
     if contention.num_ranks and chosen.task.topology.shared_memories:
         yield from chosen.task.graph.warnings
         yield from _about_contention(chosen, rivals)

@@ -149,7 +149,7 @@ def profile(  # noqa: PLR0913 - each has a default that most callers keep
     others = sample.of_sizes(sizes)
     model = traced_unless_a_chain(model, inputs)
     if loss is None and getattr(model, "gives_loss", False):
-        sample = _with_own_loss(model, inputs)
+        sample = with_own_loss(model, inputs)
         others = sample.of_sizes(sizes)
     spine_of(model)  # before anything is asked of its parameters
     keep_freed_pages()
@@ -278,7 +278,7 @@ def _check(
     expect(sizes, Iterable, "sizes", "give a list of numbers of rows")
 
 
-def _with_own_loss(model: nn.Module, inputs: Any) -> Sample:
+def with_own_loss(model: nn.Module, inputs: Any) -> Sample:
     """A sample for a model that computes its loss itself, from labels among its inputs."""
     parting = BatchSplit.by(LABELS, model_loss, model)
     return Sample(*parting.parted(inputs, "the sample"), model_loss)

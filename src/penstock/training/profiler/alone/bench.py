@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.device.memory import Gauge, gauge_of
+from penstock.engine.device.memory import gauge_of
 from penstock.engine.model import tree
 from penstock.engine.model.randomness import RandomStream
 from penstock.engine.model.spine import NamedLayer
@@ -189,7 +189,7 @@ def measure_footprints(
         inputs: the first layer's; they are not overwritten.
     """
     owners = {
-        tensor.untyped_storage().data_ptr(): _NOBODY
+        tensor.untyped_storage()._cdata: _NOBODY
         for module in modules
         for tensor in (*module.parameters(), *module.buffers())
     }
@@ -199,8 +199,8 @@ def measure_footprints(
 
         def keep(tensor: Tensor, index: int = index, sizes: list[int] = sizes) -> Tensor:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in owners:
-                owners[storage.data_ptr()] = index
+            if storage._cdata not in owners:  # on meta no storage has an address
+                owners[storage._cdata] = index
                 sizes.append(storage.nbytes())
             return tensor
 
@@ -248,10 +248,26 @@ def _cloned(value: Any) -> Any:
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     storages = (tensor.untyped_storage() for tensor in tensors)
-    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+    return {storage._cdata: storage.nbytes() for storage in storages}
 
 
-def measure_workspaces(runs: Sequence[RunLayer], inputs: Any, gauge: Gauge) -> list[int]:
+class MemoryGauge(Protocol):
+    """Tells how many bytes are taken, and how many have been at most."""
+
+    def taken(self) -> int:
+        """The bytes that are taken now."""
+        ...
+
+    def peak(self) -> int:
+        """The most bytes since ``forget_peak``."""
+        ...
+
+    def forget_peak(self) -> None:
+        """Begin anew with what is taken now."""
+        ...
+
+
+def measure_workspaces(runs: Sequence[RunLayer], inputs: Any, gauge: MemoryGauge) -> list[int]:
     """Measure the bytes that every layer's forward or backward takes beyond what was taken before
     and what is left after it, whichever is more."""
     value, graphs, workspaces = tree.replace(Tensor, Tensor.clone, inputs), [], []
@@ -274,12 +290,12 @@ def measure_workspaces(runs: Sequence[RunLayer], inputs: Any, gauge: Gauge) -> l
     return workspaces
 
 
-def _begin(gauge: Gauge) -> int:
+def _begin(gauge: MemoryGauge) -> int:
     gauge.forget_peak()
     return gauge.taken()
 
 
-def _beyond(gauge: Gauge, before: int) -> int:
+def _beyond(gauge: MemoryGauge, before: int) -> int:
     return max(0, gauge.peak() - max(before, gauge.taken()))
 
 
@@ -290,23 +306,34 @@ _SEED = 0
 def watching_draws(module: nn.Module) -> Iterator[RandomStream]:
     """Within, ``drew`` of the stream tells whether a module draws but by dropout of torch's, of
     which tensor ranks know to keep the part of their rows."""
-    with RandomStream(_SEED) as stream:
-        before: list[bool] = []
-        known = [layer for layer in module.modules() if isinstance(layer, DROPOUTS)]
-        hooks = [
-            layer.register_forward_pre_hook(lambda *_: before.append(stream.drew))
-            for layer in known
-        ]
+    with RandomStream(_SEED) as stream, forgetting_dropouts(module, stream):
+        yield stream
 
-        def forget(*_: object) -> None:
-            stream.drew = before.pop()
 
-        hooks += [layer.register_forward_hook(forget) for layer in known]
-        try:
-            yield stream
-        finally:
-            for hook in hooks:
-                hook.remove()
+class Draws(Protocol):
+    """Notices draws of random numbers: ``drew`` says whether any operation drew."""
+
+    drew: bool
+
+
+@contextmanager
+def forgetting_dropouts(module: nn.Module, stream: Draws) -> Iterator[None]:
+    """Within, ``drew`` of a stream stays as it is while dropout layers of torch's draw."""
+    before: list[bool] = []
+    known = [layer for layer in module.modules() if isinstance(layer, DROPOUTS)]
+    hooks = [
+        layer.register_forward_pre_hook(lambda *_: before.append(stream.drew)) for layer in known
+    ]
+
+    def forget(*_: object) -> None:
+        stream.drew = before.pop()
+
+    hooks += [layer.register_forward_hook(forget) for layer in known]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 _WIDE = 0.15

@@ -78,7 +78,7 @@ def measure_alone(
         sum_bytes_per_second = measure_sum(bench.clock, device)
         measured = bench.measure(sample)
         graph = LayerGraph(
-            layers=tuple(_layers(model, layers, measured, updates)),
+            layers=tuple(layers_of(model, layers, measured, updates)),
             microbatch_size=sample.num_rows,
             input_bytes=num_bytes(sample.inputs),
             hop_seconds=hop_seconds,
@@ -128,12 +128,13 @@ def _shortness(
         )
 
 
-def _layers(
+def layers_of(
     model: nn.Module,
     layers: Sequence[NamedLayer],
     measured: Sequence[Measured],
     updates: Sequence[Update],
 ) -> Iterator[Layer]:
+    """The layers of a profile: what each is, and what was measured, or counted, of it."""
     shared = _shared(model, layers)
     before = ""
     units = _units(layers)
@@ -160,7 +161,7 @@ def _layers(
             signature=layer.signature,
         )
         before = layer.name
-        yield _with_costs(blank, costs)
+        yield with_costs(blank, costs)
 
 
 def _units(layers: Sequence[NamedLayer]) -> dict[str, str]:
@@ -172,7 +173,8 @@ def _units(layers: Sequence[NamedLayer]) -> dict[str, str]:
     return units
 
 
-def _with_costs(blank: Layer, costs: Measured) -> Layer:
+def with_costs(blank: Layer, costs: Measured) -> Layer:
+    """A layer with other costs of a microbatch."""
     times, footprint = costs.times, costs.footprint
     return replace(
         blank,
@@ -200,7 +202,7 @@ def _with_sample(graph: LayerGraph, bench: Bench, sample: Sample) -> LayerGraph:
     pairs = zip(graph.layers, measured, strict=True)
     return replace(
         graph,
-        layers=tuple(_with_costs(layer, costs) for layer, costs in pairs),
+        layers=tuple(with_costs(layer, costs) for layer, costs in pairs),
         microbatch_size=sample.num_rows,
         input_bytes=num_bytes(sample.inputs),
     )

@@ -6,7 +6,7 @@ import queue
 import statistics
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -43,12 +43,9 @@ def measure_updates(
     Raises:
         InputError: no layer has parameters of which the optimizer can be made.
     """
-    trained = [_trained(layer) for layer in layers]
+    trained = [trained_parameters(layer) for layer in layers]
     if optimizer is None:
-        return [
-            Update(0.0, _ASSUMED_STATE_PER_PARAMETER * num_bytes([weight for _, weight in own]))
-            for own in trained
-        ]
+        return [assumed_update(own) for own in trained]
     refusals: list[InputError] = []
     updates = [
         update
@@ -61,10 +58,17 @@ def measure_updates(
     return updates
 
 
-_Named = list[tuple[str, nn.Parameter]]
+NamedParameters = list[tuple[str, nn.Parameter]]
+"""Parameters by their names in the model."""
 
 
-def _trained(layer: NamedLayer) -> _Named:
+def assumed_update(named: NamedParameters) -> Update:
+    """Where nobody names an optimizer: no time, and the state of Adam."""
+    return Update(0.0, _ASSUMED_STATE_PER_PARAMETER * num_bytes([weight for _, weight in named]))
+
+
+def trained_parameters(layer: NamedLayer) -> NamedParameters:
+    """A layer's parameters that learn, by their names in the model."""
     return [
         (layer.key(name), parameter)
         for name, parameter in layer.module.named_parameters()
@@ -72,8 +76,8 @@ def _trained(layer: NamedLayer) -> _Named:
     ]
 
 
-def _groups(trained: Iterable[_Named]) -> Iterator[list[_Named]]:
-    group: list[_Named] = []
+def _groups(trained: Iterable[NamedParameters]) -> Iterator[list[NamedParameters]]:
+    group: list[NamedParameters] = []
     for own in trained:
         group.append(own)
         if num_bytes([weight for named in group for _, weight in named]) >= _BEYOND_CACHES:
@@ -83,13 +87,13 @@ def _groups(trained: Iterable[_Named]) -> Iterator[list[_Named]]:
 
 
 def _measure_group(
-    group: list[_Named],
+    group: list[NamedParameters],
     optimizer: OptimizerFactory,
     clock: Clock,
     repeats: int,
     refusals: list[InputError],
 ) -> list[Update]:
-    built = [_on_copies(named, optimizer, refusals) for named in group]
+    built = [optimizer_of_copies(named, optimizer, refusals) for named in group]
     laps: list[list[tuple[Any, Any]]] = [[] for _ in group]
     for _ in range(repeats):
         for built_optimizer, own in zip(built, laps, strict=True):
@@ -109,9 +113,18 @@ def _measure_group(
     ]
 
 
-def _on_copies(
-    named: _Named, optimizer: OptimizerFactory, refusals: list[InputError]
+def optimizer_of_copies(
+    named: NamedParameters,
+    optimizer: OptimizerFactory,
+    refusals: list[InputError],
+    prepare: Callable[[torch.optim.Optimizer], None] = lambda _: None,
 ) -> torch.optim.Optimizer | None:
+    """An optimizer with its state, of copies of parameters; ``None`` if there are none, or if it
+    refuses them, which joins ``refusals``.
+
+    Args:
+        prepare: called with it before its first step.
+    """
     if not named:
         return None
     copies = [(name, nn.Parameter(parameter.detach().clone())) for name, parameter in named]
@@ -122,6 +135,7 @@ def _on_copies(
     except InputError as error:
         refusals.append(error)
         return None
+    prepare(built)
     built.step()  # allocates its state
     return built
 

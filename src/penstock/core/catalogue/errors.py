@@ -1,0 +1,40 @@
+"""The error to expect of an estimate, from how far earlier ones were off.
+
+Medians of ``python -m benchmarks.predicting.published`` (2026-11) by software, and of
+``benchmarks.predicting.estimates`` for a measured CPU.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from penstock.core.catalogue.parts import Hardware, Software
+
+
+class ExpectedError(NamedTuple):
+    """An error as a share, and from what it is known."""
+
+    share: float
+    basis: str
+
+
+_COMPARED = ("a100", "h100", "b200", "b300", "gb200", "gb300")
+_BY_SOFTWARE = {
+    "megatron-2023": ExpectedError(0.06, "median of 837 published runs on A100"),
+    "megatron-deepspeed-2022": ExpectedError(0.07, "median of 50 published runs on A100"),
+    "megatron-core": ExpectedError(0.05, "median of 12 published runs on one B200 host"),
+    "megatron-bridge": ExpectedError(0.08, "median of 45 published runs on H100 and Blackwell"),
+    "llm-foundry": ExpectedError(0.05, "median of 139 published runs on A100"),
+}
+_OF_TORCH = ExpectedError(0.10, "median of 12 published runs of torchtitan on H100")
+_OF_NOBODY = ExpectedError(0.25, "a guess: no published run on it was compared")
+_OF_CPU = ExpectedError(0.20, "median of ten models on one measured CPU, on a busy machine")
+
+
+def expected_error(device: Hardware, software: Software) -> ExpectedError:
+    """The median error of steps that were predicted for hardware and software like these."""
+    if device.kind == "cpu":
+        return _OF_CPU
+    if not device.name.startswith(_COMPARED):
+        return _OF_NOBODY
+    return _BY_SOFTWARE.get(software.name, _OF_TORCH)

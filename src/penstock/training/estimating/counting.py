@@ -1,0 +1,160 @@
+"""Watches what torch dispatches while a model runs on meta: which kernels (``KernelCounter``, read
+by a ``KernelClock``), and how much memory is taken (``MetaGauge``).
+"""
+
+from __future__ import annotations
+
+import weakref
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.core.pricing import Kernel, KernelPace, dispatch_seconds, seconds_of_each
+from penstock.engine.model import tree
+from penstock.training.estimating.operations import kernel_of
+
+META = torch.device("meta")
+
+
+def on_meta(value: Any) -> Any:
+    """A value whose tensors have shapes only."""
+    return tree.replace(
+        Tensor,
+        lambda tensor: tensor if tensor.is_meta else torch.empty_like(tensor, device=META),
+        value,
+    )
+
+
+class OnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps all operations of this thread on meta, also those that name another device or take
+    what a layer holds beside its weights."""
+
+    def __init__(self, *, converts: bool = True) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._converts = converts
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        if not self._converts:
+            result = func(*args, **named)
+            if any(tensor.is_meta for tensor in tree.tensors((args, named, result))):
+                self.note(func, args, named, result)
+            return result
+        args, named = on_meta(args), on_meta(named)
+        if named.get("device") is not None:
+            named["device"] = META
+        result = func(*args, **named)
+        self.note(func, args, named, result)
+        return result
+
+    def note(self, func: Any, args: Any, named: dict[str, Any], result: Any) -> None:
+        """Called behind each operation, with what it took and gave."""
+
+
+class KernelCounter(OnMeta):  # type: ignore[no-untyped-call]
+    """Lists the kernels of all operations.
+
+    Args:
+        converts: whether tensors elsewhere come to meta, too; else operations on them do not count.
+
+    Attributes:
+        kernels: as they were dispatched.
+        drew: whether any operation drew random numbers.
+    """
+
+    def __init__(self, *, converts: bool = True) -> None:
+        super().__init__(converts=converts)
+        self.kernels: list[Kernel] = []
+        self.drew = False
+        self._alive: list[Any] = []
+
+    def note(self, func: Any, args: Any, named: dict[str, Any], result: Any) -> None:
+        """List the kernel, and keep its storages, so that none has the number of another."""
+        kernel = kernel_of(func, args, named, result)
+        # A fused attention could draw for dropout; where it has some, a layer of it is meant.
+        draws = torch.Tag.nondeterministic_seeded in func.tags and kernel.kind != "attention"
+        self.drew |= draws
+        self.kernels.append(kernel)
+        self._alive += [tensor.untyped_storage() for tensor in tree.tensors((args, named, result))]
+
+
+class KernelClock:
+    """A clock whose stamps are numbers of kernels, and whose seconds are theirs.
+
+    Args:
+        counter: lists the kernels.
+        pace: on what they run.
+        of_host: whether to read what the host takes to send them, and not how long they run.
+    """
+
+    tick_seconds = 0.0
+
+    def __init__(self, counter: KernelCounter, pace: KernelPace, *, of_host: bool) -> None:
+        self._counter = counter
+        self._pace = pace
+        self._of_host = of_host
+        self._until: list[float] = []
+
+    def now(self) -> int:
+        """How many kernels there were up to now."""
+        return len(self._counter.kernels)
+
+    def settle(self) -> None:
+        """Price all kernels."""
+        kernels = self._counter.kernels
+        if len(self._until) == len(kernels) + 1:
+            return
+        if self._of_host:
+            each = [dispatch_seconds(kernel, self._pace) for kernel in kernels]
+        else:
+            each = seconds_of_each(kernels, self._pace)
+        self._until = [0.0, *accumulate(each)]
+
+    def seconds(self, start: int, stop: int) -> float:
+        """The seconds of the kernels between two stamps."""
+        return self._until[stop] - self._until[start]
+
+
+class MetaGauge(OnMeta):  # type: ignore[no-untyped-call]
+    """Tells how much memory tensors on meta would take that were made while it was active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._taken = self._most = 0
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def note(self, func: Any, args: Any, named: dict[str, Any], result: Any) -> None:
+        """Count storages that are new."""
+        for tensor in tree.tensors(result):
+            storage = tensor.untyped_storage()
+            if storage in self._known:
+                continue
+            self._known.add(storage)
+            if any(
+                storage._cdata == given.untyped_storage()._cdata for given in tree.tensors(args)
+            ):
+                continue  # of a tensor that was there before
+            num_bytes = storage.nbytes()
+            self._taken += num_bytes
+            self._most = max(self._most, self._taken)
+            weakref.finalize(storage, self._forget, num_bytes)
+
+    def _forget(self, num_bytes: int) -> None:
+        self._taken -= num_bytes
+
+    def taken(self) -> int:
+        """The bytes that are taken now."""
+        return self._taken
+
+    def peak(self) -> int:
+        """The most bytes since ``forget_peak``."""
+        return self._most
+
+    def forget_peak(self) -> None:
+        """Begin anew with what is taken now."""
+        self._most = self._taken

@@ -1,0 +1,133 @@
+"""Kernels that torch would choose on a device, in the place of those that it chooses on meta.
+
+On an accelerator, attention and dropout are single kernels that keep little; on meta they fall
+apart into their formulas. A CPU has a fused attention of its own. Recurrent layers are few large
+kernels on both, on meta thousands of small ones (``recurrences``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from penstock.training.estimating.recurrences import RECURRENCES
+
+_ATTENTIONS = (
+    F.scaled_dot_product_attention,
+    torch.ops.aten.scaled_dot_product_attention,
+    torch.ops.aten.scaled_dot_product_attention.default,
+)
+_DROPOUTS = (F.dropout, torch.dropout, torch.ops.aten.dropout, torch.ops.aten.dropout.default)
+_HALVES = (torch.float16, torch.bfloat16)
+_ATEN = torch.ops.aten
+
+Attention = Literal["fused", "formula"]
+
+
+class AsOnDevice(TorchFunctionMode):
+    """While active in a thread, calls choose kernels as on a kind of device.
+
+    Args:
+        kind: ``"gpu"`` or ``"cpu"``.
+        attention: ``"fused"`` for kernels that keep no scores, ``"formula"`` for products and a
+            softmax.
+    """
+
+    def __init__(self, kind: str, attention: Attention) -> None:
+        super().__init__()
+        self._is_gpu = kind == "gpu"
+        self._is_fused = attention == "fused"
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run ``func``, or what stands for it."""
+        named = dict(kwargs or {})
+        substitute: Callable[..., Any] | None = None
+        if self._is_fused and func in _ATTENTIONS:
+            substitute = self._attention
+        elif self._is_gpu and func in _DROPOUTS:
+            substitute = _dropout
+        elif func in RECURRENCES:
+            substitute = RECURRENCES[func]
+        if substitute is not None:
+            result = substitute(*args, **named)
+            if result is not None:
+                return result
+        return func(*args, **named)
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor | None:
+        if any(tensor.dim() != 4 for tensor in (query, key, value)):
+            return None
+        if self._is_gpu:
+            return _on_gpu(query, key, value, attn_mask, dropout_p, is_causal, scale)
+        if dropout_p or enable_gqa or query.shape[-1] != value.shape[-1]:
+            return None
+        result: Tensor = _ATEN._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, is_causal, attn_mask=_as_bias(attn_mask, query), scale=scale
+        )[0]
+        return result
+
+
+def _on_gpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    is_causal: bool,
+    scale: float | None,
+) -> Tensor | None:
+    if mask is None and query.dtype in _HALVES and query.shape[-1] == value.shape[-1]:
+        result: Tensor = _ATEN._scaled_dot_product_flash_attention(
+            query, key, value, dropout, is_causal, False, scale=scale
+        )[0]
+        return result
+    repeats = query.shape[1] // key.shape[1]
+    if repeats > 1:
+        key, value = (part.repeat_interleave(repeats, 1) for part in (key, value))
+    bias = _as_bias(mask, query)
+    if bias is not None:
+        bias = bias.expand(*query.shape[:-1], key.shape[-2])
+    biased: Tensor = _ATEN._scaled_dot_product_efficient_attention(
+        query, key, value, bias, True, dropout, is_causal, scale=scale
+    )[0]
+    return biased
+
+
+def _as_bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """A mask as fused kernels take it: to be added to scores."""
+    return mask.to(query.dtype) if mask is not None and mask.dtype == torch.bool else mask
+
+
+def _dropout(
+    input: Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+    *,
+    train: bool = True,
+) -> Tensor | None:
+    if not (training and train) or not 0 < p < 1 or inplace:
+        return None
+    result: Tensor = torch.native_dropout(input, p, True)[0]
+    return result

@@ -1,0 +1,274 @@
+"""``estimate``: a profile from shapes alone."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from msgspec.structs import replace
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
+
+import penstock as pk
+from benchmarks.predicting.estimates import Experts, Recurrent, SmallBlock, UNet
+from penstock.core import catalogue
+from penstock.training.estimating.blocks import repeated_blocks
+
+BYTES = (
+    "activation_bytes", "held_input_bytes", "weight_kept_bytes", "output_bytes", "skip_bytes",
+    "parameter_bytes", "buffer_bytes", "optimizer_bytes",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def cpu(tmp_path_factory):
+    """The file of a CPU that nobody measured, for what does not depend on how fast it is."""
+    entry = replace(catalogue.device_named("a100"), name="core", kind="cpu")
+    path = tmp_path_factory.mktemp("devices") / "core.toml"
+    path.write_text(catalogue.as_toml(entry))
+    return str(path)
+
+
+class Encoder(nn.Module):
+    """Traced, with as many blocks as one wants, and a head that is the embedding."""
+
+    def __init__(self, num_blocks=6):
+        super().__init__()
+        self.embedding = nn.Embedding(50, 32)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(32, 4, 64, batch_first=True) for _ in range(num_blocks)
+        )
+        self.head = nn.Linear(32, 50, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        value = self.embedding(tokens)
+        for block in self.blocks:
+            value = block(value)
+        return self.head(value)
+
+
+def chain():
+    return nn.Sequential(nn.Linear(32, 64), nn.Dropout(0.1), nn.BatchNorm1d(64), nn.Linear(64, 10))
+
+
+MODELS = {
+    "chain": (chain, lambda: torch.randn(6, 32)),
+    "blocks": (
+        lambda: nn.Sequential(*[SmallBlock(32, 4, True) for _ in range(2)]),
+        lambda: torch.randn(2, 8, 32),
+    ),
+    "u-net": (UNet, lambda: torch.randn(2, 3, 16, 16)),
+    "encoder": (Encoder, lambda: torch.randint(0, 50, (2, 8))),
+    "experts": (lambda: nn.Sequential(Experts(32)), lambda: torch.randn(2, 8, 32)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bytes_layers_and_fingerprint_are_those_of_the_profile(name, cpu):
+    build, sample = MODELS[name]
+    model, inputs = build(), sample()
+    options = {"optimizer": torch.optim.AdamW}
+    estimated = pk.estimate(model, inputs, device=cpu, **options)
+    measured = pk.profile(model, inputs, repeats=1, ranks=0, **options)
+    assert estimated.fingerprint == measured.fingerprint
+    for ours, theirs in zip(estimated.layers, measured.layers, strict=True):
+        for field in (*BYTES, "name", "kind", "inputs", "unit", "signature", "shared_parameters"):
+            assert getattr(ours, field) == getattr(theirs, field), (ours.name, field)
+
+
+def test_memory_is_what_torch_itself_counts_under_fake_tensors(cpu):
+    def build():
+        return nn.Sequential(
+            nn.Linear(64, 64), *[SmallBlock(64, 4, True) for _ in range(3)], nn.Linear(64, 64)
+        )
+
+    with FakeTensorMode():
+        model, inputs = build(), torch.randn(4, 32, 64)
+        tracker = MemTracker()
+        tracker.track_external(model, inputs)
+        with tracker:
+            output = model(inputs)
+            (counted,) = tracker.get_tracker_snapshot().values()
+        assert output.shape == (4, 32, 64)
+    with torch.device("meta"):
+        model, inputs = build(), torch.empty(4, 32, 64)
+    graph = pk.estimate(model, inputs, device=cpu)
+    kept = sum(layer.activation_bytes for layer in graph.layers) + graph.layers[-1].output_bytes
+    assert kept == counted[_MemRefType.ACT] + counted[_MemRefType.OTH]  # with the input
+    parameters = sum(layer.parameter_bytes for layer in graph.layers)
+    assert parameters == counted[_MemRefType.PARAM]
+
+
+def test_seconds_of_a_product_are_those_of_its_flops_at_the_peak_of_its_dtype():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4096, 4096), nn.Linear(4096, 4096)).bfloat16()
+        inputs = torch.empty(8192, 4096, dtype=torch.bfloat16)
+    layer = pk.estimate(model, inputs, device="a100").layers[1]
+    flops = 2 * 8192 * 4096 * 4096
+    at_peak = flops / 312e12
+    assert at_peak / 0.75 < layer.forward_seconds < at_peak / 0.6
+    for half in (layer.backward_input_seconds, layer.backward_weight_seconds):
+        assert half == pytest.approx(layer.forward_seconds, rel=0.2)
+
+
+def test_a_faster_device_is_faster_and_twice_the_rows_take_longer():
+    with torch.device("meta"):
+        model = nn.Sequential(*[SmallBlock(1024, 16, True) for _ in range(2)]).bfloat16()
+        inputs = torch.empty(4, 2048, 1024, dtype=torch.bfloat16)
+    a100, h100 = (
+        pk.estimate(model, inputs, device=name, sizes=[2], software="graph")
+        for name in ("a100", "h100")
+    )
+    for mine, theirs in zip(a100.layers, h100.layers, strict=True):
+        assert mine.forward_seconds > 1.5 * theirs.forward_seconds
+    for half, whole in zip(h100.at(2).layers, h100.layers, strict=True):
+        assert half.compute_seconds < whole.compute_seconds < 2.5 * half.compute_seconds
+        assert whole.activation_bytes == pytest.approx(2 * half.activation_bytes, rel=1e-5)
+
+
+def test_repeated_blocks_say_what_the_whole_model_does():
+    with torch.device("meta"):
+        model, inputs = Encoder(7), torch.empty(2, 8, dtype=torch.long)
+    assert repeated_blocks(model) == [("blocks", 7)]
+    short = pk.estimate(model, inputs, device="h100")
+    assert len(model.blocks) == 7
+    model.blocks[6].odd = True  # now one is not like the others, and all are traced
+    assert repeated_blocks(model) == []
+    whole = pk.estimate(model, inputs, device="h100")
+    assert short.fingerprint == whole.fingerprint
+    for ours, theirs in zip(short.layers, whole.layers, strict=True):
+        assert ours == replace(theirs, **{name: getattr(ours, name) for name in _SECONDS})
+        for name in _SECONDS:
+            assert getattr(ours, name) == pytest.approx(getattr(theirs, name))
+
+
+_SECONDS = [name for name in pk.Layer.__struct_fields__ if name.endswith("_seconds")]
+
+
+def test_fused_attention_keeps_no_scores_and_the_formula_does():
+    with torch.device("meta"):
+        model = nn.Sequential(SmallBlock(64, 4, False)).half()
+        inputs = torch.empty(2, 256, 64, dtype=torch.half)
+    fused, formula = (
+        pk.estimate(model, inputs, device="a100", attention=kind).layers[0].activation_bytes
+        for kind in ("fused", "formula")
+    )
+    assert formula - fused > 2 * 4 * 256 * 256 * 2
+
+
+def test_dropout_keeps_a_byte_per_element_on_an_accelerator():
+    with torch.device("meta"):
+        model, inputs = nn.Sequential(nn.Linear(8, 1024), nn.Dropout(0.5)), torch.empty(8, 8)
+    layer = pk.estimate(model, inputs, device="a100").layers[1]
+    assert layer.activation_bytes == 8 * 1024
+
+
+def test_a_model_with_values_keeps_them_and_its_gradients(cpu):
+    model, inputs = chain(), torch.randn(6, 32)
+    model(inputs).sum().backward()
+    state = copy.deepcopy(model.state_dict())
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    pk.estimate(model, inputs, device=cpu, optimizer=torch.optim.AdamW)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, state[name])
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+
+
+def test_recurrent_layers_are_few_kernels():
+    with torch.device("meta"):
+        model = nn.Sequential(Recurrent(), nn.Linear(128, 10))
+        inputs = torch.empty(8, 64, 128)
+    short, long = (
+        pk.estimate(model, inputs[:, :steps], device="a100").layers[0].forward_seconds
+        for steps in (8, 64)
+    )
+    assert long < 8 * short
+
+
+def test_a_fused_optimizer_moves_less_than_one_in_many_kernels():
+    with torch.device("meta"):
+        model, inputs = nn.Sequential(nn.Linear(4096, 4096)), torch.empty(2, 4096)
+    fused, many = (
+        pk.estimate(
+            model, inputs, device="a100",
+            optimizer=lambda parameters, kind=kind: torch.optim.AdamW(parameters, fused=kind),
+        ).layers[0]
+        for kind in (True, False)
+    )  # fmt: skip
+    assert 0 < fused.update_seconds < many.update_seconds
+    assert fused.optimizer_bytes == many.optimizer_bytes
+
+
+def test_the_loss_is_part_of_the_last_layer():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Embedding(5000, 64), nn.Linear(64, 5000))
+        tokens = torch.empty(4, 64, dtype=torch.long)
+
+    def loss(logits, labels):
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    plain = pk.estimate(model, tokens, device="a100", software="graph")
+    whole = pk.estimate(model, tokens, device="a100", software="graph", loss=loss)
+    assert whole.layers[1].forward_seconds > plain.layers[1].forward_seconds
+    assert whole.layers[1].output_bytes == 4
+
+
+def test_a_plan_of_an_estimate_says_that_it_is_one_and_what_error_to_expect():
+    with torch.device("meta"):
+        model = nn.Sequential(*[SmallBlock(256, 4, True) for _ in range(4)])
+        inputs = torch.empty(2, 64, 256)
+    graph = pk.estimate(model, inputs, device="a100")
+    assert "not measured" in str(graph)
+    again = pk.LayerGraph.from_json(graph.to_json())
+    assert again == graph
+    plan = pk.plan(graph, pk.Cluster.of("a100", devices_per_host=2), microbatches=4)
+    assert any("estimated for a100-sxm-80gb" in warning for warning in plan.warnings)
+    assert "expect a step to be off by about" in " ".join(str(plan).split())
+    assert pk.simulate(plan).makespan > 0
+
+
+@torch.library.custom_op("penstock_tests::mystery", mutates_args=())
+def mystery(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+mystery.register_fake(torch.empty_like)
+mystery.register_autograd(lambda ctx, gradient: mystery(gradient))
+
+
+class Mystery(nn.Module):
+    def forward(self, x):
+        return mystery(x)
+
+
+def test_operations_that_nobody_knows_are_named_with_their_share():
+    with torch.device("meta"):
+        model, inputs = nn.Sequential(nn.Linear(8, 8), Mystery()), torch.empty(64, 8)
+    graph = pk.estimate(model, inputs, device="a100")
+    (warning,) = graph.warnings
+    assert "mystery" in warning
+    assert "% of all" in warning
+
+
+class Looks(nn.Module):
+    def forward(self, x):
+        return x[x.sum(-1) > 0]
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "options", "said"),
+    [
+        (nn.Sequential(nn.Linear(2, 2, device="meta")), torch.ones(2, 2), {}, "on the meta device"),
+        (chain(), torch.ones(2, 32), {"device": "gtx-9"}, "no device 'gtx-9'"),
+        (chain(), torch.ones(2, 32), {"software": "eagre"}, "nearest are eager"),
+        (chain(), torch.ones(2, 32), {"arithmetic": "fp8"}, "a100-sxm-80gb computes no fp8"),
+        (chain(), torch.ones(2, 32), {"sizes": [3]}, "larger sample"),
+        (nn.Sequential(Looks()), torch.ones(2, 32), {}, "layer '0' .Looks. failed"),
+    ],
+)
+def test_what_cannot_be_estimated_is_refused_in_one_sentence(model, inputs, options, said):
+    with pytest.raises(pk.InputError, match=said):
+        pk.estimate(model, inputs, **{"device": "a100", **options})
