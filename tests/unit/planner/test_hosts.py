@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import penstock as pk
 from penstock.core.cluster import Topology
 from penstock.core.summation.tree import SumTree
-from penstock.planning.planner.hosts import level_seconds, levels_worth_trying
+from penstock.planning.planner.hosts import level_seconds, levels_worth_trying, links_of_groups
 
 RATE = 12.5e6
 INSIDE = pk.Link(bytes_per_second=1e12)
@@ -236,3 +236,12 @@ def test_devices_with_cards_of_their_own_use_them_side_by_side():
     assert plan.hosts == (0, 0, 0, 0, 1, 1, 1, 1) and plan.cards == tuple(range(8))
     between, *_ = plan.stages[0].reduce_steps
     assert between == pytest.approx(14.2e6 / RATE / 4), "a quarter through each card"
+
+
+def test_tensor_groups_that_straddle_hosts_share_the_cards_on_their_way():
+    topology = Topology(hosts(2, 2, 2))
+    inside, left, right = links_of_groups(topology, [range(2), range(1, 3), range(3, 5)], 1e6)
+    assert inside == INSIDE
+    assert left.bytes_per_second == right.bytes_per_second == RATE / 2, "both pass the second card"
+    (alone,) = links_of_groups(topology, [range(1, 3)], 1e6)
+    assert alone.bytes_per_second == RATE

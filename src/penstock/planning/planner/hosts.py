@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from penstock.core.cluster import Topology
+from penstock.core.cluster import Link, Topology
 from penstock.core.summation.tree import SumTree
 
 Levels = tuple[tuple[int, ...], ...]
@@ -113,6 +113,28 @@ def _card_bytes(
                 others = len(parts) - 1 - (near[host] - own[host])
                 carried[card] = carried.get(card, 0.0) + share * others
     return {card: 2 * num_bytes / len(parts) * amount for card, amount in carried.items()}
+
+
+def links_of_groups(
+    topology: Topology, groups: Sequence[Sequence[int]], num_bytes: float
+) -> list[Link]:
+    """The slowest link of each group of tensor ranks, for messages of so many bytes. Groups that
+    straddle hosts exchange what they have at the same time, so they share the cards on their way.
+    """
+    straddling = [len({topology.hosts[device] for device in group}) > 1 for group in groups]
+    passing = Counter(
+        card
+        for group, straddles in zip(groups, straddling, strict=True)
+        for card in {topology.cards[device] for device in group}
+        if straddles and card >= 0
+    )
+    links = []
+    for group, straddles in zip(groups, straddling, strict=True):
+        link = topology.slowest_link(group, num_bytes)
+        sharers = max(passing[topology.cards[device]] for device in group) if straddles else 1
+        rate = link.bytes_per_second / max(sharers, 1)
+        links.append(Link(latency_seconds=link.latency_seconds, bytes_per_second=rate))
+    return links
 
 
 def _shares(numbers: Sequence[int], devices: Sequence[int]) -> dict[int, float]:

@@ -32,6 +32,7 @@ from penstock.core.versions import Flush
 from penstock.planning.partition import best_partition
 from penstock.planning.planner.candidate import Candidate
 from penstock.planning.planner.cuts import with_cuts
+from penstock.planning.planner.hosts import links_of_groups
 from penstock.planning.planner.offers import Offer
 from penstock.planning.planner.request import PLAIN, Constraints
 from penstock.planning.planner.task import Task, TensorGroups
@@ -119,7 +120,7 @@ def in_groups(task: Task, num_tensor_ranks: int) -> Task:
         )
     last = count - count % num_tensor_ranks
     members = [range(first, first + num_tensor_ranks) for first in range(0, last, num_tensor_ranks)]
-    links = [task.topology.slowest_link(group, _USUAL_BYTES) for group in members]
+    links = links_of_groups(task.topology, members, _USUAL_BYTES)
     slowest = max(links, key=lambda link: link.seconds(_USUAL_BYTES))
     tensor_split = split_layers(
         task.graph, num_tensor_ranks, slowest, num_microbatches=task.num_microbatches
