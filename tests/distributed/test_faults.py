@@ -21,9 +21,9 @@ NUM_RANKS = 3
 GRACE_SECONDS = 40.0
 CAUSES = {
     "plainly": r"stage \d, microbatch \d, op \d[A-Z]+\d: ValueError: boom|"
-    r"rank \d, step \d: ValueError: boom",
+    r"rank \d(,| failed:) step \d: ValueError: boom",
     "at length": r"op \dF\d: ValueError: boom!!!",
-    "without words": r"(rank \d, step \d|op \dF\d): RuntimeError: no words",
+    "without words": r"(rank \d(,| failed:) step \d|op \dF\d): RuntimeError: no words",
     # Who waits for a rank that itself waits for the victim may be the first to give up.
     "stalls": r"rank \d did not answer within|nothing was heard of rank {victim}",
     "kills": r"rank {victim} is gone \(its process ended or was killed\)",

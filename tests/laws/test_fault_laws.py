@@ -189,9 +189,9 @@ def check_message(error, fault, plan):
     assert isinstance(error, StageError), repr(error)
     what = "ArithmeticError: the loss is nan" if fault.kind == "nan" else "Boom: boom"
     # What is validated at the end of a step belongs to no op.
-    named = r"stage \d, microbatch \d, op \d[A-Z]+\d|rank \d, step \d"
+    named = r"rank \d, stage \d, microbatch \d, op \d[A-Z]+\d|rank \d, step \d"
     assert re.match(rf"({named}): {what}", str(error)), error
-    where = int(re.search(r"\d", str(error))[0])
+    where = int(re.search(r"stage (\d)|rank (\d), step", str(error))[1] or 0)
     if fault.hooks_layer:
         assert where == stage_of(plan, fault.layer)
     if fault.kind in ("loss", "nan", "metric"):

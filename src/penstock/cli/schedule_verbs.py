@@ -82,13 +82,14 @@ def _load_beside(
 
 
 def _told_apart(names: Sequence[str], loaded: Sequence[DrawableSource]) -> list[DrawableSource]:
-    """The sources; of those that would bear one name, files have their own behind it."""
-    counts = Counter(source.timeline.name for source in loaded)
+    """The sources; of those that would bear one name, and are both predicted or both measured,
+    files have their own behind it."""
+    counts = Counter((source.timeline.name, source.timeline.source) for source in loaded)
     return [
         source._replace(
             timeline=replace(source.timeline, name=f"{source.timeline.name} ({title_of(name)})")
         )
-        if _is_file(name) and counts[source.timeline.name] > 1
+        if _is_file(name) and counts[source.timeline.name, source.timeline.source] > 1
         else source
         for name, source in zip(names, loaded, strict=True)
     ]

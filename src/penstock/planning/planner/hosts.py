@@ -32,11 +32,14 @@ class LevelSeconds(NamedTuple):
 
 def levels_worth_trying(topology: Topology, devices: Sequence[int]) -> list[Levels]:
     """The ways to sum near ranks first: not at all, by the groups of each depth of the cluster's
-    tree, and by all depths.
+    tree, and by all depths. Where nobody says which groups are hosts, by a card or the kind of
+    their links, none are.
 
     Args:
         devices: of each rank.
     """
+    if max(topology.hosts[device] for device in devices) < 0:
+        return [()]
     paths = [topology.paths[device] for device in devices]
     depths = [_numbers(paths, depth) for depth in range(max(map(len, paths), default=0))]
     divided = [numbers for numbers in depths if 1 < len({*numbers}) < len(devices)]
