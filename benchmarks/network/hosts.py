@@ -5,8 +5,8 @@
 Trains copies of one model on hosts with several copies each (``shaped_network``), in turns: with
 ``owners`` and ``sharded`` inside hosts first, ``owners`` in the order of the ranks, and torch's
 DistributedDataParallel. Shown are medians over steps, their ratio to 2(H−1)/H · M/B, which crosses
-every card at least in each direction, to DDP in the same run, and to what the plan predicts. B is
-the link's rate, less what TCP takes of it.
+every card at least in each direction, to DDP in the same run, and how far off the plan is, which
+knows the hosts as measured a moment before. B is the link's rate, less what TCP takes of it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from penstock.planning.plans.summing import ReducerName
 
 DDP, BY_RANKS = "DDP", "owners, by ranks"
-_LATENCY = 100e-6
-"""Of a message between hosts, as `penstock measure-cluster` finds it on such networks."""
 _TCP_SHARE = 0.953
 """Of the link's bits, what TCP carries for its user."""
 _NOT_COUNTED = 2
@@ -81,22 +79,19 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e-3)
 
 
-def hosts_of(case: Case, bytes_per_second: float) -> Cluster:
-    """The hosts as the planner sees them."""
+def measured_hosts(network: ShapedNetwork, case: Case, folder: Path) -> Cluster:
+    """The hosts as `penstock measure-cluster` finds them, before anything is planned."""
     import penstock as pk
 
-    names = [[f"{host}:{copy}" for copy in range(case.copies)] for host in range(case.hosts)]
-    card = pk.Card(bytes_per_second=bytes_per_second, latency_seconds=_LATENCY / 2)
-    return pk.Cluster(
-        devices=tuple(pk.Device(name=name, kind="cpu") for own in names for name in own),
-        groups=tuple(
-            pk.Group(name=f"host{host}", members=tuple(own), card=card, kind="shared-memory")
-            for host, own in enumerate(names)
-        ),
-    )
+    path = folder / "cluster"
+    words = f"{sys.executable} -m penstock.cli measure-cluster --most-pairs 4 -o {path}.json"
+    if code := network.run(["sh", "-c", f"exec {words} >/dev/null"], per_host=case.copies):
+        sys.exit(f"measure-cluster ended with exit code {code}")
+    path.with_suffix(".json").rename(path)  # what ends so is a plan
+    return pk.Cluster.from_json(path.read_text())
 
 
-def plans(case: Case, options: argparse.Namespace) -> dict[str, Plan]:
+def plans(case: Case, cluster: Cluster, options: argparse.Namespace) -> dict[str, Plan]:
     """By name, what Penstock runs."""
     import torch
     from msgspec.structs import replace
@@ -107,7 +102,6 @@ def plans(case: Case, options: argparse.Namespace) -> dict[str, Plan]:
     layers = model_of(options.mb)
     rows = torch.randn(options.rows, layers[0].in_features)
     graph = pk.profile(layers, rows, targets=rows, loss=mse_loss, optimizer=sgd, ranks=0, repeats=1)
-    cluster = hosts_of(case, options.mbit * 1e6 / 8 * _TCP_SHARE)
     count = case.num_ranks
     reducers: tuple[ReducerName, ...] = ("owners", "sharded")
     made = {
@@ -193,7 +187,7 @@ def measured(case: Case, options: argparse.Namespace) -> dict[str, Taken]:
         ShapedNetwork(case.hosts, options.mbit) as network,
     ):
         folder = Path(name)
-        chosen = plans(case, options)
+        chosen = plans(case, measured_hosts(network, case, folder), options)
         for way, plan in chosen.items():
             plan.save(folder / f"{way}.json")
         command = [sys.executable, "-m", "benchmarks.network.hosts", "--job", name]

@@ -245,3 +245,23 @@ def test_tensor_groups_that_straddle_hosts_share_the_cards_on_their_way():
     assert left.bytes_per_second == right.bytes_per_second == RATE / 2, "both pass the second card"
     (alone,) = links_of_groups(topology, [range(1, 3)], 1e6)
     assert alone.bytes_per_second == RATE
+
+
+def test_links_inside_hosts_do_not_slow_what_goes_between_them():
+    names = [[f"h{number}:{index}" for index in range(2)] for number in range(2)]
+    cluster = pk.Cluster(
+        devices=tuple(pk.Device(name=name) for own in names for name in own),
+        groups=tuple(
+            pk.Group(
+                name=f"h{number}",
+                members=tuple(own),
+                link=pk.Link(bytes_per_second=1e8),
+                card=pk.Card(bytes_per_second=1.25e10),
+            )
+            for number, own in enumerate(names)
+        ),
+    )
+    tree = SumTree.of(range(4), [[0, 0, 1, 1]])
+    inside, between = level_seconds(Topology(cluster), tree, {k: k for k in range(4)}, 1e8, 1)
+    assert inside.seconds == pytest.approx(1.0)
+    assert between.seconds == pytest.approx(1e8 / 1.25e10)

@@ -102,6 +102,7 @@ def test_the_first_of_each_host_may_own_all():
     [
         (((0, 0, 1), (0, 1, 1)), "groups are made of whole groups"),
         (((0, 0, 1), (0, 1)), "each level gives the group of every rank"),
+        (((-4, -4, -5),), "groups are numbered from 0"),
     ],
 )
 def test_levels_that_are_no_tree_are_refused(levels, words):

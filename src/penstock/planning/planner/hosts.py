@@ -87,7 +87,9 @@ def _of_level(
         for card, passed in _card_bytes(topology, parts, device_of, width * num_bytes).items():
             on_cards[card] = on_cards.get(card, 0.0) + passed
         carried = 2 * (len(parts) - 1) / len(parts) * num_bytes / min(map(len, parts))
-        link = topology.slowest_link([device_of[rank] for part in parts for rank in part], carried)
+        # From each group one device: the links inside groups are another level's.
+        firsts = [device_of[part[0]] for part in parts]
+        link = topology.slowest_link(firsts, carried)
         longest = max(longest, link.seconds(carried) - link.latency_seconds)
         latency = max(latency, 2 * link.latency_seconds)
     through = (count / topology.card(card).bytes_per_second for card, count in on_cards.items())

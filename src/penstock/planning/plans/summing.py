@@ -115,6 +115,10 @@ class Summing(Value, frozen=True, kw_only=True):
     def _check_levels(self) -> None:
         before: Sequence[int] = range(len(self.levels[0])) if self.levels else ()
         for numbers in self.levels:
+            if min(numbers, default=0) < 0:
+                raise InputError(
+                    f"summing: levels have the number {min(numbers)}; groups are numbered from 0"
+                )
             outer: dict[int, int] = {}
             if len(numbers) != len(before):
                 raise InputError(
