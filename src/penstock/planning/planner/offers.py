@@ -27,6 +27,12 @@ where they do not fit (``spilling``)."""
 
 _ALL_NUMBERS = 16
 _BUILT_SLOWLY = frozenset({"zb-v", "v-half", "v-min", "hanayo"})
+_WHOLE_IN_TURN = frozenset({"1f1b", "gpipe"})
+"""Families whose ranks have one stage each, with whole backwards."""
+
+_SPLIT_IN_TURN = frozenset({"zb-h1", "zb-h2"})
+"""Families whose ranks have one stage each, with backwards in halves."""
+
 _QUICKLY_BUILT = 2_000
 """Ranks times microbatches beyond which some orders take seconds to build."""
 _DAPPLE_LIMIT = 5_000
@@ -38,14 +44,36 @@ class Offer(Terms):
     """A schedule on some devices, not built yet."""
 
     def least_seconds(self, task: Task) -> float:
-        """Seconds that a minibatch takes at least: with all devices busy all the time."""
+        """Seconds that a minibatch takes at least: with all devices busy all the time; where it
+        flushes, also with the pipeline's beginning and end."""
         # Whether the family splits backwards, only its schedule tells.
         modes: tuple[Mode, ...] = ("stream",) if self.versions.asynchronous else ("whole", "split")
-        speed = max(
-            sum(1 / task.least_pace(device, self.devices, mode) for device in self.devices)
+        paces = [
+            [task.least_pace(device, self.devices, mode) for device in self.devices]
             for mode in modes
-        )
-        return task.num_microbatches * sum(task.compute_seconds) / speed
+        ]
+        speed = max(sum(1 / pace for pace in of_mode) for of_mode in paces)
+        busy = task.num_microbatches * sum(task.compute_seconds) / speed
+        if self.versions.asynchronous or self.num_ranks == 1:
+            return busy
+        return max(busy, min(map(min, paces)) * self._least_with_ends(task))
+
+    def _least_with_ends(self, task: Task) -> float:
+        """Seconds of a minibatch on devices of the profile's speed, however the model is cut.
+
+        A stage that a microbatch reaches after S seconds and that works on k of them for t seconds
+        each is done after S + k t, or where its last gradient then goes back through backwards that
+        are whole, after S + k t and all that S does not count. So of a step of c seconds it has at
+        most t = (c - S) / k, and all stages together have c (1 - Π (1 - 1/k)).
+        """
+        whole = self.family in _WHOLE_IN_TURN
+        if not whole and self.family not in _SPLIT_IN_TURN:
+            return 0.0
+        share = 1.0 if whole else task.least_forward_share
+        left = 1.0
+        for count in self.replicas or (1,) * self.num_ranks:
+            left *= 1 - share / ceil(task.num_microbatches / count)
+        return share * sum(task.compute_seconds) / (1 - left) if left < 1 else 0.0
 
     def setting(self, task: Task) -> Setting:
         """Build the offer's schedule for a task.
@@ -187,13 +215,14 @@ def _orders(task: Task, num_ranks: int) -> list[tuple[int, ...]]:
     devices = task.cluster.devices
     fastest = sorted(listed, key=lambda index: -devices[index].speed)[:num_ranks]
     roomiest = sorted(listed, key=lambda index: -task.limits[index])[:num_ranks]
-    choices = (
+    choices = [
         tuple(listed[:num_ranks]),
         tuple(sorted(fastest)),
         tuple(fastest),
-        tuple(reversed(fastest)),
         tuple(roomiest),
-    )
+    ]
+    if len({devices[index].speed for index in fastest}) > 1:
+        choices.insert(3, tuple(reversed(fastest)))
     return list(dict.fromkeys(choices))
 
 

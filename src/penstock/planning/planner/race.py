@@ -41,13 +41,16 @@ class Race:
         contenders: all that were simulated.
         refusals: why offers could not be built, by their number of ranks.
         num_stages: of the settings that could be built.
-        budget: ops to simulate; when they are spent, what is left is only counted.
-        num_skipped: candidates that were not simulated because of that.
+        budget: effort to simulate; when it is spent, what is left is only counted.
+        is_sketch: whether a bound will do where a simulation would spend more than the budget, and
+            nothing is looked at beside what promises most.
+        skipped: the candidates that were not simulated because of the budget.
         failure: why the last order that was searched in vain was not found.
     """
 
     budget: int = 250_000
-    num_skipped: int = 0
+    is_sketch: bool = False
+    skipped: list[Candidate] = field(default_factory=list)
     least: float = inf
     contenders: list[Candidate] = field(default_factory=list)
     refusals: dict[int, InputError | PlanError] = field(default_factory=dict)
@@ -63,18 +66,33 @@ class Race:
             # Who cannot be slower than what the next offers promise runs first.
             while waiting and waiting[0][0] <= promised:
                 self._enter(heappop(waiting)[-1])
-            if promised > self.least * (1 + SAME):
+            if self._is_enough(promised):
                 break
             for candidate in self.built(task, offer, constraints):
                 heappush(waiting, (candidate.least_seconds, next(numbers), candidate))
         while waiting:
             self._enter(heappop(waiting)[-1])
+        if self.is_sketch and self.skipped:
+            return
         if not constraints.cuts:
             self._refine()
         self._climb(constraints)
         if not all(contender.setting.is_final for contender in self.contenders):
             self._settle_orders()
             self._climb(constraints)
+
+    def _is_enough(self, promised: float) -> bool:
+        """Whether nothing that promises so little need be looked at."""
+        if promised > self.least * (1 + SAME):
+            return True
+        # The most promising one that would have to be simulated may be what is told of its kind.
+        best = self.most_promising if self.is_sketch else None
+        return best is not None and best.least_seconds <= promised * (1 + SAME)
+
+    @property
+    def most_promising(self) -> Candidate | None:
+        """Of the candidates that were not simulated, that which takes least at least."""
+        return min(self.skipped, key=lambda candidate: candidate.least_seconds, default=None)
 
     def enter(self, candidates: Iterable[Candidate]) -> None:
         """Let more compete, as they are."""
@@ -154,10 +172,10 @@ class Race:
     def _enter(self, candidate: Candidate) -> None:
         """Simulate a candidate, unless its bound says that it is slower than the best."""
         if candidate.least_seconds <= self.least * (1 + SAME):
-            if self.budget < candidate.num_ops and self.contenders:
-                self.num_skipped += 1
+            if self.budget < candidate.effort and (self.contenders or self.is_sketch):
+                self.skipped.append(candidate)
                 return
-            self.budget -= candidate.num_ops
+            self.budget -= candidate.effort
             self.contenders.append(candidate)
             self.least = min(self.least, candidate.seconds)
 
@@ -201,11 +219,22 @@ def fastest(
     """The winner of a race; ``None`` if nothing fits.
 
     Args:
-        budget: ops to simulate.
+        budget: effort to simulate.
     """
     race = Race(budget=budget)
     race.run([task for task in tasks if least_excess(task) <= 0], constraints)
     return race.winner
+
+
+def sketched(tasks: Sequence[Task], constraints: Constraints, budget: int) -> Race:
+    """A race that says of what would take long to simulate only what that takes at least.
+
+    Args:
+        budget: effort to simulate.
+    """
+    race = Race(budget=budget, is_sketch=True)
+    race.run([task for task in tasks if least_excess(task) <= 0], constraints)
+    return race
 
 
 def closest(tasks: Sequence[Task], constraints: Constraints) -> Candidate | None:

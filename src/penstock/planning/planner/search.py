@@ -38,12 +38,14 @@ from penstock.planning.planner.spilling import offered, spilled_plan
 from penstock.planning.planner.task import Task
 from penstock.planning.planner.variants import in_groups, in_other_orders, learned, mixed, widths
 from penstock.planning.planner.why import (
+    Rival,
     alternatives_of,
     coarsely,
     possible,
     reason_for,
     rivals,
     shortfall,
+    simulated,
     why_summed_so,
     why_sums_hide,
 )
@@ -238,7 +240,7 @@ def _solve_for_rate(tasks: Sequence[Task], constraints: Constraints, rate: float
         kept = Kept(best, ())
     labelled = rivals(tasks, constraints)
     for candidate in kept.fewer:
-        labelled[count_of(candidate.setting.num_ranks, "device")] = candidate
+        labelled[count_of(candidate.setting.num_ranks, "device")] = Rival(candidate)
     plan = kept.chosen.to_plan(
         kept.reason(rate),
         alternatives_of(kept.chosen, labelled, constraints),
@@ -284,7 +286,8 @@ def _explained(
     constraints: Constraints,
     num_skipped: int = 0,
 ) -> Plan:
-    labelled = rivals([task for task in tasks if task.reducer == chosen.task.reducer], constraints)
+    alike = [task for task in tasks if task.reducer == chosen.task.reducer]
+    labelled = rivals(alike, constraints, chosen if len(alike) == len(tasks) else None)
     reason = reason_for(chosen, contenders, labelled, constraints)
     if chosen.way.reducer != "owners":
         reason += f" ({why_summed_so(chosen)})"
@@ -294,7 +297,7 @@ def _explained(
         reason += f" ({coarsely(chosen.task)})"
     if num_skipped:
         reason += f" ({num_skipped} candidates that promised less were not simulated)"
-    doubts = doubts_about(chosen, possible([*contenders, *labelled.values()], chosen, constraints))
+    doubts = doubts_about(chosen, possible([*contenders, *simulated(labelled)], chosen, constraints))
     return chosen.to_plan(reason, alternatives_of(chosen, labelled, constraints), tuple(doubts))
 
 
@@ -341,7 +344,7 @@ def _solve(tasks: Sequence[Task], constraints: Constraints) -> Plan:
         if nearest is None or not nearest.fits:
             return _fits_nowhere(nearest, tasks, constraints)
         chosen = nearest if nearest.setting.is_final else nearest.with_final_order()
-    plan = _explained(chosen, race.contenders, tasks, constraints, race.num_skipped)
+    plan = _explained(chosen, race.contenders, tasks, constraints, len(race.skipped))
     return weighed(plan, chosen.task, constraints)
 
 

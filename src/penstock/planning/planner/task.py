@@ -105,7 +105,7 @@ class Cache:
         shapes: replicas of each stage and devices of each rank that are worth trying.
         tables: the bytes that stages need.
         numbers: ``Task.numbers``, by a stage's first layer and the one behind its last.
-        hops: their seconds, by the devices at their ends.
+        hops: their seconds at each place, by the links that they may go over.
         links: the different ones between stages, by their devices.
     """
 
@@ -241,6 +241,12 @@ class Task:
         # A stage hands back the gradient of its input, so it holds that whatever its layers keep.
         held = self.graph.layers[start].held_input_bytes
         return int(self.sum("activation_bytes", start, stop)) + held
+
+    @cached_property
+    def least_forward_share(self) -> float:
+        """The share of a layer's forward in its compute, where it is least."""
+        pairs = zip(self.graph.layers, self.compute_seconds, strict=True)
+        return min((layer.forward_seconds / whole for layer, whole in pairs if whole), default=1.0)
 
     @cached_property
     def places(self) -> tuple[int, ...]:
@@ -407,6 +413,24 @@ class Task:
             links = (self.topology.link(*pair) for pair in pairs if len({*pair}) > 1)
             self.cache.links[key] = tuple(dict.fromkeys(links))
         return self.cache.links[key]
+
+    def hops(
+        self, sources: tuple[int, ...], targets: tuple[int, ...], *, in_turns: bool
+    ) -> Floats:
+        """Seconds from a stage to the next if it ends at each place; one array for all stages that
+        are joined alike."""
+        key: object = sources, targets, in_turns
+        if (lcm if in_turns else mul)(len(sources), len(targets)) <= _MANY_PAIRS:
+            key = self._links_between(sources, targets, in_turns)
+        if key not in self.cache.hops:
+            seconds = (
+                self.hop(stop, sources, targets, in_turns=in_turns)[0]
+                if 0 < stop < self.num_layers
+                else 0.0
+                for stop in self.places
+            )
+            self.cache.hops[key] = np.array([*seconds])
+        return self.cache.hops[key]
 
     def hop(
         self, stop: int, sources: Sequence[int], targets: Sequence[int], *, in_turns: bool = False

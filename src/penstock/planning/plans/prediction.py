@@ -237,9 +237,13 @@ class Prediction:
         """Idle rank-time over all rank-time of a minibatch, from 0 to 1."""
         if self.flushes and self.step is None:
             return self.timeline.bubble
-        if not self.step_seconds:
+        return self.bubble_of(self.step_seconds)
+
+    def bubble_of(self, seconds: float) -> float:
+        """The bubble of a minibatch that takes so long."""
+        if not seconds:
             return 0.0
-        return max(0.0, 1 - self.work_seconds / (self.step_seconds * self.placement.num_ranks))
+        return max(0.0, 1 - self.work_seconds / (seconds * self.placement.num_ranks))
 
     @cached_property
     def work_seconds(self) -> float:
