@@ -13,9 +13,21 @@ from typing import NamedTuple
 from msgspec.structs import replace as with_fields
 
 from penstock.base.units import format_bytes
+from penstock.core.graph import Mode
 from penstock.planning.planner.setting import Setting
 from penstock.planning.planner.task import Task
 from penstock.planning.plans.stage_plan import StagePlan
+
+
+def least_busy_seconds(task: Task) -> float:
+    """No minibatch is shorter, whatever the plan: all devices are busy all the time."""
+    everywhere = range(len(task.cluster.devices))
+    modes: tuple[Mode, ...] = ("whole", "split", "stream")
+    speed = max(
+        sum(1 / task.least_pace(device, everywhere, mode) for device in everywhere)
+        for mode in modes
+    )
+    return task.num_microbatches * sum(task.compute_seconds) / speed
 
 
 def least_step_seconds(

@@ -36,7 +36,7 @@ _SPLIT_IN_TURN = frozenset({"zb-h1", "zb-h2"})
 _QUICKLY_BUILT = 2_000
 """Ranks times microbatches beyond which some orders take seconds to build."""
 _DAPPLE_LIMIT = 5_000
-"""Layers times devices beyond which DAPPLE's search takes seconds."""
+"""Layers times devices beyond which DAPPLE's search, or several of PipeDream's, take seconds."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,12 @@ class Offer(Terms):
         if self.versions.asynchronous or self.num_ranks == 1:
             return busy
         return max(busy, min(map(min, paces)) * self._least_with_ends(task))
+
+    def may_be_one_of(self, constraints: Constraints) -> bool:
+        """Whether constraints may allow its number of stages, as far as that is known yet."""
+        if self.family not in _WHOLE_IN_TURN | _SPLIT_IN_TURN:
+            return True
+        return constraints.allows(len(self.replicas) or self.num_ranks)
 
     def _least_with_ends(self, task: Task) -> float:
         """Seconds of a minibatch on devices of the profile's speed, however the model is cut.
@@ -116,14 +122,32 @@ class Offer(Terms):
 
 
 def offers(task: Task, constraints: Constraints) -> list[Offer]:
-    """All offers that constraints allow for a task."""
+    """The offers that constraints allow for a task, but those that are ``guided``."""
     if constraints.replicas:
         allowed = list(_replicated(task, constraints))
     else:
         allowed = list(_straight(task, constraints))
-        if constraints.any_replicas and constraints.schedule in (None, *REPLICATED):
-            allowed += _with_any_replicas(task, constraints)
+        if _may_have_any(constraints):
+            shapes = [*_width_by_depth(task), *_all_but_some(task)]
+            allowed += _with_shapes(shapes, constraints)
     return list(dict.fromkeys(allowed))
+
+
+def guided(task: Task, constraints: Constraints) -> list[Offer]:
+    """The offers whose stages have the replicas that some planner would give them, which takes
+    longer to find out."""
+    if not _may_have_any(constraints):
+        return []
+    if not task.cache.shapes:
+        known = {*_width_by_depth(task), *_all_but_some(task)}
+        shapes = dict.fromkeys(shape for shape in _partitions(task) if shape not in known)
+        task.cache.shapes.append(tuple(shapes))
+    return list(_with_shapes(task.cache.shapes[0], constraints))
+
+
+def _may_have_any(constraints: Constraints) -> bool:
+    may_have = constraints.schedule in (None, *REPLICATED)
+    return constraints.any_replicas and may_have and not constraints.replicas
 
 
 def _policy(constraints: Constraints, family: str) -> Policy:
@@ -259,9 +283,8 @@ def _pipeline_by_pipeline(counts: Sequence[int]) -> tuple[int, ...]:
     return tuple(device[seat] for seat in seats)
 
 
-def _with_any_replicas(task: Task, constraints: Constraints) -> Iterator[Offer]:
-    """Stages with replicas that some planner would choose: data parallelism; width × depth of
-    PipeDream-2BW, and PipeDream's own, exact for the steady state."""
+def _with_shapes(shapes: Sequence[ReplicaShape], constraints: Constraints) -> Iterator[Offer]:
+    """Stages with replicas, for each family that may have them."""
     pairs: Sequence[tuple[str, Policy]]
     if constraints.schedule is not None:
         pairs = [(constraints.schedule, _policy(constraints, constraints.schedule))]
@@ -270,17 +293,9 @@ def _with_any_replicas(task: Task, constraints: Constraints) -> Iterator[Offer]:
             constraints.versions and constraints.versions.asynchronous
         )
         pairs = [*([] if never else [(PLAIN, Flush())]), *_policies(constraints)]
-    shapes = _shapes(task)
     for family, policy in pairs:
         for counts, devices in shapes:
             yield Offer(family, devices, policy, counts, (), _rule(constraints, policy))
-
-
-def _shapes(task: Task) -> list[ReplicaShape]:
-    if not task.cache.shapes:
-        shapes = (*_width_by_depth(task), *_all_but_some(task), *_partitions(task))
-        task.cache.shapes.extend(dict.fromkeys(shapes))
-    return task.cache.shapes
 
 
 def neighbours(setting: Setting) -> Iterator[Offer]:
@@ -331,12 +346,15 @@ def _width_by_depth(task: Task) -> Iterator[ReplicaShape]:
 
 def _partitions(task: Task) -> Iterator[ReplicaShape]:
     """PipeDream's, with an update per minibatch and with one per microbatch, whether exchanges of
-    gradients hide behind compute or not; and DAPPLE's."""
+    gradients hide behind compute or not, or of large tasks the first of these alone; and
+    DAPPLE's."""
     models = (task.communication, replace(task.communication, overlap=1.0))
-    for updates, model in product((1 / task.num_microbatches, 1.0), models):
+    ways = [*product((1 / task.num_microbatches, 1.0), models)]
+    large = task.num_layers * len(task.cluster.devices) > _DAPPLE_LIMIT
+    for updates, model in ways[:1] if large else ways:
         partition = best_partition(task.graph, task.cluster, model, updates=updates)
         yield from _shape(task, [stage.devices for stage in partition.stages])
-    if task.num_layers * len(task.cluster.devices) <= _DAPPLE_LIMIT:
+    if not large:
         from penstock.planning.partition.dapple import dapple_candidates
 
         for candidate in dapple_candidates(

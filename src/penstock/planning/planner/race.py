@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 from math import inf
-from operator import itemgetter
 
 from penstock.base.errors import InputError, PlanError
 from penstock.planning.planner.candidate import Candidate
 from penstock.planning.planner.cuts import candidates, refined, with_cuts, with_layers_moved
-from penstock.planning.planner.limits import least_excess
-from penstock.planning.planner.offers import Offer, neighbours, offers
+from penstock.planning.planner.limits import least_busy_seconds, least_excess
+from penstock.planning.planner.offers import Offer, guided, neighbours, offers
 from penstock.planning.planner.request import Constraints
 from penstock.planning.planner.task import Task
 
@@ -27,6 +26,13 @@ _CLOSE = 0.1
 _MOST_REFINED = 4
 _MOST_SEARCHED = 4
 """Candidates whose order is searched; each search takes a second or two."""
+
+_LITTLE = 200
+"""Effort that is spent at once, as soon as a candidate is built."""
+_MANY_STAGES = 16
+"""Whose layers a sketch does not move."""
+_MOST_IDLE = 12
+"""Offers that a sketch builds in vain, one after another, before it has seen enough."""
 
 Built = tuple[int, list[Candidate]] | InputError | PlanError
 """(stages, candidates) of an offer, or why there are none."""
@@ -60,18 +66,10 @@ class Race:
     def run(self, tasks: Sequence[Task], constraints: Constraints) -> None:
         """Let everything compete that constraints allow for one of some tasks. Bounds come before
         simulations: first of offers, then of their cuts."""
-        waiting: list[tuple[float, int, Candidate]] = []
-        numbers = count()  # candidates themselves have no order
-        for promised, task, offer in _by_promise(tasks, constraints):
-            # Who cannot be slower than what the next offers promise runs first.
-            while waiting and waiting[0][0] <= promised:
-                self._enter(heappop(waiting)[-1])
-            if self._is_enough(promised):
+        for kind in (offers, guided):
+            self._run(_by_promise(tasks, constraints, kind), constraints)
+            if all(self._is_enough(least_busy_seconds(task)) for task in tasks):
                 break
-            for candidate in self.built(task, offer, constraints):
-                heappush(waiting, (candidate.least_seconds, next(numbers), candidate))
-        while waiting:
-            self._enter(heappop(waiting)[-1])
         if self.is_sketch and self.skipped:
             return
         if not constraints.cuts:
@@ -80,6 +78,34 @@ class Race:
         if not all(contender.setting.is_final for contender in self.contenders):
             self._settle_orders()
             self._climb(constraints)
+
+    def _run(
+        self, promises: Sequence[Promise], constraints: Constraints
+    ) -> None:
+        waiting: list[tuple[float, int, Candidate]] = []
+        numbers = count()  # candidates themselves have no order
+        idle = 0
+        for promised, task, offer in promises:
+            # Who cannot be slower than what the next offers promise runs first.
+            while waiting and waiting[0][0] <= promised:
+                self._enter(heappop(waiting)[-1])
+            if self._is_enough(promised) or (self.is_sketch and idle > _MOST_IDLE):
+                break
+            if self.is_sketch and not offer.may_be_one_of(constraints):
+                continue
+            least = min(self._least_of(waiting), self.least)
+            for candidate in self.built(task, offer, constraints):
+                if candidate.effort <= _LITTLE:
+                    self._enter(candidate)  # which may spare building others
+                else:
+                    heappush(waiting, (candidate.least_seconds, next(numbers), candidate))
+            better = min(self._least_of(waiting), self.least) < least
+            idle = 0 if better else idle + 1
+        while waiting:
+            self._enter(heappop(waiting)[-1])
+
+    def _least_of(self, waiting: Sequence[tuple[float, int, Candidate]]) -> float:
+        return waiting[0][0] if waiting else inf
 
     def _is_enough(self, promised: float) -> bool:
         """Whether nothing that promises so little need be looked at."""
@@ -134,7 +160,7 @@ class Race:
         """Move layers and replicas of the winner from stage to stage as long as that helps."""
         for _ in range(_MOST_MOVES):
             best, least = self.winner, self.least
-            if best is None:
+            if best is None or (self.is_sketch and best.setting.num_stages > _MANY_STAGES):
                 return
             moved = [] if constraints.cuts else [*refined(best), *with_layers_moved(best)]
             if not constraints.replicas:
@@ -203,14 +229,30 @@ def _modesty(candidate: Candidate) -> tuple[float, ...]:
     )
 
 
-def _by_promise(tasks: Sequence[Task], constraints: Constraints) -> list[tuple[float, Task, Offer]]:
-    """All offers, each with the least that it can take, the most promising first."""
+Promise = tuple[float, Task, Offer]
+"""The least that an offer for a task can take, in seconds."""
+
+
+def _by_promise(
+    tasks: Sequence[Task],
+    constraints: Constraints,
+    *kinds: Callable[[Task, Constraints], list[Offer]],
+) -> list[Promise]:
+    """All offers of some kinds, the most promising first; of equals, those of few stages, which are
+    quickly built."""
     promises = [
         (offer.least_seconds(task), task, offer)
         for task in tasks
-        for offer in offers(task, constraints)
+        for kind in kinds
+        for offer in kind(task, constraints)
     ]
-    return sorted(promises, key=itemgetter(0))
+    return sorted(promises, key=_place)
+
+
+def _place(promise: Promise) -> tuple[float, int]:
+    seconds, _, offer = promise
+    # Sums of the same seconds in another order differ in their last digits.
+    return float(f"{seconds:.9g}"), len(offer.replicas) or 2 * offer.num_ranks
 
 
 def fastest(
@@ -245,7 +287,7 @@ def closest(tasks: Sequence[Task], constraints: Constraints) -> Candidate | None
     what fits.
     """
     least, nearest = inf, None
-    for _, task, offer in _by_promise(tasks, constraints):
+    for _, task, offer in _by_promise(tasks, constraints, offers, guided):
         with suppress(InputError, PlanError):
             setting = offer.setting(task)
             again = constraints.allows(setting.num_stages)

@@ -102,7 +102,8 @@ class Cache:
         cuts: the best ones of settings without limits.
         offers: what was made of offers: candidates, or why there are none.
         orders: those that were searched without costs.
-        shapes: replicas of each stage and devices of each rank that are worth trying.
+        shapes: replicas of each stage and devices of each rank that other planners would choose, in
+            one entry when it is known; memory makes no difference.
         tables: the bytes that stages need.
         numbers: ``Task.numbers``, by a stage's first layer and the one behind its last.
         hops: their seconds at each place, by the links that they may go over.
@@ -112,7 +113,7 @@ class Cache:
     cuts: dict[object, list[tuple[int, ...]]] = field(default_factory=dict)
     offers: dict[object, Any] = field(default_factory=dict)
     orders: dict[object, Schedule] = field(default_factory=dict)
-    shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+    shapes: list[tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]] = field(default_factory=list)
     tables: dict[object, Table] = field(default_factory=dict)
     numbers: dict[tuple[int, int], dict[str, float]] = field(default_factory=dict)
     hops: dict[object, Floats] = field(default_factory=dict)

@@ -109,7 +109,9 @@ def _roomy(task: Task) -> Task:
             replace(group, memory_bytes=group.memory_bytes and _PLENTY) for group in cluster.groups
         ),
     )
-    return replaced(task, cluster=boundless, memory_bytes=None)
+    roomy = replaced(task, cluster=boundless, memory_bytes=None)
+    roomy.cache.shapes.extend(task.cache.shapes)
+    return roomy
 
 
 def alternatives_of(
