@@ -27,7 +27,7 @@ where they do not fit (``spilling``)."""
 
 _ALL_NUMBERS = 16
 _BUILT_SLOWLY = frozenset({"zb-v", "v-half", "v-min", "hanayo"})
-_WHOLE_IN_TURN = frozenset({"1f1b", "gpipe"})
+_WHOLE_IN_TURN = frozenset({"1f1b", "eager-1f1b", "gpipe"})
 """Families whose ranks have one stage each, with whole backwards."""
 
 _SPLIT_IN_TURN = frozenset({"zb-h1", "zb-h2"})

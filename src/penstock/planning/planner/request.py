@@ -61,7 +61,7 @@ PROPOSED = {
 """Schedules for a live source if none is asked for, the first that does it on the fewest devices,
 and why."""
 
-_MOST_SIMULATED = 500_000
+_MOST_SIMULATED = 2_000_000
 """The most ranks times microbatches; candidates with as many take seconds each."""
 
 _SAID_ELSEWHERE = {

@@ -152,7 +152,7 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
             run, too little memory (says what is over by how much, and what would fit), or too slow
             for the rate (says which stage is, what is reached, and how many devices would do).
         InputError: a count below 1, an unknown schedule, or more microbatches than can be simulated
-            (ranks × microbatches above 500,000).
+            (ranks × microbatches above 2,000,000).
     """
     request = PlanRequest(
         microbatches=microbatches,

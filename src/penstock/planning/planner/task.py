@@ -395,9 +395,6 @@ class Task:
         Args:
             in_turns: whether microbatches go round both, so that not everybody meets everybody.
         """
-        num_pairs = (lcm if in_turns else mul)(len(sources), len(targets))
-        if num_pairs > _MANY_PAIRS:
-            return self.topology.slowest_link({*sources, *targets}, num_bytes)
         links = self._links_between(tuple(sources), tuple(targets), in_turns)
         return max(links, key=lambda link: link.seconds(num_bytes), default=Link())
 
@@ -406,7 +403,12 @@ class Task:
     ) -> tuple[Link, ...]:
         """The different links between two stages' devices, worked out once for all cuts."""
         key = sources, targets, in_turns
-        if key not in self.cache.links:
+        if key in self.cache.links:
+            return self.cache.links[key]
+        if (lcm if in_turns else mul)(len(sources), len(targets)) > _MANY_PAIRS:
+            among = self.topology.links_among({*sources, *targets})
+            self.cache.links[key] = tuple(dict.fromkeys(among))
+        else:
             pairs: Iterable[tuple[int, int]] = product(sources, targets)
             if in_turns:
                 rounds = zip(cycle(sources), cycle(targets), strict=False)
@@ -420,9 +422,7 @@ class Task:
     ) -> Floats:
         """Seconds from a stage to the next if it ends at each place; one array for all stages that
         are joined alike."""
-        key: object = sources, targets, in_turns
-        if (lcm if in_turns else mul)(len(sources), len(targets)) <= _MANY_PAIRS:
-            key = self._links_between(sources, targets, in_turns)
+        key = self._links_between(sources, targets, in_turns)
         if key not in self.cache.hops:
             seconds = (
                 self.hop(stop, sources, targets, in_turns=in_turns)[0]
