@@ -188,8 +188,8 @@ def balance(
     Of several such cuts, the most even one is returned (least sum of squared stage costs), and of
     several of those the one that gives early stages more: a slow stage near the end of the pipeline
     also delays its filling and draining.
-    Takes O(n w) steps per stage, n the number of layers, w how many of them a stage may have that is
-    no slower than the slowest one must be; and O(n²) for each kind of stage.
+    Takes O(n w) steps per stage, n the number of layers, w how many of them a stage may have that
+    is no slower than the slowest one must be; and O(n²) for each kind of stage.
 
     >>> balance([1, 1, 1, 1, 2], num_stages=2)
     (0, 3, 5)
@@ -330,7 +330,8 @@ def _solve(
     bands: Iterable[_Band], combine: Callable[[Table, Table], Table]
 ) -> tuple[float, tuple[int, ...]]:
     """The least combined price over all cuts, and these cuts."""
-    best, chosen = np.zeros(1), []
+    best: Floats = np.zeros(1)
+    chosen: list[Ints] = []
     for band in bands:
         if not chosen:
             best = np.full(band.price.shape[1], inf)

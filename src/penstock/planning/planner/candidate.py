@@ -31,7 +31,6 @@ from penstock.planning.plans.stage_plan import bytes_of_ranks
 from penstock.planning.plans.summing import Summing
 from penstock.planning.plans.table import Alternative, family_title
 
-
 _QUICKER = 16
 """How many times as many ops are gone through where nothing happens in the order of time."""
 

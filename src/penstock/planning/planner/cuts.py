@@ -140,8 +140,7 @@ def _balance(task: Task, setting: Setting, memory: MemoryLimits) -> list[tuple[i
     ties = _split_ties(task, setting)
 
     kinds = [
-        (speeds[stage], memory.kind(stage), id(hops[stage]))
-        for stage in range(setting.num_stages)
+        (speeds[stage], memory.kind(stage), id(hops[stage])) for stage in range(setting.num_stages)
     ]
 
     def extra(stage: int) -> Table:

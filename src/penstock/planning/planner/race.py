@@ -79,9 +79,7 @@ class Race:
             self._settle_orders()
             self._climb(constraints)
 
-    def _run(
-        self, promises: Sequence[Promise], constraints: Constraints
-    ) -> None:
+    def _run(self, promises: Sequence[Promise], constraints: Constraints) -> None:
         waiting: list[tuple[float, int, Candidate]] = []
         numbers = count()  # candidates themselves have no order
         idle = 0

@@ -297,7 +297,9 @@ def _explained(
         reason += f" ({coarsely(chosen.task)})"
     if num_skipped:
         reason += f" ({num_skipped} candidates that promised less were not simulated)"
-    doubts = doubts_about(chosen, possible([*contenders, *simulated(labelled)], chosen, constraints))
+    doubts = doubts_about(
+        chosen, possible([*contenders, *simulated(labelled)], chosen, constraints)
+    )
     return chosen.to_plan(reason, alternatives_of(chosen, labelled, constraints), tuple(doubts))
 
 

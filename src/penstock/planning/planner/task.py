@@ -417,9 +417,7 @@ class Task:
             self.cache.links[key] = tuple(dict.fromkeys(links))
         return self.cache.links[key]
 
-    def hops(
-        self, sources: tuple[int, ...], targets: tuple[int, ...], *, in_turns: bool
-    ) -> Floats:
+    def hops(self, sources: tuple[int, ...], targets: tuple[int, ...], *, in_turns: bool) -> Floats:
         """Seconds from a stage to the next if it ends at each place; one array for all stages that
         are joined alike."""
         key = self._links_between(sources, targets, in_turns)

@@ -16,7 +16,7 @@ from penstock.core.schedule.rounds import Rounds, filling
 from penstock.core.timing.costs import Costs
 from penstock.core.timing.simulator import simulate
 from penstock.core.timing.simulator.beside import Served
-from penstock.core.timing.simulator.step import Step, step_of
+from penstock.core.timing.simulator.step import StepTimes, step_of
 from penstock.core.timing.spans import slowest_beat
 from penstock.core.timing.timeline import Timeline
 from penstock.core.versions import Policy, place_of, rounds_of, versions_read
@@ -207,7 +207,7 @@ class Prediction:
         )
 
     @cached_property
-    def step(self) -> Step | None:
+    def step(self) -> StepTimes | None:
         """One step with its update, without its timeline; ``None`` where there is no shorter way
         to it than through that."""
         if self.spill is not None or self.offload is not None or not self.flushes:

@@ -22,7 +22,7 @@ from penstock.core.schedule.op import COMMUNICATION, Kind
 from penstock.core.schedule.schedule import Planned, Schedule
 from penstock.core.timing.costs import Costs
 from penstock.core.timing.simulator.beside import MOVES, Arrivals, Surroundings
-from penstock.core.timing.simulator.network import Messages, transfers_of
+from penstock.core.timing.simulator.network import CrossingResults, transfers_of
 from penstock.core.timing.simulator.passage import Delays, Floats, InOrderOfTime, durations_of
 from penstock.core.timing.simulator.step import passed
 from penstock.core.timing.spans import Row, Transfer
@@ -124,7 +124,7 @@ def _simulated(schedule: Schedule, costs: Costs, arrivals: Arrivals | None) -> T
     else:
         times = passed(schedule, costs)
         if costs.has_busy_links:
-            busy = Messages.of(columns).occupied(columns, costs)
+            busy = CrossingResults.of(columns).occupied(columns, costs)
             transfers = transfers_of(columns, times.sent, busy)
     start, end, _ = times
     _begin_messages_early(columns, start, end)

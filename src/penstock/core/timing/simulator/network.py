@@ -199,8 +199,8 @@ class Sums:
 
 
 @dataclass(frozen=True)
-class Messages:
-    """Ops whose results go to other ranks, and over which links.
+class CrossingResults:
+    """Ops whose results go to other ranks as messages, and over which links.
 
     Attributes:
         ops: their numbers, ascending.
@@ -216,16 +216,16 @@ class Messages:
     num_links: int
 
     @classmethod
-    def of(cls, columns: Columns) -> Messages:
+    def of(cls, columns: Columns) -> CrossingResults:
         """The messages of a schedule's ops, worked out once."""
         kept = vars(columns)  # as ``needs_of`` keeps what it finds
         if "messages" not in kept:
             kept["messages"] = cls._of(columns)
-        messages: Messages = kept["messages"]
+        messages: CrossingResults = kept["messages"]
         return messages
 
     @classmethod
-    def _of(cls, columns: Columns) -> Messages:
+    def _of(cls, columns: Columns) -> CrossingResults:
         reader = np.full(columns.count, -1, np.int64)
         for kind, ops, needs in Numbers(columns).rule():
             for need in needs if kind is not Kind.UPDATE else ():  # sums go another way
@@ -263,7 +263,7 @@ class Links:
     """
 
     def __init__(self, columns: Columns, costs: Costs, roads: Roads) -> None:
-        self._roads, messages = roads, Messages.of(columns)
+        self._roads, messages = roads, CrossingResults.of(columns)
         self._busy = messages.occupied(columns, costs).tolist()
         numbers = zip(messages.ops.tolist(), messages.readers.tolist(), strict=True)
         self._reader = dict(numbers)
@@ -287,7 +287,7 @@ class Links:
 
 def transfers_of(columns: Columns, sent: Floats, busy: Floats) -> tuple[Transfer, ...]:
     """The messages of ops whose results left at ``sent``, and kept their links busy so long."""
-    messages = Messages.of(columns)
+    messages = CrossingResults.of(columns)
     ops, readers = messages.ops, messages.readers
     ranks = zip(columns.rank[ops].tolist(), columns.rank[readers].tolist(), strict=True)
     backwards = columns.stage[readers] < columns.stage[ops]

@@ -67,6 +67,23 @@ class LinkUse(NamedTuple):
     num_links: int
 
 
+class _LinksInTurn:
+    """When results leave, one after the other."""
+
+    def __init__(self, link_use: LinkUse) -> None:
+        self._links, self._busy = link_use.links.tolist(), link_use.busy.tolist()
+        self._free = [0.0] * link_use.num_links
+
+    def leaves(self, op: int, end: float) -> float:
+        """When the result of an op leaves that has ended."""
+        link = self._links[op]
+        if link < 0:
+            return end
+        left: float = max(end, self._free[link])
+        self._free[link] = left + self._busy[op]
+        return left
+
+
 class Times(NamedTuple):
     """When each op starts and ends, and when its result leaves for other ranks."""
 
@@ -105,10 +122,8 @@ def go_through(
     single, duration, delay = needs.quick_single, _quick(durations), _quick(delays)
     start, end = array("d", bytes(8 * columns.count)), array("d", [inf]) * (columns.count + 2)
     end[needs.nothing] = -inf
-    sent, link, busy, link_free = end, None, None, [0.0]
-    if link_use is not None:
-        sent, link_free = array("d", end), [0.0] * link_use.num_links
-        link, busy = link_use.links.tolist(), link_use.busy.tolist()
+    # Without links, a result leaves when it is there.
+    sent, links = (end, None) if link_use is None else (array("d", end), _LinksInTurn(link_use))
     free = [0.0] * columns.num_ranks if begins is None else list(begins)
     position, several = first[:-1], _Several(sources)
     runnable = list(reversed(range(columns.num_ranks)))
@@ -127,11 +142,8 @@ def go_through(
                 break
             start[op] = now = max(now, arrival)
             end[op] = now = now + duration[op]
-            if link is not None:
-                sent[op], way = now, link[op]
-                if way >= 0:
-                    sent[op] = left = max(now, link_free[way])
-                    link_free[way] = left + busy[op]
+            if links is not None:
+                sent[op] = links.leaves(op, now)
             if op in waiting:
                 runnable += waiting.pop(op)
         free[rank] = now

@@ -19,7 +19,7 @@ from penstock.core.schedule.needs import needs_of
 from penstock.core.schedule.op import COMPUTE, RELEASING, Kind, Op
 from penstock.core.schedule.schedule import Schedule
 from penstock.core.timing.costs import Costs, flow_shop
-from penstock.core.timing.simulator.network import Messages
+from penstock.core.timing.simulator.network import CrossingResults
 from penstock.core.timing.simulator.passage import (
     Delays,
     LinkUse,
@@ -30,7 +30,7 @@ from penstock.core.timing.simulator.passage import (
 )
 
 
-class Step(NamedTuple):
+class StepTimes(NamedTuple):
     """A minibatch with its updates.
 
     Attributes:
@@ -55,7 +55,7 @@ def passed(schedule: Schedule, costs: Costs) -> Times:
     delay, duration = delays.of(needs.single, slice(None)), durations_of(columns, costs)
     link_use = None
     if costs.has_busy_links:
-        messages = Messages.of(columns)
+        messages = CrossingResults.of(columns)
         busy = messages.occupied(columns, costs)
         link_use = LinkUse(messages.links, busy, messages.num_links)
     times = None
@@ -67,7 +67,7 @@ def passed(schedule: Schedule, costs: Costs) -> Times:
     return times
 
 
-def step_of(schedule: Schedule, costs: Costs) -> Step | None:
+def step_of(schedule: Schedule, costs: Costs) -> StepTimes | None:
     """The step of a minibatch after which all stages update; ``None`` where that takes a whole
     simulation: where ranks have several stages, or share cards.
 
@@ -91,7 +91,7 @@ def step_of(schedule: Schedule, costs: Costs) -> Step | None:
         updated.append(there)
         # Ranks that have made their last gradient do nothing else.
         finished = max(finished, there + costs.duration(Op(stage, Kind.UPDATE, 0)))
-    return Step(finished, tuple(handed_in), tuple(updated))
+    return StepTimes(finished, tuple(handed_in), tuple(updated))
 
 
 def _folded(schedule: Schedule) -> Schedule:
