@@ -14,6 +14,7 @@ from penstock.planning.planner.candidate import Candidate
 from penstock.planning.planner.cuts import candidates, refined, with_cuts, with_layers_moved
 from penstock.planning.planner.limits import least_busy_seconds, least_excess
 from penstock.planning.planner.offers import Offer, guided, neighbours, offers
+from penstock.planning.planner.patience import Patience
 from penstock.planning.planner.request import Constraints
 from penstock.planning.planner.task import Task
 
@@ -51,12 +52,16 @@ class Race:
         is_sketch: whether a bound will do where a simulation would spend more than the budget, and
             nothing is looked at beside what promises most.
         skipped: the candidates that were not simulated because of the budget.
+        patience: when it is over, what is there has to do.
+        bound: seconds that no plan undercuts, once the race runs.
         failure: why the last order that was searched in vain was not found.
     """
 
     budget: int = 250_000
     is_sketch: bool = False
     skipped: list[Candidate] = field(default_factory=list)
+    patience: Patience = field(default_factory=Patience)
+    bound: float = 0.0
     least: float = inf
     contenders: list[Candidate] = field(default_factory=list)
     refusals: dict[int, InputError | PlanError] = field(default_factory=dict)
@@ -66,9 +71,13 @@ class Race:
     def run(self, tasks: Sequence[Task], constraints: Constraints) -> None:
         """Let everything compete that constraints allow for one of some tasks. Bounds come before
         simulations: first of offers, then of their cuts."""
+        self.bound = min(map(least_busy_seconds, tasks), default=0.0)
         for kind in (offers, guided):
-            self._run(_by_promise(tasks, constraints, kind), constraints)
-            if all(self._is_enough(least_busy_seconds(task)) for task in tasks):
+            promises = _by_promise(tasks, constraints, kind)
+            if not constraints.any_replicas and kind is offers and promises:
+                self.bound = promises[0][0]
+            self._run(promises, constraints)
+            if self._is_stopped or all(self._is_enough(least_busy_seconds(task)) for task in tasks):
                 break
         if self.is_sketch and self.skipped:
             return
@@ -89,6 +98,8 @@ class Race:
                 self._enter(heappop(waiting)[-1])
             if self._is_enough(promised) or (self.is_sketch and idle > _MOST_IDLE):
                 break
+            if self._is_stopped:
+                return
             if self.is_sketch and not offer.may_be_one_of(constraints):
                 continue
             least = min(self._least_of(waiting), self.least)
@@ -104,6 +115,12 @@ class Race:
 
     def _least_of(self, waiting: Sequence[tuple[float, int, Candidate]]) -> float:
         return waiting[0][0] if waiting else inf
+
+    @property
+    def _is_stopped(self) -> bool:
+        """Whether there is something, and no time for anything else."""
+        has_answer = bool(self.contenders or (self.is_sketch and self.skipped))
+        return has_answer and self.patience.is_over
 
     def _is_enough(self, promised: float) -> bool:
         """Whether nothing that promises so little need be looked at."""
@@ -158,7 +175,11 @@ class Race:
         """Move layers and replicas of the winner from stage to stage as long as that helps."""
         for _ in range(_MOST_MOVES):
             best, least = self.winner, self.least
-            if best is None or (self.is_sketch and best.setting.num_stages > _MANY_STAGES):
+            if (
+                best is None
+                or self._is_stopped
+                or (self.is_sketch and best.setting.num_stages > _MANY_STAGES)
+            ):
                 return
             moved = [] if constraints.cuts else [*refined(best), *with_layers_moved(best)]
             if not constraints.replicas:
@@ -195,13 +216,18 @@ class Race:
 
     def _enter(self, candidate: Candidate) -> None:
         """Simulate a candidate, unless its bound says that it is slower than the best."""
-        if candidate.least_seconds <= self.least * (1 + SAME):
+        if self._is_stopped:
+            self.skipped.append(candidate)
+        elif candidate.least_seconds <= self.least * (1 + SAME):
             if self.budget < candidate.effort and (self.contenders or self.is_sketch):
                 self.skipped.append(candidate)
                 return
             self.budget -= candidate.effort
+            seconds = candidate.seconds  # before it is known: this may be interrupted
             self.contenders.append(candidate)
-            self.least = min(self.least, candidate.seconds)
+            if seconds < self.least:
+                self.least = seconds
+                self.patience.note(seconds, self.bound)
 
     @property
     def winner(self) -> Candidate | None:
@@ -266,13 +292,16 @@ def fastest(
     return race.winner
 
 
-def sketched(tasks: Sequence[Task], constraints: Constraints, budget: int) -> Race:
+def sketched(
+    tasks: Sequence[Task], constraints: Constraints, budget: int, patience: Patience
+) -> Race:
     """A race that says of what would take long to simulate only what that takes at least.
 
     Args:
         budget: effort to simulate.
+        patience: how long it may take, once there is something.
     """
-    race = Race(budget=budget, is_sketch=True)
+    race = Race(budget=budget, is_sketch=True, patience=patience)
     race.run([task for task in tasks if least_excess(task) <= 0], constraints)
     return race
 

@@ -24,6 +24,7 @@ from penstock.base.values import (
     flag,
     is_number,
     is_whole,
+    number,
     one_of,
     shown,
     whole,
@@ -141,6 +142,7 @@ class PlanRequest:
     placer: Literal["exact", "reinforce"] = "exact"
     rate: float | None = None
     spill: SpillRule = "where-needed"
+    patience_seconds: float | None = None
 
     def __post_init__(self) -> None:
         expect(
@@ -165,6 +167,8 @@ class PlanRequest:
         width = self.tensor_ranks
         if width != "any" and not (is_whole(width) and 1 <= int(width) <= families.LARGEST):
             raise InputError(f"tensor_ranks is {shown(width)}; give a whole number ≥ 1 or 'any'")
+        if self.patience_seconds is not None:
+            number("patience_seconds", self.patience_seconds, positive=True)
         never = self.versions is not None and self.versions.asynchronous
         if never and self.recompute in ("stage", "layers"):
             raise InputError("stages do not run forward twice where the pipeline never flushes")

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from penstock.base.arguments import public
 from penstock.base.errors import InputError, PlanError
-from penstock.base.telling import tells
+from penstock.base.telling import Telling
 from penstock.base.units import count_of
 from penstock.base.values import expect
 from penstock.core.cluster import Cluster
@@ -26,6 +26,7 @@ from penstock.planning.planner.candidate import Candidate
 from penstock.planning.planner.doubts import doubts_about
 from penstock.planning.planner.live import Kept, keeping, missing
 from penstock.planning.planner.offloading import weighed
+from penstock.planning.planner.patience import Patience
 from penstock.planning.planner.race import Race, closest, fastest
 from penstock.planning.planner.request import (
     PROPOSED,
@@ -83,6 +84,7 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
     placer: Literal["exact", "reinforce"] = "exact",
     rate: float | None = None,
     spill: SpillRule = "where-needed",
+    patience_seconds: float | None = None,
 ) -> Plan:
     """Find the plan with the shortest predicted step that fits in memory.
 
@@ -174,11 +176,11 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
         placer=placer,
         rate=rate,
         spill=spill,
+        patience_seconds=patience_seconds,
     )
     return planned(graph, cluster, request)
 
 
-@tells("planning")
 def planned(graph: LayerGraph, cluster: Cluster | None, request: PlanRequest) -> Plan:
     """The best plan for a request, as ``plan`` finds it."""
     expect(graph, LayerGraph, "the graph", "measure the model with penstock.profile")
@@ -207,7 +209,9 @@ def planned(graph: LayerGraph, cluster: Cluster | None, request: PlanRequest) ->
     if request.placer == "reinforce":
         return _learned(tasks, constraints)
     if request.rate is None:
-        return _solve(tasks, constraints)
+        with Telling("planning") as telling:
+            patience = Patience(request.patience_seconds, telling.update)
+            return _solve(tasks, constraints, patience)
     for_rate = _proposed_for_rate if request.proposes_stream else _solve_for_rate
     return for_rate(tasks, constraints, float(request.rate))
 
@@ -285,9 +289,10 @@ def _explained(
     tasks: Sequence[Task],
     constraints: Constraints,
     num_skipped: int = 0,
+    patience: Patience | None = None,
 ) -> Plan:
     alike = [task for task in tasks if task.reducer == chosen.task.reducer]
-    labelled = rivals(alike, constraints, chosen if len(alike) == len(tasks) else None)
+    labelled = rivals(alike, constraints, chosen if len(alike) == len(tasks) else None, patience)
     reason = reason_for(chosen, contenders, labelled, constraints)
     if chosen.way.reducer != "owners":
         reason += f" ({why_summed_so(chosen)})"
@@ -333,10 +338,17 @@ def _with_tensor_ranks(tasks: Sequence[Task], tensor_ranks: int | Literal["any"]
                 yield in_groups(task, width)
 
 
-def _solve(tasks: Sequence[Task], constraints: Constraints) -> Plan:
-    race = Race()
-    race.run(tasks, constraints)
-    race.enter(mixed(tasks, constraints))
+def _solve(
+    tasks: Sequence[Task], constraints: Constraints, patience: Patience | None = None
+) -> Plan:
+    race = Race(patience=patience or Patience())
+    try:
+        race.run(tasks, constraints)
+        race.enter(mixed(tasks, constraints))
+    except KeyboardInterrupt:
+        if race.winner is None:
+            raise
+        race.patience.interrupt()
     chosen = race.winner
     if chosen is None:
         _check_built(race, tasks[0], constraints)
@@ -346,7 +358,10 @@ def _solve(tasks: Sequence[Task], constraints: Constraints) -> Plan:
         if nearest is None or not nearest.fits:
             return _fits_nowhere(nearest, tasks, constraints)
         chosen = nearest if nearest.setting.is_final else nearest.with_final_order()
-    plan = _explained(chosen, race.contenders, tasks, constraints, len(race.skipped))
+    skipped = len(race.skipped)
+    plan = _explained(chosen, race.contenders, tasks, constraints, skipped, race.patience)
+    if ended := race.patience.verdict(chosen.seconds, race.bound):
+        plan = replace(plan, reason=f"{plan.reason} ({ended})")
     return weighed(plan, chosen.task, constraints)
 
 

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from penstock.base.units import count_of, format_bytes, format_seconds, format_speed_up
 from penstock.core.schedule.op import Kind
 from penstock.planning.planner.candidate import Candidate
+from penstock.planning.planner.patience import Patience
 from penstock.planning.planner.race import SAME, fastest, sketched
 from penstock.planning.planner.request import PLAIN, Constraints
 from penstock.planning.planner.task import Task
@@ -47,7 +48,10 @@ class Rival(NamedTuple):
 
 
 def rivals(
-    tasks: Sequence[Task], constraints: Constraints, chosen: Candidate | None = None
+    tasks: Sequence[Task],
+    constraints: Constraints,
+    chosen: Candidate | None = None,
+    patience: Patience | None = None,
 ) -> dict[str, Rival]:
     """The best candidate of every kind of plan, by the kind's label: the fastest that fits, else
     the fastest if memory did not matter. The table costs no more than the answer: what would take
@@ -55,7 +59,9 @@ def rivals(
 
     Args:
         chosen: the best that constraints allow, if somebody has looked.
+        patience: when it is over, what is known of a kind has to do.
     """
+    patience = patience or Patience()
     split = [task for task in tasks if task.groups is not None]
     singles = (task if task.groups is None else task.groups.single for task in tasks)
     whole = list({id(task): task for task in singles}.values())
@@ -78,20 +84,25 @@ def rivals(
         if chosen is not None and answered == kind:
             best[label] = Rival(chosen)
         else:
-            best[label] = _best(whole, kind, _BUDGET if is_asked else _UNASKED_BUDGET)
+            budget = _BUDGET if is_asked else _UNASKED_BUDGET
+            best[label] = _best(whole, kind, budget, patience)
     if split:
-        best["split layers"] = _best(split, everything, _BUDGET)
+        best["split layers"] = _best(split, everything, _BUDGET, patience)
     return {label: rival for label, rival in best.items() if rival is not None}
 
 
-def _best(tasks: Sequence[Task], constraints: Constraints, budget: int) -> Rival | None:
-    return _sketched(tasks, constraints, budget) or _sketched(
-        [_roomy(task) for task in tasks], constraints, budget
+def _best(
+    tasks: Sequence[Task], constraints: Constraints, budget: int, patience: Patience
+) -> Rival | None:
+    return _sketched(tasks, constraints, budget, patience) or _sketched(
+        [_roomy(task) for task in tasks], constraints, budget, patience
     )
 
 
-def _sketched(tasks: Sequence[Task], constraints: Constraints, budget: int) -> Rival | None:
-    race = sketched(tasks, constraints, budget)
+def _sketched(
+    tasks: Sequence[Task], constraints: Constraints, budget: int, patience: Patience
+) -> Rival | None:
+    race = sketched(tasks, constraints, budget, patience)
     skipped, winner = race.most_promising, race.winner
     if winner is not None:
         return Rival(winner)
