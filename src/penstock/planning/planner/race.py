@@ -32,6 +32,8 @@ _LITTLE = 200
 """Effort that is spent at once, as soon as a candidate is built."""
 _MANY_STAGES = 16
 """Whose layers a sketch does not move."""
+_FEW_STAGES, _MOST_UNIFORM = 8, 4
+"""Of uniform layouts, which come first: their stages, and how many such layouts there are."""
 _MOST_IDLE = 12
 """Offers that a sketch builds in vain, one after another, before it has seen enough."""
 
@@ -67,6 +69,7 @@ class Race:
     refusals: dict[int, InputError | PlanError] = field(default_factory=dict)
     num_stages: set[int] = field(default_factory=set)
     failure: InputError | None = None
+    _looked_at: dict[int, Offer] = field(default_factory=dict)
 
     def run(self, tasks: Sequence[Task], constraints: Constraints) -> None:
         """Let everything compete that constraints allow for one of some tasks. Bounds come before
@@ -76,6 +79,7 @@ class Race:
             promises = _by_promise(tasks, constraints, kind)
             if not constraints.any_replicas and kind is offers and promises:
                 self.bound = promises[0][0]
+            self._run(_uniform(promises), constraints, only=_MOST_UNIFORM)
             self._run(promises, constraints)
             if self._is_stopped or all(self._is_enough(least_busy_seconds(task)) for task in tasks):
                 break
@@ -88,7 +92,11 @@ class Race:
             self._settle_orders()
             self._climb(constraints)
 
-    def _run(self, promises: Sequence[Promise], constraints: Constraints) -> None:
+    def _run(
+        self, promises: Sequence[Promise], constraints: Constraints, only: int | None = None
+    ) -> None:
+        """Let some offers compete, the most promising first; of those that are built, ``only`` so
+        many, if that is said."""
         waiting: list[tuple[float, int, Candidate]] = []
         numbers = count()  # candidates themselves have no order
         idle = 0
@@ -100,8 +108,11 @@ class Race:
                 break
             if self._is_stopped:
                 return
-            if self.is_sketch and not offer.may_be_one_of(constraints):
+            if id(offer) in self._looked_at or (
+                self.is_sketch and not offer.may_be_one_of(constraints)
+            ):
                 continue
+            self._looked_at[id(offer)] = offer
             least = min(self._least_of(waiting), self.least)
             for candidate in self.built(task, offer, constraints):
                 if candidate.effort <= _LITTLE:
@@ -110,6 +121,9 @@ class Race:
                     heappush(waiting, (candidate.least_seconds, next(numbers), candidate))
             better = min(self._least_of(waiting), self.least) < least
             idle = 0 if better else idle + 1
+            only = only and only - 1
+            if only == 0:
+                break
         while waiting:
             self._enter(heappop(waiting)[-1])
 
@@ -227,7 +241,8 @@ class Race:
             self.contenders.append(candidate)
             if seconds < self.least:
                 self.least = seconds
-                self.patience.note(seconds, self.bound)
+                if not self.is_sketch:
+                    self.patience.note(seconds, self.bound)
 
     @property
     def winner(self) -> Candidate | None:
@@ -271,6 +286,15 @@ def _by_promise(
         for offer in kind(task, constraints)
     ]
     return sorted(promises, key=_place)
+
+
+def _uniform(promises: Sequence[Promise]) -> list[Promise]:
+    """Those of a few equal pipelines side by side, which are quickly judged."""
+    return [
+        promise
+        for promise in promises
+        if 0 < len(promise[2].replicas) <= _FEW_STAGES and len({*promise[2].replicas}) == 1
+    ]
 
 
 def _place(promise: Promise) -> tuple[float, int]:
