@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain, permutations, product
+from dataclasses import dataclass, fields, replace
+from itertools import chain, combinations, permutations, product
 from math import ceil
 
 from penstock.base.errors import PlanError
@@ -32,6 +32,9 @@ _WHOLE_IN_TURN = frozenset({"1f1b", "eager-1f1b", "gpipe"})
 
 _SPLIT_IN_TURN = frozenset({"zb-h1", "zb-h2"})
 """Families whose ranks have one stage each, with backwards in halves."""
+
+_MOST_SWAPPED = 16
+"""Devices of clusters in which any two change places to see whether that is better."""
 
 _QUICKLY_BUILT = 2_000
 """Ranks times microbatches beyond which some orders take seconds to build."""
@@ -270,9 +273,25 @@ def _replicated(task: Task, constraints: Constraints) -> Iterator[Offer]:
     policy = _policy(constraints, family)
     check_policy(policy, family, counts, task.num_microbatches)
     rule = _rule(constraints, policy)
-    yield Offer(family, tuple(range(sum(counts))), policy, counts, (), rule)
-    if task.topology.cluster.groups:  # else all devices are as near
-        yield Offer(family, _pipeline_by_pipeline(counts), policy, counts, (), rule)
+    orders = []
+    for order in _unlike_first(task, range(num_devices)):
+        orders.append(tuple(order[: sum(counts)]))
+        if task.topology.cluster.groups:  # else all devices are as near
+            orders.append(tuple(order[number] for number in _pipeline_by_pipeline(counts)))
+    for devices in dict.fromkeys(orders):
+        yield Offer(family, devices, policy, counts, (), rule)
+
+
+def _unlike_first(task: Task, pool: Sequence[int]) -> list[list[int]]:
+    """Some devices in the orders that bring equal ones together: as listed, fastest first, slowest
+    first, and those with most memory first or last."""
+    speeds = {index: task.cluster.devices[index].speed for index in pool}
+    orders = [[*pool]]
+    for key in (speeds, {index: task.limits[index] for index in pool}):
+        if len({*key.values()}) > 1:
+            orders.append(sorted(pool, key=lambda index, key=key: -key[index]))
+            orders.append(sorted(pool, key=key.__getitem__))
+    return orders
 
 
 def _pipeline_by_pipeline(counts: Sequence[int]) -> tuple[int, ...]:
@@ -298,22 +317,43 @@ def _with_shapes(shapes: Sequence[ReplicaShape], constraints: Constraints) -> It
             yield Offer(family, devices, policy, counts, (), _rule(constraints, policy))
 
 
-def neighbours(setting: Setting) -> Iterator[Offer]:
-    """Offers that differ from a setting by one replica moved from a stage to another; devices keep
-    their order."""
+def neighbours(task: Task, setting: Setting) -> Iterator[Offer]:
+    """Offers that differ from a setting by one replica moved from a stage to another, where devices
+    keep their order; or by two unlike devices that change places, one of which may have been
+    idle."""
     for source, target in permutations(range(len(setting.replicas)), 2):
         counts = list(setting.replicas)
         counts[source] -= 1
         counts[target] += 1
         if counts[source]:
-            yield Offer(
-                setting.family,
-                setting.devices,
-                setting.versions,
-                tuple(counts),
-                setting.options,
-                setting.recompute,
-            )
+            yield _changed(setting, setting.devices, tuple(counts))
+    if len(task.cluster.devices) <= _MOST_SWAPPED:
+        for devices in dict.fromkeys(_swapped(task, setting)):
+            yield _changed(setting, devices, setting.replicas)
+
+
+def _changed(setting: Setting, devices: tuple[int, ...], counts: tuple[int, ...]) -> Offer:
+    terms = {field.name: getattr(setting, field.name) for field in fields(Offer)}
+    return Offer(**{**terms, "devices": devices, "replicas": counts})
+
+
+def _swapped(task: Task, setting: Setting) -> Iterator[tuple[int, ...]]:
+    """The devices of ranks, but for two of different stages, or one that is not used."""
+    kinds = [
+        (device.speed, limit)
+        for device, limit in zip(task.cluster.devices, task.limits, strict=True)
+    ]
+    stages = {rank: stage for stage, ranks in enumerate(setting.ranks_of) for rank in ranks}
+    for first, second in combinations(range(setting.num_ranks), 2):
+        own, other = setting.devices[first], setting.devices[second]
+        if kinds[own] != kinds[other] and stages[first] != stages[second]:
+            devices = [*setting.devices]
+            devices[first], devices[second] = other, own
+            yield tuple(devices)
+    for rank, own in enumerate(setting.devices):
+        for idle in {*range(len(kinds))} - {*setting.devices}:
+            if kinds[own] != kinds[idle]:
+                yield (*setting.devices[:rank], idle, *setting.devices[rank + 1 :])
 
 
 def _all_but_some(task: Task) -> Iterator[ReplicaShape]:
@@ -338,10 +378,11 @@ def _width_by_depth(task: Task) -> Iterator[ReplicaShape]:
         for depth in _numbers(min(len(pool) // 2, task.num_layers)):
             width = min(len(pool) // depth, task.num_microbatches)
             if width > 1:
-                yield (width,) * depth, tuple(pool[: width * depth])
                 # The replicas of a stage on different servers, a pipeline within one.
-                order = _pipeline_by_pipeline((width,) * depth)
-                yield (width,) * depth, tuple(pool[number] for number in order)
+                across = _pipeline_by_pipeline((width,) * depth)
+                for order in _unlike_first(task, pool):
+                    yield (width,) * depth, tuple(order[: width * depth])
+                    yield (width,) * depth, tuple(order[number] for number in across)
 
 
 def _partitions(task: Task) -> Iterator[ReplicaShape]:

@@ -22,6 +22,8 @@ SAME = 0.01
 """Relative: no prediction tells plans this close apart, so the one that needs less memory wins."""
 
 _MOST_MOVES = 20
+_MOST_CLIMBED = 3
+"""Kinds of plans that came close, and whose layers and replicas are moved, too."""
 _CLOSE = 0.1
 """Relative: what coarse cuts, or an order found for other costs, may cost."""
 _MOST_REFINED = 4
@@ -186,23 +188,32 @@ class Race:
                 self._enter(candidate)
 
     def _climb(self, constraints: Constraints) -> None:
-        """Move layers and replicas of the winner from stage to stage as long as that helps."""
+        """Move layers and replicas of the winner from stage to stage, and unlike devices, as long
+        as that helps; and of what came close, if it is of another kind."""
+        self._climb_from(self.winner, constraints)
+        if not self.is_sketch:
+            kinds = {candidate.setting: candidate for candidate in reversed(self._close())}
+            for candidate in list(reversed(kinds.values()))[:_MOST_CLIMBED]:
+                if candidate is not self.winner:
+                    self._climb_from(candidate, constraints)
+
+    def _climb_from(self, best: Candidate | None, constraints: Constraints) -> None:
         for _ in range(_MOST_MOVES):
-            best, least = self.winner, self.least
-            if (
-                best is None
-                or self._is_stopped
-                or (self.is_sketch and best.setting.num_stages > _MANY_STAGES)
-            ):
+            too_many = best is None or best.setting.num_stages > _MANY_STAGES
+            if best is None or self._is_stopped or (self.is_sketch and too_many):
                 return
             moved = [] if constraints.cuts else [*refined(best), *with_layers_moved(best)]
-            if not constraints.replicas:
-                for offer in neighbours(best.setting):
+            for offer in neighbours(best.task, best.setting):
+                if not constraints.replicas or offer.replicas == constraints.replicas:
                     moved += self.built(best.task, offer, constraints)
+            before = len(self.contenders)
             for candidate in moved:
                 self._enter(candidate)
-            if self.least >= least * (1 - SAME):
+            tried = self.contenders[before:]
+            nearest = min(tried, key=lambda candidate: candidate.seconds, default=best)
+            if nearest.seconds >= best.seconds * (1 - SAME):
                 return
+            best = self.winner if nearest.seconds <= self.least else nearest
 
     def built(self, task: Task, offer: Offer, constraints: Constraints) -> list[Candidate]:
         """The candidates of an offer, if it has as many stages as the constraints allow."""

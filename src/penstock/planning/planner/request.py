@@ -186,11 +186,21 @@ class PlanRequest:
     def _check_summing(self) -> None:
         one_of("reducer", self.reducer, (*REDUCERS, "any"))
         whole("stale", self.stale, 0, MOST_STALE)
+        if self.reducer == "sharded" and (self.asynchronous or self._never_flushes):
+            raise InputError(
+                "reducer='sharded' updates shares of the weights when a pipeline has drained, and "
+                "one that is asynchronous never does; take another reducer, or leave out "
+                f"{'asynchronous' if self.asynchronous else self.family}"
+            )
         if self.stale and self.reducer != "parameter-server":
             raise InputError(
                 f"stale={self.stale} is for reducer='parameter-server', and the reducer is "
                 f"{self.reducer!r}; name that one, or leave stale out"
             )
+
+    @property
+    def _never_flushes(self) -> bool:
+        return self.family in USUAL or bool(self.versions and self.versions.asynchronous)
 
     @cached_property
     def _named(self) -> tuple[str | None, Options]:
