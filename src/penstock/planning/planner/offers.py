@@ -286,11 +286,12 @@ def _unlike_first(task: Task, pool: Sequence[int]) -> list[list[int]]:
     """Some devices in the orders that bring equal ones together: as listed, fastest first, slowest
     first, and those with most memory first or last."""
     speeds = {index: task.cluster.devices[index].speed for index in pool}
+    limits = {index: task.limits[index] for index in pool}
     orders = [[*pool]]
-    for key in (speeds, {index: task.limits[index] for index in pool}):
-        if len({*key.values()}) > 1:
-            orders.append(sorted(pool, key=lambda index, key=key: -key[index]))
-            orders.append(sorted(pool, key=key.__getitem__))
+    for numbers in (speeds, limits):
+        if len({*numbers.values()}) > 1:
+            orders.append(sorted(pool, key=numbers.__getitem__, reverse=True))
+            orders.append(sorted(pool, key=numbers.__getitem__))
     return orders
 
 

@@ -194,7 +194,8 @@ class Race:
         if not self.is_sketch:
             kinds = {candidate.setting: candidate for candidate in reversed(self._close())}
             for candidate in list(reversed(kinds.values()))[:_MOST_CLIMBED]:
-                if candidate is not self.winner:
+                few = candidate.setting.num_stages <= _FEW_STAGES
+                if few and candidate is not self.winner:
                     self._climb_from(candidate, constraints)
 
     def _climb_from(self, best: Candidate | None, constraints: Constraints) -> None:
