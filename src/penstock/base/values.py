@@ -52,6 +52,13 @@ _LARGEST = sys.float_info.max
 _MOST_SHOWN = 80
 
 
+_PLAIN: dict[Any, tuple[float, float]] = {
+    float: (LEAST_AMOUNT, MOST_AMOUNT),
+    int: (1, MOST_BYTES),
+}
+"""From where to where numbers are right whatever their field, as 0 is."""
+
+
 class FieldsByName(msgspec.StructMeta):
     """Says how records are made to whoever gives values without their names."""
 
@@ -111,7 +118,13 @@ class Value(
                 bytes or bytes per second is negative, or larger than anything.
         """
         for name, kind in _types(type(self)).items():
-            value, subject = getattr(self, name), f"{whose or type(self).__name__}: {name}"
+            value = getattr(self, name)
+            # A search makes thousands of records, nearly all of plain amounts.
+            if type(value) is kind and kind in _PLAIN:
+                least, most = _PLAIN[kind]
+                if not value or least <= value <= most:
+                    continue
+            subject = f"{whose or type(self).__name__}: {name}"
             if type(value) is not kind:
                 value = _converted(subject, value, kind)
                 force_setattr(self, name, value)

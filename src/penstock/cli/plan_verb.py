@@ -139,6 +139,13 @@ def _parse_tensor_ranks(_: click.Context, __: click.Parameter, text: str) -> int
     type=click.Choice(list(CAPABILITIES)),
     help="Only plans that another engine runs as they are.",
 )
+@click.option(
+    "--patience",
+    "patience_seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="Take the best plan found by then; so does Ctrl-C.",
+)
 @click.option("--what-if", help='Plan again with changes, as in "bandwidth*2, memory/2".')
 @options.output_option("Where to write the plan (.json).")
 @options.json_option

@@ -7,7 +7,7 @@ from benchmarks.planning.calls import counting
 from penstock import Cluster, Device, LayerGraph, Link, plan
 from penstock.base.errors import FileError, InputError, ModelError, PlanError
 from penstock.core.cluster import Group
-from penstock.planning.planner.offers import offers
+from penstock.planning.planner.offers import guided, offers
 from penstock.planning.planner.race import Race
 from penstock.planning.planner.request import Constraints
 from penstock.planning.planner.search import plan as search
@@ -51,8 +51,8 @@ def test_slow_links_make_one_device_the_best():
     found = plan(chain(), cluster, microbatches=4)
     assert (found.num_ranks, found.stages[0].hop_seconds) == (1, 0)
     assert found.reason == (
-        "1 stage with 1f1b: 480 ms a step, 1.00× one device; data parallelism on 2 devices would "
-        "take 2.24 s, 2 s of it to exchange gradients"
+        "1 stage with 1f1b: 480 ms a step, 1.00× one device; 2 stages with gpipe would take 2.3 s, "
+        "with its devices idle 90% of the time"
     )
 
 
@@ -337,7 +337,8 @@ def test_what_cannot_fit_is_refused_before_the_search():
     """Each schedule is built to see that it can be, and for the closest; none is for changes that
     would not help."""
     cluster, graph = devices(4), chain(8)
-    offered = len(offers(Task(graph, cluster, 16), Constraints()))
+    task = Task(graph, cluster, 16)
+    offered = len({*offers(task, Constraints()), *guided(task, Constraints())})
     with counting() as calls, pytest.raises(PlanError, match="allow that much"):
         plan(graph, cluster, microbatches=16, memory_bytes=100)
     assert calls["simulate"] == 0

@@ -20,7 +20,7 @@ class Contender:
         ranks, stages, splits: of its setting.
         peak: microbatches in flight.
         least_seconds: what it takes at least.
-        num_ops: to simulate.
+        effort: to simulate.
     """
 
     seconds: float = 1.0
@@ -30,7 +30,7 @@ class Contender:
     splits: bool = True
     peak: int = 2
     least_seconds: float = 0.5
-    num_ops: int = 10
+    effort: int = 10
 
     @property
     def setting(self):
@@ -97,9 +97,9 @@ def test_who_cannot_win_is_not_simulated_and_a_budget_ends():
     race = Race(budget=20)
     race.enter([PLAIN, slow, near])
     assert race.contenders == [PLAIN, near]
-    assert (race.budget, race.num_skipped) == (0, 0)
+    assert (race.budget, race.skipped) == (0, [])
     race.enter([near])
-    assert (race.budget, race.num_skipped) == (0, 1)
+    assert (race.budget, race.skipped) == (0, [near])
     alone = Race(budget=1)
     alone.enter([PLAIN])  # there is one at least, whatever it costs
     assert alone.winner == PLAIN

@@ -312,34 +312,36 @@ class Topology:
         if comb(len(chosen), 2) <= max(1, len(self.wires)):
             links = [self.link(*pair) for pair in combinations(chosen, 2)]
         else:
-            links = self._links_among(chosen)
+            links = self.links_among(chosen)
         return max(links, key=lambda link: link.seconds(num_bytes), default=Link())
 
-    def _links_among(self, chosen: Sequence[int]) -> list[Link]:
-        """Every link that joins two of them, found without looking at each pair: how many pairs
-        meet in a group is how many there are in it, less those that meet further in."""
-        inside = Counter(group for k in chosen for group in (_WHOLE, *self.paths[k]))
-        pairs = {group: comb(count, 2) for group, count in inside.items()}
+    def links_among(self, devices: Collection[int]) -> list[Link]:
+        """Every link that joins two of some different devices, found without looking at each pair:
+        how many pairs meet in a group is how many there are in it, less those that meet further
+        in."""
+        members: dict[int, list[int]] = {}
+        for device in sorted(devices):
+            for group in (_WHOLE, *self.paths[device]):
+                members.setdefault(group, []).append(device)
+        pairs = {group: comb(len(own), 2) for group, own in members.items()}
         meeting = dict(pairs)
         for group, count in pairs.items():
             if group != _WHOLE:
                 meeting[self._parents[group]] -= count
-        members = set(chosen)
-        links = []
+        everybody, links = set(devices), []
         for (first, second), link in self.wires.items():
-            if first in members and second in members:
+            if first in everybody and second in everybody:
                 meeting[self._common(first, second)] -= 1
                 links.append(link)
         for group, count in meeting.items():
             if count:
-                links += self._meeting_links(group, chosen)
+                links += self._meeting_links(group, members[group])
         return links
 
-    def _meeting_links(self, group: int, chosen: Sequence[int]) -> Iterator[Link]:
-        """The links of pairs that meet in a group, without looking at each pair: once for any two
-        kinds of cards."""
+    def _meeting_links(self, group: int, meeting: Sequence[int]) -> Iterator[Link]:
+        """The links of pairs of devices that meet in a group, without looking at each pair: once
+        for any two kinds of cards."""
         link = self._link_of(group)
-        meeting = [k for k in chosen if group == _WHOLE or group in self.paths[k]]
         numbers = {self.cards[k] for k in meeting}
         if len({self.hosts[k] for k in meeting}) < 2 or numbers == {-1}:
             yield link

@@ -246,9 +246,16 @@ def loads(ops: Sequence[Op], activations: Activations = "own") -> tuple[Load, ..
     """
     if activations == "newest":
         return (Load(whole=1),)
-    reached = [Load(*row) for row in moments(RankOps.of(ops)).tolist()]
+    reached = moments(RankOps.of(ops))[::-1]  # whoever exceeds another comes before it
+    differing = np.flatnonzero(reached.min(axis=0) < reached.max(axis=0))
+    if len(differing) < reached.shape[1]:
+        # Of one or two that differ, who has more of the last than all before is exceeded by none.
+        last = reached[:, differing[-1]] if differing.size else reached[:, -1]
+        most_before = np.maximum.accumulate(last)[:-1]
+        kept = np.concatenate([[True], last[1:] > most_before])
+        return tuple(Load(*row) for row in reached[kept][::-1].tolist())
     worst: list[Load] = []
-    for load in sorted(reached, reverse=True):  # whoever exceeds another comes before it
+    for load in (Load(*row) for row in reached.tolist()):
         if not any(all(a >= b for a, b in zip(bad, load, strict=True)) for bad in worst):
             worst.append(load)
     return tuple(reversed(worst))

@@ -243,8 +243,8 @@ def _makespan(schedule: Schedule, lengths: Mapping[Op, float], begins: Sequence[
     durations = np.array([lengths.get(op, 0.0) for ops in schedule.ranks for op in ops])
     at_once = {op: [(need, 0.0) for need in own] for op, own in needs.several.items()}
     no_delays = np.zeros(schedule.num_ops)
-    _, end = go_through(schedule, needs, durations, no_delays, at_once, begins=begins)
-    return max([*begins, *end.tolist()], default=0.0)
+    times = go_through(schedule, needs, durations, no_delays, at_once, begins=begins)
+    return max([*begins, *times.end.tolist()], default=0.0)
 
 
 TOLERANCE = 0.02

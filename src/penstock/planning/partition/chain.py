@@ -25,10 +25,10 @@ The first two know no latencies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -181,13 +181,15 @@ def balance(
     edges: Sequence[float] = (),
     speeds: Sequence[float] = (),
     extra: Callable[[int], Table] | None = None,
+    kinds: Sequence[Hashable] = (),
 ) -> tuple[int, ...]:
     """Cut ``costs`` into consecutive, non-empty stages whose slowest is as fast as possible.
 
     Of several such cuts, the most even one is returned (least sum of squared stage costs), and of
     several of those the one that gives early stages more: a slow stage near the end of the pipeline
     also delays its filling and draining.
-    Takes O(n²) steps per stage, n the number of layers.
+    Takes O(n w) steps per stage, n the number of layers, w how many of them a stage may have that
+    is no slower than the slowest one must be; and O(n²) for each kind of stage.
 
     >>> balance([1, 1, 1, 1, 2], num_stages=2)
     (0, 3, 5)
@@ -197,6 +199,8 @@ def balance(
         edges: seconds that a cut behind layer k adds to the stage before it, a number for each
             layer but the last; by default a cut costs nothing.
         speeds: how fast each stage's device is; a stage takes its layers' seconds divided by that.
+        kinds: of each stage; those of one kind have equal speeds, and the same ``extra``. By
+            default all stages are different.
         extra: for a stage, what it takes on top with layers ``[start, stop)``, for example to run
             its forward again, ≥ 0; infinite where it may not hold them, for example for its memory.
             A table with n + 1 rows (start) and columns (stop).
@@ -214,23 +218,60 @@ def balance(
     behind = np.array([0.0, *(edges or (0.0,) * (len(costs) - 1)), 0.0])
     between = _sums(costs)
 
-    def seconds(stage: int) -> Table:
-        table: Table = (between / speeds[stage] if speeds else between) + behind
-        return table if extra is None else table + extra(stage)
+    known: dict[Hashable, Table] = {}
 
-    slowest, cuts = _solve(num_stages, seconds, np.maximum)
+    def seconds(stage: int) -> Table:
+        kind = kinds[stage] if kinds else stage
+        if kind not in known:
+            if not kinds:
+                known.clear()
+            table: Table = (between / speeds[stage] if speeds else between) + behind
+            known[kind] = table if extra is None else table + extra(stage)
+        return known[kind]
+
+    whole = sum(costs) / min(speeds, default=1.0)
+    slowest = _least_slowest(num_stages, seconds, kinds, whole)
     if slowest == inf:
         raise PlanError(
             f"no way to cut {len(costs)} layers into {num_stages} stages keeps every stage within "
             "its limit; raise the limits or change the number of stages"
         )
-
-    def squares(stage: int) -> Table:
-        table = seconds(stage)
-        return np.where(table <= slowest * (1 + ROUNDING), table * table, inf)
-
-    _, cuts = _solve(num_stages, squares, np.add)
+    bands = _bands(num_stages, seconds, kinds, slowest * (1 + ROUNDING))
+    squares = (_Band(band.price * band.price, band.starts) for band in bands)
+    _, cuts = _solve(squares, np.add)
     return cuts
+
+
+def _least_slowest(
+    num_stages: int, seconds: Callable[[int], Table], kinds: Sequence[Hashable], whole: float
+) -> float:
+    """Seconds of the slowest stage where it is as fast as possible; infinite where no cuts are
+    allowed. Only stages that take up to a limit are looked at; it is raised until there are cuts
+    within it, and then these are the best of all.
+
+    Args:
+        whole: about how long all layers would take on one device.
+    """
+    limit = 1.5 * whole / num_stages or inf
+    while True:
+        slowest, _ = _solve(_bands(num_stages, seconds, kinds, limit), np.maximum)
+        if slowest < inf or limit == inf:
+            return slowest
+        limit = 2 * limit if limit < whole else inf
+
+
+def _bands(
+    num_stages: int, seconds: Callable[[int], Table], kinds: Sequence[Hashable], limit: float
+) -> Iterator[_Band]:
+    """The band of each stage; of each kind, it is made once."""
+    known: dict[Hashable, _Band] = {}
+    for stage in range(num_stages):
+        kind = kinds[stage] if kinds else stage
+        if kind not in known:
+            if not kinds:
+                known.clear()
+            known[kind] = _band(seconds(stage), limit)
+        yield known[kind]
 
 
 def lightest(num_layers: int, num_stages: int, weight: Callable[[int], Table]) -> tuple[int, ...]:
@@ -244,7 +285,8 @@ def lightest(num_layers: int, num_stages: int, weight: Callable[[int], Table]) -
         The cuts, as ``balance`` gives them; none where nothing is allowed.
     """
     possible = _sums([0.0] * num_layers)
-    least, cuts = _solve(num_stages, lambda stage: possible + weight(stage), np.add)
+    bands = (_band(possible + weight(stage), inf) for stage in range(num_stages))
+    least, cuts = _solve(bands, np.add)
     return cuts if least < inf else ()
 
 
@@ -257,23 +299,50 @@ def _sums(costs: Sequence[float]) -> Table:
     return table
 
 
+class _Band(NamedTuple):
+    """What a stage costs, as far as it may be a stage: row k has those whose last layers are k
+    layers behind their first ones, by the layer behind the last one.
+
+    Attributes:
+        price: infinite where there is no such stage.
+        starts: their first layers; any number where there is no such stage.
+    """
+
+    price: Table
+    starts: Ints
+
+
+def _band(table: Table, limit: float) -> _Band:
+    """The band of a table without what is above a limit."""
+    count = len(table)
+    allowed = table <= limit
+    allowed &= table < inf
+    stops = np.arange(count)
+    longest = int((stops - allowed.argmax(axis=0))[allowed.any(axis=0)].max(initial=1))
+    starts = stops - np.arange(1, longest + 1)[:, None]
+    inside = starts >= 0
+    starts = np.where(inside, starts, 0)
+    price = np.where(inside & allowed[starts, stops], table[starts, stops], inf)
+    return _Band(price, starts)
+
+
 def _solve(
-    num_stages: int, price: Callable[[int], Table], combine: Callable[[Table, Table], Table]
+    bands: Iterable[_Band], combine: Callable[[Table, Table], Table]
 ) -> tuple[float, tuple[int, ...]]:
     """The least combined price over all cuts, and these cuts."""
-    best, starts = np.zeros(1), []
-    for stage in range(num_stages):
-        table = price(stage)
-        if stage == 0:
-            best = np.full(len(table), inf)
+    best: Floats = np.zeros(1)
+    chosen: list[Ints] = []
+    for band in bands:
+        if not chosen:
+            best = np.full(band.price.shape[1], inf)
             best[0] = 0.0
-        score = combine(best[:, None], table)
+        score = combine(best[band.starts], band.price)
         best = score.min(axis=0)
         # Of equals the last start is taken, which leaves more to the stages before.
-        as_good = score[::-1] <= best * (1 + ROUNDING)
-        starts.append(len(table) - 1 - as_good.argmax(axis=0))
+        as_good = score <= best * (1 + ROUNDING)
+        chosen.append(np.arange(len(best)) - 1 - as_good.argmax(axis=0))
     least, cuts = float(best[-1]), [len(best) - 1]
-    for start in reversed(starts):
+    for start in reversed(chosen):
         cuts.append(int(start[cuts[-1]]))
     return least, tuple(reversed(cuts))
 

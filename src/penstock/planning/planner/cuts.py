@@ -139,6 +139,10 @@ def _balance(task: Task, setting: Setting, memory: MemoryLimits) -> list[tuple[i
     hops = [_hops(task, setting, stage) for stage in range(setting.num_stages)]
     ties = _split_ties(task, setting)
 
+    kinds = [
+        (speeds[stage], memory.kind(stage), id(hops[stage])) for stage in range(setting.num_stages)
+    ]
+
     def extra(stage: int) -> Table:
         return ties if memory.is_free else memory.again_seconds(stage) / speeds[stage] + ties
 
@@ -151,7 +155,9 @@ def _balance(task: Task, setting: Setting, memory: MemoryLimits) -> list[tuple[i
     choices = []
     for cost in (extra, with_hop) if any(map(any, hops)) else (extra,):
         with suppress(PlanError):
-            choices.append(balance(costs, setting.num_stages, speeds=speeds, extra=cost))
+            choices.append(
+                balance(costs, setting.num_stages, speeds=speeds, extra=cost, kinds=kinds)
+            )
     return [tuple(task.places[number] for number in cuts) for cuts in dict.fromkeys(choices)]
 
 
@@ -160,14 +166,7 @@ def _hops(task: Task, setting: Setting, stage: int) -> Floats:
     if stage == setting.num_stages - 1:
         return np.zeros(len(task.places))
     ends = setting.devices_of[stage], setting.devices_of[stage + 1]
-    turns = bool(setting.replicas)
-    if (ends, turns) not in task.cache.hops:
-        hops = (
-            task.hop(stop, *ends, in_turns=turns)[0] if 0 < stop < task.num_layers else 0.0
-            for stop in task.places
-        )
-        task.cache.hops[ends, turns] = np.array([*hops])
-    return task.cache.hops[ends, turns]
+    return task.hops(*ends, in_turns=bool(setting.replicas))
 
 
 def _lightest(task: Task, setting: Setting, slack: float) -> Iterator[Candidate]:

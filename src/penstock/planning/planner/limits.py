@@ -13,34 +13,62 @@ from typing import NamedTuple
 from msgspec.structs import replace as with_fields
 
 from penstock.base.units import format_bytes
+from penstock.core.graph import Mode
 from penstock.planning.planner.setting import Setting
 from penstock.planning.planner.task import Task
 from penstock.planning.plans.stage_plan import StagePlan
+
+
+def least_busy_seconds(task: Task) -> float:
+    """No minibatch is shorter, whatever the plan: all devices are busy all the time."""
+    everywhere = range(len(task.cluster.devices))
+    modes: tuple[Mode, ...] = ("whole", "split", "stream")
+    speed = max(
+        sum(1 / task.least_pace(device, everywhere, mode) for device in everywhere)
+        for mode in modes
+    )
+    return task.num_microbatches * sum(task.compute_seconds) / speed
 
 
 def least_step_seconds(
     stages: Sequence[StagePlan], setting: Setting, num_microbatches: int
 ) -> float:
     """No step with a flush is shorter: the first microbatch must reach each rank, the rank must do
-    its work, and where a rank has one stage and whole backwards, the last gradient must travel
-    back."""
+    its work, and then its gradients must be summed; or, where backwards are whole, the last
+    gradient must travel back to the first stage and be summed there."""
     # The first slice of a microbatch need not wait for the others.
     share = 1 / setting.schedule.num_slices
     way_in = _way([share * stage.forward_seconds + stage.hop_seconds for stage in stages])
     way_back = _way([share * stage.backward_input_seconds + stage.hop_seconds for stage in stages])
-    returns = setting.is_single and not setting.schedule.splits_backward
+    sums = [
+        _least_sum_seconds(stage) if setting.replicas_of(index) > 1 else 0.0
+        for index, stage in enumerate(stages)
+    ]
+    at_first = sums[0] + stages[0].update_seconds
     bounds = []
-    for rank_stages in setting.schedule.stages_of:
+    for rank_stages in dict.fromkeys(setting.schedule.stages_of):
         work = sum(
             ceil(num_microbatches / setting.replicas_of(stage)) * stages[stage].busy_seconds
             for stage in rank_stages
         )
         updates = sum(stages[stage].update_seconds for stage in rank_stages)
         first = rank_stages[0]
-        bounds.append(way_in[first] + work + updates)
-        if returns and not setting.replicas:
-            bounds.append(way_in[first] + work + way_back[first])
+        summed = sums[first] if len(rank_stages) == 1 else 0.0
+        bounds.append(way_in[first] + work + summed + updates)
+        if not setting.schedule.splits_backward and share == 1:
+            bounds.append(way_in[first] + work + way_back[first] + at_first)
     return max(bounds)
+
+
+def _least_sum_seconds(stage: StagePlan) -> float:
+    """How long after its last gradient the sum of a stage's copies is there, at least."""
+    exchange = stage.exchange
+    if exchange is None:
+        return stage.reduce_seconds
+    once, others = sum(exchange.seconds), exchange.num_parts - 1
+    last = stage.busy_seconds + stage.split_seconds  # as long as parts are made, at most
+    more = others * max(exchange.seconds) - last * others / exchange.num_parts
+    return once + max(more, 0.0) + exchange.once
 
 
 def least_steady_seconds(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain, permutations, product
+from dataclasses import dataclass, fields, replace
+from itertools import chain, combinations, permutations, product
 from math import ceil
 
 from penstock.base.errors import PlanError
@@ -27,10 +27,19 @@ where they do not fit (``spilling``)."""
 
 _ALL_NUMBERS = 16
 _BUILT_SLOWLY = frozenset({"zb-v", "v-half", "v-min", "hanayo"})
+_WHOLE_IN_TURN = frozenset({"1f1b", "eager-1f1b", "gpipe"})
+"""Families whose ranks have one stage each, with whole backwards."""
+
+_SPLIT_IN_TURN = frozenset({"zb-h1", "zb-h2"})
+"""Families whose ranks have one stage each, with backwards in halves."""
+
+_MOST_SWAPPED = 16
+"""Devices of clusters in which any two change places to see whether that is better."""
+
 _QUICKLY_BUILT = 2_000
 """Ranks times microbatches beyond which some orders take seconds to build."""
 _DAPPLE_LIMIT = 5_000
-"""Layers times devices beyond which DAPPLE's search takes seconds."""
+"""Layers times devices beyond which DAPPLE's search, or several of PipeDream's, take seconds."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +47,42 @@ class Offer(Terms):
     """A schedule on some devices, not built yet."""
 
     def least_seconds(self, task: Task) -> float:
-        """Seconds that a minibatch takes at least: with all devices busy all the time."""
+        """Seconds that a minibatch takes at least: with all devices busy all the time; where it
+        flushes, also with the pipeline's beginning and end."""
         # Whether the family splits backwards, only its schedule tells.
         modes: tuple[Mode, ...] = ("stream",) if self.versions.asynchronous else ("whole", "split")
-        speed = max(
-            sum(1 / task.least_pace(device, self.devices, mode) for device in self.devices)
+        paces = [
+            [task.least_pace(device, self.devices, mode) for device in self.devices]
             for mode in modes
-        )
-        return task.num_microbatches * sum(task.compute_seconds) / speed
+        ]
+        speed = max(sum(1 / pace for pace in of_mode) for of_mode in paces)
+        busy = task.num_microbatches * sum(task.compute_seconds) / speed
+        if self.versions.asynchronous or self.num_ranks == 1:
+            return busy
+        return max(busy, min(map(min, paces)) * self._least_with_ends(task))
+
+    def may_be_one_of(self, constraints: Constraints) -> bool:
+        """Whether constraints may allow its number of stages, as far as that is known yet."""
+        if self.family not in _WHOLE_IN_TURN | _SPLIT_IN_TURN:
+            return True
+        return constraints.allows(len(self.replicas) or self.num_ranks)
+
+    def _least_with_ends(self, task: Task) -> float:
+        """Seconds of a minibatch on devices of the profile's speed, however the model is cut.
+
+        A stage that a microbatch reaches after S seconds and that works on k of them for t seconds
+        each is done after S + k t, or where its last gradient then goes back through backwards that
+        are whole, after S + k t and all that S does not count. So of a step of c seconds it has at
+        most t = (c - S) / k, and all stages together have c (1 - Π (1 - 1/k)).
+        """
+        whole = self.family in _WHOLE_IN_TURN
+        if not whole and self.family not in _SPLIT_IN_TURN:
+            return 0.0
+        share = 1.0 if whole else task.least_forward_share
+        left = 1.0
+        for count in self.replicas or (1,) * self.num_ranks:
+            left *= 1 - share / ceil(task.num_microbatches / count)
+        return share * sum(task.compute_seconds) / (1 - left) if left < 1 else 0.0
 
     def setting(self, task: Task) -> Setting:
         """Build the offer's schedule for a task.
@@ -88,14 +125,32 @@ class Offer(Terms):
 
 
 def offers(task: Task, constraints: Constraints) -> list[Offer]:
-    """All offers that constraints allow for a task."""
+    """The offers that constraints allow for a task, but those that are ``guided``."""
     if constraints.replicas:
         allowed = list(_replicated(task, constraints))
     else:
         allowed = list(_straight(task, constraints))
-        if constraints.any_replicas and constraints.schedule in (None, *REPLICATED):
-            allowed += _with_any_replicas(task, constraints)
+        if _may_have_any(constraints):
+            shapes = [*_width_by_depth(task), *_all_but_some(task)]
+            allowed += _with_shapes(shapes, constraints)
     return list(dict.fromkeys(allowed))
+
+
+def guided(task: Task, constraints: Constraints) -> list[Offer]:
+    """The offers whose stages have the replicas that some planner would give them, which takes
+    longer to find out."""
+    if not _may_have_any(constraints):
+        return []
+    if not task.cache.shapes:
+        known = {*_width_by_depth(task), *_all_but_some(task)}
+        shapes = dict.fromkeys(shape for shape in _partitions(task) if shape not in known)
+        task.cache.shapes.append(tuple(shapes))
+    return list(_with_shapes(task.cache.shapes[0], constraints))
+
+
+def _may_have_any(constraints: Constraints) -> bool:
+    may_have = constraints.schedule in (None, *REPLICATED)
+    return constraints.any_replicas and may_have and not constraints.replicas
 
 
 def _policy(constraints: Constraints, family: str) -> Policy:
@@ -187,13 +242,14 @@ def _orders(task: Task, num_ranks: int) -> list[tuple[int, ...]]:
     devices = task.cluster.devices
     fastest = sorted(listed, key=lambda index: -devices[index].speed)[:num_ranks]
     roomiest = sorted(listed, key=lambda index: -task.limits[index])[:num_ranks]
-    choices = (
+    choices = [
         tuple(listed[:num_ranks]),
         tuple(sorted(fastest)),
         tuple(fastest),
-        tuple(reversed(fastest)),
         tuple(roomiest),
-    )
+    ]
+    if len({devices[index].speed for index in fastest}) > 1:
+        choices.insert(3, tuple(reversed(fastest)))
     return list(dict.fromkeys(choices))
 
 
@@ -217,9 +273,26 @@ def _replicated(task: Task, constraints: Constraints) -> Iterator[Offer]:
     policy = _policy(constraints, family)
     check_policy(policy, family, counts, task.num_microbatches)
     rule = _rule(constraints, policy)
-    yield Offer(family, tuple(range(sum(counts))), policy, counts, (), rule)
-    if task.topology.cluster.groups:  # else all devices are as near
-        yield Offer(family, _pipeline_by_pipeline(counts), policy, counts, (), rule)
+    orders = []
+    for order in _unlike_first(task, range(num_devices)):
+        orders.append(tuple(order[: sum(counts)]))
+        if task.topology.cluster.groups:  # else all devices are as near
+            orders.append(tuple(order[number] for number in _pipeline_by_pipeline(counts)))
+    for devices in dict.fromkeys(orders):
+        yield Offer(family, devices, policy, counts, (), rule)
+
+
+def _unlike_first(task: Task, pool: Sequence[int]) -> list[list[int]]:
+    """Some devices in the orders that bring equal ones together: as listed, fastest first, slowest
+    first, and those with most memory first or last."""
+    speeds = {index: task.cluster.devices[index].speed for index in pool}
+    limits = {index: task.limits[index] for index in pool}
+    orders = [[*pool]]
+    for numbers in (speeds, limits):
+        if len({*numbers.values()}) > 1:
+            orders.append(sorted(pool, key=numbers.__getitem__, reverse=True))
+            orders.append(sorted(pool, key=numbers.__getitem__))
+    return orders
 
 
 def _pipeline_by_pipeline(counts: Sequence[int]) -> tuple[int, ...]:
@@ -230,9 +303,8 @@ def _pipeline_by_pipeline(counts: Sequence[int]) -> tuple[int, ...]:
     return tuple(device[seat] for seat in seats)
 
 
-def _with_any_replicas(task: Task, constraints: Constraints) -> Iterator[Offer]:
-    """Stages with replicas that some planner would choose: data parallelism; width × depth of
-    PipeDream-2BW, and PipeDream's own, exact for the steady state."""
+def _with_shapes(shapes: Sequence[ReplicaShape], constraints: Constraints) -> Iterator[Offer]:
+    """Stages with replicas, for each family that may have them."""
     pairs: Sequence[tuple[str, Policy]]
     if constraints.schedule is not None:
         pairs = [(constraints.schedule, _policy(constraints, constraints.schedule))]
@@ -241,35 +313,48 @@ def _with_any_replicas(task: Task, constraints: Constraints) -> Iterator[Offer]:
             constraints.versions and constraints.versions.asynchronous
         )
         pairs = [*([] if never else [(PLAIN, Flush())]), *_policies(constraints)]
-    shapes = _shapes(task)
     for family, policy in pairs:
         for counts, devices in shapes:
             yield Offer(family, devices, policy, counts, (), _rule(constraints, policy))
 
 
-def _shapes(task: Task) -> list[ReplicaShape]:
-    if not task.cache.shapes:
-        shapes = (*_width_by_depth(task), *_all_but_some(task), *_partitions(task))
-        task.cache.shapes.extend(dict.fromkeys(shapes))
-    return task.cache.shapes
-
-
-def neighbours(setting: Setting) -> Iterator[Offer]:
-    """Offers that differ from a setting by one replica moved from a stage to another; devices keep
-    their order."""
+def neighbours(task: Task, setting: Setting) -> Iterator[Offer]:
+    """Offers that differ from a setting by one replica moved from a stage to another, where devices
+    keep their order; or by two unlike devices that change places, one of which may have been
+    idle."""
     for source, target in permutations(range(len(setting.replicas)), 2):
         counts = list(setting.replicas)
         counts[source] -= 1
         counts[target] += 1
         if counts[source]:
-            yield Offer(
-                setting.family,
-                setting.devices,
-                setting.versions,
-                tuple(counts),
-                setting.options,
-                setting.recompute,
-            )
+            yield _changed(setting, setting.devices, tuple(counts))
+    if len(task.cluster.devices) <= _MOST_SWAPPED:
+        for devices in dict.fromkeys(_swapped(task, setting)):
+            yield _changed(setting, devices, setting.replicas)
+
+
+def _changed(setting: Setting, devices: tuple[int, ...], counts: tuple[int, ...]) -> Offer:
+    terms = {field.name: getattr(setting, field.name) for field in fields(Offer)}
+    return Offer(**{**terms, "devices": devices, "replicas": counts})
+
+
+def _swapped(task: Task, setting: Setting) -> Iterator[tuple[int, ...]]:
+    """The devices of ranks, but for two of different stages, or one that is not used."""
+    kinds = [
+        (device.speed, limit)
+        for device, limit in zip(task.cluster.devices, task.limits, strict=True)
+    ]
+    stages = {rank: stage for stage, ranks in enumerate(setting.ranks_of) for rank in ranks}
+    for first, second in combinations(range(setting.num_ranks), 2):
+        own, other = setting.devices[first], setting.devices[second]
+        if kinds[own] != kinds[other] and stages[first] != stages[second]:
+            devices = [*setting.devices]
+            devices[first], devices[second] = other, own
+            yield tuple(devices)
+    for rank, own in enumerate(setting.devices):
+        for idle in {*range(len(kinds))} - {*setting.devices}:
+            if kinds[own] != kinds[idle]:
+                yield (*setting.devices[:rank], idle, *setting.devices[rank + 1 :])
 
 
 def _all_but_some(task: Task) -> Iterator[ReplicaShape]:
@@ -294,20 +379,24 @@ def _width_by_depth(task: Task) -> Iterator[ReplicaShape]:
         for depth in _numbers(min(len(pool) // 2, task.num_layers)):
             width = min(len(pool) // depth, task.num_microbatches)
             if width > 1:
-                yield (width,) * depth, tuple(pool[: width * depth])
                 # The replicas of a stage on different servers, a pipeline within one.
-                order = _pipeline_by_pipeline((width,) * depth)
-                yield (width,) * depth, tuple(pool[number] for number in order)
+                across = _pipeline_by_pipeline((width,) * depth)
+                for order in _unlike_first(task, pool):
+                    yield (width,) * depth, tuple(order[: width * depth])
+                    yield (width,) * depth, tuple(order[number] for number in across)
 
 
 def _partitions(task: Task) -> Iterator[ReplicaShape]:
     """PipeDream's, with an update per minibatch and with one per microbatch, whether exchanges of
-    gradients hide behind compute or not; and DAPPLE's."""
+    gradients hide behind compute or not, or of large tasks the first of these alone; and
+    DAPPLE's."""
     models = (task.communication, replace(task.communication, overlap=1.0))
-    for updates, model in product((1 / task.num_microbatches, 1.0), models):
+    ways = [*product((1 / task.num_microbatches, 1.0), models)]
+    large = task.num_layers * len(task.cluster.devices) > _DAPPLE_LIMIT
+    for updates, model in ways[:1] if large else ways:
         partition = best_partition(task.graph, task.cluster, model, updates=updates)
         yield from _shape(task, [stage.devices for stage in partition.stages])
-    if task.num_layers * len(task.cluster.devices) <= _DAPPLE_LIMIT:
+    if not large:
         from penstock.planning.partition.dapple import dapple_candidates
 
         for candidate in dapple_candidates(

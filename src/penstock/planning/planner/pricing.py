@@ -241,8 +241,8 @@ def written(
     uses_spares = reducer in {"servers", "parameter-server"}
     servers: tuple[SpareMachine, ...] = _spares_of(task) if uses_spares else ()
     stale = task.stale if reducer == "parameter-server" else 0
-    rates = [rate_of(task, own, group) for own, *group in devices]
-    known = reducer == "servers" and not all(rate == inf for rate in rates)
+    rates = [rate_of(task, own, group) for own, *group in devices] if reducer == "servers" else []
+    known = not all(rate == inf for rate in rates)
     most = max((rate for rate in rates if rate < inf), default=0.0)
     # Who shares no stage sends no gradients; it only must have a number.
     given = tuple(most if rate == inf else rate for rate in rates) if known else ()

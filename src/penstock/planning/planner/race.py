@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 from math import inf
-from operator import itemgetter
 
 from penstock.base.errors import InputError, PlanError
 from penstock.planning.planner.candidate import Candidate
 from penstock.planning.planner.cuts import candidates, refined, with_cuts, with_layers_moved
-from penstock.planning.planner.limits import least_excess
-from penstock.planning.planner.offers import Offer, neighbours, offers
+from penstock.planning.planner.limits import least_busy_seconds, least_excess
+from penstock.planning.planner.offers import Offer, guided, neighbours, offers
+from penstock.planning.planner.patience import Patience
 from penstock.planning.planner.request import Constraints
 from penstock.planning.planner.task import Task
 
@@ -22,11 +22,22 @@ SAME = 0.01
 """Relative: no prediction tells plans this close apart, so the one that needs less memory wins."""
 
 _MOST_MOVES = 20
+_MOST_CLIMBED = 3
+"""Kinds of plans that came close, and whose layers and replicas are moved, too."""
 _CLOSE = 0.1
 """Relative: what coarse cuts, or an order found for other costs, may cost."""
 _MOST_REFINED = 4
 _MOST_SEARCHED = 4
 """Candidates whose order is searched; each search takes a second or two."""
+
+_LITTLE = 200
+"""Effort that is spent at once, as soon as a candidate is built."""
+_MANY_STAGES = 16
+"""Whose layers a sketch does not move."""
+_FEW_STAGES, _MOST_UNIFORM = 8, 4
+"""Of uniform layouts, which come first: their stages, and how many such layouts there are."""
+_MOST_IDLE = 12
+"""Offers that a sketch builds in vain, one after another, before it has seen enough."""
 
 Built = tuple[int, list[Candidate]] | InputError | PlanError
 """(stages, candidates) of an offer, or why there are none."""
@@ -41,40 +52,104 @@ class Race:
         contenders: all that were simulated.
         refusals: why offers could not be built, by their number of ranks.
         num_stages: of the settings that could be built.
-        budget: ops to simulate; when they are spent, what is left is only counted.
-        num_skipped: candidates that were not simulated because of that.
+        budget: effort to simulate; when it is spent, what is left is only counted.
+        is_sketch: whether a bound will do where a simulation would spend more than the budget, and
+            nothing is looked at beside what promises most.
+        skipped: the candidates that were not simulated because of the budget.
+        patience: when it is over, what is there has to do.
+        bound: seconds that no plan undercuts, once the race runs.
         failure: why the last order that was searched in vain was not found.
     """
 
     budget: int = 250_000
-    num_skipped: int = 0
+    is_sketch: bool = False
+    skipped: list[Candidate] = field(default_factory=list)
+    patience: Patience = field(default_factory=Patience)
+    bound: float = 0.0
     least: float = inf
     contenders: list[Candidate] = field(default_factory=list)
     refusals: dict[int, InputError | PlanError] = field(default_factory=dict)
     num_stages: set[int] = field(default_factory=set)
     failure: InputError | None = None
+    _looked_at: dict[int, Offer] = field(default_factory=dict)
 
     def run(self, tasks: Sequence[Task], constraints: Constraints) -> None:
         """Let everything compete that constraints allow for one of some tasks. Bounds come before
         simulations: first of offers, then of their cuts."""
-        waiting: list[tuple[float, int, Candidate]] = []
-        numbers = count()  # candidates themselves have no order
-        for promised, task, offer in _by_promise(tasks, constraints):
-            # Who cannot be slower than what the next offers promise runs first.
-            while waiting and waiting[0][0] <= promised:
-                self._enter(heappop(waiting)[-1])
-            if promised > self.least * (1 + SAME):
+        self.bound = min(map(least_busy_seconds, tasks), default=0.0)
+        for kind in (offers, guided):
+            promises = _by_promise(tasks, constraints, kind)
+            if not constraints.any_replicas and kind is offers and promises:
+                self.bound = promises[0][0]
+            self._run(_uniform(promises), constraints, only=_MOST_UNIFORM)
+            self._run(promises, constraints)
+            if self._is_stopped or all(self._is_enough(least_busy_seconds(task)) for task in tasks):
                 break
-            for candidate in self.built(task, offer, constraints):
-                heappush(waiting, (candidate.least_seconds, next(numbers), candidate))
-        while waiting:
-            self._enter(heappop(waiting)[-1])
+        if self.is_sketch and self.skipped:
+            return
         if not constraints.cuts:
             self._refine()
         self._climb(constraints)
         if not all(contender.setting.is_final for contender in self.contenders):
             self._settle_orders()
             self._climb(constraints)
+
+    def _run(
+        self, promises: Sequence[Promise], constraints: Constraints, only: int | None = None
+    ) -> None:
+        """Let some offers compete, the most promising first; of those that are built, ``only`` so
+        many, if that is said."""
+        waiting: list[tuple[float, int, Candidate]] = []
+        numbers = count()  # candidates themselves have no order
+        idle = 0
+        for promised, task, offer in promises:
+            # Who cannot be slower than what the next offers promise runs first.
+            while waiting and waiting[0][0] <= promised:
+                self._enter(heappop(waiting)[-1])
+            if self._is_enough(promised) or (self.is_sketch and idle > _MOST_IDLE):
+                break
+            if self._is_stopped:
+                return
+            if id(offer) in self._looked_at or (
+                self.is_sketch and not offer.may_be_one_of(constraints)
+            ):
+                continue
+            self._looked_at[id(offer)] = offer
+            least = min(self._least_of(waiting), self.least)
+            for candidate in self.built(task, offer, constraints):
+                if candidate.effort <= _LITTLE:
+                    self._enter(candidate)  # which may spare building others
+                else:
+                    heappush(waiting, (candidate.least_seconds, next(numbers), candidate))
+            better = min(self._least_of(waiting), self.least) < least
+            idle = 0 if better else idle + 1
+            only = only and only - 1
+            if only == 0:
+                break
+        while waiting:
+            self._enter(heappop(waiting)[-1])
+
+    def _least_of(self, waiting: Sequence[tuple[float, int, Candidate]]) -> float:
+        return waiting[0][0] if waiting else inf
+
+    @property
+    def _is_stopped(self) -> bool:
+        """Whether there is something, and no time for anything else."""
+        has_answer = bool(self.contenders or (self.is_sketch and self.skipped))
+        return has_answer and self.patience.is_over
+
+    def _is_enough(self, promised: float) -> bool:
+        """Whether nothing that promises so little need be looked at."""
+        if promised > self.least * (1 + SAME):
+            return True
+        # The most promising one that would have to be simulated may be what is told of its kind.
+        best = self.most_promising if self.is_sketch else None
+        return best is not None and best.least_seconds <= promised * (1 + SAME)
+
+    @property
+    def most_promising(self) -> Candidate | None:
+        """Of the candidates that were not simulated, that which takes least at least."""
+        return min(self.skipped, key=lambda candidate: candidate.least_seconds, default=None)
 
     def enter(self, candidates: Iterable[Candidate]) -> None:
         """Let more compete, as they are."""
@@ -113,19 +188,33 @@ class Race:
                 self._enter(candidate)
 
     def _climb(self, constraints: Constraints) -> None:
-        """Move layers and replicas of the winner from stage to stage as long as that helps."""
+        """Move layers and replicas of the winner from stage to stage, and unlike devices, as long
+        as that helps; and of what came close, if it is of another kind."""
+        self._climb_from(self.winner, constraints)
+        if not self.is_sketch:
+            kinds = {candidate.setting: candidate for candidate in reversed(self._close())}
+            for candidate in list(reversed(kinds.values()))[:_MOST_CLIMBED]:
+                few = candidate.setting.num_stages <= _FEW_STAGES
+                if few and candidate is not self.winner:
+                    self._climb_from(candidate, constraints)
+
+    def _climb_from(self, best: Candidate | None, constraints: Constraints) -> None:
         for _ in range(_MOST_MOVES):
-            best, least = self.winner, self.least
-            if best is None:
+            too_many = best is None or best.setting.num_stages > _MANY_STAGES
+            if best is None or self._is_stopped or (self.is_sketch and too_many):
                 return
             moved = [] if constraints.cuts else [*refined(best), *with_layers_moved(best)]
-            if not constraints.replicas:
-                for offer in neighbours(best.setting):
+            for offer in neighbours(best.task, best.setting):
+                if not constraints.replicas or offer.replicas == constraints.replicas:
                     moved += self.built(best.task, offer, constraints)
+            before = len(self.contenders)
             for candidate in moved:
                 self._enter(candidate)
-            if self.least >= least * (1 - SAME):
+            tried = self.contenders[before:]
+            nearest = min(tried, key=lambda candidate: candidate.seconds, default=best)
+            if nearest.seconds >= best.seconds * (1 - SAME):
                 return
+            best = self.winner if nearest.seconds <= self.least else nearest
 
     def built(self, task: Task, offer: Offer, constraints: Constraints) -> list[Candidate]:
         """The candidates of an offer, if it has as many stages as the constraints allow."""
@@ -157,13 +246,19 @@ class Race:
 
     def _enter(self, candidate: Candidate) -> None:
         """Simulate a candidate, unless its bound says that it is slower than the best."""
-        if candidate.least_seconds <= self.least * (1 + SAME):
-            if self.budget < candidate.num_ops and self.contenders:
-                self.num_skipped += 1
+        if self._is_stopped:
+            self.skipped.append(candidate)
+        elif candidate.least_seconds <= self.least * (1 + SAME):
+            if self.budget < candidate.effort and (self.contenders or self.is_sketch):
+                self.skipped.append(candidate)
                 return
-            self.budget -= candidate.num_ops
+            self.budget -= candidate.effort
+            seconds = candidate.seconds  # before it is known: this may be interrupted
             self.contenders.append(candidate)
-            self.least = min(self.least, candidate.seconds)
+            if seconds < self.least:
+                self.least = seconds
+                if not self.is_sketch:
+                    self.patience.note(seconds, self.bound)
 
     @property
     def winner(self) -> Candidate | None:
@@ -189,14 +284,39 @@ def _modesty(candidate: Candidate) -> tuple[float, ...]:
     )
 
 
-def _by_promise(tasks: Sequence[Task], constraints: Constraints) -> list[tuple[float, Task, Offer]]:
-    """All offers, each with the least that it can take, the most promising first."""
+Promise = tuple[float, Task, Offer]
+"""The least that an offer for a task can take, in seconds."""
+
+
+def _by_promise(
+    tasks: Sequence[Task],
+    constraints: Constraints,
+    *kinds: Callable[[Task, Constraints], list[Offer]],
+) -> list[Promise]:
+    """All offers of some kinds, the most promising first; of equals, those of few stages, which are
+    quickly built."""
     promises = [
         (offer.least_seconds(task), task, offer)
         for task in tasks
-        for offer in offers(task, constraints)
+        for kind in kinds
+        for offer in kind(task, constraints)
     ]
-    return sorted(promises, key=itemgetter(0))
+    return sorted(promises, key=_place)
+
+
+def _uniform(promises: Sequence[Promise]) -> list[Promise]:
+    """Those of a few equal pipelines side by side, which are quickly judged."""
+    return [
+        promise
+        for promise in promises
+        if 0 < len(promise[2].replicas) <= _FEW_STAGES and len({*promise[2].replicas}) == 1
+    ]
+
+
+def _place(promise: Promise) -> tuple[float, int]:
+    seconds, _, offer = promise
+    # Sums of the same seconds in another order differ in their last digits.
+    return float(f"{seconds:.9g}"), len(offer.replicas) or 2 * offer.num_ranks
 
 
 def fastest(
@@ -205,11 +325,25 @@ def fastest(
     """The winner of a race; ``None`` if nothing fits.
 
     Args:
-        budget: ops to simulate.
+        budget: effort to simulate.
     """
     race = Race(budget=budget)
     race.run([task for task in tasks if least_excess(task) <= 0], constraints)
     return race.winner
+
+
+def sketched(
+    tasks: Sequence[Task], constraints: Constraints, budget: int, patience: Patience
+) -> Race:
+    """A race that says of what would take long to simulate only what that takes at least.
+
+    Args:
+        budget: effort to simulate.
+        patience: how long it may take, once there is something.
+    """
+    race = Race(budget=budget, is_sketch=True, patience=patience)
+    race.run([task for task in tasks if least_excess(task) <= 0], constraints)
+    return race
 
 
 def closest(tasks: Sequence[Task], constraints: Constraints) -> Candidate | None:
@@ -220,7 +354,7 @@ def closest(tasks: Sequence[Task], constraints: Constraints) -> Candidate | None
     what fits.
     """
     least, nearest = inf, None
-    for _, task, offer in _by_promise(tasks, constraints):
+    for _, task, offer in _by_promise(tasks, constraints, offers, guided):
         with suppress(InputError, PlanError):
             setting = offer.setting(task)
             again = constraints.allows(setting.num_stages)

@@ -24,6 +24,7 @@ from penstock.base.values import (
     flag,
     is_number,
     is_whole,
+    number,
     one_of,
     shown,
     whole,
@@ -62,7 +63,7 @@ PROPOSED = {
 """Schedules for a live source if none is asked for, the first that does it on the fewest devices,
 and why."""
 
-_MOST_SIMULATED = 500_000
+_MOST_SIMULATED = 2_000_000
 """The most ranks times microbatches; candidates with as many take seconds each."""
 
 _SAID_ELSEWHERE = {
@@ -161,6 +162,7 @@ class PlanRequest:
     rate: float | None = None
     spill: SpillRule = "where-needed"
     engine: str | None = None
+    patience_seconds: float | None = None
 
     def __post_init__(self) -> None:
         if self.engine is not None:
@@ -187,6 +189,8 @@ class PlanRequest:
         width = self.tensor_ranks
         if width != "any" and not (is_whole(width) and 1 <= int(width) <= families.LARGEST):
             raise InputError(f"tensor_ranks is {shown(width)}; give a whole number ≥ 1 or 'any'")
+        if self.patience_seconds is not None:
+            number("patience_seconds", self.patience_seconds, positive=True)
         never = self.versions is not None and self.versions.asynchronous
         if never and self.recompute in ("stage", "layers"):
             raise InputError("stages do not run forward twice where the pipeline never flushes")
@@ -226,11 +230,21 @@ class PlanRequest:
     def _check_summing(self) -> None:
         one_of("reducer", self.reducer, (*REDUCERS, "any"))
         whole("stale", self.stale, 0, MOST_STALE)
+        if self.reducer == "sharded" and (self.asynchronous or self._never_flushes):
+            raise InputError(
+                "reducer='sharded' updates shares of the weights when a pipeline has drained, and "
+                "one that is asynchronous never does; take another reducer, or leave out "
+                f"{'asynchronous' if self.asynchronous else self.family}"
+            )
         if self.stale and self.reducer != "parameter-server":
             raise InputError(
                 f"stale={self.stale} is for reducer='parameter-server', and the reducer is "
                 f"{self.reducer!r}; name that one, or leave stale out"
             )
+
+    @property
+    def _never_flushes(self) -> bool:
+        return self.family in USUAL or bool(self.versions and self.versions.asynchronous)
 
     @cached_property
     def _named(self) -> tuple[str | None, Options]:

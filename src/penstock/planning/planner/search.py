@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from penstock.base.arguments import public
 from penstock.base.errors import InputError, PlanError
-from penstock.base.telling import tells
+from penstock.base.telling import Telling
 from penstock.base.units import count_of
 from penstock.base.values import expect
 from penstock.core.cluster import Cluster
@@ -26,6 +26,7 @@ from penstock.planning.planner.candidate import Candidate
 from penstock.planning.planner.doubts import doubts_about
 from penstock.planning.planner.live import Kept, keeping, missing
 from penstock.planning.planner.offloading import weighed
+from penstock.planning.planner.patience import Patience
 from penstock.planning.planner.race import Race, closest, fastest
 from penstock.planning.planner.request import (
     PROPOSED,
@@ -38,12 +39,14 @@ from penstock.planning.planner.spilling import offered, spilled_plan
 from penstock.planning.planner.task import Task
 from penstock.planning.planner.variants import in_groups, in_other_orders, learned, mixed, widths
 from penstock.planning.planner.why import (
+    Rival,
     alternatives_of,
     coarsely,
     possible,
     reason_for,
     rivals,
     shortfall,
+    simulated,
     why_summed_so,
     why_sums_hide,
 )
@@ -82,6 +85,7 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
     rate: float | None = None,
     spill: SpillRule = "where-needed",
     engine: str | None = None,
+    patience_seconds: float | None = None,
 ) -> Plan:
     """Find the plan with the shortest predicted step that fits in memory.
 
@@ -153,7 +157,7 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
             run, too little memory (says what is over by how much, and what would fit), or too slow
             for the rate (says which stage is, what is reached, and how many devices would do).
         InputError: a count below 1, an unknown schedule, or more microbatches than can be simulated
-            (ranks × microbatches above 500,000).
+            (ranks × microbatches above 2,000,000).
     """
     request = PlanRequest(
         microbatches=microbatches,
@@ -176,11 +180,11 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
         rate=rate,
         spill=spill,
         engine=engine,
+        patience_seconds=patience_seconds,
     )
     return planned(graph, cluster, request)
 
 
-@tells("planning")
 def planned(graph: LayerGraph, cluster: Cluster | None, request: PlanRequest) -> Plan:
     """The best plan for a request, as ``plan`` finds it."""
     if request.engine is None or request.recompute != "where-needed":
@@ -235,7 +239,9 @@ def _planned(graph: LayerGraph, cluster: Cluster | None, request: PlanRequest) -
     if request.placer == "reinforce":
         return _learned(tasks, constraints)
     if request.rate is None:
-        return _solve(tasks, constraints)
+        with Telling("planning") as telling:
+            patience = Patience(request.patience_seconds, telling.update)
+            return _solve(tasks, constraints, patience)
     for_rate = _proposed_for_rate if request.proposes_stream else _solve_for_rate
     return for_rate(tasks, constraints, float(request.rate))
 
@@ -268,7 +274,7 @@ def _solve_for_rate(tasks: Sequence[Task], constraints: Constraints, rate: float
         kept = Kept(best, ())
     labelled = rivals(tasks, constraints)
     for candidate in kept.fewer:
-        labelled[count_of(candidate.setting.num_ranks, "device")] = candidate
+        labelled[count_of(candidate.setting.num_ranks, "device")] = Rival(candidate)
     plan = kept.chosen.to_plan(
         kept.reason(rate),
         alternatives_of(kept.chosen, labelled, constraints),
@@ -313,8 +319,10 @@ def _explained(
     tasks: Sequence[Task],
     constraints: Constraints,
     num_skipped: int = 0,
+    patience: Patience | None = None,
 ) -> Plan:
-    labelled = rivals([task for task in tasks if task.reducer == chosen.task.reducer], constraints)
+    alike = [task for task in tasks if task.reducer == chosen.task.reducer]
+    labelled = rivals(alike, constraints, chosen if len(alike) == len(tasks) else None, patience)
     reason = reason_for(chosen, contenders, labelled, constraints)
     if chosen.way.reducer != "owners":
         reason += f" ({why_summed_so(chosen)})"
@@ -324,7 +332,9 @@ def _explained(
         reason += f" ({coarsely(chosen.task)})"
     if num_skipped:
         reason += f" ({num_skipped} candidates that promised less were not simulated)"
-    doubts = doubts_about(chosen, possible([*contenders, *labelled.values()], chosen, constraints))
+    doubts = doubts_about(
+        chosen, possible([*contenders, *simulated(labelled)], chosen, constraints)
+    )
     return chosen.to_plan(reason, alternatives_of(chosen, labelled, constraints), tuple(doubts))
 
 
@@ -358,11 +368,18 @@ def _with_tensor_ranks(tasks: Sequence[Task], tensor_ranks: int | Literal["any"]
                 yield in_groups(task, width)
 
 
-def _solve(tasks: Sequence[Task], constraints: Constraints) -> Plan:
-    race = Race()
-    race.run(tasks, constraints)
-    if constraints.engine is None:  # others have one degree of tensor parallelism
-        race.enter(mixed(tasks, constraints))
+def _solve(
+    tasks: Sequence[Task], constraints: Constraints, patience: Patience | None = None
+) -> Plan:
+    race = Race(patience=patience or Patience())
+    try:
+        race.run(tasks, constraints)
+        if constraints.engine is None:  # others have one degree of tensor parallelism
+            race.enter(mixed(tasks, constraints))
+    except KeyboardInterrupt:
+        if race.winner is None:
+            raise
+        race.patience.interrupt()
     chosen = race.winner
     if chosen is None:
         _check_built(race, tasks[0], constraints)
@@ -372,7 +389,10 @@ def _solve(tasks: Sequence[Task], constraints: Constraints) -> Plan:
         if nearest is None or not nearest.fits:
             return _fits_nowhere(nearest, tasks, constraints)
         chosen = nearest if nearest.setting.is_final else nearest.with_final_order()
-    plan = _explained(chosen, race.contenders, tasks, constraints, race.num_skipped)
+    skipped = len(race.skipped)
+    plan = _explained(chosen, race.contenders, tasks, constraints, skipped, race.patience)
+    if ended := race.patience.verdict(chosen.seconds, race.bound):
+        plan = replace(plan, reason=f"{plan.reason} ({ended})")
     return weighed(plan, chosen.task, constraints)
 
 

@@ -5,7 +5,7 @@ which layers its stages have memory for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
@@ -211,9 +211,21 @@ class Setting(Terms):
         """Whether ``loads`` are exact: every rank has one stage, and microbatches are whole."""
         return self.is_single and self.schedule.num_slices == 1
 
-    @cached_property
+    @property
     def _recomputing(self) -> Schedule:
-        return add_recompute(self.schedule, range(self.num_stages))
+        return self.with_recomputes(tuple(range(self.num_stages)))
+
+    def with_recomputes(self, stages: tuple[int, ...]) -> Schedule:
+        """The schedule, in which some stages run forward a second time; made once for all cuts."""
+        if not stages:
+            return self.schedule
+        if stages not in self._with_recomputes:
+            self._with_recomputes[stages] = add_recompute(self.schedule, stages)
+        return self._with_recomputes[stages]
+
+    @cached_property
+    def _with_recomputes(self) -> dict[tuple[int, ...], Schedule]:
+        return {}
 
 
 class MemoryLimits:
@@ -251,6 +263,12 @@ class MemoryLimits:
             for rank in setting.ranks_of[stage]
         )
         return min(per_rank)
+
+    def kind(self, stage: int) -> Hashable:
+        """Stages of one kind have the same tables."""
+        if self.is_free:
+            return None
+        return self._limits[stage], self._key(stage, "none"), self._key(stage, "stage")
 
     def again_seconds(self, stage: int) -> Table:
         """Seconds that a stage takes longer because it must run forward twice, as a table of all

@@ -102,17 +102,18 @@ class Cache:
         cuts: the best ones of settings without limits.
         offers: what was made of offers: candidates, or why there are none.
         orders: those that were searched without costs.
-        shapes: replicas of each stage and devices of each rank that are worth trying.
+        shapes: replicas of each stage and devices of each rank that other planners would choose, in
+            one entry when it is known; memory makes no difference.
         tables: the bytes that stages need.
         numbers: ``Task.numbers``, by a stage's first layer and the one behind its last.
-        hops: their seconds, by the devices at their ends.
+        hops: their seconds at each place, by the links that they may go over.
         links: the different ones between stages, by their devices.
     """
 
     cuts: dict[object, list[tuple[int, ...]]] = field(default_factory=dict)
     offers: dict[object, Any] = field(default_factory=dict)
     orders: dict[object, Schedule] = field(default_factory=dict)
-    shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+    shapes: list[tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]] = field(default_factory=list)
     tables: dict[object, Table] = field(default_factory=dict)
     numbers: dict[tuple[int, int], dict[str, float]] = field(default_factory=dict)
     hops: dict[object, Floats] = field(default_factory=dict)
@@ -241,6 +242,12 @@ class Task:
         # A stage hands back the gradient of its input, so it holds that whatever its layers keep.
         held = self.graph.layers[start].held_input_bytes
         return int(self.sum("activation_bytes", start, stop)) + held
+
+    @cached_property
+    def least_forward_share(self) -> float:
+        """The share of a layer's forward in its compute, where it is least."""
+        pairs = zip(self.graph.layers, self.compute_seconds, strict=True)
+        return min((layer.forward_seconds / whole for layer, whole in pairs if whole), default=1.0)
 
     @cached_property
     def places(self) -> tuple[int, ...]:
@@ -388,9 +395,6 @@ class Task:
         Args:
             in_turns: whether microbatches go round both, so that not everybody meets everybody.
         """
-        num_pairs = (lcm if in_turns else mul)(len(sources), len(targets))
-        if num_pairs > _MANY_PAIRS:
-            return self.topology.slowest_link({*sources, *targets}, num_bytes)
         links = self._links_between(tuple(sources), tuple(targets), in_turns)
         return max(links, key=lambda link: link.seconds(num_bytes), default=Link())
 
@@ -399,7 +403,12 @@ class Task:
     ) -> tuple[Link, ...]:
         """The different links between two stages' devices, worked out once for all cuts."""
         key = sources, targets, in_turns
-        if key not in self.cache.links:
+        if key in self.cache.links:
+            return self.cache.links[key]
+        if (lcm if in_turns else mul)(len(sources), len(targets)) > _MANY_PAIRS:
+            among = self.topology.links_among({*sources, *targets})
+            self.cache.links[key] = tuple(dict.fromkeys(among))
+        else:
             pairs: Iterable[tuple[int, int]] = product(sources, targets)
             if in_turns:
                 rounds = zip(cycle(sources), cycle(targets), strict=False)
@@ -407,6 +416,20 @@ class Task:
             links = (self.topology.link(*pair) for pair in pairs if len({*pair}) > 1)
             self.cache.links[key] = tuple(dict.fromkeys(links))
         return self.cache.links[key]
+
+    def hops(self, sources: tuple[int, ...], targets: tuple[int, ...], *, in_turns: bool) -> Floats:
+        """Seconds from a stage to the next if it ends at each place; one array for all stages that
+        are joined alike."""
+        key = self._links_between(sources, targets, in_turns)
+        if key not in self.cache.hops:
+            seconds = (
+                self.hop(stop, sources, targets, in_turns=in_turns)[0]
+                if 0 < stop < self.num_layers
+                else 0.0
+                for stop in self.places
+            )
+            self.cache.hops[key] = np.array([*seconds])
+        return self.cache.hops[key]
 
     def hop(
         self, stop: int, sources: Sequence[int], targets: Sequence[int], *, in_turns: bool = False

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace as replaced
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -13,7 +14,8 @@ from penstock.base.units import count_of, format_bytes, format_seconds, format_s
 from penstock.core.cluster import Cluster
 from penstock.core.schedule.op import Kind
 from penstock.planning.planner.candidate import Candidate
-from penstock.planning.planner.race import SAME, fastest
+from penstock.planning.planner.patience import Patience
+from penstock.planning.planner.race import SAME, fastest, sketched
 from penstock.planning.planner.request import PLAIN, Constraints
 from penstock.planning.planner.task import Task
 from penstock.planning.plans.table import Alternative
@@ -22,13 +24,45 @@ _MATTERS = 0.1
 """A share of the step that is worth a word."""
 
 _PLENTY = 1 << 62
-_BUDGET = 100_000
-"""Ops to simulate for each row of the table."""
+_BUDGET = 50_000
+"""Effort to simulate for each row of the table."""
+_UNASKED_BUDGET = 12_000
+"""The same, for what is not asked for."""
 
 
-def rivals(tasks: Sequence[Task], constraints: Constraints) -> dict[str, Candidate]:
+class Rival(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+        candidate: the best of its kind.
+        is_bound: whether it was not simulated, because that takes long, and only what it takes at
+            least is known.
+    """
+
+    candidate: Candidate
+    is_bound: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, or what one takes at least."""
+        return self.candidate.least_seconds if self.is_bound else self.candidate.seconds
+
+
+def rivals(
+    tasks: Sequence[Task],
+    constraints: Constraints,
+    chosen: Candidate | None = None,
+    patience: Patience | None = None,
+) -> dict[str, Rival]:
     """The best candidate of every kind of plan, by the kind's label: the fastest that fits, else
-    the fastest if memory did not matter."""
+    the fastest if memory did not matter. The table costs no more than the answer: what would take
+    long is not simulated.
+
+    Args:
+        chosen: the best that constraints allow, if somebody has looked.
+        patience: when it is over, what is known of a kind has to do.
+    """
+    patience = patience or Patience()
     split = [task for task in tasks if task.groups is not None]
     singles = (task if task.groups is None else task.groups.single for task in tasks)
     whole = list({id(task): task for task in singles}.values())
@@ -44,20 +78,43 @@ def rivals(tasks: Sequence[Task], constraints: Constraints) -> dict[str, Candida
     }
     if max(widths) == 1:
         del kinds["data parallel"]
-    best = {label: _best(whole, kind) for label, kind in kinds.items()}
+    answered = chosen is not None and not split and replaced(constraints, spill="where-needed")
+    best: dict[str, Rival | None] = {}
+    for label, kind in kinds.items():
+        is_asked = label != "best asynchronous" or constraints.asynchronous != "no"
+        if chosen is not None and answered == kind:
+            best[label] = Rival(chosen)
+        else:
+            budget = _BUDGET if is_asked else _UNASKED_BUDGET
+            best[label] = _best(whole, kind, budget, patience)
     if split:
-        best["split layers"] = _best(split, everything)
-    return {label: candidate for label, candidate in best.items() if candidate is not None}
+        best["split layers"] = _best(split, everything, _BUDGET, patience)
+    return {label: rival for label, rival in best.items() if rival is not None}
 
 
-def _best(tasks: Sequence[Task], constraints: Constraints) -> Candidate | None:
-    roomy = [_roomy(task) for task in tasks]
-    return fastest(tasks, constraints, _BUDGET) or fastest(roomy, constraints, _BUDGET)
+def _best(
+    tasks: Sequence[Task], constraints: Constraints, budget: int, patience: Patience
+) -> Rival | None:
+    return _sketched(tasks, constraints, budget, patience) or _sketched(
+        [_roomy(task) for task in tasks], constraints, budget, patience
+    )
+
+
+def _sketched(
+    tasks: Sequence[Task], constraints: Constraints, budget: int, patience: Patience
+) -> Rival | None:
+    race = sketched(tasks, constraints, budget, patience)
+    skipped, winner = race.most_promising, race.winner
+    if winner is not None:
+        return Rival(winner)
+    return None if skipped is None else Rival(skipped, is_bound=True)
 
 
 def _roomy(task: Task) -> Task:
     """The same task with so much memory that it does not count."""
-    return replaced(task, cluster=without_limits(task.cluster), memory_bytes=None)
+    roomy = replaced(task, cluster=without_limits(task.cluster), memory_bytes=None)
+    roomy.cache.shapes.extend(task.cache.shapes)
+    return roomy
 
 
 def without_limits(cluster: Cluster) -> Cluster:
@@ -73,25 +130,31 @@ def without_limits(cluster: Cluster) -> Cluster:
 
 
 def alternatives_of(
-    chosen: Candidate, labelled: dict[str, Candidate], constraints: Constraints
+    chosen: Candidate, labelled: dict[str, Rival], constraints: Constraints
 ) -> tuple[Alternative, ...]:
     """The rivals as rows of a table."""
     rows = dict(labelled)
-    if not any(_is_same(rival, chosen) for rival in rows.values()):
-        rows = {"this plan": chosen, **rows}
+    if not any(_is_same(rival.candidate, chosen) for rival in rows.values()):
+        rows = {"this plan": Rival(chosen), **rows}
     return tuple(
         Alternative(
             label=label,
-            description=str(rival),
+            description=str(rival.candidate),
             step_seconds=rival.seconds,
-            bubble=rival.prediction.bubble,
-            memory_bytes=max(rival.rank_bytes),
-            moved_bytes=rival.moved_bytes,
-            delay=rival.prediction.delay + rival.way.most_stale,
-            remark=_remark(rival, chosen, constraints),
+            is_bound=rival.is_bound,
+            bubble=rival.candidate.prediction.bubble_of(rival.seconds),
+            memory_bytes=max(rival.candidate.rank_bytes),
+            moved_bytes=rival.candidate.moved_bytes,
+            delay=rival.candidate.prediction.delay + rival.candidate.way.most_stale,
+            remark=_remark(rival.candidate, chosen, constraints),
         )
         for label, rival in rows.items()
     )
+
+
+def simulated(labelled: dict[str, Rival]) -> list[Candidate]:
+    """The rivals of which is known how long they take."""
+    return [rival.candidate for rival in labelled.values() if not rival.is_bound]
 
 
 def _remark(rival: Candidate, chosen: Candidate, constraints: Constraints) -> str:
@@ -152,7 +215,7 @@ def _is_wanted(candidate: Candidate, constraints: Constraints) -> bool:
 def reason_for(
     chosen: Candidate,
     contenders: Sequence[Candidate],
-    labelled: dict[str, Candidate],
+    labelled: dict[str, Rival],
     constraints: Constraints,
 ) -> str:
     """One sentence on why ``chosen`` won, with the plan that decided it."""
@@ -160,7 +223,7 @@ def reason_for(
     verdict = f"{chosen}: {format_seconds(chosen.seconds)} a step, {speed_up} one device"
     others = [
         candidate
-        for candidate in (*contenders, *labelled.values())
+        for candidate in (*contenders, *simulated(labelled))
         if str(candidate) != str(chosen) and _is_allowed(candidate, constraints)
     ]
     fitting = [candidate for candidate in others if candidate.limited_like(chosen).fits]
@@ -193,9 +256,12 @@ def why_sums_hide(chosen: Candidate) -> str:
     whole, prediction = chosen.stages[stage].reduce_seconds, chosen.prediction
     if chosen.stages[stage].exchange is None or chosen.setting.versions.asynchronous:
         return ""
-    spans = [span for span in prediction.timeline.spans if span.op.stage == stage]
-    handed_in = max((s.end for s in spans if s.op.kind is Kind.REDUCE), default=0.0)
-    updated = max((s.start for s in spans if s.op.kind is Kind.UPDATE), default=handed_in)
+    if prediction.step is not None:
+        handed_in, updated = prediction.step.handed_in[stage], prediction.step.updated[stage]
+    else:
+        spans = [span for span in prediction.timeline.spans if span.op.stage == stage]
+        handed_in = max((s.end for s in spans if s.op.kind is Kind.REDUCE), default=0.0)
+        updated = max((s.start for s in spans if s.op.kind is Kind.UPDATE), default=handed_in)
     hidden = whole - (updated - handed_in)
     if hidden < _MATTERS * chosen.seconds:
         return ""

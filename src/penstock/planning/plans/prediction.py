@@ -16,6 +16,7 @@ from penstock.core.schedule.rounds import Rounds, filling
 from penstock.core.timing.costs import Costs
 from penstock.core.timing.simulator import simulate
 from penstock.core.timing.simulator.beside import Served
+from penstock.core.timing.simulator.step import StepTimes, step_of
 from penstock.core.timing.spans import slowest_beat
 from penstock.core.timing.timeline import Timeline
 from penstock.core.versions import Policy, place_of, rounds_of, versions_read
@@ -200,10 +201,18 @@ class Prediction:
     def step_seconds(self) -> float:
         """Seconds of a minibatch with its update; without a flush, in the steady state."""
         if self.flushes:
-            return self.timeline.makespan
+            return self.timeline.makespan if self.step is None else self.step.seconds
         return steady_seconds(
             self.build, self.versions, self.costs, self.num_microbatches, self.replicas
         )
+
+    @cached_property
+    def step(self) -> StepTimes | None:
+        """One step with its update, without its timeline; ``None`` where there is no shorter way
+        to it than through that."""
+        if self.spill is not None or self.offload is not None or not self.flushes:
+            return None
+        return step_of(self.placement, self.costs)
 
     @property
     def frames_per_second(self) -> float:
@@ -226,11 +235,15 @@ class Prediction:
     @property
     def bubble(self) -> float:
         """Idle rank-time over all rank-time of a minibatch, from 0 to 1."""
-        if self.flushes:
+        if self.flushes and self.step is None:
             return self.timeline.bubble
-        if not self.step_seconds:
+        return self.bubble_of(self.step_seconds)
+
+    def bubble_of(self, seconds: float) -> float:
+        """The bubble of a minibatch that takes so long."""
+        if not seconds:
             return 0.0
-        return max(0.0, 1 - self.work_seconds / (self.step_seconds * self.placement.num_ranks))
+        return max(0.0, 1 - self.work_seconds / (seconds * self.placement.num_ranks))
 
     @cached_property
     def work_seconds(self) -> float:

@@ -276,6 +276,7 @@ class Alternative(Value, frozen=True, kw_only=True):
         label: what it is the best of, for example ``"data parallel"``.
         description: schedule, stages, replicas.
         step_seconds: of a minibatch; without a flush, in the steady state.
+        is_bound: whether it was not simulated, and takes at least so long.
         bubble: idle rank-time over all rank-time of a step.
         memory_bytes: of the rank that needs most.
         moved_bytes: over all links, per minibatch.
@@ -287,6 +288,7 @@ class Alternative(Value, frozen=True, kw_only=True):
     label: str
     description: str
     step_seconds: float
+    is_bound: bool = False
     bubble: float = 0.0
     memory_bytes: int = 0
     moved_bytes: int = 0
@@ -340,7 +342,7 @@ def comparison(rows: Sequence[Alternative], width: int = WIDTH) -> str:
         table.add_row(
             row.label,
             f"{row.description}{remark}",
-            format_seconds(row.step_seconds),
+            "≥ " * row.is_bound + format_seconds(row.step_seconds),
             f"{row.bubble:.0%}",
             format_bytes(row.memory_bytes),
             format_bytes(row.moved_bytes),

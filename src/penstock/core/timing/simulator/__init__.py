@@ -1,6 +1,7 @@
 """Predict: a schedule and its costs become a timeline.
 
-``passage`` lets ranks go through their ops, on columns; ``beside`` is what may make them wait for
+``passage`` lets ranks go through their ops, on columns; ``step`` says how long that takes, and no
+more; ``beside`` is what may make them wait for
 more than each other: links that are busy, sums of gradients part by part, a live source, and
 ``tiers`` where stages leave memory.
 """
@@ -21,16 +22,10 @@ from penstock.core.schedule.op import COMMUNICATION, Kind
 from penstock.core.schedule.schedule import Planned, Schedule
 from penstock.core.timing.costs import Costs
 from penstock.core.timing.simulator.beside import MOVES, Arrivals, Surroundings
-from penstock.core.timing.simulator.passage import (
-    Delays,
-    Floats,
-    InOrderOfTime,
-    Sources,
-    durations_of,
-    go_through,
-    in_waves,
-)
-from penstock.core.timing.spans import Row
+from penstock.core.timing.simulator.network import CrossingResults, transfers_of
+from penstock.core.timing.simulator.passage import Delays, Floats, InOrderOfTime, durations_of
+from penstock.core.timing.simulator.step import passed
+from penstock.core.timing.spans import Row, Transfer
 from penstock.core.timing.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -116,22 +111,22 @@ def _simulated(schedule: Schedule, costs: Costs, arrivals: Arrivals | None) -> T
     columns = schedule.columns
     needs, beside = needs_of(columns), None
     summed = costs.has_exchanges and Kind.REDUCE in schedule.kinds
-    if arrivals is not None or summed or costs.has_busy_links or MOVES & schedule.kinds:
+    shared = costs.has_busy_links and bool(costs.cards)
+    transfers: tuple[Transfer, ...] = ()
+    if arrivals is not None or summed or shared or MOVES & schedule.kinds:
         beside = Surroundings(schedule, costs, arrivals)
         needs = beside.with_admissions(needs)
-    delays = Delays(columns, costs)
-    delay = delays.of(needs.single, slice(None))
-    duration, times = durations_of(columns, costs), None
-    if beside is None and needs.suit_waves(columns.num_ranks):
-        times = in_waves(columns, needs, duration, delay)
-    if times is None:
-        sources: Sources = delays.of_several(needs.several)
-        if beside is None:
-            times = go_through(schedule, needs, duration, delay, sources)
-        else:
-            sources = beside.undelayed(sources)
-            times = InOrderOfTime(schedule, needs, duration, delay, sources, beside).times()
-    start, end = times
+        delays, duration = Delays(columns, costs), durations_of(columns, costs)
+        delay = delays.of(needs.single, slice(None))
+        sources = beside.undelayed(delays.of_several(needs.several))
+        times = InOrderOfTime(schedule, needs, duration, delay, sources, beside).times()
+        transfers = beside.transfers
+    else:
+        times = passed(schedule, costs)
+        if costs.has_busy_links:
+            busy = CrossingResults.of(columns).occupied(columns, costs)
+            transfers = transfers_of(columns, times.sent, busy)
+    start, end, _ = times
     _begin_messages_early(columns, start, end)
     rows = (
         Row(ops, _column(start[a:b]), _column(end[a:b]))
@@ -143,7 +138,7 @@ def _simulated(schedule: Schedule, costs: Costs, arrivals: Arrivals | None) -> T
         schedule.name,
         activations=schedule.activations,
         arrivals=tuple(arrivals.period * frame for frame in frames) if arrivals else (),
-        transfers=beside.transfers if beside is not None else (),
+        transfers=transfers,
     )
 
 

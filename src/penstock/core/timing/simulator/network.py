@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.core.schedule.columns import Columns
+from penstock.core.schedule.columns import Columns, Longs
 from penstock.core.schedule.needs import Numbers
 from penstock.core.schedule.op import RELEASING, Kind, Op
 from penstock.core.schedule.schedule import Schedule
 from penstock.core.timing.costs import Costs, Exchange
-from penstock.core.timing.simulator.passage import Event
+from penstock.core.timing.simulator.passage import Event, Floats
 from penstock.core.timing.spans import Transfer, TransferKind
 
 
@@ -198,6 +198,58 @@ class Sums:
         return total.there
 
 
+@dataclass(frozen=True)
+class CrossingResults:
+    """Ops whose results go to other ranks as messages, and over which links.
+
+    Attributes:
+        ops: their numbers, ascending.
+        readers: for each of them, the op on another rank that gets its result.
+        links: for every op of the schedule, the number of the link that its result goes over, which
+            joins two ranks in one direction; −1 where it stays.
+        num_links: how many there are.
+    """
+
+    ops: Longs
+    readers: Longs
+    links: Longs
+    num_links: int
+
+    @classmethod
+    def of(cls, columns: Columns) -> CrossingResults:
+        """The messages of a schedule's ops, worked out once."""
+        kept = vars(columns)  # as ``needs_of`` keeps what it finds
+        if "messages" not in kept:
+            kept["messages"] = cls._of(columns)
+        messages: CrossingResults = kept["messages"]
+        return messages
+
+    @classmethod
+    def _of(cls, columns: Columns) -> CrossingResults:
+        reader = np.full(columns.count, -1, np.int64)
+        for kind, ops, needs in Numbers(columns).rule():
+            for need in needs if kind is not Kind.UPDATE else ():  # sums go another way
+                there = need < columns.count
+                crosses = there & (columns.rank[np.where(there, need, 0)] != columns.rank[ops])
+                np.maximum.at(reader, need[crosses], ops[crosses])
+        sent = np.flatnonzero(reader >= 0)
+        pairs = columns.rank[sent].astype(np.int64) * columns.num_ranks
+        pairs += columns.rank[reader[sent]]
+        different, numbers = np.unique(pairs, return_inverse=True)
+        links = np.full(columns.count, -1, np.int64)
+        links[sent] = numbers
+        return cls(sent, reader[sent], links, len(different))
+
+    def occupied(self, columns: Columns, costs: Costs) -> Floats:
+        """How long the result of each op keeps its link busy; 0 where it stays."""
+        # The last stage has no link behind it, and its costs may have no number for one.
+        edges = [costs.occupies(edge) for edge in range(columns.num_stages - 1)]
+        busy = np.zeros(columns.count)
+        ends = columns.stage[self.ops], columns.stage[self.readers]
+        busy[self.ops] = np.array([*edges, 0.0])[np.minimum(*ends)]
+        return busy
+
+
 class Links:
     """When each message begins its way, where links and cards carry one at a time.
 
@@ -211,26 +263,35 @@ class Links:
     """
 
     def __init__(self, columns: Columns, costs: Costs, roads: Roads) -> None:
-        self._costs, self._roads = costs, roads
-        reader = np.full(columns.count, -1, np.int64)
-        for kind, ops, needs in Numbers(columns).rule():
-            for need in needs if kind is not Kind.UPDATE else ():  # sums go another way
-                there = need < columns.count
-                crosses = there & (columns.rank[np.where(there, need, 0)] != columns.rank[ops])
-                np.maximum.at(reader, need[crosses], ops[crosses])
-        fields = reader, columns.rank, columns.stage, columns.microbatch
-        self._reader, self._rank, self._stage, self._microbatch = (each.tolist() for each in fields)
+        self._roads, messages = roads, CrossingResults.of(columns)
+        self._busy = messages.occupied(columns, costs).tolist()
+        numbers = zip(messages.ops.tolist(), messages.readers.tolist(), strict=True)
+        self._reader = dict(numbers)
+        fields = columns.rank, columns.stage, columns.microbatch
+        self._rank, self._stage, self._microbatch = (each.tolist() for each in fields)
         self.transfers: list[Transfer] = []
 
     def send(self, number: int, end: float) -> float:
         """Put the result of an op on its way, if another rank gets it; gives when."""
-        reader = self._reader[number]
-        if reader < 0:
+        reader = self._reader.get(number)
+        if reader is None:
             return end
         link = self._rank[number], self._rank[reader]
         stage, target = self._stage[number], self._stage[reader]
-        busy = self._costs.occupies(min(stage, target))
-        left, until = self._roads.take([link, *self._roads.ends(*link)], end, busy)
+        roads = [link, *self._roads.ends(*link)]
+        left, until = self._roads.take(roads, end, self._busy[number])
         kind: TransferKind = "gradient" if target < stage else "value"
         self.transfers.append(Transfer(link, kind, stage, self._microbatch[number], left, until))
         return left
+
+
+def transfers_of(columns: Columns, sent: Floats, busy: Floats) -> tuple[Transfer, ...]:
+    """The messages of ops whose results left at ``sent``, and kept their links busy so long."""
+    messages = CrossingResults.of(columns)
+    ops, readers = messages.ops, messages.readers
+    ranks = zip(columns.rank[ops].tolist(), columns.rank[readers].tolist(), strict=True)
+    backwards = columns.stage[readers] < columns.stage[ops]
+    kinds: Iterator[TransferKind] = ("gradient" if back else "value" for back in backwards)
+    fields = columns.stage[ops], columns.microbatch[ops], sent[ops], sent[ops] + busy[ops]
+    rows = zip(ranks, kinds, *(field.tolist() for field in fields), strict=True)
+    return tuple(sorted(Transfer(*row) for row in rows))

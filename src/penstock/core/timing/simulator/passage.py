@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from heapq import heappop, heappush
 from math import inf
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +52,46 @@ Event = tuple[float, int]
 """When something happens beside the ranks, and the number by which it is known."""
 
 
+class LinkUse(NamedTuple):
+    """What results of ops keep busy on their way, where each link joins two ranks in one direction
+    and carries one result at a time: so they leave in the order of their rank's ops.
+
+    Attributes:
+        links: of each op, the number of its result's link; −1 where it stays on its rank.
+        busy: for how long.
+        num_links: how many there are.
+    """
+
+    links: Longs
+    busy: Floats
+    num_links: int
+
+
+class _LinksInTurn:
+    """When results leave, one after the other."""
+
+    def __init__(self, link_use: LinkUse) -> None:
+        self._links, self._busy = link_use.links.tolist(), link_use.busy.tolist()
+        self._free = [0.0] * link_use.num_links
+
+    def leaves(self, op: int, end: float) -> float:
+        """When the result of an op leaves that has ended."""
+        link = self._links[op]
+        if link < 0:
+            return end
+        left: float = max(end, self._free[link])
+        self._free[link] = left + self._busy[op]
+        return left
+
+
+class Times(NamedTuple):
+    """When each op starts and ends, and when its result leaves for other ranks."""
+
+    start: Floats
+    end: Floats
+    sent: Floats
+
+
 def go_through(
     schedule: Schedule,
     needs: Needs,
@@ -60,7 +100,8 @@ def go_through(
     sources: Sources,
     *,
     begins: Sequence[float] | None = None,
-) -> tuple[Floats, Floats]:
+    link_use: LinkUse | None = None,
+) -> Times:
     """When each op starts and ends if each rank goes on until it waits, and goes on again when what
     it waits for is there.
 
@@ -70,6 +111,7 @@ def go_through(
         delays: of each op, how long the one result that it waits for is under way.
         sources: the same, of those that wait for several.
         begins: when each rank does; 0 by default.
+        link_use: what results have to wait for on their way; by default nothing.
 
     Raises:
         ScheduleError: the schedule deadlocks, or an op needs one that is not there.
@@ -80,6 +122,8 @@ def go_through(
     single, duration, delay = needs.quick_single, _quick(durations), _quick(delays)
     start, end = array("d", bytes(8 * columns.count)), array("d", [inf]) * (columns.count + 2)
     end[needs.nothing] = -inf
+    # Without links, a result leaves when it is there.
+    sent, links = (end, None) if link_use is None else (array("d", end), _LinksInTurn(link_use))
     free = [0.0] * columns.num_ranks if begins is None else list(begins)
     position, several = first[:-1], _Several(sources)
     runnable = list(reversed(range(columns.num_ranks)))
@@ -89,22 +133,25 @@ def go_through(
         now = free[rank]
         for op in range(position[rank], first[rank + 1]):
             needed = single[op]
-            arrival = end[needed] + delay[op]
+            arrival = sent[needed] + delay[op]
             if op in sources:
-                arrival, needed = several.arrival(op, end)
+                arrival, needed = several.arrival(op, sent)
             if arrival == inf:
                 waiting.setdefault(needed, []).append(rank)
                 position[rank] = op
                 break
             start[op] = now = max(now, arrival)
             end[op] = now = now + duration[op]
+            if links is not None:
+                sent[op] = links.leaves(op, now)
             if op in waiting:
                 runnable += waiting.pop(op)
         free[rank] = now
     if waiting:
         stuck = sorted(rank for ranks in waiting.values() for rank in ranks)
         raise deadlock(schedule, np.array([position[rank] for rank in stuck]), needs)
-    return np.frombuffer(start), np.frombuffer(end)[: columns.count]
+    count = columns.count
+    return Times(np.frombuffer(start), np.frombuffer(end)[:count], np.frombuffer(sent)[:count])
 
 
 class _Several:
@@ -168,7 +215,7 @@ class InOrderOfTime:
         self._waiting: dict[int, list[int]] = {}
         self._events: list[tuple[float, int, int]] = []
 
-    def times(self) -> tuple[Floats, Floats]:
+    def times(self) -> Times:
         """When each op starts and ends.
 
         Raises:
@@ -188,7 +235,8 @@ class InOrderOfTime:
             stuck = sorted(rank for ranks in self._waiting.values() for rank in ranks)
             places = np.array([self._position[rank] for rank in stuck])
             raise deadlock(self._schedule, places, self._needs)
-        return np.frombuffer(self._start), np.frombuffer(self._end)
+        sent = np.frombuffer(self._sent)[: len(self._end)]
+        return Times(np.frombuffer(self._start), np.frombuffer(self._end), sent)
 
     def _wait(self, rank: int) -> None:
         """Let a rank's next op begin when it can, if that is known."""
@@ -230,14 +278,20 @@ class InOrderOfTime:
 
 
 def in_waves(
-    columns: Columns, needs: Needs, durations: Floats, delays: Floats
-) -> tuple[Floats, Floats] | None:
-    """As ``go_through`` with nothing beside, for many ranks: all whose next op can start take it at
-    once, in a few numpy calls for all of them together. ``None`` if they do not come to their
-    ends."""
+    columns: Columns,
+    needs: Needs,
+    durations: Floats,
+    delays: Floats,
+    link_use: LinkUse | None = None,
+) -> Times | None:
+    """As ``go_through``, for many ranks: all whose next op can start take it at once, in a few
+    numpy calls for all of them together. ``None`` if they do not come to their ends."""
     single = needs.single
     start, end = np.empty(columns.count), np.full(columns.count + 2, inf)
     end[needs.nothing] = -inf
+    sent, link_free = end, np.zeros(1)
+    if link_use is not None:  # the last link, of what stays, is always free
+        sent, link_free = end.copy(), np.zeros(link_use.num_links + 1)
     position, limit = columns.first[:-1].copy(), columns.first[1:]
     free = np.zeros(columns.num_ranks)
     while position.size:
@@ -245,19 +299,26 @@ def in_waves(
         # No rank comes to its end before so many waves.
         for _ in range(int((limit - position).min())):
             # Infinite where what is needed is not known yet: those times are written once more.
-            begins = end.take(single.take(position))
+            begins = sent.take(single.take(position))
             begins += delays.take(position)
             np.maximum(begins, free, out=begins)
             ends = begins + durations.take(position)
             start[position], end[position] = begins, ends
             can = ends < inf
+            if link_use is not None:
+                ways = link_use.links.take(position)
+                left = np.maximum(ends, link_free.take(ways))
+                sent[position] = left
+                left += link_use.busy.take(position)
+                link_free[ways[can]] = left[can]
+                link_free[-1] = 0.0
             np.copyto(free, ends, where=can)
             position += can
         if int(position.sum()) == before:
             return None
         goes_on = position < limit
         position, limit, free = position[goes_on], limit[goes_on], free[goes_on]
-    return start, end[: columns.count]
+    return Times(start, end[: columns.count], sent[: columns.count])
 
 
 def _quick(values: Floats) -> array[float]:

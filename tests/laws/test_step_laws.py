@@ -1,0 +1,86 @@
+"""What holds for the short ways to the length of a step: they come to what the simulation says, to
+the last bit."""
+
+from __future__ import annotations
+
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from penstock import Costs, schedules, simulate
+from penstock.base.errors import InputError
+from penstock.core.schedule.lower import add_recompute, add_update
+from penstock.core.schedule.op import Kind
+from penstock.core.timing.costs import Exchange
+from penstock.core.timing.simulator.step import step_of
+from tests.kit.helpers import amounts
+
+FAMILIES = ("1f1b", "gpipe", "eager-1f1b", "zb-h1", "zb-h2")
+
+
+@st.composite
+def replicated(draw):
+    """A schedule whose ranks have one stage each, often with equally many copies of all."""
+    family, num_stages = draw(st.sampled_from(FAMILIES)), draw(st.integers(1, 6))
+    counts, options = (1,) * num_stages, {}
+    if family in ("1f1b", "gpipe"):
+        if draw(st.booleans()):
+            counts = (draw(st.integers(1, 4)),) * num_stages
+        else:
+            counts = tuple(draw(st.integers(1, 3)) for _ in range(num_stages))
+        options = {"replicas": counts}
+    num_microbatches = draw(st.integers(max(counts), 12))
+    try:
+        schedule = schedules.build(
+            family, num_ranks=sum(counts), num_microbatches=num_microbatches, **options
+        )
+    except InputError:
+        assume(False)
+    again = draw(st.sets(st.integers(0, num_stages - 1)))
+    return add_recompute(schedule, sorted(again)) if again else schedule
+
+
+exchanges = st.builds(
+    Exchange,
+    st.integers(1, 4),
+    st.lists(amounts(2), min_size=1, max_size=3).map(tuple),
+    amounts(1),
+)
+
+
+@st.composite
+def costs_for(draw, num_stages):
+    def per_stage(most=2):
+        return draw(st.lists(amounts(most), min_size=num_stages, max_size=num_stages))
+
+    of_sums = [draw(st.none() | exchanges) for _ in range(num_stages)]
+    return Costs(
+        per_stage(),
+        per_stage(),
+        per_stage(),
+        hop=per_stage(),
+        link=draw(st.just(0.0) | st.just(per_stage(5))),
+        update=per_stage(),
+        reduce=per_stage(),
+        exchanges=draw(st.just(()) | st.just(of_sums)),
+    )
+
+
+@given(st.data())
+def test_a_step_without_its_timeline_is_as_long(data):
+    schedule = data.draw(replicated())
+    costs = data.draw(costs_for(schedule.num_stages))
+    step, timeline = step_of(schedule, costs), simulate(add_update(schedule), costs)
+    assert step.seconds == timeline.makespan
+    for stage, (handed_in, updated) in enumerate(zip(step.handed_in, step.updated, strict=True)):
+        spans = [span for span in timeline.spans if span.op.stage == stage]
+        updates = [span.start for span in spans if span.op.kind is Kind.UPDATE]
+        done = [span.end for span in spans if span.op.kind is not Kind.UPDATE]
+        assert max(updates) == updated
+        assert max(done) == handed_in
+
+
+def test_what_ranks_share_takes_a_whole_simulation():
+    schedule = schedules.build("1f1b", num_ranks=2, num_microbatches=4)
+    assert step_of(schedule, Costs(cards=(0, 0), hosts=(0, 0))) is None
+    several = schedules.build("interleaved-1f1b", num_ranks=2, num_microbatches=4)
+    assert step_of(several, Costs()) is None
