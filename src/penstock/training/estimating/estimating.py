@@ -328,7 +328,7 @@ class _CountingBench:
         if self._under_autocast:
             yield (
                 "the model runs under torch.autocast, which an estimate does not see: "
-                "products are priced and kept in the dtypes of their tensors; convert the model, as with "
+                "products are priced and kept in the dtypes of their tensors; convert it, as with "
                 "model.bfloat16(), or give arithmetic=…"
             )
         share = sum(self._unknown.values()) / max(self._all_bytes, 1)
