@@ -1,4 +1,4 @@
-"""The catalogue: every number has a source, and names are looked up kindly."""
+"""The catalogue: every number says where it comes from, and names are looked up kindly."""
 
 import subprocess
 import sys
@@ -87,3 +87,16 @@ def test_the_catalogue_is_read_without_torch():
         "import penstock.core.pricing; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("gb300", "fp32"), ("h100", "fp64")])
+def test_a_narrower_dtype_does_not_stand_in_for_a_wider_one(device, dtype):
+    entry = catalogue.device_named(device)
+    assert not entry.has_peak(dtype)
+    with pytest.raises(InputError, match=rf"{entry.name} multiplies {dtype}; it has .*bf16.*file"):
+        entry.peak(dtype)
+
+
+def test_a_host_in_place_of_a_device_is_refused_with_its_device():
+    with pytest.raises(InputError, match="dgx-h100 is a host; its devices are h100-sxm"):
+        catalogue.device_named("DGX_H100")

@@ -42,6 +42,7 @@ def test_some_devices_of_each_host():
     ("arguments", "said"),
     [
         (("h100-nvl",), "nearest are h100"),
+        (("dgx-h10",), "no device or host .dgx-h10.; the nearest are .*dgx-"),
         (("l40s",), "no host with l40s"),
     ],
 )

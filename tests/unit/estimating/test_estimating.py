@@ -13,6 +13,7 @@ from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 import penstock as pk
 from benchmarks.predicting.estimates import Experts, Recurrent, SmallBlock, UNet
 from penstock.core import catalogue
+from penstock.training.estimating import operations
 from penstock.training.estimating.blocks import repeated_blocks
 
 BYTES = (
@@ -228,6 +229,93 @@ def test_a_plan_of_an_estimate_says_that_it_is_one_and_what_error_to_expect():
     assert any("estimated for a100-sxm-80gb" in warning for warning in plan.warnings)
     assert "expect a step to be off by about" in " ".join(str(plan).split())
     assert pk.simulate(plan).makespan > 0
+
+
+def test_a_plan_for_other_devices_than_those_of_the_estimate_says_so():
+    with torch.device("meta"):
+        model, inputs = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.empty(4, 64)
+    graph = pk.estimate(model, inputs, device="a100")
+    said = "estimated for a100-sxm-80gb, but the cluster has h100-sxm"
+    for name, is_other in (("h100", True), ("a100", False)):
+        plan = pk.plan(graph, pk.Cluster.of(name, devices_per_host=2), microbatches=4)
+        assert any(said in warning for warning in plan.warnings) == is_other
+
+
+class GroupedExperts(nn.Module):
+    """Rows of four experts, one after the other, as a mixture hands them on."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weights = nn.Parameter(torch.empty(4, width, width, dtype=torch.bfloat16))
+
+    def forward(self, rows):
+        ends = torch.arange(1, 5, device=rows.device, dtype=torch.int32) * (len(rows) // 4)
+        return torch._grouped_mm(rows, self.weights, offs=ends)
+
+
+def test_grouped_products_of_experts_are_priced_as_the_product_of_all_rows():
+    with torch.device("meta"):
+        inputs = torch.empty(4096, 1024, dtype=torch.bfloat16)
+        experts = nn.Sequential(GroupedExperts(1024))
+        dense = nn.Sequential(nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16))
+    mixture, plain = (
+        pk.estimate(model, inputs, device="a100", software="graph") for model in (experts, dense)
+    )
+    assert not mixture.warnings
+    ours, theirs = mixture.layers[0], plain.layers[0]
+    assert ours.forward_seconds == pytest.approx(theirs.forward_seconds, rel=0.2)
+    assert ours.backward_seconds == pytest.approx(theirs.backward_seconds, rel=0.5)
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "flops"),
+    [
+        (torch.ops.aten._grouped_mm.default, ((2, 3, 4), (2, 4, 5)), 2 * 2 * 3 * 4 * 5),
+        (torch.ops.aten.mv.default, ((3, 4), (4,)), 24),
+        (torch.ops.aten.addmv.default, ((3,), (3, 4), (4,)), 24),
+        (torch.ops.aten.dot.default, ((5,), (5,)), 10),
+        (torch.ops.aten.addr.default, ((3, 4), (3,), (4,)), 24),
+    ],
+)
+def test_products_for_which_torch_has_no_formula_have_one(call, arguments, flops):
+    tensors = [torch.empty(shape, device="meta") for shape in arguments]
+    kernel = operations.kernel_of(call, tensors, {}, torch.empty(1, device="meta"))
+    assert (kernel.kind, kernel.flops) == ("matmul", flops)
+
+
+def test_a_product_without_a_formula_is_one_that_nobody_knows(monkeypatch):
+    monkeypatch.delitem(operations._FLOPS, "mv")
+    tensors = [torch.empty(3, 4, device="meta"), torch.empty(4, device="meta")]
+    kernel = operations.kernel_of(torch.ops.aten.mv.default, tensors, {}, tensors[1])
+    assert kernel.kind == "unknown"
+
+
+@pytest.mark.parametrize("transform", [torch.linalg.inv, lambda x: torch.fft.rfft(x).real])
+def test_operations_of_torch_that_are_no_passes_over_bytes_are_named(transform):
+    class Transform(nn.Module):
+        def forward(self, x):
+            return transform(x)
+
+    with torch.device("meta"):
+        model, inputs = nn.Sequential(nn.Linear(64, 64), Transform()), torch.empty(2, 64, 64)
+    (warning,) = pk.estimate(model, inputs, device="a100").warnings
+    assert "linalg_inv" in warning or "fft" in warning
+
+
+class Autocast(nn.Linear):
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().forward(x)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_autocast_is_warned_of(inside):
+    with torch.device("meta"):
+        model = nn.Sequential((Autocast if inside else nn.Linear)(8, 8))
+        inputs = torch.empty(4, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not inside):
+        (warning,) = pk.estimate(model, inputs, device="a100").warnings
+    assert "under torch.autocast" in warning and "bfloat16()" in warning
 
 
 @torch.library.custom_op("penstock_tests::mystery", mutates_args=())

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from msgspec.structs import replace
 
+from penstock.base.errors import InputError
 from penstock.core import catalogue
 from penstock.core.catalogue import Curve, Efficiency, Figure
 from penstock.core.pricing import (
@@ -123,3 +124,12 @@ def test_one_card_for_all_is_shared_by_rings():
 
 def test_a_hop_that_leaves_the_host_is_slower():
     assert hop_seconds(1e8, HOST, leaves_host=True) > hop_seconds(1e8, HOST, leaves_host=False)
+
+
+def test_a_product_without_a_peak_is_priced_by_its_bytes_only_where_these_decide():
+    device = replace(DEVICE, flops_per_second={"bf16": Figure(4e12)})
+    angles = dataclasses.replace(matmul(), flops=50.0, reads={1: 60}, writes={2: 40})
+    moving = 100 / (1e9 * 0.5)
+    assert kernel_seconds(angles, pace(device=device)) == pytest.approx(moving + LAUNCH)
+    with pytest.raises(InputError, match="multiplies fp32"):
+        kernel_seconds(matmul(), pace(device=device))

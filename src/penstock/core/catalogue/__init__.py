@@ -1,4 +1,5 @@
-"""Hardware that one may not have: devices, hosts and software stacks, each number with its source.
+"""Hardware that one may not have: devices, hosts and software stacks, each number with its source
+or marked as unsourced.
 
 ``parts`` says what an entry has, ``reading`` finds entries. The files beside them are the
 catalogue: ``devices.toml``, ``hosts.toml``, ``efficiencies.toml`` (what kernels reach, and what
@@ -22,6 +23,7 @@ from penstock.core.catalogue.reading import (
     host_named,
     hosts,
     load_devices,
+    names_a_host,
     software,
     software_named,
     sources,
@@ -44,6 +46,7 @@ __all__ = [
     "host_named",
     "hosts",
     "load_devices",
+    "names_a_host",
     "software",
     "software_named",
     "sources",

@@ -134,12 +134,32 @@ class Hardware(Value, frozen=True, kw_only=True):
             if amount(f"{whose}: flops_per_second of {dtype}", peak.value) == 0:
                 raise InputError(f"{whose}: flops_per_second of {dtype} is 0; leave it out")
 
+    def has_peak(self, dtype: str) -> bool:
+        """Whether a peak is known for a dtype, or for one that is as wide or wider."""
+        return self._peak(dtype) is not None
+
     def peak(self, dtype: str) -> Figure:
-        """The peak for a dtype; where the catalogue has none, that of the nearest wider one."""
-        for wider in (dtype, *_WIDER.get(dtype, ())):
-            if wider in self.flops_per_second:
-                return self.flops_per_second[wider]
-        return min(self.flops_per_second.values())
+        """The peak for a dtype; where the catalogue has none, that of the nearest dtype that is as
+        wide or wider.
+
+        Raises:
+            InputError: there is none either.
+        """
+        figure = self._peak(dtype)
+        if figure is None:
+            raise InputError(
+                f"nobody knows how fast {self.name} multiplies {dtype}; it has "
+                f"{', '.join(self.flops_per_second)}: convert the model to one of these, say "
+                "arithmetic=… where products are computed in a narrower one, or write the figure "
+                "into a file of your own (docs/estimating.md)"
+            )
+        return figure
+
+    def _peak(self, dtype: str) -> Figure | None:
+        names = (dtype, *_WIDER.get(dtype, ()))
+        return next(
+            (self.flops_per_second[name] for name in names if name in self.flops_per_second), None
+        )
 
     def figures(self) -> Iterator[tuple[str, Figure]]:
         """(name, figure) of each of its own numbers, without those of its efficiency."""
@@ -154,9 +174,8 @@ _WIDER = {
     "bf16": ("fp16", "fp32"),
     "fp16": ("bf16", "fp32"),
     "tf32": ("fp32",),
-    "fp32": ("tf32", "bf16"),
-    "fp64": ("fp32",),
 }
+"""Dtypes as wide or wider, nearest first: of no device do narrower ones say how fast it is."""
 
 
 class LinkSpec(Value, frozen=True, kw_only=True):

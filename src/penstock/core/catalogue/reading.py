@@ -56,11 +56,15 @@ def sources() -> Mapping[str, str]:
     return msgspec.toml.decode(text, type=dict[str, str])
 
 
-def device_named(name: str) -> Hardware:
+def device_named(name: str, *, or_host: bool = False) -> Hardware:
     """A device by its short name, in any case, or by the name of a file that has one.
 
+    Args:
+        name: of the catalogue, or of a file that ends in ``.toml``.
+        or_host: whether a host would do as well, so that near names of hosts are offered, too.
+
     Raises:
-        InputError: there is none; the nearest names are offered.
+        InputError: there is none, and the nearest names are offered; or it is the name of a host.
         FileError: the file cannot be read, or is no catalogue.
     """
     expect(name, str, "device", 'give the short name of one, as "h100-sxm"')
@@ -68,7 +72,15 @@ def device_named(name: str) -> Hardware:
         return _only_device(name)
     known = devices()
     by_name = {alias: entry for entry in known.values() for alias in entry.aliases} | dict(known)
-    return _looked_up("device", name, by_name)
+    if names_a_host(name):
+        host = host_named(name)
+        raise InputError(f"{host.name} is a host; its devices are {host.device}: give that name")
+    return _looked_up("device", name, by_name, hosts() if or_host else ())
+
+
+def names_a_host(name: str) -> bool:
+    """Whether a name is that of a host of the catalogue, and of no device."""
+    return isinstance(name, str) and _normal(name) in hosts()
 
 
 def host_named(name: str) -> HostSpec:
@@ -111,12 +123,18 @@ def _only_device(path: str) -> Hardware:
     return entries[0]
 
 
-def _looked_up(kind: str, name: str, entries: Mapping[str, T]) -> T:
+def _looked_up(kind: str, name: str, entries: Mapping[str, T], others: Iterable[str] = ()) -> T:
     expect(name, str, kind, f"give the short name of a {kind} of the catalogue")
-    wanted = name.strip().lower().replace("_", "-").replace(" ", "-")
+    wanted = _normal(name)
     if wanted in entries:
         return entries[wanted]
-    raise InputError(f"the catalogue has no {kind} {name!r}; {_nearest(wanted, entries)}")
+    either = f"{kind} or host" if others else kind
+    nearest = _nearest(wanted, [*entries, *others])
+    raise InputError(f"the catalogue has no {either} {name!r}; {nearest}")
+
+
+def _normal(name: str) -> str:
+    return name.strip().lower().replace("_", "-").replace(" ", "-")
 
 
 def _nearest(wanted: str, names: Iterable[str]) -> str:

@@ -52,6 +52,8 @@ class Cluster(Value, frozen=True, kw_only=True):
         wires: pairs of devices with a link of their own.
         spares: machines that can sum gradients.
         tiers: where ranks may keep stages that are not in memory (``docs/larger-than-memory.md``).
+        hardware: short name of its devices in the catalogue (``Cluster.of``); empty where nobody
+            says.
 
     Raises:
         InputError: no device, a negative memory, a name that two have, a member or the end of a
@@ -66,6 +68,7 @@ class Cluster(Value, frozen=True, kw_only=True):
     wires: tuple[Wire, ...] = ()
     spares: tuple[SpareMachine, ...] = ()
     tiers: tuple[Tier, ...] = ()
+    hardware: str = ""
 
     def __post_init__(self) -> None:
         self.check_fields()

@@ -7,7 +7,14 @@ from typing import Any
 
 from penstock.base.errors import InputError
 from penstock.base.values import whole
-from penstock.core.catalogue import HostSpec, LinkSpec, device_named, host_named, hosts
+from penstock.core.catalogue import (
+    HostSpec,
+    LinkSpec,
+    device_named,
+    host_named,
+    hosts,
+    names_a_host,
+)
 from penstock.core.cluster.parts import MOST_DEVICES, Card, Device, Group, Link
 
 REACHED = 0.77
@@ -21,9 +28,9 @@ def host_of(name: str) -> HostSpec:
     Raises:
         InputError: there is none, or the catalogue knows no host of that device.
     """
-    if isinstance(name, str) and name.strip().lower() in hosts():
+    if names_a_host(name):
         return host_named(name)
-    hardware = device_named(name)
+    hardware = device_named(name, or_host=True)
     if not hardware.host:
         raise InputError(
             f"the catalogue has no host with {hardware.name}; write the cluster as a file "
@@ -57,7 +64,12 @@ def fields_of(name: str, num_hosts: int, devices_per_host: int | None) -> dict[s
         bytes_per_second=REACHED * host.card.bytes_per_second.value,
         latency_seconds=host.card.latency_seconds.value,
     )
-    return {"devices": tuple(devices), "groups": tuple(groups), "link": link}
+    return {
+        "devices": tuple(devices),
+        "groups": tuple(groups),
+        "link": link,
+        "hardware": hardware.name,
+    }
 
 
 def _groups(host: HostSpec, name: str, devices: Sequence[str]) -> Iterator[Group]:

@@ -92,6 +92,8 @@ def _computing(kernel: Kernel, pace: KernelPace) -> float:
     dtype = pace.arithmetic.get(kernel.dtype, kernel.dtype)
     if kernel.kind == "attention" and dtype.startswith("fp8"):
         dtype = kernel.dtype
+    if kernel.flops <= kernel.num_bytes and not pace.device.has_peak(dtype):
+        return 0.0  # its bytes decide on any device, as of the angles of rotary embeddings
     share = _share(kernel, pace)
     share *= pace.device.efficiency.by_dtype.get(dtype, Figure(1.0)).value
     return kernel.flops * kernel.padding / (pace.device.peak(dtype).value * share)

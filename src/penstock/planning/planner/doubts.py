@@ -36,6 +36,13 @@ def doubts_about(chosen: Candidate, rivals: Sequence[Candidate]) -> Iterator[str
     if graph.estimate is not None:
         yield str(graph.estimate)
         yield from graph.warnings
+        hardware = chosen.task.topology.cluster.hardware
+        if hardware not in {"", graph.estimate.device}:
+            yield (
+                f"the graph was estimated for {graph.estimate.device}, but the cluster has "
+                f"{hardware}: estimate again with device={hardware!r}, or take a cluster of "
+                f"{graph.estimate.device}"
+            )
     if contention.num_ranks and chosen.task.topology.shared_memories:
         yield from chosen.task.graph.warnings
         yield from _about_contention(chosen, rivals)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,13 +32,15 @@ _BY_NAME: dict[KernelKind, frozenset[str]] = {
     }),
     "random": frozenset({
         "native_dropout", "bernoulli", "bernoulli_", "normal_", "uniform_", "rand_like", "randn",
-        "rand", "randn_like", "exponential_",
+        "rand", "randn_like", "exponential_", "multinomial", "normal", "log_normal", "poisson",
+        "binomial", "cauchy", "geometric", "random", "randint_like", "_fused_dropout",
     }),
     "normalisation": frozenset({
         "_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data",
         "native_layer_norm", "native_layer_norm_backward", "native_group_norm",
         "native_group_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward",
-        "_safe_softmax",
+        "_safe_softmax", "_masked_softmax", "_masked_softmax_backward", "renorm",
+        "_weight_norm_interface", "_weight_norm_interface_backward",
     }),
     "batch-norm": frozenset({
         "native_batch_norm", "native_batch_norm_backward", "cudnn_batch_norm",
@@ -49,6 +51,12 @@ _BY_NAME: dict[KernelKind, frozenset[str]] = {
         "embedding", "embedding_dense_backward", "index_select", "gather", "index", "index_put",
         "index_put_", "_index_put_impl_", "scatter", "scatter_", "scatter_add", "scatter_add_",
         "index_add", "index_add_", "_embedding_bag", "embedding_bag", "gather_backward",
+        "_unsafe_index", "_unsafe_index_put", "_unsafe_masked_index", "index_fill", "take", "put",
+        "_unsafe_masked_index_put_accumulate", "_embedding_bag_backward", "index_reduce",
+        "_embedding_bag_dense_backward", "_embedding_bag_forward_only", "embedding_renorm",
+        "masked_scatter", "masked_scatter_backward", "masked_select", "nonzero_static",
+        "scatter_reduce", "grid_sampler_2d", "grid_sampler_2d_backward", "grid_sampler_3d",
+        "grid_sampler_3d_backward",
     }),
     "copy": frozenset({
         "clone", "copy", "copy_", "_to_copy", "cat", "stack", "contiguous", "repeat", "flip",
@@ -58,13 +66,28 @@ _BY_NAME: dict[KernelKind, frozenset[str]] = {
         "reflection_pad2d", "upsample_nearest2d", "upsample_nearest2d_backward",
         "upsample_bilinear2d", "upsample_bilinear2d_backward", "pixel_shuffle", "triu", "tril",
         "diagonal_backward", "repeat_interleave", "rot90", "permute_copy", "channel_shuffle",
+        "pixel_unshuffle", "diag_embed", "diagonal_scatter", "complex", "resize_as",
+    }),
+    "pointwise": frozenset({
+        "abs", "binary_cross_entropy", "binary_cross_entropy_backward",
+        "binary_cross_entropy_with_logits", "bucketize", "copysign", "eq", "floor_divide", "ge",
+        "glu", "glu_backward", "gt", "hardshrink_backward", "hardsigmoid_backward", "hardswish",
+        "hardswish_backward", "hardtanh_backward", "heaviside", "huber_loss",
+        "huber_loss_backward", "isin", "le", "leaky_relu_backward", "linalg_cross",
+        "log_sigmoid_backward", "lt", "masked_fill", "mse_loss_backward", "ne", "_prelu_kernel",
+        "_prelu_kernel_backward", "rrelu_with_noise", "rrelu_with_noise_backward", "rsub",
+        "smooth_l1_loss", "smooth_l1_loss_backward", "soft_margin_loss",
+        "soft_margin_loss_backward", "softshrink_backward", "threshold", "_masked_scale",
     }),
     "reduction": frozenset({
         "sum", "mean", "amax", "amin", "max", "min", "argmax", "argmin", "var", "var_mean", "std",
         "norm", "linalg_vector_norm", "nll_loss_forward", "nll_loss_backward", "mse_loss",
         "cumsum", "cumprod", "sort", "topk", "any", "all", "nll_loss2d_forward", "count_nonzero",
         "nll_loss2d_backward", "bincount", "argsort", "cummax", "searchsorted", "logcumsumexp",
-        "unique_dim", "_foreach_norm",
+        "unique_dim", "_foreach_norm", "_aminmax", "cummin", "_cummax_helper", "_cummin_helper",
+        "_logcumsumexp", "_is_all_true", "_is_any_true", "histc", "kthvalue", "median",
+        "nanmedian", "mode", "trace", "segment_reduce", "_segment_reduce_backward", "_unique2",
+        "unique_consecutive",
     }),
 }  # fmt: skip
 _KINDS = {name: kind for kind, names in _BY_NAME.items() for name in names}
@@ -76,6 +99,11 @@ _READS_ROWS = frozenset({
     "embedding", "index_select", "gather", "index", "slice_backward", "select_backward",
 })  # fmt: skip
 """Operations that read, of their largest input, no more than they write."""
+_MOVES = (
+    "upsample_", "_upsample_", "reflection_pad", "replication_pad", "batch_norm_", "_fused_adam",
+    "_fused_sgd", "_fused_adagrad", "_amp_",
+)  # fmt: skip
+"""How names of torch begin that move about what they read and write, and have no tag."""
 
 _DTYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64",
@@ -104,7 +132,7 @@ def kernel_of(func: Any, args: Sequence[Any], named: dict[str, Any], result: Any
     """
     name = func._schema.name.partition("::")[2]
     inputs, outputs = tree.tensors((args, named)), tree.tensors(result)
-    kind = kind_of(func, name, inputs, outputs)
+    kind = kind_of(func, name, outputs)
     is_backward = "backward" in name or not torch.is_grad_enabled()
     if kind == "view":
         return Kernel(kind, name, "", 0.0, {}, {}, is_backward)
@@ -133,9 +161,7 @@ def _padding(weight: Tensor) -> float:
     return math.prod(math.ceil(count / _CHANNELS) * _CHANNELS / count for count in (made, given))
 
 
-def kind_of(
-    func: Any, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
-) -> KernelKind:
+def kind_of(func: Any, name: str, outputs: Sequence[Tensor]) -> KernelKind:
     """The class of kernels to which an operation belongs; ``unknown`` for one that nobody knows."""
     base = name.removesuffix("_") if not name.startswith("_") else name
     known = _KINDS.get(name) or _KINDS.get(base)
@@ -145,25 +171,49 @@ def kind_of(
         known = "matmul"
     elif known is None and (func.is_view or not outputs):
         known = "view"
-    return known or _kind_by_tags(func, name, base, inputs)
+    elif known in _PRODUCTS and _formula(func, name) is None:
+        known = "unknown"
+    return known or _kind_by_tags(func, name, base)
 
 
-def _kind_by_tags(func: Any, name: str, base: str, inputs: Sequence[Tensor]) -> KernelKind:
+def _kind_by_tags(func: Any, name: str, base: str) -> KernelKind:
     if "pool" in name:
         return "pooling"
     if torch.Tag.reduction in func.tags:
         return "reduction"
     if torch.Tag.pointwise in func.tags or base in _FILLS or name.startswith("_foreach"):
         return "pointwise"
-    # What torch has itself moves about what it reads and writes.
-    is_torchs = func.namespace == "aten" and (inputs or base.startswith("new_") or "like" in name)
-    return "pointwise" if is_torchs else "unknown"
+    moves = base.startswith((*_MOVES, "new_")) or "like" in base
+    return "pointwise" if func.namespace == "aten" and moves else "unknown"
+
+
+def _grouped_flops(rows: Tensor, weights: Tensor, *_: Any, **__: Any) -> float:
+    """Of the products of a mixture's experts; where only one side is stacked, offsets share the
+    other out, so that each of its rows is multiplied once."""
+    groups = rows.shape[0] if rows.dim() == weights.dim() == 3 else 1
+    return 2.0 * groups * rows.shape[-2] * rows.shape[-1] * weights.shape[-1]
+
+
+_PRODUCTS = frozenset({"matmul", "batched-matmul", "convolution"})
+_FLOPS: dict[str, Callable[..., float]] = {
+    "_grouped_mm": _grouped_flops,
+    "mv": lambda matrix, *_, **__: 2.0 * matrix.numel(),
+    "addmv": lambda _, matrix, *__, **___: 2.0 * matrix.numel(),
+    "dot": lambda first, *_, **__: 2.0 * first.numel(),
+    "addr": lambda _, first, second, **__: 2.0 * first.numel() * second.numel(),
+}
+"""Of products for which torch registers no formula."""
+
+
+def _formula(func: Any, name: str) -> Callable[..., float] | None:
+    formula: Callable[..., float] | None = flop_registry.get(func._overloadpacket)
+    return formula or _FLOPS.get(name.removesuffix("_"))
 
 
 def _flops(func: Any, name: str, args: Sequence[Any], named: dict[str, Any], result: Any) -> float:
     if name in _CAUSAL_PLACE:
         return _attention_flops(name, args, named)
-    formula = flop_registry.get(func._overloadpacket)
+    formula = _formula(func, name)
     if formula is None:
         return 0.0
     flops: float = formula(*args, **named, out_val=result)

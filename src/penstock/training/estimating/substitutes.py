@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from penstock.engine.model.replay import autocast_here
 from penstock.training.estimating.recurrences import RECURRENCES
 
 _ATTENTIONS = (
@@ -36,10 +37,14 @@ class AsOnDevice(TorchFunctionMode):
         kind: ``"gpu"`` or ``"cpu"``.
         attention: ``"fused"`` for kernels that keep no scores, ``"formula"`` for products and a
             softmax.
+
+    Attributes:
+        saw_autocast: whether any call ran under autocast, which tensors on meta ignore.
     """
 
     def __init__(self, kind: str, attention: Attention) -> None:
         super().__init__()
+        self.saw_autocast = False
         self._is_gpu = kind == "gpu"
         self._is_fused = attention == "fused"
 
@@ -51,6 +56,7 @@ class AsOnDevice(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run ``func``, or what stands for it."""
+        self.saw_autocast = self.saw_autocast or bool(autocast_here())
         named = dict(kwargs or {})
         substitute: Callable[..., Any] | None = None
         if self._is_fused and func in _ATTENTIONS:
