@@ -216,7 +216,11 @@ def test_megatron_interleaves_whole_rounds_only():
     cluster = pk.Cluster.local(2)
     with pytest.raises(pk.PlanError, match="5 microbatches are no multiple of 2 ranks"):
         pk.plan(
-            graph_of(llama_names(12)), cluster, 5, schedule="interleaved-1f1b", engine="megatron"
+            graph_of(llama_names(12)),
+            cluster,
+            microbatches=5,
+            schedule="interleaved-1f1b",
+            engine="megatron",
         )
     assert llama_plan("interleaved-1f1b", 2, 4).to("megatron").plan.schedule == "interleaved-1f1b"
 
