@@ -259,3 +259,42 @@ def test_a_better_plan_stands_beside_with_the_lines_to_change():
     assert best.after == better.after
     assert best.lines == ""
     assert "nothing to change" in str(best)
+
+
+@pytest.mark.parametrize(
+    ("engine", "config", "problem"),
+    [
+        ("megatron", "--num-layers 13 --pipeline-model-parallel-size 2", "num_layers is 13"),
+        (
+            "megatron",
+            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+            "--global-batch-size 5",
+            "5 microbatches are no multiple of 2 ranks",
+        ),
+        (
+            "torchtitan",
+            {"pipeline_parallel_degree": 2, "module_fqns_per_model_part": "layers.0"},
+            "give a list of names for each stage",
+        ),
+        (
+            "torchtitan",
+            {
+                "pipeline_parallel_degree": 2,
+                "module_fqns_per_model_part": [["tok_embeddings"], ["layers.11", "norm"]],
+            },
+            "in no stage",
+        ),
+        ("deepspeed", {"num_stages": 4, "partition_method": "type:((("}, "which is no pattern"),
+        ("deepspeed", {"num_stages": 4, "partition_method": "type:x9"}, "no layer is of that kind"),
+        ("deepspeed", {"num_stages": 4, "zero_optimization": 7}, "zero_optimization is 7"),
+    ],
+)
+def test_contradictions_are_refused_by_name(engine, config, problem):
+    with pytest.raises(pk.InputError, match=problem):
+        pk.Plan.of(engine, config, GRAPH)
+
+
+def test_idle_devices_are_told():
+    config = {"num_stages": 4, "partition_method": "uniform"}
+    plan = pk.Plan.of("deepspeed", config, GRAPH, pk.Cluster.local(6))
+    assert any("uses 4 of 6 devices; 2 are idle" in warning for warning in plan.warnings)

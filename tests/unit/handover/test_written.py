@@ -205,6 +205,27 @@ def test_megatron_moves_what_belongs_to_embedding_and_loss():
         llama_plan("1f1b", 2, 4, names=["a", "b", "c"]).to("megatron")
 
 
+def test_megatron_interleaves_whole_rounds_only():
+    plan = llama_plan("interleaved-1f1b", 2, 5)
+    with pytest.raises(pk.PlanError, match="5 microbatches are no multiple of the 2 ranks") as info:
+        plan.to("megatron")
+    assert "the nearest plan that it performs is" in str(info.value)
+    near = nearest(plan, "megatron")
+    assert (near.schedule, len(near.stages), near.num_microbatches) == ("1f1b", 2, 5)
+    near.to("megatron")
+    cluster = pk.Cluster.local(2)
+    planned = pk.plan(
+        graph_of(llama_names(12)),
+        cluster,
+        microbatches=5,
+        schedule="interleaved-1f1b",
+        engine="megatron",
+    )
+    assert planned.num_microbatches % planned.num_ranks == 0
+    planned.to("megatron")
+    assert llama_plan("interleaved-1f1b", 2, 4).to("megatron").plan.schedule == "interleaved-1f1b"
+
+
 @pytest.mark.parametrize("wrong", ["jax", "", None, 3])
 def test_no_such_engine(wrong):
     with pytest.raises(pk.InputError, match=r"engine|hand-over"):

@@ -108,6 +108,30 @@ def test_wrong_traces(tmp_path):
     last = trace_file(tmp_path / "rank2.json", [event("2F0", 0, 1)])
     with pytest.raises(pk.InputError, match="show stage 2, but not 1"):
         pk.Timeline.from_traces([one, last])
+    with pytest.raises(pk.InputError, match="a trace is of type int; give the path"):
+        pk.Timeline.from_traces([1])
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("999999999999999F0", "show stage 999999999999999, but not 0"),
+        ("0F999999999999999", "show microbatch 999999999999999, but have only 1 ops"),
+        (f"0F{'9' * 5000}", "has no ops"),
+    ],
+)
+def test_numbers_beyond_those_of_any_pipeline(name, problem, tmp_path):
+    path = trace_file(tmp_path / "rank0.json", [event(name, 0, 1)])
+    with pytest.raises((pk.InputError, pk.FileError), match=problem):
+        pk.Timeline.from_traces([path])
+
+
+def test_an_op_without_a_duration(tmp_path):
+    endless = event("0F0", 0, 1)
+    del endless["dur"]
+    path = trace_file(tmp_path / "rank0.json", [endless])
+    with pytest.raises(pk.FileError, match=r"the op 0F0 has no duration \(dur\)"):
+        pk.Timeline.from_traces([path])
 
 
 def test_stragglers(tmp_path):

@@ -21,13 +21,21 @@ from typing import Any, BinaryIO, NamedTuple, cast
 import msgspec
 
 from penstock.base.errors import FileError, InputError
-from penstock.base.values import MOST_AMOUNT, is_whole, read_stream, read_text, refused_as, shown
+from penstock.base.values import (
+    MOST_AMOUNT,
+    expect,
+    is_whole,
+    read_stream,
+    read_text,
+    refused_as,
+    shown,
+)
 from penstock.core.schedule.op import Op
 from penstock.core.timing.spans import BUSY, Span
 from penstock.core.timing.timeline import Timeline
 
-_OP = re.compile(r"(?:PP:)?(\d+[A-Z]\d+(?:\.\d+)?)")
-_WORDS = re.compile(r"(Forward|Backward) (\d+)")
+_OP = re.compile(r"(?:PP:)?(\d{1,18}[A-Z]\d{1,18}(?:\.\d{1,18})?)")
+_WORDS = re.compile(r"(Forward|Backward) (\d{1,18})")
 _RANK = re.compile(r"rank[-_ ]?(\d+)", re.IGNORECASE)
 _ON_DEVICE, _ON_HOST = "gpu_user_annotation", "user_annotation"
 _MESSAGES = re.compile(r"c10d::|record_param_comms|[A-Za-z]+:(?!:)")
@@ -42,7 +50,7 @@ class _Event(msgspec.Struct):
     ph: str = ""
     cat: str = ""
     ts: float = 0.0
-    dur: float = 0.0
+    dur: float = -1.0  # where the file has none
     pid: Any = 0
     tid: Any = 0
     args: dict[str, Any] = {}
@@ -72,6 +80,8 @@ def timeline_of_traces(paths: Sequence[str | os.PathLike[str]], step: int = -1) 
     the arguments."""
     if isinstance(paths, str | os.PathLike) or not paths:
         raise InputError("give a list of the trace files of all ranks of a pipeline")
+    for path in paths:
+        expect(path, str | os.PathLike, "a trace", "give the path of its file")
     ranks = [own for path in paths for own in _ranks_of(Path(path))]
     numbers = [own.rank for own in ranks]
     twice = next((number for number in numbers if numbers.count(number) > 1), None)
@@ -82,15 +92,22 @@ def timeline_of_traces(paths: Sequence[str | os.PathLike[str]], step: int = -1) 
     for row, own in enumerate(ranks):
         spans += _of_step(_ops(own, row), row, step, own.rank)
     _check_whole({span.op.stage for span in spans})
+    last = max((span.op.microbatch for span in spans), default=0)
+    if last > len(spans):
+        raise InputError(
+            f"the traces show microbatch {last}, but have only {len(spans)} ops; microbatches are "
+            "numbered from 0"
+        )
     return Timeline.of(spans, len(ranks), Path(paths[0]).name.split(".")[0], "measured")
 
 
 def _check_whole(stages: set[int]) -> None:
     """Raise ``InputError`` if there are later stages than one that is not there."""
-    missing = sorted(set(range(max(stages, default=0))) - stages)
-    if missing:
+    # Of n numbers, one below n is missing if the largest is n or more.
+    missing = next((stage for stage in range(len(stages)) if stage not in stages), None)
+    if missing is not None:
         raise InputError(
-            f"the traces show stage {max(stages)}, but not {missing[0]}; give those of all ranks "
+            f"the traces show stage {max(stages)}, but not {missing}; give those of all ranks "
             "of one pipeline"
         )
 
@@ -99,6 +116,9 @@ def _ranks_of(path: Path) -> list[_RankEvents]:
     text = _text(path)
     with refused_as(f"{path} is no Chrome trace"):
         trace = msgspec.json.decode(text, type=_ChromeTrace)
+    for event in trace.events:
+        if event.ph == "X" and event.dur < 0 and _is_op(event):
+            raise FileError(f"{path}: the op {event.name} has no duration (dur); trace again")
     drawn = _drawn(trace)
     ranks = drawn or [_RankEvents(_rank_of(trace, path), _profiled(trace))]
     if not any(own.named for own in ranks):
@@ -107,6 +127,10 @@ def _ranks_of(path: Path) -> list[_RankEvents]:
             "torch.profiler.record_function"
         )
     return ranks
+
+
+def _is_op(event: _Event) -> bool:
+    return bool(_OP.fullmatch(event.name) or _WORDS.fullmatch(event.name))
 
 
 def _text(path: Path) -> str:
@@ -150,11 +174,7 @@ def _drawn(trace: _ChromeTrace) -> list[_RankEvents]:
 
 def _profiled(trace: _ChromeTrace) -> list[tuple[str, float, float]]:
     """Events that are ops, without what they wait for at their beginning."""
-    own = [
-        event
-        for event in trace.events
-        if event.ph == "X" and (_OP.fullmatch(event.name) or _WORDS.fullmatch(event.name))
-    ]
+    own = [event for event in trace.events if event.ph == "X" and _is_op(event)]
     on_device = [event for event in own if event.cat == _ON_DEVICE]
     if on_device:  # from the first kernel to the last
         return _joined(_times(event, trace.zero) for event in on_device)

@@ -28,6 +28,7 @@ Property = Literal[
     "an order of its own",
     "recompute by stage",
     "recompute in some stages",
+    "a last round of microbatches",
 ]
 """Something that a plan may have and an engine may not do (``properties.PROPERTIES``)."""
 
@@ -168,6 +169,11 @@ CAPABILITIES: dict[str, Capabilities] = {
             "a V of stages": Limit("slower", _LOOP, _LAYOUT),
             "an order of its own": Limit(
                 "slower", "has 1F1B, and interleaved 1F1B for several stages per rank", _MEGATRON
+            ),
+            "a last round of microbatches": Limit(
+                "refused",
+                "interleaves whole rounds, in each as many microbatches as ranks",
+                _MEGATRON,
             ),
         },
         ("1f1b", "interleaved-1f1b"),

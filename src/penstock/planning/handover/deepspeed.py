@@ -82,6 +82,7 @@ def write(plan: Plan) -> Lines:
 _FIELDS = (
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "stage",
     "stages", "num_stages", "partition_method", "activation_checkpoint_interval",
+    "zero_optimization",
 )  # fmt: skip
 
 
@@ -102,6 +103,11 @@ def read(config: object, graph: LayerGraph, num_devices: int | None) -> Describe
     if "stages" in said.fields and said.fields["stages"] != "auto":
         said.fields.setdefault("num_stages", said.fields["stages"])
     stages = said.whole("num_stages")
+    grouped = said.fields.get("zero_optimization")
+    if grouped not in (None, False):
+        raise InputError(
+            f'zero_optimization is {shown(grouped)}; give an object, as {{"stage": 1}}'
+        )
     zero = said.whole("stage", 0, 0)
     if zero > 1:
         raise InputError(
@@ -150,12 +156,29 @@ def _parts(said: ConfigFields, graph: LayerGraph, stages: int) -> list[int]:
     if method == "parameters":
         return balanced([layer.parameter_bytes for layer in graph.layers], stages)
     if method.startswith("type:"):
-        pattern = re.compile(method.removeprefix("type:"), re.IGNORECASE)
-        matches = [bool(pattern.search(layer.kind)) for layer in graph.layers]
+        matches = _of_kind(method.removeprefix("type:"), graph)
         return balanced([int(match) for match in matches], stages)
     raise InputError(
         f"partition_method is {shown(method)}; DeepSpeed has uniform, parameters and type:"
     )
+
+
+def _of_kind(kind: str, graph: LayerGraph) -> list[bool]:
+    """Which layers have a class whose name a pattern is found in."""
+    try:
+        pattern = re.compile(kind, re.IGNORECASE)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise InputError(
+            f"partition_method is {shown(f'type:{kind}')}, which is no pattern: {error}"
+        ) from None
+    matches = [bool(pattern.search(layer.kind)) for layer in graph.layers]
+    if not any(matches):
+        kinds = ", ".join(sorted({layer.kind for layer in graph.layers})[:6])
+        raise InputError(
+            f"partition_method is {shown(f'type:{kind}')}, but no layer is of that kind; the "
+            f"model's are {kinds}"
+        )
+    return matches
 
 
 def uniform(num_layers: int, num_stages: int) -> list[int]:

@@ -141,10 +141,10 @@ def _json(text: str) -> Mapping[str, Any]:
 def _of_mapping(config: Mapping[str, Any], known: Collection[str]) -> Fields:
     fields: Fields = {}
     for name, value in config.items():
-        if name in known:
-            fields[name] = value
-        elif isinstance(value, Mapping):
+        if isinstance(value, Mapping):
             fields |= _of_mapping(value, known)
+        elif name in known:
+            fields[name] = value
     return fields
 
 

@@ -148,7 +148,13 @@ def read(config: object, graph: LayerGraph, num_devices: int | None) -> Describe
     said = ConfigFields(fields_of(config, _FIELDS), "Megatron")
     ranks = said.whole("pipeline_model_parallel_size", 1)
     names = [layer.name for layer in graph.layers]
-    counts = _block_counts(said, len(blocks_of(names).starts), ranks)
+    blocks = len(blocks_of(names).starts)
+    if said.whole("num_layers", blocks) != blocks:
+        raise InputError(
+            f"num_layers is {said.whole('num_layers')}, but the model has {blocks} blocks; give "
+            "the profile of the model that the arguments are for"
+        )
+    counts = _block_counts(said, blocks, ranks)
     per_rank = len(counts) // ranks
     schedule = "1f1b" if per_rank == 1 else f"interleaved-1f1b:stages_per_rank={per_rank}"
     width, rows = said.whole("tensor_model_parallel_size", 1), said.whole("micro_batch_size", 1)
@@ -159,6 +165,7 @@ def read(config: object, graph: LayerGraph, num_devices: int | None) -> Describe
         raise InputError(
             f"global_batch_size {batch} is no multiple of {copies} copies × {rows} rows"
         )
+    _check_rounds(batch // (rows * copies), ranks, per_rank)
     recompute, notes = _recomputing(said)
     return Described(
         cuts_between_blocks(names, counts),
@@ -172,6 +179,15 @@ def read(config: object, graph: LayerGraph, num_devices: int | None) -> Describe
         "layers" if recompute else "never",
         (*notes, *_left_out(said)),
     )
+
+
+def _check_rounds(microbatches: int, ranks: int, per_rank: int) -> None:
+    """Raise ``InputError`` if Megatron cannot interleave so many microbatches."""
+    if per_rank > 1 and microbatches % ranks:
+        raise InputError(
+            f"{microbatches} microbatches are no multiple of {ranks} ranks, which Megatron refuses "
+            f"where they have {per_rank} stages each; change global_batch_size"
+        )
 
 
 def _block_counts(said: ConfigFields, blocks: int, ranks: int) -> list[int]:

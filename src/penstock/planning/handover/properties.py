@@ -186,6 +186,17 @@ def _looped(plan: Plan) -> Plan | None:
     return with_family(plan, _LOOPED)
 
 
+def _last_round(plan: Plan) -> str:
+    """The microbatches of a round with fewer than ranks, where ranks have several stages."""
+    ranks = plan.num_ranks
+    if placement(plan) == "straight" or plan.num_microbatches % ranks == 0:
+        return ""
+    return (
+        f"its {plan.num_microbatches} microbatches are no multiple of the {ranks} ranks that "
+        "have several stages each"
+    )
+
+
 def _merged(plan: Plan) -> Plan | None:
     """The plan with one stage per rank, each of as many neighbouring stages as ranks had before."""
     ranks, count = plan.num_ranks, len(plan.stages)
@@ -296,6 +307,7 @@ PROPERTIES: dict[Property, PlanProperty] = {
     "a V of stages": _of_plans(_lies("v"), _looped),
     "several stages per rank": _of_plans(_lies("loop", "v", ""), _merged),
     "an order of its own": PlanProperty(_order, _with_order),
+    "a last round of microbatches": _of_plans(_last_round, _merged),
     "recompute by stage": _of_plans(_by_stage, _stages_to_layers),
     "recompute in some stages": _of_plans(_in_some, _layers_again),
 }

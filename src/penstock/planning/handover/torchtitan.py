@@ -176,10 +176,36 @@ def _cuts(said: ConfigFields, graph: LayerGraph, ranks: int, family: str) -> tup
     if isinstance(parts, Expression):
         raise InputError("module_fqns_per_model_part is computed; give the list of its names")
     if parts and ranks > 1:
-        return _cuts_at(names, parts)
+        _check_lists(parts)
+        cuts = _cuts_at(names, parts)
+        _check_covered(names, parts)
+        return cuts
     return cuts_between_blocks(
         names, _even_counts(said, len(blocks_of(names).starts), ranks, family)
     )
+
+
+def _check_lists(parts: object) -> None:
+    """Raise ``InputError`` if these are no lists of names."""
+    if not isinstance(parts, list | tuple) or not all(
+        isinstance(part, list | tuple) and all(isinstance(name, str) for name in part)
+        for part in parts
+    ):
+        raise InputError(
+            f"module_fqns_per_model_part is {shown(parts)}; give a list of names for each stage"
+        )
+
+
+def _check_covered(names: list[str], parts: list[list[str]]) -> None:
+    """Raise ``InputError`` if a layer is in no stage."""
+    given = {name for part in parts for name in part}
+    for layer in names:
+        pieces = layer.split(".")
+        above = {".".join(pieces[:count]) for count in range(1, len(pieces) + 1)}
+        if not above & given and not any(name.startswith(f"{layer}.") for name in given):
+            raise InputError(
+                f"module_fqns_per_model_part has {layer} in no stage; name all layers of the model"
+            )
 
 
 def _cuts_at(names: list[str], parts: list[list[str]]) -> tuple[int, ...]:

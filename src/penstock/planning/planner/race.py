@@ -218,7 +218,9 @@ class Race:
 
     def built(self, task: Task, offer: Offer, constraints: Constraints) -> list[Candidate]:
         """The candidates of an offer, if it has as many stages as the constraints allow."""
-        obstacle = constraints.obstacle(offer.family, offer.replicas, task.num_microbatches)
+        obstacle = constraints.obstacle(
+            offer.family, offer.replicas, task.num_microbatches, len(offer.devices)
+        )
         if obstacle is not None:
             self.refusals[len(offer.devices)] = obstacle
             return []

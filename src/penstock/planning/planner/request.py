@@ -105,7 +105,7 @@ class Constraints:
     engine: str | None = None
 
     def obstacle(
-        self, family: str, replicas: tuple[int, ...], num_microbatches: int
+        self, family: str, replicas: tuple[int, ...], num_microbatches: int, num_ranks: int
     ) -> PlanError | None:
         """Why the engine that the plan is for cannot run such a schedule; ``None`` if it can."""
         if self.engine is None:
@@ -117,6 +117,12 @@ class Constraints:
         if len({*replicas}) > 1 or num_microbatches % copies:
             return PlanError(
                 f"{able.title} gives every stage as many replicas, and these as many microbatches"
+            )
+        limit = able.limits.get("a last round of microbatches")
+        if limit and family == "interleaved-1f1b" and num_microbatches % num_ranks:
+            return PlanError(
+                f"{num_microbatches} microbatches are no multiple of {num_ranks} ranks, but "
+                f"{able.title} {limit.reason}"
             )
         return None
 
