@@ -1,4 +1,4 @@
-"""``Patience``: how long a search may go on, and how near to the best it has come.
+"""``PlanningPatience``: how long a search may go on, and how near to the best it has come.
 
 A search has an answer as soon as it has seen one plan that fits; what it does from then on may be
 ended at any time. How much faster the best could be is known from a bound that no plan undercuts.
@@ -16,7 +16,7 @@ from penstock.base.units import format_seconds
 def _tell_nobody(_: str) -> None: ...
 
 
-class Patience:
+class PlanningPatience:
     """The time that a search has.
 
     Args:

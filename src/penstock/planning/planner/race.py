@@ -14,7 +14,7 @@ from penstock.planning.planner.candidate import Candidate
 from penstock.planning.planner.cuts import candidates, refined, with_cuts, with_layers_moved
 from penstock.planning.planner.limits import least_busy_seconds, least_excess
 from penstock.planning.planner.offers import Offer, guided, neighbours, offers
-from penstock.planning.planner.patience import Patience
+from penstock.planning.planner.patience import PlanningPatience
 from penstock.planning.planner.request import Constraints
 from penstock.planning.planner.task import Task
 
@@ -64,7 +64,7 @@ class Race:
     budget: int = 250_000
     is_sketch: bool = False
     skipped: list[Candidate] = field(default_factory=list)
-    patience: Patience = field(default_factory=Patience)
+    patience: PlanningPatience = field(default_factory=PlanningPatience)
     bound: float = 0.0
     least: float = inf
     contenders: list[Candidate] = field(default_factory=list)
@@ -329,7 +329,7 @@ def fastest(
 
 
 def sketched(
-    tasks: Sequence[Task], constraints: Constraints, budget: int, patience: Patience
+    tasks: Sequence[Task], constraints: Constraints, budget: int, patience: PlanningPatience
 ) -> Race:
     """A race that says of what would take long to simulate only what that takes at least.
 

@@ -26,7 +26,7 @@ from penstock.planning.planner.candidate import Candidate
 from penstock.planning.planner.doubts import doubts_about
 from penstock.planning.planner.live import Kept, keeping, missing
 from penstock.planning.planner.offloading import weighed
-from penstock.planning.planner.patience import Patience
+from penstock.planning.planner.patience import PlanningPatience
 from penstock.planning.planner.race import Race, closest, fastest
 from penstock.planning.planner.request import (
     PROPOSED,
@@ -210,7 +210,7 @@ def planned(graph: LayerGraph, cluster: Cluster | None, request: PlanRequest) ->
         return _learned(tasks, constraints)
     if request.rate is None:
         with Telling("planning") as telling:
-            patience = Patience(request.patience_seconds, telling.update)
+            patience = PlanningPatience(request.patience_seconds, telling.update)
             return _solve(tasks, constraints, patience)
     for_rate = _proposed_for_rate if request.proposes_stream else _solve_for_rate
     return for_rate(tasks, constraints, float(request.rate))
@@ -289,7 +289,7 @@ def _explained(
     tasks: Sequence[Task],
     constraints: Constraints,
     num_skipped: int = 0,
-    patience: Patience | None = None,
+    patience: PlanningPatience | None = None,
 ) -> Plan:
     alike = [task for task in tasks if task.reducer == chosen.task.reducer]
     labelled = rivals(alike, constraints, chosen if len(alike) == len(tasks) else None, patience)
@@ -339,9 +339,9 @@ def _with_tensor_ranks(tasks: Sequence[Task], tensor_ranks: int | Literal["any"]
 
 
 def _solve(
-    tasks: Sequence[Task], constraints: Constraints, patience: Patience | None = None
+    tasks: Sequence[Task], constraints: Constraints, patience: PlanningPatience | None = None
 ) -> Plan:
-    race = Race(patience=patience or Patience())
+    race = Race(patience=patience or PlanningPatience())
     try:
         race.run(tasks, constraints)
         race.enter(mixed(tasks, constraints))

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from penstock.base.units import count_of, format_bytes, format_seconds, format_speed_up
 from penstock.core.schedule.op import Kind
 from penstock.planning.planner.candidate import Candidate
-from penstock.planning.planner.patience import Patience
+from penstock.planning.planner.patience import PlanningPatience
 from penstock.planning.planner.race import SAME, fastest, sketched
 from penstock.planning.planner.request import PLAIN, Constraints
 from penstock.planning.planner.task import Task
@@ -51,7 +51,7 @@ def rivals(
     tasks: Sequence[Task],
     constraints: Constraints,
     chosen: Candidate | None = None,
-    patience: Patience | None = None,
+    patience: PlanningPatience | None = None,
 ) -> dict[str, Rival]:
     """The best candidate of every kind of plan, by the kind's label: the fastest that fits, else
     the fastest if memory did not matter. The table costs no more than the answer: what would take
@@ -61,7 +61,7 @@ def rivals(
         chosen: the best that constraints allow, if somebody has looked.
         patience: when it is over, what is known of a kind has to do.
     """
-    patience = patience or Patience()
+    patience = patience or PlanningPatience()
     split = [task for task in tasks if task.groups is not None]
     singles = (task if task.groups is None else task.groups.single for task in tasks)
     whole = list({id(task): task for task in singles}.values())
@@ -92,7 +92,7 @@ def rivals(
 
 
 def _best(
-    tasks: Sequence[Task], constraints: Constraints, budget: int, patience: Patience
+    tasks: Sequence[Task], constraints: Constraints, budget: int, patience: PlanningPatience
 ) -> Rival | None:
     return _sketched(tasks, constraints, budget, patience) or _sketched(
         [_roomy(task) for task in tasks], constraints, budget, patience
@@ -100,7 +100,7 @@ def _best(
 
 
 def _sketched(
-    tasks: Sequence[Task], constraints: Constraints, budget: int, patience: Patience
+    tasks: Sequence[Task], constraints: Constraints, budget: int, patience: PlanningPatience
 ) -> Rival | None:
     race = sketched(tasks, constraints, budget, patience)
     skipped, winner = race.most_promising, race.winner
