@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from penstock.planning.planner.patience import PlanningPatience
 from penstock.planning.planner.race import SAME, Race
 
 
@@ -103,3 +104,34 @@ def test_who_cannot_win_is_not_simulated_and_a_budget_ends():
     alone = Race(budget=1)
     alone.enter([PLAIN])  # there is one at least, whatever it costs
     assert alone.winner == PLAIN
+
+
+class Impatient(PlanningPatience):
+    """PlanningPatience that ends when somebody says so."""
+
+    def __init__(self):
+        super().__init__()
+        self.over = False
+
+    @property
+    def is_over(self):
+        return self.over
+
+
+def test_when_patience_is_over_what_is_there_has_to_do():
+    patience = Impatient()
+    race = Race(patience=patience)
+    patience.over = True
+    race.enter([PLAIN])  # something is better than nothing
+    better = replace(PLAIN, seconds=0.6, least_seconds=0.5)
+    race.enter([better])
+    assert (race.contenders, race.skipped) == ([PLAIN], [better])
+
+
+def test_a_sketch_tells_the_bound_of_what_would_take_long():
+    long, longer = (replace(PLAIN, effort=100, least_seconds=bound) for bound in (0.7, 0.9))
+    race = Race(budget=50, is_sketch=True)
+    race.enter([longer, long])
+    assert (race.winner, race.most_promising) == (None, long)
+    race.enter([PLAIN])
+    assert race.winner == PLAIN

@@ -12,6 +12,8 @@ Decisions:
 Two ways through a schedule, one meaning. ``go_through`` is the one to read: rank by rank, as far as
 each can. ``in_waves`` lets all ranks take a step at once in numpy, which is quicker where they are
 many and wait for nothing but each other; tests hold both to the same bits as a third, op by op.
+Where ranks share something beside (a card, a link, a sum), ``InOrderOfTime`` lets whatever comes
+first in time take it first, whichever rank it is of; a walk rank by rank would not know.
 
 A live source is part of the simulation, and so is the rule by which it lets frames in: of a stream
 whose backwards go through the newest activations, as many at once as there are stages. The order of

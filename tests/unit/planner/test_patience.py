@@ -1,0 +1,93 @@
+"""A search that ends early has the best plan so far, and says how near to the best that is."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from penstock import Cluster, Device, LayerGraph, Link, plan
+from penstock.base.errors import InputError
+from penstock.planning.planner import race
+from penstock.planning.planner.patience import PlanningPatience
+from tests.kit.planning import chain, devices
+
+GRAPH = chain(12, parameter_bytes=1000)
+
+
+def test_ctrl_c_gives_the_best_so_far(monkeypatch):
+    enter, entered = race.Race._enter, []
+
+    def interrupted(self, candidate):
+        if len(entered) == 2 and not self.is_sketch:
+            raise KeyboardInterrupt
+        entered.append(candidate)
+        enter(self, candidate)
+
+    cluster = replace(devices(4), link=Link(latency_seconds=0.02))
+    best = plan(GRAPH, cluster, microbatches=4)
+    monkeypatch.setattr(race.Race, "_enter", interrupted)
+    early = plan(GRAPH, cluster, microbatches=4)
+    assert "(stopped when interrupted, at most " in early.reason
+    bound = float(early.reason.split("at most ")[1].split("%")[0]) / 100
+    assert best.step_seconds <= early.step_seconds <= (1 + bound + 0.01) * best.step_seconds
+
+
+def test_ctrl_c_before_there_is_a_plan_is_ctrl_c(monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(race.Race, "_enter", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        plan(GRAPH, devices(2), microbatches=4)
+
+
+def test_with_no_patience_there_is_a_plan_all_the_same():
+    early = plan(GRAPH, devices(4), microbatches=4, patience_seconds=1e-9)
+    patient = plan(GRAPH, devices(4), microbatches=4, patience_seconds=1000)
+    assert "(stopped after " in early.reason
+    assert "stopped" not in patient.reason
+    assert patient.step_seconds <= early.step_seconds * (1 + race.SAME)
+
+
+@pytest.mark.parametrize("seconds", [0, -1, "5", float("nan")])
+def test_patience_is_a_number_of_seconds(seconds):
+    with pytest.raises(InputError, match="patience_seconds"):
+        plan(GRAPH, devices(2), microbatches=4, patience_seconds=seconds)
+
+
+def test_each_better_plan_is_told_of_with_its_distance_from_the_bound():
+    lines = []
+    PlanningPatience(tell=lines.append).note(1.04, 1.0)
+    assert lines == ["1.04 s a step, at most 4% from the best"]
+
+
+@pytest.mark.parametrize("request_", [{"asynchronous": True}, {"schedule": "pipedream"}])
+def test_sharded_sums_of_what_never_drains_are_refused(request_):
+    with pytest.raises(InputError, match=r"'sharded' .*take another reducer, or leave out"):
+        plan(GRAPH, devices(2), microbatches=4, reducer="sharded", **request_)
+
+
+@pytest.mark.parametrize("replicas", ["2-2", "any"])
+def test_the_order_in_which_devices_are_listed_does_not_decide(replicas):
+    link = Link(bytes_per_second=1e9)
+    steps = set()
+    for speeds in ((1, 1, 0.5, 0.5), (1, 0.5, 1, 0.5), (0.5, 1, 1, 0.5), (0.5, 0.5, 1, 1)):
+        listed = tuple(Device(name=f"d{n}", speed=speed) for n, speed in enumerate(speeds))
+        cluster = Cluster(devices=listed, link=link)
+        steps.add(round(plan(GRAPH, cluster, microbatches=8, replicas=replicas).step_seconds, 9))
+    assert max(steps) <= min(steps) * (1 + race.SAME)
+
+
+def test_a_large_memory_is_found_wherever_it_is_listed():
+    heavy = LayerGraph(
+        layers=tuple(
+            replace(layer, parameter_bytes=size)
+            for layer, size in zip(chain(3).layers, (10_000, 1000, 1000), strict=True)
+        )
+    )
+    for place in range(3):
+        roomy = tuple(
+            Device(name=f"d{n}", memory_bytes=200_000 if n == place else 24_000) for n in range(3)
+        )
+        cluster = Cluster(devices=roomy)
+        assert plan(heavy, cluster, microbatches=2, replicas=(1, 1)).num_ranks == 2
