@@ -154,8 +154,8 @@ def _message_of(error: click.UsageError) -> str:
             for parameter in error.ctx.command.params
             if error.option_name in _OTHER_NAMES.get(parameter.name or "", ())
         ]
-        if meant:
-            error = click.NoSuchOption(error.option_name, possibilities=meant, ctx=error.ctx)
+        if meant:  # click offers only what is spelled alike
+            return f"No such option {error.option_name!r}. Did you mean {meant[0]!r}?"
     return error.format_message().rstrip(".")
 
 

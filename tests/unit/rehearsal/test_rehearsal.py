@@ -316,7 +316,7 @@ def test_arguments_that_make_no_sense_are_refused(changes, words):
 
 
 def test_a_bad_schedule_or_too_many_ranks_are_refused_before_anything_starts():
-    with pytest.raises(InputError, match=r"of type str; give a penstock\.Plan"):
+    with pytest.raises(InputError, match=r"the plan is '1f1b', the name of a schedule"):
         rehearse("1f1b")
     with pytest.raises(ScheduleError, match="missing"):
         rehearse(Schedule.parse("0F0\n1F0,1B0\n"))

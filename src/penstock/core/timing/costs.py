@@ -161,6 +161,12 @@ class Costs:
             object.__setattr__(self, field.name, plain[0] if is_number(value) else plain)
 
     def _check_places(self) -> None:
+        for name in ("cards", "hosts"):
+            if items_of(getattr(self, name)) is None:
+                raise InputError(
+                    f"costs: {name} is {shown(getattr(self, name))}; give a list with a number per "
+                    "rank, or leave it out"
+                )
         cards = tuple(whole("costs: cards", number, -1) for number in self.cards)
         object.__setattr__(self, "cards", cards)
         hosts = tuple(whole("costs: hosts", number, 0) for number in self.hosts)
