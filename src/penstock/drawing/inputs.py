@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from penstock.base.units import format_bytes_per_second, picture_bytes, picture_seconds
-from penstock.core.cluster import Card, Cluster, Device, Link
+from penstock.core.cluster import Cluster, Device, Link
 from penstock.core.graph import Layer, LayerGraph
 from penstock.drawing.markup import (
     coordinate,
@@ -45,7 +45,7 @@ def cluster_tables(cluster: Cluster) -> Iterator[TextTable]:
     joined = ("joined", "latency", "bandwidth", "shared memory")
     yield TextTable(joined, list(_joined(cluster)))
     cards = [
-        (", ".join(group.members), *link_cells(_as_link(group.card)))
+        (", ".join(group.members), *link_cells(group.card.link))
         for group in cluster.groups
         if group.card
     ]
@@ -80,10 +80,6 @@ def _joined(cluster: Cluster) -> Iterator[tuple[str, ...]]:
     for spare in cluster.spares:
         bandwidth = format_bytes_per_second(spare.bytes_per_second)
         yield f"spare {spare.name}", _NONE, bandwidth, _NONE
-
-
-def _as_link(card: Card) -> Link:
-    return Link(latency_seconds=card.latency_seconds, bytes_per_second=card.bytes_per_second)
 
 
 def _memory(num_bytes: int) -> str:

@@ -301,7 +301,7 @@ class Topology:
             if wire is not None:
                 return wire
         cards = map(self.card, self.cards_between(first, second))
-        return _through(self._link_of(self._common(first, second)), tuple(cards))
+        return _through(self._link_of(self._common(first, second)), cards)
 
     def slowest_link(self, devices: Collection[int], num_bytes: float = 2**20) -> Link:
         """The link, among those between any two of some devices, that takes longest for a message;

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Literal, TypeVar
+from typing import Literal, Self, TypeVar
 
 from penstock.base.errors import InputError
 from penstock.base.values import Value, number, shown
@@ -89,6 +89,16 @@ class Card(Value, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         self.check_fields("card")
         number("card: bytes_per_second", self.bytes_per_second, positive=True)
+
+    @classmethod
+    def of(cls, link: Link) -> Self:
+        """The card that is as fast, and as late, as a link."""
+        return cls(bytes_per_second=link.bytes_per_second, latency_seconds=link.latency_seconds)
+
+    @property
+    def link(self) -> Link:
+        """A link as fast, and as late, as the card."""
+        return Link(bytes_per_second=self.bytes_per_second, latency_seconds=self.latency_seconds)
 
 
 class Group(Value, frozen=True, kw_only=True):

@@ -323,9 +323,7 @@ def _convert(kind: type, value: object) -> object:
     if kind is WrittenCard:
         if not link.bytes_per_second:
             raise InputError(f"{value!r} is no card; give its bandwidth, as in 10Gbit/s, 20us")
-        return WrittenCard(
-            Card(bytes_per_second=link.bytes_per_second, latency_seconds=link.latency_seconds)
-        )
+        return WrittenCard(Card.of(link))
     return Joint(link)
 
 

@@ -194,20 +194,14 @@ def _recomputing(plan: Plan) -> str:
 def _with_links(question: _Question, change: Callable[[Link], Link]) -> _Question:
     cluster = question.cluster
     groups = tuple(
-        replace(group, link=change(group.link), card=group.card and _changed(group.card, change))
+        replace(
+            group, link=change(group.link), card=group.card and Card.of(change(group.card.link))
+        )
         for group in cluster.groups
     )
     wires = tuple(replace(wire, link=change(wire.link)) for wire in cluster.wires)
     changed = replace(cluster, link=change(cluster.link), groups=groups, wires=wires)
     return question._replace(cluster=changed)
-
-
-def _changed(card: Card, change: Callable[[Link], Link]) -> Card:
-    """A card, changed as the links are that it stands in the way of."""
-    link = change(
-        Link(latency_seconds=card.latency_seconds, bytes_per_second=card.bytes_per_second)
-    )
-    return Card(bytes_per_second=link.bytes_per_second, latency_seconds=link.latency_seconds)
 
 
 def _bandwidth(question: _Question, change: Change) -> _Question:
