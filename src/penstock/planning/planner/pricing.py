@@ -83,15 +83,19 @@ class SummedSetting:
             return whole / self._num_servers
         return whole / num_replicas if self.reducer == "sharded" else whole
 
-    def num_parts(self, num_bytes: float, ranks: Sequence[int]) -> int:
+    def num_parts(self, num_bytes: float, ranks: Sequence[int], exchange: ExchangeSeconds) -> int:
         """In how many parts gradients leave while the last backward makes them; 1 where they leave
-        when it is done."""
+        when it is done.
+
+        Args:
+            exchange: how long that of so many bytes among these ranks takes.
+        """
         devices_here = [self.task.cluster.devices[device] for device in self._devices_of(ranks)]
         model = self.task.communication
         if any(device.kind == "gpu" for device in devices_here) or model.name != RING:
             return 1  # an accelerator's gradients leave when all have been asked for
         # Whoever says what share hides has said it all; nothing that takes no time can hide.
-        if model.overlap or not self.exchange(num_bytes, ranks).total:
+        if model.overlap or not exchange.total:
             return 1
         return num_portions(num_bytes)
 
@@ -285,6 +289,9 @@ class CutSetting:
         )
         if not shared or task.communication.name != RING:
             return flat
+        choices = levels_worth_trying(task.topology, setting.devices)
+        if len(choices) == 1:
+            return replace(flat, levels=choices[0])
 
         def seconds(way: SummedSetting) -> float:
             return sum(
@@ -295,7 +302,6 @@ class CutSetting:
                 for stage in shared
             )
 
-        choices = levels_worth_trying(task.topology, setting.devices)
         return min((replace(flat, levels=levels) for levels in choices), key=seconds)
 
     @cached_property
@@ -385,7 +391,7 @@ class CutSetting:
         # Each replica adds what all others have of its own share.
         added = self.way.added_bytes(num_bytes, devices) / rate if rate else 0.0
         seconds = exchange.total - hidden + added + self._tied_seconds(index, start, stop)
-        num_parts = self.way.num_parts(num_bytes, ranks)
+        num_parts = self.way.num_parts(num_bytes, ranks, exchange)
         steps = tuple(step for step in (exchange.inside, added, exchange.back) if step)
         if num_parts > 1 or (self.way.passes_cards(ranks) and not model.overlap):
             return _Reduced(seconds, num_parts, (exchange.between, *steps))
