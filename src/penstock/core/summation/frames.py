@@ -48,6 +48,9 @@ _PACE = 47  # SO_MAX_PACING_RATE of Linux, which the socket module does not name
 _NOT_SENT_BYTES = 1 << 17
 """So much waits in the kernel at most: what is behind it can still be sent elsewhere."""
 
+_NOT_SENT_SECONDS = 0.02
+_LEAST_NOT_SENT_BYTES = 1 << 14
+
 HEAD_BYTES = _HEAD.size
 
 _FEW_BYTES = 2048
@@ -307,7 +310,11 @@ def tune(connection: socket.socket, bytes_per_second: float = 0.0) -> None:
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _NOT_SENT_BYTES)
+        # What the kernel has taken has lost its turn to what is needed first, and on a slow
+        # connection a fixed number of bytes is a large part of the round.
+        most = round(bytes_per_second * _NOT_SENT_SECONDS) if bytes_per_second else _NOT_SENT_BYTES
+        most = min(max(most, _LEAST_NOT_SENT_BYTES), _NOT_SENT_BYTES)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, most)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if bytes_per_second:
         try:
