@@ -1,8 +1,9 @@
 """Timing messages between the processes of a job: what ``penstock measure-cluster`` runs.
 
 One pair of ranks at a time sends a message to and fro while all others wait, so that no two
-measurements share a wire. Sizes grow until a message takes long, so that a slow network is measured
-in the same time as a fast one. Then ranks of a host send at once, which tells who shares a card
+measurements share a wire; between hosts, long ones in both directions at once, as sums and
+pipelines do, which a wire that has one for both, and TCP's acknowledgements, make slower. Sizes
+grow until a message takes long, so that a slow network is measured in the same time as a fast one. Then ranks of a host send at once, which tells who shares a card
 (``card_meter``), and all ranks sum tensors together.
 """
 
@@ -44,6 +45,9 @@ SIZES = (256, 2**10, 2**14, 2**16, 2**18, 2**20, 2**22, 2**24, 2**26)
 
 FEWEST_SIZES = 4
 FEWEST_REPEATS, MOST_REPEATS = 3, 40
+
+_BOTH_WAYS_BYTES = 2**18
+"""From which size on messages between hosts cross; shorter ones tell the latency."""
 
 _SUMS_SHARE = 3.0
 """How much longer than a pair the sums may take: they are measured once."""
@@ -113,6 +117,7 @@ class _Meter:
     def __init__(self, seconds_per_pair: float, deadline_seconds: float) -> None:
         self._seconds = seconds_per_pair
         self._deadline_seconds = deadline_seconds
+        self._hosts: list[str] = []
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         self._device = device_of(dist.get_backend())
         self._on_host = is_on_host(self._device)
@@ -129,7 +134,8 @@ class _Meter:
     def run(self, most_pairs: int, progress: Callable[[int, int], None] | None) -> Measurement:
         """Everything, in the order that all ranks keep to."""
         seats = self._seats()
-        pairs = chosen_pairs([seat.host for seat in seats], most_pairs)
+        self._hosts = [seat.host for seat in seats]
+        pairs = chosen_pairs(self._hosts, most_pairs)
         steps = len(pairs) + (self._num_ranks > 1)
         tell = progress or (lambda done, total: None)
         fits = {}
@@ -142,7 +148,7 @@ class _Meter:
         if self._on_host:  # elsewhere messages go ways that their library chooses
             meter = CardMeter(self._rank, self._wires, self._words, self._seconds / 10)
             with self._translated("finding out who shares a card"):
-                cards = [*meter.sharers(ranks_by_host([seat.host for seat in seats]), links)]
+                cards = [*meter.sharers(ranks_by_host(self._hosts), links)]
         cluster = gathered(seats, links, cards)
         sums: tuple[SummedTogether, ...] = ()
         if self._num_ranks > 1:
@@ -182,8 +188,8 @@ class _Meter:
             repeats = self._repeats(expected) if times else MOST_REPEATS
             self._say(peer, size, repeats)
             block = self._block(size)
-            trips = [self._round_trip(block, peer) for _ in range(1 + repeats)]
-            times.append(median(trips[1:]) / 2)
+            trip = self._crossing if self._crosses(peer, size) else self._one_way
+            times.append(median([trip(block, peer) for _ in range(1 + repeats)][1:]))
         self._say(peer, 0, 0)
         return times
 
@@ -196,18 +202,39 @@ class _Meter:
                 return
             block = self._block(size)
             for _ in range(1 + repeats):
-                dist.recv(block, peer, group=self._wires)
-                dist.send(block, peer, group=self._wires)
+                if self._crosses(peer, size):
+                    self._crossing(block, peer)
+                else:
+                    dist.recv(block, peer, group=self._wires)
+                    dist.send(block, peer, group=self._wires)
             self._finish()
 
     def _say(self, peer: int, size: int, repeats: int) -> None:
         dist.send(torch.tensor([size, repeats]), peer, group=self._words)
 
-    def _round_trip(self, block: Tensor, peer: int) -> float:
+    def _crosses(self, peer: int, size: int) -> bool:
+        return size >= _BOTH_WAYS_BYTES and self._hosts[peer] != self._hosts[self._rank]
+
+    def _one_way(self, block: Tensor, peer: int) -> float:
+        """Half the seconds of a message to and fro."""
         self._finish()
         start = time.perf_counter()
         dist.send(block, peer, group=self._wires)
         dist.recv(block, peer, group=self._wires)
+        self._finish()
+        return (time.perf_counter() - start) / 2
+
+    def _crossing(self, block: Tensor, peer: int) -> float:
+        """Seconds of a message while another one comes the other way."""
+        self._finish()
+        # In the other order Gloo sends first one way and then the other.
+        ways = [
+            dist.P2POp(dist.irecv, torch.empty_like(block), peer, self._wires),
+            dist.P2POp(dist.isend, block, peer, self._wires),
+        ]
+        start = time.perf_counter()
+        for work in dist.batch_isend_irecv(ways):
+            work.wait()
         self._finish()
         return time.perf_counter() - start
 
