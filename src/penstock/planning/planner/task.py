@@ -210,6 +210,20 @@ class Task:
         ]
         return {name: list(accumulate(column, initial=0)) for name, column in columns.items()}
 
+    def longer_collectives(self, name: str, start: int, stop: int, speed: float) -> float:
+        """What communication takes longer than ``sum`` has it, where the devices of a stage have
+        another speed than those for which layers were split; as long as in the profile.
+
+        Args:
+            name: of the seconds of a layer.
+            speed: of the slowest of the devices.
+        """
+        if self.groups is None or speed == self.groups.tensor_split.speed:
+            return 0.0
+        split, layers = self.groups.tensor_split, self.graph.layers[start:stop]
+        own = (split.collectives.get(layer.name, {}).get(name, 0.0) for layer in layers)
+        return (speed / split.speed - 1) * sum(own)
+
     def sum(self, name: str, start: int, stop: int) -> float:
         """The sum of one number of a layer over layers ``[start, stop)``."""
         column = self.sums[name]
