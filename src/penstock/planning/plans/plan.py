@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from msgspec.structs import asdict, replace
 
+from penstock.base.arguments import public
 from penstock.base.errors import InputError, printable
 from penstock.base.lazily import method_loaded_when_used, provided
 from penstock.base.values import FieldsByName, decoded, expect, one_of, read_as, whole
@@ -166,6 +167,7 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
             return cls(**asdict(decoded(text, Draft)))
 
     @classmethod
+    @public({"num_stages": 'it is a field of the config, as in {**config, "num_stages": 4}'})
     def of(
         cls, engine: str, config: object, graph: LayerGraph, cluster: Cluster | None = None
     ) -> Plan:
