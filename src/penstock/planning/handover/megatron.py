@@ -243,7 +243,7 @@ def _layout(said: ConfigFields) -> list[str]:
     """The letters of each stage of the layout, if the config sets one: a string, or a list of
     names for each stage."""
     name = "pipeline_model_parallel_layout"
-    given = said.fields.get(name)
+    given: Any = said.fields.get(name)
     if hasattr(given, "input_data"):  # what a TransformerConfig makes of it
         said.fields[name] = given = given.input_data
     if isinstance(given, list | tuple):
