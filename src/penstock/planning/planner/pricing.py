@@ -289,7 +289,7 @@ class CutSetting:
         )
         if not shared or task.communication.name != RING:
             return flat
-        choices = levels_worth_trying(task.topology, setting.devices)
+        choices = levels_worth_trying(task.topology, setting.devices, task.straddling)
         if len(choices) == 1:
             return replace(flat, levels=choices[0])
 

@@ -165,6 +165,18 @@ class Task:
         return (self.cluster.devices[index],) if self.groups is None else self.groups.devices[index]
 
     @cached_property
+    def straddling(self) -> frozenset[int]:
+        """The devices that stand for groups whose devices are on several hosts."""
+        if self.groups is None:
+            return frozenset()
+        single = self.groups.single
+        names = (device.name for device in single.cluster.devices)
+        host_of = dict(zip(names, single.topology.hosts, strict=True))
+        apart = [len({host_of[part.name] for part in own}) > 1 for own in self.groups.devices]
+        every = range(len(self.cluster.devices))
+        return frozenset(device for device in every if apart[device % len(apart)])
+
+    @cached_property
     def topology(self) -> Topology:
         """How the devices are joined."""
         return Topology(self.cluster)
