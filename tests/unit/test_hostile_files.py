@@ -107,6 +107,43 @@ def test_a_plan_of_very_many_microbatches_is_refused_at_once():
         pk.Plan.from_json(text)
 
 
+def test_a_plan_of_very_many_stages_is_refused_at_once():
+    content = planned()
+    first = content["stages"][0]
+    stages = [{**first, "layers": [str(rank)], "rank": rank} for rank in range(10_001)]
+    with pytest.raises(FileError, match="number of stages is 10001, but may be 10,000 at most"):
+        pk.Plan.from_json(json.dumps({**content, "stages": stages}))
+
+
+def test_sums_of_very_many_parts_or_levels_are_refused_at_once():
+    content = planned()
+    first, *others = content["stages"]
+    with pytest.raises(FileError, match="reduce_parts is 1000000000, but may be 10,000 at most"):
+        pk.Plan.from_json(
+            json.dumps({**content, "stages": [{**first, "reduce_parts": 10**9}, *others]})
+        )
+    levels = [[0] * len(content["stages"])] * 100_000
+    with pytest.raises(FileError, match="number of levels is 100000, but may be 32 at most"):
+        pk.Plan.from_json(json.dumps({**content, "summing": {"levels": levels}}))
+
+
+def test_groups_in_groups_in_groups_are_refused_at_once():
+    def nested(depth):
+        inner = [{"name": f"g{k}", "members": [f"g{k - 1}" if k else "a"]} for k in range(depth)]
+        return json.dumps({"devices": [{"name": "a"}], "groups": inner})
+
+    assert len(pk.Cluster.from_json(nested(32)).groups) == 32
+    for depth in (33, 10_000):
+        with pytest.raises(FileError, match=r"group 'g0' is inside \d+ others, .* 32 levels"):
+            pk.Cluster.from_json(nested(depth))
+
+
+def test_spare_machines_are_counted_before_they_are_made():
+    text = '[[devices]]\nname = "a"\n' + '[[spares]]\nbandwidth = "1Gbit/s"\ncount = 60_000\n' * 2
+    with pytest.raises(FileError, match="number of spare machines is 120000, but may be 100,000"):
+        pk.Cluster.from_toml(text)
+
+
 def test_an_ordinary_file_behind_a_link_is_read(tmp_path):
     (tmp_path / "file").write_text("\ufefftext", encoding="utf-8")
     (tmp_path / "link").symlink_to("file")

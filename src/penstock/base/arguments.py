@@ -49,6 +49,10 @@ _ELSEWHERE: Mapping[str, Collection[str]] = MappingProxyType(
 """By the name of an argument here, what other libraries call it."""
 
 
+_FIRST = frozenset({"self", "cls"})
+"""Arguments that nobody gives."""
+
+
 def nearest(name: str, names: Collection[str]) -> str | None:
     """The one of some names that is meant, perhaps, by a name that is none of them.
 
@@ -100,11 +104,11 @@ def _refusal(
 ) -> ArgumentError | None:
     """Why a function cannot be called so, and how it can."""
     parameters = inspect.signature(function).parameters
-    names = [name for name in parameters if name != "self"]
+    names = [name for name in parameters if name not in _FIRST]
     by_place = [
         name for name in names if parameters[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
     ]
-    given = len(args) - ("self" in parameters)
+    given = len(args) - bool(_FIRST & parameters.keys())
     called = function.__qualname__.removesuffix(".__init__")
     unknown = [name for name in kwargs if name not in names]
     if unknown:

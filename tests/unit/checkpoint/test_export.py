@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from penstock.base.errors import InputError
+from penstock.engine.tensor.group import ShardSpec
+from penstock.training.checkpoint.export import _chunk, _Own, _put
+from tests.kit.groups import together
 from tests.kit.helpers import make_mlp
 from tests.kit.training import adamw, pipeline_of
 
@@ -52,3 +58,52 @@ def test_one_process_gives_copies_of_whole_tensors():
         assert given.keys() == model.state_dict().keys()
         given["3.bias"].add_(1)
         assert torch.equal(model[3].bias, state_of(0)["3.bias"])
+
+
+DIVIDED = {
+    "as it comes": ShardSpec(0),
+    "columns": ShardSpec(1),
+    "three blocks": ShardSpec(0, blocks=3),
+    "heads": ShardSpec(0, unit=3),
+}
+
+
+@pytest.fixture
+def mesh():
+    """Of one process: what a member has of a value is all that there is here."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield DeviceMesh("cpu", torch.tensor([[0]]), mesh_dim_names=("data", "tensor"))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("cut", DIVIDED.values(), ids=DIVIDED)
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_members_parts_become_those_of_torch_and_come_back(cut, size, mesh):
+    """Fifteen rows and seven columns divide by few of these numbers."""
+    whole = torch.arange(15 * 7.0).reshape(15, 7)
+
+    def member(group):
+        expected = cut.part(whole, size, group.index)
+        own = _Own("weight", expected.clone(), tuple(whole.shape), cut)
+        chunk = _chunk(own, group).clone()
+        taken = []
+        placements = [Replicate(), Shard(cut.dim)]
+        for given in (whole, DTensor.from_local(chunk, mesh, placements, run_check=False)):
+            own.value.zero_()
+            _put(given, own, group)
+            taken.append(torch.equal(own.value, expected))
+        return chunk, all(taken)
+
+    chunks, right = zip(*together(size, member), strict=True)
+    assert all(right)
+    theirs = whole.chunk(size, cut.dim)
+    assert all(map(torch.equal, chunks, theirs))
+    assert all(not chunk.numel() for chunk in chunks[len(theirs) :])
+
+
+def test_who_shares_nothing_takes_the_whole():
+    whole = torch.arange(6.0)
+    for cut in (None, ShardSpec(0)):
+        own = _Own("bias", torch.zeros(6), (6,), cut)
+        _put(whole, own, None)
+        assert torch.equal(own.value, whole)

@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+from penstock.core.versions import PipeMare, Place
 from penstock.engine.model.randomness import LayerStreams
 from penstock.engine.model.spine import spine_of
 from penstock.engine.reduce.sharding import Shard
 from penstock.engine.stage.stage import Stage
+from penstock.engine.weights.store import WeightStore
 from penstock.training.checkpoint.contents import Contents
 from penstock.training.checkpoint.folder import Checkpoint, digest, folder_name
 from penstock.training.checkpoint.giving import check_fits, give
@@ -157,3 +159,55 @@ def copies_of(whole, layout):
                 for key, value in whole.optimizer.state[whole.named[name]].items()
             }
         yield own
+
+
+CORRECTED = PipeMare(t1=100, t2=0.5)
+
+
+def corrected(trained, num_lowered=0, drift=None, policy=CORRECTED):
+    """A stage whose backwards are corrected as PipeMare's are, three stages from the end."""
+    place = Place(stage=0, num_stages=3, warm_up=3)
+    store = WeightStore(
+        [trained.stage.layers[0].module], policy, place, (1, 1, 1),
+        trained.optimizer,
+    )  # fmt: skip
+    store.num_lowered = num_lowered
+    for name, parameter in trained.named.items():
+        if policy.t2 is None:
+            continue
+        store.drift_of(parameter).fill_(7.0)
+        if drift is not None:
+            store.drift_of(parameter).copy_(drift[name])
+    return trained._replace(store=store)
+
+
+@pytest.mark.parametrize("num_lowered", [0, 5])
+def test_corrections_go_on_where_they_were(num_lowered, tmp_path):
+    drift = {name: torch.randn(value.shape) for name, value in model_of(0).named_parameters()}
+    before = corrected(trained_of(0), num_lowered, drift)
+    step(before)
+    after = corrected(trained_of(1), num_lowered=9)
+    give(contents_of(tmp_path, before), after, weights_only=False)
+    assert after.store.num_lowered == num_lowered + 1  # that of the step
+    for name, parameter in after.named.items():
+        assert torch.equal(after.store.drift_of(parameter), drift[name])
+
+
+def test_what_nobody_has_followed_begins_at_zero(tmp_path):
+    step(before := trained_of(0))
+    after = corrected(trained_of(1), num_lowered=9)
+    give(contents_of(tmp_path, before), after, weights_only=False)
+    assert after.store.num_lowered == 0
+    for parameter in after.named.values():
+        assert not after.store.drift_of(parameter).any()
+    assert all(torch.equal(value, before.named[name]) for name, value in after.named.items())
+
+
+def test_a_policy_that_follows_no_drift_takes_none(tmp_path):
+    drift = {name: torch.randn(value.shape) for name, value in model_of(0).named_parameters()}
+    step(before := corrected(trained_of(0), 5, drift))
+    after = corrected(trained_of(1), policy=PipeMare(t1=100))
+    give(contents_of(tmp_path / "followed", before), after, weights_only=False)
+    assert after.store.num_lowered == 6
+    give(contents_of(tmp_path / "plain", trained_of(0)), after, weights_only=False)
+    assert after.store.num_lowered == 0

@@ -269,7 +269,7 @@ def test_a_better_plan_stands_beside_with_the_lines_to_change():
             "megatron",
             "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
             "--global-batch-size 5",
-            "5 microbatches are no multiple of 2 ranks",
+            "5 microbatches in rounds of 2 leave 1 for the last round",
         ),
         (
             "torchtitan",
@@ -294,7 +294,132 @@ def test_contradictions_are_refused_by_name(engine, config, problem):
         pk.Plan.of(engine, config, GRAPH)
 
 
-def test_idle_devices_are_told():
-    config = {"num_stages": 4, "partition_method": "uniform"}
-    plan = pk.Plan.of("deepspeed", config, GRAPH, pk.Cluster.local(6))
-    assert any("uses 4 of 6 devices; 2 are idle" in warning for warning in plan.warnings)
+@pytest.mark.parametrize(
+    ("engine", "config", "num_devices", "problem"),
+    [
+        ("deepspeed", {"num_stages": 4, "partition_method": "uniform"}, 6,
+         "groups of 4 devices, and 6 are no multiple of that, which DeepSpeed refuses"),
+        ("megatron", "--pipeline-model-parallel-size 3", 4, "groups of 3 devices, and 4"),
+        ("megatron", "--pipeline-model-parallel-size 2 --context-parallel-size 2 "
+         "--tensor-model-parallel-size 2", 12, "groups of 8 devices, and 12"),
+        ("torchtitan", "f(pipeline_parallel_degree=2, context_parallel_degree=2)", 6,
+         "groups of 4 devices, and 6 .* torchtitan refuses"),
+        ("torchtitan", "f(pipeline_parallel_degree=2, data_parallel_shard_degree=2)", 6,
+         "degrees make 4 devices, and the cluster has 6"),
+    ],
+)  # fmt: skip
+def test_devices_that_are_left_over_are_refused(engine, config, num_devices, problem):
+    with pytest.raises(pk.InputError, match=problem):
+        pk.Plan.of(engine, config, GRAPH, pk.Cluster.local(num_devices))
+
+
+@pytest.mark.parametrize(
+    ("engine", "config", "wrong", "meant"),
+    [
+        ("torchtitan", "f(pipeline_parallel_degre=2)", "pipeline_parallel_degre",
+         "pipeline_parallel_degree"),
+        ("torchtitan", "c.parallelism.pipeline_paralel_degree = 2", "pipeline_paralel_degree",
+         "pipeline_parallel_degree"),
+        ("torchtitan", {"parallelism": {"pipeline_parallel_schedules": "1F1B"}},
+         "pipeline_parallel_schedules", "pipeline_parallel_schedule"),
+        ("torchtitan", "--parallelism.tensor_paralell_degree 2", "tensor_paralell_degree",
+         "tensor_parallel_degree"),
+        ("torchtitan", SimpleNamespace(training=SimpleNamespace(local_batchsize=2)),
+         "local_batchsize", "local_batch_size"),
+        ("megatron", "--pipeline-model-parallel-sise 4", "pipeline_model_parallel_sise",
+         "pipeline_model_parallel_size"),
+        ("deepspeed", '{"num_stages": 4, "train_batchsize": 4}', "train_batchsize",
+         "train_batch_size"),
+    ],
+)  # fmt: skip
+def test_mistyped_fields_are_told_the_one_that_is_meant(engine, config, wrong, meant):
+    with pytest.raises(pk.InputError, match=f"sets '{wrong}', .*; write {meant}, if"):
+        pk.Plan.of(engine, config, GRAPH)
+
+
+@pytest.mark.parametrize(
+    ("engine", "config"),
+    [
+        ("torchtitan", "f(pipeline_parallel_degree=2, global_batch_size=64, local_batch_size=8)"),
+        ("torchtitan", "f(pipeline_parallel_degree=2, global_batch_size=64)"),
+        # What is meant is there, too: the other one is somebody else's.
+        ("torchtitan", "f(pipeline_parallel_degree=2); g(pipeline_parallel_degrees=[2, 4])"),
+        ("deepspeed", {"num_stages": 2, "max_train_micro_batch_size_per_gpu": 4}),
+    ],
+)
+def test_other_fields_with_names_alike_are_left_alone(engine, config):
+    assert pk.Plan.of(engine, config, GRAPH).num_ranks == 2
+
+
+def test_a_field_of_the_config_is_no_argument():
+    with pytest.raises(pk.ArgumentError, match=r"'num_stages': it is a field of the config, as in"):
+        pk.Plan.of("deepspeed", {"train_batch_size": 8}, GRAPH, num_stages=4)
+    with pytest.raises(pk.ArgumentError, match=r"Plan\.of\(\) lacks graph"):
+        pk.Plan.of("deepspeed", {"num_stages": 4})
+
+
+LAYOUT = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout"
+
+
+@pytest.mark.parametrize(
+    ("layout", "problem"),
+    [
+        ("t*6|t*6L", "does not begin with E"),
+        ("tE*1t*5|t*6L", "does not begin with E"),
+        ("Et*6|Et*6L", "does not begin with E, the embedding, once"),
+        ("Et*6|t*6", "does not end with L"),
+        ("Et*6|Lt*6", "does not end with L"),
+        ("Et*6|t*6mL", "has m, layers that predict more tokens"),
+        ("Et*6|(t|)*999999999", "no model is so deep"),
+        ("Et*6|(t*999|)*999", "no model is so deep"),
+    ],
+)
+def test_layouts_that_megatron_or_a_plan_has_not(layout, problem):
+    with pytest.raises(pk.InputError, match=problem):
+        pk.Plan.of("megatron", f"{LAYOUT} '{layout}'", GRAPH)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        [["embedding", *["decoder"] * 8], [*["decoder"] * 4, "loss"]],
+        ["Etttttttt", "ttttL"],
+        SimpleNamespace(input_data="Et*8|t*4L"),  # as a TransformerConfig keeps it
+    ],
+)
+def test_layouts_as_lists_and_as_megatron_keeps_them(layout):
+    config = {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": layout}
+    assert counts(pk.Plan.of("megatron", config, GRAPH)) == [9, 6]
+
+
+def test_a_layout_of_something_else_is_refused():
+    config = {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": [["block"], 3]}
+    with pytest.raises(pk.InputError, match="give a list for each stage, of embedding, decoder"):
+        pk.Plan.of("megatron", config, GRAPH)
+
+
+ROUNDS = (
+    "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+    "--global-batch-size {} --microbatch-group-size-per-virtual-pipeline-stage {}"
+)
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "problem"),
+    [
+        (4, 1, "is 1; Megatron takes 2, the number of ranks, to 4"),
+        (4, 5, "is 5; Megatron takes 2"),
+        (4, 3, "4 microbatches in rounds of 3 leave 1 for the last round, fewer than 2 ranks"),
+    ],
+)
+def test_rounds_that_megatron_refuses(count, size, problem):
+    with pytest.raises(pk.InputError, match=problem):
+        pk.Plan.of("megatron", ROUNDS.format(count, size), GRAPH)
+
+
+@pytest.mark.parametrize(("count", "size"), [(4, 2), (4, 4), (5, 3), (6, 3)])
+def test_rounds_of_more_microbatches_than_ranks_are_noted(count, size):
+    plan = pk.Plan.of("megatron", ROUNDS.format(count, size), GRAPH)
+    assert (plan.schedule, plan.num_microbatches) == ("interleaved-1f1b", count)
+    assert bool(plan.warnings) == (size > 2)
+    assert all(f"is {size}, and rounds of the plan have 2" in text for text in plan.warnings)

@@ -247,6 +247,23 @@ def test_tensor_groups_that_straddle_hosts_share_the_cards_on_their_way():
     assert alone.bytes_per_second == RATE
 
 
+def test_a_rank_on_two_hosts_is_on_neither():
+    """Pairs of six devices, of which the second pair has one on each host."""
+    plan = pk.plan(
+        model(output_bytes=400_000), hosts(3, 3), microbatches=6, schedule="1f1b",
+        tensor_ranks=2, replicas=[3],
+    )  # fmt: skip
+    assert [device.name for device in plan.devices][2:4] == ["h0:2", "h1:0"]
+    assert (plan.hosts, plan.cards) == ((0, 1, 2), (0, -1, 1))
+    assert all(len({*numbers}) == 3 for numbers in plan.summing.levels)
+    whole = pk.plan(
+        model(output_bytes=400_000), hosts(4, 4), microbatches=8, schedule="1f1b",
+        tensor_ranks=2, replicas=[4],
+    )  # fmt: skip
+    assert (whole.hosts, whole.cards) == ((0, 0, 1, 1), (0, 0, 1, 1))
+    assert whole.summing.levels == ((0, 0, 1, 1),)
+
+
 def test_links_inside_hosts_do_not_slow_what_goes_between_them():
     names = [[f"h{number}:{index}" for index in range(2)] for number in range(2)]
     cluster = pk.Cluster(

@@ -92,6 +92,58 @@ def test_a_group_is_as_slow_and_as_small_as_its_weakest_device():
     assert max(found.rank_bytes) <= 32 * KIB
 
 
+@pytest.mark.parametrize("speed", [0.25, 1.0, 4.0])
+def test_links_are_as_fast_beside_slow_devices(speed):
+    """Of a stage's seconds, those that compute are divided by the speed, and collectives not."""
+    link = Link(latency_seconds=1e-3, bytes_per_second=1e7)
+    options = {"microbatches": 2, "tensor_ranks": 2, "stages": 1}
+
+    def stage_on(speed, link=link, pace=1.0):
+        graph = LayerGraph(
+            microbatch_size=4,
+            input_bytes=4 * KIB,
+            layers=tuple(layer.paced(pace, pace) for layer in large_layers().layers),
+        )
+        return plan(graph, replace(devices(2, speed=speed), link=link), **options).stages[0]
+
+    # The same devices, as a profile that was measured on one of them says it.
+    slow, same = stage_on(speed), stage_on(1.0, pace=1 / speed)
+    for name in ("forward_seconds", "backward_input_seconds", "backward_weight_seconds"):
+        assert getattr(slow, name) == pytest.approx(getattr(same, name))
+    assert slow.update_seconds == pytest.approx(same.update_seconds)
+    assert slow.splits == same.splits
+    free = stage_on(speed, Link())
+    assert slow.forward_seconds + slow.backward_input_seconds > (
+        free.forward_seconds + free.backward_input_seconds
+    )
+
+
+@pytest.mark.parametrize("speeds", [(1.0, 1.0, 0.25, 1.0), (4.0, 4.0, 1.0, 2.0)])
+def test_one_slow_device_computes_longer_and_sends_no_longer(speeds):
+    options = {
+        "microbatches": 2, "tensor_ranks": 2, "stages": 2, "cuts": ["layer2"], "schedule": "1f1b",
+    }  # fmt: skip
+
+    def stages(speeds, link):
+        parts = [Device(name=f"d{k}", speed=speed) for k, speed in enumerate(speeds)]
+        return plan(large_layers(), Cluster(devices=tuple(parts), link=link), **options).stages
+
+    def sent(speeds):
+        """Seconds of collectives by stage: what a plan takes longer than one with free links."""
+        pairs = zip(stages(speeds, Link(bytes_per_second=1e7)), stages(speeds, Link()), strict=True)
+        return [
+            (with_links.forward_seconds - free.forward_seconds,
+             with_links.backward_input_seconds - free.backward_input_seconds)
+            for with_links, free in pairs
+        ]  # fmt: skip
+
+    expected = sent([min(speeds)] * 4)
+    assert min(map(min, expected)) >= 0
+    assert max(map(max, expected)) > 0
+    for ours, theirs in zip(sent(speeds), expected, strict=True):
+        assert ours == pytest.approx(theirs)
+
+
 def test_devices_that_share_memory_hold_a_part_each():
     for shared in (
         replace(four(), memory_bytes=20_000 * KIB),

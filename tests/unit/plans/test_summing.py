@@ -87,3 +87,40 @@ def test_levels_that_do_not_fit_are_refused():
     text = near((3,), (0, 0, 1)).to_json()
     with pytest.raises(FileError, match="unknown field `nearness`"):
         Plan.from_json(text.replace('"levels"', '"nearness"'))
+
+
+PLACES = {"hosts": (0, 0, 1, 1), "cards": (0, 0, 1, 1)}
+
+
+@pytest.mark.parametrize(
+    "levels", [((0, 0, 1, 1),), ((0, 1, 2, 2),), ((0, 1, 2, 2), (0, 0, 1, 1)), ((0, 0, 0, 0),)]
+)
+def test_what_sums_first_is_a_part_of_a_host_or_whole_hosts(levels):
+    plan = replicated(make_mlp(), (4,), 6).edited(**PLACES)
+    assert plan.edited(summing=replace(plan.summing, levels=levels)).summing.levels == levels
+
+
+@pytest.mark.parametrize("levels", [((0, 1, 1, 2),), ((0, 1, 0, 1),), ((0, 0, 0, 1),)])
+def test_levels_that_contradict_hosts_are_refused(levels):
+    plan = replicated(make_mlp(), (4,), 6).edited(**PLACES)
+    with pytest.raises(InputError, match=r"levels: group \d has ranks of hosts 0, 1, and not all"):
+        plan.edited(summing=replace(plan.summing, levels=levels))
+
+
+def test_levels_without_end_are_refused():
+    with pytest.raises(InputError, match="the number of levels is 33, but may be 32 at most"):
+        near((4,), *[(0, 1, 2, 3)] * 33)
+
+
+def test_an_edited_sum_says_that_times_are_those_of_another():
+    plan = replicated(make_mlp(), (4,), 6)
+    edited = near((4,), (0, 0, 1, 1))
+    assert edited.warnings == (
+        "how copies sum their gradients was edited: predicted times are those of the sums before",
+    )
+    assert edited.warnings[0] in " ".join(edited.text(200).split())
+    again = edited.edited(summing=replace(edited.summing, levels=()))
+    assert again.warnings == edited.warnings
+    assert plan.edited(summing=plan.summing) == plan
+    alone = replicated(make_mlp(), (1, 1), 6)
+    assert not alone.edited(summing=replace(alone.summing, levels=((0, 0),))).warnings

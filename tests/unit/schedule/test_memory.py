@@ -8,6 +8,7 @@ from penstock.base.errors import InputError
 from penstock.core.schedule.lower import add_free, add_recompute, lower
 from penstock.core.schedule.memory import (
     Load,
+    changes,
     distinct_rows,
     loads,
     moments,
@@ -51,6 +52,33 @@ def test_passes_do_not_change_what_is_held():
     for name in ("1f1b", "zb-h2", "chimera", "dualpipe-v"):
         schedule = schedules.build(name, num_ranks=4, num_microbatches=8)
         assert peak_activations(lower(schedule).ranks) == peak_activations(schedule.ranks)
+
+
+LEAVING = {
+    # What leaves keeps its room until the next of its kind: 10, then 20, then 10 at a time.
+    "one after the other": (
+        "0F0,0LEAVE_S0,0F1,0LEAVE_S1,0FETCH_S0,0B0,0FETCH_S1,0B1",
+        (10, 0, 10, -10, 0, -10, 10, -10),
+    ),
+    "both at once": (
+        "0F0,0F1,0LEAVE_S0,0LEAVE_S1,0FETCH_S1,0FETCH_S0,0B0,0B1",
+        (10, 10, 0, -10, 0, 10, -10, -10),
+    ),
+    "two stages": (
+        "0F0,0LEAVE_S0,1F0,1LEAVE_S0,1FETCH_S0,1B0,0FETCH_S0,0B0",
+        (10, 0, 3, -10, 0, -3, 10, -10),
+    ),
+    "split backwards": ("0F0,0I0,0W0,0F1,0I1,0W1", (10, -6, -4, 10, -6, -4)),
+}
+
+
+@pytest.mark.parametrize("case", LEAVING)
+def test_what_each_op_changes(case):
+    text, expected = LEAVING[case]
+    ops = Schedule.parse(text).ranks[0]
+    at_start, change = changes(ops, Sizes([10.0, 3.0], kept_for_weight=[4.0, 1.0]))
+    assert tuple(change) == expected
+    assert [*at_start] == [op.kind.value in ("F", "LEAVE_S", "FETCH_S") for op in ops]
 
 
 def test_recompute_keeps_the_input_until_the_forward_runs_again():

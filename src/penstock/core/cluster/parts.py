@@ -229,6 +229,10 @@ MOST_DEVICES = 100_000
 """No cluster has more; a file that says so has a slip in it, and would fill the memory."""
 
 
+MOST_LEVELS = 32
+"""Of groups in groups: switches, hosts, racks and rooms are a few."""
+
+
 def check_names(
     devices: Sequence[Device], groups: Sequence[Group], spares: Sequence[SpareMachine]
 ) -> None:
@@ -266,11 +270,11 @@ def check_groups(devices: Collection[str], groups: Sequence[Group]) -> None:
 
 
 def _check_ends(names: Iterable[str], parent: Mapping[str, str]) -> None:
-    done: set[str] = set()
+    depth: dict[str, int] = {}
     for first in names:
         way: dict[str, None] = {}
         name = first
-        while name in parent and name not in done:
+        while name in parent and name not in depth:
             if name in way:
                 ring = [*list(way)[list(way).index(name) :], name]
                 raise InputError(
@@ -278,7 +282,13 @@ def _check_ends(names: Iterable[str], parent: Mapping[str, str]) -> None:
                 )
             way[name] = None
             name = parent[name]
-        done.update(way)
+        above = depth.setdefault(name, 1)
+        depth |= {inner: above + far for far, inner in enumerate(reversed(way), start=1)}
+        if depth[first] > MOST_LEVELS:
+            raise InputError(
+                f"group {first!r} is inside {depth[first] - 1} others, one in the other; write at "
+                f"most {MOST_LEVELS} levels of groups"
+            )
 
 
 def check_cards(groups: Sequence[Group]) -> None:

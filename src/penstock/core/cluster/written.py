@@ -274,6 +274,8 @@ def read(text: str) -> dict[str, Any]:
     written_cluster = msgspec.toml.decode(text, type=WrittenCluster, dec_hook=_convert)
     in_servers = sum(server.count * server.devices for server in written_cluster.servers)
     whole("the number of devices", in_servers + len(written_cluster.devices), 0, MOST_DEVICES)
+    spares = sum(spare.count for spare in written_cluster.spares)
+    whole("the number of spare machines", spares, 0, MOST_DEVICES)
     devices: list[Device] = []
     groups: list[Group] = []
     num_servers = 0

@@ -242,7 +242,15 @@ class Schedule:
 
     def ranks_of(self, stage: int) -> tuple[int, ...]:
         """The ranks that compute a stage, ascending."""
-        return tuple(rank for rank, stages in enumerate(self.stages_of) if stage in stages)
+        return self._ranks_of.get(stage, ())
+
+    @cached_property
+    def _ranks_of(self) -> dict[int, tuple[int, ...]]:
+        """The ranks of every stage that is computed."""
+        ranks: dict[int, tuple[int, ...]] = {}
+        for rank, stages in enumerate(self.stages_of):
+            ranks |= {stage: (*ranks.get(stage, ()), rank) for stage in stages}
+        return ranks
 
     @property
     def weight_copies(self) -> int:

@@ -12,14 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from penstock.base.errors import InputError
 from penstock.base.values import amount, is_number, items_of, shown, whole
 from penstock.core.schedule.op import Kind, Op
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from penstock.core.schedule.residence import StageResidency
+
+    Moment = TypeVar("Moment", float, NDArray[np.float64])
 
 
 class Exchange(NamedTuple):
@@ -46,6 +51,16 @@ class Exchange(NamedTuple):
             raise InputError(f"{whose}: seconds is empty; give one number per thing that is passed")
         seconds = tuple(amount(f"{whose}: seconds", each) for each in self.seconds)
         return Exchange(count, seconds, amount(f"{whose}: once", self.once))
+
+    def made(self, begin: Moment, end: Moment) -> list[Moment]:
+        """When the parts but the last are made, which leave while a copy's last backward runs:
+        evenly during that. The last one leaves when the copy hands in.
+
+        Args:
+            begin, end: of that backward; of several copies, an entry each.
+        """
+        count = self.num_parts
+        return [begin + (end - begin) * part / count for part in range(1, count)]
 
     def scaled(self, factor: float) -> Exchange:
         """This exchange with all times times ``factor``."""

@@ -12,7 +12,12 @@ from penstock.base.errors import InputError
 from penstock.base.values import encode, shown
 from penstock.core.graph import LayerGraph
 from penstock.planning.handover.degrees import degrees_of, head_of, notes_of, rows_of
-from penstock.planning.handover.described import ConfigFields, Described, fields_of
+from penstock.planning.handover.described import (
+    ConfigFields,
+    Described,
+    copies_of,
+    fields_of,
+)
 from penstock.planning.handover.written import Lines
 from penstock.planning.plans import Plan
 
@@ -79,11 +84,12 @@ def write(plan: Plan) -> Lines:
     return Lines(files, notes_of(plan, "deepspeed"))
 
 
-_FIELDS = (
+_FIELDS = frozenset((
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "stage",
     "stages", "num_stages", "partition_method", "activation_checkpoint_interval",
     "zero_optimization",
-)  # fmt: skip
+))  # fmt: skip
+_OTHERS = ("max_train_micro_batch_size_per_gpu", "min_train_micro_batch_size_per_gpu")
 
 
 def read(config: object, graph: LayerGraph, num_devices: int | None) -> Described:
@@ -99,7 +105,7 @@ def read(config: object, graph: LayerGraph, num_devices: int | None) -> Describe
     Raises:
         InputError: the config contradicts itself or the model.
     """
-    said = ConfigFields(fields_of(config, _FIELDS), "DeepSpeed")
+    said = ConfigFields(fields_of(config, _FIELDS, _OTHERS), "DeepSpeed")
     if "stages" in said.fields and said.fields["stages"] != "auto":
         said.fields.setdefault("num_stages", said.fields["stages"])
     stages = said.whole("num_stages")
@@ -133,7 +139,7 @@ def _batches(said: ConfigFields, stages: int, num_devices: int | None) -> tuple[
     names = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
     rows, count = (said.whole(name, 0, 0) for name in names)
     total = said.whole("train_batch_size", 0, 0)
-    copies = num_devices // stages if num_devices else 0
+    copies = copies_of(num_devices, stages, said.engine) if num_devices else 0
     if not copies:
         copies = total // (rows * count) if rows and count and total else 1
     if not count:

@@ -5,10 +5,11 @@ they set, whatever they are written in. Nothing of them is run.
 from __future__ import annotations
 
 import ast
+import difflib
 import json
 import re
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -95,56 +96,70 @@ class ConfigFields:
         return value
 
 
-def fields_of(config: object, known: Collection[str]) -> Fields:
+def fields_of(config: object, known: Set[str], others: Collection[str] = ()) -> Fields:
     """The fields that a config sets.
 
     Args:
         config: text of Python, JSON, or a command with ``--name value``; a mapping, also of
             mappings; or an object with such attributes.
         known: their names; nothing else is looked at.
+        others: names that look like one of these, and mean something else.
 
     Raises:
-        InputError: it is none of these, or sets none of them.
+        InputError: it is none of these, or sets none of them; or a name is almost one of them.
     """
     fields = _fields(config, known)
-    if not fields:
+    set_here = {name: value for name, value in fields.items() if name in known}
+    _check_names(fields.keys() - set_here.keys() - {*others}, known - set_here.keys())
+    if not set_here:
         raise InputError(
             f"the config sets none of {', '.join(sorted(known)[:6])} …; give the text of the file, "
             "or its fields as a dictionary"
         )
-    return fields
+    return set_here
+
+
+_MISTYPED = 0.9
+"""How alike two names are, of which one is meant by the other: a config has many others."""
+
+
+def _check_names(unknown: Collection[str], missing: Collection[str]) -> None:
+    """Raise ``InputError`` for a name that is almost one of those which the config does not set."""
+    for name in sorted(unknown):
+        for meant in difflib.get_close_matches(name, sorted(missing), 1, _MISTYPED):
+            raise InputError(
+                f"the config sets {shown(name)}, which is no field that is known here; write "
+                f"{meant}, if that is meant"
+            )
 
 
 def _fields(config: object, known: Collection[str]) -> Fields:
     if isinstance(config, Mapping):
-        return _of_mapping(config, known)
+        return _of_mapping(config)
     if not isinstance(config, str):
         return _of_object(config, known)
     text = config.strip()
     if text.startswith("{"):
-        return _of_mapping(_json(text), known)
+        return _of_mapping(_json(text))
     if re.search(r"(^|\s)--\w", text):
-        return _of_arguments(text, known)
-    return _of_python(text, known)
+        return _of_arguments(text)
+    return _of_python(text)
 
 
 def _json(text: str) -> Mapping[str, Any]:
     try:
         tree = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"the config is no JSON: {error}") from None
     expect(tree, dict, "the config", "give an object with its fields")
     fields: Mapping[str, Any] = tree
     return fields
 
 
-def _of_mapping(config: Mapping[str, Any], known: Collection[str]) -> Fields:
+def _of_mapping(config: Mapping[str, Any]) -> Fields:
     fields: Fields = {}
     for name, value in config.items():
-        if isinstance(value, Mapping):
-            fields |= _of_mapping(value, known)
-        elif name in known:
-            fields[name] = value
+        fields |= _of_mapping(value) if isinstance(value, Mapping) else {str(name): value}
     return fields
 
 
@@ -154,12 +169,12 @@ def _of_object(config: object, known: Collection[str]) -> Fields:
     return {
         name: getattr(place, name)
         for place in places
-        for name in known
+        for name in (*known, *getattr(place, "__dict__", ()))
         if place is not None and hasattr(place, name)
     }
 
 
-def _of_arguments(text: str, known: Collection[str]) -> Fields:
+def _of_arguments(text: str) -> Fields:
     """``--name value``, as in a command or a shell script; ``--a.b-c`` is ``b_c``."""
     try:
         words = shlex.split(text.replace("\\\n", " "), comments=True)
@@ -171,12 +186,11 @@ def _of_arguments(text: str, known: Collection[str]) -> Fields:
             continue
         name, has_value, value = word[2:].partition("=")
         key = name.rpartition(".")[2].replace("-", "_")
-        if key in known:
-            fields[key] = value if has_value else True if following.startswith("--") else following
+        fields[key] = value if has_value else True if following.startswith("--") else following
     return fields
 
 
-def _of_python(text: str, known: Collection[str]) -> Fields:
+def _of_python(text: str) -> Fields:
     """Keywords of calls, and what is assigned to attributes; nothing of it is run."""
     try:
         tree = ast.parse(text)
@@ -189,7 +203,7 @@ def _of_python(text: str, known: Collection[str]) -> Fields:
             pairs = [(keyword.arg, keyword.value) for keyword in node.keywords]
         elif isinstance(node, ast.Assign):
             pairs = [(t.attr, node.value) for t in node.targets if isinstance(t, ast.Attribute)]
-        fields |= {name: _literal(value) for name, value in pairs if name in known and name}
+        fields |= {name: _literal(value) for name, value in pairs if name}
     return fields
 
 
@@ -198,6 +212,27 @@ def _literal(node: ast.expr) -> Any:
         return ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return Expression(ast.unparse(node))
+
+
+def copies_of(num_devices: int | None, size: int, engine: str) -> int:
+    """How many copies of a pipeline all devices of a job make.
+
+    Args:
+        num_devices: ``None`` where nobody says.
+        size: devices of one copy. A job with fewer is the caller's to refuse.
+        engine: the engine's name for people.
+
+    Raises:
+        InputError: some devices would be left over.
+    """
+    if num_devices is None or num_devices < size:
+        return 1
+    if num_devices % size:
+        raise InputError(
+            f"the config makes groups of {size} devices, and {num_devices} are no multiple of "
+            f"that, which {engine} refuses; give a cluster of the devices that the job has"
+        )
+    return num_devices // size
 
 
 def cuts_between_blocks(names: Sequence[str], counts: Sequence[int]) -> tuple[int, ...]:

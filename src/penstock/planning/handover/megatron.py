@@ -15,6 +15,7 @@ from penstock.planning.handover.degrees import Degrees, degrees_of, notes_of
 from penstock.planning.handover.described import (
     ConfigFields,
     Described,
+    copies_of,
     cuts_between_blocks,
     fields_of,
 )
@@ -120,7 +121,7 @@ def _config(degrees: Degrees, blocks: TransformerStages, layout: str) -> dict[st
     return config
 
 
-_FIELDS = (
+_FIELDS = frozenset((
     "num_layers", "pipeline_model_parallel_size", "pipeline_model_parallel_layout",
     "tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size",
     "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
@@ -129,8 +130,9 @@ _FIELDS = (
     "num_layers_in_last_pipeline_stage", "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split", "micro_batch_size", "global_batch_size",
     "use_distributed_optimizer", "recompute_granularity", "recompute_method",
-    "recompute_num_layers", "recompute_activations",
-)  # fmt: skip
+    "recompute_num_layers", "recompute_activations", "microbatch_group_size_per_vp_stage",
+    "microbatch_group_size_per_virtual_pipeline_stage",
+))  # fmt: skip
 
 
 def read(config: object, graph: LayerGraph, num_devices: int | None) -> Described:
@@ -159,19 +161,21 @@ def read(config: object, graph: LayerGraph, num_devices: int | None) -> Describe
     schedule = "1f1b" if per_rank == 1 else f"interleaved-1f1b:stages_per_rank={per_rank}"
     width, rows = said.whole("tensor_model_parallel_size", 1), said.whole("micro_batch_size", 1)
     one_copy = ranks * width * said.whole("context_parallel_size", 1)
-    copies = max(1, (num_devices or one_copy) // one_copy)
+    copies = copies_of(num_devices, one_copy, said.engine)
     batch = said.whole("global_batch_size", rows * copies)
     if batch % (rows * copies):
         raise InputError(
             f"global_batch_size {batch} is no multiple of {copies} copies × {rows} rows"
         )
-    _check_rounds(batch // (rows * copies), ranks, per_rank)
+    count = batch // (rows * copies)
     recompute, notes = _recomputing(said)
+    if per_rank > 1:
+        notes = [*notes, *_rounds(said, count, ranks)]
     return Described(
         cuts_between_blocks(names, counts),
         ranks,
         schedule,
-        batch // (rows * copies),
+        count,
         rows,
         copies,
         width,
@@ -181,20 +185,40 @@ def read(config: object, graph: LayerGraph, num_devices: int | None) -> Describe
     )
 
 
-def _check_rounds(microbatches: int, ranks: int, per_rank: int) -> None:
-    """Raise ``InputError`` if Megatron cannot interleave so many microbatches."""
-    if per_rank > 1 and microbatches % ranks:
+def _rounds(said: ConfigFields, microbatches: int, ranks: int) -> list[str]:
+    """A note on rounds of more microbatches than ranks, if a virtual stage takes so many at a time.
+
+    Raises:
+        InputError: Megatron cannot interleave so many microbatches.
+    """
+    name = "microbatch_group_size_per_virtual_pipeline_stage"
+    if name not in said.fields:
+        name = "microbatch_group_size_per_vp_stage"
+    size = said.whole(name, ranks)
+    if not ranks <= size <= max(microbatches, ranks):
         raise InputError(
-            f"{microbatches} microbatches are no multiple of {ranks} ranks, which Megatron refuses "
-            f"where they have {per_rank} stages each; change global_batch_size"
+            f"{name} is {size}; Megatron takes {ranks}, the number of ranks, to {microbatches}, "
+            "that of microbatches"
         )
+    if 0 < microbatches % size < ranks:
+        raise InputError(
+            f"{microbatches} microbatches in rounds of {size} leave {microbatches % size} for the "
+            f"last round, fewer than {ranks} ranks, which Megatron refuses where they have several "
+            "stages each; change global_batch_size"
+        )
+    if size == ranks:
+        return []
+    return [
+        f"{name} is {size}, and rounds of the plan have {ranks} microbatches, as many as ranks; "
+        "the times predicted are for these"
+    ]
 
 
 def _block_counts(said: ConfigFields, blocks: int, ranks: int) -> list[int]:
     """The blocks of each stage, in the order of stages."""
-    layout = said.text("pipeline_model_parallel_layout")
+    layout = _layout(said)
     if layout:
-        counts = [stage.count("t") for stage in stages_of_layout(layout)]
+        counts = [stage.count("t") for stage in layout]
         if len(counts) % ranks:
             raise InputError(
                 f"the layout has {len(counts)} stages, which {ranks} ranks cannot share"
@@ -210,6 +234,41 @@ def _block_counts(said: ConfigFields, blocks: int, ranks: int) -> list[int]:
             f"ranks of {by_rank} blocks do not make {virtual} equal virtual stages each"
         )
     return [count // virtual for _ in range(virtual) for count in by_rank]
+
+
+_LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+
+
+def _layout(said: ConfigFields) -> list[str]:
+    """The letters of each stage of the layout, if the config sets one: a string, or a list of
+    names for each stage."""
+    name = "pipeline_model_parallel_layout"
+    given: Any = said.fields.get(name)
+    if hasattr(given, "input_data"):  # what a TransformerConfig makes of it
+        said.fields[name] = given = given.input_data
+    if isinstance(given, list | tuple):
+        known = {**_LETTERS, **{letter: letter for letter in _LETTERS.values()}}
+        try:
+            stages = ["".join(known[str(part)] for part in stage) for stage in given]
+        except (KeyError, TypeError):
+            raise InputError(
+                f"{name} is {shown(given)}; give a list for each stage, of {', '.join(_LETTERS)}"
+            ) from None
+    else:
+        text = said.text(name)
+        stages = stages_of_layout(text) if text else []
+    letters = "".join(stages)
+    if "m" in letters:
+        raise InputError(
+            "the layout has m, layers that predict more tokens, for which plans have no word; "
+            "give the layout, and the profile, of the model without them"
+        )
+    for letter, place, words in (("E", 0, "begin with E, the embedding"), ("L", -1, "end with L")):
+        if letters and (letters.count(letter) != 1 or letters[place] != letter):
+            raise InputError(
+                f"the layout {shown('|'.join(stages))} does not {words}, once, as Megatron wants it"
+            )
+    return stages
 
 
 def _counts_by_rank(said: ConfigFields, blocks: int, ranks: int) -> list[int]:
@@ -249,8 +308,9 @@ def stages_of_layout(layout: str) -> list[str]:
     >>> stages_of_layout("Et*3|(tt|)*2,t|L")
     ['Ettt', 'tt', 'tt', 't', 'L']
     """
-    plain = re.sub(r"\(([^)]+)\)\*(\d+)", _repeat, layout.replace(",", "").replace(" ", ""))
-    plain = re.sub(r"(.)\*(\d+)", _repeat, plain)
+    plain = layout.replace(",", "").replace(" ", "")
+    for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        plain = _unrolled(plain, pattern, layout)
     wrong = sorted(set(plain) - set("EtmL|"))
     if wrong:
         raise InputError(
@@ -259,11 +319,21 @@ def stages_of_layout(layout: str) -> list[str]:
     return plain.split("|")
 
 
-def _repeat(match: re.Match[str]) -> str:
-    return match[1] * min(int(match[2]), _MOST_REPEATED)
+_MOST_LETTERS = 100_000
 
 
-_MOST_REPEATED = 10_000
+def _unrolled(text: str, pattern: str, layout: str) -> str:
+    """A text with what it repeats written out, which a pattern finds beside the number of times."""
+    letters = sum(
+        len(match[1]) * int(match[2][:_MOST_DIGITS]) for match in re.finditer(pattern, text)
+    )
+    if letters > _MOST_LETTERS:
+        raise InputError(f"the layout {shown(layout)} has {letters:,} letters; no model is so deep")
+    return re.sub(pattern, lambda match: match[1] * int(match[2]), text)
+
+
+_MOST_DIGITS = 20
+"""Of a number, enough to see that it is too large; Python reads no number of thousands."""
 
 
 def _recomputing(said: ConfigFields) -> tuple[bool, Sequence[str]]:

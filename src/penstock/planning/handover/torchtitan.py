@@ -18,6 +18,7 @@ from penstock.planning.handover.described import (
     ConfigFields,
     Described,
     Expression,
+    copies_of,
     cuts_between_blocks,
     fields_of,
 )
@@ -102,14 +103,15 @@ def _python(value: object) -> str:
     return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
-_FIELDS = (
+_FIELDS = frozenset((
     "pipeline_parallel_degree", "module_fqns_per_model_part", "pipeline_parallel_schedule",
     "pipeline_parallel_schedule_csv", "pipeline_parallel_microbatch_size",
     "pipeline_parallel_layers_per_stage", "pipeline_parallel_first_stage_less_layers",
     "pipeline_parallel_last_stage_less_layers", "data_parallel_replicate_degree",
     "data_parallel_shard_degree", "tensor_parallel_degree", "context_parallel_degree",
     "expert_parallel_degree", "local_batch_size", "activation_checkpoint",
-)  # fmt: skip
+))  # fmt: skip
+_OTHERS = ("global_batch_size",)
 
 _FAMILIES = {
     "1f1b": "1f1b", "gpipe": "gpipe", "interleaved1f1b": "interleaved-1f1b",
@@ -134,7 +136,7 @@ def read(config: object, graph: LayerGraph, num_devices: int | None) -> Describe
     Raises:
         InputError: the config contradicts itself or the model.
     """
-    said = ConfigFields(fields_of(config, _FIELDS), "torchtitan")
+    said = ConfigFields(fields_of(config, _FIELDS, _OTHERS), "torchtitan")
     ranks = said.whole("pipeline_parallel_degree", 1)
     title = said.text("pipeline_parallel_schedule", "1F1B")
     if title.lower() not in _FAMILIES:
@@ -293,9 +295,16 @@ def _copies(said: ConfigFields, ranks: int, num_devices: int | None) -> tuple[in
     """(copies of the pipeline, whether they share state)."""
     replicate = said.whole("data_parallel_replicate_degree", 1)
     shard = said.whole("data_parallel_shard_degree", -1, -1)
+    width = said.whole("tensor_parallel_degree", 1) * said.whole("context_parallel_degree", 1)
+    others = ranks * replicate * width
     if shard == -1:
-        others = ranks * replicate * said.whole("tensor_parallel_degree", 1)
-        shard = max(1, (num_devices or others) // others)
+        shard = copies_of(num_devices, others, said.engine)
+    elif num_devices is not None and num_devices > others * shard:
+        raise InputError(
+            f"the config's degrees make {others * shard} devices, and the cluster has "
+            f"{num_devices}, which torchtitan refuses; set data_parallel_shard_degree to -1, or "
+            "give a cluster of the devices that the job has"
+        )
     return replicate * shard, shard > 1
 
 

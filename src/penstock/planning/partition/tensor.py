@@ -51,6 +51,10 @@ class TensorSplit:
             communication in ``forward_seconds``, ``backward_input_seconds`` and, for the sum of
             gradients, ``update_seconds``; bytes are those of one device. Microbatches have as many
             rows as before; profiles of other sizes are left out.
+        collectives: of the times of each layer in ``graph``, by its name and theirs, what is
+            communication.
+        speed: of the devices for which it was chosen. As in any profile, times in ``graph`` are
+            divided by it to get theirs; so are ``collectives``.
         seconds: predicted for a minibatch, one microbatch after another, updates included.
         moved_bytes: sent by all devices together, per minibatch.
         data_seconds, data_moved_bytes: the same if all layers divided their rows.
@@ -69,11 +73,18 @@ class TensorSplit:
     data_moved_bytes: int
     tensor_seconds: float
     tensor_moved_bytes: int
+    collectives: dict[str, dict[str, float]]
+    speed: float = 1.0
     exact: bool = True
 
 
 def split_layers(
-    graph: LayerGraph, num_tensor_ranks: int, link: Link, *, num_microbatches: int
+    graph: LayerGraph,
+    num_tensor_ranks: int,
+    link: Link,
+    *,
+    num_microbatches: int,
+    speed: float = 1.0,
 ) -> TensorSplit:
     """Choose how ``num_tensor_ranks`` devices share each layer, so that a minibatch takes least.
 
@@ -88,6 +99,7 @@ def split_layers(
         num_tensor_ranks: devices of the group, equally fast, at least 1.
         link: between any two of them.
         num_microbatches: per minibatch, at least 1.
+        speed: of the devices, as ``Device`` has it; links are as fast beside any.
 
     Returns:
         The best choice. For one rank, the graph as it is.
@@ -100,7 +112,9 @@ def split_layers(
         if not is_whole(count) or count < 1:
             raise InputError(f"{name} is {count!r}, but must be a whole number ≥ 1")
     problem = LayoutProblem(
-        graph, DeviceRing(num_tensor_ranks, link, graph.microbatch_size), num_microbatches
+        graph,
+        DeviceRing(num_tensor_ranks, _beside(link, speed), graph.microbatch_size),
+        num_microbatches,
     )
     data = problem.solve(_by_rows)
     tensor = problem.solve(partial(_by_parameters, num_ranks=num_tensor_ranks))
@@ -112,14 +126,36 @@ def split_layers(
         splits={} if alone else {name: sharing.split for name, sharing in _named(problem, best)},
         layouts={} if alone else {name: sharing.gives for name, sharing in _named(problem, best)},
         graph=graph if alone else _as_seen(problem, best),
-        seconds=best.seconds,
+        seconds=best.seconds / speed,
         moved_bytes=problem.moved_bytes(best.sharings),
-        data_seconds=data.seconds,
+        data_seconds=data.seconds / speed,
         data_moved_bytes=problem.moved_bytes(data.sharings),
-        tensor_seconds=tensor.seconds,
+        tensor_seconds=tensor.seconds / speed,
         tensor_moved_bytes=problem.moved_bytes(tensor.sharings),
+        collectives={} if alone else _collectives(problem, best),
+        speed=speed,
         exact=searched.exact,
     )
+
+
+def _beside(link: Link, speed: float) -> Link:
+    """A link in the time of the machine that was profiled: what devices of another speed do
+    meanwhile counts as if it took as long as there."""
+    return Link(
+        latency_seconds=link.latency_seconds * speed, bytes_per_second=link.bytes_per_second / speed
+    )
+
+
+def _collectives(problem: LayoutProblem, solution: Solution) -> dict[str, dict[str, float]]:
+    return {
+        layer.name: {
+            "forward_seconds": step.forward.seconds,
+            "backward_input_seconds": step.backward.seconds,
+            "recompute_seconds": step.forward.seconds,
+            "update_seconds": problem.reduction(layer, sharing).seconds,
+        }
+        for layer, sharing, step in problem.walk(solution.sharings)
+    }
 
 
 def _named(problem: LayoutProblem, solution: Solution) -> list[tuple[str, Sharing]]:

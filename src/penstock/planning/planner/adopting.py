@@ -61,7 +61,7 @@ def adopted(engine: str, config: object, graph: LayerGraph, cluster: Cluster | N
         reason=f"as a config of {capabilities_of(engine).title} says: {family}, "
         f"{count_of(len(plan.stages), 'stage')}",
         alternatives=(),
-        warnings=(*said.notes, *notes, *more, *_idle(seats, there), *_excesses(plan, there)),
+        warnings=(*said.notes, *notes, *more, *_excesses(plan, there)),
     )
 
 
@@ -87,14 +87,6 @@ def _at_size(graph: LayerGraph, rows: int) -> tuple[LayerGraph, tuple[str, ...]]
         f"microbatches have {rows} rows there, but {graph.microbatch_size} in the profile, which "
         "times and bytes are for; profile that size",
     )
-
-
-def _idle(seats: int, cluster: Cluster) -> tuple[str, ...]:
-    """A note on devices that the config leaves without work, if there are any."""
-    count = len(cluster.devices)
-    if seats == count:
-        return ()
-    return (f"the config uses {seats} of {count} devices; {count - seats} are idle",)
 
 
 def _excesses(plan: Plan, cluster: Cluster) -> tuple[str, ...]:

@@ -148,15 +148,21 @@ class Candidate(CutSetting):
 
     @cached_property
     def _cards(self) -> tuple[int, ...]:
-        """The card of each rank; none where no rank has one."""
-        cards = tuple(self.task.topology.cards[device] for device in self.setting.devices)
+        """The card of each rank, none where no rank has one; of a rank on several hosts, −1."""
+        known, apart = self.task.topology.cards, self.task.straddling
+        cards = [-1 if device in apart else known[device] for device in self.setting.devices]
         return _numbered(cards) if max(cards) >= 0 else ()
 
     @cached_property
     def _hosts(self) -> tuple[int, ...]:
-        """The host of each rank, where ranks have cards."""
-        hosts = [self.task.topology.hosts[device] for device in self.setting.devices]
-        return _numbered([host - min(hosts) for host in hosts]) if self._cards else ()
+        """The host of each rank, where ranks have cards; of a rank on several, a number of its
+        own."""
+        known, apart = self.task.topology.hosts, self.task.straddling
+        hosts = [
+            (known[device], device if device in apart else -1) for device in self.setting.devices
+        ]
+        places = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+        return tuple(places[host] for host in hosts) if self._cards else ()
 
     @property
     def seconds(self) -> float:

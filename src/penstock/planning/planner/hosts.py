@@ -9,7 +9,7 @@ of devices that share it, p · 2(k−p)/k · M.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from penstock.core.cluster import Link, Topology
@@ -30,17 +30,20 @@ class LevelSeconds(NamedTuple):
     latency: float
 
 
-def levels_worth_trying(topology: Topology, devices: Sequence[int]) -> list[Levels]:
+def levels_worth_trying(
+    topology: Topology, devices: Sequence[int], straddling: Collection[int] = ()
+) -> list[Levels]:
     """The ways to sum near ranks first: not at all, by the groups of each depth of the cluster's
     tree, and by all depths. Where nobody says which groups are hosts, by a card or the kind of
     their links, none are.
 
     Args:
         devices: of each rank.
+        straddling: those that stand for devices of several hosts, and so are near nobody.
     """
     if max(topology.hosts[device] for device in devices) < 0:
         return [()]
-    paths = [topology.paths[device] for device in devices]
+    paths = [() if device in straddling else topology.paths[device] for device in devices]
     depths = [_numbers(paths, depth) for depth in range(max(map(len, paths), default=0))]
     divided = [numbers for numbers in depths if 1 < len({*numbers}) < len(devices)]
     choices: list[Levels] = [(), *((numbers,) for numbers in divided), tuple(divided[::-1])]

@@ -289,7 +289,7 @@ class CutSetting:
         )
         if not shared or task.communication.name != RING:
             return flat
-        choices = levels_worth_trying(task.topology, setting.devices)
+        choices = levels_worth_trying(task.topology, setting.devices, task.straddling)
         if len(choices) == 1:
             return replace(flat, levels=choices[0])
 
@@ -336,11 +336,14 @@ class CutSetting:
             turns = bool(setting.replicas)
             hop, busy = task.hop(stop, devices, setting.devices_of[index + 1], in_turns=turns)
 
-        def seconds(name: str) -> float:
-            return pace.passes * task.sum(name, start, stop)
+        slowest = min(task.cluster.devices[device].speed for device in devices)
+
+        def seconds(name: str, factor: float = pace.passes) -> float:
+            own = task.sum(name, start, stop)
+            return factor * (own + task.longer_collectives(name, start, stop, slowest))
 
         prepares = seconds("split_forward_seconds") if setting.schedule.splits_backward else 0.0
-        update = pace.updates * task.sum("update_seconds", start, stop)
+        update = seconds("update_seconds", pace.updates)
         reduced = self._reduced(index, start, stop)
         return {
             "forward_seconds": seconds("forward_seconds") + prepares + more,

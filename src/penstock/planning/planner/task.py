@@ -165,6 +165,18 @@ class Task:
         return (self.cluster.devices[index],) if self.groups is None else self.groups.devices[index]
 
     @cached_property
+    def straddling(self) -> frozenset[int]:
+        """The devices that stand for groups whose devices are on several hosts."""
+        if self.groups is None:
+            return frozenset()
+        single = self.groups.single
+        names = (device.name for device in single.cluster.devices)
+        host_of = dict(zip(names, single.topology.hosts, strict=True))
+        apart = [len({host_of[part.name] for part in own}) > 1 for own in self.groups.devices]
+        every = range(len(self.cluster.devices))
+        return frozenset(device for device in every if apart[device % len(apart)])
+
+    @cached_property
     def topology(self) -> Topology:
         """How the devices are joined."""
         return Topology(self.cluster)
@@ -209,6 +221,20 @@ class Task:
             for held, begins in zip(self.input_bytes, self.begins_unit, strict=False)
         ]
         return {name: list(accumulate(column, initial=0)) for name, column in columns.items()}
+
+    def longer_collectives(self, name: str, start: int, stop: int, speed: float) -> float:
+        """What communication takes longer than ``sum`` has it, where the devices of a stage have
+        another speed than those for which layers were split; as long as in the profile.
+
+        Args:
+            name: of the seconds of a layer.
+            speed: of the slowest of the devices.
+        """
+        if self.groups is None or speed == self.groups.tensor_split.speed:
+            return 0.0
+        split, layers = self.groups.tensor_split, self.graph.layers[start:stop]
+        own = (split.collectives.get(layer.name, {}).get(name, 0.0) for layer in layers)
+        return (speed / split.speed - 1) * sum(own)
 
     def sum(self, name: str, start: int, stop: int) -> float:
         """The sum of one number of a layer over layers ``[start, stop)``."""

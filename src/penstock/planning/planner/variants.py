@@ -122,10 +122,14 @@ def in_groups(task: Task, num_tensor_ranks: int) -> Task:
     members = [range(first, first + num_tensor_ranks) for first in range(0, last, num_tensor_ranks)]
     links = links_of_groups(task.topology, members, _USUAL_BYTES)
     slowest = max(links, key=lambda link: link.seconds(_USUAL_BYTES))
-    tensor_split = split_layers(
-        task.graph, num_tensor_ranks, slowest, num_microbatches=task.num_microbatches
-    )
     groups = tuple(tuple(cluster.devices[index] for index in group) for group in members)
+    tensor_split = split_layers(
+        task.graph,
+        num_tensor_ranks,
+        slowest,
+        num_microbatches=task.num_microbatches,
+        speed=min(device.speed for group in groups for device in group),
+    )
     return replace(
         task,
         graph=tensor_split.graph,
@@ -240,7 +244,8 @@ def _candidate(
     behind = with_fields(
         graph, layers=graph.layers[cut:], input_bytes=task.crossing_bytes[cut], other_sizes=()
     )
-    split = split_layers(behind, width, link, num_microbatches=task.num_microbatches)
+    speed = min(task.cluster.devices[index].speed for index in group)
+    split = split_layers(behind, width, link, num_microbatches=task.num_microbatches, speed=speed)
     *front, last = graph.layers[:cut]
     last = with_fields(last, output_bytes=_crossing(task, cut, width))
     members = [*(range(index, index + 1) for index in range(replicas)), group]

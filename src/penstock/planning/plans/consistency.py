@@ -20,6 +20,9 @@ from penstock.planning.plans.summing import Summing
 MOST_THREADS = 4096
 """Of a rank: no host has so many cores."""
 
+MOST_STAGES = 10_000
+"""No model has so many layers."""
+
 MOST_MICROBATCHES = 100_000
 """Of a minibatch: a training has thousands, and who simulates or draws it looks at every one."""
 
@@ -50,6 +53,7 @@ def check_layers(stages: Sequence[StagePlan], *, any_rank: bool) -> None:
     """
     if not stages:
         raise InputError("the plan has no stages; give it at least one")
+    whole("the number of stages", len(stages), 1, MOST_STAGES)
     for index, stage in enumerate(stages):
         if not stage.layers:
             raise InputError(f"stage {index} has no layers; give it one or drop the stage")
@@ -204,6 +208,27 @@ def check_summing(
             f"the reducer {summing.reducer!r} needs a flush before each update, and this "
             "schedule has none; take 'owners', or a synchronous schedule"
         )
+
+
+def check_levels(levels: Sequence[Sequence[int]], hosts: Sequence[int]) -> None:
+    """Raise ``InputError`` unless groups that sum first are on one host, or of whole hosts.
+
+    Args:
+        hosts: of each rank; empty where nobody says.
+    """
+    everybody = Counter(hosts)
+    for numbers in levels if hosts else ():
+        groups: dict[int, Counter[int]] = {}
+        for number, host in zip(numbers, hosts, strict=True):
+            groups.setdefault(number, Counter())[host] += 1
+        for number, own in groups.items():
+            parted = [host for host, count in own.items() if count < everybody[host]]
+            if len(own) > 1 and parted:
+                raise InputError(
+                    f"summing: levels: group {number} has ranks of hosts "
+                    f"{', '.join(map(str, sorted(own)))}, and not all of host {parted[0]}; what "
+                    "sums first is a part of one host, or whole hosts: change levels, or hosts"
+                )
 
 
 def check_devices(devices: Sequence[Device], needed: int) -> None:

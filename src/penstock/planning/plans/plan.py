@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from msgspec.structs import asdict, replace
 
+from penstock.base.arguments import public
 from penstock.base.errors import InputError, printable
 from penstock.base.lazily import method_loaded_when_used, provided
 from penstock.base.values import FieldsByName, decoded, expect, one_of, read_as, whole
@@ -30,6 +31,7 @@ from penstock.planning.plans.consistency import (
     check_cards,
     check_devices,
     check_groups,
+    check_levels,
     check_model,
     check_placement,
     check_recompute,
@@ -51,8 +53,12 @@ from penstock.planning.plans.spilling import (
     with_offload,
 )
 from penstock.planning.plans.stage_plan import RecomputeWay, Split
-from penstock.planning.plans.summing import ReducerName, served_by
+from penstock.planning.plans.summing import ReducerName, Summing, served_by
 from penstock.planning.plans.table import WIDTH, argued, render, title
+
+_UNPRICED = (
+    "how copies sum their gradients was edited: predicted times are those of the sums before"
+)
 
 _LARGE = 10_000
 """Ops of a schedule that is not built whole without need."""
@@ -128,6 +134,7 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
         check_devices(self.devices, self.num_seats)
         check_cards(self.cards, self.hosts, self.num_ranks)
         check_summing(self.summing, self.versions, self.num_ranks, self.num_tensor_ranks)
+        check_levels(self.summing.levels, self.hosts)
         check_policy(self.versions, self.schedule, self.replicas, self.num_microbatches)
         check_recompute(self.stages, self.schedule, self.versions)
         if self.spill is not None:
@@ -166,6 +173,7 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
             return cls(**asdict(decoded(text, Draft)))
 
     @classmethod
+    @public({"num_stages": 'it is a field of the config, as in {**config, "num_stages": 4}'})
     def of(
         cls, engine: str, config: object, graph: LayerGraph, cluster: Cluster | None = None
     ) -> Plan:
@@ -192,7 +200,7 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
     def edited(self, **changes: Any) -> Plan:
         """This plan with other values of some fields. What follows from them is worked out anew, as
         for a file that is edited: how many versions of its weights a stage has, and the order if it
-        is taken out.
+        is taken out. Predicted times of stages stay; of other sums, ``warnings`` say it.
 
         Raises:
             InputError: no such field, or the parts then contradict each other.
@@ -200,7 +208,17 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
         unknown = sorted(set(changes) - set(self.__struct_fields__))
         if unknown:
             raise InputError(f"a plan has no field {unknown[0]}")
+        if "summing" in changes and "warnings" not in changes:
+            changes["warnings"] = (*self.warnings, *self._unpriced(changes["summing"]))
         return Plan(**{**asdict(self), **changes})
+
+    def _unpriced(self, summing: Summing) -> tuple[str, ...]:
+        """A warning of times that are those of other sums, if they are."""
+        if max(map(len, map(self.placement.ranks_of, range(len(self.stages))))) == 1:
+            return ()
+        if _UNPRICED in self.warnings or summing == self.summing:
+            return ()
+        return (_UNPRICED,)
 
     @cached_property
     def group_sizes(self) -> tuple[int, ...]:

@@ -22,6 +22,10 @@ Split = Annotated[
 """How tensor ranks share a layer, or a module inside it."""
 
 
+_MOST_PARTS = 10_000
+"""Of the gradients of a stage: each costs a message."""
+
+
 class StagePlan(Value, frozen=True, kw_only=True):
     """One stage: which layers, on which rank, and what they are predicted to cost.
 
@@ -103,8 +107,7 @@ class StagePlan(Value, frozen=True, kw_only=True):
             value = getattr(self, name)
             if isinstance(value, int | float) and value < 0:
                 raise InputError(f"{name} is {value}, but must be ≥ 0")
-        if self.reduce_parts < 1:
-            raise InputError(f"reduce_parts is {self.reduce_parts}, but must be ≥ 1")
+        whole("reduce_parts", self.reduce_parts, 1, _MOST_PARTS)
         whole("tensor_ranks", self.tensor_ranks, 1, MOST_DEVICES)
 
     @property

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, get_args
 from penstock.base.errors import InputError
 from penstock.base.values import Value, number, one_of, whole
 from penstock.core.cluster import SpareMachine
+from penstock.core.cluster.parts import MOST_LEVELS
 from penstock.core.summation.frames import MOST_SERVERS
 from penstock.core.summation.tree import SumTree
 from penstock.core.timing.simulator.beside import Served
@@ -113,6 +114,7 @@ class Summing(Value, frozen=True, kw_only=True):
         self._check_levels()
 
     def _check_levels(self) -> None:
+        whole("summing: the number of levels", len(self.levels), 0, MOST_LEVELS)
         before: Sequence[int] = range(len(self.levels[0])) if self.levels else ()
         for numbers in self.levels:
             if min(numbers, default=0) < 0:

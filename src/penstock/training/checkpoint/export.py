@@ -174,7 +174,7 @@ class MeshEdge:
             for index in worker.stages:
                 with building(worker.queue), worker.visiting(index, changes=True):
                     for own in self._owned(worker, index):
-                        _put(state[own.key], own, worker)
+                        _put(state[own.key], own, _group(worker))
 
     def _owned(self, worker: Worker, index: int) -> Iterator[_Own]:
         sharings, stage = self._parts.layout.sharings, worker.stages[index]
@@ -284,16 +284,22 @@ def _check(given: object, own: _Own) -> None:
         )
 
 
-def _put(given: Tensor, own: _Own, worker: Worker) -> None:
+def _put(given: Tensor, own: _Own, group: TensorGroup | None) -> None:
     """Let a member, or a rank, have its part of a value."""
-    group, cut, device = _group(worker), own.cut, own.value.device
     here = given.to_local() if isinstance(given, DTensor) else given
-    here = here.detach().to(device)
-    if cut is not None and group is not None:
-        if not isinstance(given, DTensor):
-            here = cut.part(here, group.size, group.index)
-        elif not _lies_in_chunks(own, cut, group):
-            whole = torch.cat(group.exchange([here] * group.size), cut.dim)
-            here = cut.part(whole, group.size, group.index)
+    here = here.detach().to(own.value.device)
+    if own.cut is not None and group is not None:
+        if isinstance(given, DTensor):
+            here = _of_chunk(here, own, own.cut, group)
+        else:
+            here = own.cut.part(here, group.size, group.index)
     with torch.no_grad():
         own.value.copy_(here)
+
+
+def _of_chunk(chunk: Tensor, own: _Own, cut: ShardSpec, group: TensorGroup) -> Tensor:
+    """A member's part, where members have what ``_chunk`` gives."""
+    if _lies_in_chunks(own, cut, group):
+        return chunk
+    whole = torch.cat(group.exchange([chunk] * group.size), cut.dim)
+    return cut.part(whole, group.size, group.index)

@@ -178,7 +178,11 @@ def _give_corrections(contents: Contents, trained: TrainedStage, store: WeightSt
     store.num_lowered = 0 if trainer is None else trainer.num_lowered
     for name, parameter in trained.named.items():
         drift = store.drift_of(parameter)
-        if drift is not None and contents.extent(f"{DRIFT}{name}") is not None:
+        if drift is None:
+            continue
+        if contents.extent(f"{DRIFT}{name}") is None:
+            drift.zero_()
+        else:
             drift.copy_(trained.own(name, contents.tensor(f"{DRIFT}{name}")))
 
 

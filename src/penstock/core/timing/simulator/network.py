@@ -84,9 +84,8 @@ class _SumOfCopies:
 class Sums:
     """The exchanges of all stages that have copies.
 
-    A part can be summed when the last copy has made it. Parts of P are taken to be made evenly
-    during the last backward (or W) of a copy, and the last one leaves when the copy hands in. What
-    several sums pass takes parts as they come.
+    A part can be summed when the last copy has made it (``Exchange.made``), during its last
+    backward or W. What several sums pass takes parts as they come.
 
     Args:
         schedule: with the ops that hand in gradients.
@@ -149,10 +148,8 @@ class Sums:
     def _made(self, handing: Op) -> Iterator[Event]:
         """A copy's last backward has begun: of the last copy, tell when its parts are there."""
         spans = (self._begun[op] for op in self._makers[handing])
-        begin, end = max(spans, key=lambda span: span[1])
-        count = self._of_copy[handing].exchange.num_parts
-        times = [begin + (end - begin) * part / count for part in range(1, count)]
-        return self._made_at(self._of_copy[handing], times)
+        total = self._of_copy[handing]
+        return self._made_at(total, total.exchange.made(*max(spans, key=lambda span: span[1])))
 
     def _made_at(self, total: _SumOfCopies, times: list[float]) -> Iterator[Event]:
         total.made.append(times)

@@ -140,7 +140,6 @@ def _summed_at(costs: Costs, stage: int, times: Times, made: list[int]) -> float
     if exchange is None:
         update = Op(stage, Kind.UPDATE, 0)
         return float(ends.max()) + costs.delay(update, update)
-    starts, count = times.start[made], exchange.num_parts
-    parts = [float((starts + (ends - starts) * part / count).max()) for part in range(1, count)]
+    parts = [float(of_copies.max()) for of_copies in exchange.made(times.start[made], ends)]
     passes = flow_shop([*parts, float(ends.max())], exchange.seconds)
     return passes[-1][-1][1] + exchange.once
