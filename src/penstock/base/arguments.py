@@ -100,11 +100,12 @@ def _refusal(
 ) -> ArgumentError | None:
     """Why a function cannot be called so, and how it can."""
     parameters = inspect.signature(function).parameters
-    names = [name for name in parameters if name != "self"]
+    own = {"self", "cls"}.intersection(parameters)
+    names = [name for name in parameters if name not in own]
     by_place = [
         name for name in names if parameters[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
     ]
-    given = len(args) - ("self" in parameters)
+    given = len(args) - len(own)
     called = function.__qualname__.removesuffix(".__init__")
     unknown = [name for name in kwargs if name not in names]
     if unknown:
@@ -126,7 +127,8 @@ def _refusal(
         and name not in (*by_place[:given], *kwargs)
     ]
     if missing:
-        instead = otherwise or f"call it as {called}({', '.join(by_place)}, …)"
+        by_name = [f"{name}=…" for name in missing if name not in by_place]
+        instead = otherwise or f"call it as {called}({', '.join([*by_place, *by_name])}, …)"
         return ArgumentError(f"{called}() lacks {' and '.join(missing)}; {instead}")
     return None
 

@@ -18,6 +18,7 @@ from typing import Self
 
 from msgspec.structs import replace
 
+from penstock.base.arguments import public
 from penstock.base.errors import InputError
 from penstock.base.lazily import method_provided
 from penstock.base.values import MOST_TOML_BYTES, Value, expect, read_as, read_text, whole
@@ -152,6 +153,15 @@ class Cluster(Value, frozen=True, kw_only=True):
         return cls(devices=devices, link=links[-1], groups=tuple(groups))
 
     @classmethod
+    @public(
+        remedies={
+            "num_hosts": "give hosts=…",
+            "device": 'its name comes first, as Cluster.of("h100-sxm", hosts=8)',
+            "devices": "give hosts=… and devices_per_host=…",
+            "gpus": "give hosts=… and devices_per_host=…",
+            "num_devices": "give hosts=… and devices_per_host=…",
+        }
+    )
     def of(cls, name: str, *, hosts: int = 1, devices_per_host: int | None = None) -> Self:
         """Machines of the catalogue (``penstock devices``), which one need not have.
 

@@ -13,6 +13,7 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
+from penstock.base.arguments import public
 from penstock.base.errors import InputError, ModelError
 from penstock.base.values import expect, one_of
 from penstock.core.catalogue import Hardware, device_named, software_named
@@ -29,6 +30,7 @@ from penstock.engine.run.recipe import Loss
 from penstock.engine.stage.deferral import undeferred_parameters
 from penstock.training.estimating.blocks import RepeatedBlocks, repeated_blocks, shortened
 from penstock.training.estimating.counting import KernelClock, KernelCounter, MetaGauge, on_meta
+from penstock.training.estimating.refusals import code_that_needs_more_than_shapes
 from penstock.training.estimating.substitutes import AsOnDevice, Attention
 from penstock.training.estimating.updates import count_updates
 from penstock.training.profiler.alone import Sample, conditions
@@ -63,6 +65,16 @@ _HOP_SECONDS = 20e-6
 _UNKNOWN_SHARE = 0.01
 
 
+@public(
+    remedies={
+        "cluster": "an estimate is of one device: give device=…, and the cluster to pk.plan",
+        "dtype": "convert the model, as with model.bfloat16(), or give arithmetic=…",
+        "microbatches": "one microbatch is estimated; pk.plan(graph, microbatches=…) says how many",
+        "batch_size": "the rows of the inputs are those of a microbatch",
+        "hardware": "give device=…",
+        "gpu": "give device=…",
+    }
+)
 def estimate(  # noqa: PLR0913 - as profile
     model: nn.Module,
     inputs: Any,
@@ -210,7 +222,10 @@ def _estimated(model: nn.Module, request: _EstimateRequest) -> LayerGraph:
         others = sample.of_sizes(request.sizes)
     layers = spine_of(model)
     example = getattr(model, "example", None)
-    with _without_values(model), torch.inference_mode(False), torch.enable_grad():
+    with (
+        _without_values(model), torch.inference_mode(False), torch.enable_grad(),
+        code_that_needs_more_than_shapes(),
+    ):  # fmt: skip
         bench = _CountingBench(layers, request)
         measured = bench.measure(_of_shapes(sample))
         graph = LayerGraph(
