@@ -34,7 +34,7 @@ WORDS = [
     (lambda: pk.estimate(None, None, cluster=None), "the cluster to pk.plan"),
     (lambda: pk.Cluster.of("h100", host=2), "give hosts=…"),
     (lambda: pk.Cluster.of("h100", num_devices=2), "devices_per_host=…"),
-    (lambda: pk.Cluster.of(), r"lacks name; call it as Cluster\.of\(name, …\)"),
+    (pk.Cluster.of, r"lacks name; call it as Cluster\.of\(name, …\)"),
     (pk.simulate, "lacks schedule"),
     (lambda: pk.draw(None, None, None, None, None), "takes .* but was given 5"),
     (lambda: pk.plan(chain(), graph=chain()), "was given graph twice"),

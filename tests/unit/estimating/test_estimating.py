@@ -392,7 +392,7 @@ def test_an_optimizer_that_wants_numbers_of_tensors_is_counted_by_its_operations
 def test_an_optimizer_that_cannot_make_a_step_is_refused_by_its_name():
     with torch.device("meta"):
         model, inputs = nn.Sequential(nn.Linear(8, 16)), torch.empty(4, 8)
-    with pytest.raises(pk.InputError, match="SparseAdam cannot update the layer of 0.weight"):
+    with pytest.raises(pk.InputError, match="SparseAdam cannot update the layer of 0"):
         pk.estimate(model, inputs, device="a100", optimizer=torch.optim.SparseAdam)
 
 

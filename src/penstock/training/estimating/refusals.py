@@ -11,10 +11,8 @@ from pathlib import Path
 from penstock.base.errors import ModelError, PenstockError
 
 _OPERATION = re.compile(r"CustomOpDef\((\w+::\w+)\)|[`' ](\w+::\w+)(?:\.\w+)?['`]?[:( ]")
-_NO_KERNEL = re.compile(r"no fake impl|'Meta' backend|Meta kernel|meta kernel|meta implementation")
-_NO_VALUES = re.compile(
-    r"meta tensor|meta device|_local_scalar_dense|Meta tensor|to NumPy|data-dependent|data-independent|is_nonzero"
-)
+_NO_KERNEL = re.compile("no fake impl|'Meta' backend|[Mm]eta kernel|meta implementation")
+_NO_VALUES = re.compile("[Mm]eta tensor|meta device|data-dependent|data-independent|is_nonzero")
 _HIDDEN = frozenset({"penstock", "torch"})
 
 
