@@ -99,7 +99,8 @@ def devices(name: str | None, as_json: bool) -> None:
     ]
     show.print_table(("host", "devices", "what joins them"), rows, 3)
     show.prose(
-        "\nTFLOP/s without sparsity; ? without a source. `penstock devices NAME` has the sources of a device or a host."
+        "\nTFLOP/s without sparsity; ? without a source. `penstock devices NAME` has the sources "
+        "of a device or a host."
     )
 
 
