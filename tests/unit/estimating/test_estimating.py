@@ -13,6 +13,8 @@ from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 import penstock as pk
 from benchmarks.predicting.estimates import Experts, Recurrent, SmallBlock, UNet
 from penstock.core import catalogue
+from penstock.planning.planner import what_if
+from penstock.planning.plans.explanation import explain
 from penstock.training.estimating import operations
 from penstock.training.estimating.blocks import repeated_blocks
 
@@ -229,6 +231,26 @@ def test_a_plan_of_an_estimate_says_that_it_is_one_and_what_error_to_expect():
     assert any("estimated for a100-sxm-80gb" in warning for warning in plan.warnings)
     assert "expect a step to be off by about" in " ".join(str(plan).split())
     assert pk.simulate(plan).makespan > 0
+
+
+def test_wherever_a_plan_of_an_estimate_is_shown_it_says_that_it_is_one(tmp_path):
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+        inputs = torch.empty(2, 64)
+    graph = pk.estimate(model, inputs, device="a100")
+    plan = pk.plan(graph, pk.Cluster.of("2xa100"), microbatches=4, schedule="1f1b")
+    plan.save(tmp_path / "plan.json")
+    assert pk.Plan.load(tmp_path / "plan.json") == plan
+    mark = f"estimated for a100-sxm-80gb, ± {graph.estimate.error:.0%}"
+    assert plan.estimate.mark == mark
+    assert mark in explain(plan).title
+    assert mark in str(plan).splitlines()[0]
+    assert mark in pk.simulate(plan).name
+    pk.draw(plan, tmp_path / "plan.svg")
+    assert mark in (tmp_path / "plan.svg").read_text()
+    assert mark in what_if("bandwidth*2", graph, pk.Cluster.of("2xa100"), microbatches=4).text(200)
+    measured = plan.edited(estimate=None)
+    assert "estimated" not in str(measured).splitlines()[0] + pk.simulate(measured).name
 
 
 def test_a_plan_for_other_devices_than_those_of_the_estimate_says_so():

@@ -122,6 +122,7 @@ class WhatIf:
         before, after = self.before, self.after
         seconds = before.step_seconds, after.step_seconds
         most = max(before.rank_bytes), max(after.rank_bytes)
+        marks = [(plan.estimate.mark if plan.estimate else "") for plan in (before, after)]
         return [
             ("plan", _summary(before), _summary(after), ""),
             ("layers", _layers(before), _layers(after), ""),
@@ -138,6 +139,7 @@ class WhatIf:
                 f"{most[1] / most[0]:.0%}" if most[0] else "",
             ),
             ("recompute", _recomputing(before), _recomputing(after), ""),
+            *([("figures", *marks, "")] if any(marks) else []),
         ]
 
 
