@@ -122,7 +122,7 @@ class WhatIf:
         before, after = self.before, self.after
         seconds = before.step_seconds, after.step_seconds
         most = max(before.rank_bytes), max(after.rank_bytes)
-        marks = [(plan.estimate.mark if plan.estimate else "") for plan in (before, after)]
+        marks = before.estimate, after.estimate
         return [
             ("plan", _summary(before), _summary(after), ""),
             ("layers", _layers(before), _layers(after), ""),
@@ -139,7 +139,7 @@ class WhatIf:
                 f"{most[1] / most[0]:.0%}" if most[0] else "",
             ),
             ("recompute", _recomputing(before), _recomputing(after), ""),
-            *([("figures", *marks, "")] if any(marks) else []),
+            *([("figures", marks[0].mark, marks[1].mark, "")] if marks[0] and marks[1] else []),
         ]
 
 
