@@ -180,6 +180,13 @@ def test_a_model_with_values_keeps_them_and_its_gradients(cpu):
         assert torch.equal(parameter.grad, gradient)
 
 
+def test_on_an_accelerator_recurrent_layers_keep_gates_and_states_of_every_step():
+    with torch.device("meta"):
+        model, inputs = nn.Sequential(Steps(nn.LSTM), nn.ReLU()), torch.empty(4, 19, 40)
+    kept = pk.estimate(model, inputs, device="a100").layers[0].activation_bytes
+    assert kept > 4 * 19 * (40 + 5 * 48) * 4
+
+
 def test_recurrent_layers_are_few_kernels():
     with torch.device("meta"):
         model = nn.Sequential(Recurrent(), nn.Linear(128, 10))
@@ -189,6 +196,44 @@ def test_recurrent_layers_are_few_kernels():
         for steps in (8, 64)
     )
     assert long < 8 * short
+
+
+class Steps(nn.Module):
+    """A recurrent layer whose last state nobody wants."""
+
+    def __init__(self, kind, **options):
+        super().__init__()
+        self.inner = kind(40, 48, batch_first=True, **options)
+
+    def forward(self, x):
+        return self.inner(x)[0]
+
+
+def keeps_as_onednn():
+    with torch.profiler.profile() as watched:
+        nn.LSTM(4, 4)(torch.ones(1, 1, 4))
+    return any("mkldnn_rnn_layer" in event.key for event in watched.key_averages())
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_layers": 2, "bidirectional": True}, {"bias": False}, {"num_layers": 2, "dropout": 0.5}],
+    ids=str,
+)  # fmt: skip
+def test_recurrent_layers_keep_what_torch_keeps_on_a_cpu(kind, options, cpu):
+    if kind is nn.LSTM and not keeps_as_onednn():
+        pytest.skip("torch computes no LSTM by oneDNN here")
+    model, inputs = nn.Sequential(Steps(kind, **options), nn.ReLU()), torch.randn(4, 19, 40)
+    estimated = pk.estimate(model, inputs, device=cpu).layers[0].activation_bytes
+    measured = pk.profile(model, inputs, repeats=1, ranks=0).layers[0].activation_bytes
+    assert estimated == pytest.approx(measured, rel=0.02)
+
+
+def test_projected_states_are_estimated_step_by_step():
+    with torch.device("meta"):
+        model, inputs = nn.Sequential(Steps(nn.LSTM, proj_size=8)), torch.empty(4, 19, 40)
+    assert pk.estimate(model, inputs, device="a100").layers[0].output_bytes == 4 * 19 * 8 * 4
 
 
 def test_a_fused_optimizer_moves_less_than_one_in_many_kernels():

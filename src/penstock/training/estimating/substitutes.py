@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from penstock.engine.model.replay import autocast_here
-from penstock.training.estimating.recurrences import RECURRENCES
+from penstock.training.estimating.recurrences import recurrences
 
 _ATTENTIONS = (
     F.scaled_dot_product_attention,
@@ -47,6 +47,7 @@ class AsOnDevice(TorchFunctionMode):
         self.saw_autocast = False
         self._is_gpu = kind == "gpu"
         self._is_fused = attention == "fused"
+        self._recurrences = recurrences(on_gpu=self._is_gpu)
 
     def __torch_function__(
         self,
@@ -63,8 +64,8 @@ class AsOnDevice(TorchFunctionMode):
             substitute = self._attention
         elif self._is_gpu and func in _DROPOUTS:
             substitute = _dropout
-        elif func in RECURRENCES:
-            substitute = RECURRENCES[func]
+        elif func in self._recurrences:
+            substitute = self._recurrences[func]
         if substitute is not None:
             result = substitute(*args, **named)
             if result is not None:
