@@ -16,6 +16,7 @@ from penstock.core import catalogue
 from penstock.planning.planner import what_if
 from penstock.planning.plans.explanation import explain
 from penstock.training.estimating import operations
+from penstock.training.estimating.autocast import autocast_dtype
 from penstock.training.estimating.blocks import repeated_blocks
 
 BYTES = (
@@ -218,9 +219,14 @@ def keeps_as_onednn():
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"num_layers": 2, "bidirectional": True}, {"bias": False}, {"num_layers": 2, "dropout": 0.5}],
+    [
+        {},
+        {"num_layers": 2, "bidirectional": True},
+        {"bias": False},
+        {"num_layers": 2, "dropout": 0.5},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_recurrent_layers_keep_what_torch_keeps_on_a_cpu(kind, options, cpu):
     if kind is nn.LSTM and not keeps_as_onednn():
         pytest.skip("torch computes no LSTM by oneDNN here")
@@ -369,20 +375,75 @@ def test_operations_of_torch_that_are_no_passes_over_bytes_are_named(transform):
     assert "linalg_inv" in warning or "fft" in warning
 
 
-class Autocast(nn.Linear):
+class Attends(nn.Module):
+    """Norm and attention beside an identity, perhaps with autocast inside."""
+
+    def __init__(self, autocasts=False):
+        super().__init__()
+        self.norm = nn.LayerNorm(64)
+        self.inner = nn.MultiheadAttention(64, 4, batch_first=True)
+        self.autocasts = autocasts
+
     def forward(self, x):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return super().forward(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.autocasts):
+            y = self.norm(x)
+            return x + self.inner(y, y, y, need_weights=False)[0]
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_autocast_is_warned_of(inside):
-    with torch.device("meta"):
-        model = nn.Sequential((Autocast if inside else nn.Linear)(8, 8))
-        inputs = torch.empty(4, 8)
+def test_under_autocast_as_much_is_kept_as_the_profile_says(inside, cpu):
+    model = nn.Sequential(
+        nn.Linear(64, 64), Attends(inside), nn.GELU(), nn.Linear(64, 32), nn.LayerNorm(32)
+    )
+    inputs = torch.randn(2, 32, 64)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not inside):
-        (warning,) = pk.estimate(model, inputs, device="a100").warnings
-    assert "under torch.autocast" in warning and "bfloat16()" in warning
+        estimated = pk.estimate(model, inputs, device=cpu)
+        measured = pk.profile(model, inputs, repeats=1, ranks=0)
+    for ours, theirs in zip(estimated.layers, measured.layers, strict=True):
+        assert ours.activation_bytes == theirs.activation_bytes, ours.name
+        assert ours.output_bytes == theirs.output_bytes, ours.name
+
+
+def test_autocast_is_priced_as_narrow_products_with_casts():
+    def build(dtype):
+        with torch.device("meta"):
+            model = nn.Sequential(*[nn.Linear(4096, 4096, dtype=dtype) for _ in range(2)])
+            return model, torch.empty(8192, 4096, dtype=dtype)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = pk.estimate(*build(torch.float32), device="a100").layers[1]
+    wide, narrow = (
+        pk.estimate(*build(dtype), device="a100").layers[1]
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert narrow.forward_seconds < cast.forward_seconds < 1.3 * narrow.forward_seconds
+    assert cast.forward_seconds < wide.forward_seconds / 5
+
+
+@pytest.mark.parametrize(
+    ("func", "on_gpu", "dtype"),
+    [
+        (F.linear, True, torch.float16),
+        (torch.ops.aten.addmm.default, False, torch.float16),
+        (torch.Tensor.softmax, True, torch.float32),
+        (torch.Tensor.softmax, False, None),
+        (F.cross_entropy, False, torch.float32),
+        (F.gelu, True, None),
+    ],
+)
+def test_autocast_chooses_dtypes_as_torch_lists_them(func, on_gpu, dtype):
+    assert autocast_dtype(func, torch.float16, on_gpu=on_gpu) == dtype
+
+
+def test_attention_within_torchs_own_layer_is_fused():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 64), Attends()).half()
+        inputs = torch.empty(2, 512, 64, dtype=torch.half)
+    fused, formula = (
+        pk.estimate(model, inputs, device="a100", attention=kind).layers[1].activation_bytes
+        for kind in ("fused", "formula")
+    )
+    assert formula - fused > 2 * 4 * 512 * 512 * 2
 
 
 @torch.library.custom_op("penstock_tests::mystery", mutates_args=())

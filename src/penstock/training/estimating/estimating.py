@@ -314,7 +314,6 @@ class _CountingBench:
         self._blocks = _block_numbers([layer.name for layer in layers])
         self._unknown: Counter[str] = Counter()
         self._all_bytes = 0
-        self._under_autocast = False
 
     def measure(self, sample: Sample) -> list[Measured]:
         """Count every layer with a sample."""
@@ -339,13 +338,7 @@ class _CountingBench:
         ]
 
     def doubts(self) -> Iterator[str]:
-        """Sentences on autocast, and on operations that nobody knows, if they are of any weight."""
-        if self._under_autocast:
-            yield (
-                "the model runs under torch.autocast, which an estimate does not see: "
-                "products are priced and kept in the dtypes of their tensors; convert it, as with "
-                "model.bfloat16(), or give arithmetic=…"
-            )
+        """A sentence on operations that nobody knows, if they are of any weight."""
         share = sum(self._unknown.values()) / max(self._all_bytes, 1)
         if self._unknown and share > _UNKNOWN_SHARE:
             names = ", ".join(name for name, _ in self._unknown.most_common(3))
@@ -402,11 +395,9 @@ class _CountingBench:
         counter = KernelCounter()
         clock = KernelClock(counter, self._pace, of_host=of_host)
         passes = Passes(runs, inputs, clock, self._undeferred)
-        as_on_device = self._as_on_device()
-        with as_on_device, counter:
+        with self._as_on_device(), counter:
             passes.whole()  # after it there are gradients, to which all later ones are added
             whole, split = passes.whole(), passes.split()
-        self._under_autocast |= as_on_device.saw_autocast
         if not of_host:
             self._note_unknown(counter.kernels)
         halves = [

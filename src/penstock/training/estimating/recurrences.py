@@ -100,7 +100,7 @@ class FusedRecurrence(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         value, own, recurrent, *_ = ctx.saved_tensors
         change = gradients[0] * gradients[0]
@@ -147,7 +147,7 @@ def _layers_of_kind(  # noqa: PLR0913, PLR0917 - torch's own
             width = own[1].shape[0] // gates
             kept = _kept(gates, whole, width, has_biases, on_gpu)
             given = value.contiguous() if direction and kept.copies_input else whole
-            output = FusedRecurrence.apply(gates, kept, given, *own)
+            output = FusedRecurrence.apply(gates, kept, given, *own)  # type: ignore[no-untyped-call]
             outputs.append(output)
             ends.append(output[-1])
         value = torch.cat(outputs, -1) if bidirectional else outputs[0]
