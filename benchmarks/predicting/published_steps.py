@@ -21,6 +21,7 @@ import penstock as pk
 from benchmarks.predicting.published_models import Costs, Shape, costs_of
 from penstock.core import catalogue
 from penstock.core.catalogue import Figure, Hardware, HostSpec
+from penstock.core.cluster.from_catalogue import host_of
 from penstock.core.pricing import CollectiveRing, all_reduce_seconds, gather_seconds, hop_seconds
 
 MEGATRON_2023, MEGATRON_CORE = "megatron-2023", "megatron-core"
@@ -110,9 +111,7 @@ def _device(row: dict[str, Any]) -> Hardware:
 
 
 def _host(row: dict[str, Any], device: Hardware, assumed: list[str]) -> HostSpec:
-    usual = {"h800-sxm": "dgx-h100", "h100-96gb": "dgx-h100", "gh200": "dgx-h100",
-             "gb300": "gb200-nvl72", "b300-sxm": "dgx-b200"}  # fmt: skip
-    host = catalogue.host_named(device.host or usual.get(device.name, "dgx-a100"))
+    host, _ = host_of(device.name)
     words = str(row.get("inter_link"))
     rate = _rate(words)
     if rate is None:

@@ -49,10 +49,6 @@ _ELSEWHERE: Mapping[str, Collection[str]] = MappingProxyType(
 """By the name of an argument here, what other libraries call it."""
 
 
-_FIRST = frozenset({"self", "cls"})
-"""Arguments that nobody gives."""
-
-
 def nearest(name: str, names: Collection[str]) -> str | None:
     """The one of some names that is meant, perhaps, by a name that is none of them.
 
@@ -104,11 +100,12 @@ def _refusal(
 ) -> ArgumentError | None:
     """Why a function cannot be called so, and how it can."""
     parameters = inspect.signature(function).parameters
-    names = [name for name in parameters if name not in _FIRST]
+    own = {"self", "cls"}.intersection(parameters)
+    names = [name for name in parameters if name not in own]
     by_place = [
         name for name in names if parameters[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
     ]
-    given = len(args) - bool(_FIRST & parameters.keys())
+    given = len(args) - len(own)
     called = function.__qualname__.removesuffix(".__init__")
     unknown = [name for name in kwargs if name not in names]
     if unknown:
@@ -130,7 +127,8 @@ def _refusal(
         and name not in (*by_place[:given], *kwargs)
     ]
     if missing:
-        instead = otherwise or f"call it as {called}({', '.join(by_place)}, …)"
+        by_name = [f"{name}=…" for name in missing if name not in by_place]
+        instead = otherwise or f"call it as {called}({', '.join([*by_place, *by_name])}, …)"
         return ArgumentError(f"{called}() lacks {' and '.join(missing)}; {instead}")
     return None
 

@@ -45,6 +45,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "plan": (
         "plan graph.json -p 4 -m 16 -o plan.json",
         "plan graph.json cluster.toml --minibatch 64 --memory 8GiB",
+        "plan estimate.json 8xh100-sxm -m 32",
         "plan graph.json -p 8 -m 32 --engine megatron",
     ),
     "profile": ("profile mymodel:workload -m 8 -o graph.json",),

@@ -47,7 +47,8 @@ def cluster(
 ) -> None:
     """Show a cluster: this machine's devices, or those in FILE.
 
-    FILE is .toml or .json, or -, standard input.
+    FILE is .toml or .json, or -, standard input; or the name of machines of the catalogue, as
+    8xdgx-h100.
     """
     if file is not None and (ranks is not None or kind is not None):
         raise InputError("--ranks and --kind are about this machine; leave them or FILE out")
@@ -84,7 +85,7 @@ def cluster(
 )  # fmt: skip
 @click.option(
     "--against", type=InputFile("Cluster"),
-    help="Warn of what differs from this cluster (.toml, .json) by over 30 %.",
+    help="Warn of what differs from this cluster (.toml, .json, dgx-h100) by over 30 %.",
 )  # fmt: skip
 @options.output_option("Where to write the cluster (.json).")
 @options.json_option
@@ -286,3 +287,5 @@ def _print_cluster(cluster: Cluster) -> None:
         if number:
             show.echo()
         show.print_table(*table)
+    if cluster.assumed:
+        show.warn(cluster.assumed)

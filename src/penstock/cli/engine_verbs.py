@@ -71,7 +71,8 @@ def adopt(
 
     CONFIG is the file that has torchtitan's config function, Megatron's arguments or DeepSpeed's
     JSON; nothing of it is run. GRAPH is the model's profile, CLUSTER a file with all devices of the
-    job; by default as many cores as one copy of the pipeline needs.
+    job, or their name in the catalogue (4xdgx-h100); by default as many cores as one copy of the
+    pipeline needs.
     """
     from penstock.core.cluster import Cluster
     from penstock.planning.planner.adopting import improved

@@ -18,7 +18,7 @@ from penstock.core import catalogue
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.core.catalogue import Figure, Hardware
+    from penstock.core.catalogue import Figure, Hardware, HostSpec
 
 
 @click.command(epilog=WORKLOAD_HELP)
@@ -71,12 +71,16 @@ def estimate(
 @click.argument("name", required=False)
 @options.json_option
 def devices(name: str | None, as_json: bool) -> None:
-    """Show the catalogue of hardware: devices and hosts, or all of one device with its sources.
+    """Show the catalogue of hardware: devices and hosts, or all of one of them with its sources.
 
     Numbers marked with ? have no source.
     """
     if name is not None:
-        _show_device(catalogue.device_named(name), as_json)
+        is_host = catalogue.names_a_host(name)
+        entry = (
+            catalogue.host_named(name) if is_host else catalogue.device_named(name, or_host=True)
+        )
+        _show_entry(entry, as_json)
         return
     if as_json:
         show.print_json(
@@ -95,7 +99,8 @@ def devices(name: str | None, as_json: bool) -> None:
     ]
     show.print_table(("host", "devices", "what joins them"), rows, 3)
     show.prose(
-        "\nTFLOP/s without sparsity; ? without a source. `penstock devices NAME` has sources."
+        "\nTFLOP/s without sparsity; ? without a source. `penstock devices NAME` has the sources "
+        "of a device or a host."
     )
 
 
@@ -108,7 +113,7 @@ def _device_row(entry: Hardware) -> tuple[str, ...]:
             f"{entry.memory_bytes_per_second.value / 1e9:.0f} GB/s", entry.memory_bytes_per_second
         ),
         *(_tera(peaks.get(dtype) or peaks.get(other)) for dtype, other in _SHOWN),
-        entry.host,
+        entry.host or (f"like {entry.assumed_host}?" if entry.assumed_host else "–"),
     )
 
 
@@ -123,15 +128,18 @@ def _marked(text: str, figure: Figure) -> str:
     return f"{text}?" if figure.source == catalogue.UNSOURCED else text
 
 
-def _show_device(entry: Hardware, as_json: bool) -> None:
+def _show_entry(entry: Hardware | HostSpec, as_json: bool) -> None:
     if as_json:
         show.print_json(entry)
         return
     sources = catalogue.sources()
     show.echo(f"{entry.name}: {entry.title}")
+    figures = list(entry.figures())
+    if isinstance(entry, catalogue.Hardware):
+        figures += _efficiencies(entry)
     rows = [
         (name, four_digits(figure.value), sources.get(figure.source, figure.source))
-        for name, figure in [*entry.figures(), *_efficiencies(entry)]
+        for name, figure in figures
     ]
     show.print_table(("number", "value", "source"), rows, 1)
 

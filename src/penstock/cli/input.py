@@ -112,15 +112,23 @@ def stem_of(name: str) -> str:
 
 
 def load_cluster(name: str) -> Cluster:
-    """The cluster in a file (``.toml`` for what people write, anything else is JSON).
+    """The cluster in a file (``.toml`` for what people write, anything else is JSON), or machines
+    of the catalogue, as ``dgx-h100`` or ``8xh100-sxm``.
 
     Raises:
         FileError: it holds something else.
+        InputError: it is no file's name, and the catalogue has no such machine.
     """
     from penstock.core.cluster import Cluster
 
     if name != STANDARD_INPUT:
-        return Cluster.load(name)
+        is_file = Path(name).suffix.lower() in {".toml", ".json"} or Path(name).exists()
+        if is_file or len(Path(name).parts) > 1:
+            return Cluster.load(name)
+        try:
+            return Cluster.of(name)
+        except InputError as error:
+            raise InputError(f"there is no file {name!r}, and {error}") from None
     read = Cluster.from_json if suffix_of(name, ".toml") == ".json" else Cluster.from_toml
     return read(text_of(name), where=title_of(name))
 

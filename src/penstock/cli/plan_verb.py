@@ -169,8 +169,9 @@ def plan(
     """Find the best plan for a profile.
 
     GRAPH is a profile, as `penstock profile -o` writes it, or a graph.txt of PipeDream's. CLUSTER
-    is a file (.toml or .json, see `penstock cluster`); by default the cores of this machine. One of
-    them may be -, standard input.
+    is a file (.toml or .json, see `penstock cluster`), or machines of the catalogue: 2xdgx-h100 are
+    two hosts, 16xh100-sxm so many devices on their usual hosts (`penstock devices` has the names).
+    By default it is the cores of this machine. One of them may be -, standard input.
     """
     if request["cost_model"] != "ring":
         refuse_useless(

@@ -245,6 +245,11 @@ class Estimate(Value, frozen=True, kw_only=True):
         self.check_fields("estimate")
         number("estimate: error", self.error)
 
+    @property
+    def mark(self) -> str:
+        """A few words that stand wherever figures of it do."""
+        return f"estimated for {self.device}, ± {self.error:.0%}"
+
     def __str__(self) -> str:
         by = f", {self.software}" if self.software else ""
         return (

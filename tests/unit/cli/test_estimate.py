@@ -26,6 +26,29 @@ def test_an_estimate_is_a_graph_as_a_profile_is(tmp_path):
     assert "estimated for a100-sxm-80gb" in " ".join(planned.split())
 
 
+def test_a_plan_of_an_estimate_is_for_machines_of_the_catalogue(tmp_path):
+    path = tmp_path / "graph.json"
+    run("estimate", WORKLOAD, "-m", "4", "--device", "l40s", "-o", str(path))
+    printed = " ".join(run("plan", str(path), "2xl40s", "-m", "4").split())
+    assert "assumed to be one like rtx-4090-8" in printed
+    assert "the cluster has" not in printed  # another device than that of the estimate
+    said = refused("plan", str(path), "dgx-h10", "-m", "4")
+    assert "no file 'dgx-h10'" in said and "the nearest are" in said and "dgx-h100" in said
+    assert "is the name of a schedule" in refused("plan", str(path), "1f1b")
+
+
+def test_machines_of_the_catalogue_are_a_cluster():
+    shown = run("cluster", "2xdgx-h100")
+    assert "host1" in shown
+    made = json.loads(run("cluster", "2xdgx-h100", "--json"))
+    assert len(made["devices"]) == 16
+
+
+def test_a_host_is_shown_with_its_sources():
+    printed = run("devices", "dgx-h100")
+    assert "BasePOD" in printed and "from memory" in printed
+
+
 def test_json_is_the_graph():
     printed = json.loads(run("estimate", WORKLOAD, "-m", "4", "--device", "h100", "--json"))
     assert printed["estimate"]["software"] == "eager"

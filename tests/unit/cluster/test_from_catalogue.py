@@ -3,6 +3,8 @@
 import pytest
 
 import penstock as pk
+from penstock.core import catalogue
+from tests.kit.planning import chain
 
 
 def test_a_host_with_a_card_for_each_device_has_a_group_for_each():
@@ -38,17 +40,46 @@ def test_some_devices_of_each_host():
     assert len(pk.Cluster.of("a100", hosts=2, devices_per_host=4).devices) == 8
 
 
+def test_a_number_in_front_counts_hosts_or_devices():
+    assert pk.Cluster.of("2xdgx-h100") == pk.Cluster.of("dgx-h100", hosts=2)
+    assert pk.Cluster.of("16xh100-sxm") == pk.Cluster.of("h100-sxm", hosts=2)
+    assert pk.Cluster.of("4 x H100") == pk.Cluster.of("h100-sxm", devices_per_host=4)
+
+
+def test_a_device_without_a_host_of_its_own_says_what_is_assumed():
+    cluster = pk.Cluster.of("l40s")
+    assert "no host with l40s: it is assumed to be one like rtx-4090-8" in cluster.assumed
+    assert cluster.hardware == "l40s"
+    assert cluster.devices[0].memory_bytes == 48 * 10**9
+    assert not pk.Cluster.of("h100").assumed
+    plan = pk.plan(chain(), cluster, microbatches=4)
+    assert cluster.assumed in plan.warnings
+
+
+def test_every_host_that_a_device_names_is_in_the_catalogue():
+    for entry in catalogue.devices().values():
+        if entry.host or entry.assumed_host:
+            assert pk.Cluster.of(entry.name).hardware in catalogue.devices()
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (("h100-nvl",), "nearest are h100"),
         (("dgx-h10",), "no device or host .dgx-h10.; the nearest are .*dgx-"),
-        (("l40s",), "no host with l40s"),
+        (("tpu-v4",), "no host with tpu-v4.*dgx-h100"),
+        (("12xh100-sxm",), "12 do not fill hosts; take 8 or 16"),
+        (("0xh100-sxm",), "number of h100-sxm"),
     ],
 )
 def test_what_the_catalogue_lacks_is_refused(arguments, said):
     with pytest.raises(pk.InputError, match=said):
         pk.Cluster.of(*arguments)
+
+
+def test_a_count_in_the_name_and_beside_it_is_refused():
+    with pytest.raises(pk.InputError, match="says itself how many"):
+        pk.Cluster.of("8xh100", hosts=2)
 
 
 @pytest.mark.parametrize("wrong", [{"hosts": 0}, {"devices_per_host": 9}, {"hosts": 1.5}])

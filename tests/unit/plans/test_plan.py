@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
+from torch import nn
 
 from penstock import errors
 from penstock.core.cluster import Device
@@ -18,6 +19,7 @@ from penstock.core.schedule import families
 from penstock.core.versions import Latest, Stash
 from penstock.planning.plans import Alternative, Plan, StagePlan, draft
 from tests.kit.command_line import refused, succeed
+from tests.kit.helpers import make_plan
 from tests.kit.paths import ROOT
 
 GONE = object()
@@ -350,3 +352,10 @@ def test_a_plan_of_another_model_is_refused(names, fingerprint, message):
     with pytest.raises(errors.ModelError, match="profile and plan this one") as caught:
         PLAN.check_model(names, fingerprint)
     assert message in str(caught.value)
+
+
+def test_a_ranks_memory_stands_once_in_the_table():
+    plan = make_plan(nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]), 2, 4, schedule="zb-v")
+    rows = [line.split() for line in plan.text(details=False).splitlines() if "1: " in line]
+    assert [row[0] for row in rows] == ["0", "1", "1", "0"]
+    assert [len(row) for row in rows] == [len(rows[0])] * 2 + [len(rows[0]) - 1] * 2

@@ -109,6 +109,8 @@ class Hardware(Value, frozen=True, kw_only=True):
         aliases: other names that mean it.
         kind: ``"gpu"`` (any accelerator) or ``"cpu"``.
         host: the usual host that has it.
+        assumed_host: where the catalogue knows none, that of a device like it, whose links and
+            cards its own are assumed to be.
         memory_bytes: as sold; 0 where memory is shared.
         memory_bytes_per_second: bandwidth of its memory.
         flops_per_second: peaks by dtype (``fp32, tf32, fp16, bf16, fp8, fp4``), dense.
@@ -124,6 +126,7 @@ class Hardware(Value, frozen=True, kw_only=True):
     aliases: tuple[str, ...] = ()
     kind: Literal["cpu", "gpu"] = "gpu"
     host: str = ""
+    assumed_host: str = ""
 
     def __post_init__(self) -> None:
         whose = f"device {shown(self.name)}"
@@ -215,6 +218,13 @@ class HostSpec(Value, frozen=True, kw_only=True):
     link: LinkSpec | None = None
     switch: int = 0
     across: LinkSpec | None = None
+
+    def figures(self) -> Iterator[tuple[str, Figure]]:
+        """(name, figure) of each of its own numbers."""
+        for name, link in (("link", self.link), ("across", self.across), ("card", self.card)):
+            if link is not None:
+                yield f"{name}, bytes per second", link.bytes_per_second
+                yield f"{name}, seconds of latency", link.latency_seconds
 
     def __post_init__(self) -> None:
         whose = f"host {shown(self.name)}"

@@ -142,7 +142,9 @@ def _nearest(wanted: str, names: Iterable[str]) -> str:
     # A family's beginning says more than likeness: of "h100-nvl", H100s are the nearest.
     head = wanted.partition("-")[0]
     close = [name for name in known if head and name.startswith(head)]
-    close = (close or get_close_matches(wanted, known, n=3, cutoff=0.5))[:4]
+    close = get_close_matches(wanted, close, n=4, cutoff=0) or get_close_matches(
+        wanted, known, n=3, cutoff=0.5
+    )
     said = f"the nearest are {', '.join(close)}" if close else f"it has {', '.join(known)}"
     return f"{said} (`penstock devices` shows all, `penstock measure-device` adds yours)"
 

@@ -18,6 +18,7 @@ from typing import Self
 
 from msgspec.structs import replace
 
+from penstock.base.arguments import public
 from penstock.base.errors import InputError
 from penstock.base.lazily import method_provided
 from penstock.base.values import MOST_TOML_BYTES, Value, expect, read_as, read_text, whole
@@ -54,6 +55,7 @@ class Cluster(Value, frozen=True, kw_only=True):
         tiers: where ranks may keep stages that are not in memory (``docs/larger-than-memory.md``).
         hardware: short name of its devices in the catalogue (``Cluster.of``); empty where nobody
             says.
+        assumed: what nobody knows of these machines and is taken to be so, in a sentence.
 
     Raises:
         InputError: no device, a negative memory, a name that two have, a member or the end of a
@@ -69,6 +71,7 @@ class Cluster(Value, frozen=True, kw_only=True):
     spares: tuple[SpareMachine, ...] = ()
     tiers: tuple[Tier, ...] = ()
     hardware: str = ""
+    assumed: str = ""
 
     def __post_init__(self) -> None:
         self.check_fields()
@@ -152,15 +155,28 @@ class Cluster(Value, frozen=True, kw_only=True):
         return cls(devices=devices, link=links[-1], groups=tuple(groups))
 
     @classmethod
-    def of(cls, name: str, *, hosts: int = 1, devices_per_host: int | None = None) -> Self:
+    @public(
+        remedies={
+            "num_hosts": "give hosts=…",
+            "device": 'its name comes first, as Cluster.of("h100-sxm", hosts=8)',
+            "devices": "give hosts=… and devices_per_host=…",
+            "gpus": "give hosts=… and devices_per_host=…",
+            "num_devices": "give hosts=… and devices_per_host=…",
+        }
+    )
+    def of(
+        cls, name: str, *, hosts: int | None = None, devices_per_host: int | None = None
+    ) -> Self:
         """Machines of the catalogue (``penstock devices``), which one need not have.
 
         Links and cards reach 77 % of their rates, as collectives do; memory is as sold, in decimal
         bytes, which leaves about a fifteenth to the driver.
 
         Args:
-            name: of a host, as ``"dgx-h100"``, or of a device, whose usual host is taken.
-            hosts: how many machines.
+            name: of a host, as ``"dgx-h100"``, or of a device, whose usual host is taken, or one
+                like that of a similar device, as ``assumed`` says then. With a number in front,
+                so many hosts, ``"8xdgx-h100"``, or devices, ``"16xh100-sxm"``.
+            hosts: how many machines; 1 by default.
             devices_per_host: how many of their devices are used; all by default.
 
         Raises:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+from msgspec.structs import replace
 
 from penstock.base.errors import InputError
 from penstock.base.values import whole
@@ -22,31 +25,50 @@ REACHED = 0.77
 (VIA-Research/vTrain, its measured tables)."""
 
 
-def host_of(name: str) -> HostSpec:
-    """A host by its name, or the usual one of a device.
+_COUNTED = re.compile(r"\s*(\d{1,9})\s*[x×*]\s*(\S.*)", re.IGNORECASE)
+
+
+def host_of(name: str) -> tuple[HostSpec, str]:
+    """A host by its name, or the usual one of a device; and what is assumed of it, if anything.
 
     Raises:
         InputError: there is none, or the catalogue knows no host of that device.
     """
     if names_a_host(name):
-        return host_named(name)
+        return host_named(name), ""
     hardware = device_named(name, or_host=True)
-    if not hardware.host:
+    if hardware.host:
+        return host_named(hardware.host), ""
+    if not hardware.assumed_host:
         raise InputError(
-            f"the catalogue has no host with {hardware.name}; write the cluster as a file "
-            f"(docs/clusters.md), or take one of its hosts: {', '.join(hosts())}"
+            f"the catalogue has no host with {hardware.name}, and none of a device like it; write "
+            "the cluster as a file (docs/clusters.md), or take one of its hosts: "
+            f"{', '.join(hosts())}"
         )
-    return host_named(hardware.host)
+    like = host_named(hardware.assumed_host)
+    assumed = (
+        f"the catalogue has no host with {hardware.name}: it is assumed to be one like {like.name} "
+        f"({like.title}; `penstock devices {like.name}` has the figures); write the cluster as a "
+        "file if you know better (docs/clusters.md)"
+    )
+    return replace(like, device=hardware.name), assumed
 
 
-def fields_of(name: str, num_hosts: int, devices_per_host: int | None) -> dict[str, Any]:
+def fields_of(name: str, num_hosts: int | None, devices_per_host: int | None) -> dict[str, Any]:
     """The fields of a ``Cluster`` of equal hosts.
 
     Raises:
         InputError: as ``host_of``, or counts that cannot be.
     """
-    host = host_of(name)
-    whole("hosts", num_hosts, 1, MOST_DEVICES // host.devices)
+    counted = _COUNTED.fullmatch(name) if isinstance(name, str) else None
+    host, assumed = host_of(counted[2] if counted else name)
+    if counted:
+        if num_hosts is not None or devices_per_host is not None:
+            raise InputError(f"{name!r} says itself how many; leave hosts and devices_per_host out")
+        num_hosts, devices_per_host = _shared_out(int(counted[1]), counted[2], host)
+    num_hosts = whole(
+        "hosts", 1 if num_hosts is None else num_hosts, 1, MOST_DEVICES // host.devices
+    )
     used = host.devices
     if devices_per_host is not None:
         used = whole("devices_per_host", devices_per_host, 1, host.devices)
@@ -69,7 +91,24 @@ def fields_of(name: str, num_hosts: int, devices_per_host: int | None) -> dict[s
         "groups": tuple(groups),
         "link": link,
         "hardware": hardware.name,
+        "assumed": assumed,
     }
+
+
+def _shared_out(count: int, name: str, host: HostSpec) -> tuple[int, int]:
+    """Hosts, and devices of each, of so many hosts; or, if a device was named, of so many devices
+    on as few hosts as have them."""
+    if names_a_host(name):
+        return count, host.devices
+    whole(f"the number of {name}", count, 1, MOST_DEVICES)
+    if count > host.devices and count % host.devices:
+        fewer = count - count % host.devices
+        raise InputError(
+            f"a host has {host.devices} of {host.device}, so {count} do not fill hosts; take "
+            f"{fewer} or {fewer + host.devices}, or fewer of each with "
+            f"Cluster.of({host.device!r}, hosts=…, devices_per_host=…)"
+        )
+    return max(1, count // host.devices), min(count, host.devices)
 
 
 def _groups(host: HostSpec, name: str, devices: Sequence[str]) -> Iterator[Group]:

@@ -270,6 +270,7 @@ class Candidate(CutSetting):
             reason=reason,
             alternatives=alternatives,
             contention=task.graph.contention if task.topology.shared_memories else Contention(),
+            estimate=task.graph.estimate,
             warnings=warnings,
             example=task.graph.example,
             input_shapes={

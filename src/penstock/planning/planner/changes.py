@@ -122,6 +122,7 @@ class WhatIf:
         before, after = self.before, self.after
         seconds = before.step_seconds, after.step_seconds
         most = max(before.rank_bytes), max(after.rank_bytes)
+        marks = before.estimate, after.estimate
         return [
             ("plan", _summary(before), _summary(after), ""),
             ("layers", _layers(before), _layers(after), ""),
@@ -138,6 +139,7 @@ class WhatIf:
                 f"{most[1] / most[0]:.0%}" if most[0] else "",
             ),
             ("recompute", _recomputing(before), _recomputing(after), ""),
+            *([("figures", marks[0].mark, marks[1].mark, "")] if marks[0] and marks[1] else []),
         ]
 
 

@@ -215,7 +215,10 @@ def _is_limited(cluster: Cluster | None, request: PlanRequest) -> bool:
 def _planned(graph: LayerGraph, cluster: Cluster | None, request: PlanRequest) -> Plan:
     expect(graph, LayerGraph, "the graph", "measure the model with penstock.profile")
     expect(
-        cluster, Cluster | None, "the cluster", "give a penstock.Cluster, or Cluster.load a file"
+        cluster,
+        Cluster | None,
+        "the cluster",
+        'give a penstock.Cluster, as Cluster.of("dgx-h100"), or Cluster.load a file',
     )
     cluster = cluster or Cluster.local()
     constraints = request.constraints(graph)

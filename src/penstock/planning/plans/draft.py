@@ -21,7 +21,7 @@ from penstock.base.telling import tells
 from penstock.base.values import Value, amount, whole
 from penstock.core.cluster import Device
 from penstock.core.example import Example
-from penstock.core.graph import Contention
+from penstock.core.graph import Contention, Estimate
 from penstock.core.schedule import families
 from penstock.core.schedule.families.options import read_replicas
 from penstock.core.schedule.memory import Sizes
@@ -65,6 +65,7 @@ class Draft(Value, frozen=True, kw_only=True):
     reason: str = ""
     alternatives: tuple[Alternative, ...] = ()
     contention: Contention = Contention()
+    estimate: Estimate | None = None
     warnings: tuple[str, ...] = ()
     rate: float | None = None
     spill: Spill | None = None

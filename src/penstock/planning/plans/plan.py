@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace as replaced
 from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any, get_args
@@ -102,6 +103,7 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
         reason: one sentence on why this plan was chosen.
         alternatives: what else could have been done, and what it would have cost.
         contention: what ranks that share a machine were taken to cost each other.
+        estimate: of what the profile was an estimate; ``None`` where it was measured.
         warnings: what makes the choice doubtful, in words.
         rate: frames per second of the live source that the plan is to keep up with; ``None`` where
             nobody says.
@@ -479,8 +481,14 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
         if num_minibatches is not None:
             whole("num_minibatches", num_minibatches, 1)
         if num_minibatches is None or self.prediction.flushes:
-            return self.prediction.timeline
-        return self.prediction.stream(num_minibatches)
+            return self.marked(self.prediction.timeline)
+        return self.marked(self.prediction.stream(num_minibatches))
+
+    def marked(self, timeline: Timeline) -> Timeline:
+        """A predicted timeline, whose name says so if it rests on an estimate."""
+        if self.estimate is None:
+            return timeline
+        return replaced(timeline, name=f"{timeline.name} ({self.estimate.mark})")
 
     def __str__(self) -> str:
         return self.text()

@@ -21,6 +21,7 @@ from penstock.core.summation.tree import SumTree
 from penstock.core.timing.simulator.beside import Served
 
 if TYPE_CHECKING:
+    from penstock.core.graph import Estimate
     from penstock.core.schedule import Schedule
     from penstock.core.versions import Policy
     from penstock.planning.plans.spilling import Offload, Spill
@@ -176,6 +177,8 @@ class Shape(Protocol):
     def spill(self) -> Spill | None: ...
     @property
     def offload(self) -> Offload | None: ...
+    @property
+    def estimate(self) -> Estimate | None: ...
 
 
 def served_stages(plan: Shape) -> tuple[int, ...]:

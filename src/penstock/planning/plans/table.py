@@ -33,9 +33,7 @@ def title(plan: Shape) -> str:
     >>> title(Plan(model="m", schedule="1f1b", num_microbatches=8, stages=(stage,)))
     '1f1b: 1 stage on 1 rank, 8 microbatches'
     """
-    return ", ".join(
-        [_shape(plan), _microbatches(plan), *_versions(plan), *_summing(plan), *_tier(plan)]
-    )
+    return ", ".join([_shape(plan), _microbatches(plan), *_rest(plan)])
 
 
 def full_title(plan: Shape) -> str:
@@ -44,8 +42,12 @@ def full_title(plan: Shape) -> str:
     each = f"{max(sizes)} devices each" if len(sizes) == 1 else f"{plan.num_seats} devices"
     devices = [each] if max(sizes) > 1 else []
     rows = f" of {plan.microbatch_size}" if plan.microbatch_size else ""
-    rest = [*_versions(plan), *_summing(plan), *_tier(plan)]
-    return ", ".join([_shape(plan), *devices, _microbatches(plan) + rows, *rest])
+    return ", ".join([_shape(plan), *devices, _microbatches(plan) + rows, *_rest(plan)])
+
+
+def _rest(plan: Shape) -> list[str]:
+    marks = [] if plan.estimate is None else [plan.estimate.mark]
+    return [*_versions(plan), *_summing(plan), *_tier(plan), *marks]
 
 
 def family_title(schedule: str, replicas: Sequence[int], versions: Policy) -> str:
@@ -193,7 +195,8 @@ def _table(columns: Sequence[str], rows: Iterable[Mapping[str, str]]) -> Table:
 
 
 def _cells(prediction: Prediction) -> Iterator[dict[str, str]]:
-    """By column, what stands in each stage's row."""
+    """By column, what stands in each stage's row; a rank's memory stands in that of its first."""
+    seen: set[int] = set()
     slowest = max(stage.compute_seconds for stage in prediction.stages)
     for stage, count in zip(prediction.stages, prediction.replicas, strict=True):
         backward = stage.backward_input_seconds + stage.backward_weight_seconds
@@ -207,8 +210,9 @@ def _cells(prediction: Prediction) -> Iterator[dict[str, str]]:
             "weights": format_bytes(stage.parameter_bytes) + versions,
             "optimizer": format_bytes(stage.optimizer_bytes),
             "activations": f"{format_bytes(stage.activation_bytes)} × {stage.peak_activations:g}",
-            "memory": format_bytes(prediction.rank_bytes[stage.rank]),
+            "memory": "" if stage.rank in seen else format_bytes(prediction.rank_bytes[stage.rank]),
         }
+        seen.add(stage.rank)
 
 
 def _outcome(prediction: Prediction, one_device_seconds: float) -> str:

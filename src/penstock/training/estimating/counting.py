@@ -17,6 +17,7 @@ from penstock.engine.model import tree
 from penstock.training.estimating.operations import kernel_of
 
 META = torch.device("meta")
+_ITEM = torch.ops.aten._local_scalar_dense.default
 
 
 def on_meta(value: Any) -> Any:
@@ -30,7 +31,13 @@ def on_meta(value: Any) -> Any:
 
 class OnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keeps all operations of this thread on meta, also those that name another device or take
-    what a layer holds beside its weights."""
+    what a layer holds beside its weights.
+
+    Args:
+        converts: whether tensors elsewhere come to meta, too. Otherwise a number that somebody
+            wants of one on meta is 1: optimizers, which scale by such numbers, run the same
+            operations whatever they are; a model may not.
+    """
 
     def __init__(self, *, converts: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -41,6 +48,8 @@ class OnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         named = dict(kwargs or {})
         if not self._converts:
+            if func is _ITEM and args[0].is_meta:
+                return torch.ones((), dtype=args[0].dtype).item()
             result = func(*args, **named)
             if any(tensor.is_meta for tensor in tree.tensors((args, named, result))):
                 self.note(func, args, named, result)

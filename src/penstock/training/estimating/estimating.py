@@ -13,6 +13,7 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
+from penstock.base.arguments import public
 from penstock.base.errors import InputError, ModelError
 from penstock.base.values import expect, one_of
 from penstock.core.catalogue import Hardware, device_named, software_named
@@ -29,6 +30,7 @@ from penstock.engine.run.recipe import Loss
 from penstock.engine.stage.deferral import undeferred_parameters
 from penstock.training.estimating.blocks import RepeatedBlocks, repeated_blocks, shortened
 from penstock.training.estimating.counting import KernelClock, KernelCounter, MetaGauge, on_meta
+from penstock.training.estimating.refusals import code_that_needs_more_than_shapes
 from penstock.training.estimating.substitutes import AsOnDevice, Attention
 from penstock.training.estimating.updates import count_updates
 from penstock.training.profiler.alone import Sample, conditions
@@ -63,6 +65,16 @@ _HOP_SECONDS = 20e-6
 _UNKNOWN_SHARE = 0.01
 
 
+@public(
+    remedies={
+        "cluster": "an estimate is of one device: give device=…, and the cluster to pk.plan",
+        "dtype": "convert the model, as with model.bfloat16(), or give arithmetic=…",
+        "microbatches": "one microbatch is estimated; pk.plan(graph, microbatches=…) says how many",
+        "batch_size": "the rows of the inputs are those of a microbatch",
+        "hardware": "give device=…",
+        "gpu": "give device=…",
+    }
+)
 def estimate(  # noqa: PLR0913 - as profile
     model: nn.Module,
     inputs: Any,
@@ -210,7 +222,10 @@ def _estimated(model: nn.Module, request: _EstimateRequest) -> LayerGraph:
         others = sample.of_sizes(request.sizes)
     layers = spine_of(model)
     example = getattr(model, "example", None)
-    with _without_values(model), torch.inference_mode(False), torch.enable_grad():
+    with (
+        _without_values(model), torch.inference_mode(False), torch.enable_grad(),
+        code_that_needs_more_than_shapes(),
+    ):  # fmt: skip
         bench = _CountingBench(layers, request)
         measured = bench.measure(_of_shapes(sample))
         graph = LayerGraph(
@@ -299,7 +314,6 @@ class _CountingBench:
         self._blocks = _block_numbers([layer.name for layer in layers])
         self._unknown: Counter[str] = Counter()
         self._all_bytes = 0
-        self._under_autocast = False
 
     def measure(self, sample: Sample) -> list[Measured]:
         """Count every layer with a sample."""
@@ -324,13 +338,7 @@ class _CountingBench:
         ]
 
     def doubts(self) -> Iterator[str]:
-        """Sentences on autocast, and on operations that nobody knows, if they are of any weight."""
-        if self._under_autocast:
-            yield (
-                "the model runs under torch.autocast, which an estimate does not see: "
-                "products are priced and kept in the dtypes of their tensors; convert it, as with "
-                "model.bfloat16(), or give arithmetic=…"
-            )
+        """A sentence on operations that nobody knows, if they are of any weight."""
         share = sum(self._unknown.values()) / max(self._all_bytes, 1)
         if self._unknown and share > _UNKNOWN_SHARE:
             names = ", ".join(name for name, _ in self._unknown.most_common(3))
@@ -387,11 +395,9 @@ class _CountingBench:
         counter = KernelCounter()
         clock = KernelClock(counter, self._pace, of_host=of_host)
         passes = Passes(runs, inputs, clock, self._undeferred)
-        as_on_device = self._as_on_device()
-        with as_on_device, counter:
+        with self._as_on_device(), counter:
             passes.whole()  # after it there are gradients, to which all later ones are added
             whole, split = passes.whole(), passes.split()
-        self._under_autocast |= as_on_device.saw_autocast
         if not of_host:
             self._note_unknown(counter.kernels)
         halves = [

@@ -8,6 +8,8 @@ kernels on both, on meta thousands of small ones (``recurrences``).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
+from types import FunctionType
 from typing import Any, Literal
 
 import torch
@@ -16,7 +18,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from penstock.engine.model.replay import autocast_here
-from penstock.training.estimating.recurrences import RECURRENCES
+from penstock.training.estimating.autocast import autocast_dtype, cast
+from penstock.training.estimating.recurrences import recurrences
 
 _ATTENTIONS = (
     F.scaled_dot_product_attention,
@@ -37,16 +40,13 @@ class AsOnDevice(TorchFunctionMode):
         kind: ``"gpu"`` or ``"cpu"``.
         attention: ``"fused"`` for kernels that keep no scores, ``"formula"`` for products and a
             softmax.
-
-    Attributes:
-        saw_autocast: whether any call ran under autocast, which tensors on meta ignore.
     """
 
     def __init__(self, kind: str, attention: Attention) -> None:
         super().__init__()
-        self.saw_autocast = False
         self._is_gpu = kind == "gpu"
         self._is_fused = attention == "fused"
+        self._recurrences = recurrences(on_gpu=self._is_gpu)
 
     def __torch_function__(
         self,
@@ -56,19 +56,25 @@ class AsOnDevice(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run ``func``, or what stands for it."""
-        self.saw_autocast = self.saw_autocast or bool(autocast_here())
         named = dict(kwargs or {})
+        for narrow in autocast_here().values():
+            dtype = autocast_dtype(func, narrow, on_gpu=self._is_gpu)
+            if dtype is not None:
+                args, named = cast(args, dtype), cast(named, dtype)
         substitute: Callable[..., Any] | None = None
         if self._is_fused and func in _ATTENTIONS:
             substitute = self._attention
         elif self._is_gpu and func in _DROPOUTS:
             substitute = _dropout
-        elif func in RECURRENCES:
-            substitute = RECURRENCES[func]
+        elif func in self._recurrences:
+            substitute = self._recurrences[func]
         if substitute is not None:
             result = substitute(*args, **named)
             if result is not None:
                 return result
+        if isinstance(func, FunctionType) and func.__globals__ is vars(F):
+            with self:  # what it calls may have a substitute
+                return _without_asking(func)(*args, **named)
         return func(*args, **named)
 
     def _attention(
@@ -92,6 +98,18 @@ class AsOnDevice(TorchFunctionMode):
             query, key, value, 0.0, is_causal, attn_mask=_as_bias(attn_mask, query), scale=scale
         )[0]
         return result
+
+
+@cache
+def _without_asking(func: FunctionType) -> Callable[..., Any]:
+    """A function of ``torch.nn.functional`` that does not hand its call to a mode once more."""
+    names = {**func.__globals__, **dict.fromkeys(_ASKS, lambda *_: False)}
+    copied = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+    copied.__kwdefaults__ = func.__kwdefaults__
+    return copied
+
+
+_ASKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
 def _on_gpu(

@@ -10,7 +10,7 @@ from penstock.base.errors import InputError
 from penstock.core.pricing import Kernel, KernelPace, seconds_of_each
 from penstock.engine.model.optimizer_factory import OptimizerFactory
 from penstock.engine.model.spine import NamedLayer
-from penstock.training.estimating.counting import KernelCounter
+from penstock.training.estimating.counting import KernelCounter, OnMeta
 from penstock.training.profiler.alone.overheads import (
     NamedParameters,
     Update,
@@ -54,7 +54,8 @@ def _counted(
             if group.get("fused"):
                 group["fused"] = None
 
-    built = optimizer_of_copies(named, optimizer, refusals, prepare)
+    with OnMeta(converts=False):
+        built = optimizer_of_copies(named, optimizer, refusals, prepare)
     if built is None:
         return Update(0.0, 0)
     state_bytes = num_bytes([list(entry.values()) for entry in built.state.values()])

@@ -57,6 +57,7 @@ _MOST_REPEATS, _MOST_THREADS = 100_000, 4096
         "batch_size": "the rows of the inputs are those of a microbatch",
         "microbatches": "one microbatch is measured; pk.plan(graph, microbatches=…) says how many",
         "steps": "give repeats=…",
+        "device": "it is measured where the model is; for hardware elsewhere, pk.estimate(…)",
     }
 )
 def profile(  # noqa: PLR0913 - each has a default that most callers keep

@@ -136,7 +136,17 @@ def optimizer_of_copies(
         refusals.append(error)
         return None
     prepare(built)
-    built.step()  # allocates its state
+    try:
+        built.step()  # allocates its state
+    except Exception as error:
+        refusals.append(
+            InputError(
+                f"{type(built).__name__} cannot update the layer of {named[0][0]}: "
+                f"{type(error).__name__}: {error}; take another optimizer, or leave it out: then "
+                "the state of Adam is assumed"
+            )
+        )
+        return None
     return built
 
 
