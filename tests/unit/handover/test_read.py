@@ -219,8 +219,23 @@ def test_deepspeeds_cuts():
         ("deepspeed", {"num_stages": 99}, "15 layers cannot make 99 stages"),
         ("deepspeed", {"num_stages": 2, "train_batch_size": 8, "gradient_accumulation_steps": 3,
                        "train_micro_batch_size_per_gpu": 1}, "8 is not 1 rows × 3"),
-        ("automodel", "", "are not read here; take one of torchtitan, megatron, deepspeed"),
+        ("torch", "", "are not read here; take one of torchtitan, megatron, automodel, deepspeed"),
         ("jax", "", "are not read here"),
+        ("torchtitan", "f(pipeline_parallel_degree=2, module_fqns_per_model_part="
+         "[['tok_embeddings'], ['layers.0'], ['layers.5', 'norm', 'lm_head']])",
+         "in no stage|3 stages, which 2 ranks cannot share"),
+        ("automodel", "a: [", "the config is no YAML"),
+        ("automodel", "- 1", "the config is of type list; give a recipe"),
+        ("automodel", "a: 1", "the config sets none of"),
+        ("automodel", "pp_sise: 2", "sets 'pp_sise', .* write pp_size|sets none of"),
+        ("automodel", {"pp_size": 2, "pp_schedule": "mine"}, "pp_schedule is 'mine', a schedule"),
+        ("automodel", {"pp_size": 2, "local_batch_size": 5,
+                       "pipeline": {"pp_microbatch_size": 2}}, "no multiple of microbatches of 2"),
+        ("automodel", {"pp_size": 2}, "makes 1 microbatches of 1 rows, fewer than 2 ranks"),
+        ("automodel", {"pp_size": 2, "local_batch_size": 4, "layers_per_stage": 5},
+         "12 blocks make no 3 stages on 2 ranks"),
+        ("automodel", {"pp_size": 2, "local_batch_size": 4, "layers_per_stage": "x"},
+         "layers_per_stage is 'x'"),
     ],
 )  # fmt: skip
 def test_what_a_config_says_wrong_is_one_clear_error(engine, config, message):
@@ -423,3 +438,76 @@ def test_rounds_of_more_microbatches_than_ranks_are_noted(count, size):
     assert (plan.schedule, plan.num_microbatches) == ("interleaved-1f1b", count)
     assert bool(plan.warnings) == (size > 2)
     assert all(f"is {size}, and rounds of the plan have 2" in text for text in plan.warnings)
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"schedule": "1f1b", "ranks": 2},
+        {"schedule": "interleaved-1f1b", "ranks": 2},
+        {"schedule": "zb-v", "ranks": 2},
+        {"schedule": "v-half", "ranks": 2},
+        {"schedule": "1f1b", "ranks": 4, "replicas": "2-2", "microbatches": 8},
+        {"schedule": "1f1b", "ranks": 4, "replicas": "2-2", "microbatches": 8,
+         "reducer": "sharded"},
+        {"schedule": "1f1b", "ranks": 2, "recompute": "layers"},
+    ],
+)  # fmt: skip
+def test_what_automodel_is_given_comes_back(wanted, tmp_path):
+    names = llama_names(prefix="model.")
+    plan = llama_plan(**wanted, names=names)
+    handed = plan.to("automodel")
+    handed.save(tmp_path)
+    text = str(handed).replace('"schedule.csv"', f'"{tmp_path / "schedule.csv"}"')
+    back = pk.Plan.of("automodel", text, graph_of(names), pk.Cluster.local(wanted["ranks"]))
+    assert back.schedule == plan.schedule
+    assert back.stages == plan.stages
+    assert back.build_schedule() == plan.build_schedule()
+    assert back.summing.reducer == plan.summing.reducer
+    assert not back.warnings
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "sizes"),
+    [
+        ({}, [7, 8]),
+        ({"pp_schedule": "Interleaved1F1B"}, [4, 3, 3, 5]),
+        ({"pp_schedule": "Interleaved1F1B", "layers_per_stage": 2}, [3, 2, 2, 2, 2, 4]),
+        ({"pp_schedule": "Interleaved1F1B", "layers_per_stage": 5,
+          "round_virtual_stages_to_pp_multiple": "up"}, [4, 3, 3, 5]),
+        ({"layers_per_stage": 5, "round_virtual_stages_to_pp_multiple": "down"}, [7, 8]),
+    ],
+)  # fmt: skip
+def test_automodel_divides_blocks_by_itself(pipeline, sizes):
+    recipe = {
+        "distributed": {"pp_size": 2, "pipeline": pipeline},
+        "step_scheduler": {"local_batch_size": 4, "global_batch_size": 16},
+    }
+    plan = pk.Plan.of("automodel", recipe, GRAPH)
+    assert counts(plan) == sizes
+    assert plan.num_microbatches == 4
+    assert plan.warnings == (
+        "global_batch_size is 16: gradients of 4 passes of 4 rows make one update, and the plan is "
+        "of one pass",
+    )
+
+
+def test_automodels_sizes_and_devices():
+    recipe = {"pp_size": 2, "local_batch_size": 4, "cp_size": 2, "dp_replicate_size": 1}
+    plan = pk.Plan.of("automodel", recipe, GRAPH, pk.Cluster.local(8))
+    assert plan.given_replicas == (2, 2)
+    assert plan.summing.reducer == "sharded"
+    assert any("cp_size is 2" in warning for warning in plan.warnings)
+    plain = pk.Plan.of("automodel", {**recipe, "strategy": "ddp"}, GRAPH, pk.Cluster.local(8))
+    assert plain.summing.reducer == "owners"
+    with pytest.raises(pk.InputError, match=r"groups of 4 devices, and 6 .* AutoModel refuses"):
+        pk.Plan.of("automodel", recipe, GRAPH, pk.Cluster.local(6))
+    with pytest.raises(pk.InputError, match="sizes make 4 devices, and the cluster has 8"):
+        pk.Plan.of("automodel", {**recipe, "dp_size": 1}, GRAPH, pk.Cluster.local(8))
+
+
+def test_a_recipe_that_names_itself_many_times_is_read_once():
+    """Each line doubles what a walk would meet: 2 to the 60 mappings."""
+    rows = ["g0: &g0 {pp_size: 2, local_batch_size: 4}"]
+    rows += [f"g{k}: &g{k} {{a: *g{k - 1}, b: *g{k - 1}}}" for k in range(1, 60)]
+    assert pk.Plan.of("automodel", "\n".join(rows), GRAPH).num_ranks == 2

@@ -201,7 +201,7 @@ CAPABILITIES: dict[str, Capabilities] = {
 }
 """By the name that ``Plan.to`` takes."""
 
-READ = ("torchtitan", "megatron", "deepspeed")
+READ = ("torchtitan", "megatron", "automodel", "deepspeed")
 """The engines whose configs are read, too."""
 
 

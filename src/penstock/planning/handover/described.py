@@ -157,9 +157,16 @@ def _json(text: str) -> Mapping[str, Any]:
 
 
 def _of_mapping(config: Mapping[str, Any]) -> Fields:
+    """The fields of all mappings in each other, of each once: YAML may name one many times."""
     fields: Fields = {}
-    for name, value in config.items():
-        fields |= _of_mapping(value) if isinstance(value, Mapping) else {str(name): value}
+    groups, known = [config], {id(config)}
+    for group in groups:
+        for name, value in group.items():
+            if not isinstance(value, Mapping):
+                fields[str(name)] = value
+            elif id(value) not in known:
+                known.add(id(value))
+                groups.append(value)
     return fields
 
 

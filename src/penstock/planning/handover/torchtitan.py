@@ -120,8 +120,8 @@ _FAMILIES = {
 }  # fmt: skip
 """torch's schedules, by their names in small letters."""
 
-_PER_RANK = {"1f1b": 1, "gpipe": 1}
-"""Stages per rank where a config does not say it; 2 of all others."""
+_ONE_PER_RANK = frozenset({"1f1b", "gpipe"})
+"""The families that have one stage per rank where a config does not say it; others have two."""
 
 
 def read(config: object, graph: LayerGraph, num_devices: int | None) -> Described:
@@ -138,19 +138,16 @@ def read(config: object, graph: LayerGraph, num_devices: int | None) -> Describe
     """
     said = ConfigFields(fields_of(config, _FIELDS, _OTHERS), "torchtitan")
     ranks = said.whole("pipeline_parallel_degree", 1)
-    title = said.text("pipeline_parallel_schedule", "1F1B")
-    if title.lower() not in _FAMILIES:
-        raise InputError(
-            f"pipeline_parallel_schedule is {shown(title)}, a schedule that is not here"
-        )
-    family = _FAMILIES[title.lower()] if ranks > 1 else "1f1b"
+    family = family_of(said, "pipeline_parallel_schedule", ranks)
     rows = said.whole("pipeline_parallel_microbatch_size", 1) if ranks > 1 else 0
     batch = said.whole("local_batch_size", 8)
     if rows and batch % rows:
         raise InputError(f"local_batch_size {batch} is no multiple of microbatches of {rows} rows")
     cuts = _cuts(said, graph, ranks, family)
     count = batch // rows if rows else 1
-    schedule, notes = _named(said, family, (ranks, (len(cuts) + 1) // ranks, count))
+    schedule, notes = named_schedule(
+        said, "pipeline_parallel_schedule_csv", family, (ranks, (len(cuts) + 1) // ranks, count)
+    )
     copies, is_sharded = _copies(said, ranks, num_devices)
     return Described(
         cuts,
@@ -166,6 +163,23 @@ def read(config: object, graph: LayerGraph, num_devices: int | None) -> Describe
     )
 
 
+def family_of(said: ConfigFields, name: str, ranks: int) -> str:
+    """The family of one of torch's schedules, which a field names.
+
+    Raises:
+        InputError: it is not here.
+    """
+    title = said.text(name, "1F1B")
+    if title.lower() not in _FAMILIES:
+        raise InputError(f"{name} is {shown(title)}, a schedule that is not here")
+    return _FAMILIES[title.lower()] if ranks > 1 else "1f1b"
+
+
+def stages_per_rank(family: str) -> int:
+    """How many stages of a family torch's users give each rank, where nothing else is said."""
+    return 1 if family in _ONE_PER_RANK else 2
+
+
 def _checkpointing(said: ConfigFields) -> str:
     """The name of the policy of activation checkpointing."""
     policy = said.fields.get("activation_checkpoint")
@@ -174,17 +188,37 @@ def _checkpointing(said: ConfigFields) -> str:
 
 def _cuts(said: ConfigFields, graph: LayerGraph, ranks: int, family: str) -> tuple[int, ...]:
     names = [layer.name for layer in graph.layers]
-    parts = said.fields.get("module_fqns_per_model_part")
-    if isinstance(parts, Expression):
-        raise InputError("module_fqns_per_model_part is computed; give the list of its names")
-    if parts and ranks > 1:
-        _check_lists(parts)
-        cuts = _cuts_at(names, parts)
-        _check_covered(names, parts)
+    cuts = listed_cuts(said, names, ranks)
+    if cuts is not None:
         return cuts
     return cuts_between_blocks(
         names, _even_counts(said, len(blocks_of(names).starts), ranks, family)
     )
+
+
+def listed_cuts(said: ConfigFields, names: list[str], ranks: int) -> tuple[int, ...] | None:
+    """Where stages begin whose modules a config lists, if it does.
+
+    Args:
+        names: of the model's layers.
+
+    Raises:
+        InputError: these are no such lists, or not of this model.
+    """
+    parts = said.fields.get("module_fqns_per_model_part")
+    if isinstance(parts, Expression):
+        raise InputError("module_fqns_per_model_part is computed; give the list of its names")
+    if not parts or ranks == 1:
+        return None
+    _check_lists(parts)
+    cuts = _cuts_at(names, parts)
+    _check_covered(names, parts)
+    if (len(cuts) + 1) % ranks:
+        raise InputError(
+            f"module_fqns_per_model_part has {len(cuts) + 1} stages, which {ranks} ranks cannot "
+            "share"
+        )
+    return cuts
 
 
 def _check_lists(parts: object) -> None:
@@ -236,7 +270,7 @@ def _even_counts(said: ConfigFields, blocks: int, ranks: int, family: str) -> li
     last = said.whole("pipeline_parallel_last_stage_less_layers", 1, 0)
     total = blocks + first + last
     per_stage = said.fields.get("pipeline_parallel_layers_per_stage")
-    stages = ranks * _PER_RANK.get(family, 2)
+    stages = ranks * stages_per_rank(family)
     if per_stage is not None:
         stages = -(-total // said.whole("pipeline_parallel_layers_per_stage"))
     if ranks == 1 or stages == 1:
@@ -250,20 +284,20 @@ def _even_counts(said: ConfigFields, blocks: int, ranks: int, family: str) -> li
     return counts
 
 
-def _named(
-    said: ConfigFields, family: str, shape: tuple[int, int, int]
+def named_schedule(
+    said: ConfigFields, csv: str, family: str, shape: tuple[int, int, int]
 ) -> tuple[str, tuple[str, ...]]:
     """(the schedule with its options, notes): that of the CSV, if there is one and it is known.
 
     Args:
+        csv: the field that has the CSV's path.
         shape: ranks, stages of each, microbatches.
     """
     ranks, per_rank, count = shape
-    path = said.fields.get("pipeline_parallel_schedule_csv")
+    path = said.fields.get(csv)
     if isinstance(path, Expression):
         return _with_stages(family, per_rank), (
-            f"pipeline_parallel_schedule_csv is computed ({path}) and was not read; the plan has "
-            f"the order of {family}",
+            f"{csv} is computed ({path}) and was not read; the plan has the order of {family}",
         )
     if not path or ranks == 1:
         return _with_stages(family, per_rank), ()

@@ -184,7 +184,7 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
         ``warnings`` say it; so do ranks that need more memory than they have.
 
         Args:
-            engine: ``"torchtitan"``, ``"megatron"`` or ``"deepspeed"``.
+            engine: ``"torchtitan"``, ``"megatron"``, ``"automodel"`` or ``"deepspeed"``.
             config: the text of its file, or of the command with its arguments, which is not run; a
                 dictionary of its fields; or its own object. With DeepSpeed's also the arguments of
                 ``PipelineModule``: ``{**config, "num_stages": 4}``.
