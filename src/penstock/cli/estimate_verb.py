@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     "--arithmetic", type=click.Choice(["tf32", "fp8", "fp4"]),
     help="Of matrix products; default: that of their dtypes.",
 )  # fmt: skip
+@click.option(
+    "--attention", type=click.Choice(["fused", "causal", "formula"]), default="fused",
+    show_default=True, help="Causal: dense masks are causal ones that nobody reads.",
+)  # fmt: skip
 @options.output_option("Where to write the estimate (.json).")
 @options.json_option
 @options.verbose_option("what splitting, recomputing and updating take.")
@@ -47,6 +51,7 @@ def estimate(
     sizes: tuple[int, ...],
     software: str,
     arithmetic: Any,
+    attention: Any,
     output: str | None,
     as_json: bool,
     verbose: bool,
@@ -56,7 +61,12 @@ def estimate(
     catalogue.software_named(software)
     with Telling("estimating"):
         graph = load_workload(workload).estimate(
-            microbatches, device=device, sizes=sizes, software=software, arithmetic=arithmetic
+            microbatches,
+            device=device,
+            sizes=sizes,
+            software=software,
+            arithmetic=arithmetic,
+            attention=attention,
         )
     with written(output, ".json") as path:
         if path is not None:

@@ -26,6 +26,7 @@ from penstock.engine.model import microbatches, tree
 from penstock.planning.plans import Plan
 from penstock.training.estimating import estimate
 from penstock.training.estimating.estimating import Arithmetic
+from penstock.training.estimating.substitutes import Attention
 from penstock.training.pipeline import Pipeline
 from penstock.training.profiler import profile
 from penstock.training.profiler.alone import Progress
@@ -125,13 +126,14 @@ class Workload:
         sizes: Sequence[int] = (),
         software: str = "eager",
         arithmetic: Arithmetic | None = None,
+        attention: Attention = "fused",
     ) -> LayerGraph:
         """Estimate the model on the first microbatch of the first minibatch; it is built without
         values where that can be.
 
         Args:
             num_microbatches, sizes: as of ``profile``.
-            device, software, arithmetic: as ``penstock.estimate`` takes them.
+            device, software, arithmetic, attention: as ``penstock.estimate`` takes them.
 
         Raises:
             InputError: as ``profile``; or no such device or software.
@@ -157,6 +159,7 @@ class Workload:
             sizes=[*sizes, asked],
             software=software,
             arithmetic=arithmetic,
+            attention=attention,
         )
         return _of_size(graph, asked)
 

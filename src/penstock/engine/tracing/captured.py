@@ -261,6 +261,21 @@ def capture(
             number of rows only, or its layers do not give what it gives.
         InputError: inputs that ``forward`` does not take, or without rows.
     """
+    return captured_in(_BOTH_MODES, model, inputs, granularity, dynamic, verify)
+
+
+_BOTH_MODES = (True, False)
+
+
+def captured_in(
+    modes: Sequence[bool],
+    model: nn.Module,
+    inputs: Any,
+    granularity: Granularity,
+    dynamic: Dynamic,
+    verify: bool,
+) -> Captured:
+    """As ``capture``; with ``(True,)`` as modes, one that only ever trains, in half of the time."""
     one_of("granularity", granularity, ("module", "block"))
     one_of("dynamic", dynamic, ("rows", "all"))
     if not isinstance(model, nn.Module):
@@ -269,17 +284,22 @@ def capture(
     inputs = plain(inputs, "inputs")
     _check_names(model)
     with _without_caches(model):
-        return _captured(model, inputs, granularity, dynamic, verify)
+        return _captured(modes, model, inputs, granularity, dynamic, verify)
 
 
 def _captured(
-    model: nn.Module, inputs: Any, granularity: Granularity, dynamic: Dynamic, verify: bool
+    modes: Sequence[bool],
+    model: nn.Module,
+    inputs: Any,
+    granularity: Granularity,
+    dynamic: Dynamic,
+    verify: bool,
 ) -> Captured:
     signature = inspect.signature(model.forward)
     given = spread(signature, tree.replace(Tensor, _no_view, _at_least_two_rows(inputs)))
     whole = Whole(model, partial(_run_alone, model, given))
     with generators_of_python_kept():
-        traced, how, settings = _traced_in_both_modes(model, given, dynamic, whole, verify)
+        traced, how, settings = _traced_in_modes(modes, model, given, dynamic, whole, verify)
     segments = _segments(model, traced, granularity)
     guards = {mode: graph.guards for mode, graph in traced.items()}
     outputs = {mode: graph.output_structure for mode, graph in traced.items()}
@@ -288,7 +308,7 @@ def _captured(
     traces = _ModelTraces(traced, segments, borders, settings, example)
     captured = Captured(model, traces, how, range(len(traces.names)))
     if verify:
-        for training in (True, False):
+        for training in modes:
             with _in_mode(model, training):
                 check_equal(model, captured, given, whole.calm)
     return captured
@@ -350,16 +370,22 @@ def _run_alone(model: nn.Module, given: Given, other_rows: int) -> None:
     run_alone(model, with_other_rows(given) if other_rows else given)
 
 
-def _traced_in_both_modes(
-    model: nn.Module, given: Given, dynamic: Dynamic, whole: Whole, verify: bool
+def _traced_in_modes(
+    modes: Sequence[bool],
+    model: nn.Module,
+    given: Given,
+    dynamic: Dynamic,
+    whole: Whole,
+    verify: bool,
 ) -> tuple[dict[bool, Traced], str, Settings]:
-    """The graphs, which tracers made them, and the attributes that they were made with."""
+    """The graphs of both modes, the first one's for one that is left out; which tracers made them,
+    and the attributes that they were made with."""
     while True:
         traced: dict[bool, Traced] = {}
         tracers: dict[str, None] = {}
         settings, known = Settings(), len(whole.hidden)
         with attributes_kept(model, whole.calm):
-            for training in (True, False):
+            for training in modes:
                 with _in_mode(model, training), settings.watching(model, whole.calm):
                     traced[training], how = _traced(model, given, dynamic, whole, verify)
                     tracers[how] = None
@@ -368,7 +394,7 @@ def _traced_in_both_modes(
     tracers.update(
         (f"{name} is called as it is, {line}", None) for name, line in whole.hidden.items()
     )
-    return traced, "; ".join(tracers), settings
+    return {True: traced[True], False: traced[modes[-1]]}, "; ".join(tracers), settings
 
 
 def _traced(
@@ -418,6 +444,9 @@ def _segments(
 ) -> dict[bool, list[LayerNodes]]:
     """The nodes of each layer in both modes: the same names in the same order."""
     training = segments_of(model, traced[True], granularity)
+    if traced[False] is traced[True]:
+        localise_sizes(traced[True], training)
+        return {True: training, False: training}
     names = [segment.name for segment in training]
     evaluated = segments_of(model, traced[False], granularity, names)
     by_name = {segment.name: segment for segment in evaluated}

@@ -9,7 +9,7 @@ if it were in main memory, where models ask other things of tensors.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -17,10 +17,11 @@ import torch
 from torch import nn
 
 from penstock.base.errors import InputError, ModelError
+from penstock.base.telling import tells
 from penstock.core.example import Example, Granularity
 from penstock.engine.device.crossing import give_memory
 from penstock.engine.model import tree
-from penstock.engine.tracing.captured import Captured, capture
+from penstock.engine.tracing.captured import Captured, capture, captured_in
 from penstock.engine.tracing.inputs import inputs_like
 from penstock.engine.tracing.layers import devices_of, dtypes_of
 from penstock.engine.tracing.segments import called
@@ -61,6 +62,8 @@ def traced_for_profile(model: nn.Module, inputs: Any) -> Captured:
 def traced_on_meta(model: nn.Module, inputs: Any, granularity: Granularity) -> Captured:
     """Trace a model of which nothing will be computed, and compare nothing; nothing is kept.
 
+    A model that trains is traced in that mode alone, which names the layers.
+
     Args:
         inputs: those on meta are traced as zeros.
         granularity: as of ``capture``.
@@ -73,18 +76,25 @@ def traced_on_meta(model: nn.Module, inputs: Any, granularity: Granularity) -> C
         lambda tensor: torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor,
         inputs,
     )
+    modes = (True,) if model.training else (True, False)
     with off_meta(model):
-        return _captured_for_any_length(model, zeros, granularity, verify=False)
+        return _captured_for_any_length(model, zeros, granularity, verify=False, modes=modes)
 
 
+@tells("tracing the model")
 def _captured_for_any_length(
-    model: nn.Module, inputs: Any, granularity: Granularity, *, verify: bool
+    model: nn.Module,
+    inputs: Any,
+    granularity: Granularity,
+    *,
+    verify: bool,
+    modes: Sequence[bool] = (True, False),
 ) -> Captured:
     """Captured for sequences of any length, if there are some and that can be."""
     if _has_sequences(inputs):
         with suppress(ModelError, InputError):
-            return capture(model, inputs, granularity=granularity, dynamic="all", verify=verify)
-    return capture(model, inputs, granularity=granularity, verify=verify)
+            return captured_in(modes, model, inputs, granularity, "all", verify)
+    return captured_in(modes, model, inputs, granularity, "rows", verify)
 
 
 def _has_sequences(inputs: Any) -> bool:

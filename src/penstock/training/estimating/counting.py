@@ -1,18 +1,17 @@
-"""Watches what torch dispatches while a model runs on meta: which kernels (``KernelCounter``, read
-by a ``KernelClock``), and how much memory is taken (``MetaGauge``).
+"""Watches what torch dispatches while a model runs on meta: which kernels (``KernelCounter``, cut
+into passes by a ``KernelClock``), and how much memory is taken (``MetaGauge``).
 """
 
 from __future__ import annotations
 
 import weakref
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.core.pricing import Kernel, KernelPace, dispatch_seconds, seconds_of_each
+from penstock.core.pricing import Kernel
 from penstock.engine.model import tree
 from penstock.training.estimating.operations import kernel_of
 
@@ -93,40 +92,28 @@ class KernelCounter(OnMeta):  # type: ignore[no-untyped-call]
 
 
 class KernelClock:
-    """A clock whose stamps are numbers of kernels, and whose seconds are theirs.
+    """A clock whose stamps are numbers of kernels, and whose seconds are the kernels between two
+    stamps, as a ``slice``: what they take is asked in several ways.
 
     Args:
         counter: lists the kernels.
-        pace: on what they run.
-        of_host: whether to read what the host takes to send them, and not how long they run.
     """
 
     tick_seconds = 0.0
 
-    def __init__(self, counter: KernelCounter, pace: KernelPace, *, of_host: bool) -> None:
+    def __init__(self, counter: KernelCounter) -> None:
         self._counter = counter
-        self._pace = pace
-        self._of_host = of_host
-        self._until: list[float] = []
 
     def now(self) -> int:
         """How many kernels there were up to now."""
         return len(self._counter.kernels)
 
     def settle(self) -> None:
-        """Price all kernels."""
-        kernels = self._counter.kernels
-        if len(self._until) == len(kernels) + 1:
-            return
-        if self._of_host:
-            each = [dispatch_seconds(kernel, self._pace) for kernel in kernels]
-        else:
-            each = seconds_of_each(kernels, self._pace)
-        self._until = [0.0, *accumulate(each)]
+        """Wait for nothing."""
 
-    def seconds(self, start: int, stop: int) -> float:
-        """The seconds of the kernels between two stamps."""
-        return self._until[stop] - self._until[start]
+    def seconds(self, start: int, stop: int) -> Any:
+        """The place of the kernels between two stamps."""
+        return slice(start, stop)
 
 
 class MetaGauge(OnMeta):  # type: ignore[no-untyped-call]

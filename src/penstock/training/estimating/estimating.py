@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from msgspec.structs import replace
@@ -20,7 +20,13 @@ from penstock.core.catalogue import Hardware, device_named, software_named
 from penstock.core.catalogue.errors import expected_error
 from penstock.core.example import Granularity
 from penstock.core.graph import Estimate, LayerGraph
-from penstock.core.pricing import Kernel, KernelPace, at_the_pace
+from penstock.core.pricing import (
+    Kernel,
+    KernelPace,
+    at_the_pace,
+    dispatch_seconds,
+    seconds_of_each,
+)
 from penstock.engine.device.crossing import give_memory
 from penstock.engine.model import tree
 from penstock.engine.model.batches import parted_if_inside, plain
@@ -113,8 +119,10 @@ def estimate(  # noqa: PLR0913 - as profile
             names of ``core/catalogue/efficiencies.toml``.
         arithmetic: of matrix products, if it is not that of their dtypes: ``"tf32"`` of fp32,
             ``"fp8"``, ``"fp4"``.
-        attention: ``"fused"`` as ``scaled_dot_product_attention`` chooses on the device, or
-            ``"formula"``, which keeps the scores.
+        attention: ``"fused"`` as ``scaled_dot_product_attention`` chooses on the device;
+            ``"causal"`` if masks over all pairs of tokens, as captured language models make them,
+            are causal ones in whose place an engine says ``is_causal=True``; or ``"formula"``,
+            which keeps the scores.
         granularity: of the layers of a model that must be captured: ``"module"`` or ``"block"``; by
             default blocks where there are more than twelve, of which plans take long enough.
 
@@ -127,7 +135,7 @@ def estimate(  # noqa: PLR0913 - as profile
         ModelError: the model cannot be cut, or looks at values.
     """
     pace = _pace(device, software, arithmetic)
-    one_of("attention", attention, ("fused", "formula"))
+    one_of("attention", attention, get_args(Attention))
     if granularity is not None:
         one_of("granularity", granularity, ("module", "block"))
     expect(model, nn.Module, "the model", "give an nn.Module")
@@ -370,7 +378,14 @@ class _CountingBench:
         return output
 
     def _times(self, runs: Sequence[RunLayer], inputs: Any) -> list[LayerTimes]:
-        busy, host = (self._passes(runs, inputs, of_host=of_host) for of_host in (False, True))
+        kernels, laps = self._passes(runs, inputs)
+        busy, host = (
+            [_seconds_of(own, each) for own in laps]
+            for each in (
+                seconds_of_each(kernels, self._pace),
+                [dispatch_seconds(kernel, self._pace) for kernel in kernels],
+            )
+        )
         forward, backward, split_forward, halves, backward_input = (
             at_the_pace(kernels, dispatch, self._blocks, self._pace)
             for kernels, dispatch in zip(busy, host, strict=True)
@@ -388,29 +403,38 @@ class _CountingBench:
             for index in range(len(runs))
         ]
 
-    def _passes(
-        self, runs: Sequence[RunLayer], inputs: Any, *, of_host: bool
-    ) -> tuple[list[float], ...]:
-        """Forwards, backwards, forwards that prepare for halves, both halves, the first half."""
+    def _passes(self, runs: Sequence[RunLayer], inputs: Any) -> tuple[list[Kernel], list[_Laps]]:
+        """All kernels, and which are whose in each kind of pass: forwards, backwards, forwards that
+        prepare for halves, both halves, the first half."""
         counter = KernelCounter()
-        clock = KernelClock(counter, self._pace, of_host=of_host)
-        passes = Passes(runs, inputs, clock, self._undeferred)
+        passes = Passes(runs, inputs, KernelClock(counter), self._undeferred)
         with self._as_on_device(), counter:
             passes.whole()  # after it there are gradients, to which all later ones are added
             whole, split = passes.whole(), passes.split()
-        if not of_host:
-            self._note_unknown(counter.kernels)
-        halves = [
-            first + second
-            for first, second in zip(split.backward_input, split.backward_weight, strict=True)
-        ]
-        return whole.forward, whole.backward, split.forward, halves, split.backward_input
+        self._note_unknown(counter.kernels)
+        each: tuple[Sequence[Any], ...] = (
+            whole.forward, whole.backward, split.forward, split.backward_input,
+            split.backward_weight,
+        )  # fmt: skip
+        forward, backward, split_forward, first, second = (
+            [[lap] if lap else [] for lap in laps] for laps in each
+        )
+        halves = [[*one_half, *other] for one_half, other in zip(first, second, strict=True)]
+        return counter.kernels, [forward, backward, split_forward, halves, first]
 
     def _note_unknown(self, kernels: Iterable[Kernel]) -> None:
         for kernel in kernels:
             self._all_bytes += kernel.num_bytes
             if kernel.kind == "unknown":
                 self._unknown[kernel.name] += kernel.num_bytes
+
+
+_Laps = list[list[slice]]
+"""For each layer, where its kernels are among all."""
+
+
+def _seconds_of(laps: _Laps, each: Sequence[float]) -> list[float]:
+    return [sum(sum(each[lap]) for lap in own) for own in laps]
 
 
 def _block_numbers(names: Sequence[str]) -> list[int]:

@@ -30,7 +30,7 @@ _DROPOUTS = (F.dropout, torch.dropout, torch.ops.aten.dropout, torch.ops.aten.dr
 _HALVES = (torch.float16, torch.bfloat16)
 _ATEN = torch.ops.aten
 
-Attention = Literal["fused", "formula"]
+Attention = Literal["fused", "causal", "formula"]
 
 
 class AsOnDevice(TorchFunctionMode):
@@ -38,14 +38,15 @@ class AsOnDevice(TorchFunctionMode):
 
     Args:
         kind: ``"gpu"`` or ``"cpu"``.
-        attention: ``"fused"`` for kernels that keep no scores, ``"formula"`` for products and a
-            softmax.
+        attention: ``"fused"`` for kernels that keep no scores, ``"causal"`` for those where a dense
+            mask stands for the causal one, ``"formula"`` for products and a softmax.
     """
 
     def __init__(self, kind: str, attention: Attention) -> None:
         super().__init__()
         self._is_gpu = kind == "gpu"
-        self._is_fused = attention == "fused"
+        self._is_fused = attention != "formula"
+        self._masks_are_causal = attention == "causal"
         self._recurrences = recurrences(on_gpu=self._is_gpu)
 
     def __torch_function__(
@@ -90,6 +91,10 @@ class AsOnDevice(TorchFunctionMode):
     ) -> Tensor | None:
         if any(tensor.dim() != 4 for tensor in (query, key, value)):
             return None
+        if self._masks_are_causal and attn_mask is not None:
+            is_whole = attn_mask.shape[-2:] == (query.shape[-2], query.shape[-2])
+            if is_whole and key.shape[-2] == query.shape[-2]:
+                attn_mask, is_causal = None, True
         if self._is_gpu:
             return _on_gpu(query, key, value, attn_mask, dropout_p, is_causal, scale)
         if dropout_p or enable_gqa or query.shape[-1] != value.shape[-1]:
