@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from penstock.core.catalogue import Hardware, device_named, software_named
 from penstock.core.catalogue.errors import expected_error
 from penstock.core.example import Granularity
 from penstock.core.graph import Estimate, LayerGraph
-from penstock.core.pricing import Kernel, KernelPace, at_the_pace
+from penstock.core.pricing import Kernel, KernelPace, at_the_pace, seconds_of_each
 from penstock.engine.device.crossing import give_memory
 from penstock.engine.model import tree
 from penstock.engine.model.batches import parted_if_inside, plain
@@ -27,6 +28,7 @@ from penstock.engine.model.optimizer_factory import OptimizerFactory
 from penstock.engine.model.spine import NamedLayer, names_a_spine, spine_of
 from penstock.engine.run.recipe import Loss
 from penstock.engine.stage.deferral import undeferred_parameters
+from penstock.engine.tensor.parts import FoundPart
 from penstock.training.estimating.blocks import RepeatedBlocks, repeated_blocks, shortened
 from penstock.training.estimating.counting import KernelClock, KernelCounter, MetaGauge, on_meta
 from penstock.training.estimating.substitutes import AsOnDevice, Attention
@@ -38,7 +40,8 @@ from penstock.training.profiler.alone.bench import (
     measure_footprints,
     measure_workspaces,
 )
-from penstock.training.profiler.alone.measuring import layers_of, with_costs
+from penstock.training.profiler.alone.measuring import found_parts, layers_of, with_costs
+from penstock.training.profiler.alone.parts import PartsWatch
 from penstock.training.profiler.alone.passes import (
     HandedOn,
     Passes,
@@ -211,12 +214,17 @@ def _estimated(model: nn.Module, request: _EstimateRequest) -> LayerGraph:
     layers = spine_of(model)
     example = getattr(model, "example", None)
     with _without_values(model), torch.inference_mode(False), torch.enable_grad():
-        bench = _CountingBench(layers, request)
+        found = found_parts(model, layers)
+        bench = _CountingBench(layers, found, request)
         measured = bench.measure(_of_shapes(sample))
         graph = LayerGraph(
             layers=tuple(
                 layers_of(
-                    model, layers, measured, count_updates(layers, request.optimizer, request.pace)
+                    model,
+                    layers,
+                    found,
+                    measured,
+                    count_updates(layers, request.optimizer, request.pace),
                 )
             ),
             microbatch_size=sample.num_rows,
@@ -288,8 +296,14 @@ def _without_values(model: nn.Module) -> Iterator[None]:
 class _CountingBench:
     """Counts the kernels and bytes of a model's layers with one sample after another."""
 
-    def __init__(self, layers: Sequence[NamedLayer], request: _EstimateRequest) -> None:
+    def __init__(
+        self,
+        layers: Sequence[NamedLayer],
+        found: Sequence[Sequence[FoundPart]],
+        request: _EstimateRequest,
+    ) -> None:
         self._layers = layers
+        self._found = found
         self._modules = [layer.module for layer in layers]
         self._pace = request.pace
         self._attention = request.attention
@@ -310,15 +324,26 @@ class _CountingBench:
         watched = [
             partial(self._watched, counter, given, draws, sample, *pair) for pair in enumerate(runs)
         ]
+        watches = [
+            PartsWatch(module, own, lambda: len(counter.kernels))
+            for module, own in zip(self._modules, self._found, strict=True)
+        ]
         with self._as_on_device(), counter:
-            footprints = measure_footprints(self._modules, watched, sample.inputs)
+            footprints = measure_footprints(self._modules, watched, sample.inputs, watches)
+        until = [0.0, *accumulate(seconds_of_each(counter.kernels, self._pace))]
         gauge = MetaGauge()
         with self._as_on_device(), gauge:
             workspaces = measure_workspaces(runs, sample.inputs, gauge)
         times = self._times(runs, sample.inputs)
         return [
             Measured(
-                times[index], footprints[index], given[index], workspaces[index], (), draws[index]
+                times[index],
+                footprints[index],
+                given[index],
+                workspaces[index],
+                (),
+                draws[index],
+                tuple(watches[index].sizes(lambda start, stop: until[stop] - until[start])),
             )
             for index in range(len(runs))
         ]
