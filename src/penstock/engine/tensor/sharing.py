@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from typing import Any, cast
 
 import torch
@@ -252,6 +253,8 @@ def shared(
         if way is not None:
             _become(module, way.kind, membership)
         elif isinstance(module, DROPOUTS):
+            if isinstance(module, GroupMember):
+                module = _another(module, path, layer)
             of_numbers = isinstance(module, nn.Dropout)
             _become(module, ShardDropout if of_numbers else ShardChannelDropout, membership)
         elif sharing.inner and module._parameters:
@@ -277,6 +280,15 @@ def _is_unknown(layer: nn.Module, sharing: LayerSharing) -> bool:
     if own and sharing.reads != SEQUENCE:
         return False
     return bool(sharing.inner) or sharing.own is not None or sharing.reads is not WHOLE
+
+
+def _another(dropout: nn.Module, path: str, layer: nn.Module) -> nn.Module:
+    """A dropout for one layer, in the place of one that an earlier layer calls, too, and that is a
+    member's already: it draws where its own layer is."""
+    own = copy(dropout)
+    own.__class__ = type(dropout).__bases__[1]
+    layer.set_submodule(path, own)
+    return own
 
 
 def _become(module: nn.Module, kind: type[GroupMember], membership: Membership) -> None:
