@@ -66,6 +66,8 @@ class Layer(Value, frozen=True, kw_only=True):
         signature: shapes and dtypes of the parameters, so that a plan can tell its model.
         spread: of the measured seconds: half the distance between their quartiles over the median.
         warnings: what is odd about its measurements, in words.
+        by_rows: whether tensor ranks may have some of its rows each: whether all that comes and goes
+            has rows.
         parts: what of it tensor ranks can share, where the layer is no module of torch's that they
             can share as such.
     """
@@ -96,6 +98,7 @@ class Layer(Value, frozen=True, kw_only=True):
     signature: str = ""
     spread: float = 0.0
     warnings: tuple[str, ...] = ()
+    by_rows: bool = True
     parts: tuple[LayerPart, ...] = ()
 
     def __post_init__(self) -> None:

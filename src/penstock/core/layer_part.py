@@ -25,10 +25,12 @@ class LayerPart(Value, frozen=True, kw_only=True):
         num_sums: how often it reads a whole value, and sums one.
         gated: whether an MLP has two columns, of which one gates the other.
         is_even: whether each rank must have as many pieces.
-        by_positions: whether Penstock's engine can divide the positions of what is around it.
+        by_positions: whether each rank may have some of the positions of what is around the parts
+            of the layer, as its author says.
         parameter_bytes: of weights that are divided.
         activation_bytes: of what the layer keeps, what is divided; of a head with all of the loss.
-        border_bytes: of the value that is read, or summed, whole.
+        border_bytes: of the value that it reads.
+        output_bytes: of the one that it gives.
         forward_share: of the layer's forward, what is divided.
     """
 
@@ -43,6 +45,7 @@ class LayerPart(Value, frozen=True, kw_only=True):
     parameter_bytes: int = 0
     activation_bytes: int = 0
     border_bytes: int = 0
+    output_bytes: int = 0
     forward_share: float = 0.0
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from penstock.base.errors import ModelError
 from penstock.engine.model.spine import NamedLayer
-from penstock.engine.tensor.attention import COLUMN, ROW, ModuleSharings, by_heads, is_block
+from penstock.engine.tensor.attention import COLUMN, ROW, ModuleSharings, by_heads
 from penstock.engine.tensor.divided_layers import (
     DROPOUTS,
     FEATURE_DROPOUTS,
@@ -186,8 +186,6 @@ def _check_plain(module: nn.Module, split: str, name: str) -> None:
 
 def trait_of(module: nn.Module) -> str:
     """A trait beside its class that decides how a module can be divided; empty if there is none."""
-    if isinstance(module, nn.TransformerEncoderLayer) and is_block(module):
-        return f"heads={module.self_attn.num_heads}"
     if not _is_plain(module):
         return ""
     groups = getattr(module, "groups", 1)

@@ -33,6 +33,8 @@ def doubts_about(chosen: Candidate, rivals: Sequence[Candidate]) -> Iterator[str
     """
     graph = chosen.task.graph
     contention = graph.contention
+    if chosen.task.groups is not None:
+        yield from chosen.task.groups.remarks
     if graph.estimate is not None:
         yield str(graph.estimate)
         yield from graph.warnings

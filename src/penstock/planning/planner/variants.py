@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -104,9 +105,18 @@ def _placed_candidate(
     return candidate if candidate.fits else None
 
 
-def in_groups(task: Task, num_tensor_ranks: int) -> Task:
-    """A task whose devices are groups of ``num_tensor_ranks`` (at least 2) neighbouring devices of
-    another task, which has one device for each.
+_LEAN = (1e-3, 1.0)
+"""Seconds that a minibatch may take longer for a GB less on each device, in the seconds that all
+layers take: a little for a lot, and whatever it takes."""
+
+
+def in_groups(task: Task, num_tensor_ranks: int, *, elsewhere: bool = False) -> Iterator[Task]:
+    """The task whose devices are groups of ``num_tensor_ranks`` (at least 2) neighbouring devices
+    of another task, which has one device for each: with the fastest split and, where memory is
+    short, with those that need less.
+
+    Args:
+        elsewhere: whether another engine is to run the plan.
 
     Raises:
         PlanError: the cluster has fewer devices.
@@ -122,15 +132,44 @@ def in_groups(task: Task, num_tensor_ranks: int) -> Task:
     members = [range(first, first + num_tensor_ranks) for first in range(0, last, num_tensor_ranks)]
     links = links_of_groups(task.topology, members, _USUAL_BYTES)
     slowest = max(links, key=lambda link: link.seconds(_USUAL_BYTES))
-    tensor_split = split_layers(
-        task.graph, num_tensor_ranks, slowest, num_microbatches=task.num_microbatches
+    split = partial(
+        split_layers,
+        task.graph,
+        num_tensor_ranks,
+        slowest,
+        num_microbatches=task.num_microbatches,
+        elsewhere=elsewhere,
     )
     groups = tuple(tuple(cluster.devices[index] for index in group) for group in members)
-    return replace(
-        task,
-        graph=tensor_split.graph,
-        cluster=_of_leaders(cluster, members, groups),
-        groups=TensorGroups(groups, tensor_split, task),
+    leaders = _of_leaders(cluster, members, groups)
+
+    def shared(tensor_split: TensorSplit) -> Task:
+        return replace(
+            task,
+            graph=tensor_split.graph,
+            cluster=leaders,
+            groups=TensorGroups(groups, tensor_split, task),
+        )
+
+    chosen = [split()]
+    yield shared(chosen[0])
+    limit = min(task.limits) * len(members)
+    for price in _LEAN if _total_bytes(chosen[0]) > _SHORT * limit else ():
+        leaner = split(seconds_per_byte=price * chosen[0].seconds / 1e9)
+        if _total_bytes(leaner) < _LESS * min(map(_total_bytes, chosen)):
+            chosen.append(leaner)
+            yield shared(leaner)
+
+
+_SHORT = 0.5
+_LESS = 0.99
+
+
+def _total_bytes(split: TensorSplit) -> int:
+    """Bytes that all stages together take on a device of each group, with one microbatch."""
+    return sum(
+        2 * layer.parameter_bytes + layer.optimizer_bytes + layer.activation_bytes
+        for layer in split.graph.layers
     )
 
 

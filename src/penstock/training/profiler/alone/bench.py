@@ -187,12 +187,14 @@ class Footprint(NamedTuple):
         weight_kept: what stays from the input gradient until the weight gradient of a split
             backward.
         input_shape: shapes and dtypes of its input, in words.
+        by_rows: whether all that it is given has rows, more than one.
     """
 
     activation: int
     held_input: int
     weight_kept: int
     input_shape: str
+    by_rows: bool
 
 
 def measure_footprints(
@@ -214,6 +216,7 @@ def measure_footprints(
         for tensor in (*module.parameters(), *module.buffers())
     }
     alive, kept, values = [], [], [_cloned(inputs)]
+    rows = tree.tensors(inputs)[0].shape[:1]
     for index, run in enumerate(runs):
         sizes: list[int] = []
         watch = watches[index]
@@ -247,6 +250,10 @@ def measure_footprints(
             ),
             _weight_kept(modules[index], run, values[index], index > 0),
             tree.shapes(without_skips(values[index])),
+            all(
+                tensor.shape[:1] == rows and rows > (1,)
+                for tensor in tree.tensors(without_skips(values[index]))
+            ),
         )
         for index, run in enumerate(runs)
     ]

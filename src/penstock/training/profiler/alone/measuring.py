@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -153,7 +154,9 @@ def layers_of(
     shared = _shared(model, layers)
     before = ""
     units = _units(layers)
-    for layer, own_parts, costs, update in zip(layers, found, measured, updates, strict=True):
+    rows = _have_rows(model, layers, measured)
+    columns = zip(layers, found, measured, updates, rows, strict=True)
+    for layer, own_parts, costs, update, by_rows in columns:
         module = layer.module
         reads: tuple[str, ...] | None = getattr(module, "reads", None)
         own = {id(parameter) for parameter in module.parameters()}
@@ -174,10 +177,34 @@ def layers_of(
                 name: tensor.nbytes for name, tensor in shared.items() if id(tensor) in own
             },
             signature=layer.signature,
+            by_rows=by_rows,
             parts=parts_of(layer, own_parts),
         )
         before = layer.name
         yield with_costs(blank, costs)
+
+
+def _have_rows(
+    model: nn.Module, layers: Sequence[NamedLayer], measured: Sequence[Measured]
+) -> list[bool]:
+    """Whether all that each layer takes and gives has rows, where it was recorded: other layers are
+    written for that. Who holds a parameter of one that has none has none either."""
+    given = [costs.footprint.by_rows for costs in measured]
+    given.append(not getattr(model, "gives_loss", False))
+    rows = [
+        not isinstance(layer.module, CapturedLayer) or (takes and gives)
+        for layer, (takes, gives) in zip(layers, pairwise(given), strict=True)
+    ]
+    bound = {
+        id(weight)
+        for layer, own in zip(layers, rows, strict=True)
+        for weight in layer.module.parameters()
+        if not own
+    }
+    return [
+        own and not any(id(weight) in bound for weight in layer.module.parameters())
+        for layer, own in zip(layers, rows, strict=True)
+    ]
 
 
 def _units(layers: Sequence[NamedLayer]) -> dict[str, str]:

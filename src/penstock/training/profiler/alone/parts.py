@@ -29,6 +29,7 @@ class PartSizes(NamedTuple):
 
     activation: int
     border: int
+    output: int
     share: float
 
 
@@ -46,6 +47,7 @@ class PartsWatch:
         self._alive: list[Tensor] = []  # so that no storage address is used twice
         self._kept = [0] * len(parts)
         self._borders = [0] * len(parts)
+        self._outputs = [0] * len(parts)
         self._spans: list[list[tuple[Any, Any]]] = [[] for _ in parts]
         self._since: Any = None
         self._start: Any = None
@@ -74,10 +76,10 @@ class PartsWatch:
     def _opener(self, index: int) -> Callable[..., None]:
         def opened(_: nn.Module, args: Any, kwargs: Any) -> None:
             self._put_outside((args, kwargs))
-            given = [tensor.nbytes for tensor in tree.tensors((args, kwargs))]
             if self._open is None:
                 self._open, self._since = index, self._now()
-                self._borders[index] = max([self._borders[index], *given[:1]])
+                given = [tensor.nbytes for tensor in tree.tensors((args, kwargs))]
+                self._borders[index] = max(self._borders[index], *given)
 
         return opened
 
@@ -86,11 +88,10 @@ class PartsWatch:
             if self._open != index:
                 return
             self._spans[index].append((self._since, self._now()))
+            self._outputs[index] = max(tensor.nbytes for tensor in tree.tensors(output))
             if self._parts[index].closes:  # what is kept behind a head is its own
                 self._open = None
                 self._put_outside(output)
-                sums = [tensor.nbytes for tensor in tree.tensors(output)]
-                self._borders[index] = max([self._borders[index], *sums[:1]])
 
         return closed
 
@@ -118,7 +119,7 @@ class PartsWatch:
         whole = seconds(self._start, self._stop)
         inside = [sum(seconds(*span) for span in spans) for spans in self._spans]
         shares = [min(own / whole, 1.0) if whole > 0 else 0.0 for own in inside]
-        return [*map(PartSizes, self._kept, self._borders, shares)]
+        return [*map(PartSizes, self._kept, self._borders, self._outputs, shares)]
 
 
 def timed_shares(
@@ -165,7 +166,8 @@ def parts_of(layer: NamedLayer, found: Sequence[FoundPart]) -> tuple[LayerPart, 
             num_sums=part.num_sums,
             gated=part.gated,
             is_even=part.is_even,
-            by_positions=not isinstance(layer.module, CapturedLayer),
+                by_positions=not isinstance(layer.module, CapturedLayer)
+            and bool(getattr(layer.module, "tensor_positions", False)),
             parameter_bytes=sum(weight.nbytes for weight in part.parameters(layer.module)),
         )
         for part in found
@@ -178,5 +180,6 @@ def measured(part: LayerPart, sizes: PartSizes) -> LayerPart:
         part,
         activation_bytes=sizes.activation,
         border_bytes=sizes.border,
+        output_bytes=sizes.output,
         forward_share=sizes.share,
     )
