@@ -32,35 +32,32 @@ def transformer(kind):
         "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
     }  # fmt: skip
     grouped = {**sizes, "num_key_value_heads": 2, "use_cache": False}
-    if kind == "llama":
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**grouped))
-    if kind == "mistral":
-        return transformers.MistralForCausalLM(transformers.MistralConfig(**grouped))
-    if kind == "qwen2":
-        return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**grouped))
-    if kind == "qwen3":
-        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**grouped, head_dim=4))
-    if kind == "bert":
-        dropouts = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        return transformers.BertForMaskedLM(transformers.BertConfig(**sizes, **dropouts))
-    if kind == "gpt2":
-        config = transformers.GPT2Config(
-            vocab_size=WORDS, n_positions=16, n_embd=16, n_layer=1, n_head=4, use_cache=False,
-            attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0, tie_word_embeddings=False,
-            bos_token_id=0, eos_token_id=0,
-        )  # fmt: skip
-        return transformers.GPT2LMHeadModel(config)
-    config = transformers.T5Config(
-        vocab_size=WORDS, d_model=16, d_kv=4, d_ff=24, num_layers=1, num_heads=4, use_cache=False,
-        dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
-        feed_forward_proj="gated-gelu",
-    )  # fmt: skip
-    return transformers.T5ForConditionalGeneration(config)
+    dropouts = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    settings = {
+        "Llama": grouped,
+        "Mistral": grouped,
+        "Qwen2": grouped,
+        "Qwen3": {**grouped, "head_dim": 4},
+        "Bert": {**sizes, **dropouts},
+        "GPT2": {
+            "vocab_size": WORDS, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 4,
+            "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "use_cache": False,
+            "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 0,
+        },
+        "T5": {
+            "vocab_size": WORDS, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 1,
+            "num_heads": 4, "dropout_rate": 0.0, "feed_forward_proj": "gated-gelu",
+            "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1, "use_cache": False,
+        },
+    }  # fmt: skip
+    purposes = {"GPT2": "LMHeadModel", "Bert": "ForMaskedLM", "T5": "ForConditionalGeneration"}
+    config = getattr(transformers, f"{kind}Config")(**settings[kind])
+    return getattr(transformers, f"{kind}{purposes.get(kind, 'ForCausalLM')}")(config)
 
 
 def batch(seed, kind):
     tokens = torch.randint(2, WORDS, (4, 6), generator=torch.Generator().manual_seed(seed))
-    return {"input_ids": tokens} | ({"decoder_input_ids": tokens.flip(1)} if kind == "t5" else {})
+    return {"input_ids": tokens} | ({"decoder_input_ids": tokens.flip(1)} if kind == "T5" else {})
 
 
 def loss(output, targets):
@@ -78,19 +75,19 @@ def splits_of(model):
 
 ATTENTION_AND_MLP = ["attention", "mlp"]
 KINDS = {
-    "llama": ["embedding", *ATTENTION_AND_MLP, "head"],
-    "mistral": ["embedding", *ATTENTION_AND_MLP, "head"],
-    "qwen2": ["embedding", *ATTENTION_AND_MLP, "head"],
-    "qwen3": ["embedding", *ATTENTION_AND_MLP, "head"],
-    "gpt2": ["embedding", *ATTENTION_AND_MLP, "head"],
-    "bert": ["embedding", *ATTENTION_AND_MLP, "head"],
-    "t5": [
+    "Llama": ["embedding", *ATTENTION_AND_MLP, "head"],
+    "Mistral": ["embedding", *ATTENTION_AND_MLP, "head"],
+    "Qwen2": ["embedding", *ATTENTION_AND_MLP, "head"],
+    "Qwen3": ["embedding", *ATTENTION_AND_MLP, "head"],
+    "GPT2": ["embedding", *ATTENTION_AND_MLP, "head"],
+    "Bert": ["embedding", *ATTENTION_AND_MLP, "head"],
+    "T5": [
         "embedding", *ATTENTION_AND_MLP, "embedding", "attention", *ATTENTION_AND_MLP, "head",
     ],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["llama", *(more(kind) for kind in [*KINDS][1:])])
+@pytest.mark.parametrize("kind", ["Llama", *(more(kind) for kind in [*KINDS][1:])])
 def test_a_model_of_transformers_split_by_its_parts_trains_as_on_one_device(kind):
     ours = capture(transformer(kind).double(), batch(0, kind), granularity="block", verify=False)
     parts = splits_of(ours)

@@ -66,8 +66,8 @@ class Layer(Value, frozen=True, kw_only=True):
         signature: shapes and dtypes of the parameters, so that a plan can tell its model.
         spread: of the measured seconds: half the distance between their quartiles over the median.
         warnings: what is odd about its measurements, in words.
-        by_rows: whether tensor ranks may have some of its rows each: whether all that comes and goes
-            has rows.
+        by_rows: whether tensor ranks may have some of its rows each, since all that it takes and
+            gives has rows.
         parts: what of it tensor ranks can share, where the layer is no module of torch's that they
             can share as such.
     """
@@ -453,10 +453,7 @@ class LayerGraph(Value, frozen=True, kw_only=True):
                 inputs=None if layer.inputs is None else tuple(map(text, layer.inputs)),
                 after=tuple(map(text, layer.after)),
                 skip_bytes={text(key): value for key, value in layer.skip_bytes.items()},
-                parts=tuple(
-                    replace(part, splits={text(key): how for key, how in part.splits.items()})
-                    for part in layer.parts
-                ),
+                parts=tuple(part.renamed(text) for part in layer.parts),
             )
 
         start, end = numbers.index(1), len(numbers) - numbers[::-1].index(1)

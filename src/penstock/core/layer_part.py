@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import ceil
 from typing import Literal
+
+from msgspec.structs import replace
 
 from penstock.base.errors import InputError
 from penstock.base.values import MOST_BYTES, Value, shown, whole
@@ -14,7 +17,8 @@ PartKind = Literal["attention", "mlp", "embedding", "head", "block", "declared"]
 class LayerPart(Value, frozen=True, kw_only=True):
     """A part of a layer with modules that divide features, and, but for a head, one that takes them
     up and sums: attention by heads, an MLP by hidden features, an embedding by its vocabulary, a
-    head by its outputs, a block of torch's by the heads of its attention. Bytes and shares are those of one device that has all of it.
+    head by its outputs, a block of torch's by the heads of its attention. Bytes and shares are
+    those of one device that has all of it.
 
     Attributes:
         kind: of the part; ``"declared"`` where the model's author has named its modules.
@@ -55,6 +59,10 @@ class LayerPart(Value, frozen=True, kw_only=True):
             raise InputError(f"part: {shown(self.kind)} names no module that is split")
         if not 0 <= self.forward_share <= 1:
             raise InputError(f"part: forward_share is {self.forward_share}, but must be 0 to 1")
+
+    def renamed(self, text: Callable[[str], str]) -> LayerPart:
+        """The part of a layer whose modules have other names."""
+        return replace(self, splits={text(name): how for name, how in self.splits.items()})
 
     def refusal(self, num_ranks: int) -> str:
         """Why so many tensor ranks cannot share the part, in words; empty if they can."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -154,8 +154,7 @@ def _moved(part: FoundPart, path: str, prefix: str) -> FoundPart:
 
 def _of_module(module: nn.Module) -> Iterator[FoundPart]:
     """The parts whose modules a module holds, by their names in it."""
-    if isinstance(vars(type(module)).get("tensor_splits", module.__dict__.get("tensor_splits")),
-                  Mapping):  # fmt: skip
+    if isinstance(getattr(module, "tensor_splits", None), Mapping):
         yield _declared(module)
         return
     if is_block(module):
@@ -286,7 +285,9 @@ def _is_by_number(module: nn.Module) -> bool:
             halves = torch.cat([module(half) for half in sample.chunk(2, 1)], 1)
     except Exception:  # whatever it is, it is nothing that takes a tensor
         return False
-    return isinstance(whole, Tensor) and whole.shape == sample.shape and torch.allclose(whole, halves)
+    return (
+        isinstance(whole, Tensor) and whole.shape == sample.shape and torch.allclose(whole, halves)
+    )
 
 
 def _child(module: nn.Module | None, path: str) -> nn.Module | None:
@@ -302,15 +303,20 @@ def _linear(module: nn.Module | None, path: str) -> nn.Module | None:
 
 
 def _outputs(module: nn.Module) -> int:
-    size = getattr(module, "nf", None) or getattr(module, "out_features", 0)
-    return int(size)
+    size: int = getattr(module, "nf", 0) or getattr(module, "out_features", 0)
+    return size
+
+
+def _inputs(module: nn.Module) -> int:
+    size: int = getattr(module, "nx", 0) or getattr(module, "in_features", 0)
+    return size
 
 
 def _taking(module: nn.Module, names: Sequence[str], size: int) -> str | None:
     """The name of the linear layer that takes so many features."""
     for name in names:
         linear = _linear(module, name)
-        if linear is not None and (getattr(linear, "nx", 0) or linear.in_features) == size:
+        if linear is not None and _inputs(linear) == size:
             return name
     return None
 

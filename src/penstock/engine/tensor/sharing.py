@@ -253,10 +253,10 @@ def shared(
         if way is not None:
             _become(module, way.kind, membership)
         elif isinstance(module, DROPOUTS):
-            if isinstance(module, GroupMember):
-                module = _another(module, path, layer)
             of_numbers = isinstance(module, nn.Dropout)
-            _become(module, ShardDropout if of_numbers else ShardChannelDropout, membership)
+            is_taken = isinstance(module, GroupMember)
+            own = _another(module, path, layer) if is_taken else module
+            _become(own, ShardDropout if of_numbers else ShardChannelDropout, membership)
         elif sharing.inner and module._parameters:
             _become(module, UndividedModule, membership)
     if not sharing.is_plain:

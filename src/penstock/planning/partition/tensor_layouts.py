@@ -98,11 +98,11 @@ def ways(layer: Layer, num_ranks: int = 2, *, elsewhere: bool = False) -> tuple[
     Linear layers, convolutions and embeddings can divide their parameters. Layers that treat every
     feature alone (activations, dropout, pooling, sums) work in any layout, and so does attention
     without parameters, head by head. Batch normalisation takes its parameters along with its
-    channels. Blocks divide those of their parts that so many devices can share. Everything else has its rows divided or is repeated on all devices. So have grouped convolutions and what
-    cannot be divided, where a kind says so; layers with tied parameters, whose other holders would
-    have to divide them alike; and layers with skips, because nobody knows what is in them.
+    channels. Blocks divide those of their parts that so many devices can share. Everything else has
+    its rows divided or is repeated on all devices. So have grouped convolutions and what cannot be
+    divided, where a kind says so; layers with tied parameters, whose other holders would have to
+    divide them alike; and layers with skips, because nobody knows what is in them.
     """
-    kind = _kind_of(layer)
     details = layer.kind.partition("(")[2]
     # What draws for its rows only would draw other numbers than one device does.
     plain = (_REPEATED,) if "draws" in details or not layer.by_rows else (_DATA, _REPEATED)
@@ -111,25 +111,24 @@ def ways(layer: Layer, num_ranks: int = 2, *, elsewhere: bool = False) -> tuple[
         return (*plain, *_by_parts(layer, parts, elsewhere=elsewhere))
     if layer.shared_parameters:
         return plain[:1]  # as all that hold them
-    if (
-        layer.skip_bytes
-        or "groups=" in details
-        or "undivided" in details
-    ):
+    if layer.skip_bytes or "groups=" in details or "undivided" in details:
         return plain
+    return _by_kind(layer) or plain
+
+
+def _by_kind(layer: Layer) -> tuple[Sharing, ...]:
+    """How a layer that is a module of torch's can be shared; empty for what is not known."""
+    kind = _kind_of(layer)
     if kind in _LINEAR_KINDS:
         return (_DATA, _COLUMN, *_ROW, _REPEATED)
     if kind == "embedding":
         return (_DATA, _COLUMN, *_LOOK_UP, _REPEATED)
-    alone = not layer.parameter_bytes and (kind in _POINTWISE_KINDS or "attention" in kind)
-    if alone or kind in _CHANNEL_KINDS:
-        return _POINTWISE if alone else _CHANNELWISE
-    return plain
+    if not layer.parameter_bytes and (kind in _POINTWISE_KINDS or "attention" in kind):
+        return _POINTWISE
+    return _CHANNELWISE if kind in _CHANNEL_KINDS else ()
 
 
-def _by_parts(
-    layer: Layer, parts: tuple[LayerPart, ...], *, elsewhere: bool
-) -> Iterator[Sharing]:
+def _by_parts(layer: Layer, parts: tuple[LayerPart, ...], *, elsewhere: bool) -> Iterator[Sharing]:
     yield Sharing("parts", "whole", "whole", "whole", "whole", parts)
     has_head = any(part.kind == "head" for part in parts)
     if has_head and elsewhere:
@@ -142,7 +141,7 @@ def _by_parts(
         and len(parts) == len(layer.parts)
         and not (has_head or layer.skip_bytes)
     ):
-        reads = "whole" if parts[0].kind == "embedding" else "sequence"
+        reads: TensorLayout = "whole" if parts[0].kind == "embedding" else "sequence"
         yield Sharing(
             "sequence", "sequence", reads, "sequence", "sequence", parts, regathers=elsewhere
         )  # fmt: skip

@@ -214,15 +214,15 @@ def _estimated(model: nn.Module, request: _EstimateRequest) -> LayerGraph:
     layers = spine_of(model)
     example = getattr(model, "example", None)
     with _without_values(model), torch.inference_mode(False), torch.enable_grad():
-        found = found_parts(model, layers)
-        bench = _CountingBench(layers, found, request)
+        parts = found_parts(model, layers)
+        bench = _CountingBench(layers, parts, request)
         measured = bench.measure(_of_shapes(sample))
         graph = LayerGraph(
             layers=tuple(
                 layers_of(
                     model,
                     layers,
-                    found,
+                    parts,
                     measured,
                     count_updates(layers, request.optimizer, request.pace),
                 )
@@ -299,11 +299,11 @@ class _CountingBench:
     def __init__(
         self,
         layers: Sequence[NamedLayer],
-        found: Sequence[Sequence[FoundPart]],
+        parts: Sequence[Sequence[FoundPart]],
         request: _EstimateRequest,
     ) -> None:
         self._layers = layers
-        self._found = found
+        self._parts = parts
         self._modules = [layer.module for layer in layers]
         self._pace = request.pace
         self._attention = request.attention
@@ -326,7 +326,7 @@ class _CountingBench:
         ]
         watches = [
             PartsWatch(module, own, lambda: len(counter.kernels))
-            for module, own in zip(self._modules, self._found, strict=True)
+            for module, own in zip(self._modules, self._parts, strict=True)
         ]
         with self._as_on_device(), counter:
             footprints = measure_footprints(self._modules, watched, sample.inputs, watches)

@@ -68,7 +68,7 @@ class Bench:
     """Measures a model's layers with any number of samples.
 
     Args:
-        found: the parts of each layer that tensor ranks can share.
+        parts: the parts of each layer that tensor ranks can share.
         repeats: rounds that count, for each sample.
         num_samples: how many samples there will be, for ``progress``.
         progress: called after each round.
@@ -82,7 +82,7 @@ class Bench:
     def __init__(
         self,
         layers: Sequence[NamedLayer],
-        found: Sequence[Sequence[FoundPart]],
+        parts: Sequence[Sequence[FoundPart]],
         device: torch.device,
         repeats: int,
         num_samples: int,
@@ -90,7 +90,7 @@ class Bench:
     ) -> None:
         self.clock = clock_of(device)
         self._layers = layers
-        self._found = found
+        self._parts = parts
         self._gauge = gauge_of(device)
         self._repeats = self.num_rounds = repeats
         self.interrupted = False
@@ -113,9 +113,11 @@ class Bench:
         draws: dict[int, bool] = {}
         watched = [partial(self._watched, given, draws, sample, *pair) for pair in enumerate(runs)]
         modules = [layer.module for layer in self._layers]
-        watches = [PartsWatch(*pair, self.clock.now) for pair in zip(modules, self._found)]
+        watches = [
+            PartsWatch(*pair, self.clock.now) for pair in zip(modules, self._parts, strict=True)
+        ]
         footprints = measure_footprints(modules, watched, sample.inputs, watches)
-        shares = timed_shares(self._layers, self._found, runs, sample.inputs, self.clock)
+        shares = timed_shares(self._layers, self._parts, runs, sample.inputs, self.clock)
         workspaces = [0] * len(runs)
         if self._gauge is not None:
             workspaces = measure_workspaces(runs, sample.inputs, self._gauge)
@@ -218,19 +220,12 @@ def measure_footprints(
     alive, kept, values = [], [], [_cloned(inputs)]
     rows = tree.tensors(inputs)[0].shape[:1]
     for index, run in enumerate(runs):
-        sizes: list[int] = []
         watch = watches[index]
 
-        def keep(
-            tensor: Tensor,
-            index: int = index,
-            sizes: list[int] = sizes,
-            watch: PartsWatch = watch,
-        ) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in owners:  # on meta no storage has an address
-                owners[storage._cdata] = index
-                sizes.append(storage.nbytes())
+        def keep(tensor: Tensor, index: int = index, watch: PartsWatch = watch) -> Tensor:
+            address = tensor.untyped_storage()._cdata  # on meta no storage has another
+            if address not in owners:
+                owners[address] = index
                 watch.keep(tensor)
             return tensor
 
@@ -239,7 +234,7 @@ def measure_footprints(
         with watch, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             values.append(run(value))
         alive.append(value)  # so that no storage address is used twice
-        kept.append(sum(sizes))
+        kept.append(watch.kept_bytes)
     return [
         Footprint(
             kept[index],
@@ -250,13 +245,16 @@ def measure_footprints(
             ),
             _weight_kept(modules[index], run, values[index], index > 0),
             tree.shapes(without_skips(values[index])),
-            all(
-                tensor.shape[:1] == rows and rows > (1,)
-                for tensor in tree.tensors(without_skips(values[index]))
-            ),
+            _have_rows(values[index], rows),
         )
         for index, run in enumerate(runs)
     ]
+
+
+def _have_rows(value: Any, rows: torch.Size) -> bool:
+    """Whether all tensors of a value have as many rows, more than one."""
+    shapes = [tensor.shape[:1] for tensor in tree.tensors(without_skips(value))]
+    return rows > (1,) and all(shape == rows for shape in shapes)
 
 
 def _weight_kept(module: nn.Module, run: RunLayer, value: Any, wants_gradient: bool) -> int:

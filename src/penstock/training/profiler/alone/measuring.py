@@ -74,8 +74,8 @@ def measure_alone(
     layers = spine_of(model)
     device = device_of(model, sample.inputs)
     with undisturbed(model, num_threads, device):
-        found = found_parts(model, layers)
-        bench = Bench(layers, found, device, repeats, 1 + len(others), progress)
+        parts = found_parts(model, layers)
+        bench = Bench(layers, parts, device, repeats, 1 + len(others), progress)
         # What has no rounds comes first: then rounds may be interrupted, and all is there.
         updates = measure_updates(layers, optimizer, bench.clock)
         hop_seconds = measure_hand_over()
@@ -83,7 +83,7 @@ def measure_alone(
         sum_bytes_per_second = measure_sum(bench.clock, device)
         measured = bench.measure(sample)
         graph = LayerGraph(
-            layers=tuple(layers_of(model, layers, found, measured, updates)),
+            layers=tuple(layers_of(model, layers, parts, measured, updates)),
             microbatch_size=sample.num_rows,
             input_bytes=num_bytes(sample.inputs),
             hop_seconds=hop_seconds,
@@ -146,7 +146,7 @@ def found_parts(model: nn.Module, layers: Sequence[NamedLayer]) -> list[list[Fou
 def layers_of(
     model: nn.Module,
     layers: Sequence[NamedLayer],
-    found: Sequence[Sequence[FoundPart]],
+    parts: Sequence[Sequence[FoundPart]],
     measured: Sequence[Measured],
     updates: Sequence[Update],
 ) -> Iterator[Layer]:
@@ -155,7 +155,7 @@ def layers_of(
     before = ""
     units = _units(layers)
     rows = _have_rows(model, layers, measured)
-    columns = zip(layers, found, measured, updates, rows, strict=True)
+    columns = zip(layers, parts, measured, updates, rows, strict=True)
     for layer, own_parts, costs, update, by_rows in columns:
         module = layer.module
         reads: tuple[str, ...] | None = getattr(module, "reads", None)

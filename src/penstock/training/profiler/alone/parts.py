@@ -38,13 +38,19 @@ class PartsWatch:
 
     Args:
         now: a stamp of the time.
+
+    Attributes:
+        kept_bytes: of all that the layer keeps.
     """
 
-    def __init__(self, layer: nn.Module, parts: Sequence[FoundPart], now: Callable[[], Any]):
+    def __init__(
+        self, layer: nn.Module, parts: Sequence[FoundPart], now: Callable[[], Any]
+    ) -> None:
         self._layer, self._parts, self._now = layer, parts, now
         self._open: int | None = None
         self._outside: set[int] = set()
         self._alive: list[Tensor] = []  # so that no storage address is used twice
+        self.kept_bytes = 0
         self._kept = [0] * len(parts)
         self._borders = [0] * len(parts)
         self._outputs = [0] * len(parts)
@@ -56,22 +62,20 @@ class PartsWatch:
 
     def __enter__(self) -> Self:
         for index, part in enumerate(self._parts):
-            # What closes at once must have opened before.
             for path in part.opens:
-                hook = self._layer.get_submodule(path).register_forward_pre_hook
-                self._remove_later(hook(self._opener(index), with_kwargs=True))
+                module = self._layer.get_submodule(path)
+                handle = module.register_forward_pre_hook(self._opener(index), with_kwargs=True)
+                self._hooks.callback(handle.remove)
             for path in part.closes or part.opens:
-                hook = self._layer.get_submodule(path).register_forward_hook
-                self._remove_later(hook(self._closer(index)))
+                module = self._layer.get_submodule(path)
+                handle = module.register_forward_hook(self._closer(index))
+                self._hooks.callback(handle.remove)
         self._start = self._now()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop = self._now()
         self._hooks.close()
-
-    def _remove_later(self, handle: Any) -> None:
-        self._hooks.callback(handle.remove)
 
     def _opener(self, index: int) -> Callable[..., None]:
         def opened(_: nn.Module, args: Any, kwargs: Any) -> None:
@@ -107,6 +111,7 @@ class PartsWatch:
     def keep(self, tensor: Tensor) -> None:
         """The layer keeps a tensor, and nobody has kept its storage before."""
         storage = tensor.untyped_storage()
+        self.kept_bytes += storage.nbytes()
         if self._open is not None and storage._cdata not in self._outside:
             self._kept[self._open] += storage.nbytes()
 
@@ -124,17 +129,17 @@ class PartsWatch:
 
 def timed_shares(
     layers: Sequence[NamedLayer],
-    found: Sequence[Sequence[FoundPart]],
+    parts: Sequence[Sequence[FoundPart]],
     runs: Sequence[RunLayer],
     inputs: Any,
     clock: Clock,
 ) -> list[list[float]]:
     """The share of each part in its layer's forward, as timed in a few rounds."""
     rounds: list[list[list[PartSizes]]] = []
-    for _ in range(_ROUNDS if any(found) else 0):
+    for _ in range(_ROUNDS if any(parts) else 0):
         watches = [
             PartsWatch(layer.module, own, clock.now)
-            for layer, own in zip(layers, found, strict=True)
+            for layer, own in zip(layers, parts, strict=True)
         ]
         value = tree.replace(Tensor, Tensor.clone, inputs)
         for index, (run, watch) in enumerate(zip(runs, watches, strict=True)):
@@ -148,11 +153,11 @@ def timed_shares(
             statistics.median(sizes[layer][part].share for sizes in rounds)
             for part in range(len(own))
         ]
-        for layer, own in enumerate(found)
+        for layer, own in enumerate(parts)
     ]
 
 
-def parts_of(layer: NamedLayer, found: Sequence[FoundPart]) -> tuple[LayerPart, ...]:
+def parts_of(layer: NamedLayer, parts: Sequence[FoundPart]) -> tuple[LayerPart, ...]:
     """The parts of a layer as a profile has them, before they are measured."""
     return tuple(
         LayerPart(
@@ -166,11 +171,11 @@ def parts_of(layer: NamedLayer, found: Sequence[FoundPart]) -> tuple[LayerPart, 
             num_sums=part.num_sums,
             gated=part.gated,
             is_even=part.is_even,
-                by_positions=not isinstance(layer.module, CapturedLayer)
+            by_positions=not isinstance(layer.module, CapturedLayer)
             and bool(getattr(layer.module, "tensor_positions", False)),
             parameter_bytes=sum(weight.nbytes for weight in part.parameters(layer.module)),
         )
-        for part in found
+        for part in parts
     )
 
 
