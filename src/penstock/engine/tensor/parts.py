@@ -116,11 +116,15 @@ def parts_in(
 def _candidates(
     root: nn.Module, layer: NamedLayer, calls: frozenset[str] | None, *, is_last: bool
 ) -> Iterator[FoundPart]:
+    within = None
     for path, module in root.named_modules():
         if calls is not None and not _may_hold(path, calls):
             continue
         prefix = f"{path}." if path else ""
+        if within is not None and path.startswith(within):
+            continue  # divided with what it is in
         for part in _of_module(module):
+            within = prefix if "" in part.splits else within
             yield _moved(part, path, prefix)
     by_itself = calls is None and not layer.module._modules
     if by_itself:  # a layer of torch's is divided as such
@@ -259,7 +263,7 @@ def _mlp(module: nn.Module) -> Iterator[FoundPart]:
             continue
         sizes = {_outputs(cast(nn.Module, own)) for own in linears}
         if len(sizes) > 1 or _taking(module, (row,), next(iter(sizes))) is None:
-            continue
+            return
         owners = {name.rpartition(".")[0] for name in columns}
         between = {
             f"{owner}.{name}".strip("."): "features"

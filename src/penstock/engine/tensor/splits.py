@@ -138,6 +138,12 @@ def sharing_of(module: nn.Module, split: str, name: str) -> ModuleSharing:
         ModelError: it cannot be.
     """
     bare, _, blocks = split.partition("/")
+    if bare == "vocabulary":
+        raise ModelError(
+            f"{name!r} is split as 'vocabulary', with the loss on its parts: that is for another "
+            "engine, as plan.to('megatron') hands it over; here all tensor ranks compute the loss, "
+            'so plan without engine=…, or split it as "column"'
+        )
     if bare in ("features", "heads"):
         return _inside(module, bare, name)
     if is_transposed(module):

@@ -11,6 +11,7 @@ device of the group sees it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import ceil
@@ -123,7 +124,7 @@ def split_layers(
     data = problem.solve(_by_rows)
     tensor = problem.solve(partial(_by_parameters, num_ranks=num_tensor_ranks))
     allowed = partial(ways, num_ranks=num_tensor_ranks, elsewhere=elsewhere)
-    best = searched = problem.solve(allowed, seconds_per_byte)
+    best = searched = _with_ties_alike(problem, allowed, seconds_per_byte)
     if not searched.exact and not seconds_per_byte:
         # A search that had to leave something out may have left these out.
         best = min(searched, data, tensor, key=lambda solution: solution.seconds)
@@ -147,6 +148,29 @@ def split_layers(
         tensor_moved_bytes=problem.moved_bytes(tensor.sharings),
         exact=searched.exact,
     )
+
+
+def _with_ties_alike(
+    problem: LayoutProblem, allowed: Callable[[Layer], Sequence[Sharing]], seconds_per_byte: float
+) -> Solution:
+    """The best choice in which all holders of a tied parameter are shared alike: all of them by
+    rows, or none."""
+    if not any(layer.shared_parameters for layer in problem.graph.layers):
+        return problem.solve(allowed, seconds_per_byte)
+
+    def solved(place: int) -> Solution:
+        def alike(layer: Layer) -> Sequence[Sharing]:
+            every = allowed(layer)
+            return [every[place]] if layer.shared_parameters else every
+
+        return problem.solve(alike, seconds_per_byte)
+
+    def cost(solution: Solution) -> float:
+        pairs = zip(problem.graph.layers, solution.sharings, strict=True)
+        held = sum(problem.device_bytes(*pair) for pair in pairs)
+        return solution.seconds + seconds_per_byte * held
+
+    return min(solved(0), solved(-1), key=cost)
 
 
 def _said_of_parts(sharing: Sharing) -> dict[str, str]:

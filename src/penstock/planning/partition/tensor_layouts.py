@@ -109,9 +109,8 @@ def ways(layer: Layer, num_ranks: int = 2, *, elsewhere: bool = False) -> tuple[
     parts = tuple(part for part in layer.parts if not part.refusal(num_ranks))
     if parts:
         return (*plain, *_by_parts(layer, parts, elsewhere=elsewhere))
-    if layer.shared_parameters:
-        return plain[:1]  # as all that hold them
-    if layer.skip_bytes or "groups=" in details or "undivided" in details:
+    unknown = layer.skip_bytes or "groups=" in details or "undivided" in details
+    if layer.shared_parameters or unknown:
         return plain
     return _by_kind(layer) or plain
 

@@ -191,7 +191,7 @@ def _spent(prediction: Prediction, width: int, shards_optimizer: bool) -> Iterat
         for name in parts[0]._fields
         if any(getattr(own, name) > _TOO_LITTLE * own.total for own in parts)
     ]
-    most = _MOST_SPENT if width < _WITH_REMARKS else len(columns)
+    most = _MOST_SPENT if width < _WITH_REMARKS else len(parts[0])
     for start in range(0, len(columns), most):
         yield _table(("rank", *columns[start : start + most]), rows, {"communication": "sums"})
 
