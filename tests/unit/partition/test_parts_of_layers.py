@@ -96,7 +96,7 @@ def test_a_plan_for_another_engine_is_refused_by_ours(tmp_path):
     assert "vocabulary" in plan.stages[0].splits.values()
     model, batch = tiny_model()
     with (
-        pytest.raises(ModelError, match="is for another engine, as plan.to"),
+        pytest.raises(ModelError, match="is for another engine"),
         pk.Pipeline(
             model, plan, optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1)
         ) as pipeline,
