@@ -23,7 +23,24 @@ WORDS = 24
 pytestmark = pytest.mark.xdist_group("captured models")  # which takes long
 
 
+class Encoder(nn.Module):
+    """Of torch's blocks, whose code is recorded with the rest."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(WORDS, 16)
+        block = nn.TransformerEncoderLayer(16, 4, 24, dropout=0.0, batch_first=True)
+        self.blocks = nn.TransformerEncoder(block, 1, enable_nested_tensor=False)
+        self.head = nn.Linear(16, WORDS)
+
+    def forward(self, input_ids):
+        return self.head(self.blocks(self.words(input_ids)))
+
+
 def transformer(kind):
+    if kind == "torch":
+        return Encoder()
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     sizes = {
@@ -61,7 +78,8 @@ def batch(seed, kind):
 
 
 def loss(output, targets):
-    return nn.functional.cross_entropy(output.logits.flatten(0, 1), targets.flatten())
+    logits = getattr(output, "logits", output)
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def splits_of(model):
@@ -75,6 +93,7 @@ def splits_of(model):
 
 ATTENTION_AND_MLP = ["attention", "mlp"]
 KINDS = {
+    "torch": ["embedding", *ATTENTION_AND_MLP, "head"],
     "Llama": ["embedding", *ATTENTION_AND_MLP, "head"],
     "Mistral": ["embedding", *ATTENTION_AND_MLP, "head"],
     "Qwen2": ["embedding", *ATTENTION_AND_MLP, "head"],
@@ -87,7 +106,7 @@ KINDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["Llama", *(more(kind) for kind in [*KINDS][1:])])
+@pytest.mark.parametrize("kind", ["torch", "Llama", *(more(kind) for kind in [*KINDS][2:])])
 def test_a_model_of_transformers_split_by_its_parts_trains_as_on_one_device(kind):
     ours = capture(transformer(kind).double(), batch(0, kind), granularity="block", verify=False)
     parts = splits_of(ours)

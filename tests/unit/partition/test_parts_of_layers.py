@@ -9,8 +9,11 @@ from msgspec.structs import replace
 import penstock as pk
 from penstock import Cluster, Device, Layer, LayerGraph, Link
 from penstock.base.errors import ModelError, PlanError
+from penstock.core.cluster import Group
 from penstock.core.layer_part import LayerPart
 from penstock.planning.partition.tensor import split_layers
+from penstock.planning.planner.task import Task
+from penstock.planning.planner.variants import in_groups
 
 pytestmark = pytest.mark.xdist_group("llama on meta")
 
@@ -177,3 +180,24 @@ def test_a_device_that_is_left_over_is_said_to_be_idle():
     devices = tuple(Device(name=f"d{k}") for k in range(4))
     plan = pk.plan(words_and_blocks(), Cluster(devices=devices), microbatches=1, tensor_ranks=3)
     assert any("so 1 of the cluster's 4 devices is idle" in words for words in plan.warnings)
+
+
+def test_groups_that_would_straddle_hosts_are_also_tried_inside_them():
+    slow = Link(bytes_per_second=GB)
+    names = [f"d{k}" for k in range(8)]
+    hosts = tuple(
+        Group(
+            name=f"host{k}",
+            members=tuple(names[4 * k : 4 * k + 4]),
+            link=NVLINK,
+            card=pk.Card(bytes_per_second=GB),
+        )
+        for k in range(2)
+    )
+    cluster = Cluster(devices=tuple(Device(name=name) for name in names), groups=hosts, link=slow)
+    tasks = [*in_groups(Task(llama(), cluster, 4), 3)]
+    members = [[device.name for device in group] for group in tasks[-1].groups.devices]
+    assert members == [["d0", "d1", "d2"], ["d4", "d5", "d6"]]
+    assert tasks[-1].groups.tensor_split.seconds < tasks[0].groups.tensor_split.seconds
+    assert "so 2 of the cluster's 8 devices are idle" in next(tasks[-1].groups.remarks)
+    assert len([*in_groups(Task(llama(), cluster, 4), 4)]) == 1

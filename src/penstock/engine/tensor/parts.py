@@ -75,6 +75,7 @@ _MLPS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("wi",), "wo"),
     (("c_fc",), "c_proj"),
     (("fc1",), "fc2"),
+    (("linear1",), "linear2"),
     (("dense_h_to_4h",), "dense_4h_to_h"),
     (("intermediate.dense",), "output.dense"),
 )
@@ -123,7 +124,7 @@ def _candidates(
         prefix = f"{path}." if path else ""
         if within is not None and path.startswith(within):
             continue  # divided with what it is in
-        for part in _of_module(module):
+        for part in _of_module(module, is_recorded=calls is not None):
             within = prefix if "" in part.splits else within
             yield _moved(part, path, prefix)
     by_itself = calls is None and not layer.module._modules
@@ -156,12 +157,16 @@ def _moved(part: FoundPart, path: str, prefix: str) -> FoundPart:
     )
 
 
-def _of_module(module: nn.Module) -> Iterator[FoundPart]:
-    """The parts whose modules a module holds, by their names in it."""
+def _of_module(module: nn.Module, *, is_recorded: bool) -> Iterator[FoundPart]:
+    """The parts whose modules a module holds, by their names in it.
+
+    Args:
+        is_recorded: whether the code of the module is not its own any more, but recorded.
+    """
     if isinstance(getattr(module, "tensor_splits", None), Mapping):
         yield _declared(module)
         return
-    if is_block(module):
+    if is_block(module) and not is_recorded:
         yield _block(module)
         return
     if isinstance(module, nn.MultiheadAttention):

@@ -405,7 +405,8 @@ class LayoutProblem:
             reached: dict[State, tuple[float, _Trail | None]] = {}
             for sharing in allowed(layer):
                 work = self._work_seconds(layer, sharing)
-                work += seconds_per_byte * self.device_bytes(layer, sharing)
+                if seconds_per_byte:
+                    work += seconds_per_byte * self.device_bytes(layer, sharing)
                 for state, (seconds, trail) in best.items():
                     step = self._step(state, index, sharing)
                     talk = step.forward.seconds + step.backward.seconds

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace as with_fields
@@ -113,7 +113,8 @@ layers take: a little for a lot, and whatever it takes."""
 def in_groups(task: Task, num_tensor_ranks: int, *, elsewhere: bool = False) -> Iterator[Task]:
     """The task whose devices are groups of ``num_tensor_ranks`` (at least 2) neighbouring devices
     of another task, which has one device for each: with the fastest split and, where memory is
-    short, with those that need less.
+    short, with those that need less. Where groups would straddle hosts, which slows all of them, it
+    also comes with groups inside hosts, and devices that are left over.
 
     Args:
         elsewhere: whether another engine is to run the plan.
@@ -121,15 +122,35 @@ def in_groups(task: Task, num_tensor_ranks: int, *, elsewhere: bool = False) -> 
     Raises:
         PlanError: the cluster has fewer devices.
     """
-    from penstock.planning.partition.tensor import split_layers  # for the few who ask
-
-    cluster, count = task.cluster, len(task.cluster.devices)
+    count = len(task.cluster.devices)
     if num_tensor_ranks > count:
         raise PlanError(
             f"layers cannot be split over {num_tensor_ranks} devices: the cluster has {count}"
         )
-    last = count - count % num_tensor_ranks
-    members = [range(first, first + num_tensor_ranks) for first in range(0, last, num_tensor_ranks)]
+    everywhere = _neighbours(range(count), num_tensor_ranks)
+    yield from _shared_by(task, everywhere, elsewhere=elsewhere)
+    hosts = task.topology.hosts
+    if any(len({hosts[device] for device in group}) > 1 for group in everywhere):
+        inside = [
+            group
+            for _, host in groupby(range(count), hosts.__getitem__)
+            for group in _neighbours([*host], num_tensor_ranks)
+        ]
+        if inside:
+            yield from _shared_by(task, inside, elsewhere=elsewhere)
+
+
+def _neighbours(devices: Sequence[int], width: int) -> list[range]:
+    """Groups of devices that follow one another, as many as there are."""
+    starts = range(0, len(devices) - width + 1, width)
+    return [range(devices[start], devices[start] + width) for start in starts]
+
+
+def _shared_by(task: Task, members: Sequence[range], *, elsewhere: bool) -> Iterator[Task]:
+    """The task with these groups for devices, with each split that is worth trying."""
+    from penstock.planning.partition.tensor import split_layers  # for the few who ask
+
+    cluster, num_tensor_ranks = task.cluster, len(members[0])
     links = links_of_groups(task.topology, members, _USUAL_BYTES)
     slowest = max(links, key=lambda link: link.seconds(_USUAL_BYTES))
     split = partial(
