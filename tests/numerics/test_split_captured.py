@@ -67,7 +67,7 @@ class Block(nn.Module):
     def forward(self, value):
         value = value + self.attention(self.norm(value))
         hidden = self.drop(self.up(value) * F.silu(self.gate(value)))
-        # What each feature has of its own is nowhere known to be divided, so it is made whole.
+        # What each feature has of its own is whole; a member takes its part of it.
         return value + self.down(hidden * self.scale)
 
 
@@ -138,7 +138,7 @@ def gathers(model, plan):
 @pytest.mark.parametrize(
     ("build", "loss", "splits", "granularity", "whole"),
     [
-        (Words, net_loss, WORDS_SPLITS, "block", 1),
+        (Words, net_loss, WORDS_SPLITS, "block", 0),
         more(Words, net_loss, WORDS_SPLITS, "module", 0),
         more(gpt2, of_logits, GPT2_SPLITS, "block", None),
     ],

@@ -20,6 +20,7 @@ from penstock.base.errors import InputError, printable
 from penstock.base.lazily import method_provided
 from penstock.base.values import MOST_BYTES, Value, expect, number, shown, whole
 from penstock.core.example import Example
+from penstock.core.layer_part import LayerPart
 
 
 class Layer(Value, frozen=True, kw_only=True):
@@ -65,6 +66,10 @@ class Layer(Value, frozen=True, kw_only=True):
         signature: shapes and dtypes of the parameters, so that a plan can tell its model.
         spread: of the measured seconds: half the distance between their quartiles over the median.
         warnings: what is odd about its measurements, in words.
+        by_rows: whether tensor ranks may have some of its rows each, since all that it takes and
+            gives has rows.
+        parts: what of it tensor ranks can share, where the layer is no module of torch's that they
+            can share as such.
     """
 
     name: str
@@ -93,6 +98,8 @@ class Layer(Value, frozen=True, kw_only=True):
     signature: str = ""
     spread: float = 0.0
     warnings: tuple[str, ...] = ()
+    by_rows: bool = True
+    parts: tuple[LayerPart, ...] = ()
 
     def __post_init__(self) -> None:
         whose = f"layer {shown(self.name)}"
@@ -451,6 +458,7 @@ class LayerGraph(Value, frozen=True, kw_only=True):
                 inputs=None if layer.inputs is None else tuple(map(text, layer.inputs)),
                 after=tuple(map(text, layer.after)),
                 skip_bytes={text(key): value for key, value in layer.skip_bytes.items()},
+                parts=tuple(part.renamed(text) for part in layer.parts),
             )
 
         start, end = numbers.index(1), len(numbers) - numbers[::-1].index(1)

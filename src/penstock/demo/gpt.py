@@ -9,6 +9,8 @@ Its layers also work on slices of the sequence (see ``penstock.engine.stage.slic
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -140,8 +142,11 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Causal multi-head self-attention: ``[rows, length, width] → [rows, length, width]``."""
 
+    tensor_splits: ClassVar = {"queries_keys_values": "column/3", "project": "row"}
+
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
+        self.tensor_pieces = heads
         self.head_width = width // heads
         self.queries_keys_values = nn.Linear(width, 3 * width)
         self.project = nn.Linear(width, width)
@@ -174,6 +179,7 @@ class MLP(nn.Module):
     """Four times as wide inside, with GELU: ``[rows, length, width] → [rows, length, width]``."""
 
     by_position = True
+    tensor_splits: ClassVar = {"expand": "column", "project": "row"}
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()

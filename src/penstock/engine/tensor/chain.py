@@ -189,6 +189,12 @@ def _recorded(
     name = layer.name
     if split not in (*_DIVIDING, "any"):
         inner, split = {**inner, name: split}, "whole"
+    if split == "sequence":
+        raise ModelError(
+            f"layer {name!r} is split as 'sequence', and modules in it are split, too: that is for "
+            "another engine, as plan.to('megatron') hands it over; here its code was recorded for "
+            "whole values, so plan without engine=…, or leave one of the two out"
+        )
     if split not in ("whole", "any"):
         raise ModelError(
             f"layer {name!r} of a captured model is split as {split!r}, and modules in it are "

@@ -129,11 +129,19 @@ class _MemberGraphWriter:
                 )
             self._copy(node, self.whole)
             return
-        made = self._copy(node, self.ours.__getitem__)
+        own = self.ours | {value: self._cut(value, node, rule) for value in rule.cut}
+        made = self._copy(node, own.__getitem__)
         if rule.arguments is not None:
-            made.args = fx.node.map_arg(rule.arguments, self.ours.__getitem__)
+            made.args = fx.node.map_arg(rule.arguments, own.__getitem__)
         if rule.divided is not None:
             self.divided[node] = rule.divided
+
+    def _cut(self, value: fx.Node, node: fx.Node, rule: Rule) -> fx.Node:
+        """A member's part of a whole value that an operation on parts reads."""
+        shape, output, divided = shape_of(value), shape_of(node), rule.divided
+        assert shape is not None and output is not None and divided is not None
+        dim = divided.dim + len(shape) - len(output)
+        return self._call(part_of, self.ours[value], dim, divided.length, divided.inner)
 
     def _rule(self, node: fx.Node) -> Rule | None:
         """The rule of an operation on parts; ``None`` if it needs whole values."""
@@ -163,7 +171,7 @@ class _MemberGraphWriter:
             own = self.graph.create_node("get_attr", path)
             self.ours[node] = self._drop(node, own, given)
             self.divided[node] = given
-        elif (way is not None and way.alike) or works_on_features(module):
+        elif (way is not None and not way.cuts) or works_on_features(module):
             self._copy(node, self.ours.__getitem__)
             self.divided[node] = given
         else:

@@ -99,10 +99,12 @@ class Rule(NamedTuple):
     Attributes:
         divided: how the output is.
         arguments: to be given instead; ``None`` for the same.
+        cut: whole values of which a member takes the part that goes with the output's.
     """
 
     divided: ShardedDim | None
     arguments: tuple[Any, ...] | None = None
+    cut: tuple[fx.Node, ...] = ()
 
 
 Known = Mapping[fx.Node, ShardedDim]
@@ -146,7 +148,7 @@ def _same(node: fx.Node, known: Known, _: int) -> Rule | None:
 
 
 def _pointwise(node: fx.Node, known: Known, _: int) -> Rule | None:
-    """All that is divided must be so alike; what is whole must be one number there."""
+    """All that is divided must be so alike; what is whole is cut alike, or is one number there."""
     output = shape_of(node)
     if output is None or torch.Tag.nondeterministic_seeded in node.target.tags:  # type: ignore[union-attr]
         return None
@@ -162,10 +164,20 @@ def _pointwise(node: fx.Node, known: Known, _: int) -> Rule | None:
             agreed = own
     if agreed is None:
         return None
-    for value in node.all_input_nodes:
-        if value not in known and _size_at(value, agreed.dim - len(output)) not in (None, 1):
-            return None
-    return Rule(agreed)
+    others = [value for value in node.all_input_nodes if value not in known]
+    cut = _to_cut(others, agreed.dim - len(output), output)
+    return None if cut is None else Rule(agreed, cut=cut)
+
+
+def _to_cut(
+    whole: Sequence[fx.Node], place: int, output: Sequence[int]
+) -> tuple[fx.Node, ...] | None:
+    """The whole values that go all along a dimension of the output, counted from its last; ``None``
+    if one goes along some of it."""
+    sizes = {value: _size_at(value, place) for value in whole}
+    if any(size not in (None, 1, output[place]) for size in sizes.values()):
+        return None
+    return tuple(value for value, size in sizes.items() if size == output[place] != 1)
 
 
 def _size_at(value: fx.Node, place: int) -> int | None:
@@ -326,10 +338,10 @@ def _multiplied(node: fx.Node, known: Known, _: int) -> Rule | None:
     if grouped and not _in_proportion(divided, [shape[first.dim] for shape in shapes if shape]):
         return None
     others = [other for other in node.all_input_nodes if other not in matrices]
-    for other in others:
-        if other in known or _size_at(other, place) not in (None, 1):
-            return None
-    return Rule(first)
+    if any(other in known for other in others):
+        return None
+    cut = _to_cut(others, place, output)
+    return None if cut is None else Rule(first, cut=cut)
 
 
 def _in_proportion(divided: Sequence[ShardedDim], sizes: Sequence[int]) -> bool:

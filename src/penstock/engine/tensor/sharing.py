@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from typing import Any, cast
 
 import torch
@@ -253,7 +254,9 @@ def shared(
             _become(module, way.kind, membership)
         elif isinstance(module, DROPOUTS):
             of_numbers = isinstance(module, nn.Dropout)
-            _become(module, ShardDropout if of_numbers else ShardChannelDropout, membership)
+            is_taken = isinstance(module, GroupMember)
+            own = _another(module, path, layer) if is_taken else module
+            _become(own, ShardDropout if of_numbers else ShardChannelDropout, membership)
         elif sharing.inner and module._parameters:
             _become(module, UndividedModule, membership)
     if not sharing.is_plain:
@@ -277,6 +280,15 @@ def _is_unknown(layer: nn.Module, sharing: LayerSharing) -> bool:
     if own and sharing.reads != SEQUENCE:
         return False
     return bool(sharing.inner) or sharing.own is not None or sharing.reads is not WHOLE
+
+
+def _another(dropout: nn.Module, path: str, layer: nn.Module) -> nn.Module:
+    """A dropout for one layer, in the place of one that an earlier layer calls, too, and that is a
+    member's already: it draws where its own layer is."""
+    own = copy(dropout)
+    own.__class__ = type(dropout).__bases__[1]
+    layer.set_submodule(path, own)
+    return own
 
 
 def _become(module: nn.Module, kind: type[GroupMember], membership: Membership) -> None:

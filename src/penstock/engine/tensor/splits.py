@@ -14,7 +14,7 @@ from torch import nn
 
 from penstock.base.errors import ModelError
 from penstock.engine.model.spine import NamedLayer
-from penstock.engine.tensor.attention import COLUMN, ROW, ModuleSharings, by_heads, is_block
+from penstock.engine.tensor.attention import COLUMN, ROW, ModuleSharings, by_heads
 from penstock.engine.tensor.divided_layers import (
     DROPOUTS,
     FEATURE_DROPOUTS,
@@ -138,6 +138,12 @@ def sharing_of(module: nn.Module, split: str, name: str) -> ModuleSharing:
         ModelError: it cannot be.
     """
     bare, _, blocks = split.partition("/")
+    if bare == "vocabulary":
+        raise ModelError(
+            f"{name!r} is split as 'vocabulary', with the loss on its parts: that is for another "
+            "engine, as plan.to('megatron') hands it over; here all tensor ranks compute the loss, "
+            'so plan without engine=…, or split it as "column"'
+        )
     if bare in ("features", "heads"):
         return _inside(module, bare, name)
     if is_transposed(module):
@@ -186,8 +192,6 @@ def _check_plain(module: nn.Module, split: str, name: str) -> None:
 
 def trait_of(module: nn.Module) -> str:
     """A trait beside its class that decides how a module can be divided; empty if there is none."""
-    if isinstance(module, nn.TransformerEncoderLayer) and is_block(module):
-        return f"heads={module.self_attn.num_heads}"
     if not _is_plain(module):
         return ""
     groups = getattr(module, "groups", 1)

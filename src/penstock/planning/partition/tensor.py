@@ -11,7 +11,8 @@ device of the group sees it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from math import ceil
 
@@ -42,9 +43,9 @@ class TensorSplit:
     Attributes:
         splits: how each layer is split, by its name, as the plan says it; empty for one rank.
             ``"data"``: each device has its part of the rows; ``"column"``: of the outputs;
-            ``"row"``: of the inputs; ``"heads"``: of a transformer block's heads; ``"any"``: it
-            works in the layout of its values (see ``layouts``), on all of them where that is
-            ``"whole"``.
+            ``"row"``: of the inputs; ``"parts"``: modules in it are divided (see ``said``), and
+            with ``"sequence"`` what is around them by positions; ``"any"``: it works in the layout
+            of its values (see ``layouts``), on all of them where that is ``"whole"``.
         layouts: how each layer's output lies, by the layer's name: ``"rows"``, ``"whole"`` or
             ``"features"``; empty for one rank.
         graph: the same layers as the group sees them. Times are those of the busiest device, with
@@ -62,6 +63,7 @@ class TensorSplit:
             as it can, and none its rows.
         exact: whether no other choice is faster by these costs. Not promised where too many values
             that are read again much later are alive at once.
+        parts: how modules inside layers are split, by the layers' names.
     """
 
     splits: dict[str, LayerSplit]
@@ -76,6 +78,15 @@ class TensorSplit:
     collectives: dict[str, dict[str, float]]
     speed: float = 1.0
     exact: bool = True
+    parts: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def said(self, layer: str) -> dict[str, str]:
+        """How a layer and the modules in it are split, as a plan says it."""
+        split, inside = self.splits[layer], self.parts.get(layer, {})
+        if split == "parts":
+            return inside
+        own = "whole" if split == "any" and self.layouts[layer] == "whole" else split
+        return {layer: own, **inside}
 
 
 def split_layers(
@@ -85,6 +96,8 @@ def split_layers(
     *,
     num_microbatches: int,
     speed: float = 1.0,
+    elsewhere: bool = False,
+    seconds_per_byte: float = 0.0,
 ) -> TensorSplit:
     """Choose how ``num_tensor_ranks`` devices share each layer, so that a minibatch takes least.
 
@@ -100,6 +113,8 @@ def split_layers(
         link: between any two of them.
         num_microbatches: per minibatch, at least 1.
         speed: of the devices, as ``Device`` has it; links are as fast beside any.
+        elsewhere: whether another engine is to run it (see ``ways``).
+        seconds_per_byte: that a minibatch may take longer for a byte less on each device.
 
     Returns:
         The best choice. For one rank, the graph as it is.
@@ -118,13 +133,22 @@ def split_layers(
     )
     data = problem.solve(_by_rows)
     tensor = problem.solve(partial(_by_parameters, num_ranks=num_tensor_ranks))
-    searched = problem.solve(partial(ways, num_ranks=num_tensor_ranks))
-    # A search that had to leave something out may have left these out.
-    best = min(searched, data, tensor, key=lambda solution: solution.seconds)
+    allowed = partial(ways, num_ranks=num_tensor_ranks, elsewhere=elsewhere)
+    best = searched = _with_ties_alike(problem, allowed, seconds_per_byte)
+    if not searched.exact and not seconds_per_byte:
+        # A search that had to leave something out may have left these out.
+        best = min(searched, data, tensor, key=lambda solution: solution.seconds)
     alone = num_tensor_ranks == 1
     return TensorSplit(
         splits={} if alone else {name: sharing.split for name, sharing in _named(problem, best)},
         layouts={} if alone else {name: sharing.gives for name, sharing in _named(problem, best)},
+        parts={}
+        if alone
+        else {
+            name: _said_of_parts(sharing)
+            for name, sharing in _named(problem, best)
+            if sharing.parts
+        },
         graph=graph if alone else _as_seen(problem, best),
         seconds=best.seconds / speed,
         moved_bytes=problem.moved_bytes(best.sharings),
@@ -158,9 +182,43 @@ def _collectives(problem: LayoutProblem, solution: Solution) -> dict[str, dict[s
     }
 
 
+def _with_ties_alike(
+    problem: LayoutProblem, allowed: Callable[[Layer], Sequence[Sharing]], seconds_per_byte: float
+) -> Solution:
+    """The best choice in which all holders of a tied parameter are shared alike: all of them by
+    rows, or none."""
+    if not any(layer.shared_parameters for layer in problem.graph.layers):
+        return problem.solve(allowed, seconds_per_byte)
+
+    def solved(place: int) -> Solution:
+        def alike(layer: Layer) -> Sequence[Sharing]:
+            every = allowed(layer)
+            return [every[place]] if layer.shared_parameters else every
+
+        return problem.solve(alike, seconds_per_byte)
+
+    def cost(solution: Solution) -> float:
+        pairs = zip(problem.graph.layers, solution.sharings, strict=True)
+        held = sum(problem.device_bytes(*pair) for pair in pairs)
+        return solution.seconds + seconds_per_byte * held
+
+    return min(solved(0), solved(-1), key=cost)
+
+
+def _said_of_parts(sharing: Sharing) -> dict[str, str]:
+    return {
+        module: "vocabulary" if part.kind == "head" and sharing.shares_loss else split
+        for part in sharing.parts
+        for module, split in part.splits.items()
+    }
+
+
 def _named(problem: LayoutProblem, solution: Solution) -> list[tuple[str, Sharing]]:
     names = (layer.name for layer in problem.graph.layers)
     return list(zip(names, solution.sharings, strict=True))
+
+
+_DIVIDING = ("column", "row", "parts", "sequence")
 
 
 def _by_rows(layer: Layer) -> list[Sharing]:
@@ -170,7 +228,7 @@ def _by_rows(layer: Layer) -> list[Sharing]:
 
 def _by_parameters(layer: Layer, num_ranks: int) -> list[Sharing]:
     there = [sharing for sharing in ways(layer, num_ranks) if sharing.divides != "rows"]
-    divided = [sharing for sharing in there if sharing.split in ("column", "row", "heads")]
+    divided = [sharing for sharing in there if sharing.split in _DIVIDING]
     return divided or there
 
 
@@ -187,8 +245,10 @@ def _as_seen(problem: LayoutProblem, solution: Solution) -> LayerGraph:
 
 def _layer_as_seen(problem: LayoutProblem, layer: Layer, sharing: Sharing, step: Step) -> Layer:
     ring = problem.ring
-    work, parameters = ring.share(sharing.divides), ring.parameter_share(sharing)
+    work, parameters = ring.work_share(sharing), ring.parameter_share(layer, sharing)
     reads, gives = ring.share(sharing.reads), ring.share(sharing.gives)
+    kept = ring.kept_share(layer, sharing)
+    most = kept if sharing.parts else max(reads, gives)
     # The gradient of parameters needs the input, and nobody else has what a collective brought.
     copied = step.copied_bytes if layer.parameter_bytes else 0.0
     summed = problem.reduction(layer, sharing).seconds
@@ -202,10 +262,10 @@ def _layer_as_seen(problem: LayoutProblem, layer: Layer, sharing: Sharing, step:
         split_seconds=layer.split_seconds * work,
         recompute_seconds=None if again is None else again * work + step.forward.seconds,
         update_seconds=layer.update_seconds * parameters + summed,
-        activation_bytes=max(_part(layer.activation_bytes, reads), ceil(copied)),
+        activation_bytes=max(_part(layer.activation_bytes, kept), ceil(copied)),
         held_input_bytes=_part(layer.held_input_bytes, reads),
-        weight_kept_bytes=_part(layer.weight_kept_bytes, max(reads, gives)),
-        workspace_bytes=_part(layer.workspace_bytes, max(reads, gives)),
+        weight_kept_bytes=_part(layer.weight_kept_bytes, most),
+        workspace_bytes=_part(layer.workspace_bytes, most),
         output_bytes=_part(layer.output_bytes, gives),
         parameter_bytes=_part(layer.parameter_bytes, parameters),
         buffer_bytes=_part(layer.buffer_bytes, parameters),

@@ -14,7 +14,6 @@ long as few values are alive together, all choices are looked at, however the la
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -22,11 +21,12 @@ from typing import Literal, NamedTuple
 
 from penstock.core.cluster import Link
 from penstock.core.graph import Layer, LayerGraph
+from penstock.core.layer_part import LayerPart
 from penstock.planning.partition.layers import sources_of
 
-LayerSplit = Literal["data", "column", "row", "heads", "any"]
-TensorLayout = Literal["rows", "whole", "features"]
-GradientLayout = Literal["rows", "whole", "features", "partial"]
+LayerSplit = Literal["data", "column", "row", "any", "parts", "sequence"]
+TensorLayout = Literal["rows", "whole", "features", "sequence"]
+GradientLayout = Literal["rows", "whole", "features", "sequence", "partial"]
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,11 @@ class Sharing:
         reads: layout of the layer's inputs.
         gives: layout of its output.
         returns: how the gradients of its inputs come out.
-        sums: how often terms as large as its output are added up inside the layer, in the forward
-            and again in the backward.
+        parts: what is divided inside the layer, if it is divided so; ``divides`` is then what each
+            device has of all that is around them.
+        regathers: whether what enters a part is kept as it lies, and brought together again for the
+            gradients of weights, as other engines do; else the whole is kept.
+        shares_loss: whether the loss behind a head is computed on parts of the vocabulary.
     """
 
     split: LayerSplit
@@ -49,7 +52,9 @@ class Sharing:
     reads: TensorLayout
     gives: TensorLayout
     returns: GradientLayout
-    sums: int = 0
+    parts: tuple[LayerPart, ...] = ()
+    regathers: bool = False
+    shares_loss: bool = False
 
 
 # Of equally fast ways the search takes the first, so those that need less memory come first.
@@ -74,9 +79,6 @@ _LOOK_UP: tuple[Sharing, ...] = (
     Sharing("row", "features", "whole", "features", "whole"),
 )
 
-# Attention and MLP of a block: each is a column, and a row behind it.
-_BY_HEADS = Sharing("heads", "features", "whole", "whole", "whole", sums=2)
-
 _LINEAR_KINDS = {"linear", "conv1d", "conv2d", "conv3d"}
 _CHANNEL_KINDS = {
     *("batchnorm1d", "batchnorm2d", "batchnorm3d"),
@@ -90,39 +92,58 @@ _POINTWISE_KINDS = {
 }
 
 
-def ways(layer: Layer, num_ranks: int = 2) -> tuple[Sharing, ...]:
-    """How a group of ``num_ranks`` can share ``layer``, told by its kind.
+def ways(layer: Layer, num_ranks: int = 2, *, elsewhere: bool = False) -> tuple[Sharing, ...]:
+    """How a group of ``num_ranks`` can share ``layer``, told by its parts or by its kind.
 
     Linear layers, convolutions and embeddings can divide their parameters. Layers that treat every
     feature alone (activations, dropout, pooling, sums) work in any layout, and so does attention
     without parameters, head by head. Batch normalisation takes its parameters along with its
-    channels. torch's transformer blocks divide their heads, if every device has as many. Everything
-    else has its rows divided or is repeated on all devices. So have grouped convolutions and what
-    cannot be divided, where a kind says so; layers with tied parameters, whose other holders would
-    have to divide them alike; and layers with skips, because nobody knows what is in them.
+    channels. Blocks divide those of their parts that so many devices can share. Everything else has
+    its rows divided or is repeated on all devices. So have grouped convolutions and what cannot be
+    divided, where a kind says so; layers with tied parameters, whose other holders would have to
+    divide them alike; and layers with skips, because nobody knows what is in them.
     """
-    kind = _kind_of(layer)
     details = layer.kind.partition("(")[2]
     # What draws for its rows only would draw other numbers than one device does.
-    plain = (_REPEATED,) if "draws" in details else (_DATA, _REPEATED)
-    if (
-        layer.shared_parameters
-        or layer.skip_bytes
-        or "groups=" in details
-        or "undivided" in details
-    ):
+    plain = (_REPEATED,) if "draws" in details or not layer.by_rows else (_DATA, _REPEATED)
+    parts = tuple(part for part in layer.parts if not part.refusal(num_ranks))
+    if parts:
+        return (*plain, *_by_parts(layer, parts, elsewhere=elsewhere))
+    unknown = layer.skip_bytes or "groups=" in details or "undivided" in details
+    if layer.shared_parameters or unknown:
         return plain
+    return _by_kind(layer) or plain
+
+
+def _by_kind(layer: Layer) -> tuple[Sharing, ...]:
+    """How a layer that is a module of torch's can be shared; empty for what is not known."""
+    kind = _kind_of(layer)
     if kind in _LINEAR_KINDS:
         return (_DATA, _COLUMN, *_ROW, _REPEATED)
     if kind == "embedding":
         return (_DATA, _COLUMN, *_LOOK_UP, _REPEATED)
-    alone = not layer.parameter_bytes and (kind in _POINTWISE_KINDS or "attention" in kind)
-    if alone or kind in _CHANNEL_KINDS:
-        return _POINTWISE if alone else _CHANNELWISE
-    heads = re.match(r"heads=(\d+)", details) if kind == "transformerencoderlayer" else None
-    if heads is not None and int(heads[1]) % num_ranks == 0:
-        return (*plain, _BY_HEADS)
-    return plain
+    if not layer.parameter_bytes and (kind in _POINTWISE_KINDS or "attention" in kind):
+        return _POINTWISE
+    return _CHANNELWISE if kind in _CHANNEL_KINDS else ()
+
+
+def _by_parts(layer: Layer, parts: tuple[LayerPart, ...], *, elsewhere: bool) -> Iterator[Sharing]:
+    yield Sharing("parts", "whole", "whole", "whole", "whole", parts)
+    has_head = any(part.kind == "head" for part in parts)
+    if has_head and elsewhere:
+        yield Sharing("parts", "whole", "whole", "whole", "whole", parts, shares_loss=True)
+        yield Sharing("parts", "whole", "sequence", "whole", "sequence", parts, shares_loss=True)
+    # What a layer has for later ones besides, as masks, is no value of positions; an attention that
+    # cannot be shared needs all of them.
+    elif (
+        (elsewhere or parts[0].by_positions)
+        and len(parts) == len(layer.parts)
+        and not (has_head or layer.skip_bytes)
+    ):
+        reads: TensorLayout = "whole" if parts[0].kind == "embedding" else "sequence"
+        yield Sharing(
+            "sequence", "sequence", reads, "sequence", "sequence", parts, regathers=elsewhere
+        )  # fmt: skip
 
 
 def _kind_of(layer: Layer) -> str:
@@ -162,13 +183,73 @@ class DeviceRing:
         """The part of a value, or of the work on it, that the busiest device has."""
         if layout == "whole":
             return 1.0
-        if layout == "features":
+        if layout in ("features", "sequence"):
             return 1 / self.num_ranks
         return ceil(self.num_rows / self.num_ranks) / self.num_rows
 
-    def parameter_share(self, sharing: Sharing) -> float:
+    def work_share(self, sharing: Sharing) -> float:
+        """The part of a layer's work that the busiest device has."""
+        if sharing.shares_loss:
+            return self.share("features")
+        around = 1.0 - sum(part.forward_share for part in sharing.parts)
+        inside = (part.forward_share * part.share(self.num_ranks) for part in sharing.parts)
+        return max(around, 0.0) * self.share(sharing.divides) + sum(inside)
+
+    def parameter_share(self, layer: Layer, sharing: Sharing) -> float:
         """The part of a layer's parameters that a device has."""
-        return self.share("features") if sharing.divides == "features" else 1.0
+        if not sharing.parts or not layer.parameter_bytes:
+            return self.share("features") if sharing.divides == "features" else 1.0
+        saved = (part.parameter_bytes * (1 - part.share(self.num_ranks)) for part in sharing.parts)
+        return 1.0 - sum(saved) / layer.parameter_bytes
+
+    def kept_share(self, layer: Layer, sharing: Sharing) -> float:
+        """The part of what a layer keeps for its backward that a device has."""
+        if not sharing.parts or not layer.activation_bytes:
+            return self.share(sharing.reads)
+        # Without a loss on parts, what a head gives is whole again at once.
+        own = [part for part in sharing.parts if part.kind != "head" or sharing.shares_loss]
+        around = layer.activation_bytes - sum(part.activation_bytes for part in own)
+        inside = sum(part.activation_bytes * part.share(self.num_ranks) for part in own)
+        gathered = 0.0
+        if sharing.split == "sequence" and not sharing.regathers:
+            away = 1 - self.share("sequence")
+            gathered = sum(away * part.num_sums * part.border_bytes for part in own)
+        kept = max(around, 0) * self.share(sharing.divides) + inside + gathered
+        return kept / layer.activation_bytes
+
+    def inside(self, sharing: Sharing) -> tuple[Traffic, Traffic]:
+        """Communication of a layer's parts: forward, and backward."""
+        forward = backward = NOTHING
+        for part in sharing.parts:
+            if part.kind == "head":
+                given, returned = self._of_head(part, sharing)
+            elif part.kind == "embedding":
+                given = self.convert("partial", sharing.gives, part.output_bytes)
+                returned = self.convert(sharing.gives, "whole", part.output_bytes)
+            else:
+                given, returned = self._of_pair(part, sharing)
+            forward, backward = forward + given, backward + returned
+        return forward, backward
+
+    def _of_head(self, part: LayerPart, sharing: Sharing) -> tuple[Traffic, Traffic]:
+        read = self.convert(sharing.reads, "whole", part.border_bytes)
+        returned = self.convert("partial", sharing.reads, part.border_bytes)
+        if not sharing.shares_loss:
+            return read + self.convert("features", "whole", part.output_bytes), returned
+        # The largest logit, the sum of their powers and that of the target: next to nothing.
+        few = self.all_reduce(1)
+        return read + few + few + few, returned
+
+    def _of_pair(self, part: LayerPart, sharing: Sharing) -> tuple[Traffic, Traffic]:
+        forward = backward = NOTHING
+        for _ in range(part.num_sums):
+            read = self.convert(sharing.reads, "whole", part.border_bytes)
+            forward += read + self.convert("partial", sharing.gives, part.output_bytes)
+            backward += self.convert(sharing.gives, "whole", part.output_bytes)
+            backward += self.convert("partial", sharing.reads, part.border_bytes)
+            if sharing.regathers:
+                backward += read
+        return forward, backward
 
     def convert(self, have: GradientLayout, want: TensorLayout, num_bytes: float) -> Traffic:
         """Bring a value from one layout into another.
@@ -191,7 +272,8 @@ class DeviceRing:
             return self._steps(self._others(have, num_bytes))
         # Of its part by one measure, a device keeps its part by the other.
         away = (self.num_ranks - 1) / self.num_ranks
-        return self._steps(away * self.share("rows") * num_bytes)
+        part = self.share("rows" if "rows" in (have, want) else "features")
+        return self._steps(away * part * num_bytes)
 
     def all_reduce(self, num_bytes: float) -> Traffic:
         """Sum a value over the ring: 2(t-1)/t of its bytes pass every link, in 2(t-1) steps."""
@@ -309,14 +391,22 @@ class LayoutProblem:
         for reader in readers:
             self._read_by[reader].add(value)
 
-    def solve(self, allowed: Callable[[Layer], Sequence[Sharing]]) -> Solution:
-        """The fastest choice among those that ``allowed`` names for each layer."""
+    def solve(
+        self, allowed: Callable[[Layer], Sequence[Sharing]], seconds_per_byte: float = 0.0
+    ) -> Solution:
+        """The fastest choice among those that ``allowed`` names for each layer.
+
+        Args:
+            seconds_per_byte: that a minibatch may take longer for a byte less on each device.
+        """
         best: dict[State, tuple[float, _Trail | None]] = {(): (0.0, None)}
         exact = True
         for index, layer in enumerate(self.graph.layers):
             reached: dict[State, tuple[float, _Trail | None]] = {}
             for sharing in allowed(layer):
                 work = self._work_seconds(layer, sharing)
+                if seconds_per_byte:
+                    work += seconds_per_byte * self.device_bytes(layer, sharing)
                 for state, (seconds, trail) in best.items():
                     step = self._step(state, index, sharing)
                     talk = step.forward.seconds + step.backward.seconds
@@ -327,8 +417,24 @@ class LayoutProblem:
                 exact = False
                 reached = dict(sorted(reached.items(), key=lambda item: item[1][0])[:_MOST_STATES])
             best = reached
-        seconds, last = min(best.values(), key=lambda entry: entry[0])
-        return Solution(_unwound(last), seconds, exact)
+        cost, last = min(best.values(), key=lambda entry: entry[0])
+        sharings = _unwound(last)
+        return Solution(sharings, self._seconds(sharings) if seconds_per_byte else cost, exact)
+
+    def _seconds(self, sharings: Sequence[Sharing]) -> float:
+        return sum(
+            self._work_seconds(layer, sharing)
+            + self.num_microbatches * (step.forward.seconds + step.backward.seconds)
+            for layer, sharing, step in self.walk(sharings)
+        )
+
+    def device_bytes(self, layer: Layer, sharing: Sharing) -> float:
+        """Bytes that a layer takes on a device with one microbatch in flight."""
+        parameters = self.ring.parameter_share(layer, sharing)
+        return (
+            parameters * (2 * layer.parameter_bytes + layer.optimizer_bytes)
+            + self.ring.kept_share(layer, sharing) * layer.activation_bytes
+        )
 
     def walk(self, sharings: Sequence[Sharing]) -> Iterator[tuple[Layer, Sharing, Step]]:
         """The layers in execution order, each with its choice and what that takes."""
@@ -340,6 +446,12 @@ class LayoutProblem:
 
     def reduction(self, layer: Layer, sharing: Sharing) -> Traffic:
         """The sum of a layer's gradients, where devices have seen different rows."""
+        if sharing.divides == "sequence":
+            own = self.ring.parameter_share(layer, sharing) * layer.parameter_bytes
+            divided = sum(
+                part.parameter_bytes * part.share(self.ring.num_ranks) for part in sharing.parts
+            )
+            return self.ring.all_reduce(max(own - divided, 0.0))
         if sharing.divides != "rows":
             return NOTHING
         return self.ring.all_reduce(layer.parameter_bytes)
@@ -354,8 +466,8 @@ class LayoutProblem:
 
     def _work_seconds(self, layer: Layer, sharing: Sharing) -> float:
         """Seconds of a layer's compute, updates and sum of gradients in a minibatch."""
-        compute = self.num_microbatches * layer.compute_seconds * self.ring.share(sharing.divides)
-        update = layer.update_seconds * self.ring.parameter_share(sharing)
+        compute = self.num_microbatches * layer.compute_seconds * self.ring.work_share(sharing)
+        update = layer.update_seconds * self.ring.parameter_share(layer, sharing)
         return compute + update + self.reduction(layer, sharing).seconds
 
     def _step(self, state: State, index: int, sharing: Sharing) -> Step:
@@ -375,15 +487,8 @@ class LayoutProblem:
             num_bytes = self.graph.layers[index].output_bytes
             forward += self.ring.convert("partial", sharing.gives, num_bytes)
             backward += self.ring.convert(sharing.gives, "whole", num_bytes)
-        if sharing.sums:
-            inside = self.ring.all_reduce(self.graph.layers[index].output_bytes)
-            forward, backward = (
-                Traffic(
-                    talk.seconds + sharing.sums * inside.seconds,
-                    talk.num_bytes + sharing.sums * inside.num_bytes,
-                )
-                for talk in (forward, backward)
-            )
+        there, back = self.ring.inside(sharing)
+        forward, backward = forward + there, backward + back
         for number in self._made_by[index]:
             if self._values[number].last > index:
                 after.append(_Live(number, sharing.gives))

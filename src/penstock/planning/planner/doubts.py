@@ -35,6 +35,8 @@ def doubts_about(chosen: Candidate, rivals: Sequence[Candidate]) -> Iterator[str
     contention = graph.contention
     if assumed := chosen.task.topology.cluster.assumed:
         yield assumed
+    if chosen.task.groups is not None:
+        yield from chosen.task.groups.remarks
     if graph.estimate is not None:
         yield str(graph.estimate)
         yield from graph.warnings

@@ -234,7 +234,7 @@ def _planned(graph: LayerGraph, cluster: Cluster | None, request: PlanRequest) -
         )
         for size, count in request.microbatch_sizes(graph, most_ranks)
     ]
-    tasks = list(_with_tensor_ranks(list(_with_reducers(single, request)), request.tensor_ranks))
+    tasks = list(_with_tensor_ranks(list(_with_reducers(single, request)), request))
     if request.layer_order == "any" and not constraints.cuts:
         tasks += [other for task in tasks for other in in_other_orders(task)]
     if request.spill == "always":
@@ -361,14 +361,15 @@ def _with_reducers(tasks: Sequence[Task], request: PlanRequest) -> Iterator[Task
             yield replaced(task, reducer=reducer, stale=request.stale)
 
 
-def _with_tensor_ranks(tasks: Sequence[Task], tensor_ranks: int | Literal["any"]) -> Iterator[Task]:
+def _with_tensor_ranks(tasks: Sequence[Task], request: PlanRequest) -> Iterator[Task]:
     """Each task for the sizes of tensor groups that are asked for."""
+    tensor_ranks = request.tensor_ranks
     for task in tasks:
         if tensor_ranks in ("any", 1):
             yield task
         for width in widths(task) if tensor_ranks == "any" else (tensor_ranks,):
             if width > 1:
-                yield in_groups(task, width)
+                yield from in_groups(task, width, elsewhere=request.engine is not None)
 
 
 def _solve(

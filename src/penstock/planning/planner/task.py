@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, cycle, islice, pairwise, product
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from penstock.base.units import count_of
 from penstock.core.cluster import Cluster, Device, Link, Topology
 from penstock.core.graph import Layer, LayerGraph, Mode
 from penstock.core.schedule import Schedule
@@ -86,12 +88,52 @@ class TensorGroups:
         return len({*map(len, self.devices)}) == 1
 
     def splits(self, layers: Sequence[str]) -> dict[str, Split]:
-        """How the group shares some layers, by their names."""
-        return {name: self._split(name) for name in layers}
+        """How the group shares some layers, by their names and those of modules in them; patterns
+        stand for modules of layers whose names differ in numbers alone."""
+        said = {name: self.tensor_split.said(name) for name in layers}
+        alike: dict[str, set[str]] = {}
+        for own in said.values():
+            for name, how in own.items():
+                alike.setdefault(_pattern(name), set()).add(how)
+        having = Counter(_pattern(name) for own in said.values() for name in own)
+        bodies = Counter(map(_pattern, layers))
+        splits: dict[str, Split] = {}
+        for layer, own in said.items():
+            for name, how in own.items():
+                key = _pattern(name)
+                everywhere = having[key] == bodies[_pattern(layer)]
+                is_inside = name != layer and everywhere and len(alike[key]) == 1
+                splits[key if is_inside else name] = how
+        return splits
 
-    def _split(self, name: str) -> Split:
-        split = self.tensor_split.splits[name]
-        return "whole" if split == "any" and self.tensor_split.layouts[name] == "whole" else split
+    @property
+    def remarks(self) -> Iterator[str]:
+        """Sentences on devices that have nothing to do, and on what the groups cannot share."""
+        width = self.num_ranks
+        idle = len(self.single.cluster.devices) - sum(map(len, self.devices))
+        if idle and self.are_alike:
+            yield (
+                f"{width} tensor ranks share each layer, so {idle} of the cluster's "
+                f"{count_of(len(self.single.cluster.devices), 'device')} "
+                f"{'is' if idle == 1 else 'are'} idle: no group is left for "
+                f"{'it' if idle == 1 else 'them'}"
+            )
+        refused: dict[tuple[str, str], list[str]] = {}
+        for layer in self.single.graph.layers:
+            for part in layer.parts:
+                why = part.refusal(width)
+                if why:
+                    refused.setdefault((part.kind, why), []).append(layer.name)
+        for (kind, why), names in refused.items():
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            yield (
+                f"{width} tensor ranks cannot share the {kind} of {names[0]}{more}, since {why}: "
+                "each of them computes all of it"
+            )
+
+
+def _pattern(name: str) -> str:
+    return ".".join("*" if atom.isdecimal() else atom for atom in name.split("."))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace as with_fields
@@ -104,37 +105,93 @@ def _placed_candidate(
     return candidate if candidate.fits else None
 
 
-def in_groups(task: Task, num_tensor_ranks: int) -> Task:
-    """A task whose devices are groups of ``num_tensor_ranks`` (at least 2) neighbouring devices of
-    another task, which has one device for each.
+_LEAN = (1e-3, 1.0)
+"""Seconds that a minibatch may take longer for a GB less on each device, in the seconds that all
+layers take: a little for a lot, and whatever it takes."""
+
+
+def in_groups(task: Task, num_tensor_ranks: int, *, elsewhere: bool = False) -> Iterator[Task]:
+    """The task whose devices are groups of ``num_tensor_ranks`` (at least 2) neighbouring devices
+    of another task, which has one device for each: with the fastest split and, where memory is
+    short, with those that need less. Where groups would straddle hosts, which slows all of them, it
+    also comes with groups inside hosts, and devices that are left over.
+
+    Args:
+        elsewhere: whether another engine is to run the plan.
 
     Raises:
         PlanError: the cluster has fewer devices.
     """
-    from penstock.planning.partition.tensor import split_layers  # for the few who ask
-
-    cluster, count = task.cluster, len(task.cluster.devices)
+    count = len(task.cluster.devices)
     if num_tensor_ranks > count:
         raise PlanError(
             f"layers cannot be split over {num_tensor_ranks} devices: the cluster has {count}"
         )
-    last = count - count % num_tensor_ranks
-    members = [range(first, first + num_tensor_ranks) for first in range(0, last, num_tensor_ranks)]
+    everywhere = _neighbours(range(count), num_tensor_ranks)
+    yield from _shared_by(task, everywhere, elsewhere=elsewhere)
+    hosts = task.topology.hosts
+    if any(len({hosts[device] for device in group}) > 1 for group in everywhere):
+        inside = [
+            group
+            for _, host in groupby(range(count), hosts.__getitem__)
+            for group in _neighbours([*host], num_tensor_ranks)
+        ]
+        if inside:
+            yield from _shared_by(task, inside, elsewhere=elsewhere)
+
+
+def _neighbours(devices: Sequence[int], width: int) -> list[range]:
+    """Groups of devices that follow one another, as many as there are."""
+    starts = range(0, len(devices) - width + 1, width)
+    return [range(devices[start], devices[start] + width) for start in starts]
+
+
+def _shared_by(task: Task, members: Sequence[range], *, elsewhere: bool) -> Iterator[Task]:
+    """The task with these groups for devices, with each split that is worth trying."""
+    from penstock.planning.partition.tensor import split_layers  # for the few who ask
+
+    cluster, num_tensor_ranks = task.cluster, len(members[0])
     links = links_of_groups(task.topology, members, _USUAL_BYTES)
     slowest = max(links, key=lambda link: link.seconds(_USUAL_BYTES))
-    groups = tuple(tuple(cluster.devices[index] for index in group) for group in members)
-    tensor_split = split_layers(
+    split = partial(
+        split_layers,
         task.graph,
         num_tensor_ranks,
         slowest,
         num_microbatches=task.num_microbatches,
-        speed=min(device.speed for group in groups for device in group),
+        speed=min(cluster.devices[index].speed for group in members for index in group),
+        elsewhere=elsewhere,
     )
-    return replace(
-        task,
-        graph=tensor_split.graph,
-        cluster=_of_leaders(cluster, members, groups),
-        groups=TensorGroups(groups, tensor_split, task),
+    groups = tuple(tuple(cluster.devices[index] for index in group) for group in members)
+    leaders = _of_leaders(cluster, members, groups)
+
+    def shared(tensor_split: TensorSplit) -> Task:
+        return replace(
+            task,
+            graph=tensor_split.graph,
+            cluster=leaders,
+            groups=TensorGroups(groups, tensor_split, task),
+        )
+
+    chosen = [split()]
+    yield shared(chosen[0])
+    limit = min(task.limits) * len(members)
+    for price in _LEAN if _total_bytes(chosen[0]) > _SHORT * limit else ():
+        leaner = split(seconds_per_byte=price * chosen[0].seconds / 1e9)
+        if _total_bytes(leaner) < _LESS * min(map(_total_bytes, chosen)):
+            chosen.append(leaner)
+            yield shared(leaner)
+
+
+_SHORT = 0.5
+_LESS = 0.99
+
+
+def _total_bytes(split: TensorSplit) -> int:
+    """Bytes that all stages together take on a device of each group, with one microbatch."""
+    return sum(
+        2 * layer.parameter_bytes + layer.optimizer_bytes + layer.activation_bytes
+        for layer in split.graph.layers
     )
 
 

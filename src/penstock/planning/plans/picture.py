@@ -20,6 +20,7 @@ from penstock.core.timing.timeline import Timeline
 from penstock.drawing import plan_picture as pictured
 from penstock.drawing.plan_picture import PlanPicture
 from penstock.drawing.timeline.excerpt import steady_part
+from penstock.planning.plans.memory_parts import MemoryParts
 from penstock.planning.plans.plan import Plan
 from penstock.planning.plans.spilling import held_by_op, stage_bytes
 from penstock.planning.plans.stage_plan import StagePlan
@@ -149,21 +150,19 @@ def _block(plan: Plan, index: int, shade: int) -> pictured.StageBlock:
     return pictured.StageBlock(index, tuple(part for part in parts if part[1]), shade)
 
 
-def _memory(stages: Sequence[StagePlan], num_bytes: int) -> tuple[int, ...]:
+def _memory(parts: MemoryParts) -> tuple[int, ...]:
     """As ``MEMORY_PARTS`` has it."""
-    state = sum(stage.state_bytes for stage in stages)
     return (
-        sum(stage.weight_versions * stage.parameter_bytes for stage in stages),
-        sum(stage.parameter_bytes for stage in stages),
-        sum(stage.optimizer_bytes for stage in stages),
-        max(num_bytes - state, 0),
-        sum(stage.buffer_bytes + stage.workspace_bytes + stage.sum_bytes for stage in stages),
+        parts.weights + parts.visiting,
+        parts.gradients,
+        parts.optimizer,
+        parts.activations + parts.recomputed,
+        parts.buffers + parts.communication + parts.workspace,
     )
 
 
 def _devices(plan: Plan, rank: int) -> Iterator[pictured.DeviceRow]:
-    stages = plan.placement.stages_of[rank]
-    memory = _memory([plan.stages[stage] for stage in stages], plan.rank_bytes[rank])
+    memory = _memory(plan.memory_parts[rank])
     sizes = plan.group_sizes
     count, first = sizes[rank], sum(sizes[:rank])
     if not plan.devices:

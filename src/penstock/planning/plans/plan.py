@@ -42,6 +42,7 @@ from penstock.planning.plans.consistency import (
 )
 from penstock.planning.plans.draft import Draft, completed
 from penstock.planning.plans.handed_over import HandOver
+from penstock.planning.plans.memory_parts import MemoryParts
 from penstock.planning.plans.orders import (
     read_order,
     with_microbatches,
@@ -288,6 +289,11 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
         return self.prediction.rank_bytes
 
     @property
+    def memory_parts(self) -> tuple[MemoryParts, ...]:
+        """What the memory of each rank is spent on; the parts add up to ``rank_bytes``."""
+        return self.prediction.memory_parts
+
+    @property
     def updates_per_minibatch(self) -> tuple[float, ...]:
         """How often each stage updates its weights in a minibatch."""
         return self.prediction.updates_per_minibatch
@@ -508,6 +514,7 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
             self.rate,
             width=width,
             details=details,
+            shards_optimizer=self.summing.reducer == "sharded",
         )
         contention = self.contention if details else None
         why = (self.alternatives, self.reason, contention, self.warnings)

@@ -20,6 +20,7 @@ from penstock.core.timing.simulator.step import StepTimes, step_of
 from penstock.core.timing.spans import slowest_beat
 from penstock.core.timing.timeline import Timeline
 from penstock.core.versions import Policy, place_of, rounds_of, versions_read
+from penstock.planning.plans.memory_parts import MemoryParts, parts_of_ranks
 from penstock.planning.plans.spilling import (
     Offload,
     Spill,
@@ -266,6 +267,11 @@ class Prediction:
         if self.spill is not None:
             return bytes_of_spilled_ranks(self.stages, self.placement, self.spill)
         return bytes_of_ranks(self.stages, self.placement)
+
+    @cached_property
+    def memory_parts(self) -> tuple[MemoryParts, ...]:
+        """What the bytes of each rank are spent on; they add up to ``rank_bytes``."""
+        return tuple(parts_of_ranks(self.stages, self.placement, self.rank_bytes, self.spill))
 
     @property
     def delay(self) -> float:

@@ -17,7 +17,8 @@ from penstock.core.timing.costs import Costs, Exchange
 
 RecomputeWay = Literal["none", "stage", "layers"]
 Split = Annotated[
-    str, Meta(pattern="^(data|sequence|column(/[1-9][0-9]?)?|row|any|whole|features|heads)$")
+    str,
+    Meta(pattern="^(data|sequence|column(/[1-9][0-9]?)?|row|any|whole|features|heads|vocabulary)$"),
 ]
 """How tensor ranks share a layer, or a module inside it."""
 
@@ -68,8 +69,9 @@ class StagePlan(Value, frozen=True, kw_only=True):
             ``"any"`` (whatever its neighbours do), or repeat it, each all of it (``"whole"``, as
             what is not named). Modules inside a layer are named by patterns, in which ``*`` stands
             for anything between two dots: ``"blocks.*.mlp.0": "column"``; between a ``"column"``
-            and its ``"row"`` also as ``"features"`` or ``"heads"``. Times are those of the group,
-            bytes those of each of its devices.
+            and its ``"row"`` also as ``"features"`` or ``"heads"``; a head is a ``"vocabulary"``
+            where another engine computes the loss on its parts. Times are those of the group, bytes
+            those of each of its devices.
     """
 
     layers: tuple[str, ...]

@@ -129,10 +129,12 @@ def _group(ranks: Sequence[int]) -> str:
 WIDTH = 80
 """Columns of a plan as text, unless its reader has more."""
 
-_BRIEF = ("rank", "layers", "F", "B", "share", "memory")
-_DETAILS = ("weights", "optimizer", "activations")
-_ALL_NEED = 104
-"""Columns of a table that has the details, too."""
+_STAGES = ("rank", "layers", "F", "B", "share", "memory")
+_TOO_LITTLE = 0.002
+"""Of a rank's memory, to be told of."""
+
+_MOST_SPENT = 6
+"""Columns of a table of what memory is spent on, besides the rank's, in lines of ``WIDTH``."""
 
 
 def render(
@@ -143,15 +145,17 @@ def render(
     *,
     width: int = WIDTH,
     details: bool = True,
+    shards_optimizer: bool = False,
 ) -> str:
     """A plan as text without colour codes: a row per stage (share: its seconds over the slowest
-    stage's; memory: of its rank), the predicted step, and its drawing; of a live stream, rate and
-    latency, too.
+    stage's; memory: of its rank), what ranks spend their memory on, the predicted step, and its
+    drawing; of a live stream, rate and latency, too.
 
     Args:
         rate: in frames per second, that was asked for.
         width: of the longest line, in columns.
-        details: whether to say what the memory of each stage is spent on.
+        details: whether to say what memory is spent on.
+        shards_optimizer: whether replicas have a shard of the optimizer's state each.
     """
     from penstock.drawing.timeline.text import text  # a plan that runs is not drawn
 
@@ -163,32 +167,67 @@ def render(
     return "\n".join(
         [
             wrap_to(title, width),
-            *(as_text(table, width) for table in _stages(prediction, width, details)),
+            as_text(_table(_STAGES, list(_cells(prediction))), width),
+            *(
+                as_text(table, width)
+                for table in (_spent(prediction, width, shards_optimizer) if details else ())
+            ),
             *(wrap_to(line, width) for line in words),
             text(prediction.shown, window=width),
         ]
     )
 
 
-def _stages(prediction: Prediction, width: int, details: bool) -> Iterator[Table]:
-    """A table of the stages; its details beside it where there is room, and else below."""
-    rows = list(_cells(prediction))
-    if details and width >= _ALL_NEED:
-        yield _table((*_BRIEF[:-1], *_DETAILS, _BRIEF[-1]), rows)
-        return
-    yield _table(_BRIEF, rows)
-    if details:
-        yield _table(("rank", *_DETAILS), rows)
+def _spent(prediction: Prediction, width: int, shards_optimizer: bool) -> Iterator[Table]:
+    """What ranks spend their memory on, those that spend alike in one row."""
+    rows: list[dict[str, str]] = []
+    first = 0
+    parts = prediction.memory_parts
+    described = [_described(prediction, rank, shards_optimizer) for rank in range(len(parts))]
+    for last, (own, behind) in enumerate(zip(described, [*described[1:], None], strict=True)):
+        if own != behind:
+            rows.append({"rank": str(first) if first == last else f"{first}–{last}", **own})
+            first = last + 1
+    columns = [
+        name
+        for name in parts[0]._fields
+        if any(getattr(own, name) > _TOO_LITTLE * own.total for own in parts)
+    ]
+    most = _MOST_SPENT if width < _WITH_REMARKS else len(parts[0])
+    for start in range(0, len(columns), most):
+        yield _table(("rank", *columns[start : start + most]), rows, {"communication": "sums"})
 
 
-def _table(columns: Sequence[str], rows: Iterable[Mapping[str, str]]) -> Table:
+def _described(prediction: Prediction, rank: int, shards_optimizer: bool) -> dict[str, str]:
+    """By parts of memory, what a rank spends, as products where it has one stage."""
+    parts, own = prediction.memory_parts[rank], prediction.placement.stages_of[rank]
+    cells = {name: format_bytes(size) for name, size in parts._asdict().items()}
+    if shards_optimizer and prediction.replicas[own[0]] > 1:
+        cells["optimizer"] = f"{cells['optimizer']} (1/{prediction.replicas[own[0]]})"
+    if len(own) == 1 and prediction.spill is None:
+        stage = prediction.stages[own[0]]
+        if stage.weight_versions > 1:
+            cells["weights"] = f"{format_bytes(stage.parameter_bytes)} × {stage.weight_versions}"
+        each = stage.input_bytes if stage.recompute == "stage" else stage.kept_bytes
+        count = parts.activations / each if each else 0.0
+        if count:
+            cells["activations"] = f"{format_bytes(each)} × {count:.3g}"
+    return cells
+
+
+def _table(
+    columns: Sequence[str],
+    rows: Iterable[Mapping[str, str]],
+    headings: Mapping[str, str] | None = None,
+) -> Table:
     from rich.text import Text
 
     table = new_table()
     for name in columns:
         # Where the table is too wide, the names of layers give way, not the numbers.
         number = name != "layers"
-        table.add_column(name, justify="right" if number else "left", no_wrap=number)
+        heading = (headings or {}).get(name, name)
+        table.add_column(heading, justify="right" if number else "left", no_wrap=number)
     for row in rows:
         table.add_row(*(Text(row[name], no_wrap=True, overflow="ellipsis") for name in columns))
     return table
@@ -200,16 +239,12 @@ def _cells(prediction: Prediction) -> Iterator[dict[str, str]]:
     slowest = max(stage.compute_seconds for stage in prediction.stages)
     for stage, count in zip(prediction.stages, prediction.replicas, strict=True):
         backward = stage.backward_input_seconds + stage.backward_weight_seconds
-        versions = f" × {stage.weight_versions}" if stage.weight_versions > 1 else ""
         yield {
             "rank": str(stage.rank) if count == 1 else f"{stage.rank}–{stage.rank + count - 1}",
             "layers": counted(stage.layers),
             "F": format_seconds(stage.forward_seconds),
             "B": format_seconds(backward),
             "share": f"{stage.compute_seconds / slowest:.0%}" if slowest else "–",
-            "weights": format_bytes(stage.parameter_bytes) + versions,
-            "optimizer": format_bytes(stage.optimizer_bytes),
-            "activations": f"{format_bytes(stage.activation_bytes)} × {stage.peak_activations:g}",
             "memory": "" if stage.rank in seen else format_bytes(prediction.rank_bytes[stage.rank]),
         }
         seen.add(stage.rank)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -34,6 +35,7 @@ from penstock.engine.model.optimizer_factory import OptimizerFactory
 from penstock.engine.model.spine import NamedLayer, names_a_spine, spine_of
 from penstock.engine.run.recipe import Loss
 from penstock.engine.stage.deferral import undeferred_parameters
+from penstock.engine.tensor.parts import FoundPart
 from penstock.training.estimating.blocks import RepeatedBlocks, repeated_blocks, shortened
 from penstock.training.estimating.counting import KernelClock, KernelCounter, MetaGauge, on_meta
 from penstock.training.estimating.refusals import code_that_needs_more_than_shapes
@@ -46,7 +48,8 @@ from penstock.training.profiler.alone.bench import (
     measure_footprints,
     measure_workspaces,
 )
-from penstock.training.profiler.alone.measuring import layers_of, with_costs
+from penstock.training.profiler.alone.measuring import found_parts, layers_of, with_costs
+from penstock.training.profiler.alone.parts import PartsWatch
 from penstock.training.profiler.alone.passes import (
     HandedOn,
     Passes,
@@ -234,12 +237,17 @@ def _estimated(model: nn.Module, request: _EstimateRequest) -> LayerGraph:
         _without_values(model), torch.inference_mode(False), torch.enable_grad(),
         code_that_needs_more_than_shapes(),
     ):  # fmt: skip
-        bench = _CountingBench(layers, request)
+        parts = found_parts(model, layers)
+        bench = _CountingBench(layers, parts, request)
         measured = bench.measure(_of_shapes(sample))
         graph = LayerGraph(
             layers=tuple(
                 layers_of(
-                    model, layers, measured, count_updates(layers, request.optimizer, request.pace)
+                    model,
+                    layers,
+                    parts,
+                    measured,
+                    count_updates(layers, request.optimizer, request.pace),
                 )
             ),
             microbatch_size=sample.num_rows,
@@ -311,8 +319,14 @@ def _without_values(model: nn.Module) -> Iterator[None]:
 class _CountingBench:
     """Counts the kernels and bytes of a model's layers with one sample after another."""
 
-    def __init__(self, layers: Sequence[NamedLayer], request: _EstimateRequest) -> None:
+    def __init__(
+        self,
+        layers: Sequence[NamedLayer],
+        parts: Sequence[Sequence[FoundPart]],
+        request: _EstimateRequest,
+    ) -> None:
         self._layers = layers
+        self._parts = parts
         self._modules = [layer.module for layer in layers]
         self._pace = request.pace
         self._attention = request.attention
@@ -332,15 +346,26 @@ class _CountingBench:
         watched = [
             partial(self._watched, counter, given, draws, sample, *pair) for pair in enumerate(runs)
         ]
+        watches = [
+            PartsWatch(module, own, lambda: len(counter.kernels))
+            for module, own in zip(self._modules, self._parts, strict=True)
+        ]
         with self._as_on_device(), counter:
-            footprints = measure_footprints(self._modules, watched, sample.inputs)
+            footprints = measure_footprints(self._modules, watched, sample.inputs, watches)
+        until = [0.0, *accumulate(seconds_of_each(counter.kernels, self._pace))]
         gauge = MetaGauge()
         with self._as_on_device(), gauge:
             workspaces = measure_workspaces(runs, sample.inputs, gauge)
         times = self._times(runs, sample.inputs)
         return [
             Measured(
-                times[index], footprints[index], given[index], workspaces[index], (), draws[index]
+                times[index],
+                footprints[index],
+                given[index],
+                workspaces[index],
+                (),
+                draws[index],
+                tuple(watches[index].sizes(lambda start, stop: until[stop] - until[start])),
             )
             for index in range(len(runs))
         ]

@@ -19,7 +19,9 @@ from penstock.engine.model.spine import NamedLayer
 from penstock.engine.stage.deferral import Deferral, undeferred_parameters
 from penstock.engine.stage.microbatch_graph import MicrobatchGraph, cut, edges
 from penstock.engine.tensor.divided_layers import DROPOUTS
+from penstock.engine.tensor.parts import FoundPart
 from penstock.training.profiler.alone.conditions import Sample, clock_of
+from penstock.training.profiler.alone.parts import PartSizes, PartsWatch, timed_shares
 from penstock.training.profiler.alone.passes import (
     HandedOn,
     RunLayer,
@@ -50,6 +52,7 @@ class Measured(NamedTuple):
         workspace: bytes that it needs only while it runs.
         flags: what is odd about that, in sentences.
         draws: whether it draws random numbers but by dropout of torch's.
+        parts: sizes of each part of it that tensor ranks can share.
     """
 
     times: LayerTimes
@@ -58,12 +61,14 @@ class Measured(NamedTuple):
     workspace: int
     flags: tuple[str, ...]
     draws: bool
+    parts: tuple[PartSizes, ...] = ()
 
 
 class Bench:
     """Measures a model's layers with any number of samples.
 
     Args:
+        parts: the parts of each layer that tensor ranks can share.
         repeats: rounds that count, for each sample.
         num_samples: how many samples there will be, for ``progress``.
         progress: called after each round.
@@ -77,6 +82,7 @@ class Bench:
     def __init__(
         self,
         layers: Sequence[NamedLayer],
+        parts: Sequence[Sequence[FoundPart]],
         device: torch.device,
         repeats: int,
         num_samples: int,
@@ -84,6 +90,7 @@ class Bench:
     ) -> None:
         self.clock = clock_of(device)
         self._layers = layers
+        self._parts = parts
         self._gauge = gauge_of(device)
         self._repeats = self.num_rounds = repeats
         self.interrupted = False
@@ -106,7 +113,11 @@ class Bench:
         draws: dict[int, bool] = {}
         watched = [partial(self._watched, given, draws, sample, *pair) for pair in enumerate(runs)]
         modules = [layer.module for layer in self._layers]
-        footprints = measure_footprints(modules, watched, sample.inputs)
+        watches = [
+            PartsWatch(*pair, self.clock.now) for pair in zip(modules, self._parts, strict=True)
+        ]
+        footprints = measure_footprints(modules, watched, sample.inputs, watches)
+        shares = timed_shares(self._layers, self._parts, runs, sample.inputs, self.clock)
         workspaces = [0] * len(runs)
         if self._gauge is not None:
             workspaces = measure_workspaces(runs, sample.inputs, self._gauge)
@@ -122,7 +133,14 @@ class Bench:
         handed = [given[index] for index in range(len(runs))]
         flags = self._flags(times)
         drew = [draws[index] for index in range(len(runs))]
-        columns = zip(times, footprints, handed, workspaces, flags, drew, strict=True)
+        parts = [
+            tuple(
+                part._replace(share=share)
+                for part, share in zip(watch.sizes(self.clock.seconds), own, strict=True)
+            )
+            for watch, own in zip(watches, shares, strict=True)
+        ]
+        columns = zip(times, footprints, handed, workspaces, flags, drew, parts, strict=True)
         return [Measured(*row) for row in columns]
 
     def _watched(
@@ -171,22 +189,28 @@ class Footprint(NamedTuple):
         weight_kept: what stays from the input gradient until the weight gradient of a split
             backward.
         input_shape: shapes and dtypes of its input, in words.
+        by_rows: whether all that it is given has rows, more than one.
     """
 
     activation: int
     held_input: int
     weight_kept: int
     input_shape: str
+    by_rows: bool
 
 
 def measure_footprints(
-    modules: Sequence[nn.Module], runs: Sequence[RunLayer], inputs: Any
+    modules: Sequence[nn.Module],
+    runs: Sequence[RunLayer],
+    inputs: Any,
+    watches: Sequence[PartsWatch],
 ) -> list[Footprint]:
     """Run layers one after the other, and measure what each keeps.
 
     Args:
         runs: the same as functions, cut off from each other; the last may go on to the loss.
         inputs: the first layer's; they are not overwritten.
+        watches: of each layer's parts.
     """
     owners = {
         tensor.untyped_storage()._cdata: _NOBODY
@@ -194,21 +218,23 @@ def measure_footprints(
         for tensor in (*module.parameters(), *module.buffers())
     }
     alive, kept, values = [], [], [_cloned(inputs)]
+    rows = tree.tensors(inputs)[0].shape[:1]
     for index, run in enumerate(runs):
-        sizes: list[int] = []
+        watch = watches[index]
 
-        def keep(tensor: Tensor, index: int = index, sizes: list[int] = sizes) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in owners:  # on meta no storage has an address
-                owners[storage._cdata] = index
-                sizes.append(storage.nbytes())
+        def keep(tensor: Tensor, index: int = index, watch: PartsWatch = watch) -> Tensor:
+            address = tensor.untyped_storage()._cdata  # on meta no storage has another
+            if address not in owners:
+                owners[address] = index
+                watch.keep(tensor)
             return tensor
 
         _, value = cut(values[index], index > 0)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        watch.given(value)
+        with watch, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             values.append(run(value))
         alive.append(value)  # so that no storage address is used twice
-        kept.append(sum(sizes))
+        kept.append(watch.kept_bytes)
     return [
         Footprint(
             kept[index],
@@ -219,9 +245,16 @@ def measure_footprints(
             ),
             _weight_kept(modules[index], run, values[index], index > 0),
             tree.shapes(without_skips(values[index])),
+            _have_rows(values[index], rows),
         )
         for index, run in enumerate(runs)
     ]
+
+
+def _have_rows(value: Any, rows: torch.Size) -> bool:
+    """Whether all tensors of a value have as many rows, more than one."""
+    shapes = [tensor.shape[:1] for tensor in tree.tensors(without_skips(value))]
+    return rows > (1,) and all(shape == rows for shape in shapes)
 
 
 def _weight_kept(module: nn.Module, run: RunLayer, value: Any, wants_gradient: bool) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -13,6 +14,7 @@ from penstock.base.units import format_seconds
 from penstock.core.graph import Layer, LayerGraph
 from penstock.engine.model.optimizer_factory import OptimizerFactory
 from penstock.engine.model.spine import NamedLayer, spine_of
+from penstock.engine.tensor.parts import FoundPart, parts_in
 from penstock.engine.tensor.splits import trait_of
 from penstock.engine.tracing.layers import CapturedLayer, units_of
 from penstock.training.profiler.alone.bench import Bench, Measured, Progress
@@ -30,6 +32,8 @@ from penstock.training.profiler.alone.overheads import (
     measure_sum,
     measure_updates,
 )
+from penstock.training.profiler.alone.parts import measured as measured_part
+from penstock.training.profiler.alone.parts import parts_of
 from penstock.training.profiler.alone.passes import num_bytes
 
 
@@ -70,7 +74,8 @@ def measure_alone(
     layers = spine_of(model)
     device = device_of(model, sample.inputs)
     with undisturbed(model, num_threads, device):
-        bench = Bench(layers, device, repeats, 1 + len(others), progress)
+        parts = found_parts(model, layers)
+        bench = Bench(layers, parts, device, repeats, 1 + len(others), progress)
         # What has no rounds comes first: then rounds may be interrupted, and all is there.
         updates = measure_updates(layers, optimizer, bench.clock)
         hop_seconds = measure_hand_over()
@@ -78,7 +83,7 @@ def measure_alone(
         sum_bytes_per_second = measure_sum(bench.clock, device)
         measured = bench.measure(sample)
         graph = LayerGraph(
-            layers=tuple(layers_of(model, layers, measured, updates)),
+            layers=tuple(layers_of(model, layers, parts, measured, updates)),
             microbatch_size=sample.num_rows,
             input_bytes=num_bytes(sample.inputs),
             hop_seconds=hop_seconds,
@@ -128,9 +133,20 @@ def _shortness(
         )
 
 
+def found_parts(model: nn.Module, layers: Sequence[NamedLayer]) -> list[list[FoundPart]]:
+    """The parts of each layer that tensor ranks can share.
+
+    Raises:
+        ModelError: what a module says of its parts is not true.
+    """
+    tied = {id(weight) for weight in _shared(model, layers).values()}
+    return [parts_in(layer, model, tied, is_last=layer is layers[-1]) for layer in layers]
+
+
 def layers_of(
     model: nn.Module,
     layers: Sequence[NamedLayer],
+    parts: Sequence[Sequence[FoundPart]],
     measured: Sequence[Measured],
     updates: Sequence[Update],
 ) -> Iterator[Layer]:
@@ -138,7 +154,9 @@ def layers_of(
     shared = _shared(model, layers)
     before = ""
     units = _units(layers)
-    for layer, costs, update in zip(layers, measured, updates, strict=True):
+    rows = _have_rows(model, layers, measured)
+    columns = zip(layers, parts, measured, updates, rows, strict=True)
+    for layer, own_parts, costs, update, by_rows in columns:
         module = layer.module
         reads: tuple[str, ...] | None = getattr(module, "reads", None)
         own = {id(parameter) for parameter in module.parameters()}
@@ -159,9 +177,34 @@ def layers_of(
                 name: tensor.nbytes for name, tensor in shared.items() if id(tensor) in own
             },
             signature=layer.signature,
+            by_rows=by_rows,
+            parts=parts_of(layer, own_parts),
         )
         before = layer.name
         yield with_costs(blank, costs)
+
+
+def _have_rows(
+    model: nn.Module, layers: Sequence[NamedLayer], measured: Sequence[Measured]
+) -> list[bool]:
+    """Whether all that each layer takes and gives has rows, where it was recorded: other layers are
+    written for that. Who holds a parameter of one that has none has none either."""
+    given = [costs.footprint.by_rows for costs in measured]
+    given.append(not getattr(model, "gives_loss", False))
+    rows = [
+        not isinstance(layer.module, CapturedLayer) or (takes and gives)
+        for layer, (takes, gives) in zip(layers, pairwise(given), strict=True)
+    ]
+    bound = {
+        id(weight)
+        for layer, own in zip(layers, rows, strict=True)
+        for weight in layer.module.parameters()
+        if not own
+    }
+    return [
+        own and not any(id(weight) in bound for weight in layer.module.parameters())
+        for layer, own in zip(layers, rows, strict=True)
+    ]
 
 
 def _units(layers: Sequence[NamedLayer]) -> dict[str, str]:
@@ -190,6 +233,7 @@ def with_costs(blank: Layer, costs: Measured) -> Layer:
         weight_kept_bytes=footprint.weight_kept,
         workspace_bytes=costs.workspace,
         output_bytes=costs.handed_on.output,
+        parts=tuple(map(measured_part, blank.parts, costs.parts)),
         skip_bytes=costs.handed_on.skips,
         spread=times.spread,
         warnings=costs.flags,
