@@ -21,7 +21,7 @@ from penstock.core.graph import LayerGraph
 from penstock.planning import planner
 from penstock.planning.handover.capabilities import CAPABILITIES
 from penstock.planning.partition.chain import COST_MODELS
-from penstock.planning.planner.request import RecomputeRule, SpillRule
+from penstock.planning.planner.request import Objective, RecomputeRule, SpillRule
 from penstock.planning.plans.summing import REDUCERS
 
 
@@ -140,13 +140,35 @@ def _parse_tensor_ranks(_: click.Context, __: click.Parameter, text: str) -> int
     help="Only plans that another engine runs as they are.",
 )
 @click.option(
+    "--objective",
+    type=click.Choice(get_args(Objective)),
+    default="time",
+    show_default=True,
+    help="The shortest step, the fewest devices, or what a step costs.",
+)
+@click.option(
+    "--within",
+    "within_seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="How long a step may take, with --objective devices or cost.",
+)
+@click.option(
+    "--price-per-hour",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="X",
+    help="Of each device, in any currency; by default what the cluster says.",
+)
+@click.option(
     "--patience",
     "patience_seconds",
     type=click.FloatRange(min=0, min_open=True),
     metavar="SECONDS",
     help="Take the best plan found by then; so does Ctrl-C.",
 )
-@click.option("--what-if", help='Plan again with changes, as in "bandwidth*2, memory/2".')
+@click.option(
+    "--what-if", help='Plan again with changes, as in "hosts+1" or "bandwidth*2, memory/2".'
+)
 @options.output_option("Where to write the plan (.json).")
 @options.json_option
 @options.verbose_option("what the memory of each stage is spent on, and what was measured.")

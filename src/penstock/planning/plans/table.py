@@ -139,6 +139,7 @@ def render(
     one_device_seconds: float,
     rate: float | None = None,
     *,
+    spending: str = "",
     width: int = WIDTH,
     details: bool = True,
 ) -> str:
@@ -148,6 +149,7 @@ def render(
 
     Args:
         rate: in frames per second, that was asked for.
+        spending: what a step costs, in words, if anybody knows.
         width: of the longest line, in columns.
         details: whether to say what the memory of each stage is spent on.
     """
@@ -158,6 +160,7 @@ def render(
         f"{format_bytes(sum(prediction.rank_bytes))} in all"
     )
     words = [outcome, *([_live_words(prediction, rate)] if prediction.is_live or rate else [])]
+    words += [f"cost: {spending}"] if spending else []
     return "\n".join(
         [
             wrap_to(title, width),
