@@ -207,11 +207,6 @@ def plan(
         on_host = any(device.kind == "cpu" for device in there.devices)
         timed = [measured_tier(_tier(name), computes_on_host=on_host) for name in tiers]
         there = replace(there, tiers=(*there.tiers, *timed))
-    from penstock.planning.planner.request import is_live
-
-    live = is_live(request["schedule"], request["versions"], request["rate"])
-    if microbatches is None and minibatch is None and not live:
-        microbatches = 8
     request |= {
         "microbatches": microbatches,
         "minibatch": minibatch,

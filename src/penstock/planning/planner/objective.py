@@ -51,7 +51,7 @@ def hosts_of(cluster: Cluster) -> list[list[int]]:
     return list(hosts.values())
 
 
-class Part(NamedTuple):
+class ClusterPart(NamedTuple):
     """Some devices of a cluster."""
 
     cluster: Cluster
@@ -70,7 +70,7 @@ class Part(NamedTuple):
 class Judged(NamedTuple):
     """The plan that some devices are good for, before it is written down."""
 
-    part: Part
+    part: ClusterPart
     chosen: Candidate
     contenders: Sequence[Candidate]
     tasks: Sequence[Task]
@@ -101,9 +101,9 @@ class PartsOfCluster:
     patience: PlanningPatience = field(default_factory=PlanningPatience)
     size: int = 0
 
-    def of_size(self, size: int) -> list[Part]:
+    def of_size(self, size: int) -> list[ClusterPart]:
         """The different parts with so many devices."""
-        parts = (Part(only(self.cluster, order[:size])) for order in self._orders)
+        parts = (ClusterPart(only(self.cluster, order[:size])) for order in self._orders)
         return [*dict.fromkeys(parts)]
 
     @property
@@ -133,15 +133,15 @@ class PartsOfCluster:
             sizes.append(size)
         return sizes
 
-    def best(self, part: Part, limit: float) -> Judged | None:
+    def best(self, part: ClusterPart, limit: float) -> Judged | None:
         """The fastest plan on some devices that takes no longer than ``limit`` seconds; ``None``
         where there is none."""
         self.size = part.size
-        found = (self._best(part, limit, rule) for rule in with_rules(part.cluster, self.request))
-        there = [judged for judged in found if judged is not None]
+        bests = (self._best(part, limit, rule) for rule in with_rules(part.cluster, self.request))
+        there = [judged for judged in bests if judged is not None]
         return min(there, key=lambda judged: judged.chosen.seconds, default=None)
 
-    def _best(self, part: Part, limit: float, request: PlanRequest) -> Judged | None:
+    def _best(self, part: ClusterPart, limit: float, request: PlanRequest) -> Judged | None:
         constraints = request.constraints(self.graph)
         try:
             tasks = tasks_of(self.graph, part.cluster, request, constraints)
@@ -184,16 +184,16 @@ def sought(graph: LayerGraph, cluster: Cluster, request: PlanRequest) -> Plan:
             request.patience_seconds,
             lambda words: telling.update(f"on {count_of(parts.size, 'device')}: {words}"),
         )
-        found = _Found(parts)
+        search = _PartSearch(parts)
         try:
-            (found.fewest if request.objective == "devices" else found.cheapest)()
+            (search.fewest if request.objective == "devices" else search.cheapest)()
         except KeyboardInterrupt:
-            if found.best is None:
+            if search.best is None:
                 raise
             patience.interrupt()
-        if found.best is None:
+        if search.best is None:
             return _nothing(graph, cluster, request)
-        return found.plan(found.best)
+        return search.plan(search.best)
 
 
 def _nothing(graph: LayerGraph, cluster: Cluster, request: PlanRequest) -> Plan:
@@ -215,7 +215,7 @@ def _nothing(graph: LayerGraph, cluster: Cluster, request: PlanRequest) -> Plan:
     )
 
 
-class _Found:
+class _PartSearch:
     """The best part so far, and the others that were good for a plan.
 
     Args:

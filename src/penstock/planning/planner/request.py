@@ -265,10 +265,12 @@ class PlanRequest:
     def _check_summing(self) -> None:
         one_of("reducer", self.reducer, (*REDUCERS, "any"))
         whole("stale", self.stale, 0, MOST_STALE)
-        if self.reducer == "sharded" and (self.asynchronous or self._never_flushes):
+        drained = {"sharded": "shares of the weights", "parameter-server": "copies' weights"}
+        if self.reducer in drained and (self.asynchronous or self._never_flushes):
             raise InputError(
-                "reducer='sharded' updates shares of the weights when a pipeline has drained, and "
-                "one that is asynchronous never does; take another reducer, or leave out "
+                f"reducer={self.reducer!r} updates {drained[self.reducer]} when a pipeline has "
+                "drained, and one that is asynchronous never does; take another reducer, or leave "
+                "out "
                 f"{'asynchronous' if self.asynchronous else self.family}"
             )
         if self.stale and self.reducer != "parameter-server":
@@ -377,7 +379,8 @@ class PlanRequest:
                 microbatches = 1
             if microbatches is None:
                 raise InputError(
-                    "say how large a minibatch is: give microbatches=…, or minibatch=rows"
+                    "say how large a minibatch is: give microbatches=… (-m), or minibatch=rows "
+                    "(--minibatch)"
                 )
             return [(graph.microbatch_size, microbatches)]
         if microbatches is not None:
