@@ -208,7 +208,7 @@ def planned(graph: LayerGraph, cluster: Cluster | None, request: PlanRequest) ->
     )
     cluster = cluster or Cluster.local()
     if request.price_per_hour is not None:
-        cluster = _priced(cluster, request.price_per_hour)
+        cluster = priced(cluster, request.price_per_hour)
     if request.objective != "time":
         from penstock.planning.planner.objective import sought  # which plans by this module
 
@@ -226,7 +226,8 @@ def planned(graph: LayerGraph, cluster: Cluster | None, request: PlanRequest) ->
     return min(plans, key=lambda plan: plan.step_seconds)
 
 
-def _priced(cluster: Cluster, price_per_hour: float) -> Cluster:
+def priced(cluster: Cluster, price_per_hour: float) -> Cluster:
+    """A cluster each of whose devices costs so much."""
     devices = (replace(device, price_per_hour=price_per_hour) for device in cluster.devices)
     return replace(cluster, devices=tuple(devices))
 
