@@ -3,10 +3,11 @@
 import copy
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
-from benchmarks.predicting import published
+from benchmarks.predicting import published, published_ranks
 from benchmarks.predicting.published_steps import NotPredictedError, setting_of
 
 ROW = {
@@ -84,3 +85,42 @@ def test_the_table_counts_constants_first_and_names_each_source(tmp_path, monkey
     assert any(line.startswith("vTrain, one node  ") for line in lines)
     assert any(line.startswith("vTrain, one node, by rules") for line in lines)
     assert lines[-1].split() == ["1", "doubtful,", "as", "its", "notes", "say"]
+
+
+LAYOUTS = Path(__file__).parents[1] / "data" / "published_layouts.jsonl"
+"""Of vTrain's runs of 3.6B parameters on 64 GPUs, and of the zero-bubble authors' of 1.5B on 8."""
+
+
+@pytest.fixture(scope="module")
+def cases():
+    rows = [json.loads(line) for line in LAYOUTS.read_text().splitlines()]
+    return published_ranks.published_cases(rows)
+
+
+def test_the_best_published_layout_is_among_the_first_three(cases):
+    assert max(len(case.layouts) for case in cases) == 13
+    assert len(cases) == 4
+    for case in cases:
+        assert case.place <= published_ranks.FIRST, case.name
+        assert case.regret < 0.15, case.name
+
+
+def test_layouts_are_in_the_order_of_their_predictions(cases, capsys):
+    for case in cases:
+        predicted = [run.predicted for run in case.layouts]
+        assert predicted == sorted(predicted)
+        assert len({(r.setting.row["software"], r.setting.row["gpus"]) for r in case.layouts}) == 1
+    published_ranks.print_cases(cases)
+    printed = capsys.readouterr().out
+    assert "0 cases in which the published best is not among the first three" in printed
+    assert "all                              4" in printed
+
+
+def test_a_layout_that_is_worse_than_predicted_is_told(cases, capsys):
+    """As if the best of thirteen had been the one that is predicted to be the slowest."""
+    (case,) = (case for case in cases if len(case.layouts) == 13)
+    *others, last = case.layouts
+    spoiled = case._replace(layouts=(*others, last._replace(measured=0.1)))
+    assert spoiled.place == 13
+    published_ranks.print_cases([spoiled])
+    assert "is number 13 of 13; the first, tp " in capsys.readouterr().out

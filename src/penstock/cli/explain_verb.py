@@ -1,4 +1,6 @@
-"""``penstock explain``: what a plan does to the weights, and how fast it may learn."""
+"""``penstock explain``: why a plan was chosen, where the seconds of its step go, what it does to
+the weights, and how fast it may learn.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from penstock.base.errors import ModelError
-from penstock.base.units import format_bytes
+from penstock.base.units import format_bytes, format_seconds
 from penstock.cli import options, show, sources
 from penstock.cli.input import InputFile
 from penstock.drawing.plan_picture import counted
@@ -36,6 +38,10 @@ _REPLICAS = (
     "The learning rate of a stage with replicas is multiplied by their number, since its updates "
     "are means over them; that is counted."
 )
+
+
+_ROUNDING = 1e-9
+"""A share of a step that is nothing."""
 
 
 @click.command(name="explain", epilog=_EPILOG)
@@ -65,10 +71,12 @@ def explain_plan(
     estimate_steps: int,
     as_json: bool,
 ) -> None:
-    """Say what a plan does to the weights of each stage, and how fast it may learn."""
+    """Say why a plan was chosen, where the seconds of its step go, what it does to the weights of
+    each stage, and how fast it may learn."""
     if curvature is not None and workload is not None:
         raise click.UsageError("give --curvature or --workload, not both")
     from penstock.planning.plans.explanation import check_stability, explain
+    from penstock.planning.plans.seconds import seconds_of_ranks
 
     loaded = sources.load_plan(plan)
     explanation = explain(loaded)
@@ -79,8 +87,14 @@ def explain_plan(
     if learning_rate is not None and curvatures is not None:
         checks = check_stability(explanation, learning_rate, curvatures)
     if as_json:
-        show.print_json(_numbers(explanation, curvatures, checks))
+        numbers = _numbers(explanation, curvatures, checks)
+        ranks = [parts._asdict() for parts in seconds_of_ranks(loaded)]
+        show.print_json({**numbers, "step_seconds": loaded.step_seconds, "ranks": ranks})
         return
+    show.prose(explanation.title)
+    if loaded.reason:
+        show.prose(f"why: {loaded.reason}")
+    _print_seconds(loaded)
     _print_versions(explanation)
     _print_stability(explanation, learning_rate, curvatures, checks)
 
@@ -101,8 +115,38 @@ def _estimated(plan: Plan, workload: str, steps: int) -> list[float] | None:
         return None
 
 
+def _print_seconds(plan: Plan) -> None:
+    """Where the seconds of a step go, on the rank that works most and on an average of all."""
+    from penstock.planning.plans.seconds import (
+        MARKS,
+        MEANINGS,
+        bar_of,
+        seconds_of_ranks,
+        slowest_of,
+    )
+
+    if not plan.step_seconds:
+        return
+    ranks = seconds_of_ranks(plan)
+    slowest, step = slowest_of(ranks), plan.step_seconds
+    pace = "a minibatch in the steady state" if plan.versions.asynchronous else "a step"
+    show.echo(f"\nwhere the {format_seconds(step)} of {pace} go:\n")
+    rows = []
+    for index, name in enumerate(MARKS):
+        mean = sum(parts[index] for parts in ranks) / len(ranks)
+        own = ranks[slowest][index]
+        if max(own, mean) > step * _ROUNDING:
+            shares = (format_seconds(max(own, 0.0)), f"{own / step:.1%}", f"{mean / step:.1%}")
+            rows.append([f"{MARKS[name]} {name}", MEANINGS[name], *shares])
+    rows.append(["  step", "", format_seconds(step), "100.0%", "100.0%"])
+    columns = ("", "", f"rank {slowest}", "share", "of all")
+    show.print_table(columns, rows, num_texts=2)
+    show.echo(f"\n{bar_of(ranks[slowest], show.width() - 1)}")
+    if len(ranks) > 1:
+        show.prose(f"rank {slowest} works most; of all: the mean over {len(ranks)} ranks\n")
+
+
 def _print_versions(explanation: Explanation) -> None:
-    show.prose(explanation.title)
     show.prose(explanation.summary + "\n")
     stages = list(enumerate(explanation.stages))
     if not explanation.synchronous:

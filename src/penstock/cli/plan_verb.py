@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 from msgspec.structs import replace
@@ -21,8 +21,11 @@ from penstock.core.graph import LayerGraph
 from penstock.planning import planner
 from penstock.planning.handover.capabilities import CAPABILITIES
 from penstock.planning.partition.chain import COST_MODELS
-from penstock.planning.planner.request import RecomputeRule, SpillRule
+from penstock.planning.planner.request import Objective, RecomputeRule, SpillRule
 from penstock.planning.plans.summing import REDUCERS
+
+if TYPE_CHECKING:
+    from penstock.planning.plans import Plan
 
 
 def _num_ranks(replicas: str) -> int:
@@ -140,13 +143,38 @@ def _parse_tensor_ranks(_: click.Context, __: click.Parameter, text: str) -> int
     help="Only plans that another engine runs as they are.",
 )
 @click.option(
+    "--objective",
+    type=click.Choice(get_args(Objective)),
+    default="time",
+    show_default=True,
+    help="The shortest step, the fewest devices, or what a step costs.",
+)
+@click.option(
+    "--within",
+    "within_seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="How long a step may take, with --objective devices or cost.",
+)
+@click.option(
+    "--price-per-hour",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="X",
+    help="Of each device, in any currency; by default what the cluster says.",
+)
+@click.option(
     "--patience",
     "patience_seconds",
     type=click.FloatRange(min=0, min_open=True),
     metavar="SECONDS",
     help="Take the best plan found by then; so does Ctrl-C.",
 )
-@click.option("--what-if", help='Plan again with changes, as in "bandwidth*2, memory/2".')
+@click.option(
+    "--what-if", help='Plan again with changes, as in "hosts+1" or "bandwidth*2, memory/2".'
+)
+@click.option(
+    "--html", metavar="FILE", help="Also write a page to choose from (.html), with all there is."
+)
 @options.output_option("Where to write the plan (.json).")
 @options.json_option
 @options.verbose_option("what the memory of each stage is spent on, and what was measured.")
@@ -161,6 +189,7 @@ def plan(
     memory: int | None,
     tiers: tuple[str, ...],
     what_if: str | None,
+    html: str | None,
     output: str | None,
     as_json: bool,
     verbose: bool,
@@ -186,11 +215,6 @@ def plan(
         on_host = any(device.kind == "cpu" for device in there.devices)
         timed = [measured_tier(_tier(name), computes_on_host=on_host) for name in tiers]
         there = replace(there, tiers=(*there.tiers, *timed))
-    from penstock.planning.planner.request import is_live
-
-    live = is_live(request["schedule"], request["versions"], request["rate"])
-    if microbatches is None and minibatch is None and not live:
-        microbatches = 8
     request |= {
         "microbatches": microbatches,
         "minibatch": minibatch,
@@ -199,8 +223,10 @@ def plan(
         "replicas": replicas,
     }
     profile = _read_graph(graph)
+    if html is not None:
+        refuse_useless(["what_if"], "--html shows what there is to choose from, without changes")
     if what_if is None:
-        chosen = planner.plan(profile, there, **request)
+        chosen = _chosen(profile, there, html, request)
         text = chosen.text(show.width(), details=verbose)
     else:
         changed = planner.what_if(what_if, profile, there, **request)
@@ -212,6 +238,21 @@ def plan(
         show.print_json(chosen)
     elif output != STANDARD_OUTPUT:
         show.echo(text)
+
+
+def _chosen(
+    profile: LayerGraph, cluster: Cluster, html: str | None, request: dict[str, Any]
+) -> Plan:
+    """The plan; where a page is asked for, that is written, too."""
+    if html is None:
+        return planner.plan(profile, cluster, **request)
+    from penstock.drawing import draw  # for those who look at a page
+
+    choices = planner.choices(profile, cluster, **request)
+    with written(html, ".html") as path:
+        if path is not None:
+            draw(choices, path)
+    return choices.plan
 
 
 def _tier(name: str) -> Tier:

@@ -43,6 +43,7 @@ class Layer(Value, frozen=True, kw_only=True):
         split_seconds: what a backward in two halves takes longer than a whole one.
         recompute_seconds: a forward that runs again before its backward; as long as the first by
             default.
+        collective_seconds: of forward and backward, what tensor ranks exchange; 0 in a profile.
         update_seconds: the optimizer's step on its parameters, once per minibatch.
         activation_bytes: what autograd keeps from forward until backward.
         held_input_bytes: its input, if autograd does not keep that anyway; what a stage that begins
@@ -80,6 +81,7 @@ class Layer(Value, frozen=True, kw_only=True):
     split_forward_seconds: float = 0.0
     split_seconds: float = 0.0
     recompute_seconds: float | None = None
+    collective_seconds: float = 0.0
     update_seconds: float = 0.0
     activation_bytes: int = 0
     held_input_bytes: int = 0

@@ -23,6 +23,7 @@ from penstock.core.timing.timeline import Timeline
 from penstock.drawing.markup import Titled
 
 if TYPE_CHECKING:
+    from penstock.drawing.choice_page import ChoicePicture
     from penstock.drawing.fleets import TitledFleet
     from penstock.drawing.plan_picture import PlanPicture
 
@@ -134,9 +135,17 @@ class Drawable(Protocol):
     def _repr_html_(self) -> str: ...
 
 
+@runtime_checkable
+class DrawableChoices(Protocol):
+    """Plans to choose from, which make a page."""
+
+    def _choices_(self) -> ChoicePicture:
+        """All that the page shows."""
+
+
 @public()
 def draw(
-    timeline: Timeline | FleetTimeline | Drawable,
+    timeline: Timeline | FleetTimeline | Drawable | DrawableChoices,
     path: str | os.PathLike[str] | None = None,
     *,
     versions: bool = False,
@@ -147,7 +156,7 @@ def draw(
     Args:
         timeline: predicted or measured; or that of a fleet, into text or a figure; or a ``Plan``,
             as ``penstock draw plan.json`` draws it: what never flushes in its steady state, with
-            versions, and never narrower than 700 pixels.
+            versions, and never narrower than 700 pixels; or ``planner.choices``, as a page.
         path: where to write the picture; its suffix chooses the kind: ``.txt``, ``.svg``,
             ``.pdf`` and ``.png`` (with the extra ``pictures``), ``.html`` (self-contained page) or
             ``.json`` (Chrome trace, for Perfetto). Without a path nothing is written.
@@ -172,6 +181,10 @@ def draw(
         picture, below, reads = timeline._drawn_()
         text = draw_plan(picture, below, path, versions=versions or reads, width=width)
         return Picture.of(text, timeline._repr_html_)
+    if isinstance(timeline, DrawableChoices) and not isinstance(timeline, type):
+        if path is None:
+            raise InputError("plans to choose from make a page; give its name, as in 'plans.html'")
+        return Picture(draw_choices(timeline._choices_(), path))
     expect(timeline, Timeline, "the timeline", "make one with penstock.simulate, or give a plan")
     assert isinstance(timeline, Timeline)  # nothing else is expected
     if versions:
@@ -275,6 +288,13 @@ def _of_several(suffix: str, timelines: Sequence[Titled], *, width: float | None
     from penstock.drawing.pages import stacked_page
 
     return stacked_page(timelines)
+
+
+def draw_choices(picture: ChoicePicture, path: str | os.PathLike[str]) -> str:
+    """Draw plans to choose from as a page (``.html``)."""
+    from penstock.drawing.choice_page import choice_page
+
+    return _drawn((".html",), lambda _, shown: choice_page(shown), picture, path)
 
 
 def draw_scatter(timelines: Sequence[Titled], path: str | os.PathLike[str]) -> str:

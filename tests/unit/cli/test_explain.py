@@ -366,3 +366,21 @@ def test_explaining_leaves_torch_alone(saved):
 def test_it_has_a_name_and_help():
     assert isinstance(penstock.commands["explain"], click.Command)
     assert "how fast it may learn" in run("explain", "-h")
+
+
+def test_where_the_seconds_of_a_step_go(tmp_path):
+    """In words with a bar, and as numbers that add up."""
+    path = tmp_path / "plan.json"
+    plan_of(versions.Flush(), "2-1-1").save(path)
+    shown = explained(str(path))
+    assert "why: " in shown and "where the " in shown
+    assert re.search(r"█ compute +forwards and backwards of layers", shown)
+    assert re.search(r"  step +.* 100.0%", shown)
+    bar = next(line for line in shown.splitlines() if re.fullmatch("█+·+", line))
+    numbers = json.loads(explained(str(path), "--json"))
+    most = max(numbers["ranks"], key=lambda parts: parts["compute"])
+    assert bar.count("█") / len(bar) == pytest.approx(
+        most["compute"] / numbers["step_seconds"], abs=0.01
+    )
+    for parts in numbers["ranks"]:
+        assert sum(parts.values()) == pytest.approx(numbers["step_seconds"])

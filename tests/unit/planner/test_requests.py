@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from penstock import Cluster, Tier, plan, schedules
+from penstock import Cluster, SpareMachine, Tier, plan, schedules, versions
 from penstock.base.errors import InputError, PlanError
 from penstock.planning.planner.request import PlanRequest
+from tests.kit.command_line import refused
 from tests.kit.planning import chain, devices
 
 
@@ -87,3 +88,23 @@ def test_of_the_sizes_that_make_too_many_microbatches_none_is_tried():
     many, few = PlanRequest(minibatch=1_000_000), PlanRequest(minibatch=1000)
     assert many.microbatch_sizes(graph, num_ranks=2) == [(1000, 1000)]
     assert few.microbatch_sizes(graph, num_ranks=2) == [(1, 1000), (1000, 1)]
+
+
+@pytest.mark.parametrize("reducer", ["sharded", "parameter-server"])
+@pytest.mark.parametrize(
+    "never", [{"asynchronous": True}, {"schedule": "pipedream"}, {"versions": versions.Stash()}]
+)
+def test_what_waits_for_a_drained_pipeline_is_refused_where_none_drains(reducer, never):
+    """It was dropped without a word where an asynchronous plan won."""
+    cluster = replace(devices(4), spares=(SpareMachine(name="s", bytes_per_second=1e9),))
+    with pytest.raises(
+        InputError, match=f"reducer='{reducer}' updates .* never does; take another"
+    ):
+        plan(chain(8), cluster, microbatches=8, reducer=reducer, **never)
+
+
+def test_without_microbatches_the_command_line_says_what_python_says(tmp_path):
+    chain(4).save(tmp_path / "g.json")
+    with pytest.raises(InputError, match="say how large a minibatch is") as error:
+        plan(chain(4), Cluster.local(2))
+    assert str(error.value) in refused("plan", str(tmp_path / "g.json"), "-p", "2")

@@ -80,7 +80,8 @@ def test_memory_divided_by_much_is_little_and_not_unlimited():
     [
         ("bandwith*2", r"'bandwith\*2' is no change; write for example bandwidth\*2 .* of bandw"),
         ("bandwidth", "'bandwidth' is no change"),
-        ("bandwidth+2", "is no change"),
+        ("bandwidth^2", "is no change"),
+        ("bandwidth+2", "'2' is not a number with a unit"),
         ("bandwidth*2 memory/2", "is no change"),
         ("bandwidth*fast", "bandwidth: 'fast' is not a number"),
         ("bandwidth*0", "bandwidth: 0 must be > 0"),

@@ -27,19 +27,22 @@ class Device(Value, frozen=True, kw_only=True):
         speed: relative to the machine the profile was measured on (2.0 is twice as fast).
         kind: ``"cpu"`` or ``"gpu"`` (any accelerator that torch knows); ``None`` where nobody says,
             which counts as ``"cpu"`` when the plan is run.
+        price_per_hour: what it costs, in any currency; 0 where nobody says.
 
     Raises:
-        InputError: a negative memory, or a speed that is not a positive number.
+        InputError: a negative memory or price, or a speed that is not a positive number.
     """
 
     name: str
     memory_bytes: int = 0
     speed: float = 1.0
     kind: DeviceKind | None = None
+    price_per_hour: float = 0.0
 
     def __post_init__(self) -> None:
         whose = f"device {shown(self.name)}"
         self.check_fields(whose)
+        number(f"{whose}: price_per_hour", self.price_per_hour)
         if not _LEAST_SPEED <= self.speed <= _MOST_SPEED:
             raise InputError(
                 f"{whose}: speed is {self.speed}, but must be > 0: {_LEAST_SPEED:g} to "

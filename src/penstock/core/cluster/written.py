@@ -78,6 +78,7 @@ class WrittenDevice(_Table, frozen=True):
     memory: Bytes = Bytes(0)
     speed: float = 1.0
     kind: DeviceKind | None = None
+    price_per_hour: float = 0.0
 
 
 class WrittenServer(_Table, frozen=True):
@@ -90,6 +91,7 @@ class WrittenServer(_Table, frozen=True):
     shared_memory: Bytes = Bytes(0)
     speed: float = 1.0
     kind: DeviceKind | None = None
+    price_per_hour: float = 0.0
     link: Joint = _NO_LINK
     link_kind: GroupKind | None = None
     card: WrittenCard | None = None
@@ -137,7 +139,13 @@ class WrittenServer(_Table, frozen=True):
         )
 
     def _device(self, name: str, memory_bytes: int) -> Device:
-        return Device(name=name, memory_bytes=memory_bytes, speed=self.speed, kind=self.kind)
+        return Device(
+            name=name,
+            memory_bytes=memory_bytes,
+            speed=self.speed,
+            kind=self.kind,
+            price_per_hour=self.price_per_hour,
+        )
 
 
 class WrittenGroup(_Table, frozen=True):
@@ -286,7 +294,11 @@ def read(text: str) -> dict[str, Any]:
         num_servers += server.count
     devices += [
         Device(
-            name=device.name, memory_bytes=int(device.memory), speed=device.speed, kind=device.kind
+            name=device.name,
+            memory_bytes=int(device.memory),
+            speed=device.speed,
+            kind=device.kind,
+            price_per_hour=device.price_per_hour,
         )
         for device in written_cluster.devices
     ]

@@ -261,6 +261,7 @@ def _layer_as_seen(problem: LayoutProblem, layer: Layer, sharing: Sharing, step:
         split_forward_seconds=layer.split_forward_seconds * work,
         split_seconds=layer.split_seconds * work,
         recompute_seconds=None if again is None else again * work + step.forward.seconds,
+        collective_seconds=step.forward.seconds + step.backward.seconds,
         update_seconds=layer.update_seconds * parameters + summed,
         activation_bytes=max(_part(layer.activation_bytes, kept), ceil(copied)),
         held_input_bytes=_part(layer.held_input_bytes, reads),

@@ -6,7 +6,8 @@ what is planned, ``variants`` the same in other words: layers in another order, 
 the memory that it has; ``cuts`` is where its stages begin, a ``candidate`` both together:
 ``pricing`` says what its stages cost, ``limits`` what it may need and takes at least. ``race``
 finds the best, ``why`` says what decided, or why there is none; ``doubts`` what makes it uncertain.
-``live`` finds the fewest devices that keep up with a source. ``spilling`` plans for stages that
+``live`` finds the fewest devices that keep up with a source, ``objective`` the fewest that do, or
+cost least; ``choosing`` what there is to choose from. ``spilling`` plans for stages that
 come from a tier and leave again, where nothing fits otherwise; ``offloading`` holds activations
 that wait in a tier against forwards that run twice. ``changes`` asks what if, ``replanning`` plans
 for other devices what has begun.
@@ -49,6 +50,7 @@ from penstock.base.lazily import loaded_when_used
 
 if TYPE_CHECKING:
     from penstock.planning.planner.changes import WhatIf, what_if
+    from penstock.planning.planner.choosing import PlanChoices, choices
     from penstock.planning.planner.replanning import replan
     from penstock.planning.planner.search import plan
 else:
@@ -56,9 +58,10 @@ else:
         __name__,
         {
             "penstock.planning.planner.changes": ("WhatIf", "what_if"),
+            "penstock.planning.planner.choosing": ("PlanChoices", "choices"),
             "penstock.planning.planner.replanning": ("replan",),
             "penstock.planning.planner.search": ("plan",),
         },
     )
 
-__all__ = ["WhatIf", "plan", "replan", "what_if"]
+__all__ = ["PlanChoices", "WhatIf", "choices", "plan", "replan", "what_if"]

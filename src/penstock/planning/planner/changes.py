@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from dataclasses import replace as replaced
 from math import inf
@@ -26,12 +26,14 @@ from penstock.core.cluster import Card, Cluster, Device, Link
 from penstock.core.cluster.cluster import only
 from penstock.core.cluster.parts import MOST_DEVICES
 from penstock.core.graph import LayerGraph
+from penstock.planning.planner.objective import hosts_of
 from penstock.planning.planner.request import PlanRequest
 from penstock.planning.planner.search import planned
 from penstock.planning.plans.plan import Plan
+from penstock.planning.plans.spending import spending_of
 from penstock.planning.plans.table import WIDTH, as_text, family_title, new_table
 
-_CHANGE = re.compile(r"\s*(?P<quantity>[a-z]+)\s*(?P<how>[*/=])\s*(?P<value>[^\s,]+)\s*")
+_CHANGE = re.compile(r"\s*(?P<quantity>[a-z]+)\s*(?P<how>[*/=+-])\s*(?P<value>[^\s,]+)\s*")
 
 
 class _Question(NamedTuple):
@@ -47,7 +49,7 @@ class Change:
 
     Attributes:
         quantity: what is changed.
-        how: ``*``, ``/`` or ``=``.
+        how: ``*``, ``/``, ``+``, ``-`` or ``=``.
         value: by how much, or to what.
     """
 
@@ -65,24 +67,46 @@ class Change:
         match = _CHANGE.fullmatch(text)
         if match is None or match["quantity"] not in _QUANTITIES:
             raise InputError(
-                f"{text.strip()!r} is no change; write for example bandwidth*2 or memory=16GiB, of "
+                f"{text.strip()!r} is no change; write for example bandwidth*2 or hosts+1, of "
                 f"{', '.join(_QUANTITIES)}"
             )
         return cls(match["quantity"], match["how"], match["value"])
 
-    def of(self, number: float, read: Callable[[object], float] | None = None) -> float:
+    def of(
+        self,
+        number: float,
+        read: Callable[[object], float] | None = None,
+        *,
+        unlimited: bool = False,
+    ) -> float:
         """The number that this change makes of ``number``.
+
+        Args:
+            number: what there is.
+            read: of a value with a unit.
+            unlimited: whether 0 means that there is no limit.
 
         Raises:
             InputError: the value is no finite number > 0.
         """
         try:
-            value = read(self.value) if read and self.how == "=" else float(self.value)
+            value = read(self.value) if read and self.how in "=+-" else float(self.value)
         except ValueError:
-            raise InputError(f"{self.quantity}: {self.value!r} is not a number") from None
+            unit = " with a unit" if read and self.how in "=+-" else ""
+            raise InputError(f"{self.quantity}: {self.value!r} is not a number{unit}") from None
         if not 0 < value < inf:
             raise InputError(f"{self.quantity}: {self.value} must be > 0 and finite")
-        changed = {"*": number * value, "/": number / value, "=": value}[self.how]
+        if unlimited and not number and self.how in "+-":
+            return 0.0
+        changed = {
+            "*": number * value,
+            "/": number / value,
+            "+": number + value,
+            "-": number - value,
+            "=": value,
+        }[self.how]
+        if changed <= 0 < number:
+            raise InputError(f"{self.quantity}{self.how}{self.value} leaves nothing")
         if changed > MOST_AMOUNT:
             raise InputError(
                 f"{self.quantity}{self.how}{self.value} makes it too large; ask for less"
@@ -140,7 +164,15 @@ class WhatIf:
             ),
             ("recompute", _recomputing(before), _recomputing(after), ""),
             *([("figures", marks[0].mark, marks[1].mark, "")] if marks[0] and marks[1] else []),
+            *self._cost(),
         ]
+
+    def _cost(self) -> Iterator[tuple[str, str, str, str]]:
+        """What a step costs, where that changes."""
+        costs = spending_of(self.before), spending_of(self.after)
+        if costs[0].in_money and costs[1].in_money and costs[0].amount:
+            change = f"{costs[1].amount / costs[0].amount:.0%}"
+            yield "cost", str(costs[0]), str(costs[1]), change
 
 
 def what_if(
@@ -149,9 +181,10 @@ def what_if(
     """Plan now and with changes.
 
     Args:
-        changes: as in ``"bandwidth*2, memory/2"``; of bandwidth, latency, memory (limits of devices
-            and of ``memory_bytes``), speed, devices (the first of the cluster, or more like them)
-            and microbatches; ``*``, ``/`` or ``=``, with units behind ``=``.
+        changes: as in ``"bandwidth*2, hosts+1"``; of bandwidth, latency, memory (limits of devices
+            and of ``memory_bytes``), speed, devices (the first of the cluster, or more like them),
+            hosts (the first, or more like the last) and microbatches; ``*``, ``/``, ``+``, ``-`` or
+            ``=``, with units behind the last three.
         graph: the profiled model.
         cluster: devices; by default this machine's cores.
         request: what else ``plan`` is question.
@@ -208,7 +241,7 @@ def _with_links(question: _Question, change: Callable[[Link], Link]) -> _Questio
 
 def _bandwidth(question: _Question, change: Change) -> _Question:
     def faster(link: Link) -> Link:
-        bandwidth = change.of(link.bytes_per_second, to_bytes_per_second)
+        bandwidth = change.of(link.bytes_per_second, to_bytes_per_second, unlimited=True)
         return replace(link, bytes_per_second=bandwidth)
 
     return _with_links(question, faster)
@@ -223,7 +256,7 @@ def _latency(question: _Question, change: Change) -> _Question:
 
 def _memory(question: _Question, change: Change) -> _Question:
     def limit(num_bytes: int) -> int:
-        changed = change.of(num_bytes, to_bytes)
+        changed = change.of(num_bytes, to_bytes, unlimited=True)
         # No bytes at all would mean that there is no limit.
         return max(1, round(changed)) if changed else 0
 
@@ -252,9 +285,7 @@ def _speed(question: _Question, change: Change) -> _Question:
 def _devices(question: _Question, change: Change) -> _Question:
     devices = question.cluster.devices
     wanted = change.of(len(devices))
-    if round(wanted) < 1:
-        raise InputError(f"devices{change.how}{change.value} leaves none of {len(devices)}")
-    count = whole("devices", round(wanted), 1, MOST_DEVICES)
+    count = _whole(change, wanted, len(devices))
     if count <= len(devices):
         return question._replace(cluster=only(question.cluster, range(count)))
     more: tuple[Device, ...] = tuple(
@@ -262,6 +293,50 @@ def _devices(question: _Question, change: Change) -> _Question:
         for index in range(len(devices), count)
     )
     return question._replace(cluster=replace(question.cluster, devices=(*devices, *more)))
+
+
+def _whole(change: Change, wanted: float, number: int) -> int:
+    if round(wanted) < 1:
+        raise InputError(f"{change.quantity}{change.how}{change.value} leaves none of {number}")
+    return whole(change.quantity, round(wanted), 1, MOST_DEVICES)
+
+
+def _hosts(question: _Question, change: Change) -> _Question:
+    cluster = question.cluster
+    hosts = hosts_of(cluster)
+    count = _whole(change, change.of(len(hosts)), len(hosts))
+    if count <= len(hosts):
+        kept = [device for host in hosts[:count] for device in host]
+        return question._replace(cluster=only(cluster, kept))
+    whole("devices", len(cluster.devices) + (count - len(hosts)) * len(hosts[-1]), 1, MOST_DEVICES)
+    last = only(cluster, hosts[-1])
+    for number in range(len(hosts), count):
+        cluster = _joined(cluster, last, f"more{number}")
+    return question._replace(cluster=cluster)
+
+
+def _joined(cluster: Cluster, host: Cluster, name: str) -> Cluster:
+    """A cluster with one more host beside its outermost groups.
+
+    Args:
+        name: which stands before all names in the new host.
+    """
+
+    def named(part: str) -> str:
+        return f"{name}:{part}"
+
+    devices = (replace(device, name=named(device.name)) for device in host.devices)
+    groups = [
+        replace(group, name=named(group.name), members=tuple(map(named, group.members)))
+        for group in host.groups
+    ]
+    wires = [replace(w, between=(named(w.between[0]), named(w.between[1]))) for w in host.wires]
+    return replace(
+        cluster,
+        devices=(*cluster.devices, *devices),
+        groups=(*cluster.groups, *groups),
+        wires=(*cluster.wires, *wires),
+    )
 
 
 def _microbatches(question: _Question, change: Change) -> _Question:
@@ -277,6 +352,7 @@ _QUANTITIES: dict[str, Callable[[_Question, Change], _Question]] = {
     "latency": _latency,
     "memory": _memory,
     "speed": _speed,
+    "hosts": _hosts,
     "devices": _devices,
     "microbatches": _microbatches,
 }

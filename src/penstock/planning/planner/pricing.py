@@ -351,6 +351,8 @@ class CutSetting:
             "backward_weight_seconds": seconds("backward_weight_seconds"),
             "split_seconds": seconds("split_seconds") + more,
             "recompute_seconds": seconds("recompute_seconds") + more,
+            "launch_seconds": more,
+            "collective_seconds": seconds("collective_seconds"),
             "update_seconds": self.way.update_seconds(update, len(devices)),
             "reduce_seconds": reduced.seconds,
             "reduce_parts": reduced.num_parts,

@@ -45,6 +45,9 @@ SpillRule = Literal["where-needed", "never", "always"]
 """Whether stages may come from a tier and leave again: where nothing fits otherwise, never, or
 always."""
 
+Objective = Literal["time", "devices", "cost"]
+"""Goals of a plan: the shortest step, the fewest devices, or the least money."""
+
 Options = tuple[tuple[str, Any], ...]
 """(name, value) pairs that a family is given."""
 
@@ -168,6 +171,9 @@ class PlanRequest:
     rate: float | None = None
     spill: SpillRule = "where-needed"
     engine: str | None = None
+    objective: Objective = "time"
+    within_seconds: float | None = None
+    price_per_hour: float | None = None
     patience_seconds: float | None = None
 
     def __post_init__(self) -> None:
@@ -195,11 +201,34 @@ class PlanRequest:
         width = self.tensor_ranks
         if width != "any" and not (is_whole(width) and 1 <= int(width) <= families.LARGEST):
             raise InputError(f"tensor_ranks is {shown(width)}; give a whole number ≥ 1 or 'any'")
-        if self.patience_seconds is not None:
-            number("patience_seconds", self.patience_seconds, positive=True)
+        for name in ("patience_seconds", "within_seconds", "price_per_hour"):
+            if getattr(self, name) is not None:
+                number(name, getattr(self, name), positive=True)
+        self._check_objective()
         never = self.versions is not None and self.versions.asynchronous
         if never and self.recompute in ("stage", "layers"):
             raise InputError("stages do not run forward twice where the pipeline never flushes")
+
+    def _check_objective(self) -> None:
+        one_of("objective", self.objective, get_args(Objective))
+        if self.objective == "time":
+            if self.within_seconds is not None:
+                raise InputError(
+                    "within_seconds says how long a step may take, and a plan for objective='time' "
+                    "takes as little as it can; take objective='devices' or 'cost', or leave "
+                    "within_seconds out"
+                )
+            return
+        asked = {
+            "rate": (self.rate is not None, "a plan for a rate has the fewest devices already"),
+            "placer='reinforce'": (self.placer == "reinforce", "it places layers on all devices"),
+            "spill='always'": (self.spill == "always", "stages then come and go on all devices"),
+        }
+        for words, (is_asked, why) in asked.items():
+            if is_asked:
+                raise InputError(
+                    f"objective={self.objective!r} does not go with {words}: {why}; leave one out"
+                )
 
     def _check_engine(self, engine: str) -> None:
         able = capabilities_of(engine)
@@ -235,10 +264,12 @@ class PlanRequest:
     def _check_summing(self) -> None:
         one_of("reducer", self.reducer, (*REDUCERS, "any"))
         whole("stale", self.stale, 0, MOST_STALE)
-        if self.reducer == "sharded" and (self.asynchronous or self._never_flushes):
+        drained = {"sharded": "shares of the weights", "parameter-server": "copies' weights"}
+        if self.reducer in drained and (self.asynchronous or self._never_flushes):
             raise InputError(
-                "reducer='sharded' updates shares of the weights when a pipeline has drained, and "
-                "one that is asynchronous never does; take another reducer, or leave out "
+                f"reducer={self.reducer!r} updates {drained[self.reducer]} when a pipeline has "
+                "drained, and one that is asynchronous never does; take another reducer, or leave "
+                "out "
                 f"{'asynchronous' if self.asynchronous else self.family}"
             )
         if self.stale and self.reducer != "parameter-server":
@@ -347,7 +378,8 @@ class PlanRequest:
                 microbatches = 1
             if microbatches is None:
                 raise InputError(
-                    "say how large a minibatch is: give microbatches=…, or minibatch=rows"
+                    "say how large a minibatch is: give microbatches=… (-m), or minibatch=rows "
+                    "(--minibatch)"
                 )
             return [(graph.microbatch_size, microbatches)]
         if microbatches is not None:

@@ -31,6 +31,7 @@ from penstock.planning.planner.race import Race, closest, fastest
 from penstock.planning.planner.request import (
     PROPOSED,
     Constraints,
+    Objective,
     PlanRequest,
     RecomputeRule,
     SpillRule,
@@ -85,6 +86,9 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
     rate: float | None = None,
     spill: SpillRule = "where-needed",
     engine: str | None = None,
+    objective: Objective = "time",
+    within_seconds: float | None = None,
+    price_per_hour: float | None = None,
     patience_seconds: float | None = None,
 ) -> Plan:
     """Find the plan with the shortest predicted step that fits in memory.
@@ -147,6 +151,13 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
             where otherwise forwards would run twice, if that is faster.
         engine: another engine that is to run the plan, as ``Plan.to`` takes it
             (``docs/other-engines.md``): only plans that it runs as they are. By default, Penstock.
+        objective: ``"time"``, the shortest step; ``"devices"``, the fewest devices of the cluster
+            on which a step takes at most ``within_seconds``, or on which the model fits at all; or
+            ``"cost"``, what a step costs: the price of its devices, or their hours where they have
+            no price (``docs/choosing-devices.md``).
+        within_seconds: how long a step may take, where the objective is not time.
+        price_per_hour: of each device, in place of what the cluster's devices say.
+        patience_seconds: takes the best plan found by then; by default, search to the end.
 
     Returns:
         The plan; ``print`` shows it, ``save`` keeps it, ``reason`` and ``alternatives`` tell why it
@@ -154,8 +165,9 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
 
     Raises:
         PlanError: nothing satisfies the request: more stages than layers or than the devices can
-            run, too little memory (says what is over by how much, and what would fit), or too slow
-            for the rate (says which stage is, what is reached, and how many devices would do).
+            run, too little memory (says what is over by how much, and what would fit), too slow for
+            the rate (says which stage is, what is reached, and how many devices would do) or for
+            ``within_seconds``.
         InputError: a count below 1, an unknown schedule, or more microbatches than can be simulated
             (ranks × microbatches above 2,000,000).
     """
@@ -180,6 +192,9 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
         rate=rate,
         spill=spill,
         engine=engine,
+        objective=objective,
+        within_seconds=within_seconds,
+        price_per_hour=price_per_hour,
         patience_seconds=patience_seconds,
     )
     return planned(graph, cluster, request)
@@ -187,32 +202,6 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
 
 def planned(graph: LayerGraph, cluster: Cluster | None, request: PlanRequest) -> Plan:
     """The best plan for a request, as ``plan`` finds it."""
-    if request.engine is None or request.recompute != "where-needed":
-        return _planned(graph, cluster, request)
-    # Other engines recompute everywhere or nowhere.
-    plans: list[Plan] = []
-    failure: PlanError | None = None
-    for rule in ("never", "layers") if _is_limited(cluster, request) else ("never",):
-        try:
-            plans.append(_planned(graph, cluster, replaced(request, recompute=rule)))
-        except PlanError as error:
-            failure = failure or error
-    if not plans:
-        assert failure is not None
-        raise failure
-    return min(plans, key=lambda plan: plan.step_seconds)
-
-
-def _is_limited(cluster: Cluster | None, request: PlanRequest) -> bool:
-    limits = (
-        [cluster.memory_bytes, *(device.memory_bytes for device in cluster.devices)]
-        if cluster
-        else []
-    )
-    return request.memory_bytes is not None or any(limits)
-
-
-def _planned(graph: LayerGraph, cluster: Cluster | None, request: PlanRequest) -> Plan:
     expect(graph, LayerGraph, "the graph", "measure the model with penstock.profile")
     expect(
         cluster,
@@ -221,9 +210,58 @@ def _planned(graph: LayerGraph, cluster: Cluster | None, request: PlanRequest) -
         'give a penstock.Cluster, as Cluster.of("dgx-h100"), or Cluster.load a file',
     )
     cluster = cluster or Cluster.local()
-    constraints = request.constraints(graph)
+    if request.price_per_hour is not None:
+        cluster = priced(cluster, request.price_per_hour)
+    if request.objective != "time":
+        from penstock.planning.planner.objective import sought  # which plans by this module
+
+        return sought(graph, cluster, request)
+    plans: list[Plan] = []
+    failure: PlanError | None = None
+    for rule in with_rules(cluster, request):
+        try:
+            plans.append(_planned(graph, cluster, rule))
+        except PlanError as error:
+            failure = failure or error
+    if not plans:
+        assert failure is not None
+        raise failure
+    return min(plans, key=lambda plan: plan.step_seconds)
+
+
+def priced(cluster: Cluster, price_per_hour: float) -> Cluster:
+    """A cluster each of whose devices costs so much."""
+    devices = (replace(device, price_per_hour=price_per_hour) for device in cluster.devices)
+    return replace(cluster, devices=tuple(devices))
+
+
+def with_rules(cluster: Cluster, request: PlanRequest) -> list[PlanRequest]:
+    """The requests that make up one: other engines recompute everywhere or nowhere."""
+    if request.engine is None or request.recompute != "where-needed":
+        return [request]
+    limits = [cluster.memory_bytes, *(device.memory_bytes for device in cluster.devices)]
+    is_limited = request.memory_bytes is not None or any(limits)
+    rules: tuple[RecomputeRule, ...] = ("never", "layers") if is_limited else ("never",)
+    return [replaced(request, recompute=rule) for rule in rules]
+
+
+def tasks_of(
+    graph: LayerGraph, cluster: Cluster, request: PlanRequest, constraints: Constraints
+) -> list[Task]:
+    """What is to be planned for a request: a task for each size of microbatches, way to sum, width
+    of tensor groups and order of layers that may be."""
+    tasks = _single_tasks(graph, cluster, request, constraints)
+    tasks = list(_with_tensor_ranks(list(_with_reducers(tasks, request)), request))
+    if request.layer_order == "any" and not constraints.cuts:
+        tasks += [other for task in tasks for other in in_other_orders(task)]
+    return tasks
+
+
+def _single_tasks(
+    graph: LayerGraph, cluster: Cluster, request: PlanRequest, constraints: Constraints
+) -> list[Task]:
     most_ranks = min(len(cluster.devices), len(graph.layers))
-    single = [
+    return [
         Task(
             graph.at(size),
             cluster,
@@ -234,11 +272,13 @@ def _planned(graph: LayerGraph, cluster: Cluster | None, request: PlanRequest) -
         )
         for size, count in request.microbatch_sizes(graph, most_ranks)
     ]
-    tasks = list(_with_tensor_ranks(list(_with_reducers(single, request)), request))
-    if request.layer_order == "any" and not constraints.cuts:
-        tasks += [other for task in tasks for other in in_other_orders(task)]
+
+
+def _planned(graph: LayerGraph, cluster: Cluster, request: PlanRequest) -> Plan:
+    constraints = request.constraints(graph)
+    tasks = tasks_of(graph, cluster, request, constraints)
     if request.spill == "always":
-        return _spilled(single, constraints)
+        return _spilled(_single_tasks(graph, cluster, request, constraints), constraints)
     if request.placer == "reinforce":
         return _learned(tasks, constraints)
     if request.rate is None:
@@ -313,10 +353,10 @@ def _learned(tasks: Sequence[Task], constraints: Constraints) -> Plan:
         raise PlanError(
             "the learned placement does not fit in memory; placer='exact' looks for one that does"
         )
-    return _explained(min(placed, key=lambda candidate: candidate.seconds), (), tasks, constraints)
+    return explained(min(placed, key=lambda candidate: candidate.seconds), (), tasks, constraints)
 
 
-def _explained(
+def explained(
     chosen: Candidate,
     contenders: Sequence[Candidate],
     tasks: Sequence[Task],
@@ -324,6 +364,7 @@ def _explained(
     num_skipped: int = 0,
     patience: PlanningPatience | None = None,
 ) -> Plan:
+    """The plan of a candidate, with what else there was for the same tasks."""
     alike = [task for task in tasks if task.reducer == chosen.task.reducer]
     labelled = rivals(alike, constraints, chosen if len(alike) == len(tasks) else None, patience)
     reason = reason_for(chosen, contenders, labelled, constraints)
@@ -394,7 +435,7 @@ def _solve(
             return _fits_nowhere(nearest, tasks, constraints)
         chosen = nearest if nearest.setting.is_final else nearest.with_final_order()
     skipped = len(race.skipped)
-    plan = _explained(chosen, race.contenders, tasks, constraints, skipped, race.patience)
+    plan = explained(chosen, race.contenders, tasks, constraints, skipped, race.patience)
     if ended := race.patience.verdict(chosen.seconds, race.bound):
         plan = replace(plan, reason=f"{plan.reason} ({ended})")
     return weighed(plan, chosen.task, constraints)

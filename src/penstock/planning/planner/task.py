@@ -250,7 +250,8 @@ class Task:
         layers."""
         names = (
             "forward_seconds", "backward_input_seconds", "backward_weight_seconds",
-            "split_forward_seconds", "split_seconds", "update_seconds", "parameter_bytes",
+            "split_forward_seconds", "split_seconds", "update_seconds", "collective_seconds",
+            "parameter_bytes",
             "optimizer_bytes", "buffer_bytes", "activation_bytes", "weight_kept_bytes",
         )  # fmt: skip
         layers = self.graph.layers

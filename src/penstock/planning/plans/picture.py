@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from math import ceil
 from typing import NamedTuple, Protocol
@@ -227,6 +228,30 @@ def _choice(alternative: Alternative) -> tuple[str, ...]:
         format_bytes(alternative.moved_bytes),
         f"{alternative.delay:g}",
         alternative.remark,
+    )
+
+
+def memory_of_stages(plan: Plan) -> Iterator[pictured.DeviceRow]:
+    """The memory of the ranks, those that need as much for the same stages told once."""
+    alike: dict[tuple[tuple[int, ...], tuple[int, ...], int], list[int]] = {}
+    rows = [next(_devices(plan, rank)) for rank in range(plan.num_ranks)]
+    for rank, row in enumerate(rows):
+        stages = tuple(plan.placement.stages_of[rank])
+        alike.setdefault((stages, row.memory, row.limit_bytes), []).append(rank)
+    for (stages, memory, limit), ranks in alike.items():
+        numbers = ", ".join(map(str, stages))
+        name = f"stage {numbers}" if len(stages) == 1 else f"stages {numbers}"
+        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks"
+        yield pictured.DeviceRow(f"{name}, {who}", memory, limit)
+
+
+def fold_of(plan: Plan, timeline: Timeline) -> Timeline:
+    """A timeline of a plan with one rank for each stage where all of its replicas do the same."""
+    if len({*plan.replicas}) > 1 or plan.replicas[0] == 1:
+        return timeline
+    rows = timeline.rows[:: plan.replicas[0]]
+    return replace(
+        timeline, rows=rows, transfers=(), name=f"{timeline.name}, one of {plan.replicas[0]}"
     )
 
 

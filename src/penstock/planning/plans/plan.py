@@ -48,6 +48,7 @@ from penstock.planning.plans.orders import (
     with_microbatches,
 )
 from penstock.planning.plans.prediction import Latency, Prediction
+from penstock.planning.plans.spending import spending_of
 from penstock.planning.plans.spilling import (
     Offload,
     check_offload_fits,
@@ -507,11 +508,13 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
             details: whether to say what the memory of each stage is spent on, and what was measured
                 of ranks that share a machine.
         """
+        spending = spending_of(self)
         sheet = render(
             title(self),
             self.prediction,
             self.one_device_seconds,
             self.rate,
+            spending=str(spending) if spending.in_money else "",
             width=width,
             details=details,
             shards_optimizer=self.summing.reducer == "sharded",

@@ -36,6 +36,8 @@ class StagePlan(Value, frozen=True, kw_only=True):
         forward_seconds: of one microbatch, as are the times below that do not say otherwise.
         split_seconds: what a backward in two halves takes longer than a whole one.
         recompute_seconds: a forward that runs again; as long as the first by default.
+        launch_seconds: of each pass of a microbatch, the part that its layers do not account for.
+        collective_seconds: of forward and backward, what its tensor ranks exchange inside layers.
         update_seconds: once per minibatch.
         reduce_seconds: until the sum of its replicas' gradients is there, once per update, if
             nothing of it hides behind backwards.
@@ -81,6 +83,8 @@ class StagePlan(Value, frozen=True, kw_only=True):
     backward_weight_seconds: float = 0.0
     split_seconds: float = 0.0
     recompute_seconds: float | None = None
+    launch_seconds: float = 0.0
+    collective_seconds: float = 0.0
     update_seconds: float = 0.0
     reduce_seconds: float = 0.0
     reduce_parts: int = 1

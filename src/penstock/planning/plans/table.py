@@ -143,6 +143,7 @@ def render(
     one_device_seconds: float,
     rate: float | None = None,
     *,
+    spending: str = "",
     width: int = WIDTH,
     details: bool = True,
     shards_optimizer: bool = False,
@@ -153,6 +154,7 @@ def render(
 
     Args:
         rate: in frames per second, that was asked for.
+        spending: what a step costs, in words, if anybody knows.
         width: of the longest line, in columns.
         details: whether to say what memory is spent on.
         shards_optimizer: whether replicas have a shard of the optimizer's state each.
@@ -164,6 +166,7 @@ def render(
         f"{format_bytes(sum(prediction.rank_bytes))} in all"
     )
     words = [outcome, *([_live_words(prediction, rate)] if prediction.is_live or rate else [])]
+    words += [f"cost: {spending}"] if spending else []
     return "\n".join(
         [
             wrap_to(title, width),

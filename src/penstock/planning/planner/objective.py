@@ -1,0 +1,349 @@
+"""Other goals than the shortest step: the fewest devices that do, or those whose step costs least.
+
+Both are found among parts of the cluster: whole hosts first, then devices of one more host; where
+hosts differ, in several orders. Each part is planned by the same race, which knows what it has to
+beat: a time that was asked for, or the cheapest so far. A part that cannot reach that even if all
+its devices worked all the time, or that lacks the memory, is not planned.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from dataclasses import replace as replaced
+from math import inf
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from penstock.base.errors import InputError, PlanError
+from penstock.base.telling import Telling
+from penstock.base.units import count_of, format_seconds
+from penstock.core.cluster import Cluster, Topology
+from penstock.core.cluster.cluster import only
+from penstock.core.graph import LayerGraph
+from penstock.planning.planner.candidate import Candidate
+from penstock.planning.planner.limits import least_busy_seconds, least_excess
+from penstock.planning.planner.offloading import weighed
+from penstock.planning.planner.patience import PlanningPatience
+from penstock.planning.planner.race import Race
+from penstock.planning.planner.request import Constraints, PlanRequest
+from penstock.planning.planner.search import explained, planned, tasks_of, with_rules
+from penstock.planning.planner.task import Task
+from penstock.planning.planner.variants import mixed
+from penstock.planning.planner.why import Rival, alternatives_of
+from penstock.planning.plans.plan import Plan
+from penstock.planning.plans.spending import Spending, tokens_of_graph
+from penstock.planning.plans.table import Alternative
+
+_ALL_SIZES = 16
+"""Devices of a cluster, or of a host, of which every number is tried."""
+
+
+def hosts_of(cluster: Cluster) -> list[list[int]]:
+    """The devices of each host, by their indices: of each server, where nobody says what a host is;
+    a device that is in none stands alone."""
+    topology = Topology(cluster)
+    hosts: dict[int, list[int]] = {}
+    for device, (host, path) in enumerate(zip(topology.hosts, topology.paths, strict=True)):
+        hosts.setdefault(path[-1] if host < 0 and path else host, []).append(device)
+    return list(hosts.values())
+
+
+class ClusterPart(NamedTuple):
+    """Some devices of a cluster."""
+
+    cluster: Cluster
+
+    @property
+    def size(self) -> int:
+        """How many devices."""
+        return len(self.cluster.devices)
+
+    @property
+    def price_per_hour(self) -> float:
+        """What all of them cost; 0 where nobody says."""
+        return sum(device.price_per_hour for device in self.cluster.devices)
+
+
+class Judged(NamedTuple):
+    """The plan that some devices are good for, before it is written down."""
+
+    part: ClusterPart
+    chosen: Candidate
+    contenders: Sequence[Candidate]
+    tasks: Sequence[Task]
+    constraints: Constraints
+    skipped: int
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices the plan takes."""
+        return sum(len(self.chosen.task.devices_at(d)) for d in self.chosen.setting.devices)
+
+
+@dataclass
+class PartsOfCluster:
+    """Parts of a cluster that are planned for the same request.
+
+    Attributes:
+        graph: the model.
+        cluster: the devices.
+        request: what is asked for.
+        patience: when it is over, what is there has to do.
+        size: devices of the part that is being planned, for whoever waits.
+    """
+
+    graph: LayerGraph
+    cluster: Cluster
+    request: PlanRequest
+    patience: PlanningPatience = field(default_factory=PlanningPatience)
+    size: int = 0
+
+    def of_size(self, size: int) -> list[ClusterPart]:
+        """The different parts with so many devices."""
+        parts = (ClusterPart(only(self.cluster, order[:size])) for order in self._orders)
+        return [*dict.fromkeys(parts)]
+
+    @property
+    def _orders(self) -> list[list[int]]:
+        """The devices host by host: as listed, fastest hosts first, cheapest for their speed, and
+        those with most memory."""
+        devices, hosts = self.cluster.devices, hosts_of(self.cluster)
+
+        def total(host: Sequence[int], name: str) -> float:
+            return float(sum(getattr(devices[index], name) for index in host))
+
+        keys: list[Callable[[list[int]], float]] = [
+            lambda host: 0.0,
+            lambda host: -total(host, "speed"),
+            lambda host: total(host, "price_per_hour") / total(host, "speed"),
+            lambda host: -total(host, "memory_bytes"),
+            lambda host: -max(devices[index].memory_bytes or inf for index in host),
+        ]
+        orders = [[d for host in sorted(hosts, key=key) for d in host] for key in keys]
+        return [list(order) for order in dict.fromkeys(map(tuple, orders))]
+
+    def whole_hosts(self) -> list[int]:
+        """How many devices the first 1, 2, … hosts have, in the order in which they are listed."""
+        sizes, size = [], 0
+        for host in hosts_of(self.cluster):
+            size += len(host)
+            sizes.append(size)
+        return sizes
+
+    def best(self, part: ClusterPart, limit: float) -> Judged | None:
+        """The fastest plan on some devices that takes no longer than ``limit`` seconds; ``None``
+        where there is none."""
+        self.size = part.size
+        bests = (self._best(part, limit, rule) for rule in with_rules(part.cluster, self.request))
+        there = [judged for judged in bests if judged is not None]
+        return min(there, key=lambda judged: judged.chosen.seconds, default=None)
+
+    def _best(self, part: ClusterPart, limit: float, request: PlanRequest) -> Judged | None:
+        constraints = request.constraints(self.graph)
+        try:
+            tasks = tasks_of(self.graph, part.cluster, request, constraints)
+        except PlanError:  # fewer devices than are to share every layer
+            return None
+        able = [task for task in tasks if least_excess(task) <= 0]
+        able = [task for task in able if least_busy_seconds(task) <= limit]
+        if not able:
+            return None
+        race = Race(patience=self.patience, least=limit)
+        race.run(able, constraints)
+        if constraints.engine is None:
+            race.enter(mixed(able, constraints))
+        final = [c for c in race.contenders if c.seconds <= limit and c.setting.is_final]
+        if not final:
+            return None
+        winner = race.winner
+        chosen = winner if winner in final else min(final, key=lambda c: c.seconds)
+        assert chosen is not None
+        return Judged(part, chosen, race.contenders, tasks, constraints, len(race.skipped))
+
+
+def sought(graph: LayerGraph, cluster: Cluster, request: PlanRequest) -> Plan:
+    """The plan for a request that asks for another objective than time.
+
+    Raises:
+        PlanError: nothing fits, or nothing is as fast as was asked for.
+        InputError: some of the devices have a price, and others none.
+    """
+    prices = [device.price_per_hour for device in cluster.devices]
+    if request.objective == "cost" and any(prices) and not all(prices):
+        lacking = next(device.name for device in cluster.devices if not device.price_per_hour)
+        raise InputError(
+            f"device {lacking!r} has no price_per_hour and others have one; give every device "
+            "one, or none, to count hours of devices"
+        )
+    with Telling("planning") as telling:
+        parts = PartsOfCluster(graph, cluster, request)
+        parts.patience = patience = PlanningPatience(
+            request.patience_seconds,
+            lambda words: telling.update(f"on {count_of(parts.size, 'device')}: {words}"),
+        )
+        search = _PartSearch(parts)
+        try:
+            (search.fewest if request.objective == "devices" else search.cheapest)()
+        except KeyboardInterrupt:
+            if search.best is None:
+                raise
+            patience.interrupt()
+        if search.best is None:
+            return _nothing(graph, cluster, request)
+        return search.plan(search.best)
+
+
+def _nothing(graph: LayerGraph, cluster: Cluster, request: PlanRequest) -> Plan:
+    """The plan whose stages come and go, where nothing else fits; otherwise why there is none.
+
+    Raises:
+        PlanError: nothing fits, or nothing is so fast.
+    """
+    timed = replaced(request, objective="time", within_seconds=None)
+    fastest = planned(graph, cluster, timed)
+    within = request.within_seconds or inf
+    if fastest.step_seconds <= within:
+        return fastest
+    raise PlanError(
+        f"no plan takes {format_seconds(within)} or less: the fastest on "
+        f"{count_of(len(cluster.devices), 'device')} takes "
+        f"{format_seconds(fastest.step_seconds)}; allow that long "
+        f"(within_seconds={fastest.step_seconds:.3g}, --within), or give it more devices"
+    )
+
+
+class _PartSearch:
+    """The best part so far, and the others that were good for a plan.
+
+    Args:
+        parts: of which cluster, and for which request.
+    """
+
+    def __init__(self, parts: PartsOfCluster) -> None:
+        self._parts, self._others = parts, list[Judged]()
+        self._within = parts.request.within_seconds or inf
+        self._tokens = 0
+        self.best: Judged | None = None
+
+    def fewest(self) -> None:
+        """Look for the fewest devices that are fast enough."""
+        count = len(self._parts.cluster.devices)
+        if count <= _ALL_SIZES:
+            next(filter(self._is_enough, range(1, count + 1)), None)
+            return
+        # More devices may stay idle, so whatever some are good for, more are, too.
+        whole = self._parts.whole_hosts()
+        place = bisect_left(whole, True, key=self._is_enough)
+        if self.best is not None:
+            fewer = range(
+                whole[place - 1] + 1 if place else 1, min(self.best.num_devices, whole[place])
+            )
+            bisect_left(fewer, True, key=self._is_enough)
+
+    def _is_enough(self, size: int) -> bool:
+        """Whether some part of this size is good for a plan; the fastest is kept."""
+        if self._is_over:
+            return True
+        judged = (self._parts.best(part, self._within) for part in self._parts.of_size(size))
+        there = [each for each in judged if each is not None]
+        if not there:
+            return False
+        self._others += there
+        self.best = min(there, key=lambda each: (each.num_devices, each.chosen.seconds))
+        return True
+
+    @property
+    def _is_over(self) -> bool:
+        return self.best is not None and self._parts.patience.is_over
+
+    def cheapest(self) -> None:
+        """Look for the devices whose step costs least."""
+        for size in self._sizes():
+            for part in self._parts.of_size(size):
+                if self._is_over:
+                    return
+                limit = self._within
+                if self.best is not None:
+                    # As dear as the best so far, for all that is paid here.
+                    least = self._spending(self.best).amount
+                    limit = min(
+                        limit, least / Spending.of(1.0, part.size, part.price_per_hour).amount
+                    )
+                judged = self._parts.best(part, limit)
+                if judged is not None:
+                    self._compare(self._dearer_left_out(judged))
+
+    def _sizes(self) -> Iterator[int]:
+        """How many devices to try: all of few; of many, those of one host and of whole hosts, by
+        fractions and powers of two."""
+        count, whole = len(self._parts.cluster.devices), self._parts.whole_hosts()
+        few = set(range(1, min(count, max(whole[0], _ALL_SIZES)) + 1))
+        numbers = {len(whole) // part for part in range(1, 9)} - {0}
+        numbers |= {1 << power for power in range(len(whole).bit_length())}
+        yield from sorted(few | {whole[number - 1] for number in numbers})
+
+    def _dearer_left_out(self, judged: Judged) -> Judged:
+        """With the cheapest of the plans that were simulated on a part."""
+        fast = [
+            contender
+            for contender in judged.contenders
+            if contender.seconds <= self._within and contender.setting.is_final
+        ]
+        choices = [judged._replace(chosen=contender) for contender in fast]
+        return min(choices, key=lambda each: self._spending(each).amount, default=judged)
+
+    def _compare(self, judged: Judged) -> None:
+        self._others.append(judged)
+        best = self.best
+        if best is None or self._spending(judged).amount < self._spending(best).amount:
+            self.best = judged
+
+    def _spending(self, judged: Judged) -> Spending:
+        task = judged.chosen.task
+        devices = [d for index in judged.chosen.setting.devices for d in task.devices_at(index)]
+        price = sum(device.price_per_hour for device in devices)
+        seconds, graph = judged.chosen.seconds, self._parts.graph.at(task.graph.microbatch_size)
+        tokens = task.num_microbatches * tokens_of_graph(graph)
+        return Spending.of(seconds, len(devices), price, tokens)
+
+    def plan(self, best: Judged) -> Plan:
+        """The plan of a part, with what the others were good for."""
+        patience = self._parts.patience
+        plan = explained(
+            best.chosen, best.contenders, best.tasks, best.constraints, best.skipped, patience
+        )
+        others = [other for other in self._others if other is not best]
+        rows = [row for other in others for row in self._row(best, other)]
+        ended = patience.verdict(best.chosen.seconds, 0.0)
+        return replace(
+            weighed(plan, best.chosen.task, best.constraints),
+            reason=f"{plan.reason}; {self._why(best)}" + (f" ({ended})" if ended else ""),
+            alternatives=(*plan.alternatives, *rows),
+        )
+
+    def _row(self, best: Judged, other: Judged) -> Iterator[Alternative]:
+        label = f"on {count_of(other.num_devices, 'device')}"
+        for row in alternatives_of(best.chosen, {label: Rival(other.chosen)}, best.constraints):
+            if row.label == label:
+                yield row
+
+    def _why(self, best: Judged) -> str:
+        count, request = best.num_devices, self._parts.request
+        if request.objective == "cost":
+            dear = sorted(
+                (other for other in self._others if other is not best),
+                key=lambda other: self._spending(other).amount,
+            )
+            words = f"{count_of(count, 'device')} cost least, {self._spending(best)}"
+            if dear:
+                words += (
+                    f"; {dear[0].chosen} would cost {self._spending(dear[0])} and take "
+                    f"{format_seconds(dear[0].chosen.seconds)}"
+                )
+            return words
+        if request.within_seconds is None:
+            return f"no plan that fits takes fewer devices than {count}"
+        return f"no plan on fewer devices than {count} takes {format_seconds(self._within)} or less"
