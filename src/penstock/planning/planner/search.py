@@ -404,13 +404,19 @@ def _with_reducers(tasks: Sequence[Task], request: PlanRequest) -> Iterator[Task
 
 def _with_tensor_ranks(tasks: Sequence[Task], request: PlanRequest) -> Iterator[Task]:
     """Each task for the sizes of tensor groups that are asked for."""
-    tensor_ranks = request.tensor_ranks
+    tensor_ranks, replicas = request.tensor_ranks, request.replicas
+    fewest = request.stages or 1
+    if replicas and not isinstance(replicas, str):
+        fewest = sum(replicas)
     for task in tasks:
         if tensor_ranks in ("any", 1):
             yield task
         for width in widths(task) if tensor_ranks == "any" else (tensor_ranks,):
             if width > 1:
-                yield from in_groups(task, width, elsewhere=request.engine is not None)
+                grouped = [*in_groups(task, width, elsewhere=request.engine is not None)]
+                # Groups that keep to their hosts may be fewer than those that don't.
+                enough = [own for own in grouped if len(own.cluster.devices) >= fewest]
+                yield from enough or grouped
 
 
 def _solve(
