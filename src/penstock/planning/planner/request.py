@@ -33,7 +33,7 @@ from penstock.core.graph import LayerGraph
 from penstock.core.schedule import families
 from penstock.core.schedule.families.options import Replicas, read_replicas
 from penstock.core.versions import USUAL, Policy
-from penstock.planning.handover.capabilities import capabilities_of
+from penstock.planning.handover.capabilities import CutsBetween, capabilities_of
 from penstock.planning.partition.chain import CostModel, cost_model
 from penstock.planning.plans.consistency import MOST_MICROBATCHES
 from penstock.planning.plans.summing import MOST_STALE, REDUCERS, ReducerName
@@ -200,6 +200,11 @@ class PlanRequest:
         never = self.versions is not None and self.versions.asynchronous
         if never and self.recompute in ("stage", "layers"):
             raise InputError("stages do not run forward twice where the pipeline never flushes")
+
+    @property
+    def cuts_between(self) -> CutsBetween:
+        """Which parts of a model may be cut."""
+        return "layers" if self.engine is None else capabilities_of(self.engine).cuts_between
 
     def _check_engine(self, engine: str) -> None:
         able = capabilities_of(engine)

@@ -228,6 +228,7 @@ def _planned(graph: LayerGraph, cluster: Cluster | None, request: PlanRequest) -
             request.memory_bytes,
             request.communication,
             marks=constraints.cuts,
+            cuts_between=request.cuts_between,
         )
         for size, count in request.microbatch_sizes(graph, most_ranks)
     ]
