@@ -1,6 +1,7 @@
 """Plans that another engine runs as they are."""
 
 import pytest
+from msgspec.structs import replace
 
 import penstock as pk
 from penstock.planning.handover import CAPABILITIES
@@ -76,3 +77,72 @@ def test_what_contradicts_an_engine_is_refused(wanted, message):
 def test_nothing_fits():
     with pytest.raises(pk.PlanError):
         pk.plan(GRAPH, slow_links(2, memory_bytes=1000), microbatches=8, engine="megatron")
+
+
+def in_parts(name):
+    return [f"{name}.attention", f"{name}.mlp"]
+
+
+BLOCKS = [part for number in range(4) for part in in_parts(f"layers.{number}")]
+NAMES = ["tok_embeddings", "rope", *BLOCKS, "norm", "lm_head", "loss"]
+
+
+def with_heavy_ends(names):
+    """A profile whose first and last modules take as long as all blocks: even cuts part them."""
+    graph = graph_of(names)
+    blocks = [name for name in names if "layers" in name]
+    return replace(
+        graph,
+        layers=tuple(
+            layer if layer.name in blocks else layer.paced(len(blocks), len(blocks))
+            for layer in (replace(layer, **dict.fromkeys(SECONDS, 1e-3)) for layer in graph.layers)
+        ),
+    )
+
+
+SECONDS = ("forward_seconds", "backward_input_seconds", "backward_weight_seconds")
+
+
+@pytest.mark.parametrize(
+    ("engine", "names"),
+    [
+        ("megatron", NAMES),
+        ("torchtitan", NAMES),
+        ("automodel", [f"model.{name}" if "layers" in name else name for name in NAMES]),
+    ],
+)
+@pytest.mark.parametrize(
+    ("num_devices", "schedule"), [(4, "1f1b"), (2, "interleaved-1f1b"), (1, "1f1b")]
+)
+def test_cuts_are_where_the_engine_cuts(engine, names, num_devices, schedule):
+    """Megatron-Core has what stands before the blocks in the first stage, and norm, head and loss
+    in the last one; none of these engines cuts a block."""
+    graph, cluster = with_heavy_ends(names), slow_links(num_devices)
+    wanted = {"microbatches": 8, "schedule": schedule, "stages": 4 if num_devices > 1 else 1}
+    if num_devices == 4:
+        free = pk.plan(graph, cluster, **wanted)
+        with pytest.raises(pk.InputError, match="both have a part of"):
+            free.to(engine)
+    plan = pk.plan(graph, cluster, engine=engine, **wanted)
+    handed = plan.to(engine)
+    assert handed.plan == plan
+    assert not any("wherever the plan has it" in note for note in handed.notes)
+
+
+def test_cuts_that_are_asked_for_stay_and_are_noted():
+    graph = with_heavy_ends(NAMES)
+    plan = pk.plan(
+        graph, slow_links(2), microbatches=8, engine="megatron", cuts=["lm_head"], schedule="1f1b"
+    )
+    assert plan.stages[1].layers == ("lm_head", "loss")
+    assert any(
+        "norm: Megatron-Core has that in the last stage" in n for n in plan.to("megatron").notes
+    )
+
+
+def test_a_model_without_blocks_is_cut_anywhere():
+    plan = pk.plan(
+        graph_of(["a", "b", "c"]), slow_links(3), microbatches=8, engine="megatron",
+        schedule="1f1b", stages=3,
+    )  # fmt: skip
+    assert len(plan.stages) == 3

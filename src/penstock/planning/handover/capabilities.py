@@ -32,6 +32,11 @@ Property = Literal[
 ]
 """Something that a plan may have and an engine may not do (``properties.PROPERTIES``)."""
 
+CutsBetween = Literal["layers", "children", "entries", "blocks"]
+"""Between which parts of a model an engine cuts: any layers; children of the model and entries of
+their lists; entries of a list that stands deeper; the blocks of a transformer, with all that comes
+before them in the first stage and all behind them in the last one."""
+
 Outcome = Literal["refused", "slower"]
 """Of a property that an engine lacks: it would train something else or not at all; or it trains the
 same in another time or memory."""
@@ -62,6 +67,7 @@ class Capabilities(NamedTuple):
             own, one for several per rank, if it has any.
         any_order: whether it performs any order of ops that it is given as CSV.
         tensor_rule: by what the degree of tensor parallelism is limited, in words.
+        cuts_between: where it cuts a model.
     """
 
     title: str
@@ -71,6 +77,7 @@ class Capabilities(NamedTuple):
     families: tuple[str, ...]
     any_order: bool = False
     tensor_rule: str = ""
+    cuts_between: CutsBetween = "layers"
 
     def runs(self, family: str) -> bool:
         """Whether the engine performs a schedule family as it is."""
@@ -147,6 +154,7 @@ CAPABILITIES: dict[str, Capabilities] = {
         any_order=True,
         tensor_rule="the degree divides the number of key and value heads (pytorch/torchtitan "
         "#4016)",
+        cuts_between="children",
     ),
     "automodel": Capabilities(
         "NeMo AutoModel",
@@ -157,6 +165,7 @@ CAPABILITIES: dict[str, Capabilities] = {
         | _recomputing("nemo_automodel/components/distributed/config.py"),
         ("1f1b", "interleaved-1f1b"),
         any_order=True,
+        cuts_between="entries",
     ),
     "megatron": Capabilities(
         "Megatron-Core",
@@ -177,6 +186,7 @@ CAPABILITIES: dict[str, Capabilities] = {
             ),
         },
         ("1f1b", "interleaved-1f1b"),
+        cuts_between="blocks",
     ),
     "deepspeed": Capabilities(
         "DeepSpeed",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from penstock.base.errors import InputError
+from penstock.planning.handover.capabilities import CutsBetween
 from penstock.planning.plans import Plan
 
 
@@ -91,6 +92,23 @@ def blocks_of(layers: Sequence[str]) -> Blocks:
         if place == first or entries[place] != entries[place - 1]
     ]
     return Blocks(name, tuple(starts), behind)
+
+
+def places_inside(layers: Sequence[str], between: CutsBetween) -> frozenset[int]:
+    """The numbers of the layers with which no stage can begin where only such parts are cut; none
+    of a model without blocks, if these are asked for."""
+    inner = range(1, len(layers))
+    if between == "layers":
+        return frozenset()
+    if between == "blocks":
+        try:
+            blocks = blocks_of(layers)
+        except InputError:
+            return frozenset()
+        return frozenset(inner) - {*blocks.starts, blocks.behind}
+    part_of = _part_of_model if between == "children" else _entry_of_list
+    parts = [part_of(layer) for layer in layers]
+    return frozenset(place for place in inner if parts[place] == parts[place - 1])
 
 
 def block_layout(plan: Plan) -> TransformerStages:

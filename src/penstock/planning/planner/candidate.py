@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from math import ceil
+from math import ceil, inf
 
 from penstock.base.units import count_of
 from penstock.core.graph import Contention
@@ -195,7 +195,10 @@ class Candidate(CutSetting):
 
     @cached_property
     def excess(self) -> Excess:
-        """By how many bytes the candidate misses the limit that it misses most, and where."""
+        """By how many bytes the candidate misses the limit that it misses most, and where;
+        infinite where it cuts inside of what may not be cut."""
+        if self.task.inside.intersection(self.cuts):
+            return Excess(inf, inf, 0, "in a part that is not cut")
         if not has_limits(self.task):
             return NO_EXCESS
         return worst_excess(self.task, self.setting, self.rank_bytes)

@@ -33,7 +33,7 @@ from penstock.core.graph import LayerGraph
 from penstock.core.schedule import families
 from penstock.core.schedule.families.options import Replicas, read_replicas
 from penstock.core.versions import USUAL, Policy
-from penstock.planning.handover.capabilities import capabilities_of
+from penstock.planning.handover.capabilities import CutsBetween, capabilities_of
 from penstock.planning.partition.chain import CostModel, cost_model
 from penstock.planning.plans.consistency import MOST_MICROBATCHES
 from penstock.planning.plans.summing import MOST_STALE, REDUCERS, ReducerName
@@ -229,6 +229,11 @@ class PlanRequest:
                 raise InputError(
                     f"objective={self.objective!r} does not go with {words}: {why}; leave one out"
                 )
+
+    @property
+    def cuts_between(self) -> CutsBetween:
+        """Which parts of a model may be cut."""
+        return "layers" if self.engine is None else capabilities_of(self.engine).cuts_between
 
     def _check_engine(self, engine: str) -> None:
         able = capabilities_of(engine)

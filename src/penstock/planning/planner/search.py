@@ -269,6 +269,7 @@ def _single_tasks(
             request.memory_bytes,
             request.communication,
             marks=constraints.cuts,
+            cuts_between=request.cuts_between,
         )
         for size, count in request.microbatch_sizes(graph, most_ranks)
     ]

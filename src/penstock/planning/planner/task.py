@@ -17,6 +17,8 @@ from penstock.base.units import count_of
 from penstock.core.cluster import Cluster, Device, Link, Topology
 from penstock.core.graph import Layer, LayerGraph, Mode
 from penstock.core.schedule import Schedule
+from penstock.planning.handover.capabilities import CutsBetween
+from penstock.planning.handover.modules import places_inside
 from penstock.planning.partition.chain import (
     CostModel,
     Floats,
@@ -177,6 +179,7 @@ class Task:
         groups: where each device stands for several that share layers: which, and how.
         reducer: how copies of a stage sum gradients.
         stale: by how many updates the gradients of a copy may be late.
+        cuts_between: which parts of the model, where another engine is to run it.
     """
 
     graph: LayerGraph
@@ -189,6 +192,7 @@ class Task:
     groups: TensorGroups | None = None
     reducer: ReducerName = "owners"
     stale: int = 0
+    cuts_between: CutsBetween = "layers"
 
     @property
     def num_tensor_ranks(self) -> int:
@@ -325,11 +329,17 @@ class Task:
         between which compute and memory are alike. Any other cut can be asked for and moved to."""
         count, most = self.num_layers, self._most_places
         if count <= most:
-            return tuple(range(count + 1))
+            return tuple(place for place in range(count + 1) if place not in self.inside)
         chosen = (
             places_near(self.near, count, most) if self.near else spread_places(self.graph, most)
         )
-        return tuple(sorted({0, count, *self.marks} | chosen))
+        return tuple(sorted({0, count, *self.marks} | (chosen - self.inside)))
+
+    @cached_property
+    def inside(self) -> frozenset[int]:
+        """The layers with which no stage may begin, but those that were asked for."""
+        names = [layer.name for layer in self.graph.layers]
+        return places_inside(names, self.cuts_between) - {*self.marks}
 
     @property
     def is_coarse(self) -> bool:
