@@ -199,7 +199,7 @@ def test_a_dense_mask_may_stand_for_the_causal_one():
         pk.estimate(model, inputs, device="a100", attention=kind, software="graph").layers[1]
         for kind in ("fused", "causal")
     )
-    assert dense.activation_bytes - causal.activation_bytes >= 2048 * 2048 * 2
+    assert dense.activation_bytes - causal.activation_bytes > 1.9 * 2048 * 2048
     assert dense.backward_seconds > 1.5 * causal.backward_seconds
 
 
