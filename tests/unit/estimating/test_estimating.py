@@ -15,6 +15,7 @@ from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 import penstock as pk
 from benchmarks.predicting.estimates import Experts, Recurrent, SmallBlock, UNet
 from penstock.core import catalogue
+from penstock.engine.tracing import captured
 from penstock.planning.planner import what_if
 from penstock.planning.plans.explanation import explain
 from penstock.training.estimating import operations
@@ -148,6 +149,21 @@ def test_repeated_blocks_say_what_the_whole_model_does():
         assert ours == replace(theirs, **{name: getattr(ours, name) for name in _SECONDS})
         for name in _SECONDS:
             assert getattr(ours, name) == pytest.approx(getattr(theirs, name))
+
+
+@pytest.mark.parametrize(("trains", "modes"), [(True, {True}), (False, {True, False})])
+def test_a_model_that_trains_is_traced_in_that_mode_alone(trains, modes, monkeypatch):
+    seen, traced = set(), captured._traced
+
+    def watched(model, *arguments):
+        seen.add(model.training)
+        return traced(model, *arguments)
+
+    monkeypatch.setattr(captured, "_traced", watched)
+    with torch.device("meta"):
+        model, inputs = Encoder(1).train(trains), torch.empty(2, 8, dtype=torch.long)
+    pk.estimate(model, inputs, device="h100")
+    assert seen == modes
 
 
 _SECONDS = [name for name in pk.Layer.__struct_fields__ if name.endswith("_seconds")]
