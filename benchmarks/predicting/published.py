@@ -42,6 +42,10 @@ _GOALS = {
 }  # fmt: skip
 
 
+_RESERVED = frozenset({"torchtitan"})
+"""Sources that print what the allocator has reserved, of which a model has taken less."""
+
+
 class Comparison(NamedTuple):
     """A row's prediction beside what was measured."""
 
@@ -127,7 +131,8 @@ def _print_line(group: str, mark: str, items: list[Comparison], others: list[Com
     memory = [abs(item.memory_error) for item in items if item.memory_error is not None]
     print(
         f"{group + mark:28s}{len(items):5d}{st.median(errors):8.1%}{st.mean(errors):7.1%}{p90:7.1%}"
-        f"{bias:+7.1%}{goal:>9s}{left_out:10.1%}" + (f"{st.median(memory):8.1%}" if memory else "")
+        f"{bias:+7.1%}{goal:>9s}{left_out:10.1%}"
+        + (f"{st.median(memory):8.1%}{'*' * (group in _RESERVED)}" if memory else "")
     )
 
 
@@ -163,6 +168,7 @@ def _print_all(arguments: argparse.Namespace) -> None:
         except NotPredictedError as error:
             refused[str(error)] += 1
     print_table(made)
+    print("* of what the allocator had reserved, which is more than a model takes")
     print("\nworst five of all:")
     for item in sorted(made, key=lambda item: -abs(item.error))[:5]:
         name = item.setting.row["id"]

@@ -1,6 +1,7 @@
 """``estimate``: a profile from shapes alone."""
 
 import copy
+import re
 from contextlib import nullcontext
 
 import pytest
@@ -14,6 +15,7 @@ from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 import penstock as pk
 from benchmarks.predicting.estimates import Experts, Recurrent, SmallBlock, UNet
 from penstock.core import catalogue
+from penstock.engine.tracing import captured
 from penstock.planning.planner import what_if
 from penstock.planning.plans.explanation import explain
 from penstock.training.estimating import operations
@@ -149,6 +151,21 @@ def test_repeated_blocks_say_what_the_whole_model_does():
             assert getattr(ours, name) == pytest.approx(getattr(theirs, name))
 
 
+@pytest.mark.parametrize(("trains", "modes"), [(True, {True}), (False, {True, False})])
+def test_a_model_that_trains_is_traced_in_that_mode_alone(trains, modes, monkeypatch):
+    seen, traced = set(), captured._traced
+
+    def watched(model, *arguments):
+        seen.add(model.training)
+        return traced(model, *arguments)
+
+    monkeypatch.setattr(captured, "_traced", watched)
+    with torch.device("meta"):
+        model, inputs = Encoder(1).train(trains), torch.empty(2, 8, dtype=torch.long)
+    pk.estimate(model, inputs, device="h100")
+    assert seen == modes
+
+
 _SECONDS = [name for name in pk.Layer.__struct_fields__ if name.endswith("_seconds")]
 
 
@@ -161,6 +178,45 @@ def test_fused_attention_keeps_no_scores_and_the_formula_does():
         for kind in ("fused", "formula")
     )
     assert formula - fused > 2 * 4 * 256 * 256 * 2
+
+
+@pytest.mark.parametrize(
+    ("build", "shape", "basis"),
+    [
+        (lambda: SmallBlock(64, 4, True), (2, 16, 64), "torchtitan"),
+        (lambda: nn.Conv2d(3, 8, 3), (2, 3, 16, 16), "a guess: published runs .* transformers"),
+        (lambda: Steps(nn.GRU), (2, 5, 40), "a guess: published runs .* transformers"),
+    ],
+)
+def test_the_error_to_expect_depends_on_the_kind_of_model(build, shape, basis, cpu):
+    with torch.device("meta"):
+        model, inputs = nn.Sequential(build()), torch.empty(shape)
+    estimate = pk.estimate(model, inputs, device="a100").estimate
+    assert re.search(basis, estimate.basis)
+    here = pk.estimate(model, inputs, device=cpu).estimate
+    assert "measured CPU" in here.basis and here.error != estimate.error
+
+
+class Masked(nn.Module):
+    """Attention with a mask of all pairs, as captured language models have it."""
+
+    def forward(self, x):
+        heads = x.unflatten(-1, (4, -1)).transpose(1, 2)
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
+        y = F.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask[None, None])
+        return y.transpose(1, 2).flatten(2)
+
+
+def test_a_dense_mask_may_stand_for_the_causal_one():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(256, 256), Masked()).half()
+        inputs = torch.empty(2, 2048, 256, dtype=torch.half)
+    dense, causal = (
+        pk.estimate(model, inputs, device="a100", attention=kind, software="graph").layers[1]
+        for kind in ("fused", "causal")
+    )
+    assert dense.activation_bytes - causal.activation_bytes > 1.9 * 2048 * 2048
+    assert dense.backward_seconds > 1.5 * causal.backward_seconds
 
 
 def test_dropout_keeps_a_byte_per_element_on_an_accelerator():

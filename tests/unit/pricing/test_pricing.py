@@ -59,6 +59,19 @@ def test_another_arithmetic_has_another_peak():
     assert kernel_seconds(matmul(), pace(fp32="bf16")) == pytest.approx(1e10 / 2e12 + LAUNCH)
 
 
+@pytest.mark.parametrize(
+    ("software", "backward", "times"),
+    [("compiled", False, 2.5), ("compiled", True, 1.25), ("megatron-core", False, 0)],
+)
+def test_operands_of_a_narrowed_product_are_scaled_and_cast(software, backward, times):
+    device = replace(DEVICE, flops_per_second={"bf16": Figure(4e12), "fp8": Figure(8e12)})
+    product = dataclasses.replace(matmul("bf16"), reads={0: 3_000_000, 1: 1_000_000})
+    product = dataclasses.replace(product, backward=backward)
+    seconds = kernel_seconds(product, pace(software, device, bf16="fp8"))
+    computing = max(1e10 / (8e12 * 0.5), product.num_bytes / 0.5e9)
+    assert seconds == pytest.approx(computing + times * 4_000_000 / 0.5e9 + LAUNCH)
+
+
 def test_a_product_takes_at_least_its_bytes():
     narrow = dataclasses.replace(matmul(), reads={0: 10**9})
     assert kernel_seconds(narrow, pace()) == pytest.approx((1e9 + 8) / 0.5e9 + LAUNCH)

@@ -1,12 +1,12 @@
 """The error to expect of an estimate, from how far earlier ones were off.
 
-Medians of ``python -m benchmarks.predicting.published`` (2026-11) by software, and of
-``benchmarks.predicting.estimates`` for a measured CPU.
+Medians of ``python -m benchmarks.predicting.published`` (2026-11) by software, whose runs are all
+of transformers, and of ``benchmarks.predicting.estimates`` for a measured CPU, by kind of model.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from penstock.core.catalogue.parts import Hardware, Software
 
@@ -27,14 +27,26 @@ _BY_SOFTWARE = {
     "llm-foundry": ExpectedError(0.05, "median of 139 published runs on A100"),
 }
 _OF_TORCH = ExpectedError(0.10, "median of 12 published runs of torchtitan on H100")
-_OF_NOBODY = ExpectedError(0.25, "a guess: no published run on it was compared")
-_OF_CPU = ExpectedError(0.20, "median of ten models on one measured CPU, on a busy machine")
+_BUSY = "on one measured CPU, on a busy machine"
+ModelKind = Literal["transformer", "convolution", "recurrent", "other"]
+"""Of what most of a model's products are."""
+
+_OF_CPU: dict[ModelKind, ExpectedError] = {
+    "transformer": ExpectedError(0.21, f"median of four transformers {_BUSY}"),
+    "convolution": ExpectedError(0.11, f"median of three convolutional models {_BUSY}"),
+    "recurrent": ExpectedError(0.15, f"the worse of two recurrent models {_BUSY}"),
+    "other": ExpectedError(0.15, f"median of ten models {_BUSY}"),
+}
+_OF_NOBODY = 0.25
 
 
-def expected_error(device: Hardware, software: Software) -> ExpectedError:
-    """The median error of steps that were predicted for hardware and software like these."""
+def expected_error(device: Hardware, software: Software, kind: ModelKind) -> ExpectedError:
+    """The median error of steps that were predicted for hardware, software and a model like
+    these."""
     if device.kind == "cpu":
-        return _OF_CPU
+        return _OF_CPU[kind]
     if not device.name.startswith(_COMPARED):
-        return _OF_NOBODY
+        return ExpectedError(_OF_NOBODY, "a guess: no published run on it was compared")
+    if kind != "transformer":
+        return ExpectedError(_OF_NOBODY, "a guess: published runs compared are of transformers")
     return _BY_SOFTWARE.get(software.name, _OF_TORCH)

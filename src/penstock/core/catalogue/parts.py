@@ -251,6 +251,8 @@ class Software(Value, frozen=True, kw_only=True):
         attention: library of its fused attention.
         factor: how many times as long everything takes.
         tensor_exposed: share of the collectives of tensor ranks that no computation hides.
+        narrowing: where a product is computed in fp8 or fp4, how many times their bytes its
+            operands are moved to be scaled and cast; 0 where kernels before do it.
     """
 
     name: str
@@ -261,3 +263,4 @@ class Software(Value, frozen=True, kw_only=True):
     attention: Attention = "torch"
     factor: Figure = Figure(1.0)
     tensor_exposed: Figure = Figure(1.0)
+    narrowing: Figure = Figure(0.0)

@@ -84,7 +84,8 @@ def kernel_seconds(kernel: Kernel, pace: KernelPace) -> float:
         return efficiency.view_seconds.value if pace.is_host else 0.0
     moving = kernel.num_bytes / _bandwidth(pace.device, kernel)
     if kernel.kind in _COMPUTE:
-        return max(_computing(kernel, pace), moving) + efficiency.launch_seconds.value
+        busy = max(_computing(kernel, pace), moving) + _narrowing(kernel, pace)
+        return busy + efficiency.launch_seconds.value
     return moving + efficiency.launch_seconds.value
 
 
@@ -97,6 +98,16 @@ def _computing(kernel: Kernel, pace: KernelPace) -> float:
     share = _share(kernel, pace)
     share *= pace.device.efficiency.by_dtype.get(dtype, Figure(1.0)).value
     return kernel.flops * kernel.padding / (pace.device.peak(dtype).value * share)
+
+
+def _narrowing(kernel: Kernel, pace: KernelPace) -> float:
+    """What scaling and casting its operands takes, if a product is computed in less than half."""
+    dtype = pace.arithmetic.get(kernel.dtype, "")
+    if kernel.kind != "matmul" or not dtype.startswith(("fp8", "fp4")):
+        return 0.0
+    # A backward's two products share a gradient, and have the other operands of the forward.
+    num_bytes = sum(kernel.reads.values()) * (0.5 if kernel.backward else 1.0)
+    return num_bytes * pace.software.narrowing.value / _bandwidth(pace.device, kernel)
 
 
 def _share(kernel: Kernel, pace: KernelPace) -> float:

@@ -18,7 +18,7 @@ from penstock.base.arguments import public
 from penstock.base.errors import InputError, ModelError
 from penstock.base.values import expect, one_of
 from penstock.core.catalogue import Hardware, device_named, software_named
-from penstock.core.catalogue.errors import expected_error
+from penstock.core.catalogue.errors import ModelKind, expected_error
 from penstock.core.example import Granularity
 from penstock.core.graph import Estimate, LayerGraph
 from penstock.core.pricing import (
@@ -258,7 +258,7 @@ def _estimated(model: nn.Module, request: _EstimateRequest) -> LayerGraph:
             dtype=", ".join(sorted({str(parameter.dtype)[6:] for parameter in model.parameters()})),
             software=conditions.software(torch.device("cpu")),
             example=example,
-            estimate=_with_error(request.pace),
+            estimate=_with_error(request.pace, bench.kind),
         )
         sized = [_at_size(graph, bench, _of_shapes(other)) for other in others]
     doubts = tuple(bench.doubts())
@@ -280,8 +280,8 @@ def _at_size(graph: LayerGraph, bench: _CountingBench, sample: Sample) -> LayerG
     )
 
 
-def _with_error(pace: KernelPace) -> Estimate:
-    expected = expected_error(pace.device, pace.software)
+def _with_error(pace: KernelPace, kind: ModelKind) -> Estimate:
+    expected = expected_error(pace.device, pace.software, kind)
     return Estimate(
         device=pace.device.name,
         software=pace.software.name,
@@ -317,7 +317,11 @@ def _without_values(model: nn.Module) -> Iterator[None]:
 
 
 class _CountingBench:
-    """Counts the kernels and bytes of a model's layers with one sample after another."""
+    """Counts the kernels and bytes of a model's layers with one sample after another.
+
+    Attributes:
+        kind: of the model, as its kernels tell; known after a sample.
+    """
 
     def __init__(
         self,
@@ -336,6 +340,7 @@ class _CountingBench:
         self._blocks = _block_numbers([layer.name for layer in layers])
         self._unknown: Counter[str] = Counter()
         self._all_bytes = 0
+        self.kind: ModelKind = "other"
 
     def measure(self, sample: Sample) -> list[Measured]:
         """Count every layer with a sample."""
@@ -433,10 +438,12 @@ class _CountingBench:
         prepare for halves, both halves, the first half."""
         counter = KernelCounter()
         passes = Passes(runs, inputs, KernelClock(counter), self._undeferred)
-        with self._as_on_device(), counter:
+        as_on_device = self._as_on_device()
+        with as_on_device, counter:
             passes.whole()  # after it there are gradients, to which all later ones are added
             whole, split = passes.whole(), passes.split()
         self._note_unknown(counter.kernels)
+        self.kind = _kind_of(counter.kernels, has_recurrences=as_on_device.saw_recurrence)
         each: tuple[Sequence[Any], ...] = (
             whole.forward, whole.backward, split.forward, split.backward_input,
             split.backward_weight,
@@ -452,6 +459,22 @@ class _CountingBench:
             self._all_bytes += kernel.num_bytes
             if kernel.kind == "unknown":
                 self._unknown[kernel.name] += kernel.num_bytes
+
+
+def _kind_of(kernels: Iterable[Kernel], *, has_recurrences: bool) -> ModelKind:
+    """The kind of model: convolutional if half of its flops are, a transformer if it has attention,
+    fused or as products beside a softmax."""
+    flops: Counter[str] = Counter()
+    names: set[str] = set()
+    for kernel in kernels:
+        flops[kernel.kind] += int(kernel.flops)
+        names.add(kernel.name)
+    if 2 * flops["convolution"] > flops.total():
+        return "convolution"
+    if has_recurrences:
+        return "recurrent"
+    has_scores = flops["batched-matmul"] and "_softmax" in names
+    return "transformer" if flops["attention"] or has_scores else "other"
 
 
 _Laps = list[list[slice]]

@@ -40,10 +40,14 @@ class AsOnDevice(TorchFunctionMode):
         kind: ``"gpu"`` or ``"cpu"``.
         attention: ``"fused"`` for kernels that keep no scores, ``"causal"`` for those where a dense
             mask stands for the causal one, ``"formula"`` for products and a softmax.
+
+    Attributes:
+        saw_recurrence: whether any call was of a recurrent layer.
     """
 
     def __init__(self, kind: str, attention: Attention) -> None:
         super().__init__()
+        self.saw_recurrence = False
         self._is_gpu = kind == "gpu"
         self._is_fused = attention != "formula"
         self._masks_are_causal = attention == "causal"
@@ -69,6 +73,7 @@ class AsOnDevice(TorchFunctionMode):
             substitute = _dropout
         elif func in self._recurrences:
             substitute = self._recurrences[func]
+            self.saw_recurrence = True
         if substitute is not None:
             result = substitute(*args, **named)
             if result is not None:
