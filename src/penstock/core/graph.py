@@ -433,7 +433,7 @@ class LayerGraph(Value, frozen=True, kw_only=True):
                 together.
         """
         own = re.compile(rf"(?<![\w.]){re.escape(name)}\.(\d+)(?![\w])")
-        places = [own.match(layer.name) for layer in self.layers]
+        places = (own.match(layer.name) for layer in self.layers)
         numbers = [None if place is None else int(place[1]) for place in places]
         inside = [number for number in numbers if number is not None]
         least = max(inside, default=0) + 1
@@ -464,9 +464,8 @@ class LayerGraph(Value, frozen=True, kw_only=True):
             )
 
         start, end = numbers.index(1), len(numbers) - numbers[::-1].index(1)
-        copies = (
-            moved(layer, by, 0) for by in range(1, more + 1) for layer in self.layers[start:end]
-        )
+        blocks = self.layers[start:end]
+        copies = (moved(layer, by, 0) for by in range(1, more + 1) for layer in blocks)
         behind = (moved(layer, more, 1) for layer in self.layers[end:])
         return replace(
             self,
