@@ -344,6 +344,8 @@ class _PartSearch:
                     f"{format_seconds(dear[0].chosen.seconds)}"
                 )
             return words
+        if count == 1:
+            return "one device is enough"
         if request.within_seconds is None:
             return f"no plan that fits takes fewer devices than {count}"
         return f"no plan on fewer devices than {count} takes {format_seconds(self._within)} or less"
