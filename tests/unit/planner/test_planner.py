@@ -51,8 +51,8 @@ def test_slow_links_make_one_device_the_best():
     found = plan(chain(), cluster, microbatches=4)
     assert (found.num_ranks, found.stages[0].hop_seconds) == (1, 0)
     assert found.reason == (
-        "1 stage with 1f1b: 480 ms a step, 1.00× one device; 2 stages with gpipe would take 2.3 s, "
-        "with its devices idle 90% of the time"
+        "1 stage with 1f1b: 480 ms a step, 1.00× one device; data parallelism on 2 devices would "
+        "take 2.24 s, 2 s of it to exchange gradients"
     )
 
 
@@ -122,7 +122,9 @@ def test_memory_decides_between_schedules():
     assert plan(graph, devices(2), microbatches=8, stages=2).schedule == "zb-h1"
     # To run some forwards twice costs less than the bubbles of schedules that hold less.
     found = plan(graph, devices(2), microbatches=8, stages=2, memory_bytes=38 * KIB)
-    assert (found.schedule, found.stages[0].recompute) == ("zb-h1", "stage")
+    assert found.stages[0].recompute == "stage"
+    same = plan(graph, devices(2), microbatches=8, schedule="zb-h1", memory_bytes=38 * KIB)
+    assert found.step_seconds <= same.step_seconds * 1.01
     assert (
         found.step_seconds
         < plan(
@@ -185,9 +187,12 @@ def test_ranks_that_share_memory():
     assert (never.schedule, layers_of(never), sum(never.rank_bytes)) == ("1f1b", [1, 3], 54 * KIB)
     assert "92 KiB on all ranks together, which share memory, 32 KiB over" in never.reason
     found = plan(chain(), cluster, microbatches=8)
-    # Each of two copies runs forward twice and so keeps little.
-    assert (found.replicas, found.rank_bytes) == ((2,), (26 * KIB, 26 * KIB))
-    assert found.step_seconds < never.step_seconds
+    # Only some stages run forward twice, which is faster than copies that both do so.
+    assert {stage.recompute for stage in found.stages} > {"none"}
+    assert sum(found.rank_bytes) <= 60 * KIB
+    copies = plan(chain(), cluster, microbatches=8, replicas="2")
+    assert copies.rank_bytes == (26 * KIB, 26 * KIB)
+    assert found.step_seconds < copies.step_seconds < never.step_seconds
     tight = replace(cluster, memory_bytes=10 * KIB)
     with pytest.raises(PlanError, match=r"KiB on all ranks together.* KiB over the 10 KiB"):
         plan(chain(), tight, microbatches=8, stages=2)

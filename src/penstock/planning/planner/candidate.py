@@ -56,17 +56,20 @@ class Candidate(CutSetting):
     @cached_property
     def schedule(self) -> Schedule:
         """The setting's schedule with the recomputes that the stages want."""
-        again = [stage for stage, how in enumerate(self.recomputes) if how == "stage"]
-        return self.setting.with_recomputes(tuple(again))
+        return self.setting.with_recomputes(self._run_twice)
+
+    @property
+    def _run_twice(self) -> tuple[int, ...]:
+        """The stages that run forward a second time as a whole."""
+        return tuple(stage for stage, how in enumerate(self.recomputes) if how == "stage")
 
     @cached_property
     def rank_bytes(self) -> tuple[int, ...]:
         """Predicted bytes of memory of each rank."""
-        again = {how == "stage" for how in self.recomputes}
         if self.setting.is_exact:
             return self._bytes_by_stage()
-        if self.setting.schedule.num_slices == 1 and len(again) == 1:
-            return self._bytes_by_moment(again=again.pop())
+        if self.setting.schedule.num_slices == 1:
+            return self._bytes_by_moment()
         return bytes_of_ranks(self.stages, self.schedule)
 
     def _bytes_by_stage(self) -> tuple[int, ...]:
@@ -79,9 +82,8 @@ class Candidate(CutSetting):
                 held[rank] = needed
         return tuple(held)
 
-    def _bytes_by_moment(self, *, again: bool) -> tuple[int, ...]:
-        """As ``bytes_of_ranks`` where all stages run forward once, or ``again`` all do twice; with
-        one walk through all ops for all cuts."""
+    def _bytes_by_moment(self) -> tuple[int, ...]:
+        """As ``bytes_of_ranks``, with one walk through all ops for all cuts."""
         task, memory = self.task, MemoryLimits(self.task, self.setting)
 
         def sizes(stage: int) -> StageSizes:
@@ -96,7 +98,7 @@ class Candidate(CutSetting):
         ]
         return tuple(
             sum(state[stage] for stage in rank.stages) + ceil(rank.most_bytes(sizes))
-            for rank in (self.setting.moments_again if again else self.setting.moments)
+            for rank in self.setting.moments(self._run_twice)
         )
 
     @property

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from itertools import pairwise, product
-from math import inf
+from itertools import accumulate, combinations, islice, pairwise, product
+from math import comb, inf
 
 import numpy as np
 
@@ -20,6 +20,13 @@ from penstock.planning.planner.task import Task
 from penstock.planning.plans.stage_plan import RecomputeWay
 
 _MOST_MOVES = 60
+_MOST_PATTERNS = 81
+"""Of what all ranks together may recompute."""
+_FEW_OPS = 20_000
+_FEW_WAYS = 20
+"""To cut a model, all of which are looked at."""
+Recomputes = tuple[RecomputeWay, ...]
+
 _SQUEEZES: dict[RecomputeRule, tuple[RecomputeWay, ...]] = {
     "where-needed": ("none", "stage"),
     "never": ("none",),
@@ -44,24 +51,144 @@ def candidates(task: Task, setting: Setting, slack: float = 0.0) -> list[Candida
     """
     if setting.num_stages > task.num_layers or least_excess(task) > slack:
         return []
-    # Several stages of a rank share its memory; they get even shares if they do not fit without.
-    for shared in (True,) if setting.is_single else (False, True):
-        memory = MemoryLimits(task, setting, slack, shared)
-        balanced = _balanced(task, setting, memory)
-        fitting = [candidate for candidate in balanced if candidate.excess.num_bytes <= slack]
-        if fitting:
-            return fitting
-    if not setting.is_single:
-        squeezed = _squeezed(task, setting, slack)
-        if squeezed is not None:
-            return [squeezed]
-    if task.topology.shared_memories:
-        return [
-            candidate
-            for candidate in _lightest(task, setting, slack)
-            if candidate.excess.num_bytes <= slack
+    memory = MemoryLimits(task, setting, slack)
+    if setting.is_single:
+        chosen = list(_balanced(task, setting, memory))
+    else:
+        chosen = _of_shared_memory(task, setting, memory, slack)
+    fitting = [candidate for candidate in chosen if candidate.excess.num_bytes <= slack]
+    if fitting or not (task.topology.shared_memories or not setting.is_single):
+        return fitting
+    others = [] if setting.is_single else [_squeezed(task, setting, slack)]
+    others += _lightest(task, setting, slack) if task.topology.shared_memories else []
+    if slack and has_few_cuts(task, setting.num_stages):  # else who races looks at them
+        others += (with_cuts(task, setting, cuts) for _, cuts in ways_to_cut(task, setting))
+    return [
+        candidate
+        for candidate in others
+        if candidate is not None and candidate.excess.num_bytes <= slack
+    ]
+
+
+def _of_shared_memory(
+    task: Task, setting: Setting, memory: MemoryLimits, slack: float
+) -> list[Candidate]:
+    """The candidates where several stages of a rank share its memory: cut without regard to it,
+    with as much recomputing as they need then; and cut for even shares of it."""
+    chosen = []
+    for candidate in _balanced(task, setting, MemoryLimits(task, setting, slack, shared=False)):
+        chosen += recomputing(task, setting, candidate.cuts, slack)
+        if not chosen or chosen[-1].recomputes != candidate.recomputes:
+            chosen += _balanced(task, setting, memory)
+    return list({(candidate.cuts, candidate.recomputes): candidate for candidate in chosen}.values())
+
+
+def recomputing(
+    task: Task, setting: Setting, cuts: tuple[int, ...], slack: float = 0.0, most: int = 1
+) -> list[Candidate]:
+    """Given cuts with no more recomputing than they need: the candidates that fit, but those that
+    recompute all that another one does and more; none where none fits.
+
+    Args:
+        most: how many there are at most; those that recompute for the shortest time come first.
+    """
+    again = setting.recompute if setting.recompute in {"stage", "layers"} else "none"
+    plain = Candidate(task, setting, cuts, (again,) * setting.num_stages)
+    if plain.excess.num_bytes <= slack:
+        return [plain]
+    if setting.recompute != "where-needed":
+        return []
+    choices = [
+        [dict(zip(stages, own, strict=True)) for own in patterns]
+        for stages, patterns in _patterns(plain, slack).items()
+    ]
+    fitting: list[Candidate] = []
+    for chosen in islice(product(*choices), _MOST_PATTERNS):
+        how = {stage: way for own in chosen for stage, way in own.items()}
+        candidate = replace(plain, recomputes=tuple(how[k] for k in range(setting.num_stages)))
+        if len(fitting) == most:
+            break
+        if candidate.excess.num_bytes <= slack:
+            fitting.append(candidate)
+    return fitting
+
+
+def _patterns(plain: Candidate, slack: float) -> dict[tuple[int, ...], list[Recomputes]]:
+    """What the stages of a rank may recompute so that it keeps its limit, that which takes least
+    first; by the stages of the rank. All ranks try the same at once."""
+    task, setting = plain.task, plain.setting
+    stages_of = setting.schedule.stages_of
+    missed: dict[tuple[int, ...], dict[Recomputes, float]] = {stages: {} for stages in stages_of}
+    for pattern in _every_pattern(setting):
+        place = {stage: pattern[k] for stages in stages_of for k, stage in enumerate(stages)}
+        how = tuple(place[stage] for stage in range(setting.num_stages))
+        held = replace(plain, recomputes=how).rank_bytes
+        for stages, needed, device in zip(stages_of, held, setting.devices, strict=True):
+            own, over = pattern[: len(stages)], needed - task.limits[device] - slack
+            missed[stages][own] = max(over, missed[stages].get(own, -inf))
+    shared = bool(task.topology.shared_memories)
+
+    def seconds(stages: tuple[int, ...], own: Recomputes) -> float:
+        return sum(
+            task.sum("recompute_seconds", *plain.cuts[stage : stage + 2])
+            for stage, how in zip(stages, own, strict=True)
+            if how != "none"
+        )
+
+    chosen: dict[tuple[int, ...], list[Recomputes]] = {}
+    for stages, patterns in missed.items():
+        chosen[stages] = []
+        fitting = [own for own, over in patterns.items() if over <= 0]
+        for own in sorted(fitting, key=lambda own: seconds(stages, own)):
+            if shared or not any(_is_part(less, own) for less in chosen[stages]):
+                chosen[stages].append(own)
+    return chosen
+
+
+def _every_pattern(setting: Setting) -> Iterator[Recomputes]:
+    """What the stages of a rank may recompute: all there is where ops are few, and otherwise the
+    first ones, which hold most."""
+    most = max(map(len, setting.schedule.stages_of))
+    if setting.schedule.num_ops << most <= _FEW_OPS:
+        yield from product(("none", "stage", "layers"), repeat=most)
+    else:
+        for how in ("stage", "layers"):
+            for count in range(most + 1):
+                yield (how,) * count + ("none",) * (most - count)
+
+
+def _is_part(first: Recomputes, second: Recomputes) -> bool:
+    """Whether the second recomputes all that the first does."""
+    return all(own in ("none", other) for own, other in zip(first, second, strict=True))
+
+
+def has_few_cuts(task: Task, num_stages: int) -> bool:
+    """Whether there are so few ways to cut the model that all are looked at."""
+    return comb(task.num_layers - 1, num_stages - 1) <= _FEW_WAYS
+
+
+def ways_to_cut(task: Task, setting: Setting) -> list[tuple[float, tuple[int, ...]]]:
+    """(seconds that a minibatch takes at least, cuts) of all ways to cut a model, the most
+    promising first."""
+    if setting.versions.asynchronous and task.ties:
+        return []
+    paces = [
+        task.num_microbatches
+        * task.pace(devices, setting.devices, setting.mode).passes
+        / setting.replicas_of(stage)
+        for stage, devices in enumerate(setting.devices_of)
+    ]
+    passes = list(accumulate(task.compute_seconds, initial=0.0))
+    ways = []
+    for inner in combinations(range(1, task.num_layers), setting.num_stages - 1):
+        cuts = (0, *inner, task.num_layers)
+        busy = [
+            pace * (passes[stop] - passes[start])
+            for pace, (start, stop) in zip(paces, pairwise(cuts), strict=True)
         ]
-    return []
+        of_ranks = (sum(busy[stage] for stage in own) for own in setting.schedule.stages_of)
+        ways.append((max(of_ranks), cuts))
+    return sorted(ways)
 
 
 def refined(coarse: Candidate, slack: float = 0.0) -> list[Candidate]:
@@ -114,6 +241,9 @@ def _squeezed(task: Task, setting: Setting, slack: float) -> Candidate | None:
 
 def with_cuts(task: Task, setting: Setting, cuts: tuple[int, ...]) -> Candidate:
     """Given cuts, with as much recomputing as they need; they may not fit even so."""
+    if not setting.is_single or task.topology.shared_memories:
+        for candidate in recomputing(task, setting, cuts):
+            return candidate
     return _candidate(task, setting, cuts, MemoryLimits(task, setting))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import chain, combinations, permutations, product
+from itertools import chain, permutations, product
 from math import ceil
 
 from penstock.base.errors import PlanError
@@ -14,6 +14,16 @@ from penstock.core.schedule import Schedule, families
 from penstock.core.schedule.rounds import filling
 from penstock.core.versions import USUAL, DoubleBuffer, Flush, Policy, Stash, check_policy
 from penstock.planning.partition import best_partition
+from penstock.planning.planner.orders import (
+    ReplicaShape,
+    all_shapes,
+    are_few,
+    orders,
+    orders_for,
+    pipeline_by_pipeline,
+    swapped,
+    unlike_first,
+)
 from penstock.planning.planner.request import PLAIN, REPLICATED, Constraints, Options, RecomputeRule
 from penstock.planning.planner.setting import Setting, Terms
 from penstock.planning.planner.task import Task
@@ -32,9 +42,6 @@ _WHOLE_IN_TURN = frozenset({"1f1b", "eager-1f1b", "gpipe"})
 
 _SPLIT_IN_TURN = frozenset({"zb-h1", "zb-h2"})
 """Families whose ranks have one stage each, with backwards in halves."""
-
-_MOST_SWAPPED = 16
-"""Devices of clusters in which any two change places to see whether that is better."""
 
 _QUICKLY_BUILT = 2_000
 """Ranks times microbatches beyond which some orders take seconds to build."""
@@ -115,10 +122,8 @@ class Offer(Terms):
         return setting
 
     def _schedule(self, task: Task, num_microbatches: int) -> Schedule:
-        if self.family not in families.SEARCHED:
-            return self.build(num_microbatches)
-        # Found slowly, and the same on all devices.
-        key = self.family, self.num_ranks, num_microbatches, self.options
+        # The same on all devices.
+        key = self.family, self.num_ranks, self.replicas, num_microbatches, self.options
         if key not in task.cache.orders:
             task.cache.orders[key] = self.build(num_microbatches)
         return task.cache.orders[key]
@@ -131,18 +136,17 @@ def offers(task: Task, constraints: Constraints) -> list[Offer]:
     else:
         allowed = list(_straight(task, constraints))
         if _may_have_any(constraints):
-            shapes = [*_width_by_depth(task), *_all_but_some(task)]
-            allowed += _with_shapes(shapes, constraints)
+            allowed += _with_shapes(_shapes(task), constraints)
     return list(dict.fromkeys(allowed))
 
 
 def guided(task: Task, constraints: Constraints) -> list[Offer]:
     """The offers whose stages have the replicas that some planner would give them, which takes
     longer to find out."""
-    if not _may_have_any(constraints):
+    if not _may_have_any(constraints) or are_few(task):
         return []
     if not task.cache.shapes:
-        known = {*_width_by_depth(task), *_all_but_some(task)}
+        known = {*_shapes(task)}
         shapes = dict.fromkeys(shape for shape in _partitions(task) if shape not in known)
         task.cache.shapes.append(tuple(shapes))
     return list(_with_shapes(task.cache.shapes[0], constraints))
@@ -195,7 +199,7 @@ def _straight(task: Task, constraints: Constraints) -> Iterator[Offer]:
             for pair in _names(constraints, num_ranks)
             if not (large and pair[0] in _BUILT_SLOWLY)
         ]
-        for devices in _orders(task, num_ranks):
+        for devices in orders(task, num_ranks):
             for family, policy in names:
                 for options in _variants(family, num_ranks, task.num_layers, constraints.options):
                     yield Offer(family, devices, policy, (), options, _rule(constraints, policy))
@@ -235,27 +239,8 @@ def _searches(family: str, num_ranks: int, num_layers: int) -> Iterator[Options]
             yield (("activation_limit", limit), ("placement", "v"))
 
 
-def _orders(task: Task, num_ranks: int) -> list[tuple[int, ...]]:
-    """Devices for so many ranks: as they are listed; the fastest, in three orders; those with most
-    memory first, because the first stages hold most."""
-    listed = range(len(task.cluster.devices))
-    devices = task.cluster.devices
-    fastest = sorted(listed, key=lambda index: -devices[index].speed)[:num_ranks]
-    roomiest = sorted(listed, key=lambda index: -task.limits[index])[:num_ranks]
-    choices = [
-        tuple(listed[:num_ranks]),
-        tuple(sorted(fastest)),
-        tuple(fastest),
-        tuple(roomiest),
-    ]
-    if len({devices[index].speed for index in fastest}) > 1:
-        choices.insert(3, tuple(reversed(fastest)))
-    return list(dict.fromkeys(choices))
-
-
 def _replicated(task: Task, constraints: Constraints) -> Iterator[Offer]:
-    """The offers that have the given replicas: those of a stage near each other, or the stages of a
-    pipeline.
+    """The offers that have the given replicas.
 
     Raises:
         InputError: another number of stages is asked for.
@@ -273,34 +258,8 @@ def _replicated(task: Task, constraints: Constraints) -> Iterator[Offer]:
     policy = _policy(constraints, family)
     check_policy(policy, family, counts, task.num_microbatches)
     rule = _rule(constraints, policy)
-    orders = []
-    for order in _unlike_first(task, range(num_devices)):
-        orders.append(tuple(order[: sum(counts)]))
-        if task.topology.cluster.groups:  # else all devices are as near
-            orders.append(tuple(order[number] for number in _pipeline_by_pipeline(counts)))
-    for devices in dict.fromkeys(orders):
+    for devices in orders_for(task, counts):
         yield Offer(family, devices, policy, counts, (), rule)
-
-
-def _unlike_first(task: Task, pool: Sequence[int]) -> list[list[int]]:
-    """Some devices in the orders that bring equal ones together: as listed, fastest first, slowest
-    first, and those with most memory first or last."""
-    speeds = {index: task.cluster.devices[index].speed for index in pool}
-    limits = {index: task.limits[index] for index in pool}
-    orders = [[*pool]]
-    for numbers in (speeds, limits):
-        if len({*numbers.values()}) > 1:
-            orders.append(sorted(pool, key=numbers.__getitem__, reverse=True))
-            orders.append(sorted(pool, key=numbers.__getitem__))
-    return orders
-
-
-def _pipeline_by_pipeline(counts: Sequence[int]) -> tuple[int, ...]:
-    """The devices of ranks, which go stage by stage, where the first replicas of all stages come
-    first, then the second ones, and so on."""
-    seats = [(replica, stage) for stage, count in enumerate(counts) for replica in range(count)]
-    device = {seat: number for number, seat in enumerate(sorted(seats))}
-    return tuple(device[seat] for seat in seats)
 
 
 def _with_shapes(shapes: Sequence[ReplicaShape], constraints: Constraints) -> Iterator[Offer]:
@@ -328,9 +287,8 @@ def neighbours(task: Task, setting: Setting) -> Iterator[Offer]:
         counts[target] += 1
         if counts[source]:
             yield _changed(setting, setting.devices, tuple(counts))
-    if len(task.cluster.devices) <= _MOST_SWAPPED:
-        for devices in dict.fromkeys(_swapped(task, setting)):
-            yield _changed(setting, devices, setting.replicas)
+    for devices in dict.fromkeys(swapped(task, setting)):
+        yield _changed(setting, devices, setting.replicas)
 
 
 def _changed(setting: Setting, devices: tuple[int, ...], counts: tuple[int, ...]) -> Offer:
@@ -338,23 +296,11 @@ def _changed(setting: Setting, devices: tuple[int, ...], counts: tuple[int, ...]
     return Offer(**{**terms, "devices": devices, "replicas": counts})
 
 
-def _swapped(task: Task, setting: Setting) -> Iterator[tuple[int, ...]]:
-    """The devices of ranks, but for two of different stages, or one that is not used."""
-    kinds = [
-        (device.speed, limit)
-        for device, limit in zip(task.cluster.devices, task.limits, strict=True)
-    ]
-    stages = {rank: stage for stage, ranks in enumerate(setting.ranks_of) for rank in ranks}
-    for first, second in combinations(range(setting.num_ranks), 2):
-        own, other = setting.devices[first], setting.devices[second]
-        if kinds[own] != kinds[other] and stages[first] != stages[second]:
-            devices = [*setting.devices]
-            devices[first], devices[second] = other, own
-            yield tuple(devices)
-    for rank, own in enumerate(setting.devices):
-        for idle in {*range(len(kinds))} - {*setting.devices}:
-            if kinds[own] != kinds[idle]:
-                yield (*setting.devices[:rank], idle, *setting.devices[rank + 1 :])
+def _shapes(task: Task) -> list[ReplicaShape]:
+    """All replicas of stages on a few devices; on more, those that often do well."""
+    if are_few(task):
+        return list(all_shapes(task))
+    return [*_width_by_depth(task), *_all_but_some(task)]
 
 
 def _all_but_some(task: Task) -> Iterator[ReplicaShape]:
@@ -364,10 +310,6 @@ def _all_but_some(task: Task) -> Iterator[ReplicaShape]:
         for counts in {(num_devices - few, few), (few, num_devices - few)}:
             if max(counts) <= task.num_microbatches and min(counts) > 0:
                 yield counts, tuple(range(sum(counts)))
-
-
-ReplicaShape = tuple[tuple[int, ...], tuple[int, ...]]
-"""(replicas of each stage, devices of each rank)."""
 
 
 def _width_by_depth(task: Task) -> Iterator[ReplicaShape]:
@@ -380,8 +322,8 @@ def _width_by_depth(task: Task) -> Iterator[ReplicaShape]:
             width = min(len(pool) // depth, task.num_microbatches)
             if width > 1:
                 # The replicas of a stage on different servers, a pipeline within one.
-                across = _pipeline_by_pipeline((width,) * depth)
-                for order in _unlike_first(task, pool):
+                across = pipeline_by_pipeline((width,) * depth)
+                for order in unlike_first(task, pool):
                     yield (width,) * depth, tuple(order[: width * depth])
                     yield (width,) * depth, tuple(order[number] for number in across)
 

@@ -11,7 +11,15 @@ from math import inf
 
 from penstock.base.errors import InputError, PlanError
 from penstock.planning.planner.candidate import Candidate
-from penstock.planning.planner.cuts import candidates, refined, with_cuts, with_layers_moved
+from penstock.planning.planner.cuts import (
+    candidates,
+    has_few_cuts,
+    recomputing,
+    refined,
+    ways_to_cut,
+    with_cuts,
+    with_layers_moved,
+)
 from penstock.planning.planner.limits import least_busy_seconds, least_excess
 from penstock.planning.planner.offers import Offer, guided, neighbours, offers
 from penstock.planning.planner.patience import PlanningPatience
@@ -24,6 +32,8 @@ SAME = 0.01
 _MOST_MOVES = 20
 _MOST_CLIMBED = 3
 """Kinds of plans that came close, and whose layers and replicas are moved, too."""
+_MOST_RECOMPUTED = 16
+"""Ways to recompute that are looked at where all cuts are."""
 _CLOSE = 0.1
 """Relative: what coarse cuts, or an order found for other costs, may cost."""
 _MOST_REFINED = 4
@@ -121,6 +131,7 @@ class Race:
                     self._enter(candidate)  # which may spare building others
                 else:
                     heappush(waiting, (candidate.least_seconds, next(numbers), candidate))
+            self._cut_everywhere(task, offer, constraints)
             better = min(self._least_of(waiting), self.least) < least
             idle = 0 if better else idle + 1
             only = only and only - 1
@@ -234,6 +245,22 @@ class Race:
         num_stages, candidates_ = outcome
         self.num_stages.add(num_stages)
         return candidates_ if constraints.allows(num_stages) else []
+
+    def _cut_everywhere(self, task: Task, offer: Offer, constraints: Constraints) -> None:
+        """Let all ways to cut the model compete that may be faster than the best, where there are
+        few."""
+        outcome: Built | None = task.cache.offers.get((offer, ()))
+        if self.is_sketch or not isinstance(outcome, tuple):
+            return
+        num_stages, _ = outcome
+        if not constraints.allows(num_stages) or not has_few_cuts(task, num_stages):
+            return
+        setting = offer.setting(task)
+        for seconds, cuts in ways_to_cut(task, setting):
+            if seconds > self.least * (1 + SAME):
+                break
+            for candidate in recomputing(task, setting, cuts, most=_MOST_RECOMPUTED):
+                self._enter(candidate)
 
     def _built(self, task: Task, offer: Offer, cuts: tuple[int, ...]) -> Built:
         try:

@@ -196,15 +196,19 @@ class Setting(Terms):
             )
         return tuple((share(max(self.peaks[rank] for rank in ranks)),) for ranks in self.ranks_of)
 
-    @cached_property
-    def moments(self) -> tuple[Moments, ...]:
-        """The moments of each rank where no stage runs forward a second time."""
-        return moments_of(self.schedule)
+    def moments(self, again: tuple[int, ...] = ()) -> tuple[Moments, ...]:
+        """The moments of each rank where some stages run forward a second time; made once for all
+        cuts."""
+        if again not in self._moments:
+            self._moments[again] = moments_of(self.with_recomputes(again))
+        return self._moments[again]
 
-    @cached_property
-    def moments_again(self) -> tuple[Moments, ...]:
-        """The ``moments`` if every stage runs forward a second time."""
-        return moments_of(self._recomputing)
+    @property
+    def _moments(self) -> dict[tuple[int, ...], tuple[Moments, ...]]:
+        # As much else that follows from the ops alone, whatever the devices.
+        kept: dict[tuple[int, ...], tuple[Moments, ...]]
+        kept = vars(self.schedule.columns).setdefault("moments", {})
+        return kept
 
     @cached_property
     def is_exact(self) -> bool:
@@ -223,9 +227,11 @@ class Setting(Terms):
             self._with_recomputes[stages] = add_recompute(self.schedule, stages)
         return self._with_recomputes[stages]
 
-    @cached_property
+    @property
     def _with_recomputes(self) -> dict[tuple[int, ...], Schedule]:
-        return {}
+        kept: dict[tuple[int, ...], Schedule]
+        kept = vars(self.schedule.columns).setdefault("with_recomputes", {})
+        return kept
 
 
 class MemoryLimits:
@@ -290,10 +296,14 @@ class MemoryLimits:
             return rule
         if rule == "never" or limit == inf:
             return "none"
-        sizes = {how: self.held_bytes(stage, how, start, stop) for how in _RECOMPUTES}
-        if sizes["none"] <= limit:
+        if self.held_bytes(stage, "none", start, stop) <= limit:
             return "none"
-        return min(("layers", "stage"), key=sizes.__getitem__)
+        return self.lighter(stage, start, stop)
+
+    def lighter(self, stage: int, start: int, stop: int) -> RecomputeWay:
+        """The recomputing with which a stage with layers ``[start, stop)`` needs less memory."""
+        ways: tuple[RecomputeWay, ...] = ("layers", "stage")
+        return min(ways, key=lambda how: self.held_bytes(stage, how, start, stop))
 
     def held_bytes(self, stage: int, how: RecomputeWay, start: int, stop: int) -> int:
         """Bytes that a rank needs for a stage with layers ``[start, stop)``, also where these begin

@@ -145,7 +145,7 @@ class Cache:
     Attributes:
         cuts: the best ones of settings without limits.
         offers: what was made of offers: candidates, or why there are none.
-        orders: those that were searched without costs.
+        orders: schedules that were built without costs.
         shapes: replicas of each stage and devices of each rank that other planners would choose, in
             one entry when it is known; memory makes no difference.
         tables: the bytes that stages need.

@@ -1,0 +1,140 @@
+"""Which device is which rank: of a few devices all orders that differ, good ones of many."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import combinations, pairwise, permutations
+
+from penstock.planning.planner.setting import Setting
+from penstock.planning.planner.task import Task
+
+ReplicaShape = tuple[tuple[int, ...], tuple[int, ...]]
+"""(replicas of each stage, devices of each rank)."""
+
+_FEW_DEVICES, _FEW_LAYERS = 4, 8
+"""Of so many, all orders are tried, and any number of replicas at each stage."""
+
+_MOST_SWAPPED = 16
+"""Devices of clusters in which any two change places to see whether that is better."""
+
+
+def are_few(task: Task) -> bool:
+    """Whether all orders are tried."""
+    return len(task.cluster.devices) <= _FEW_DEVICES and task.num_layers <= _FEW_LAYERS
+
+
+def orders(task: Task, num_ranks: int) -> list[tuple[int, ...]]:
+    """Devices for so many ranks: of a few, all orders that make a difference; of many, as they are
+    listed; the fastest, in three orders; those with most memory first, because the first stages
+    hold most."""
+    if are_few(task):
+        return _all_orders(task, num_ranks)
+    listed = range(len(task.cluster.devices))
+    devices = task.cluster.devices
+    fastest = sorted(listed, key=lambda index: -devices[index].speed)[:num_ranks]
+    roomiest = sorted(listed, key=lambda index: -task.limits[index])[:num_ranks]
+    choices = [
+        tuple(listed[:num_ranks]),
+        tuple(sorted(fastest)),
+        tuple(fastest),
+        tuple(roomiest),
+    ]
+    if len({devices[index].speed for index in fastest}) > 1:
+        choices.insert(3, tuple(reversed(fastest)))
+    return list(dict.fromkeys(choices))
+
+
+def all_shapes(task: Task) -> Iterator[ReplicaShape]:
+    """All replicas of stages on a few devices, in all orders that make a difference."""
+    for num_ranks in range(2, len(task.cluster.devices) + 1):
+        every_order = _all_orders(task, num_ranks)
+        for num_stages in range(1, min(num_ranks - 1, task.num_layers) + 1):
+            for ends in combinations(range(1, num_ranks), num_stages - 1):
+                counts = tuple(end - start for start, end in pairwise((0, *ends, num_ranks)))
+                if max(counts) <= task.num_microbatches:
+                    yield from ((counts, order) for order in every_order)
+
+
+def orders_for(task: Task, counts: Sequence[int]) -> list[tuple[int, ...]]:
+    """Devices for stages with given replicas: those of a stage near each other, or the stages of a
+    pipeline."""
+    if are_few(task):
+        return _all_orders(task, sum(counts))
+    choices = []
+    for order in unlike_first(task, range(len(task.cluster.devices))):
+        choices.append(tuple(order[: sum(counts)]))
+        if task.topology.cluster.groups:  # else all devices are as near
+            choices.append(tuple(order[number] for number in pipeline_by_pipeline(counts)))
+    return list(dict.fromkeys(choices))
+
+
+def _all_orders(task: Task, num_ranks: int) -> list[tuple[int, ...]]:
+    different: dict[Hashable, tuple[int, ...]] = {}
+    for order in permutations(range(len(task.cluster.devices)), num_ranks):
+        different.setdefault(_appearance(task, order), order)
+    return list(different.values())
+
+
+def _appearance(task: Task, order: Sequence[int]) -> Hashable:
+    """All by which devices in an order differ from others: equal ones in equal groups may stand for
+    each other."""
+    groups, places = task.cluster.groups, dict[int, int]()
+    wired = {device for pair in task.topology.wires for device in pair}
+    return tuple(
+        (
+            task.cluster.devices[device].speed,
+            task.limits[device],
+            task.num_devices_at(device),
+            device if device in wired else -1,
+            *(
+                (places.setdefault(number, len(places)), group.link, group.memory_bytes, group.card)
+                for number in task.topology.paths[device]
+                for group in (groups[number],)
+            ),
+        )
+        for device in order
+    )
+
+
+def unlike_first(task: Task, pool: Sequence[int]) -> list[list[int]]:
+    """Some devices in the orders that bring equal ones together: as listed, fastest first, slowest
+    first, and those with most memory first or last."""
+    speeds = {index: task.cluster.devices[index].speed for index in pool}
+    limits = {index: task.limits[index] for index in pool}
+    choices = [[*pool]]
+    for numbers in (speeds, limits):
+        if len({*numbers.values()}) > 1:
+            choices.append(sorted(pool, key=numbers.__getitem__, reverse=True))
+            choices.append(sorted(pool, key=numbers.__getitem__))
+    return choices
+
+
+def pipeline_by_pipeline(counts: Sequence[int]) -> tuple[int, ...]:
+    """The devices of ranks, which go stage by stage, where the first replicas of all stages come
+    first, then the second ones, and so on."""
+    seats = [(replica, stage) for stage, count in enumerate(counts) for replica in range(count)]
+    device = {seat: number for number, seat in enumerate(sorted(seats))}
+    return tuple(device[seat] for seat in seats)
+
+
+def swapped(task: Task, setting: Setting) -> Iterator[tuple[int, ...]]:
+    """The devices of ranks, but for two unlike ones of different stages that change places, one of
+    which may have been idle; nothing for clusters of many devices, or where all orders are tried.
+    """
+    if are_few(task) or len(task.cluster.devices) > _MOST_SWAPPED:
+        return
+    kinds = [
+        (device.speed, limit)
+        for device, limit in zip(task.cluster.devices, task.limits, strict=True)
+    ]
+    stages = {rank: stage for stage, ranks in enumerate(setting.ranks_of) for rank in ranks}
+    for first, second in combinations(range(setting.num_ranks), 2):
+        own, other = setting.devices[first], setting.devices[second]
+        if kinds[own] != kinds[other] and stages[first] != stages[second]:
+            devices = [*setting.devices]
+            devices[first], devices[second] = other, own
+            yield tuple(devices)
+    for rank, own in enumerate(setting.devices):
+        for idle in {*range(len(kinds))} - {*setting.devices}:
+            if kinds[own] != kinds[idle]:
+                yield (*setting.devices[:rank], idle, *setting.devices[rank + 1 :])

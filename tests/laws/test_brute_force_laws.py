@@ -1,0 +1,58 @@
+"""The planner beside brute force: small models on small clusters, run in every way there is.
+
+Cases are new each time; a failure prints the seed of its case, which ``PENSTOCK_SEED`` brings back.
+"""
+
+from __future__ import annotations
+
+import os
+from math import inf
+from random import SystemRandom
+
+import pytest
+
+from penstock.base.units import format_seconds
+from penstock.planning.planner.task import Task
+from tests.kit.brute_force import any_that_fits, best_of_all, small_case, uniform_layouts
+from tests.kit.examples import TIMES
+from tests.kit.planning import attempt
+
+CASES = 25 * TIMES if TIMES == 1 else 20 * TIMES
+MOST_LAYERS = 5 if TIMES == 1 else 6
+WITHIN = 1.01
+"""No prediction tells plans this close apart."""
+
+
+@pytest.fixture
+def seed(request):
+    """Of the first case; the others follow."""
+    given = os.environ.get("PENSTOCK_SEED")
+    first = int(given) if given else SystemRandom().randrange(10**9)
+    print(f"PENSTOCK_SEED={first}")
+    return first
+
+
+def test_a_plan_is_within_one_percent_of_the_best_there_is_and_none_is_refused_that_fits(seed):
+    slower, refused = {}, []
+    for number in range(seed, seed + CASES):
+        graph, cluster, microbatches = small_case(number, MOST_LAYERS)
+        task = Task(graph, cluster, microbatches)
+        found = attempt(graph, cluster, microbatches=microbatches)
+        if found is None:
+            refused += [number] if any_that_fits(task) else []
+            continue
+        best = best_of_all(task, below=found.step_seconds / WITHIN)
+        if best is not None:
+            slower[number] = f"{format_seconds(found.step_seconds)} for {best.seconds:.4g}: {best}"
+    assert not refused
+    assert not slower
+
+
+def test_a_plan_is_never_slower_than_equal_pipelines_of_equally_many_layers(seed):
+    for number in range(seed, seed + CASES):
+        graph, cluster, microbatches = small_case(number, 8)
+        layouts = uniform_layouts(Task(graph, cluster, microbatches))
+        best = min((layout.seconds for layout in layouts if layout.fits), default=inf)
+        found = attempt(graph, cluster, microbatches=microbatches)
+        took = inf if found is None else found.step_seconds
+        assert took <= best * WITHIN, number
