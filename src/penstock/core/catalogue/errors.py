@@ -26,7 +26,7 @@ _BY_SOFTWARE = {
     "megatron-bridge": ExpectedError(0.08, "median of 45 published runs on H100 and Blackwell"),
     "llm-foundry": ExpectedError(0.05, "median of 139 published runs on A100"),
 }
-_OF_TORCH = ExpectedError(0.10, "median of 12 published runs of torchtitan on H100")
+_OF_TORCH = ExpectedError(0.08, "median of 12 published runs of torchtitan on H100")
 _BUSY = "on one measured CPU, on a busy machine"
 ModelKind = Literal["transformer", "convolution", "recurrent", "other"]
 """Of what most of a model's products are."""

@@ -65,12 +65,7 @@ def replan(
             layers among devices.
     """
     expect(plan, Plan, "the plan", "make one with penstock.plan, or Plan.load a file")
-    expect(
-        cluster,
-        Cluster,
-        "the cluster",
-        'give a penstock.Cluster, as Cluster.of("dgx-h100"), or Cluster.load a file',
-    )
+    expect(cluster, Cluster, "the cluster", 'give Cluster.load("FILE") or Cluster.of("dgx-h100")')
     expect(graph, LayerGraph | None, "the graph", "give the profile of the plan, or leave it out")
     if plan.versions.asynchronous:
         raise InputError(

@@ -207,7 +207,7 @@ def planned(graph: LayerGraph, cluster: Cluster | None, request: PlanRequest) ->
         cluster,
         Cluster | None,
         "the cluster",
-        'give a penstock.Cluster, as Cluster.of("dgx-h100"), or Cluster.load a file',
+        'give Cluster.load("FILE") or Cluster.of("dgx-h100")',
     )
     cluster = cluster or Cluster.local()
     if request.price_per_hour is not None:

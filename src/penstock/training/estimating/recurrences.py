@@ -22,7 +22,7 @@ _PAGE_BYTES = 4096
 _LINE_FLOATS = 16
 
 
-class _Kept(NamedTuple):
+class _KeptByLibrary(NamedTuple):
     """What one direction of a layer keeps beside its weights.
 
     Attributes:
@@ -40,17 +40,19 @@ class _Kept(NamedTuple):
     copies_weights: bool
 
 
-def _kept(gates: int, value: Tensor, width: int, has_biases: bool, on_gpu: bool) -> _Kept:
+def _kept(gates: int, value: Tensor, width: int, has_biases: bool, on_gpu: bool) -> _KeptByLibrary:
     steps, rows, given = value.shape
     state = steps * rows * width * value.element_size()
     if on_gpu:
-        return _Kept((gates + 2) * state, True, 1 + (gates == 4), False, False)
+        return _KeptByLibrary((gates + 2) * state, True, 1 + (gates == 4), False, False)
     if gates == 4:
         buffer = _onednn_bytes(steps, rows, given, width, value.element_size())
-        return _Kept(buffer, True, 4, False, not has_biases)
+        return _KeptByLibrary(buffer, True, 4, False, not has_biases)
     # A step of a GRU keeps its three gates, both factors of two products, and the state it began
     # with; one of a plain layer its result.
-    return _Kept(7 * state if gates == 3 else state + state // steps, False, 0, True, False)
+    return _KeptByLibrary(
+        7 * state if gates == 3 else state + state // steps, False, 0, True, False
+    )
 
 
 def _onednn_bytes(steps: int, rows: int, given: int, width: int, element_size: int) -> int:
@@ -73,7 +75,9 @@ class FusedRecurrence(torch.autograd.Function):
     """One direction of a layer over all steps, of tensors on meta: (steps, rows, width)."""
 
     @staticmethod
-    def forward(ctx: Any, gates: int, kept: _Kept, value: Tensor, *weights: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, gates: int, kept: _KeptByLibrary, value: Tensor, *weights: Tensor
+    ) -> Tensor:
         value, (own, recurrent, *biases) = value.detach(), [part.detach() for part in weights]
         with torch.enable_grad():  # so that nobody takes this for a backward
             ahead = torch.nn.functional.linear(value, own, biases[0] if biases else None)
