@@ -255,9 +255,9 @@ def loads(ops: Sequence[Op], activations: Activations = "own") -> tuple[Load, ..
         kept = np.concatenate([[True], last[1:] > most_before])
         return tuple(Load(*row) for row in reached[kept][::-1].tolist())
     worst: list[Load] = []
-    for load in (Load(*row) for row in reached.tolist()):
-        if not any(all(a >= b for a, b in zip(bad, load, strict=True)) for bad in worst):
-            worst.append(load)
+    while len(reached):
+        worst.append(Load(*reached[0].tolist()))
+        reached = reached[(reached > reached[0]).any(axis=1)]
     return tuple(reversed(worst))
 
 
