@@ -246,6 +246,8 @@ def loads(ops: Sequence[Op], activations: Activations = "own") -> tuple[Load, ..
     """
     if activations == "newest":
         return (Load(whole=1),)
+    if not ops:
+        return (Load(),)
     reached = moments(RankOps.of(ops))[::-1]  # whoever exceeds another comes before it
     differing = np.flatnonzero(reached.min(axis=0) < reached.max(axis=0))
     if len(differing) < reached.shape[1]:
@@ -254,11 +256,13 @@ def loads(ops: Sequence[Op], activations: Activations = "own") -> tuple[Load, ..
         most_before = np.maximum.accumulate(last)[:-1]
         kept = np.concatenate([[True], last[1:] > most_before])
         return tuple(Load(*row) for row in reached[kept][::-1].tolist())
-    worst: list[Load] = []
-    while len(reached):
-        worst.append(Load(*reached[0].tolist()))
-        reached = reached[(reached > reached[0]).any(axis=1)]
-    return tuple(reversed(worst))
+    # Where few are whole at a time: none before has as many of these, and of the last as many.
+    kept = np.zeros(len(reached), bool)
+    for whole in np.unique(reached[:, 1]):
+        last = np.where(reached[:, 1] >= whole, reached[:, 2], -1)
+        most_before = np.concatenate([[-1], np.maximum.accumulate(last)[:-1]])
+        kept |= (reached[:, 1] == whole) & (last > most_before)
+    return tuple(Load(*row) for row in reached[kept][::-1].tolist())
 
 
 def peak_activations(

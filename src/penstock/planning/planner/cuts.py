@@ -166,7 +166,8 @@ def _is_part(first: Recomputes, second: Recomputes) -> bool:
 
 def has_few_cuts(task: Task, num_stages: int) -> bool:
     """Whether there are so few ways to cut the model that all are looked at."""
-    return comb(task.num_layers - 1, num_stages - 1) <= _FEW_WAYS
+    gaps = task.num_layers - 1
+    return gaps <= _FEW_WAYS and comb(gaps, num_stages - 1) <= _FEW_WAYS
 
 
 def ways_to_cut(task: Task, setting: Setting) -> list[tuple[float, tuple[int, ...]]]:
