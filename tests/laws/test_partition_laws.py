@@ -40,12 +40,9 @@ def with_extra(cuts, extra, *arguments):
     ]
 
 
-def tabled(extra, num_layers):
-    """What ``balance`` asks for: all of a stage at once."""
-    ends = range(num_layers + 1)
-    return lambda stage: np.array(
-        [[extra(stage, a, b) if a < b else 0.0 for b in ends] for a in ends]
-    )
+def elementwise(extra):
+    """What ``balance`` asks for: many starts and stops of a stage at once."""
+    return np.vectorize(extra, otypes=[float])
 
 
 def brute_force(costs, num_stages, edges=(), speeds=(), extra=lambda *_: 0.0):
@@ -95,7 +92,7 @@ def test_equals_brute_force_with_edges_speeds_and_limits(costs, data):
     expected = brute_force(costs, p, edges, speeds, extra)
     if expected is None:
         with pytest.raises(PlanError, match="within its limit"):
-            balance(costs, p, edges=edges, speeds=speeds, extra=tabled(extra, n))
+            balance(costs, p, edges=edges, speeds=speeds, extra=elementwise(extra))
     else:
-        cuts = balance(costs, p, edges=edges, speeds=speeds, extra=tabled(extra, n))
+        cuts = balance(costs, p, edges=edges, speeds=speeds, extra=elementwise(extra))
         assert max(with_extra(cuts, extra, costs, edges, speeds)) == pytest.approx(expected[0])

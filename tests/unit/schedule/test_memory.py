@@ -111,11 +111,8 @@ def test_a_slice_holds_its_share():
 
 
 def test_the_moments_that_may_be_the_worst():
-    assert set(loads(SPLIT.ranks[0])) == {
-        Load(whole=2),
-        Load(whole=1, for_weight=1),
-        Load(for_weight=2),
-    }
+    # One whole and one half are never more than the larger of two whole ones and two halves.
+    assert set(loads(SPLIT.ranks[0])) == {Load(whole=2), Load(for_weight=2)}
     again = add_recompute(schedules.build("gpipe", num_ranks=1, num_microbatches=3))
     assert set(loads(again.ranks[0])) == {Load(inputs=3), Load(inputs=2, whole=1)}
     assert loads(schedules.build("1f1b", num_ranks=2, num_microbatches=4).ranks[0]) == (

@@ -246,6 +246,8 @@ def loads(ops: Sequence[Op], activations: Activations = "own") -> tuple[Load, ..
     """
     if activations == "newest":
         return (Load(whole=1),)
+    if not ops:
+        return (Load(),)
     reached = moments(RankOps.of(ops))[::-1]  # whoever exceeds another comes before it
     differing = np.flatnonzero(reached.min(axis=0) < reached.max(axis=0))
     if len(differing) < reached.shape[1]:
@@ -253,12 +255,38 @@ def loads(ops: Sequence[Op], activations: Activations = "own") -> tuple[Load, ..
         last = reached[:, differing[-1]] if differing.size else reached[:, -1]
         most_before = np.maximum.accumulate(last)[:-1]
         kept = np.concatenate([[True], last[1:] > most_before])
-        return tuple(Load(*row) for row in reached[kept][::-1].tolist())
-    worst: list[Load] = []
-    for load in (Load(*row) for row in reached.tolist()):
-        if not any(all(a >= b for a, b in zip(bad, load, strict=True)) for bad in worst):
-            worst.append(load)
-    return tuple(reversed(worst))
+        ends = differing[[0, -1]] if differing.size else [0, 0]
+        rows = _corners(reached[kept].tolist(), *ends)
+        return tuple(Load(*row) for row in reversed(rows))
+    # Where few are whole at a time: none before has as many of these, and of the last as many.
+    worst: list[list[int]] = []
+    for whole in np.unique(reached[:, 1]):
+        last = np.where(reached[:, 1] >= whole, reached[:, 2], -1)
+        most_before = np.concatenate([[-1], np.maximum.accumulate(last)[:-1]])
+        kept = (reached[:, 1] == whole) & (last > most_before)
+        worst += _corners(reached[kept].tolist(), 0, 2)
+    return tuple(Load(*row) for row in sorted(worst))
+
+
+def _corners(rows: list[list[int]], first: int, last: int) -> list[list[int]]:
+    """Rows without those that any weights of two columns make less than one beside them.
+
+    Args:
+        rows: in which the first column falls and the last one rises.
+
+    >>> _corners([[2, 0], [1, 1], [0, 2]], 0, 1)
+    [[2, 0], [0, 2]]
+    """
+    chain: list[list[int]] = []
+    for row in rows:
+        while len(chain) > 1:
+            before, between = chain[-2:]
+            rises = (row[last] - before[last]) * (between[first] - before[first])
+            if rises > (between[last] - before[last]) * (row[first] - before[first]):
+                break
+            chain.pop()
+        chain.append(row)
+    return chain
 
 
 def peak_activations(

@@ -174,13 +174,18 @@ ROUNDING = 1e-12
 """Relative: the same seconds summed in another order are still the same."""
 
 
+Extra = Callable[[int, "Ints", "Ints"], Floats]
+"""For a stage, a number for each of some ways to hold layers ``[start, stop)``."""
+
+
 def balance(
     costs: Sequence[float],
     num_stages: int,
     *,
     edges: Sequence[float] = (),
     speeds: Sequence[float] = (),
-    extra: Callable[[int], Table] | None = None,
+    extra: Extra | None = None,
+    longest: Sequence[int] = (),
     kinds: Sequence[Hashable] = (),
 ) -> tuple[int, ...]:
     """Cut ``costs`` into consecutive, non-empty stages whose slowest is as fast as possible.
@@ -203,7 +208,8 @@ def balance(
             default all stages are different.
         extra: for a stage, what it takes on top with layers ``[start, stop)``, for example to run
             its forward again, ≥ 0; infinite where it may not hold them, for example for its memory.
-            A table with n + 1 rows (start) and columns (stop).
+            It is asked for arrays of starts and of stops at once, those that may matter.
+        longest: the most layers that each stage may have, as far as that is known.
 
     Returns:
         Where the stages begin and end: stage s holds layers ``cuts[s]`` to ``cuts[s + 1] - 1``. The
@@ -218,33 +224,20 @@ def balance(
     behind = np.array([0.0, *(edges or (0.0,) * (len(costs) - 1)), 0.0])
     between = _sums(costs)
 
-    known: dict[Hashable, Table] = {}
-
-    def seconds(stage: int) -> Table:
-        kind = kinds[stage] if kinds else stage
-        if kind not in known:
-            if not kinds:
-                known.clear()
-            table: Table = (between / speeds[stage] if speeds else between) + behind
-            known[kind] = table if extra is None else table + extra(stage)
-        return known[kind]
-
-    whole = sum(costs) / min(speeds, default=1.0)
-    slowest = _least_slowest(num_stages, seconds, kinds, whole)
+    stages = _Stages(between, behind, speeds, extra, longest, kinds, num_stages)
+    slowest = _least_slowest(stages, sum(costs) / min(speeds, default=1.0))
     if slowest == inf:
         raise PlanError(
             f"no way to cut {len(costs)} layers into {num_stages} stages keeps every stage within "
             "its limit; raise the limits or change the number of stages"
         )
-    bands = _bands(num_stages, seconds, kinds, slowest * (1 + ROUNDING))
+    bands = stages.bands(slowest * (1 + ROUNDING))
     squares = (_Band(band.price * band.price, band.starts) for band in bands)
     _, cuts = _solve(squares, np.add)
     return cuts
 
 
-def _least_slowest(
-    num_stages: int, seconds: Callable[[int], Table], kinds: Sequence[Hashable], whole: float
-) -> float:
+def _least_slowest(stages: _Stages, whole: float) -> float:
     """Seconds of the slowest stage where it is as fast as possible; infinite where no cuts are
     allowed. Only stages that take up to a limit are looked at; it is raised until there are cuts
     within it, and then these are the best of all.
@@ -252,26 +245,70 @@ def _least_slowest(
     Args:
         whole: about how long all layers would take on one device.
     """
-    limit = 1.5 * whole / num_stages or inf
+    limit = 1.5 * whole / stages.num_stages or inf
     while True:
-        slowest, _ = _solve(_bands(num_stages, seconds, kinds, limit), np.maximum)
-        if slowest < inf or limit == inf:
+        stages.is_cut = False
+        slowest, _ = _solve(stages.bands(limit), np.maximum)
+        if slowest < inf or not stages.is_cut:
             return slowest
         limit = 2 * limit if limit < whole else inf
 
 
-def _bands(
-    num_stages: int, seconds: Callable[[int], Table], kinds: Sequence[Hashable], limit: float
-) -> Iterator[_Band]:
-    """The band of each stage; of each kind, it is made once."""
-    known: dict[Hashable, _Band] = {}
-    for stage in range(num_stages):
-        kind = kinds[stage] if kinds else stage
-        if kind not in known:
-            if not kinds:
-                known.clear()
-            known[kind] = _band(seconds(stage), limit)
-        yield known[kind]
+@dataclass
+class _Stages:
+    """The stages of a chain, and what they cost.
+
+    Attributes:
+        between: seconds of layers, as ``_sums`` has them.
+        behind: seconds of a cut at each place.
+        speeds, extra, longest, kinds, num_stages: as ``balance`` has them.
+        is_cut: whether a limit on seconds has ruled anything out.
+    """
+
+    between: Table
+    behind: Floats
+    speeds: Sequence[float]
+    extra: Extra | None
+    longest: Sequence[int]
+    kinds: Sequence[Hashable]
+    num_stages: int
+    is_cut: bool = False
+
+    def bands(self, limit: float) -> Iterator[_Band]:
+        """The band of each stage; of each kind, it is made once. What takes longer than a limit
+        without anything on top need not be asked about."""
+        alone: dict[tuple[float, int], _Band] = {}
+        known: dict[Hashable, _Band] = {}
+        for stage in range(self.num_stages):
+            kind = self.kinds[stage] if self.kinds else stage
+            if kind not in known:
+                most = self.longest[stage] if self.longest else len(self.behind)
+                speed = self.speeds[stage] if self.speeds else 1.0
+                if not self.kinds:
+                    known.clear()
+                if (speed, most) not in alone:
+                    alone[speed, most] = self._band(speed, most, limit)
+                known[kind] = self._with_extra(stage, alone[speed, most], limit)
+            yield known[kind]
+
+    def _band(self, speed: float, most: int, limit: float) -> _Band:
+        table = self.between / speed + self.behind
+        table[np.triu(np.ones(table.shape, bool), most + 1)] = inf
+        self.is_cut |= bool(((limit < table) & (table < inf)).any())
+        return _band(table, limit)
+
+    def _with_extra(self, stage: int, band: _Band, limit: float) -> _Band:
+        if self.extra is None:
+            return band
+        stops = np.broadcast_to(np.arange(band.price.shape[1]), band.price.shape)
+        price = band.price + self.extra(stage, band.starts, stops)
+        over = price > limit
+        over &= price < inf
+        if over.any():
+            self.is_cut = True
+            price[over] = inf
+        longest = int(np.flatnonzero(np.any(price < inf, axis=1)).max(initial=0)) + 1
+        return _Band(price[:longest], band.starts[:longest])
 
 
 def lightest(num_layers: int, num_stages: int, weight: Callable[[int], Table]) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from math import comb, inf
 import numpy as np
 
 from penstock.base.errors import PlanError
-from penstock.planning.partition.chain import Floats, Table, balance, lightest
+from penstock.planning.partition.chain import Floats, Ints, Table, balance, lightest
 from penstock.planning.planner.candidate import Candidate
 from penstock.planning.planner.limits import least_excess
 from penstock.planning.planner.request import RecomputeRule
@@ -80,7 +80,9 @@ def _of_shared_memory(
         chosen += recomputing(task, setting, candidate.cuts, slack)
         if not chosen or chosen[-1].recomputes != candidate.recomputes:
             chosen += _balanced(task, setting, memory)
-    return list({(candidate.cuts, candidate.recomputes): candidate for candidate in chosen}.values())
+    return list(
+        {(candidate.cuts, candidate.recomputes): candidate for candidate in chosen}.values()
+    )
 
 
 def recomputing(
@@ -164,7 +166,8 @@ def _is_part(first: Recomputes, second: Recomputes) -> bool:
 
 def has_few_cuts(task: Task, num_stages: int) -> bool:
     """Whether there are so few ways to cut the model that all are looked at."""
-    return comb(task.num_layers - 1, num_stages - 1) <= _FEW_WAYS
+    gaps = task.num_layers - 1
+    return gaps <= _FEW_WAYS and comb(gaps, num_stages - 1) <= _FEW_WAYS
 
 
 def ways_to_cut(task: Task, setting: Setting) -> list[tuple[float, tuple[int, ...]]]:
@@ -273,20 +276,33 @@ def _balance(task: Task, setting: Setting, memory: MemoryLimits) -> list[tuple[i
         (speeds[stage], memory.kind(stage), id(hops[stage])) for stage in range(setting.num_stages)
     ]
 
-    def extra(stage: int) -> Table:
-        return ties if memory.is_free else memory.again_seconds(stage) / speeds[stage] + ties
+    def extra(stage: int, starts: Ints, stops: Ints) -> Floats:
+        parted: Floats = ties[starts, stops]
+        if memory.is_free:
+            return parted
+        return memory.again_seconds(stage, starts, stops) / speeds[stage] + parted
 
-    def with_hop(stage: int) -> Table:
-        return extra(stage) + 2 * hops[stage]
+    def with_hop(stage: int, starts: Ints, stops: Ints) -> Floats:
+        return extra(stage, starts, stops) + 2 * hops[stage][stops]
 
     costs = [sum(task.compute_seconds[start:stop]) for start, stop in pairwise(task.places)]
     if len(costs) < setting.num_stages:
         return []
+    longest = [] if memory.is_free else [memory.longest(k) for k in range(setting.num_stages)]
+    if longest and (min(longest) < 1 or sum(longest) < len(costs)):
+        return []
     choices = []
-    for cost in (extra, with_hop) if any(map(any, hops)) else (extra,):
-        with suppress(PlanError):
+    with suppress(PlanError):  # what fits nowhere does so with hops neither
+        for cost in (extra, with_hop) if any(map(any, hops)) else (extra,):
             choices.append(
-                balance(costs, setting.num_stages, speeds=speeds, extra=cost, kinds=kinds)
+                balance(
+                    costs,
+                    setting.num_stages,
+                    speeds=speeds,
+                    extra=cost,
+                    longest=longest,
+                    kinds=kinds,
+                )
             )
     return [tuple(task.places[number] for number in cuts) for cuts in dict.fromkeys(choices)]
 
@@ -302,20 +318,20 @@ def _hops(task: Task, setting: Setting, stage: int) -> Floats:
 def _lightest(task: Task, setting: Setting, slack: float) -> Iterator[Candidate]:
     """The cuts that need the least memory in all, for ranks that share it."""
     memory = MemoryLimits(task, setting, slack)
-    ties = _split_ties(task, setting)
+    ties, ends = _split_ties(task, setting), np.arange(len(task.places))
 
     def weight(stage: int) -> Table:
         needed = np.minimum.reduce(memory.lightest(stage))
-        allowed = np.isfinite(memory.again_seconds(stage) + ties)
+        allowed = np.isfinite(memory.again_seconds(stage, ends[:, None], ends) + ties)
         return np.where(allowed, setting.replicas_of(stage) * needed, inf)
 
-    ends = lightest(len(task.places) - 1, setting.num_stages, weight)
-    if ends:
+    chosen = lightest(len(task.places) - 1, setting.num_stages, weight)
+    if chosen:
         least = (
             memory.ways[int(np.argmin([table[bounds] for table in memory.lightest(stage)]))]
-            for stage, bounds in enumerate(pairwise(ends))
+            for stage, bounds in enumerate(pairwise(chosen))
         )
-        cuts = tuple(task.places[number] for number in ends)
+        cuts = tuple(task.places[number] for number in chosen)
         yield Candidate(task, setting, cuts, tuple(least))
 
 

@@ -18,7 +18,7 @@ from penstock.core.schedule import Schedule, families
 from penstock.core.schedule.lower import add_recompute
 from penstock.core.schedule.memory import Load, loads, moments, peak_activations
 from penstock.core.versions import Flush, Policy, place_of, weight_copies
-from penstock.planning.partition.chain import Floats, Table
+from penstock.planning.partition.chain import Floats, Ints, Table
 from penstock.planning.planner.request import RecomputeRule
 from penstock.planning.planner.task import Task
 from penstock.planning.plans.orders import stand_in
@@ -252,8 +252,11 @@ class MemoryLimits:
         stages = range(setting.num_stages)
         self._copies = [setting.weight_versions(stage, task.num_microbatches) for stage in stages]
         self._limits = [self._limit(stage, slack, shared) for stage in stages]
+        self._looked_up: dict[int, tuple[Ints, dict[str, Floats]]] = {}
+        self._longest: dict[Hashable, int] = {}
+        self._starts: dict[int, Ints] = {}
 
-    @property
+    @cached_property
     def is_free(self) -> bool:
         """Whether nothing is limited and nothing must run twice."""
         rule = self._setting.recompute
@@ -276,18 +279,39 @@ class MemoryLimits:
             return None
         return self._limits[stage], self._key(stage, "none"), self._key(stage, "stage")
 
-    def again_seconds(self, stage: int) -> Table:
-        """Seconds that a stage takes longer because it must run forward twice, as a table of all
-        starts and stops; infinite where it does not fit even so."""
+    def again_seconds(self, stage: int, starts: Ints, stops: Ints) -> Floats:
+        """Seconds that a stage takes longer because it must run forward twice, between each of some
+        places and another; infinite where it does not fit even so."""
         rule, limit = self._setting.recompute, self._limits[stage]
-        again = self._task.tables["recompute_seconds"]
+        again = self._numbers(starts, stops)["recompute_seconds"]
         if rule in {"stage", "layers"}:
-            return np.where(self.num_bytes(stage, rule) <= limit, again, inf)
-        fits = self.num_bytes(stage, "none") <= limit
+            return np.where(self.num_bytes(stage, rule, starts, stops) <= limit, again, inf)
+        fits = self.num_bytes(stage, "none", starts, stops) <= limit
         if rule == "never":
             return np.where(fits, 0.0, inf)
-        least = np.minimum(self.num_bytes(stage, "layers"), self.num_bytes(stage, "stage"))
+        least = np.minimum(
+            self.num_bytes(stage, "layers", starts, stops),
+            self.num_bytes(stage, "stage", starts, stops),
+        )
         return np.where(fits, 0.0, np.where(least <= limit, again, inf))
+
+    def longest(self, stage: int) -> int:
+        """The most that a stage can have of what is between two places, or a little more: whatever
+        begins at a place needs no less if it has more. (That the halves of a tied weight come
+        together may spare memory, so of models with such weights nothing is known.)"""
+        count = len(self._task.places) - 1
+        if self._task.ties or self._limits[stage] == inf:
+            return count
+        kind = self.kind(stage)
+        if kind not in self._longest:
+            length = 1
+            while length <= count:
+                starts = self._starts.setdefault(length, np.arange(count - length + 1))
+                if np.isinf(self.again_seconds(stage, starts, starts + length)).all():
+                    break
+                length *= 2
+            self._longest[kind] = min(length - 1, count)
+        return self._longest[kind]
 
     def recompute(self, stage: int, start: int, stop: int) -> RecomputeWay:
         """The recomputing that a stage with layers ``[start, stop)``, which fits, needs."""
@@ -320,8 +344,10 @@ class MemoryLimits:
         return int(_needed(numbers, 0, copies, (replicas, self._reducer), (Load(),), how))
 
     def lightest(self, stage: int) -> tuple[Table, ...]:
-        """``num_bytes`` of every way that is allowed, in the order of ``ways``."""
-        return tuple(self.num_bytes(stage, how) for how in self.ways)
+        """``num_bytes`` of every way that is allowed, in the order of ``ways``, as tables of all
+        starts and stops."""
+        ends = np.arange(len(self._task.places))
+        return tuple(self.num_bytes(stage, how, ends[:, None], ends) for how in self.ways)
 
     @property
     def ways(self) -> tuple[RecomputeWay, ...]:
@@ -331,12 +357,21 @@ class MemoryLimits:
             return _RECOMPUTES
         return ("none",) if rule == "never" else (rule,)
 
-    def num_bytes(self, stage: int, how: RecomputeWay) -> Table:
-        """Bytes that a rank of a stage needs, as a table of all starts and stops."""
-        key = self._key(stage, how)
-        if key not in self._task.cache.tables:
-            self._task.cache.tables[key] = self._num_bytes(*key[:-1])
-        return self._task.cache.tables[key]
+    def num_bytes(self, stage: int, how: RecomputeWay, starts: Ints, stops: Ints) -> Floats:
+        """Bytes that a rank of a stage needs between each of some places and another."""
+        inputs = np.array(self._task.input_bytes, dtype=float)[list(self._task.places)][starts]
+        copies, replicas, loads, *_ = self._key(stage, how)
+        numbers, summing = self._numbers(starts, stops), (replicas, self._reducer)
+        needed: Floats = _needed(numbers, inputs, copies, summing, loads, how)
+        return needed
+
+    def _numbers(self, starts: Ints, stops: Ints) -> dict[str, Floats]:
+        """``Task.tables`` at some starts and stops; many stages ask for the same."""
+        if id(starts) not in self._looked_up:
+            tables = self._task.tables.items()
+            numbers = {name: table[starts, stops] for name, table in tables}
+            self._looked_up[id(starts)] = starts, numbers
+        return self._looked_up[id(starts)][1]
 
     def _key(
         self, stage: int, how: RecomputeWay
@@ -347,15 +382,6 @@ class MemoryLimits:
 
     def _loads(self, stage: int, how: RecomputeWay) -> tuple[Load, ...]:
         return (self._setting.loads_again if how == "stage" else self._setting.loads)[stage]
-
-    def _num_bytes(
-        self, copies: int, replicas: int, loads: tuple[Load, ...], how: RecomputeWay
-    ) -> Table:
-        inputs = np.array(self._task.input_bytes, dtype=float)[list(self._task.places)][:, None]
-        table: Table = _needed(
-            self._task.tables, inputs, copies, (replicas, self._reducer), loads, how
-        )
-        return table
 
 
 def _needed(

@@ -148,7 +148,6 @@ class Cache:
         orders: schedules that were built without costs.
         shapes: replicas of each stage and devices of each rank that other planners would choose, in
             one entry when it is known; memory makes no difference.
-        tables: the bytes that stages need.
         numbers: ``Task.numbers``, by a stage's first layer and the one behind its last.
         hops: their seconds at each place, by the links that they may go over.
         links: the different ones between stages, by their devices.
@@ -158,7 +157,6 @@ class Cache:
     offers: dict[object, Any] = field(default_factory=dict)
     orders: dict[object, Schedule] = field(default_factory=dict)
     shapes: list[tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]] = field(default_factory=list)
-    tables: dict[object, Table] = field(default_factory=dict)
     numbers: dict[tuple[int, int], dict[str, float]] = field(default_factory=dict)
     hops: dict[object, Floats] = field(default_factory=dict)
     links: dict[object, tuple[Link, ...]] = field(default_factory=dict)
