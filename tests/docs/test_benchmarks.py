@@ -34,6 +34,7 @@ WITHOUT_TIMES = {
     "benchmarks.planning.startup_job",  # a part of benchmarks.planning.startup
     "benchmarks.network.shaped_network",  # a tool
     "benchmarks.predicting.published",  # times of others
+    "benchmarks.predicting.published_ranks",  # likewise
     "benchmarks.common.page",  # writes what others have measured
 }
 
