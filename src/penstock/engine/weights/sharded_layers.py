@@ -1,0 +1,310 @@
+"""``ShardedLayers``: one copy of a stage that has rows of its weights, and gathers them to compute.
+
+torch's ``fully_shard`` (FSDP2) gathers and frees: each layer is a unit of its own, whose hooks ask
+all copies for their rows before it runs, forward and backward. So all copies run the same layers in
+the same order (``planning.plans.lockstep``). Gradients stay whole, in the gathered parameters, until
+the last microbatch has come back, since copies meet for sums once per update, whatever runs
+backward: whole, split, or a forward a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from penstock.base.errors import ModelError
+from penstock.engine.model.spine import NamedLayer
+
+# ``fully_shard`` and its tensors take two seconds to import, and few pipelines need them.
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
+
+
+class Copies(Protocol):
+    """The copies of a stage, each in a process, as one of them reaches the others. Every copy calls
+    the same methods in the same order.
+
+    Attributes:
+        group: torch's process group.
+        size: how many there are.
+        index: which one this is.
+    """
+
+    group: dist.ProcessGroup
+    size: int
+    index: int
+
+    def gather(self, output: Tensor, own: Tensor) -> None:
+        """Fill ``output`` with what each has, one after the other."""
+
+    def exchange(self, output: Tensor, own: Tensor) -> None:
+        """Give row i of ``own`` to copy i, and take row j of ``output`` from copy j."""
+
+    def largest(self, numbers: Tensor) -> None:
+        """Make each number the largest that a copy has."""
+
+    def add(self, numbers: Tensor) -> None:
+        """Make each number the sum of those of all copies."""
+
+    def take_first(self, values: Tensor) -> None:
+        """Overwrite values with those of the first copy."""
+
+
+class _Gather:
+    """All-gather as ``fully_shard`` asks for it, with errors that say who is missing."""
+
+    def __init__(self, copies: Copies) -> None:
+        self._copies = copies
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: object, async_op: bool = False
+    ) -> None:
+        self._copies.gather(output_tensor, input_tensor)
+
+
+class ShardedParameter(NamedTuple):
+    """A parameter of which this copy has rows.
+
+    Attributes:
+        whole: what the module has between uses; its shape is that of all rows.
+        start: the first row that is here.
+        rows: those that are here, in the memory of ``whole``.
+    """
+
+    whole: nn.Parameter
+    start: int
+    rows: nn.Parameter
+
+
+class Rows(NamedTuple):
+    """The rows of a tensor that this process has.
+
+    Attributes:
+        start: the first one's number.
+        values: in their own memory.
+    """
+
+    start: int
+    values: Tensor
+
+
+def rows_of(value: object) -> Rows | None:
+    """The rows that are here of a tensor, if others have the rest."""
+    if type(value) in (Tensor, nn.Parameter) or not isinstance(value, Tensor):
+        return None
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(value, DTensor):
+        return None
+    size, index = value.device_mesh.size(), value.device_mesh.get_local_rank()
+    start = min(index * -(-value.shape[0] // size), value.shape[0])
+    return Rows(start, value.detach().to_local())
+
+
+class _Unit:
+    """One layer, which is gathered and freed as a whole."""
+
+    def __init__(self, layer: NamedLayer, copies: Copies, mesh: DeviceMesh, frees: bool) -> None:
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+
+        self._copies = copies
+        self.layer = layer
+        self.module = layer.module
+        for parameter in layer.module.parameters():
+            copies.take_first(parameter.detach())
+        # Before the hook of ``fully_shard``, behind which the gathered parameters are gone again.
+        self._hook = layer.module.register_forward_hook(self._note)
+        fully_shard(layer.module, mesh=mesh, reshard_after_forward=frees)
+        assert isinstance(layer.module, FSDPModule)
+        self.sharded: FSDPModule = layer.module
+        self.sharded.set_custom_all_gather(_Gather(copies))  # type: ignore[arg-type]
+        # Sums are made behind the last W, of which ``fully_shard`` knows nothing.
+        self.sharded.set_requires_gradient_sync(False)
+        self.sharded.set_reshard_after_backward(frees)
+        self._gathered: list[nn.Parameter] = []
+        with self.gathered():  # settles where rows lie in memory
+            self._note()
+        self.parameters = [_sharded(whole) for whole in layer.module.parameters()]
+
+    def _note(self, *_: Any) -> None:
+        self._gathered = list(self.module.parameters())
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Within, the module has whole parameters."""
+        self.sharded.unshard()
+        yield
+        self.sharded.reshard()
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """The whole parameters that gradients come to."""
+        return [parameter for parameter in self._gathered if parameter.requires_grad]
+
+    @torch.no_grad()
+    def sum(self, there: Sequence[bool]) -> None:
+        """Make the gradient of each row the sum over all copies, in their order.
+
+        Args:
+            there: of each trained parameter, whether any copy has a gradient.
+        """
+        pairs = [
+            (whole, own.rows)
+            for whole, own in zip(self._gathered, self.parameters, strict=True)
+            if whole.requires_grad
+        ]
+        due = [pair for pair, is_there in zip(pairs, there, strict=True) if is_there]
+        if not due:
+            return
+        size = self._copies.size
+        lengths = [_most_numbers(whole, size) for whole, _ in due]
+        sent = torch.zeros(size, sum(lengths), dtype=due[0][0].dtype)
+        for (whole, _), column in zip(due, sent.split(lengths, 1), strict=True):
+            if whole.grad is not None:
+                numbers = whole.grad.reshape(-1)
+                for row, part in zip(column, numbers.split(max(column.shape[1], 1)), strict=False):
+                    row[: len(part)] = part
+            whole.grad = None
+        received = torch.empty_like(sent)
+        self._copies.exchange(received, sent)
+        total = received[0].clone()
+        for term in received[1:]:
+            total += term
+        for (_, rows), numbers in zip(due, total.split(lengths), strict=True):
+            fresh = numbers[: rows.numel()].view_as(rows)
+            rows.grad = fresh if rows.grad is None else rows.grad + fresh
+
+
+def _most_numbers(whole: Tensor, size: int) -> int:
+    """How many numbers of a parameter a copy has at most: whole rows, of which the last copies have
+    fewer, or none."""
+    num_rows = whole.shape[0]
+    return -(-num_rows // size) * (whole.numel() // num_rows) if num_rows else 0
+
+
+def _sharded(whole: nn.Parameter) -> ShardedParameter:
+    here = rows_of(whole)
+    assert here is not None
+    rows = nn.Parameter(here.values, requires_grad=whole.requires_grad)
+    return ShardedParameter(whole, here.start, rows)
+
+
+class ShardedLayers:
+    """The layers of a stage, of whose parameters this copy has rows from now on.
+
+    Args:
+        layers: the stage's, in main memory, with values of which the first copy's count.
+        copies: of the stage.
+        frees: whether a layer's gathered parameters are freed behind each use, and not behind the
+            last one of a minibatch.
+
+    Raises:
+        ModelError: a layer cannot be sharded.
+    """
+
+    def __init__(self, layers: Sequence[NamedLayer], copies: Copies, *, frees: bool) -> None:
+        from torch.distributed.device_mesh import DeviceMesh
+
+        _check(layers)
+        mesh = DeviceMesh.from_group(copies.group, "cpu")
+        self._copies = copies
+        self._units = [
+            _Unit(layer, copies, mesh, frees)
+            for layer in layers
+            if any(True for _ in layer.module.parameters())
+        ]
+
+    @property
+    def parameters(self) -> list[ShardedParameter]:
+        """Those of all layers, in their order."""
+        return [parameter for unit in self._units for parameter in unit.parameters]
+
+    def trained(self) -> list[Tensor]:
+        """The whole parameters that gradients come to; between uses without their values."""
+        return [parameter for unit in self._units for parameter in unit.trained]
+
+    def sum(self) -> None:
+        """Make the gradients of rows the sums over all copies, and keep no whole ones. All copies
+        call it; one that has no gradient adds nothing."""
+        has = [parameter.grad is not None for parameter in self.trained()]
+        flags = torch.tensor(has, dtype=torch.uint8)
+        self._copies.largest(flags)
+        there = iter(flags.bool().tolist())
+        for unit in self._units:
+            unit.sum([next(there) for _ in unit.trained])
+            unit.sharded.reshard()
+
+    def free(self) -> None:
+        """Keep no gathered values."""
+        for unit in self._units:
+            unit.sharded.reshard()
+
+    def drop(self) -> None:
+        """Forget gradients, and what a failed step was at."""
+        for unit in self._units:
+            unit.sharded.reset_iter_state()
+            for parameter in unit.trained:
+                parameter.grad = None
+
+    def norms(self) -> list[Tensor]:
+        """The norms of whole gradients, as ``parameters``; 0 where there is none. All copies call
+        it."""
+        squares = [
+            torch.zeros((), dtype=torch.float64)
+            if own.rows.grad is None
+            else torch.linalg.vector_norm(own.rows.grad).double().square()
+            for own in self.parameters
+        ]
+        total = torch.stack(squares)
+        self._copies.add(total)
+        return [
+            norm.to(own.rows.dtype)
+            for norm, own in zip(total.sqrt().unbind(), self.parameters, strict=True)
+        ]
+
+    def whole_state(self) -> dict[str, Tensor]:
+        """Copies of all parameters in the model's names, made anew. All copies call it."""
+        state = {}
+        for unit in self._units:
+            with unit.gathered():
+                state |= {
+                    unit.layer.key(name): parameter.detach().clone()
+                    for name, parameter in unit.module.named_parameters(remove_duplicate=False)
+                }
+        return state
+
+
+def _check(layers: Sequence[NamedLayer]) -> None:
+    """Raise ``ModelError`` for what ``fully_shard`` cannot shard, or would untie."""
+    homes: dict[int, NamedLayer] = {}
+    for layer in layers:
+        for module in layer.module.modules():
+            if getattr(module, "sparse", False):
+                raise _refused(layer, f"has a {type(module).__name__} with sparse gradients")
+        types = {parameter.dtype for parameter in layer.module.parameters()}
+        if len(types) > 1:
+            raise _refused(layer, f"has parameters of {' and '.join(sorted(map(str, types)))}")
+        for name, parameter in layer.module.named_parameters():
+            if not parameter.dim():
+                raise _refused(layer, f"has {name!r}, a single number without rows")
+            if not parameter.is_contiguous():
+                raise _refused(layer, f"has {name!r}, which is not contiguous")
+            if homes.setdefault(id(parameter), layer) is not layer:
+                other = homes[id(parameter)].name
+                raise _refused(layer, f"is tied to layer {other!r}, each being gathered alone")
+
+
+def _refused(layer: NamedLayer, why: str) -> ModelError:
+    return ModelError(
+        f"layer {layer.name!r} {why}, which the reducer 'fully-sharded' cannot shard; change that, "
+        "or take the reducer 'sharded'"
+    )
