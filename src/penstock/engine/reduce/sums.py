@@ -167,6 +167,11 @@ class GradientSums:
                 norms |= reducer.norms()
         return norms
 
+    def gather(self, num_microbatches: int) -> None:
+        """A minibatch of so many microbatches begins: gather weights of which holders have rows."""
+        for reducer in self._fully_sharded:
+            reducer.layers.begin(num_microbatches)
+
     def drop(self) -> None:
         """Forget what a failed round has gathered."""
         for reducer in self._fully_sharded:

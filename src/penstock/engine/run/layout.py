@@ -380,11 +380,12 @@ class Layout:
         Raises:
             ModelError: a layer cannot be sharded.
         """
-        frees = self._plan.summing.gathered_for == "use"
+        plan = self._plan
+        frees_with = plan.num_microbatches if plan.summing.gathered_for == "use" else None
         for index, those in copies.items():
             modules = [layer.module for layer in stages[index].layers]
             before = [own for module in modules for own in module.parameters()]
-            stages[index].shard(those, frees=frees)
+            stages[index].shard(those, frees_with=frees_with)
             after = [own for module in modules for own in module.parameters()]
             pairs = zip(map(id, before), after, strict=True)
             self.weights.sharded(dict(pairs))

@@ -133,13 +133,13 @@ class Stage:
         self._past: dict[int, tuple[_ForwardCall, Past]] = {}
         self._deferred: dict[int, Deferral] = {}
 
-    def shard(self, copies: Copies, *, frees: bool) -> None:
+    def shard(self, copies: Copies, *, frees_with: int | None) -> None:
         """Keep rows of the layers' weights from now on; arguments as for ``ShardedLayers``.
 
         Raises:
             ModelError: a layer cannot be sharded.
         """
-        self.sharded = ShardedLayers(self.layers, copies, frees=frees)
+        self.sharded = ShardedLayers(self.layers, copies, frees_with=frees_with)
         self._trained = self.sharded.trained
 
     def stay_finite(self) -> None:

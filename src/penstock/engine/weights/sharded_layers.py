@@ -1,8 +1,10 @@
 """``ShardedLayers``: one copy of a stage that has rows of its weights, and gathers them to compute.
 
-torch's ``fully_shard`` (FSDP2) gathers and frees: each layer is a unit of its own, whose hooks ask
-all copies for their rows before it runs, forward and backward. So all copies run the same layers in
-the same order (``planning.plans.lockstep``). Gradients stay whole, in the gathered parameters, until
+torch's ``fully_shard`` (FSDP2) gathers and frees: each layer is a unit of its own. Either all are
+gathered when a minibatch begins, or hooks ask all copies for their rows whenever a layer runs,
+forward and backward. Then all copies run the same layers in the same order
+(``planning.plans.lockstep``); where a minibatch has another number of microbatches than the plan,
+which copies may not divide, its layers are gathered once, too. Gradients stay whole, in the gathered parameters, until
 the last microbatch has come back, since copies meet for sums once per update, whatever runs
 backward: whole, split, or a forward a second time.
 """
@@ -113,7 +115,7 @@ def rows_of(value: object) -> Rows | None:
 class _Unit:
     """One layer, which is gathered and freed as a whole."""
 
-    def __init__(self, layer: NamedLayer, copies: Copies, mesh: DeviceMesh, frees: bool) -> None:
+    def __init__(self, layer: NamedLayer, copies: Copies, mesh: DeviceMesh) -> None:
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
         self._copies = copies
@@ -123,13 +125,13 @@ class _Unit:
             copies.take_first(parameter.detach())
         # Before the hook of ``fully_shard``, behind which the gathered parameters are gone again.
         self._hook = layer.module.register_forward_hook(self._note)
-        fully_shard(layer.module, mesh=mesh, reshard_after_forward=frees)
+        fully_shard(layer.module, mesh=mesh, reshard_after_forward=False)
         assert isinstance(layer.module, FSDPModule)
         self.sharded: FSDPModule = layer.module
         self.sharded.set_custom_all_gather(_Gather(copies))  # type: ignore[arg-type]
         # Sums are made behind the last W, of which ``fully_shard`` knows nothing.
         self.sharded.set_requires_gradient_sync(False)
-        self.sharded.set_reshard_after_backward(frees)
+        self.sharded.set_reshard_after_backward(False)
         self._gathered: list[nn.Parameter] = []
         with self.gathered():  # settles where rows lie in memory
             self._note()
@@ -137,6 +139,11 @@ class _Unit:
 
     def _note(self, *_: Any) -> None:
         self._gathered = list(self.module.parameters())
+
+    def free_after_use(self, frees: bool) -> None:
+        """Say whether whole parameters go behind each forward and backward."""
+        self.sharded.set_reshard_after_forward(frees)
+        self.sharded.set_reshard_after_backward(frees)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -204,21 +211,24 @@ class ShardedLayers:
     Args:
         layers: the stage's, in main memory, with values of which the first copy's count.
         copies: of the stage.
-        frees: whether a layer's gathered parameters are freed behind each use, and not behind the
-            last one of a minibatch.
+        frees_with: the number of a minibatch's microbatches with which all copies do the same, so
+            that a layer's gathered parameters may be freed behind each use; of others, and if it is
+            ``None``, they stay until the minibatch ends.
 
     Raises:
         ModelError: a layer cannot be sharded.
     """
 
-    def __init__(self, layers: Sequence[NamedLayer], copies: Copies, *, frees: bool) -> None:
+    def __init__(self, layers: Sequence[NamedLayer], copies: Copies, *, frees_with: int | None) -> None:
         from torch.distributed.device_mesh import DeviceMesh
 
         _check(layers)
         mesh = DeviceMesh.from_group(copies.group, "cpu")
         self._copies = copies
+        self._frees_with = frees_with
+        self._frees = False
         self._units = [
-            _Unit(layer, copies, mesh, frees)
+            _Unit(layer, copies, mesh)
             for layer in layers
             if any(True for _ in layer.module.parameters())
         ]
@@ -231,6 +241,17 @@ class ShardedLayers:
     def trained(self) -> list[Tensor]:
         """The whole parameters that gradients come to; between uses without their values."""
         return [parameter for unit in self._units for parameter in unit.trained]
+
+    def begin(self, num_microbatches: int) -> None:
+        """A minibatch begins: gather what it will compute with, or get ready to. All copies call
+        it."""
+        frees = num_microbatches == self._frees_with
+        for unit in self._units:
+            if frees != self._frees:
+                unit.free_after_use(frees)
+            if not frees:
+                unit.sharded.unshard()
+        self._frees = frees
 
     def sum(self) -> None:
         """Make the gradients of rows the sums over all copies, and keep no whole ones. All copies

@@ -1,5 +1,5 @@
-"""Whether copies of stages can run in lockstep, as they must where each has rows of the weights: all
-copies gather a layer at the same time, so that none may be ahead of another by an op."""
+"""Whether copies of stages can run in lockstep, as they must where each has rows of the weights and
+gathers a layer whenever it is used: all copies do so together, and none is ahead by an op."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock.base.errors import InputError
 from penstock.base.units import count_of
 from penstock.core.schedule import Schedule
 
-_REMEDY = "or take the reducer 'sharded'"
+_REMEDY = "or take gathered_for='step'"
 
 
 def check_lockstep(schedule: Schedule) -> None:
@@ -21,8 +21,8 @@ def check_lockstep(schedule: Schedule) -> None:
     """
     if schedule.num_slices > 1:
         raise InputError(
-            f"{schedule.name} cuts sequences into slices, whose layers the reducer 'fully-sharded' "
-            f"does not gather; take a schedule of whole microbatches, {_REMEDY}"
+            f"{schedule.name} cuts sequences into slices, and weights are gathered by a whole call "
+            f"of a layer where gathered_for='use'; take a schedule of whole microbatches, {_REMEDY}"
         )
     homes = {stage: schedule.ranks_of(stage) for stage in range(schedule.num_stages)}
     home_of = {rank: ranks for ranks in homes.values() for rank in ranks}
@@ -32,8 +32,8 @@ def check_lockstep(schedule: Schedule) -> None:
             if order != orders[0]:
                 raise InputError(
                     f"ranks {ranks[0]} and {rank} have copies of stage {stage} and do not perform "
-                    f"the same {count_of(len(orders[0]), 'op')} in the same order, but with the "
-                    "reducer 'fully-sharded' both gather its weights together; take a number of "
+                    f"the same {count_of(len(orders[0]), 'op')} in the same order, but where "
+                    "gathered_for='use' both gather its weights together; take a number of "
                     "microbatches that the copies divide, as many copies of all stages of a rank, "
                     f"{_REMEDY}"
                 )
@@ -59,6 +59,6 @@ def _check_acyclic(schedule: Schedule, home_of: dict[int, tuple[int, ...]]) -> N
         ranks = sorted({rank for home, _ in error.args[1] for rank in home})
         raise InputError(
             f"in {schedule.name}, ranks {', '.join(map(str, ranks))} would wait for each other: "
-            "with the reducer 'fully-sharded' copies of a stage go on together only; give all "
+            "where gathered_for='use' copies of a stage go on together only; give all "
             f"stages as many copies, {_REMEDY}"
         ) from None

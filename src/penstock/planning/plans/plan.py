@@ -134,7 +134,8 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
         if self.spill is not None:
             check_spill(self.placement, self.versions, self.num_tensor_ranks, self.summing.reducer)
         if self.summing.reducer == "fully-sharded":
-            check_lockstep(self.placement)
+            if self.summing.gathered_for == "use":
+                check_lockstep(self.placement)
             if self.offload is not None:
                 raise InputError(
                     "offload moves what autograd has saved, also weights that the reducer "
