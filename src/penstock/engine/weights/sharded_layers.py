@@ -3,14 +3,17 @@
 torch's ``fully_shard`` (FSDP2) gathers and frees: each layer is a unit of its own. Either all are
 gathered when a minibatch begins, or hooks ask all copies for their rows whenever a layer runs,
 forward and backward. Then all copies run the same layers in the same order
-(``planning.plans.lockstep``); where a minibatch has another number of microbatches than the plan,
-which copies may not divide, its layers are gathered once, too. Gradients stay whole, in the gathered parameters, until
+(``planning.plans.lockstep``); where a minibatch has fewer microbatches than the plan, or empty
+ones, its layers are gathered once, too. Copies compare what they have gathered before they update:
+in a model that takes other ways in other microbatches, they might take each other's layers for
+their own. Gradients stay whole, in the gathered parameters, until
 the last microbatch has come back, since copies meet for sums once per update, whatever runs
 backward: whole, split, or a forward a second time.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -19,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.base.errors import ModelError
+from penstock.base.errors import ModelError, RunError
 from penstock.engine.model.spine import NamedLayer
 
 # ``fully_shard`` and its tensors take two seconds to import, and few pipelines need them.
@@ -58,11 +61,28 @@ class Copies(Protocol):
         """Overwrite values with those of the first copy."""
 
 
+class Gathered:
+    """What a copy has gathered in a minibatch, as a number that copies compare.
+
+    Attributes:
+        digest: equal where the same layers were gathered in the same order, and hardly ever else.
+    """
+
+    def __init__(self) -> None:
+        self.digest = 0
+
+    def add(self, layer: int) -> None:
+        """A layer has been gathered."""
+        self.digest = zlib.crc32(layer.to_bytes(8, "little"), self.digest)
+
+
 class _Gather:
     """All-gather as ``fully_shard`` asks for it, with errors that say who is missing."""
 
-    def __init__(self, copies: Copies) -> None:
+    def __init__(self, copies: Copies, number: int, seen: Gathered) -> None:
         self._copies = copies
+        self._number = number
+        self._seen = seen
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -70,6 +90,7 @@ class _Gather:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: object, async_op: bool = False
     ) -> None:
+        self._seen.add(self._number)
         self._copies.gather(output_tensor, input_tensor)
 
 
@@ -107,7 +128,10 @@ def rows_of(value: object) -> Rows | None:
 
     if not isinstance(value, DTensor):
         return None
-    size, index = value.device_mesh.size(), value.device_mesh.get_local_rank()
+    # torch may have put an equal mesh of an earlier pipeline here, whose group has ended.
+    size, coordinate = value.device_mesh.size(), value.device_mesh.get_coordinate()
+    assert coordinate is not None
+    (index,) = coordinate
     start = min(index * -(-value.shape[0] // size), value.shape[0])
     return Rows(start, value.detach().to_local())
 
@@ -115,7 +139,9 @@ def rows_of(value: object) -> Rows | None:
 class _Unit:
     """One layer, which is gathered and freed as a whole."""
 
-    def __init__(self, layer: NamedLayer, copies: Copies, mesh: DeviceMesh) -> None:
+    def __init__(
+        self, layer: NamedLayer, copies: Copies, mesh: DeviceMesh, number: int, seen: Gathered
+    ) -> None:
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
         self._copies = copies
@@ -128,7 +154,7 @@ class _Unit:
         fully_shard(layer.module, mesh=mesh, reshard_after_forward=False)
         assert isinstance(layer.module, FSDPModule)
         self.sharded: FSDPModule = layer.module
-        self.sharded.set_custom_all_gather(_Gather(copies))  # type: ignore[arg-type]
+        self.sharded.set_custom_all_gather(_Gather(copies, number, seen))  # type: ignore[arg-type]
         # Sums are made behind the last W, of which ``fully_shard`` knows nothing.
         self.sharded.set_requires_gradient_sync(False)
         self.sharded.set_reshard_after_backward(False)
@@ -226,10 +252,11 @@ class ShardedLayers:
         mesh = DeviceMesh.from_group(copies.group, "cpu")
         self._copies = copies
         self._frees_with = frees_with
-        self._frees = False
+        self._frees = self._began = False
+        self._seen = Gathered()
         self._units = [
-            _Unit(layer, copies, mesh)
-            for layer in layers
+            _Unit(layer, copies, mesh, number, self._seen)
+            for number, layer in enumerate(layers)
             if any(True for _ in layer.module.parameters())
         ]
 
@@ -244,8 +271,13 @@ class ShardedLayers:
 
     def begin(self, num_microbatches: int) -> None:
         """A minibatch begins: gather what it will compute with, or get ready to. All copies call
-        it."""
-        frees = num_microbatches == self._frees_with
+        it.
+
+        Args:
+            num_microbatches: that it has, empty ones left out.
+        """
+        self._began, frees = True, num_microbatches == self._frees_with
+        self._seen.digest = 0
         for unit in self._units:
             if frees != self._frees:
                 unit.free_after_use(frees)
@@ -255,11 +287,24 @@ class ShardedLayers:
 
     def sum(self) -> None:
         """Make the gradients of rows the sums over all copies, and keep no whole ones. All copies
-        call it; one that has no gradient adds nothing."""
-        has = [parameter.grad is not None for parameter in self.trained()]
-        flags = torch.tensor(has, dtype=torch.uint8)
+        call it; one that has no gradient adds nothing.
+
+        Raises:
+            RunError: copies have not gathered the same.
+        """
+        has = [int(parameter.grad is not None) for parameter in self.trained()]
+        digest = self._seen.digest
+        flags = torch.tensor([digest, -digest, *has])
         self._copies.largest(flags)
-        there = iter(flags.bool().tolist())
+        highest, negative_lowest, *largest = flags.tolist()
+        if highest != -negative_lowest:
+            raise RunError(
+                "copies of a stage have run different layers in this step, or in another order, "
+                "and have taken each other's weights for their own; nothing has been learned from "
+                "it. Where gradients do not go through all layers in all microbatches, take "
+                "gathered_for='step'"
+            )
+        there = map(bool, largest)
         for unit in self._units:
             unit.sum([next(there) for _ in unit.trained])
             unit.sharded.reshard()
@@ -272,7 +317,8 @@ class ShardedLayers:
     def drop(self) -> None:
         """Forget gradients, and what a failed step was at."""
         for unit in self._units:
-            unit.sharded.reset_iter_state()
+            if self._began:  # before, there is nothing to reset, and torch is not ready to
+                unit.sharded.reset_iter_state()
             for parameter in unit.trained:
                 parameter.grad = None
 
