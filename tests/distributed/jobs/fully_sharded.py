@@ -203,6 +203,34 @@ def _held(kept: str) -> list[str]:
     ]
 
 
+class Wavering(nn.Linear):
+    """A layer through which nothing goes back, on even ranks every second time, on odd ones every
+    other."""
+
+    calls = 0
+
+    def forward(self, value):
+        self.calls += 1
+        return super().forward(value if (self.calls + dist.get_rank()) % 2 else value.detach())
+
+
+def other_ways() -> list[str]:
+    """Copies that go back through different layers say so before they learn anything; where all is
+    gathered before, none minds."""
+    found = []
+    for kept in EVERY:
+        model = nn.Sequential(*(kind(16, 16) for kind in (nn.Linear, nn.Linear, Wavering, nn.Linear)))
+        plan = replicated(model, (4,), 8).with_reducer("fully-sharded", gathered_for=kept)
+        try:
+            with pipeline_of(plan, model) as pipeline:
+                pipeline.step(*make_batch(24))
+            found += [] if kept == "step" else ["nobody has noticed"]
+        except PenstockError as error:
+            right = kept == "use" and "have run different layers" in str(error)
+            found += [] if right else [f"{kept}: {error}"]
+    return found
+
+
 def ends(victim: int, how: str, folder: Path) -> list[str]:
     """What a training ends with in which one rank dies in a layer, or raises there."""
     calls = []
@@ -214,8 +242,7 @@ def ends(victim: int, how: str, folder: Path) -> list[str]:
                 os.kill(os.getpid(), signal.SIGKILL)
             raise ValueError("a layer that raises")
 
-    kept = "use" if how == "dies" else "step"
-    plan = plan_for("1f1b 2-2", make_mlp()).with_reducer("fully-sharded", gathered_for=kept)
+    plan = plan_for("1f1b 2-2", make_mlp()).with_reducer("fully-sharded", gathered_for="use")
     start = time.monotonic()
     try:
         trained(plan, [make_batch(24, seed=k) for k in range(9)], before=fail)
@@ -233,6 +260,7 @@ def main() -> None:
         "owners": owners,
         "checkpoint": partial(checkpoint, folder),
         "held": held,
+        "other ways": other_ways,
     }
     if case in compares:
         found = compares[case]()

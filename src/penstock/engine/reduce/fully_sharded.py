@@ -52,6 +52,11 @@ class CopiesOfStage:
     def release(self) -> None:
         """The group has been destroyed, and nobody asks it any more."""
 
+    def close(self, *, failed: bool) -> None:
+        if failed and not self.closed:
+            groups.end(self.group)
+        self.closed = True
+
     def gather(self, output: Tensor, own: Tensor) -> None:
         ask = partial(dist.all_gather_single, output, own)
         self._done(ask, "gathering the weights of a layer")
@@ -129,6 +134,9 @@ class FullyShardedReducer(Reducer):
             own.whole: norm
             for own, norm in zip(self.layers.parameters, self.layers.norms(), strict=True)
         }
+
+    def close(self, *, failed: bool) -> None:
+        self.layers.close(failed=failed)
 
     def outgoing(self) -> set[Edge]:
         return set()

@@ -130,6 +130,14 @@ def lend(group: dist.ProcessGroup, user: User) -> None:
     _LENT.setdefault(dist.group.WORLD, []).append(_Lent(group, weakref.ref(user)))
 
 
+def end(group: dist.ProcessGroup) -> None:
+    """End a group at once, so that others who wait for this rank in it learn that nothing comes."""
+    assert dist.group.WORLD is not None
+    lent = _LENT.get(dist.group.WORLD, [])
+    lent[:] = [own for own in lent if own.group is not group]
+    dist.destroy_process_group(group)
+
+
 def destroy_unused() -> None:
     """End the groups that this rank has closed or dropped. Only when every rank has come to build
     another pipeline."""

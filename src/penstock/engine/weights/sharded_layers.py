@@ -60,6 +60,9 @@ class Copies(Protocol):
     def take_first(self, values: Tensor) -> None:
         """Overwrite values with those of the first copy."""
 
+    def close(self, *, failed: bool) -> None:
+        """Nothing is asked any more. If this copy has failed, others that wait for it learn so."""
+
 
 class Gathered:
     """What a copy has gathered in a minibatch, as a number that copies compare.
@@ -313,6 +316,10 @@ class ShardedLayers:
         """Keep no gathered values."""
         for unit in self._units:
             unit.sharded.reshard()
+
+    def close(self, *, failed: bool) -> None:
+        """No minibatch follows; ``failed`` says whether it is because this rank has failed."""
+        self._copies.close(failed=failed)
 
     def drop(self) -> None:
         """Forget gradients, and what a failed step was at."""
