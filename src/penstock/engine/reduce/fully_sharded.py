@@ -1,4 +1,4 @@
-"""``FullyShardedReducer``: each copy of a stage keeps rows of weights, gradients and optimizer state.
+"""``FullyShardedReducer``: each copy of a stage keeps rows of weights, sums and optimizer state.
 
 Rajbhandari et al., arXiv 1910.02054, stages 2 and 3. What a copy computes with is gathered
 (``engine.weights.sharded_layers``); sums are made of the rows that it keeps, layer by layer, in the

@@ -146,8 +146,8 @@ class GradientSums:
         """
         for reducer in self._sharded:
             reducer.hands_sums_to_all = hands_sums_to_all
-        holding = [*self._sharded, *self._fully_sharded]
-        parts = [item for reducer in holding for item in reducer.shards.items()]
+        parts = [item for reducer in self._sharded for item in reducer.shards.items()]
+        parts += [item for reducer in self._fully_sharded for item in reducer.shards.items()]
         return Shards(dict(parts))
 
     def rows_of(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -425,18 +425,18 @@ def summing_words(summing: Summing) -> str:
     if summing.reducer == "servers":
         servers = count_of(len(summing.servers), "server")
         return f"gradients of copies are summed by ranks and {servers}"
-    if summing.reducer == "all-reduce":
-        return "gradients of copies are summed by torch.distributed"
     if summing.reducer == "parameter-server":
         servers = count_of(max(len(summing.servers), 1), "parameter server")
         late = f", {summing.stale} late at most" if summing.stale else ""
         return f"weights of copies are updated by {servers}, the last of the ranks{late}"
     if summing.reducer == "fully-sharded":
-        kept = "for a step" if summing.gathered_for == "step" else "for each use"
-        return f"copies keep a part of the weights each, and gather all {kept}"
-    if summing.reducer == "sharded":
-        return "each copy updates a part of the weights for all"
-    return ""
+        kept = "a step" if summing.gathered_for == "step" else "each use"
+        return f"each copy has a part of the weights, and gathers all for {kept}"
+    words = {
+        "all-reduce": "gradients of copies are summed by torch.distributed",
+        "sharded": "each copy updates a part of the weights for all",
+    }
+    return words.get(summing.reducer, "")
 
 
 def begin_equal(rank: int, shared: SharedWeights, transport: Transport, summing: Summing) -> None:

@@ -26,8 +26,8 @@ from penstock.engine.run.rank.updater import StageParameters
 from penstock.engine.run.replicas import ModelWeights, Replicas, SharedState, Weight
 from penstock.engine.stage.slices import check_sliceable
 from penstock.engine.stage.stage import Stage
-from penstock.engine.weights.sharded_layers import Copies
 from penstock.engine.tensor.group import ChannelGroup
+from penstock.engine.weights.sharded_layers import Copies
 from penstock.engine.weights.store import WeightStore
 from penstock.planning.plans import Plan
 from penstock.planning.plans.summing import (

@@ -27,7 +27,9 @@ def check_updates(plan: Plan, recipe: Recipe, *, one_process: bool) -> None:
     reducer = plan.summing.reducer
     if reducer == "fully-sharded":
         _check_full_sharding(recipe, one_process=one_process)
-    shares = reducer in {"parameter-server", "fully-sharded"} or (reducer == "sharded" and not one_process)
+    shares = reducer in {"parameter-server", "fully-sharded"} or (
+        reducer == "sharded" and not one_process
+    )
     if recipe.post_validate and shares:
         raise InputError(
             f"post_validate undoes updates, and with the reducer {reducer!r} others have made a "

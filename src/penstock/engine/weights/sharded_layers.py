@@ -65,7 +65,7 @@ class Copies(Protocol):
 
 
 class Gathered:
-    """What a copy has gathered in a minibatch, as a number that copies compare.
+    """What a copy has gathered since its last update, as a number that copies compare.
 
     Attributes:
         digest: equal where the same layers were gathered in the same order, and hardly ever else.
@@ -111,7 +111,7 @@ class ShardedParameter(NamedTuple):
     rows: nn.Parameter
 
 
-class Rows(NamedTuple):
+class LocalRows(NamedTuple):
     """The rows of a tensor that this process has.
 
     Attributes:
@@ -123,7 +123,7 @@ class Rows(NamedTuple):
     values: Tensor
 
 
-def rows_of(value: object) -> Rows | None:
+def rows_of(value: object) -> LocalRows | None:
     """The rows that are here of a tensor, if others have the rest."""
     if type(value) in (Tensor, nn.Parameter) or not isinstance(value, Tensor):
         return None
@@ -136,7 +136,8 @@ def rows_of(value: object) -> Rows | None:
     assert coordinate is not None
     (index,) = coordinate
     start = min(index * -(-value.shape[0] // size), value.shape[0])
-    return Rows(start, value.detach().to_local())
+    values: Tensor = value.to_local()
+    return LocalRows(start, values.detach())
 
 
 class _Unit:
@@ -204,10 +205,12 @@ class _Unit:
         size = self._copies.size
         lengths = [_most_numbers(whole, size) for whole, _ in due]
         sent = torch.zeros(size, sum(lengths), dtype=due[0][0].dtype)
-        for (whole, _), column in zip(due, sent.split(lengths, 1), strict=True):
+        for (whole, _), column in zip(due, torch.split(sent, lengths, 1), strict=True):
             if whole.grad is not None:
                 numbers = whole.grad.reshape(-1)
-                for row, part in zip(column, numbers.split(max(column.shape[1], 1)), strict=False):
+                for row, part in zip(
+                    column, torch.split(numbers, max(column.shape[1], 1)), strict=False
+                ):
                     row[: len(part)] = part
             whole.grad = None
         received = torch.empty_like(sent)
@@ -215,7 +218,7 @@ class _Unit:
         total = received[0].clone()
         for term in received[1:]:
             total += term
-        for (_, rows), numbers in zip(due, total.split(lengths), strict=True):
+        for (_, rows), numbers in zip(due, torch.split(total, lengths), strict=True):
             fresh = numbers[: rows.numel()].view_as(rows)
             rows.grad = fresh if rows.grad is None else rows.grad + fresh
 
@@ -248,7 +251,9 @@ class ShardedLayers:
         ModelError: a layer cannot be sharded.
     """
 
-    def __init__(self, layers: Sequence[NamedLayer], copies: Copies, *, frees_with: int | None) -> None:
+    def __init__(
+        self, layers: Sequence[NamedLayer], copies: Copies, *, frees_with: int | None
+    ) -> None:
         from torch.distributed.device_mesh import DeviceMesh
 
         _check(layers)
@@ -280,7 +285,6 @@ class ShardedLayers:
             num_microbatches: that it has, empty ones left out.
         """
         self._began, frees = True, num_microbatches == self._frees_with
-        self._seen.digest = 0
         for unit in self._units:
             if frees != self._frees:
                 unit.free_after_use(frees)
@@ -296,7 +300,7 @@ class ShardedLayers:
             RunError: copies have not gathered the same.
         """
         has = [int(parameter.grad is not None) for parameter in self.trained()]
-        digest = self._seen.digest
+        digest, self._seen.digest = self._seen.digest, 0
         flags = torch.tensor([digest, -digest, *has])
         self._copies.largest(flags)
         highest, negative_lowest, *largest = flags.tolist()
@@ -323,6 +327,7 @@ class ShardedLayers:
 
     def drop(self) -> None:
         """Forget gradients, and what a failed step was at."""
+        self._seen.digest = 0
         for unit in self._units:
             if self._began:  # before, there is nothing to reset, and torch is not ready to
                 unit.sharded.reset_iter_state()
@@ -347,7 +352,7 @@ class ShardedLayers:
 
     def whole_state(self) -> dict[str, Tensor]:
         """Copies of all parameters in the model's names, made anew. All copies call it."""
-        state = {}
+        state: dict[str, Tensor] = {}
         for unit in self._units:
             with unit.gathered():
                 state |= {

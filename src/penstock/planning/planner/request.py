@@ -36,7 +36,7 @@ from penstock.core.versions import USUAL, Policy
 from penstock.planning.handover.capabilities import capabilities_of
 from penstock.planning.partition.chain import CostModel, cost_model
 from penstock.planning.plans.consistency import MOST_MICROBATCHES
-from penstock.planning.plans.summing import MOST_STALE, REDUCERS, ReducerName
+from penstock.planning.plans.summing import BY_SHARE, MOST_STALE, REDUCERS, ReducerName
 
 RecomputeRule = Literal["where-needed", "never", "stage", "layers"]
 """Whether stages may run forward twice: where they would not fit otherwise, never, or always."""
@@ -236,11 +236,16 @@ class PlanRequest:
     def _check_summing(self) -> None:
         one_of("reducer", self.reducer, (*REDUCERS, "any"))
         whole("stale", self.stale, 0, MOST_STALE)
-        if self.reducer == "sharded" and (self.asynchronous or self._never_flushes):
+        if self.reducer == "fully-sharded" and self.tensor_ranks != 1:
             raise InputError(
-                "reducer='sharded' updates shares of the weights when a pipeline has drained, and "
-                "one that is asynchronous never does; take another reducer, or leave out "
-                f"{'asynchronous' if self.asynchronous else self.family}"
+                "reducer='fully-sharded' gathers whole layers, of which tensor ranks have parts; "
+                "leave tensor_ranks out, or take reducer='sharded'"
+            )
+        if self.reducer in BY_SHARE and (self.asynchronous or self._never_flushes):
+            raise InputError(
+                f"reducer={self.reducer!r} updates shares of the weights when a pipeline has "
+                "drained, and one that is asynchronous never does; take another reducer, or leave "
+                f"out {'asynchronous' if self.asynchronous else self.family}"
             )
         if self.stale and self.reducer != "parameter-server":
             raise InputError(

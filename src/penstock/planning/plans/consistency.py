@@ -204,7 +204,10 @@ def check_summing(
             f"the reducer 'fully-sharded' gathers whole layers, and here {num_tensor_ranks} tensor "
             "ranks have a part of each; take the reducer 'sharded', or tensor_ranks=1"
         )
-    if summing.reducer in {"sharded", "fully-sharded", "parameter-server"} and versions.asynchronous:
+    if (
+        summing.reducer in {"sharded", "fully-sharded", "parameter-server"}
+        and versions.asynchronous
+    ):
         raise InputError(
             f"the reducer {summing.reducer!r} needs a flush before each update, and this "
             "schedule has none; take 'owners', or a synchronous schedule"

@@ -41,7 +41,7 @@ def check_lockstep(schedule: Schedule) -> None:
 
 
 def _check_acyclic(schedule: Schedule, home_of: dict[int, tuple[int, ...]]) -> None:
-    """Raise ``InputError`` if ops that all copies perform at once wait for each other in a circle."""
+    """Raise ``InputError`` if ops that all copies perform at once wait for each other."""
     place = {
         op: (home_of[rank], index)
         for rank, ops in enumerate(schedule.ranks)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
 
 from penstock.base.errors import InputError
 from penstock.base.values import Value, number, one_of, whole
@@ -33,17 +33,37 @@ GatheredFor = Literal["step", "use"]
 
 Across = Literal["every", "first"]
 
+N = TypeVar("N", float, Any)
+"""A number, or a table of them."""
+
 REDUCERS: tuple[str, ...] = get_args(ReducerName)
 """Names of the ways to sum."""
 
 _WITH_SERVERS = frozenset({"servers", "parameter-server"})
 
 COPIES_OF_GRADIENTS: dict[ReducerName, int] = {
-    "owners": 1, "sharded": 1, "fully-sharded": 1, "parameter-server": 1, "servers": 3,
+    "owners": 1, "sharded": 1, "fully-sharded": 0, "parameter-server": 1, "servers": 3,
     "all-reduce": 1,
 }  # fmt: skip
 """How often a holder keeps its gradients besides ``.grad`` while they are summed: what it has got
 and made; with servers, also what it gave, this time and the time before."""
+
+BY_SHARE: frozenset[str] = frozenset({"sharded", "fully-sharded"})
+"""Ways to sum by which each copy of a stage updates its share of the weights."""
+
+
+def room_to_sum(reducer: ReducerName, parameter_bytes: N, largest_bytes: N, num_replicas: int) -> N:
+    """Bytes that a copy of a stage keeps besides weights and gradients, at most, for their sums.
+
+    Args:
+        parameter_bytes: of the stage's weights.
+        largest_bytes: of the layer that has most of them.
+    """
+    if reducer == "fully-sharded":
+        # Its rows stay beside what is gathered, and a layer's gradients are sent and received.
+        return parameter_bytes / num_replicas + 2 * largest_bytes
+    return COPIES_OF_GRADIENTS[reducer] * parameter_bytes
+
 
 MOST_STALE = 1000
 """By how many updates a gradient may be late at most: more is a mistake."""
@@ -75,9 +95,9 @@ class Summing(Value, frozen=True, kw_only=True):
             made first (``penstock.core.summation.tree``), and all additions are in the order of
             this tree; threads and proofs keep to it, too. Without any, in the order of the ranks.
             A parameter server is near nobody; stale updates have no levels.
-        gathered_for: with ``"fully-sharded"``, how long a layer's weights stay gathered: ``"step"``,
-            from their first use in a minibatch to the last (ZeRO-2), or each ``"use"``, forward or
-            backward, after which they are freed (ZeRO-3).
+        gathered_for: with ``"fully-sharded"``, how long weights stay gathered: for a whole
+            ``"step"`` (ZeRO-2), or for each ``"use"`` of a layer, forward or backward, after which
+            they are freed (ZeRO-3).
         across: who exchanges sums between the outermost groups: ``"every"`` rank its own share, or
             the ``"first"`` of each for all.
 

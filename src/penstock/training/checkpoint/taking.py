@@ -22,7 +22,7 @@ from penstock.engine.reduce.sharding import Shard
 from penstock.engine.run.rank.work import PendingGradient
 from penstock.engine.stage.stage import Stage
 from penstock.engine.tensor.group import ShardSpec
-from penstock.engine.weights.sharded_layers import Rows, rows_of
+from penstock.engine.weights.sharded_layers import LocalRows, rows_of
 from penstock.engine.weights.store import WeightStore
 from penstock.engine.weights.transfers import Shelved
 from penstock.training.checkpoint.header import (
@@ -288,7 +288,7 @@ def state_of(trained: TrainedStage, elsewhere: Collection[str]) -> StageState:
     return StageState(tensors, extra, optimizing, under_way, extents)
 
 
-def _extent_of_rows(whole: Tensor, here: Rows) -> TensorExtent:
+def _extent_of_rows(whole: Tensor, here: LocalRows) -> TensorExtent:
     """Where rows of a parameter lie."""
     start = (here.start,) + (0,) * (whole.dim() - 1)
     return replace(extent_of(whole), start=start, size=tuple(here.values.shape))
