@@ -11,7 +11,10 @@ from tests.kit.launch import forked
 JOB = Path(__file__).parent / "jobs" / "fully_sharded.py"
 
 
-@pytest.mark.parametrize("case", ["one device", "owners", "checkpoint", "held", "other ways"])
+CASES = ("one device", "owners", "checkpoint", "held", "split", "other ways", "refusals")
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_rows_of_weights_train_as_whole_ones(case):
     job = forked(JOB, 4, case)
     assert job.reports == {rank: [] for rank in range(4)}, job.output

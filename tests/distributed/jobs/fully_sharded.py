@@ -4,8 +4,9 @@
 
 Cases: ``one device`` compares in float64 with plain torch, over schedules and options; ``owners``
 with copies that keep all weights; ``checkpoint`` goes on from one layout in another; ``refusals``
-asks for what cannot be; ``held`` weighs what ranks keep; ``killed VICTIM HOW`` loses a rank, and
-``raises VICTIM`` a layer's value. Each rank reports in ``report-<rank>.json``.
+asks for what cannot be; ``held`` weighs what ranks keep; ``split`` has backwards in two halves;
+``other ways`` lets copies go back through different layers; in ``VICTIM dies`` or ``VICTIM raises``
+a rank ends, or one of its layers. Each rank reports in ``report-<rank>.json``.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ from torch import nn
 
 import penstock as pk
 from penstock.base.errors import PenstockError
+from penstock.engine.model.randomness import LayerStreams
+from penstock.engine.model.spine import spine_of
+from penstock.engine.stage.protocol import Keep
+from penstock.engine.stage.stage import Stage
 from penstock.planning.plans import Plan
 from tests.kit.helpers import make_batch, make_mlp, make_plan
 from tests.kit.one_device import OneDevice
@@ -214,6 +219,110 @@ def _held(kept: str) -> list[str]:
     ]
 
 
+class InThisJob:
+    """All ranks as copies of a stage, without an engine."""
+
+    def __init__(self) -> None:
+        self.group = dist.group.WORLD
+        self.size, self.index = dist.get_world_size(), dist.get_rank()
+
+    def gather(self, output, own):
+        dist.all_gather_into_tensor(output, own)
+
+    def exchange(self, output, own):
+        dist.all_to_all_single(output, own)
+
+    def largest(self, numbers):
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+
+    def add(self, numbers):
+        dist.all_reduce(numbers)
+
+    def take_first(self, values):
+        dist.broadcast(values, 0)
+
+    def close(self, *, failed):
+        pass
+
+
+def split() -> list[str]:
+    """Backwards in two halves, with several microbatches under way, on a stage alone."""
+    found = []
+    for frees_with in (2, None):
+        model, alone = (make_mlp(dropout=0.0, dtype=DOUBLE) for _ in range(2))
+        if dist.get_rank():
+            nn.init.zeros_(model[0].weight)  # the first copy's values count
+        stage = Stage(0, spine_of(model), 0, LayerStreams(0))
+        stage.shard(InThisJob(), frees_with=frees_with)
+        inputs, targets = make_batch(8 * dist.get_world_size(), DOUBLE)
+        parts = list(
+            zip(
+                inputs.chunk(2 * dist.get_world_size()),
+                targets.chunk(2 * dist.get_world_size()),
+                strict=True,
+            )
+        )
+        stage.sharded.begin(2)
+        for number in range(2):
+            own, wanted = parts[2 * dist.get_rank() + number]
+            criterion = partial(F.cross_entropy, target=wanted, reduction="sum")
+            stage.forward(number, own, criterion=criterion, keep=Keep.SPLIT)
+        for number in range(2):
+            stage.backward_input(number, [torch.ones((), dtype=DOUBLE)])
+        stage.backward_weight(0, 1)
+        stage.sharded.sum()
+        F.cross_entropy(alone(inputs), targets, reduction="sum").backward()
+        for own, theirs in zip(stage.sharded.parameters, alone.parameters(), strict=True):
+            rows = theirs.grad[own.start : own.start + len(own.rows)]
+            if not torch.allclose(own.rows.grad, rows, rtol=0, atol=1e-12):
+                found.append(f"{frees_with}: rows from {own.start}")
+        norms = torch.stack(stage.sharded.norms())
+        wanted = torch.stack([theirs.grad.norm() for theirs in alone.parameters()])
+        found += [] if torch.allclose(norms, wanted, rtol=1e-12) else [f"{norms} {wanted}"]
+    return found
+
+
+def refusals() -> list[str]:
+    """What a pipeline says of models and options that it cannot shard."""
+    twice = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16))
+    twice[2].weight = twice[0].weight
+    scalar = make_mlp()
+    scalar[3].factor = nn.Parameter(torch.tensor(1.0))
+    mixed = make_mlp()
+    mixed[3].bias = nn.Parameter(mixed[3].bias.double())
+    sparse = nn.Sequential(nn.Embedding(10, 16, sparse=True), nn.Linear(16, 4))
+    cases = [
+        (twice, (4,), {}, "is tied to layer '0'"),
+        (twice, (2, 2), {}, "is tied between stages"),
+        (scalar, (4,), {}, "a single number without rows"),
+        (mixed, (4,), {}, "has parameters of torch.float32 and torch.float64"),
+        (sparse, (4,), {}, "sparse gradients"),
+        (make_mlp(), (4,), {"optimizer": None}, "without an optimizer"),
+        (make_mlp(), (4,), {"optimizer": torch.optim.Adafactor}, "may need whole parameters"),
+        (make_mlp(), (4,), {"transport": "threads"}, "start the job with torchrun"),
+    ]
+    found = []
+    for model, replicas, options, words in cases:
+        plan = replicated(model, replicas, 4).with_reducer("fully-sharded")
+        try:
+            pipeline_of(plan, model, **options)
+            found.append(f"nobody says: {words}")
+        except PenstockError as error:
+            found += [] if words in str(error) else [f"{words}: {error}"]
+    model = make_mlp()
+    with pipeline_of(replicated(model, (4,), 4).with_reducer("fully-sharded"), model) as pipeline:
+        for ask, words in (
+            (pipeline.state_dict, "gather_state_dict"),
+            (pipeline.dtensor_state_dict, "gather_state_dict"),
+        ):
+            try:
+                ask()
+                found.append(f"nobody refuses {ask}")
+            except PenstockError as error:
+                found += [] if words in str(error) else [f"{ask}: {error}"]
+    return found
+
+
 class Wavering(nn.Linear):
     """A layer through which nothing goes back, on even ranks every second time, on odd ones every
     other."""
@@ -274,6 +383,8 @@ def main() -> None:
         "checkpoint": partial(checkpoint, folder),
         "held": held,
         "other ways": other_ways,
+        "refusals": refusals,
+        "split": split,
     }
     if case in compares:
         found = compares[case]()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from msgspec.structs import replace
+from penstock.errors import InputError
 
 import penstock as pk
 from penstock.core.schedule import Schedule, families
-from penstock.errors import InputError
 from penstock.planning.plans.lockstep import check_lockstep
 from tests.kit.helpers import make_mlp, make_plan
 from tests.kit.reducing import replicated
@@ -34,11 +34,11 @@ def test_copies_with_more_microbatches_than_others_do_not():
 
 
 def test_what_would_wait_in_a_circle_is_refused():
-    copies = "0F0 0B0 0F1 0B1\n0F2 0B2 0F3 0B3\n"
-    check_lockstep(Schedule.parse(copies + "1F0 1F2 1B0 1B2 1F1 1F3 1B1 1B3"))
+    copies = "0F0,0B0,0F1,0B1\n0F2,0B2,0F3,0B3\n"
+    check_lockstep(Schedule.parse(copies + "1F0,1F2,1B0,1B2,1F1,1F3,1B1,1B3"))
     # Copy 1 goes back from microbatch 2 when copy 0 does from 0: before anybody has run 1.
     with pytest.raises(InputError, match="ranks 0, 1, 2 would wait for each other"):
-        check_lockstep(Schedule.parse(copies + "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3"))
+        check_lockstep(Schedule.parse(copies + "1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3"))
 
 
 def test_slices_are_gathered_for_a_step_only():
