@@ -11,7 +11,7 @@ from tests.kit.launch import forked
 JOB = Path(__file__).parent / "jobs" / "fully_sharded.py"
 
 
-CASES = ("one device", "owners", "checkpoint", "held", "split", "other ways", "refusals")
+CASES = ("one device", "owners", "checkpoint", "held", "counted", "split", "other ways", "refusals")
 
 
 @pytest.mark.parametrize("case", CASES)

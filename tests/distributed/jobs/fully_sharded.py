@@ -144,6 +144,18 @@ def owners() -> list[str]:
     return found
 
 
+def counted() -> list[str]:
+    """Activations are counted as of copies that keep all weights: gathered ones are none."""
+    peaks = []
+    for reducer in ("owners", "fully-sharded"):
+        plan = plan_for("1f1b 2-2", make_mlp()).with_reducer(reducer)
+        with pipeline_of(plan, make_mlp(), count_memory=True) as pipeline:
+            for step in range(2):
+                pipeline.step(*make_batch(24, seed=step))
+            peaks.append([list(peak) for peak in pipeline.peaks])
+    return [] if peaks[0] == peaks[1] else [f"{peaks}"]
+
+
 def going_on(plan: Plan, folder: Path, first: int, **options) -> dict[str, torch.Tensor]:
     """The weights after two steps of a run that goes on from a folder and saves there."""
     with pipeline_of(plan, make_mlp(dropout=0.1), **options) as pipeline:
@@ -300,10 +312,12 @@ def refusals() -> list[str]:
         (make_mlp(), (4,), {"optimizer": None}, "without an optimizer"),
         (make_mlp(), (4,), {"optimizer": torch.optim.Adafactor}, "may need whole parameters"),
         (make_mlp(), (4,), {"transport": "threads"}, "start the job with torchrun"),
+        (make_mlp(), (4,), {"count_memory": True}, "take gathered_for='step'"),
     ]
     found = []
     for model, replicas, options, words in cases:
-        plan = replicated(model, replicas, 4).with_reducer("fully-sharded")
+        kept = "use" if "count_memory" in options else "step"
+        plan = replicated(model, replicas, 4).with_reducer("fully-sharded", gathered_for=kept)
         try:
             pipeline_of(plan, model, **options)
             found.append(f"nobody says: {words}")
@@ -382,6 +396,7 @@ def main() -> None:
         "owners": owners,
         "checkpoint": partial(checkpoint, folder),
         "held": held,
+        "counted": counted,
         "other ways": other_ways,
         "refusals": refusals,
         "split": split,

@@ -26,7 +26,7 @@ def check_updates(plan: Plan, recipe: Recipe, *, one_process: bool) -> None:
     """
     reducer = plan.summing.reducer
     if reducer == "fully-sharded":
-        _check_full_sharding(recipe, one_process=one_process)
+        _check_full_sharding(plan, recipe, one_process=one_process)
     shares = reducer in {"parameter-server", "fully-sharded"} or (
         reducer == "sharded" and not one_process
     )
@@ -50,7 +50,12 @@ def check_updates(plan: Plan, recipe: Recipe, *, one_process: bool) -> None:
         )
 
 
-def _check_full_sharding(recipe: Recipe, *, one_process: bool) -> None:
+def _check_full_sharding(plan: Plan, recipe: Recipe, *, one_process: bool) -> None:
+    if recipe.count_memory and plan.summing.gathered_for == "use":
+        raise InputError(
+            "count_memory does not tell activations from weights that come and go with each use; "
+            "leave it out, or take gathered_for='step'"
+        )
     if one_process:
         raise InputError(
             "the reducer 'fully-sharded' gathers weights by torch's process groups, and all ranks "

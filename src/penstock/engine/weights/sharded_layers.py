@@ -162,13 +162,13 @@ class _Unit:
         # Sums are made behind the last W, of which ``fully_shard`` knows nothing.
         self.sharded.set_requires_gradient_sync(False)
         self.sharded.set_reshard_after_backward(False)
-        self._gathered: list[nn.Parameter] = []
+        self.whole: list[nn.Parameter] = []
         with self.gathered():  # settles where rows lie in memory
             self._note()
         self.parameters = [_sharded(whole) for whole in layer.module.parameters()]
 
     def _note(self, *_: Any) -> None:
-        self._gathered = list(self.module.parameters())
+        self.whole = list(self.module.parameters())
 
     def free_after_use(self, frees: bool) -> None:
         """Say whether whole parameters go behind each forward and backward."""
@@ -185,7 +185,7 @@ class _Unit:
     @property
     def trained(self) -> list[nn.Parameter]:
         """The whole parameters that gradients come to."""
-        return [parameter for parameter in self._gathered if parameter.requires_grad]
+        return [parameter for parameter in self.whole if parameter.requires_grad]
 
     @torch.no_grad()
     def sum(self, there: Sequence[bool]) -> None:
@@ -196,7 +196,7 @@ class _Unit:
         """
         pairs = [
             (whole, own.rows)
-            for whole, own in zip(self._gathered, self.parameters, strict=True)
+            for whole, own in zip(self.whole, self.parameters, strict=True)
             if whole.requires_grad
         ]
         due = [pair for pair, is_there in zip(pairs, there, strict=True) if is_there]
@@ -273,8 +273,13 @@ class ShardedLayers:
         """Those of all layers, in their order."""
         return [parameter for unit in self._units for parameter in unit.parameters]
 
+    @property
+    def gathered(self) -> list[Tensor]:
+        """The whole parameters, while there are some; between uses without their values."""
+        return [parameter for unit in self._units for parameter in unit.whole]
+
     def trained(self) -> list[Tensor]:
-        """The whole parameters that gradients come to; between uses without their values."""
+        """Those that gradients come to."""
         return [parameter for unit in self._units for parameter in unit.trained]
 
     def begin(self, num_microbatches: int) -> None:
