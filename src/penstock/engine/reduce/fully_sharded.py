@@ -58,7 +58,9 @@ class CopiesOfStage:
         self.closed = True
 
     def gather(self, output: Tensor, own: Tensor) -> None:
-        ask = partial(dist.all_gather_single, output, own)
+        # torch before 2.13 has the same by another name, which later ones warn of.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        ask = partial(gather, output, own)
         self._done(ask, "gathering the weights of a layer")
 
     def exchange(self, output: Tensor, own: Tensor) -> None:

@@ -335,7 +335,8 @@ class ShardedLayers:
         self._seen.digest = 0
         for unit in self._units:
             if self._began:  # before, there is nothing to reset, and torch is not ready to
-                unit.sharded.reset_iter_state()
+                # torch before 2.13 only frees.
+                getattr(unit.sharded, "reset_iter_state", unit.sharded.reshard)()
             for parameter in unit.trained:
                 parameter.grad = None
 
