@@ -121,7 +121,7 @@ def test_another_order_of_sums_is_allowed_and_nothing_else(float64):
     ("replicas", "levels"),
     [((4,), ()), ((4,), ((0, 0, 1, 1),)), ((1, 3), ((0, 1, 0, 1),)), ((3, 1), ((0, 1, 1, 1),))],
 )
-@pytest.mark.parametrize("reducer", ["owners", "parameter-server"])
+@pytest.mark.parametrize("reducer", ["owners", "parameter-server", "fully-sharded"])
 def test_copies_are_proven_to_the_bit_in_the_order_of_the_plan(replicas, levels, reducer):
     plan = replicated(make_mlp(), replicas)
     plan = replace(plan, summing=replace(plan.summing, levels=levels)).with_reducer(reducer)

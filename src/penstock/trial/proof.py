@@ -215,9 +215,12 @@ class _Trained(NamedTuple):
 
 
 def _pipeline(sides: Sides, workload: Workload, model: nn.Module) -> Pipeline:
+    plan = sides.plan
+    if plan.summing.reducer == "fully-sharded":  # whose processes add as these do
+        plan = plan.with_reducer("owners")
     return Pipeline(
         model,
-        sides.plan,
+        plan,
         loss=workload.loss,
         optimizer=workload.optimizer,
         transport="threads",

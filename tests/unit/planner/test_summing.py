@@ -141,3 +141,18 @@ def test_servers_that_are_not_there_are_refused():
         copies(cluster(4, 0), "servers")
     with pytest.raises(InputError, match="reducer"):
         copies(cluster(4, 0), "ring")
+
+
+def test_rows_of_weights_save_memory_and_are_priced():
+    plan, sharded = (copies(cluster(4, 0), way) for way in ("fully-sharded", "sharded"))
+    stage, other = plan.stages[0], sharded.stages[0]
+    largest = max(layer.parameter_bytes for layer in graph().layers)
+    assert plan.summing.reducer == "fully-sharded" and not plan.summing.levels
+    assert stage.optimizer_bytes == other.optimizer_bytes
+    assert stage.sum_bytes == stage.parameter_bytes // 4 + 2 * largest
+    assert stage.reduce_parts == 1 and stage.exchange is None, "nothing hides behind backwards"
+    assert stage.reduce_seconds == other.reduce_seconds, "weights come as sums would"
+    again = pk.replan(plan, cluster(2, 0))
+    assert again.stages[0].optimizer_bytes == 2 * stage.optimizer_bytes
+    with pytest.raises(InputError, match="gathers whole layers, of which tensor ranks have parts"):
+        copies(cluster(4, 0), "fully-sharded", tensor_ranks=2)

@@ -16,13 +16,12 @@ import socket
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.base.errors import DeadlineError, InputError, PeerError
+from penstock.base.errors import InputError
 from penstock.core.cluster import SpareMachine
 from penstock.core.summation.adding import Filled
 from penstock.core.summation.exchange import SumExchange
@@ -33,7 +32,7 @@ from penstock.engine.reduce.flat import FlatBuffers, FlatReducer
 from penstock.engine.reduce.inside import Range
 from penstock.engine.reduce.reducer import Purpose, ServedGradients, SharedWeights
 from penstock.engine.transport import Edge, Transport, groups
-from penstock.engine.transport.base import FIRST_EXCHANGE, gone
+from penstock.engine.transport.base import FIRST_EXCHANGE
 from penstock.planning.plans.summing import Summing
 
 _BUCKET_BYTES = 4 * 2**20
@@ -115,7 +114,7 @@ class AllReducer(FlatReducer):
         try:
             work = dist.all_reduce(numbers, group=self._group, async_op=True)
         except RuntimeError as error:
-            raise self._lost("summing gradients") from error
+            raise groups.lost("summing gradients", self._others) from error
         assert isinstance(work, dist.Work)
         return work
 
@@ -125,34 +124,17 @@ class AllReducer(FlatReducer):
         for bucket, work in self._under_way:
             start, stop = ranges.get(bucket.dtype, (0, 0))
             if bucket.start < stop and start < bucket.stop:
-                self._wait(work, waiting)
+                groups.wait(work, self._transport.patience, self._others, waiting)
             else:
                 left.append((bucket, work))
         self._under_way = left
         return self._buffers[1]
-
-    def _wait(self, work: dist.Work, waiting: str) -> None:
-        patience = self._transport.patience
-        try:
-            work.wait(timedelta(seconds=patience.seconds))
-        except RuntimeError as error:
-            if "timed out" in str(error).lower():
-                raise DeadlineError(
-                    f"{waiting}: rank {self._others} did not answer within "
-                    f"{patience.seconds:g} s; see what they printed last, or raise "
-                    f"{patience.argument}"
-                ) from error
-            raise self._lost(waiting) from error
 
     @property
     def _others(self) -> str:
         assert self._slice is not None
         others = (rank for rank in self._hosts.exchanging(self._slice) if rank != self._rank)
         return " or ".join(map(str, others))
-
-    def _lost(self, waiting: str) -> PeerError:
-        reason = gone(self._others)
-        return PeerError(f"{waiting}: {reason}", reason)
 
     def close(self, *, failed: bool) -> None:
         self.closed = True

@@ -108,6 +108,9 @@ class Reducer(ABC):
     circle, whatever the order of their stages, as long as the three keep to what they say.
     """
 
+    begins_equal = False
+    """Whether the weights of its holders are equal already when it is made."""
+
     leaves_early = False
     """Whether gradients may leave before all of them are there."""
 

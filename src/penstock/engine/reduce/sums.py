@@ -6,19 +6,22 @@ begin with the same values (``begin_equal``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import accumulate
+from types import MappingProxyType
 from typing import TypeVar
 
 import torch
+from torch import Tensor, nn
 
 from penstock.base.units import count_of
 from penstock.core.summation.roles import TreeRole
 from penstock.core.summation.split import MOST_PORTIONS
 from penstock.engine.reduce.buckets import buckets_of, cut
 from penstock.engine.reduce.delegated import AllReducer, ServerReducer
+from penstock.engine.reduce.fully_sharded import FullyShardedReducer
 from penstock.engine.reduce.inside import Hosts, sharing_cards
 from penstock.engine.reduce.owners import OwnerReducer
 from penstock.engine.reduce.reducer import (
@@ -34,9 +37,12 @@ from penstock.engine.reduce.stale import StaleReducer
 from penstock.engine.transport import Edge, Transport
 from penstock.engine.transport.base import FIRST_EXCHANGE
 from penstock.engine.transport.groups import make_groups
+from penstock.engine.weights.sharded_layers import ShardedLayers
 from penstock.planning.plans.summing import Summing
 
 T = TypeVar("T")
+
+NOT_SHARDED: Mapping[int, ShardedLayers] = MappingProxyType({})
 
 
 class GradientSums:
@@ -67,6 +73,9 @@ class GradientSums:
         self._reducers: list[Reducer] = [make(rank, weights, transport) for weights in shared]
         self._sharded = [
             reducer for reducer in self._reducers if isinstance(reducer, ShardedReducer)
+        ]
+        self._fully_sharded = [
+            reducer for reducer in self._reducers if isinstance(reducer, FullyShardedReducer)
         ]
         for reducer in self.stale[1:]:
             reducer.heard = self.stale[0].heard
@@ -114,7 +123,9 @@ class GradientSums:
         Args:
             summing: the plan's, which says who is near whom.
         """
-        for weights in self._shared:
+        for reducer, weights in zip(self._reducers, self._shared, strict=True):
+            if reducer.begins_equal:
+                continue
             if weights.stand_ins is not None:
                 weights.stand_ins.gather_values()
             begin_equal(self._rank, weights, self._transport, summing)
@@ -136,7 +147,35 @@ class GradientSums:
         for reducer in self._sharded:
             reducer.hands_sums_to_all = hands_sums_to_all
         parts = [item for reducer in self._sharded for item in reducer.shards.items()]
+        parts += [item for reducer in self._fully_sharded for item in reducer.shards.items()]
         return Shards(dict(parts))
+
+    def rows_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What has the gradient of a parameter: its rows here, if each holder keeps some only."""
+        rows = (reducer.rows_of(parameter) for reducer in self._fully_sharded)
+        return next((own for own in rows if own is not None), parameter)
+
+    def norms_of_rows(self, stage: int | None = None) -> dict[nn.Parameter, Tensor]:
+        """The norms of whole gradients of which each holder has rows; all holders call it.
+
+        Args:
+            stage: whose; by default all stages'.
+        """
+        norms: dict[nn.Parameter, Tensor] = {}
+        for reducer in self._fully_sharded:
+            if stage in (None, reducer.stage):
+                norms |= reducer.norms()
+        return norms
+
+    def gather(self, num_microbatches: int) -> None:
+        """A minibatch of so many microbatches begins: gather weights of which holders have rows."""
+        for reducer in self._fully_sharded:
+            reducer.layers.begin(num_microbatches)
+
+    def drop(self) -> None:
+        """Forget what a failed round has gathered."""
+        for reducer in self._fully_sharded:
+            reducer.layers.drop()
 
     @property
     def has_shards(self) -> bool:
@@ -308,6 +347,7 @@ def maker_of(
     coordinate: int = 0,
     servers: Collection[int] = (),
     ranks: Sequence[Sequence[int]] = (),
+    fully_sharded: Mapping[int, ShardedLayers] = NOT_SHARDED,
 ) -> MakeReducer:
     """A maker of reducers for a rank that is a process; all ranks call it.
 
@@ -320,7 +360,11 @@ def maker_of(
         coordinate: this process's.
         servers: the ranks that are parameter servers, if any are.
         ranks: those that hold each group of shared weights, by its tag.
+        fully_sharded: the stages of which this process has rows, known by the time when reducers
+            are made.
     """
+    if summing.reducer == "fully-sharded":
+        return partial(FullyShardedReducer, sharded=fully_sharded)
     if summing.reducer == "parameter-server":
         return _stepping_servers(summing, attempt, servers)
     # By tag, the place of this process's team; of groups that it has nothing of, any.
@@ -381,15 +425,18 @@ def summing_words(summing: Summing) -> str:
     if summing.reducer == "servers":
         servers = count_of(len(summing.servers), "server")
         return f"gradients of copies are summed by ranks and {servers}"
-    if summing.reducer == "all-reduce":
-        return "gradients of copies are summed by torch.distributed"
     if summing.reducer == "parameter-server":
         servers = count_of(max(len(summing.servers), 1), "parameter server")
         late = f", {summing.stale} late at most" if summing.stale else ""
         return f"weights of copies are updated by {servers}, the last of the ranks{late}"
-    if summing.reducer == "sharded":
-        return "each copy updates a part of the weights for all"
-    return ""
+    if summing.reducer == "fully-sharded":
+        kept = "a step" if summing.gathered_for == "step" else "each use"
+        return f"each copy has a part of the weights, and gathers all for {kept}"
+    words = {
+        "all-reduce": "gradients of copies are summed by torch.distributed",
+        "sharded": "each copy updates a part of the weights for all",
+    }
+    return words.get(summing.reducer, "")
 
 
 def begin_equal(rank: int, shared: SharedWeights, transport: Transport, summing: Summing) -> None:

@@ -114,14 +114,19 @@ class Assembly:
     @property
     def in_parts(self) -> bool:
         """Whether this process has parts of its stages' layers, and nobody has the whole ones."""
-        return self.in_processes and any(worker.seat.size > 1 for worker in self.workers)
+        shared = any(worker.seat.size > 1 for worker in self.workers)
+        return self.in_processes and (shared or self._has_rows)
+
+    @property
+    def _has_rows(self) -> bool:
+        return any(stage.sharded is not None for stage in self.stages.values())
 
     def states(self) -> StageStates:
         """The state of this process's stages, under the model's keys: of a member of a group its
         parts, numbered stage × (most members of any) + coordinate."""
         most = self.plan.num_tensor_ranks
         if most == 1:
-            return {index: stage.state_dict() for index, stage in self.stages.items()}
+            return {index: _whole_state(stage) for index, stage in self.stages.items()}
         if not self.in_processes:  # between steps, the model has what was trained
             return {index: self.layout.own_state(index) for index in self.stages}
         (worker,) = self.workers
@@ -151,6 +156,12 @@ class Assembly:
         if not self.in_processes:
             return None
         return Rendezvous.of_group(purpose, self.deadlines.step.seconds, "raise deadline_seconds")
+
+
+def _whole_state(stage: Stage) -> dict[str, Any]:
+    """The state of a stage; if copies have rows of it, all of them ask for it together."""
+    state = stage.state_dict()
+    return state if stage.sharded is None else state | stage.sharded.whole_state()
 
 
 def copied_states(parts: Assembly) -> dict[int, dict[str, Any]]:

@@ -107,8 +107,7 @@ class RemoteStages:
                 "ranks, and are here as they were when training began"
             ] * bool(others)
             elsewhere += [
-                "layers that this process shares with other tensor ranks are on meta, without "
-                "values, since each has a part of them"
+                "of layers that this process shares with other ranks each has a part of the values"
             ] * self._in_parts
             warnings.warn(
                 f"{reading} reads weights that this process has not trained: "
@@ -293,6 +292,7 @@ def _assembled(
         own.seat: own.stages(layout, placement.wholes(layout, own.seat, values))
         for own in connections
     }
+    placement.shard(layout, stages)
     setup = SwapSetup(plan, layout, recipe, values, devices, seconds)
     workers = _workers(connections, stages, setup, queues)
     placement.begin(workers, layout)

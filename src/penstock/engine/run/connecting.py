@@ -20,6 +20,7 @@ from penstock.engine.device.accelerators import HOST, devices_of_ranks
 from penstock.engine.device.queue import AcceleratorQueue, DeviceQueue
 from penstock.engine.model.spine import NamedLayer, spine_fingerprint
 from penstock.engine.reduce import sums
+from penstock.engine.reduce.fully_sharded import CopiesOfStage
 from penstock.engine.reduce.owners import OwnerReducer
 from penstock.engine.reduce.reducer import MakeReducer
 from penstock.engine.run.assembly import Running
@@ -40,6 +41,7 @@ from penstock.engine.run.rank.worker import Worker
 from penstock.engine.run.recipe import Recipe
 from penstock.engine.run.refusals import (
     check_processes,
+    check_sharding,
     check_stage_norms,
     check_updates,
     seats_of,
@@ -54,6 +56,7 @@ from penstock.engine.transport import (
     ThreadTransport,
     Transport,
     connect,
+    groups,
 )
 from penstock.engine.transport.device_link import DeviceLink
 from penstock.engine.transport.on_devices import (
@@ -65,6 +68,7 @@ from penstock.engine.transport.on_devices import (
 from penstock.engine.transport.rendezvous import Rendezvous
 from penstock.engine.weights.data_paths import DataPath
 from penstock.engine.weights.offload import Keep, Offloading
+from penstock.engine.weights.sharded_layers import ShardedLayers
 from penstock.planning.plans import Plan
 from penstock.planning.plans.summing import server_ranks
 
@@ -216,6 +220,14 @@ class RankPlacement(ABC):
         """A source of whole values, where a process keeps parts of them only."""
         return None
 
+    def shard(self, layout: Layout, stages: Mapping[RankSeat, Mapping[int, Stage]]) -> None:  # noqa: B027 - in threads nobody does
+        """Let stages keep rows of their weights where the plan says so, before anything else knows
+        these.
+
+        Raises:
+            ModelError: a layer cannot be sharded.
+        """
+
     @abstractmethod
     def begin(self, workers: Sequence[Worker], layout: Layout) -> None:
         """Make equal what other processes have, too: all has been built."""
@@ -325,6 +337,7 @@ class InProcess(RankPlacement):
         self._transport.patience = self._start
         self._compared = ComparingTransport(self._transport, meeting.rank)
         self._links = LinkedDevices()
+        self._sharded: dict[int, ShardedLayers] = {}
 
     def devices(self) -> dict[int, torch.device]:
         seat, plan = self._seat, self.plan
@@ -371,6 +384,7 @@ class InProcess(RankPlacement):
             seat.coordinate,
             layout.server_ranks,
             [first.ranks for first, *_ in layout.weights.groups],
+            self._sharded,
         )
         return [Connections(self._compared, seat, queue, self._links.of_rank, make_reducer)]
 
@@ -379,6 +393,27 @@ class InProcess(RankPlacement):
         if group is None or layout.sharings is None:
             return None
         return Wholes(layout.layers_of(seat.rank), values, group, layout.sharings.cuts)
+
+    def shard(self, layout: Layout, stages: Mapping[RankSeat, Mapping[int, Stage]]) -> None:
+        if self.plan.summing.reducer != "fully-sharded":
+            return
+        own, (rank, seconds) = stages[self._seat], (self._seat.rank, self._start.seconds)
+        check_sharding(layout.weights.tied, self.devices()[self._seat.number].type)
+        self._meeting.exchange(None, NoneType, "to have parts of stages")
+        ranks_of = self.plan.placement.ranks_of
+        homes = {stage: ranks_of(stage) for stage in range(len(self.plan.stages))}
+        homes = {stage: ranks for stage, ranks in homes.items() if len(ranks) > 1}
+        made = groups.make_groups(seconds, [*homes.values()])
+        copies = {
+            stage: CopiesOfStage(group, ranks, rank, self._transport)
+            for (stage, ranks), group in zip(homes.items(), made, strict=True)
+            if rank in ranks
+        }
+        layout.shard(own, copies)
+        for index in copies:
+            sharded = own[index].sharded
+            assert sharded is not None
+            self._sharded[index] = sharded
 
     def begin(self, workers: Sequence[Worker], layout: Layout) -> None:
         # The user's code has run: whoever fails in it says so here, before others wait for more.

@@ -27,6 +27,7 @@ from penstock.engine.run.replicas import ModelWeights, Replicas, SharedState, We
 from penstock.engine.stage.slices import check_sliceable
 from penstock.engine.stage.stage import Stage
 from penstock.engine.tensor.group import ChannelGroup
+from penstock.engine.weights.sharded_layers import Copies
 from penstock.engine.weights.store import WeightStore
 from penstock.planning.plans import Plan
 from penstock.planning.plans.summing import (
@@ -369,6 +370,26 @@ class Layout:
         """Whether groups of different sizes hold a weight."""
         return len({len(self.seats_of(rank)) for rank in weight.ranks}) > 1
 
+    def shard(self, stages: Mapping[int, Stage], copies: Mapping[int, Copies]) -> None:
+        """Let stages of a rank keep rows of their weights, of which other copies have the rest.
+
+        Args:
+            stages: the rank's.
+            copies: those of each stage that has some.
+
+        Raises:
+            ModelError: a layer cannot be sharded.
+        """
+        plan = self._plan
+        frees_with = plan.num_microbatches if plan.summing.gathered_for == "use" else None
+        for index, those in copies.items():
+            modules = [layer.module for layer in stages[index].layers]
+            before = [own for module in modules for own in module.parameters()]
+            stages[index].shard(those, frees_with=frees_with)
+            after = [own for module in modules for own in module.parameters()]
+            pairs = zip(map(id, before), after, strict=True)
+            self.weights.sharded(dict(pairs))
+
     def shared_state(self, stages: dict[int, Stage]) -> SharedState:
         """The tensors that no forward of a rank's stages may write: others hold them, too."""
         return SharedState(
@@ -377,6 +398,8 @@ class Layout:
                     tensor
                     for original, layer in zip(self._layers_of[index], stage.layers, strict=True)
                     for tensor in self._holders.shared_tensors(original, layer.module)
+                    # What is gathered anew for each step is nothing to write to, whoever has it.
+                    if stage.sharded is None or tensor.is_buffer
                 ]
                 for index, stage in stages.items()
             }

@@ -7,7 +7,7 @@ from __future__ import annotations
 import operator
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import reduce
 from math import ceil
@@ -26,6 +26,7 @@ from penstock.engine.device.memory import gauge_of
 from penstock.engine.device.queue import Stamps, happened
 from penstock.engine.model import tree
 from penstock.engine.stage.protocol import RunnableStage
+from penstock.engine.stage.stage import Stage
 from penstock.engine.weights.store import HeldVersions
 from penstock.planning.plans import Plan
 
@@ -43,14 +44,24 @@ class Peak(NamedTuple):
     microbatches: float
 
 
+def _held_all_the_time(stage: RunnableStage) -> Iterator[Tensor]:
+    """What autograd may save of a stage that is no activation."""
+    sharded = stage.sharded if isinstance(stage, Stage) else None
+    for module in stage.layer_modules:
+        yield from module.buffers()
+        if sharded is None:
+            yield from module.parameters()
+    if sharded is not None:
+        yield from sharded.gathered
+
+
 class MemoryCounter:
     """Counts one rank's stages while they work."""
 
     def __init__(self, stages: Mapping[int, RunnableStage]) -> None:
         self._stages = stages
-        modules = [module for stage in stages.values() for module in stage.layer_modules]
         self._meter = ActivationMeter(
-            tensor for module in modules for tensor in (*module.parameters(), *module.buffers())
+            tensor for stage in stages.values() for tensor in _held_all_the_time(stage)
         )
         self._kept: dict[tuple[int, int], KeptMemory] = {}
 

@@ -25,7 +25,11 @@ def check_updates(plan: Plan, recipe: Recipe, *, one_process: bool) -> None:
             unless there are parameter servers.
     """
     reducer = plan.summing.reducer
-    shares = reducer == "parameter-server" or (reducer == "sharded" and not one_process)
+    if reducer == "fully-sharded":
+        _check_full_sharding(plan, recipe, one_process=one_process)
+    shares = reducer in {"parameter-server", "fully-sharded"} or (
+        reducer == "sharded" and not one_process
+    )
     if recipe.post_validate and shares:
         raise InputError(
             f"post_validate undoes updates, and with the reducer {reducer!r} others have made a "
@@ -43,6 +47,47 @@ def check_updates(plan: Plan, recipe: Recipe, *, one_process: bool) -> None:
             "clip_norm, clip_stage_norm and a grad_scaler need all gradients of one minibatch at "
             "one update, and with stale updates they come in several; leave them out, or take "
             "stale=0"
+        )
+
+
+def _check_full_sharding(plan: Plan, recipe: Recipe, *, one_process: bool) -> None:
+    if recipe.count_memory and plan.summing.gathered_for == "use":
+        raise InputError(
+            "count_memory does not tell activations from weights that come and go with each use; "
+            "leave it out, or take gathered_for='step'"
+        )
+    if one_process:
+        raise InputError(
+            "the reducer 'fully-sharded' gathers weights by torch's process groups, and all ranks "
+            "are threads of one process here; start the job with torchrun, or take another reducer"
+        )
+    if recipe.loss is not None and recipe.optimizer is None:
+        raise InputError(
+            "without an optimizer, gradients would be rows of the model's, with the reducer "
+            "'fully-sharded'; give optimizer=…, or take the reducer 'owners'"
+        )
+
+
+def check_sharding(tied: Sequence[str], device: str) -> None:
+    """Raise for a process that cannot have rows of its stages' weights.
+
+    Args:
+        tied: names of the weights that several stages use.
+        device: the kind that it computes on.
+
+    Raises:
+        ModelError: weights are tied between stages, each of which would gather its own.
+        InputError: it computes on an accelerator, where nobody has tried this.
+    """
+    if tied:
+        raise ModelError(
+            f"{tied[0]!r} is tied between stages, and the reducer 'fully-sharded' keeps rows of "
+            "weights of one stage; untie it, put its layers into one, or take the reducer 'sharded'"
+        )
+    if device != "cpu":
+        raise InputError(
+            f"the reducer 'fully-sharded' runs on CPUs so far, and this rank computes on {device}; "
+            "give devices='cpu', or take the reducer 'sharded'"
         )
 
 

@@ -293,6 +293,19 @@ class ModelWeights:
             users = [user for user in users if user[0] not in self._servers]
         return tuple(users)
 
+    def sharded(self, instead: Mapping[int, nn.Parameter]) -> None:
+        """Have other parameters in the place of some, in whose place the model has them now.
+
+        Args:
+            instead: by the identity of the former.
+        """
+        self._weights = [
+            weight._replace(parameter=instead.get(id(weight.parameter), weight.parameter))
+            for weight in self._weights
+        ]
+        for known in ("groups", "tied_ids"):
+            self.__dict__.pop(known, None)
+
     def check_untied(self) -> None:
         """Raise ``ModelError`` for a weight of several stages, of which gradients would be of
         different ages."""

@@ -7,7 +7,7 @@ looked at before any weight learns from it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum
@@ -73,14 +73,14 @@ class MicrobatchGraph:
         stashed: Mapping[str, Any],
         drew: bool,
         deferral: Deferral | None,
-        modules: Iterable[nn.Module],
+        parameters: Callable[[], Sequence[Tensor]],
     ) -> Self:
         """The graph that a forward has left.
 
         Args:
             output: of the last layer.
             stashed: the skips that went to later stages, by key.
-            modules: all that may hold a parameter, each alone.
+            parameters: gives those whose gradients the backward may accumulate.
 
         Raises:
             InputError: a layer took gradients in the forward that are to be put off.
@@ -90,8 +90,8 @@ class MicrobatchGraph:
         outputs, edges_of = edges(output), stashed
         if stashed:  # mostly nothing is
             edges_of = {key: edges(skip) for key, skip in stashed.items()}
-        parameters = trained(modules) if torch.is_grad_enabled() else ()
-        return cls(inputs, recalled, outputs, edges_of, drew, deferral, parameters)
+        own = parameters() if torch.is_grad_enabled() else ()
+        return cls(inputs, recalled, outputs, edges_of, drew, deferral, own)
 
     def backward(
         self, gradients: Gradients, skip_gradients: Mapping[str, Gradients]

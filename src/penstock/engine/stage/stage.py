@@ -19,7 +19,7 @@ Where microbatches are sliced, this happens to each slice; forwards in order, ba
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -44,10 +44,12 @@ from penstock.engine.stage.microbatch_graph import (
     cut,
     scalar,
     sent,
+    trained,
 )
 from penstock.engine.stage.newest_graph import NewestGraph
 from penstock.engine.stage.protocol import NO_SKIPS, Criterion, Keep, Produced
 from penstock.engine.stage.slices import Relay, slice_name
+from penstock.engine.weights.sharded_layers import Copies, ShardedLayers
 
 __all__ = ["Criterion", "Gradients", "InputGradients", "Keep", "Produced", "Stage"]
 
@@ -87,7 +89,10 @@ class Stage:
         layers: of the model, in order.
         layer_modules: their modules.
         recalls: keys of the skips that it takes from earlier stages.
+        sharded: its layers, if they have rows of weights that other copies have the rest of.
     """
+
+    sharded: ShardedLayers | None = None
 
     def __init__(
         self,
@@ -119,6 +124,7 @@ class Stage:
         every = (module for layer in self.layer_modules for module in layer.modules())
         self._modules = tuple({id(module): module for module in every}.values())
         self._undeferred = undeferred_parameters(self._modules)
+        self._trained: Callable[[], Sequence[Tensor]] = partial(trained, self._modules)
         stashed = {key for layer in self.layers for key in layer.stashes}
         self.recalls = tuple(
             key for layer in self.layers for key in layer.recalls if key not in stashed
@@ -126,6 +132,15 @@ class Stage:
         self._graphs: dict[int, MicrobatchGraph] = {}
         self._past: dict[int, tuple[_ForwardCall, Past]] = {}
         self._deferred: dict[int, Deferral] = {}
+
+    def shard(self, copies: Copies, *, frees_with: int | None) -> None:
+        """Keep rows of the layers' weights from now on; arguments as for ``ShardedLayers``.
+
+        Raises:
+            ModelError: a layer cannot be sharded.
+        """
+        self.sharded = ShardedLayers(self.layers, copies, frees_with=frees_with)
+        self._trained = self.sharded.trained
 
     def stay_finite(self) -> None:
         """From now on, raise ``NotFinite`` where weights would learn through a microbatch that is
@@ -293,13 +308,16 @@ class Stage:
         return tree.tensors(held)
 
     def forget(self) -> None:
-        """Drop what unfinished microbatches have left, after a failed step."""
+        """Drop what unfinished microbatches have left, after a failed step, and what is gathered
+        for the step."""
         for kept in (self._graphs, self._past, self._deferred):
             kept.clear()
         if self._newest is not None:
             self._newest.forget()
         self._carried.forget()
         self._carried_back.forget()
+        if self.sharded is not None:
+            self.sharded.free()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Every parameter once."""
@@ -340,7 +358,7 @@ class Stage:
         graph = None
         if wants:
             graph = MicrobatchGraph.of(
-                [leaf], NO_SKIPS, value, NO_SKIPS, False, deferral, self._modules
+                [leaf], NO_SKIPS, value, NO_SKIPS, False, deferral, self._trained
             )
         produced = Produced(self._leaving(value, criterion), {})
         self._keep(microbatch, graph, produced)
@@ -418,7 +436,7 @@ class Stage:
         left = {key: skip.taken(key) for key, skip in skips.items()}
         recalled_leaves = {key: skip_leaves for key, (skip_leaves, _) in recalled.items()}
         graph = MicrobatchGraph.of(
-            leaves, recalled_leaves, value, left, drew, deferral, self._modules
+            leaves, recalled_leaves, value, left, drew, deferral, self._trained
         )
         stashed = {key: self._leaving(skip) for key, skip in left.items()}
         return Produced(self._leaving(value, given.criterion), stashed), graph

@@ -19,6 +19,8 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from penstock.base.errors import DeadlineError, PeerError
+from penstock.engine.transport.base import Patience, gone
 from penstock.engine.transport.rendezvous import translated, within
 
 
@@ -91,10 +93,49 @@ def make_groups(seconds: float, parts: Sequence[Sequence[int]]) -> list[dist.Pro
         return within(1.5 * seconds, lambda: [new_group(seconds, "gloo", ranks) for ranks in parts])
 
 
+def lost(waiting: str, others: str) -> PeerError:
+    """The error of a group of which a rank is gone.
+
+    Args:
+        waiting: who waits for what.
+        others: the numbers of the other ranks, in words.
+    """
+    reason = gone(others)
+    return PeerError(f"{waiting}: {reason}", reason)
+
+
+def wait(work: dist.Work, patience: Patience, others: str, waiting: str) -> None:
+    """Wait until what was asked of a group is done.
+
+    Args:
+        others, waiting: as for ``lost``.
+
+    Raises:
+        PeerError, DeadlineError: a rank is gone, or does not answer.
+    """
+    try:
+        work.wait(timedelta(seconds=patience.seconds))
+    except RuntimeError as error:
+        if "timed out" in str(error).lower():
+            raise DeadlineError(
+                f"{waiting}: rank {others} did not answer within {patience.seconds:g} s; see what "
+                f"they printed last, or raise {patience.argument}"
+            ) from error
+        raise lost(waiting, others) from error
+
+
 def lend(group: dist.ProcessGroup, user: User) -> None:
     """Note who uses a group; when nobody does any more, ``destroy_unused`` ends it."""
     assert dist.group.WORLD is not None
     _LENT.setdefault(dist.group.WORLD, []).append(_Lent(group, weakref.ref(user)))
+
+
+def end(group: dist.ProcessGroup) -> None:
+    """End a group at once, so that others who wait for this rank in it learn that nothing comes."""
+    assert dist.group.WORLD is not None
+    lent = _LENT.get(dist.group.WORLD, [])
+    lent[:] = [own for own in lent if own.group is not group]
+    dist.destroy_process_group(group)
 
 
 def destroy_unused() -> None:

@@ -29,7 +29,7 @@ from penstock.planning.planner.hosts import (
 from penstock.planning.planner.setting import Setting
 from penstock.planning.planner.task import Task
 from penstock.planning.plans.stage_plan import RecomputeWay, StagePlan
-from penstock.planning.plans.summing import COPIES_OF_GRADIENTS, ReducerName, Summing
+from penstock.planning.plans.summing import BY_SHARE, ReducerName, Summing, room_to_sum
 
 
 class ExchangeSeconds(NamedTuple):
@@ -75,13 +75,13 @@ class SummedSetting:
         """Bytes of optimizer state on each copy of a stage that needs ``whole`` in all."""
         if self.reducer == "parameter-server" and num_replicas > 1:
             return 0
-        return ceil(whole / num_replicas) if self.reducer == "sharded" else ceil(whole)
+        return ceil(whole / num_replicas) if self.reducer in BY_SHARE else ceil(whole)
 
     def update_seconds(self, whole: float, num_replicas: int) -> float:
         """Seconds of an update where a copy that updates everything takes ``whole``."""
         if self.reducer == "parameter-server" and num_replicas > 1:
             return whole / self._num_servers
-        return whole / num_replicas if self.reducer == "sharded" else whole
+        return whole / num_replicas if self.reducer in BY_SHARE else whole
 
     def num_parts(self, num_bytes: float, ranks: Sequence[int], exchange: ExchangeSeconds) -> int:
         """In how many parts gradients leave while the last backward makes them; 1 where they leave
@@ -94,6 +94,10 @@ class SummedSetting:
         model = self.task.communication
         if any(device.kind == "gpu" for device in devices_here) or model.name != RING:
             return 1  # an accelerator's gradients leave when all have been asked for
+        if self.reducer == "fully-sharded":
+            return (
+                1  # weights come before the first forward, sums are made behind the last backward
+            )
         # Whoever says what share hides has said it all; nothing that takes no time can hide.
         if model.overlap or not exchange.total:
             return 1
@@ -287,7 +291,7 @@ class CutSetting:
         flat = SummedSetting(
             task, setting.reducer_of(task), setting.devices, num_sums=max(len(shared), 1)
         )
-        if not shared or task.communication.name != RING:
+        if not shared or task.communication.name != RING or flat.reducer == "fully-sharded":
             return flat
         choices = levels_worth_trying(task.topology, setting.devices, task.straddling)
         if len(choices) == 1:
@@ -418,8 +422,11 @@ class CutSetting:
     def _sum_bytes(self, index: int, start: int, stop: int) -> int:
         """Bytes of the parameters whose gradients a rank of the stage sums with others."""
         if len(self.setting.ranks_of[index]) > 1:
-            copies = COPIES_OF_GRADIENTS[self.way.reducer]
-            return copies * int(self.task.sum("parameter_bytes", start, stop))
+            numbers = self.task.numbers(start, stop)
+            sizes = numbers["parameter_bytes"], numbers["largest_bytes"]
+            num_replicas = len(self.setting.ranks_of[index])
+            room: float = room_to_sum(self.way.reducer, *sizes, num_replicas)
+            return ceil(room)
         return sum(tie.num_bytes for tie in self.task.ties if tie.is_parted(start, stop))
 
     def _stage_with(self, layer: int) -> int:

@@ -21,6 +21,7 @@ from penstock.planning.planner.search import planned
 from penstock.planning.plans.plan import Plan
 from penstock.planning.plans.spilling import Spill
 from penstock.planning.plans.stage_plan import StagePlan
+from penstock.planning.plans.summing import BY_SHARE
 
 _FALLBACK = "1f1b"
 """For any number of devices, and with the sums of most others."""
@@ -151,7 +152,7 @@ def _graph_of(plan: Plan) -> LayerGraph:
             (plan.devices[rank].speed for rank in plan.placement.ranks_of(index) if plan.devices),
             default=1.0,
         )
-        shards = plan.replicas[index] if plan.summing.reducer == "sharded" else 1
+        shards = plan.replicas[index] if plan.summing.reducer in BY_SHARE else 1
         layers += _layers_of(stage, speed, shards)
     return LayerGraph(
         layers=tuple(layers),

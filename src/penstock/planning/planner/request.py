@@ -36,7 +36,7 @@ from penstock.core.versions import USUAL, Policy
 from penstock.planning.handover.capabilities import CutsBetween, capabilities_of
 from penstock.planning.partition.chain import CostModel, cost_model
 from penstock.planning.plans.consistency import MOST_MICROBATCHES
-from penstock.planning.plans.summing import MOST_STALE, REDUCERS, ReducerName
+from penstock.planning.plans.summing import BY_SHARE, MOST_STALE, REDUCERS, ReducerName
 
 RecomputeRule = Literal["where-needed", "never", "stage", "layers"]
 """Whether stages may run forward twice: where they would not fit otherwise, never, or always."""
@@ -269,7 +269,13 @@ class PlanRequest:
     def _check_summing(self) -> None:
         one_of("reducer", self.reducer, (*REDUCERS, "any"))
         whole("stale", self.stale, 0, MOST_STALE)
-        drained = {"sharded": "shares of the weights", "parameter-server": "copies' weights"}
+        if self.reducer == "fully-sharded" and self.tensor_ranks != 1:
+            raise InputError(
+                "reducer='fully-sharded' gathers whole layers, of which tensor ranks have parts; "
+                "leave tensor_ranks out, or take reducer='sharded'"
+            )
+        drained = dict.fromkeys(BY_SHARE, "shares of the weights")
+        drained["parameter-server"] = "copies' weights"
         if self.reducer in drained and (self.asynchronous or self._never_flushes):
             raise InputError(
                 f"reducer={self.reducer!r} updates {drained[self.reducer]} when a pipeline has "

@@ -15,7 +15,7 @@ from typing import Literal
 from msgspec.structs import replace
 
 from penstock.base.arguments import public
-from penstock.base.errors import InputError, PlanError
+from penstock.base.errors import InputError, ModelError, PlanError
 from penstock.base.telling import Telling
 from penstock.base.units import count_of
 from penstock.base.values import expect
@@ -131,7 +131,8 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
             least (``docs/tensor-parallelism.md``); ``"any"`` tries all powers of two, and for
             chains replicas of the first layers with one group for the others.
         reducer: how copies of a stage sum gradients (``docs/data-parallelism.md``): ``"owners"``,
-            ``"sharded"``, ``"all-reduce"``, or ``"servers"`` and ``"parameter-server"``, which use
+            ``"sharded"``, ``"fully-sharded"``, ``"all-reduce"``, or ``"servers"`` and
+            ``"parameter-server"``, which use
             the cluster's spare machines; ``"any"`` takes what is fastest of those that give the
             bits of owners.
         stale: by how many updates the gradients of a copy may be late, with ``"parameter-server"``;
@@ -392,6 +393,11 @@ def _with_reducers(tasks: Sequence[Task], request: PlanRequest) -> Iterator[Task
             raise InputError(
                 f"reducer={reducer!r} needs machines that sum, and the cluster has none; give it "
                 "[[spares]] (docs/clusters.md)"
+            )
+        if reducer == "fully-sharded" and task.ties:
+            raise ModelError(
+                "the model has tied weights, and reducer='fully-sharded' gathers each layer alone; "
+                "untie them, put what shares them into one layer, or take reducer='sharded'"
             )
         if reducer == "any":
             yield replaced(task, reducer="owners")

@@ -23,7 +23,7 @@ from penstock.planning.planner.request import RecomputeRule
 from penstock.planning.planner.task import Task
 from penstock.planning.plans.orders import stand_in
 from penstock.planning.plans.stage_plan import RecomputeWay
-from penstock.planning.plans.summing import COPIES_OF_GRADIENTS, ReducerName
+from penstock.planning.plans.summing import BY_SHARE, ReducerName, room_to_sum
 
 StageSizes = tuple[float, float, float]
 """Bytes that a microbatch keeps at a stage: its input only, all, or what the weight gradient
@@ -160,7 +160,7 @@ class Setting(Terms):
         the way goes with a pipeline that never flushes."""
         has_copies = any(len(ranks) > 1 for ranks in self.ranks_of)
         drains = not self.versions.asynchronous
-        steps = task.reducer in {"sharded", "parameter-server"}
+        steps = task.reducer in {*BY_SHARE, "parameter-server"}
         return task.reducer if has_copies and (drains or not steps) else "owners"
 
     def weight_versions(self, stage: int, num_microbatches: int) -> int:
@@ -414,11 +414,12 @@ def _needed(
     optimizer_bytes = numbers["optimizer_bytes"]
     if replicas > 1 and reducer == "parameter-server":
         optimizer_bytes = 0 * optimizer_bytes
-    elif reducer == "sharded":
+    elif reducer in BY_SHARE:
         optimizer_bytes = optimizer_bytes / replicas
     summed = numbers["tied_bytes"]
     if replicas > 1:
-        summed = COPIES_OF_GRADIENTS[reducer] * numbers["parameter_bytes"]
+        sizes = numbers["parameter_bytes"], numbers["largest_bytes"]
+        summed = np.ceil(room_to_sum(reducer, *sizes, replicas))
     state = np.ceil(optimizer_bytes) + summed
     state = state + numbers["buffer_bytes"] + numbers[workspace]
     weights = (copies + 1) * numbers["parameter_bytes"]

@@ -360,6 +360,9 @@ class Task:
                 "again_input_bytes": self.again_input_bytes(start, stop),
                 "workspace_bytes": self.workspace_bytes(start, stop, again=False),
                 "again_workspace_bytes": self.workspace_bytes(start, stop, again=True),
+                "largest_bytes": max(
+                    layer.parameter_bytes for layer in self.graph.layers[start:stop]
+                ),
                 "tied_bytes": sum(tie.num_bytes for tie in self.ties if tie.is_parted(start, stop)),
             }
         return self.cache.numbers[bounds]
@@ -390,7 +393,17 @@ class Task:
                 )
                 tables[name][row, row + 1 :] = most[places[row + 1 :]]
         tables["tied_bytes"] = self._tied_bytes()
+        tables["largest_bytes"] = self._largest_bytes()
         return tables
+
+    def _largest_bytes(self) -> Table:
+        """Those of the layer with most parameters."""
+        table = np.zeros((len(self.places), len(self.places)))
+        sizes = np.array([layer.parameter_bytes for layer in self.graph.layers], dtype=float)
+        for row, start in enumerate(self.places[:-1]):
+            most = np.maximum.accumulate(sizes[start:])
+            table[row, row + 1 :] = most[np.array(self.places[row + 1 :]) - start - 1]
+        return table
 
     def _tied_bytes(self) -> Table:
         starts, stops = np.array(self.places)[:, None], np.array(self.places)

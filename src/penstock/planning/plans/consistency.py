@@ -203,7 +203,15 @@ def check_summing(
             "weights of the same update, and servers that wait for nobody would give each of "
             "them another; take stale=0, or tensor_ranks=1"
         )
-    if summing.reducer in {"sharded", "parameter-server"} and versions.asynchronous:
+    if num_tensor_ranks > 1 and summing.reducer == "fully-sharded":
+        raise InputError(
+            f"the reducer 'fully-sharded' gathers whole layers, and here {num_tensor_ranks} tensor "
+            "ranks have a part of each; take the reducer 'sharded', or tensor_ranks=1"
+        )
+    if (
+        summing.reducer in {"sharded", "fully-sharded", "parameter-server"}
+        and versions.asynchronous
+    ):
         raise InputError(
             f"the reducer {summing.reducer!r} needs a flush before each update, and this "
             "schedule has none; take 'owners', or a synchronous schedule"

@@ -42,6 +42,7 @@ from penstock.planning.plans.consistency import (
 )
 from penstock.planning.plans.draft import Draft, completed
 from penstock.planning.plans.handed_over import HandOver
+from penstock.planning.plans.lockstep import check_lockstep
 from penstock.planning.plans.memory_parts import MemoryParts
 from penstock.planning.plans.orders import (
     read_order,
@@ -56,7 +57,7 @@ from penstock.planning.plans.spilling import (
     with_offload,
 )
 from penstock.planning.plans.stage_plan import RecomputeWay, Split
-from penstock.planning.plans.summing import ReducerName, Summing, served_by
+from penstock.planning.plans.summing import GatheredFor, ReducerName, Summing, served_by
 from penstock.planning.plans.table import WIDTH, argued, render, title
 
 _UNPRICED = (
@@ -143,6 +144,14 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
         check_recompute(self.stages, self.schedule, self.versions)
         if self.spill is not None:
             check_spill(self.placement, self.versions, self.num_tensor_ranks, self.summing.reducer)
+        if self.summing.reducer == "fully-sharded":
+            if self.summing.gathered_for == "use":
+                check_lockstep(self.placement)
+            if self.offload is not None:
+                raise InputError(
+                    "offload moves what autograd has saved, also weights that the reducer "
+                    "'fully-sharded' frees between uses; leave offload out, or take 'sharded'"
+                )
         self._check_versions()
 
     def _check_versions(self) -> None:
@@ -434,7 +443,12 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
         return self.edited(versions=versions)
 
     def with_reducer(
-        self, reducer: ReducerName, servers: Sequence[SpareMachine] = (), *, stale: int = 0
+        self,
+        reducer: ReducerName,
+        servers: Sequence[SpareMachine] = (),
+        *,
+        stale: int = 0,
+        gathered_for: GatheredFor = "step",
     ) -> Plan:
         """This plan with another way to sum gradients of weights with several holders; times are
         those of the plan as it was.
@@ -445,14 +459,20 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
                 ranks run, for ``"parameter-server"``, by default one.
             stale: by how many updates a gradient may be late, for ``"parameter-server"``; then
                 nothing is summed inside hosts first.
+            gathered_for: how long weights stay gathered, for ``"fully-sharded"``.
 
         Raises:
             InputError: no such reducer, or it does not go with the schedule or with servers.
         """
         expect(servers, Sequence, "servers", "give a list of penstock.core.cluster.SpareMachine")
-        levels = () if stale else self.summing.levels
+        has_levels = not stale and reducer != "fully-sharded"
         summing = replace(
-            self.summing, reducer=reducer, servers=tuple(servers), stale=stale, levels=levels
+            self.summing,
+            reducer=reducer,
+            servers=tuple(servers),
+            stale=stale,
+            levels=self.summing.levels if has_levels else (),
+            gathered_for=gathered_for,
         )
         return replace(self, summing=summing)
 

@@ -139,6 +139,11 @@ def check_spill(
             f"stages of {num_tensor_ranks} tensor ranks cannot come and go; leave spill out, or "
             "plan with tensor_ranks=1"
         )
+    if reducer == "fully-sharded":
+        raise InputError(
+            "the reducer 'fully-sharded' keeps rows of weights in memory, and with spill stages "
+            "come and go; leave spill out, or take the reducer 'owners'"
+        )
     if reducer == "parameter-server":
         raise InputError(
             "parameter servers send weights to stages that are in memory, and with spill they "

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
 
 from penstock.base.errors import InputError
 from penstock.base.values import Value, number, one_of, whole
@@ -27,9 +27,16 @@ if TYPE_CHECKING:
     from penstock.planning.plans.spilling import Offload, Spill
     from penstock.planning.plans.stage_plan import StagePlan
 
-ReducerName = Literal["owners", "sharded", "parameter-server", "servers", "all-reduce"]
+ReducerName = Literal[
+    "owners", "sharded", "fully-sharded", "parameter-server", "servers", "all-reduce"
+]
+
+GatheredFor = Literal["step", "use"]
 
 Across = Literal["every", "first"]
+
+N = TypeVar("N", float, Any)
+"""A number, or a table of them."""
 
 REDUCERS: tuple[str, ...] = get_args(ReducerName)
 """Names of the ways to sum."""
@@ -37,10 +44,28 @@ REDUCERS: tuple[str, ...] = get_args(ReducerName)
 _WITH_SERVERS = frozenset({"servers", "parameter-server"})
 
 COPIES_OF_GRADIENTS: dict[ReducerName, int] = {
-    "owners": 1, "sharded": 1, "parameter-server": 1, "servers": 3, "all-reduce": 1,
+    "owners": 1, "sharded": 1, "fully-sharded": 0, "parameter-server": 1, "servers": 3,
+    "all-reduce": 1,
 }  # fmt: skip
 """How often a holder keeps its gradients besides ``.grad`` while they are summed: what it has got
 and made; with servers, also what it gave, this time and the time before."""
+
+BY_SHARE: frozenset[str] = frozenset({"sharded", "fully-sharded"})
+"""Ways to sum by which each copy of a stage updates its share of the weights."""
+
+
+def room_to_sum(reducer: ReducerName, parameter_bytes: N, largest_bytes: N, num_replicas: int) -> N:
+    """Bytes that a copy of a stage keeps besides weights and gradients, at most, for their sums.
+
+    Args:
+        parameter_bytes: of the stage's weights.
+        largest_bytes: of the layer that has most of them.
+    """
+    if reducer == "fully-sharded":
+        # Its rows stay beside what is gathered, and a layer's gradients are sent and received.
+        return parameter_bytes / num_replicas + 2 * largest_bytes
+    return COPIES_OF_GRADIENTS[reducer] * parameter_bytes
+
 
 MOST_STALE = 1000
 """By how many updates a gradient may be late at most: more is a mistake."""
@@ -54,6 +79,8 @@ class Summing(Value, frozen=True, kw_only=True):
         reducer: ``"owners"``: each holder sums an equal slice for all, in the order of the ranks;
             the default. ``"sharded"``: the same, and it updates the slice, too, and hands back
             weights, so that it keeps its share of the optimizer state only (ZeRO-1).
+            ``"fully-sharded"``: each copy keeps rows of weights, sums and optimizer state only, and
+            gathers the weights of a layer to compute with it (ZeRO-2 and 3, torch's FSDP2).
             ``"parameter-server"``: ranks behind those of the stages do nothing else than to sum,
             update and hand back weights; they alone have optimizer state. ``"servers"``: holders
             and spare machines sum, as much each as makes all links done at once (BytePS).
@@ -70,6 +97,9 @@ class Summing(Value, frozen=True, kw_only=True):
             made first (``penstock.core.summation.tree``), and all additions are in the order of
             this tree; threads and proofs keep to it, too. Without any, in the order of the ranks.
             A parameter server is near nobody; stale updates have no levels.
+        gathered_for: with ``"fully-sharded"``, how long weights stay gathered: for a whole
+            ``"step"`` (ZeRO-2), or for each ``"use"`` of a layer, forward or backward, after which
+            they are freed (ZeRO-3).
         across: who exchanges sums between the outermost groups: ``"every"`` rank its own share, or
             the ``"first"`` of each for all.
 
@@ -84,6 +114,7 @@ class Summing(Value, frozen=True, kw_only=True):
     bytes_per_second: tuple[float, ...] = ()
     levels: tuple[tuple[int, ...], ...] = ()
     across: Across = "every"
+    gathered_for: GatheredFor = "step"
 
     def __post_init__(self) -> None:
         one_of("reducer", self.reducer, REDUCERS)
@@ -112,6 +143,17 @@ class Summing(Value, frozen=True, kw_only=True):
         for rate in self.bytes_per_second:
             number("summing: bytes_per_second", rate, positive=True)
         one_of("across", self.across, get_args(Across))
+        one_of("gathered_for", self.gathered_for, get_args(GatheredFor))
+        if self.gathered_for != "step" and self.reducer != "fully-sharded":
+            raise InputError(
+                f"gathered_for={self.gathered_for!r} is for the reducer 'fully-sharded', and the "
+                f"reducer is {self.reducer!r}, whose copies keep all weights; leave it out"
+            )
+        if self.levels and self.reducer == "fully-sharded":
+            raise InputError(
+                "the reducer 'fully-sharded' adds in the order of the ranks, whichever are near "
+                "each other; leave levels out"
+            )
         self._check_levels()
 
     def _check_levels(self) -> None:

@@ -92,7 +92,8 @@ class PiecesHere:
 
     @property
     def _is_sharded(self) -> bool:
-        return self._parts.in_processes and self._parts.plan.summing.reducer == "sharded"
+        reducer = self._parts.plan.summing.reducer
+        return self._parts.in_processes and reducer in {"sharded", "fully-sharded"}
 
     def written(self) -> Iterator[TrainedStage]:
         """The stages that are written here."""

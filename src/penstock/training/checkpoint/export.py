@@ -214,6 +214,11 @@ class MeshEdge:
             InputError: they are no mesh.
         """
         plan, layout = self._parts.plan, self._parts.layout
+        if plan.summing.reducer == "fully-sharded":
+            raise InputError(
+                "copies of stages have rows of their weights, which has no place yet on a mesh of "
+                "pipe × data × tensor; take gather_state_dict(), or save"
+            )
         if layout.server_ranks:
             raise InputError(
                 "parameter servers have no place on a mesh of pipe × data × tensor; take "

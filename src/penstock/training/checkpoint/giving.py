@@ -15,6 +15,7 @@ from torch import Tensor
 
 from penstock.base.errors import FileError, InputError
 from penstock.base.values import is_number, shown
+from penstock.engine.weights.sharded_layers import rows_of
 from penstock.engine.weights.store import WeightStore
 from penstock.training.checkpoint.contents import Contents
 from penstock.training.checkpoint.header import extent_of, of_json, to_json
@@ -157,7 +158,10 @@ def _give_weights(contents: Contents, trained: TrainedStage) -> None:
     state = stage.state_dict()
     with torch.no_grad():
         for key, value in state.items():
-            if not _is_extra(key):
+            if (here := rows_of(value)) is not None:
+                last = here.start + len(here.values)
+                here.values.copy_(contents.tensor(key)[here.start : last])
+            elif not _is_extra(key):
                 value.copy_(trained.own(key, contents.tensor(key)))
     if not any(map(_is_extra, state)):
         return

@@ -162,9 +162,14 @@ def _held(parts: Assembly) -> Iterator[tuple[Worker, Stage]]:
     """The stages that this process writes, with who has them: of copies, the first rank's."""
     for worker in parts.workers:
         for index, stage in worker.stages.items():
+            assert isinstance(stage, Stage)
+            if stage.sharded is not None:
+                raise InputError(
+                    "copies have rows of this stage's weights, and transformers' files have whole "
+                    "ones; save a checkpoint with pipeline.save(…), or take gather_state_dict()"
+                )
             is_first = worker.rank == min(parts.plan.placement.ranks_of(index))
             if is_first and not worker.seat.coordinate:
-                assert isinstance(stage, Stage)
                 yield worker, stage
 
 

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from penstock.base.errors import InputError
@@ -21,6 +22,7 @@ from penstock.engine.reduce.sharding import Shard
 from penstock.engine.run.rank.work import PendingGradient
 from penstock.engine.stage.stage import Stage
 from penstock.engine.tensor.group import ShardSpec
+from penstock.engine.weights.sharded_layers import LocalRows, rows_of
 from penstock.engine.weights.store import WeightStore
 from penstock.engine.weights.transfers import Shelved
 from penstock.training.checkpoint.header import (
@@ -255,13 +257,20 @@ def state_of(trained: TrainedStage, elsewhere: Collection[str]) -> StageState:
     """
     tensors: dict[str, Tensor] = {}
     extra: dict[str, Any] = {}
-    for key, value in () if trained.part else trained.stage.state_dict().items():
+    extents: dict[str, TensorExtent] = {}
+    for key, value in trained.stage.state_dict().items():
+        here = rows_of(value)
+        if trained.part and here is None:
+            continue  # the first copy writes it
         if key.startswith((OPTIMIZER, DRIFT, UNDER_WAY)):
             raise InputError(
                 f"the model's {key!r} has a name that checkpoints need for something else; rename "
                 f"the module {key.partition('.')[0]!r}"
             )
-        if isinstance(value, Tensor):
+        if here is not None:
+            if here.values.numel():
+                tensors[key], extents[key] = here.values, _extent_of_rows(value, here)
+        elif isinstance(value, Tensor):
             _check_own_memory(key, value)
             tensors[key] = value
         else:
@@ -269,7 +278,6 @@ def state_of(trained: TrainedStage, elsewhere: Collection[str]) -> StageState:
     own = {
         name: parameter for name, parameter in trained.optimized.items() if name not in elsewhere
     }
-    extents: dict[str, TensorExtent] = {}
     if trained.store is not None:
         for name, parameter in own.items():
             drift = trained.store.drift_of(parameter)
@@ -278,6 +286,12 @@ def state_of(trained: TrainedStage, elsewhere: Collection[str]) -> StageState:
     optimizing = _optimizing(trained, own, tensors, extents)
     under_way = tuple(_under_way(letter, tensors) for letter in trained.letters())
     return StageState(tensors, extra, optimizing, under_way, extents)
+
+
+def _extent_of_rows(whole: Tensor, here: LocalRows) -> TensorExtent:
+    """Where rows of a parameter lie."""
+    start = (here.start,) + (0,) * (whole.dim() - 1)
+    return replace(extent_of(whole), start=start, size=tuple(here.values.shape))
 
 
 def _optimizing(

@@ -36,11 +36,11 @@ class PipelineState(RunningPipeline):
         They are those that are trained on; copies in main memory, where stages come and go.
 
         Raises:
-            InputError: other tensor ranks have parts of the same layers; see ``gather_state_dict``.
+            InputError: other ranks have parts of the same layers; see ``gather_state_dict``.
         """
         if self._parts.in_parts:
             raise InputError(
-                "this process has parts of its stages' layers, which it shares with other tensor "
+                "this process has parts of its stages' layers, which it shares with other "
                 "ranks; gather them with gather_state_dict(), which every rank must call"
             )
         if self.plan.spill is None:

@@ -163,12 +163,11 @@ class RankGradients:
 
     def of(self, stages: Iterable[int]) -> Iterator[Tensor]:
         """Those that there are."""
-        return (
-            parameter.grad
-            for stage in stages
-            for parameter in self.holdings[stage].named.values()
-            if parameter.grad is not None
-        )
+        for stage in stages:
+            for parameter in self.holdings[stage].named.values():
+                gradient = self.sums.rows_of(parameter).grad
+                if gradient is not None:
+                    yield gradient
 
     @property
     def has_members(self) -> bool:
@@ -190,16 +189,24 @@ class RankGradients:
             for held in self.holdings.values()
             for place, parameter in held.counted.items()
         }
-        own = Share.of(counted, overflow)
+        in_rows = self.sums.norms_of_rows()
+        own = Share.of(counted, overflow).with_that_of(
+            Share({p: in_rows[whole] for p, whole in counted.items() if whole in in_rows})
+        )
         return own if self._whole is None else self._whole.share(own, counted)
 
     def clip(self, stage: int, limit: float) -> None:
         """Make the norm of one stage's gradients ``limit`` at most."""
         own = dict(enumerate(self.holdings[stage].named.values()))
-        if self._whole is None:
+        in_rows = self.sums.norms_of_rows(stage)
+        if self._whole is not None:
+            share = self._whole.share(Share.of(own), own)
+        elif in_rows:
+            share = Share(dict(enumerate(in_rows.values())))
+        else:
             torch.nn.utils.clip_grad_norm_(own.values(), limit)
             return
-        factor = Verdict.of([self._whole.share(Share.of(own), own)], limit).factor
+        factor = Verdict.of([share], limit).factor
         for gradient in self.of([stage]):
             gradient.mul_(factor)
 
@@ -368,6 +375,7 @@ class Updater:
             if stage not in self.deferred:
                 optimizer.zero_grad(set_to_none=True)
         self.shards.clear([*self.shards.of])
+        self.sums.drop()
 
 
 def _optimizers(

@@ -218,6 +218,8 @@ class Worker:
     def _begin(self, minibatch: Minibatch, position: StreamPosition) -> None:
         number = self.next_number()
         self._parts.updates.begin(number, asynchronous=not position.synchronous)
+        empty = sum(not weight for weight in minibatch.weights)
+        self.updater.sums.gather(minibatch.num_microbatches - empty)
         self._stream = StreamState(
             PendingValues(self.transport, number, remembers=self._reads_newest)
         )

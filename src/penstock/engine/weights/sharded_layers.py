@@ -1,0 +1,395 @@
+"""``ShardedLayers``: one copy of a stage that has rows of its weights, and gathers them to compute.
+
+torch's ``fully_shard`` (FSDP2) gathers and frees: each layer is a unit of its own. Either all are
+gathered when a minibatch begins, or hooks ask all copies for their rows whenever a layer runs,
+forward and backward. Then all copies run the same layers in the same order
+(``planning.plans.lockstep``); where a minibatch has fewer microbatches than the plan, or empty
+ones, its layers are gathered once, too. Copies compare what they have gathered before they update:
+in a model that takes other ways in other microbatches, they might take each other's layers for
+their own. Gradients stay whole, in the gathered parameters, until
+the last microbatch has come back, since copies meet for sums once per update, whatever runs
+backward: whole, split, or a forward a second time.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from penstock.base.errors import ModelError, RunError
+from penstock.engine.model.spine import NamedLayer
+
+# ``fully_shard`` and its tensors take two seconds to import, and few pipelines need them.
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
+
+
+class Copies(Protocol):
+    """The copies of a stage, each in a process, as one of them reaches the others. Every copy calls
+    the same methods in the same order.
+
+    Attributes:
+        group: torch's process group.
+        size: how many there are.
+        index: which one this is.
+    """
+
+    group: dist.ProcessGroup
+    size: int
+    index: int
+
+    def gather(self, output: Tensor, own: Tensor) -> None:
+        """Fill ``output`` with what each has, one after the other."""
+
+    def exchange(self, output: Tensor, own: Tensor) -> None:
+        """Give row i of ``own`` to copy i, and take row j of ``output`` from copy j."""
+
+    def largest(self, numbers: Tensor) -> None:
+        """Make each number the largest that a copy has."""
+
+    def add(self, numbers: Tensor) -> None:
+        """Make each number the sum of those of all copies."""
+
+    def take_first(self, values: Tensor) -> None:
+        """Overwrite values with those of the first copy."""
+
+    def close(self, *, failed: bool) -> None:
+        """Nothing is asked any more. If this copy has failed, others that wait for it learn so."""
+
+
+class Gathered:
+    """What a copy has gathered since its last update, as a number that copies compare.
+
+    Attributes:
+        digest: equal where the same layers were gathered in the same order, and hardly ever else.
+    """
+
+    def __init__(self) -> None:
+        self.digest = 0
+
+    def add(self, layer: int) -> None:
+        """A layer has been gathered."""
+        self.digest = zlib.crc32(layer.to_bytes(8, "little"), self.digest)
+
+
+class _Gather:
+    """All-gather as ``fully_shard`` asks for it, with errors that say who is missing."""
+
+    def __init__(self, copies: Copies, number: int, seen: Gathered) -> None:
+        self._copies = copies
+        self._number = number
+        self._seen = seen
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: object, async_op: bool = False
+    ) -> None:
+        self._seen.add(self._number)
+        self._copies.gather(output_tensor, input_tensor)
+
+
+class ShardedParameter(NamedTuple):
+    """A parameter of which this copy has rows.
+
+    Attributes:
+        whole: what the module has between uses; its shape is that of all rows.
+        start: the first row that is here.
+        rows: those that are here, in the memory of ``whole``.
+    """
+
+    whole: nn.Parameter
+    start: int
+    rows: nn.Parameter
+
+
+class LocalRows(NamedTuple):
+    """The rows of a tensor that this process has.
+
+    Attributes:
+        start: the first one's number.
+        values: in their own memory.
+    """
+
+    start: int
+    values: Tensor
+
+
+def rows_of(value: object) -> LocalRows | None:
+    """The rows that are here of a tensor, if others have the rest."""
+    if type(value) in (Tensor, nn.Parameter) or not isinstance(value, Tensor):
+        return None
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(value, DTensor):
+        return None
+    # torch may have put an equal mesh of an earlier pipeline here, whose group has ended.
+    size, coordinate = value.device_mesh.size(), value.device_mesh.get_coordinate()
+    assert coordinate is not None
+    (index,) = coordinate
+    start = min(index * -(-value.shape[0] // size), value.shape[0])
+    values: Tensor = value.to_local()
+    return LocalRows(start, values.detach())
+
+
+class _Unit:
+    """One layer, which is gathered and freed as a whole."""
+
+    def __init__(
+        self, layer: NamedLayer, copies: Copies, mesh: DeviceMesh, number: int, seen: Gathered
+    ) -> None:
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+
+        self._copies = copies
+        self.layer = layer
+        self.module = layer.module
+        for parameter in layer.module.parameters():
+            copies.take_first(parameter.detach())
+        # Before the hook of ``fully_shard``, behind which the gathered parameters are gone again.
+        self._hook = layer.module.register_forward_hook(self._note)
+        fully_shard(layer.module, mesh=mesh, reshard_after_forward=False)
+        assert isinstance(layer.module, FSDPModule)
+        self.sharded: FSDPModule = layer.module
+        self.sharded.set_custom_all_gather(_Gather(copies, number, seen))  # type: ignore[arg-type]
+        # Sums are made behind the last W, of which ``fully_shard`` knows nothing.
+        self.sharded.set_requires_gradient_sync(False)
+        self.sharded.set_reshard_after_backward(False)
+        self.whole: list[nn.Parameter] = []
+        with self.gathered():  # settles where rows lie in memory
+            self._note()
+        self.parameters = [_sharded(whole) for whole in layer.module.parameters()]
+
+    def _note(self, *_: Any) -> None:
+        self.whole = list(self.module.parameters())
+
+    def free_after_use(self, frees: bool) -> None:
+        """Say whether whole parameters go behind each forward and backward."""
+        self.sharded.set_reshard_after_forward(frees)
+        self.sharded.set_reshard_after_backward(frees)
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Within, the module has whole parameters."""
+        self.sharded.unshard()
+        yield
+        self.sharded.reshard()
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """The whole parameters that gradients come to."""
+        return [parameter for parameter in self.whole if parameter.requires_grad]
+
+    @torch.no_grad()
+    def sum(self, there: Sequence[bool]) -> None:
+        """Make the gradient of each row the sum over all copies, in their order.
+
+        Args:
+            there: of each trained parameter, whether any copy has a gradient.
+        """
+        pairs = [
+            (whole, own.rows)
+            for whole, own in zip(self.whole, self.parameters, strict=True)
+            if whole.requires_grad
+        ]
+        due = [pair for pair, is_there in zip(pairs, there, strict=True) if is_there]
+        if not due:
+            return
+        size = self._copies.size
+        lengths = [_most_numbers(whole, size) for whole, _ in due]
+        sent = torch.zeros(size, sum(lengths), dtype=due[0][0].dtype)
+        for (whole, _), column in zip(due, torch.split(sent, lengths, 1), strict=True):
+            if whole.grad is not None:
+                numbers = whole.grad.reshape(-1)
+                for row, part in zip(
+                    column, torch.split(numbers, max(column.shape[1], 1)), strict=False
+                ):
+                    row[: len(part)] = part
+            whole.grad = None
+        received = torch.empty_like(sent)
+        self._copies.exchange(received, sent)
+        total = received[0].clone()
+        for term in received[1:]:
+            total += term
+        for (_, rows), numbers in zip(due, torch.split(total, lengths), strict=True):
+            fresh = numbers[: rows.numel()].view_as(rows)
+            rows.grad = fresh if rows.grad is None else rows.grad + fresh
+
+
+def _most_numbers(whole: Tensor, size: int) -> int:
+    """How many numbers of a parameter a copy has at most: whole rows, of which the last copies have
+    fewer, or none."""
+    num_rows = whole.shape[0]
+    return -(-num_rows // size) * (whole.numel() // num_rows) if num_rows else 0
+
+
+def _sharded(whole: nn.Parameter) -> ShardedParameter:
+    here = rows_of(whole)
+    assert here is not None
+    rows = nn.Parameter(here.values, requires_grad=whole.requires_grad)
+    return ShardedParameter(whole, here.start, rows)
+
+
+class ShardedLayers:
+    """The layers of a stage, of whose parameters this copy has rows from now on.
+
+    Args:
+        layers: the stage's, in main memory, with values of which the first copy's count.
+        copies: of the stage.
+        frees_with: the number of a minibatch's microbatches with which all copies do the same, so
+            that a layer's gathered parameters may be freed behind each use; of others, and if it is
+            ``None``, they stay until the minibatch ends.
+
+    Raises:
+        ModelError: a layer cannot be sharded.
+    """
+
+    def __init__(
+        self, layers: Sequence[NamedLayer], copies: Copies, *, frees_with: int | None
+    ) -> None:
+        from torch.distributed.device_mesh import DeviceMesh
+
+        _check(layers)
+        mesh = DeviceMesh.from_group(copies.group, "cpu")
+        self._copies = copies
+        self._frees_with = frees_with
+        self._frees = self._began = False
+        self._seen = Gathered()
+        self._units = [
+            _Unit(layer, copies, mesh, number, self._seen)
+            for number, layer in enumerate(layers)
+            if any(True for _ in layer.module.parameters())
+        ]
+
+    @property
+    def parameters(self) -> list[ShardedParameter]:
+        """Those of all layers, in their order."""
+        return [parameter for unit in self._units for parameter in unit.parameters]
+
+    @property
+    def gathered(self) -> list[Tensor]:
+        """The whole parameters, while there are some; between uses without their values."""
+        return [parameter for unit in self._units for parameter in unit.whole]
+
+    def trained(self) -> list[Tensor]:
+        """Those that gradients come to."""
+        return [parameter for unit in self._units for parameter in unit.trained]
+
+    def begin(self, num_microbatches: int) -> None:
+        """A minibatch begins: gather what it will compute with, or get ready to. All copies call
+        it.
+
+        Args:
+            num_microbatches: that it has, empty ones left out.
+        """
+        self._began, frees = True, num_microbatches == self._frees_with
+        for unit in self._units:
+            if frees != self._frees:
+                unit.free_after_use(frees)
+            if not frees:
+                unit.sharded.unshard()
+        self._frees = frees
+
+    def sum(self) -> None:
+        """Make the gradients of rows the sums over all copies, and keep no whole ones. All copies
+        call it; one that has no gradient adds nothing.
+
+        Raises:
+            RunError: copies have not gathered the same.
+        """
+        has = [int(parameter.grad is not None) for parameter in self.trained()]
+        digest, self._seen.digest = self._seen.digest, 0
+        flags = torch.tensor([digest, -digest, *has])
+        self._copies.largest(flags)
+        highest, negative_lowest, *largest = flags.tolist()
+        if highest != -negative_lowest:
+            raise RunError(
+                "copies of a stage have run different layers in this step, or in another order, "
+                "and have taken each other's weights for their own; nothing has been learned from "
+                "it. Where gradients do not go through all layers in all microbatches, take "
+                "gathered_for='step'"
+            )
+        there = map(bool, largest)
+        for unit in self._units:
+            unit.sum([next(there) for _ in unit.trained])
+            unit.sharded.reshard()
+
+    def free(self) -> None:
+        """Keep no gathered values."""
+        for unit in self._units:
+            unit.sharded.reshard()
+
+    def close(self, *, failed: bool) -> None:
+        """No minibatch follows; ``failed`` says whether it is because this rank has failed."""
+        self._copies.close(failed=failed)
+
+    def drop(self) -> None:
+        """Forget gradients, and what a failed step was at."""
+        self._seen.digest = 0
+        for unit in self._units:
+            if self._began:  # before, there is nothing to reset, and torch is not ready to
+                # torch before 2.13 only frees.
+                getattr(unit.sharded, "reset_iter_state", unit.sharded.reshard)()
+            for parameter in unit.trained:
+                parameter.grad = None
+
+    def norms(self) -> list[Tensor]:
+        """The norms of whole gradients, as ``parameters``; 0 where there is none. All copies call
+        it."""
+        squares = [
+            torch.zeros((), dtype=torch.float64)
+            if own.rows.grad is None
+            else torch.linalg.vector_norm(own.rows.grad).double().square()
+            for own in self.parameters
+        ]
+        total = torch.stack(squares)
+        self._copies.add(total)
+        return [
+            norm.to(own.rows.dtype)
+            for norm, own in zip(total.sqrt().unbind(), self.parameters, strict=True)
+        ]
+
+    def whole_state(self) -> dict[str, Tensor]:
+        """Copies of all parameters in the model's names, made anew. All copies call it."""
+        state: dict[str, Tensor] = {}
+        for unit in self._units:
+            with unit.gathered():
+                state |= {
+                    unit.layer.key(name): parameter.detach().clone()
+                    for name, parameter in unit.module.named_parameters(remove_duplicate=False)
+                }
+        return state
+
+
+def _check(layers: Sequence[NamedLayer]) -> None:
+    """Raise ``ModelError`` for what ``fully_shard`` cannot shard, or would untie."""
+    homes: dict[int, NamedLayer] = {}
+    for layer in layers:
+        for module in layer.module.modules():
+            if getattr(module, "sparse", False):
+                raise _refused(layer, f"has a {type(module).__name__} with sparse gradients")
+        types = {parameter.dtype for parameter in layer.module.parameters()}
+        if len(types) > 1:
+            raise _refused(layer, f"has parameters of {' and '.join(sorted(map(str, types)))}")
+        for name, parameter in layer.module.named_parameters():
+            if not parameter.dim():
+                raise _refused(layer, f"has {name!r}, a single number without rows")
+            if not parameter.is_contiguous():
+                raise _refused(layer, f"has {name!r}, which is not contiguous")
+            if homes.setdefault(id(parameter), layer) is not layer:
+                other = homes[id(parameter)].name
+                raise _refused(layer, f"is tied to layer {other!r}, each being gathered alone")
+
+
+def _refused(layer: NamedLayer, why: str) -> ModelError:
+    return ModelError(
+        f"layer {layer.name!r} {why}, which the reducer 'fully-sharded' cannot shard; change that, "
+        "or take the reducer 'sharded'"
+    )

@@ -1,0 +1,415 @@
+"""Ranks that have rows of their stages' weights, beside one device and beside copies that keep all.
+
+    torchrun ... fully_sharded.py CASE FOLDER
+
+Cases: ``one device`` compares in float64 with plain torch, over schedules and options; ``owners``
+with copies that keep all weights; ``checkpoint`` goes on from one layout in another; ``refusals``
+asks for what cannot be; ``held`` weighs what ranks keep; ``split`` has backwards in two halves;
+``other ways`` lets copies go back through different layers; in ``VICTIM dies`` or ``VICTIM raises``
+a rank ends, or one of its layers. Each rank reports in ``report-<rank>.json``.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import sys
+import time
+import warnings
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from msgspec.structs import replace
+from torch import nn
+
+import penstock as pk
+from penstock.base.errors import PenstockError
+from penstock.engine.model.randomness import LayerStreams
+from penstock.engine.model.spine import spine_of
+from penstock.engine.stage.protocol import Keep
+from penstock.engine.stage.stage import Stage
+from penstock.planning.plans import Plan
+from tests.kit.helpers import make_batch, make_mlp, make_plan
+from tests.kit.one_device import OneDevice
+from tests.kit.reducing import replicated
+from tests.kit.training import adamw
+
+STEPS = 4
+DOUBLE = torch.float64
+EVERY = ("step", "use")
+
+
+def plan_for(name: str, model: nn.Module, recompute="none") -> Plan:
+    if name == "chimera":
+        return make_plan(model, 4, 8, "chimera", recompute=recompute)
+    schedule, replicas = name.split()
+    plan = replicated(model, tuple(map(int, replicas.split("-"))), 12)
+    stages = [replace(stage, recompute=recompute) for stage in plan.stages]
+    return replace(plan, schedule=schedule, stages=tuple(stages))
+
+
+def pipeline_of(plan: Plan, model: nn.Module, **options) -> pk.Pipeline:
+    return pk.Pipeline(
+        model, plan, **{
+            "loss": F.cross_entropy, "optimizer": adamw, "seed": 1,
+            "deadline_seconds": 20, "startup_seconds": 30, **options,
+        },
+    )  # fmt: skip
+
+
+def one_device() -> list[str]:
+    cases = [
+        ("gpipe 2-2", "none", {}),
+        ("1f1b 2-2", "none", {"clip_norm": 0.1}),
+        ("1f1b 3-1", "layers", {}),
+        ("1f1b 1-3", "stage", {}),
+        ("1f1b 4", "none", {"grad_scaler": partial(torch.amp.GradScaler, "cpu", init_scale=64.0)}),
+        ("chimera", "none", {}),
+    ]
+    found = []
+    for (name, recompute, options), kept in product(cases, EVERY):
+        given = {key: make() if callable(make) else make for key, make in options.items()}
+        theirs = {key: make() if callable(make) else make for key, make in options.items()}
+        model, alone = (make_mlp(dropout=0.0, dtype=DOUBLE) for _ in range(2))
+        plan = plan_for(name, model, recompute).with_reducer("fully-sharded", gathered_for=kept)
+        reference = OneDevice(alone, plan.num_microbatches, optimizer=adamw, **theirs)
+        far = 0.0
+        with pipeline_of(plan, model, **given) as pipeline:
+            for step in range(STEPS):
+                batch = make_batch(24, DOUBLE, step)
+                updates = step != 1  # the gradients of two minibatches make one update
+                loss = pipeline.step(*batch, update=updates)
+                wanted = reference.step(*batch, update=updates)
+                far = max(far, abs(loss - wanted).item())
+                with torch.no_grad():
+                    there = alone(batch[0][:7])
+                far = max(far, (pipeline.evaluate(batch[0][:7]) - there).abs().max().item())
+            state = pipeline.gather_state_dict()
+        if state.keys() != alone.state_dict().keys():
+            found.append(f"{name} {kept}: other keys")
+        far = max(
+            [
+                far,
+                *((state[key] - own).abs().max().item() for key, own in alone.state_dict().items()),
+            ]
+        )
+        if far > 1e-12:
+            found.append(f"{name} {recompute} {kept}: {far}")
+    return found
+
+
+def trained(
+    plan: Plan, batches, *, in_loop=False, before=None, **options
+) -> dict[str, torch.Tensor]:
+    """The weights after some minibatches."""
+    model = make_mlp(dropout=0.1)
+    if before is not None:
+        model[2].register_forward_hook(before)
+    with pipeline_of(plan, model, **options) as pipeline:
+        if in_loop:
+            for _ in pipeline.steps(batches):
+                pass
+        else:
+            for batch in batches:
+                pipeline.step(*batch)
+        return pipeline.gather_state_dict()
+
+
+def owners() -> list[str]:
+    """Sums are made in the same order, so bits are those of copies that keep all weights; also
+    where copies have different numbers of microbatches."""
+    found = []
+    for name, in_loop, rows in (
+        ("1f1b 2-2", False, 24),
+        ("gpipe 1-3", True, 24),
+        ("1f1b 3-1", True, 7),
+    ):
+        plan = plan_for(name, make_mlp())
+        batches = [make_batch(rows, seed=step) for step in range(STEPS)]
+        expected = trained(plan, batches, in_loop=in_loop, transport="threads")
+        for kept in EVERY:
+            sharded = plan.with_reducer("fully-sharded", gathered_for=kept)
+            got = trained(sharded, batches, in_loop=in_loop)
+            found += [
+                f"{name} {kept}: {key}"
+                for key, value in got.items()
+                if not torch.equal(value, expected[key])
+            ]
+    return found
+
+
+def counted() -> list[str]:
+    """Activations are counted as of copies that keep all weights: gathered ones are none."""
+    peaks = []
+    for reducer in ("owners", "fully-sharded"):
+        plan = plan_for("1f1b 2-2", make_mlp()).with_reducer(reducer)
+        with pipeline_of(plan, make_mlp(), count_memory=True) as pipeline:
+            for step in range(2):
+                pipeline.step(*make_batch(24, seed=step))
+            peaks.append([list(peak) for peak in pipeline.peaks])
+    return [] if peaks[0] == peaks[1] else [f"{peaks}"]
+
+
+def going_on(plan: Plan, folder: Path, first: int, **options) -> dict[str, torch.Tensor]:
+    """The weights after two steps of a run that goes on from a folder and saves there."""
+    with pipeline_of(plan, make_mlp(dropout=0.1), **options) as pipeline:
+        assert first == (pipeline.load(folder) or 0)
+        for step in range(first, first + 2):
+            pipeline.step(*make_batch(24, seed=step))
+        pipeline.save(folder)
+        return pipeline.gather_state_dict()
+
+
+def checkpoint(folder: Path) -> list[str]:
+    """One run in one layout after another, beside one in threads that goes on likewise."""
+    own, found = folder / f"own-{dist.get_rank()}", []
+    layouts = [
+        ("1f1b 2-2", "fully-sharded", "use"),
+        ("1f1b 1-3", "fully-sharded", "step"),
+        ("gpipe 4", "sharded", "step"),
+        ("1f1b 4", "fully-sharded", "use"),
+        ("gpipe 3-1", "owners", "step"),
+    ]
+    for number, (name, reducer, kept) in enumerate(layouts):
+        plan = plan_for(name, make_mlp())
+        expected = going_on(plan, own, 2 * number, transport="threads")
+        sharded = plan.with_reducer(reducer, gathered_for=kept)
+        got = going_on(sharded, folder / "run", 2 * number)
+        found += [f"{name}: {k}" for k, v in got.items() if not torch.equal(v, expected[k])]
+        dist.barrier()
+    return found
+
+
+def bytes_held() -> int:
+    """Of all tensors with values that this process knows, each piece of memory once."""
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tensors = [own for own in gc.get_objects() if type(own) in (torch.Tensor, nn.Parameter)]
+    storages = {own.untyped_storage().data_ptr(): own.untyped_storage().nbytes() for own in tensors}
+    return sum(storages.values())
+
+
+def held() -> list[str]:
+    """Between steps a rank has its share of weights and state; within, all weights of its stage or
+    one layer.s twice while it is gathered, and whole gradients."""
+    return [wrong for kept in EVERY for wrong in _held(kept)]
+
+
+def _held(kept: str) -> list[str]:
+    width, depth, copies = 96, 6, dist.get_world_size()
+    layer = 8 * (width * width + width)
+    whole, slack = depth * layer, 0.1
+    before = bytes_held()
+    model = nn.Sequential(*(nn.Linear(width, width, dtype=DOUBLE) for _ in range(depth)))
+    seen: list[int] = []
+    plan = replicated(model, (copies,), copies).with_reducer("fully-sharded", gathered_for=kept)
+    model[3].register_forward_hook(lambda *_: seen.append(bytes_held()))
+    batch = torch.ones(copies, width, dtype=DOUBLE), torch.ones(copies, width, dtype=DOUBLE)
+    with pipeline_of(plan, model, loss=F.mse_loss) as pipeline:
+        built = bytes_held()
+        for _ in range(2):
+            pipeline.step(*batch)
+        stepped = bytes_held()
+    share = 1 / copies
+    wanted = {
+        "built": (built, share),
+        "at the first forward": (seen[0], share + (1 if kept == "step" else 2 / depth)),
+        "at the second": (seen[1], 3 * share + (1 if kept == "step" else 2 / depth)),
+        "after both": (stepped, 3 * share),
+    }
+    return [
+        f"{kept} {when}: {(there - before) / whole:.3f} of the weights, wanted {right:.3f}"
+        for when, (there, right) in wanted.items()
+        if not right - slack / 2 <= (there - before) / whole <= right + slack
+    ]
+
+
+class InThisJob:
+    """All ranks as copies of a stage, without an engine."""
+
+    def __init__(self) -> None:
+        self.group = dist.group.WORLD
+        self.size, self.index = dist.get_world_size(), dist.get_rank()
+
+    def gather(self, output, own):
+        dist.all_gather_into_tensor(output, own)
+
+    def exchange(self, output, own):
+        dist.all_to_all_single(output, own)
+
+    def largest(self, numbers):
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+
+    def add(self, numbers):
+        dist.all_reduce(numbers)
+
+    def take_first(self, values):
+        dist.broadcast(values, 0)
+
+    def close(self, *, failed):
+        pass
+
+
+def split() -> list[str]:
+    """Backwards in two halves, with several microbatches under way, on a stage alone."""
+    found = []
+    for frees_with in (2, None):
+        model, alone = (make_mlp(dropout=0.0, dtype=DOUBLE) for _ in range(2))
+        if dist.get_rank():
+            nn.init.zeros_(model[0].weight)  # the first copy's values count
+        stage = Stage(0, spine_of(model), 0, LayerStreams(0))
+        stage.shard(InThisJob(), frees_with=frees_with)
+        inputs, targets = make_batch(8 * dist.get_world_size(), DOUBLE)
+        parts = list(
+            zip(
+                inputs.chunk(2 * dist.get_world_size()),
+                targets.chunk(2 * dist.get_world_size()),
+                strict=True,
+            )
+        )
+        stage.sharded.begin(2)
+        for number in range(2):
+            own, wanted = parts[2 * dist.get_rank() + number]
+            criterion = partial(F.cross_entropy, target=wanted, reduction="sum")
+            stage.forward(number, own, criterion=criterion, keep=Keep.SPLIT)
+        for number in range(2):
+            stage.backward_input(number, [torch.ones((), dtype=DOUBLE)])
+        stage.backward_weight(0, 1)
+        stage.sharded.sum()
+        F.cross_entropy(alone(inputs), targets, reduction="sum").backward()
+        for own, theirs in zip(stage.sharded.parameters, alone.parameters(), strict=True):
+            rows = theirs.grad[own.start : own.start + len(own.rows)]
+            if not torch.allclose(own.rows.grad, rows, rtol=0, atol=1e-12):
+                found.append(f"{frees_with}: rows from {own.start}")
+        norms = torch.stack(stage.sharded.norms())
+        wanted = torch.stack([theirs.grad.norm() for theirs in alone.parameters()])
+        found += [] if torch.allclose(norms, wanted, rtol=1e-12) else [f"{norms} {wanted}"]
+    return found
+
+
+def refusals() -> list[str]:
+    """What a pipeline says of models and options that it cannot shard."""
+    twice = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16))
+    twice[2].weight = twice[0].weight
+    scalar = make_mlp()
+    scalar[3].factor = nn.Parameter(torch.tensor(1.0))
+    mixed = make_mlp()
+    mixed[3].bias = nn.Parameter(mixed[3].bias.double())
+    sparse = nn.Sequential(nn.Embedding(10, 16, sparse=True), nn.Linear(16, 4))
+    cases = [
+        (twice, (4,), {}, "is tied to layer '0'"),
+        (twice, (2, 2), {}, "is tied between stages"),
+        (scalar, (4,), {}, "a single number without rows"),
+        (mixed, (4,), {}, "has parameters of torch.float32 and torch.float64"),
+        (sparse, (4,), {}, "sparse gradients"),
+        (make_mlp(), (4,), {"optimizer": None}, "without an optimizer"),
+        (make_mlp(), (4,), {"optimizer": torch.optim.Adafactor}, "may need whole parameters"),
+        (make_mlp(), (4,), {"transport": "threads"}, "start the job with torchrun"),
+        (make_mlp(), (4,), {"count_memory": True}, "take gathered_for='step'"),
+    ]
+    found = []
+    for model, replicas, options, words in cases:
+        kept = "use" if "count_memory" in options else "step"
+        plan = replicated(model, replicas, 4).with_reducer("fully-sharded", gathered_for=kept)
+        try:
+            pipeline_of(plan, model, **options)
+            found.append(f"nobody says: {words}")
+        except PenstockError as error:
+            found += [] if words in str(error) else [f"{words}: {error}"]
+    model = make_mlp()
+    with pipeline_of(replicated(model, (4,), 4).with_reducer("fully-sharded"), model) as pipeline:
+        for ask, words in (
+            (pipeline.state_dict, "gather_state_dict"),
+            (pipeline.dtensor_state_dict, "gather_state_dict"),
+        ):
+            try:
+                ask()
+                found.append(f"nobody refuses {ask}")
+            except PenstockError as error:
+                found += [] if words in str(error) else [f"{ask}: {error}"]
+    return found
+
+
+class Wavering(nn.Linear):
+    """A layer through which nothing goes back, on even ranks every second time, on odd ones every
+    other."""
+
+    calls = 0
+
+    def forward(self, value):
+        self.calls += 1
+        return super().forward(value if (self.calls + dist.get_rank()) % 2 else value.detach())
+
+
+def other_ways() -> list[str]:
+    """Copies that go back through different layers say so before they learn anything; where all is
+    gathered before, none minds."""
+    found = []
+    for kept in EVERY:
+        model = nn.Sequential(
+            *(kind(16, 16) for kind in (nn.Linear, nn.Linear, Wavering, nn.Linear))
+        )
+        plan = replicated(model, (4,), 8).with_reducer("fully-sharded", gathered_for=kept)
+        try:
+            with pipeline_of(plan, model) as pipeline:
+                pipeline.step(*make_batch(24))
+            found += [] if kept == "step" else ["nobody has noticed"]
+        except PenstockError as error:
+            right = kept == "use" and "have run different layers" in str(error)
+            found += [] if right else [f"{kept}: {error}"]
+    return found
+
+
+def ends(victim: int, how: str, folder: Path) -> list[str]:
+    """What a training ends with in which one rank dies in a layer, or raises there."""
+    calls = []
+
+    def fail(*_) -> None:
+        calls.append(None)
+        if len(calls) == 8 and dist.get_rank() == victim:
+            if how == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError("a layer that raises")
+
+    plan = plan_for("1f1b 2-2", make_mlp()).with_reducer("fully-sharded", gathered_for="use")
+    start = time.monotonic()
+    try:
+        trained(plan, [make_batch(24, seed=k) for k in range(9)], before=fail)
+    except PenstockError as error:
+        return [type(error).__name__, str(error), time.monotonic() - start]
+    return []
+
+
+def main() -> None:
+    case, folder = sys.argv[1], Path(sys.argv[-1])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    compares = {
+        "one device": one_device,
+        "owners": owners,
+        "checkpoint": partial(checkpoint, folder),
+        "held": held,
+        "counted": counted,
+        "other ways": other_ways,
+        "refusals": refusals,
+        "split": split,
+    }
+    if case in compares:
+        found = compares[case]()
+    else:
+        victim, how = case.split()
+        found = ends(int(victim), how, folder)
+    (folder / f"report-{dist.get_rank()}.json").write_text(json.dumps(found))
+    if case in compares:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

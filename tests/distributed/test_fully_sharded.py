@@ -1,0 +1,39 @@
+"""Copies of stages that have rows of the weights train as one device does, and hold their share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.kit.launch import forked
+
+JOB = Path(__file__).parent / "jobs" / "fully_sharded.py"
+
+
+CASES = ("one device", "owners", "checkpoint", "held", "counted", "split", "other ways", "refusals")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_of_weights_train_as_whole_ones(case):
+    job = forked(JOB, 4, case)
+    assert job.reports == {rank: [] for rank in range(4)}, job.output
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_killed_is_missed_by_name(victim):
+    before = {*Path("/dev/shm").iterdir()}
+    job = forked(JOB, 4, f"{victim} dies")
+    assert set(job.reports) == {0, 1, 2, 3} - {victim}, job.output
+    for kind, text, seconds in job.reports.values():
+        assert kind == "PeerError" and f"rank {victim} is gone" in text, text
+        assert seconds < 20, text
+    assert not [path for path in {*Path("/dev/shm").iterdir()} - before if "penstock" in path.name]
+
+
+def test_a_layer_that_raises_ends_all_copies():
+    job = forked(JOB, 4, "1 raises")
+    assert set(job.reports) == {0, 1, 2, 3}, job.output
+    assert job.reports[1][0] == "StageError"
+    for kind, text, _ in job.reports.values():
+        assert kind in {"StageError", "PeerError"} and "a layer that raises" in text, text
