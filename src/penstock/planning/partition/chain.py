@@ -224,7 +224,7 @@ def balance(
     behind = np.array([0.0, *(edges or (0.0,) * (len(costs) - 1)), 0.0])
     between = _sums(costs)
 
-    stages = _Stages(between, behind, speeds, extra, longest, kinds, num_stages)
+    stages = _ChainStages(between, behind, speeds, extra, longest, kinds, num_stages)
     slowest = _least_slowest(stages, sum(costs) / min(speeds, default=1.0))
     if slowest == inf:
         raise PlanError(
@@ -237,7 +237,7 @@ def balance(
     return cuts
 
 
-def _least_slowest(stages: _Stages, whole: float) -> float:
+def _least_slowest(stages: _ChainStages, whole: float) -> float:
     """Seconds of the slowest stage where it is as fast as possible; infinite where no cuts are
     allowed. Only stages that take up to a limit are looked at; it is raised until there are cuts
     within it, and then these are the best of all.
@@ -255,7 +255,7 @@ def _least_slowest(stages: _Stages, whole: float) -> float:
 
 
 @dataclass
-class _Stages:
+class _ChainStages:
     """The stages of a chain, and what they cost.
 
     Attributes:
