@@ -325,6 +325,14 @@ def test_weights_tied_across_stages_are_summed_in_halves():
     )
 
 
+def test_tied_weights_that_are_old_cannot_be_parted():
+    first, *between, last = chain().layers
+    shared = {"shared_parameters": {"embedding": KIB}}
+    graph = LayerGraph(layers=(replace(first, **shared), *between, replace(last, **shared)))
+    with pytest.raises(PlanError, match=f"{first.name} and {last.name} share weights"):
+        plan(graph, devices(3), microbatches=8, schedule="pipedream", stages=3)
+
+
 def test_what_cannot_fit_is_refused_before_the_search():
     """Each schedule is built to see that it can be, and for the closest; none is for changes that
     would not help."""

@@ -136,6 +136,12 @@ class Constraints:
         flushes = self.versions is None or not self.versions.asynchronous
         return self.schedule in (None, "spilled") and pinned == (None,) and flushes
 
+    @property
+    def never_flushes(self) -> bool:
+        """Whether weights are old in whatever is asked for."""
+        old = self.versions is not None and self.versions.asynchronous
+        return old or self.schedule in USUAL or self.asynchronous == "only"
+
     def allows(self, num_stages: int) -> bool:
         """Whether a plan may have ``num_stages``."""
         return num_stages >= self.least_stages and self.stages in (None, num_stages)
