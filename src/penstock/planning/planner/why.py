@@ -341,8 +341,8 @@ def shortfall(nearest: Candidate | None, tasks: Sequence[Task], constraints: Con
             first, last = layers[ties[0].first].name, layers[ties[0].last].name
             return (
                 f"no plan can be built: {first} and {last} share weights, and where weights are "
-                "old, what shares them has to be in one stage; ask for fewer stages, take a schedule "
-                "that flushes, or give each layer weights of its own"
+                "old, what shares them has to be in one stage; ask for fewer stages, take a "
+                "schedule that flushes, or give each layer weights of its own"
             )
         return "no plan fits in memory: nothing that was asked for can be built"
     coarse = nearest.task.is_coarse and not constraints.cuts
