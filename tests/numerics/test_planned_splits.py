@@ -73,7 +73,7 @@ def test_a_plan_with_any_tensor_ranks_is_proven(name):
     proof = prove(work, plan, num_steps=2, float64=True)
     assert proof.equal, proof.verdict
     said = {how for stage in plan.stages for how in stage.splits.values()}
-    assert {"pictures": "data", "encoder": "heads", "gpt": "whole"}[name] in said
+    assert {"pictures": "data", "encoder": "heads", "gpt": "row"}[name] in said
 
 
 def with_costs(graph):

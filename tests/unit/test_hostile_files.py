@@ -168,8 +168,8 @@ def evil(content, key=""):
 @pytest.mark.parametrize(
     "verb",
     [
-        ("plan", "graph.json", "cluster.json"),
-        ("plan", "graph.json", "cluster.json", "--json"),
+        ("plan", "graph.json", "cluster.json", "-m", "4"),
+        ("plan", "graph.json", "cluster.json", "-m", "4", "--json"),
         ("cluster", "cluster.json"),
         ("draw", "plan.json"),
         ("explain", "plan.json"),

@@ -142,11 +142,11 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Causal multi-head self-attention: ``[rows, length, width] → [rows, length, width]``."""
 
-    tensor_splits: ClassVar = {"queries_keys_values": "column/3", "project": "row"}
-
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.tensor_pieces = heads
+        if not dropout:  # the function that attends would drop the same of every rank's heads
+            self.tensor_splits = {"queries_keys_values": "column/3", "project": "row"}
+            self.tensor_pieces = heads
         self.head_width = width // heads
         self.queries_keys_values = nn.Linear(width, 3 * width)
         self.project = nn.Linear(width, width)

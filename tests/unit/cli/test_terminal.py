@@ -165,11 +165,11 @@ def test_warnings_wrap_under_their_mark():
 
 def test_details_come_on_request():
     brief, full = (printed("plan", GRAPH, "-p", 4, "-m", 8, *more) for more in ((), ("-v",)))
-    assert "optimizer" not in brief and "optimizer" in full
+    assert "gradients" not in brief and "gradients" in full
     assert "memory" in brief
     # A wide window has room for them in any case only where they were asked for.
     wide = printed("plan", GRAPH, "-p", 4, "-m", 8, columns=160)
-    assert "optimizer" not in wide
+    assert "gradients" not in wide
 
 
 def test_numbers_say_under_which_costs_they_hold(tmp_path):

@@ -229,6 +229,8 @@ def _attention(module: nn.Module) -> Iterator[FoundPart]:
                 continue
             queries, keys, values = (_outputs(cast(nn.Module, own)) for own in projections)
             output = _taking(module, _ATTENTION_OUTPUTS, queries)
+            if _drops_weights(cast(nn.Module, holder)):
+                continue
             if output is None or keys != values or queries % width or keys % width:
                 continue
             paths = tuple(f"{inside}{name}" for name in names)
@@ -246,10 +248,26 @@ def _attention(module: nn.Module) -> Iterator[FoundPart]:
             )
 
 
+def _drops_weights(attention: nn.Module) -> bool:
+    """Whether weights of attention may be dropped out: the function that does so inside attention
+    would drop the same of every rank's heads."""
+    numbers = [
+        value for name, value in vars(attention).items()
+        if "dropout" in name and isinstance(value, float)
+    ]  # fmt: skip
+    modules = [
+        child.p for name, child in attention.named_children()
+        if isinstance(child, nn.Dropout) and name != "resid_dropout"  # GPT-2's, behind the row
+    ]  # fmt: skip
+    return any(p > 0 for p in (*numbers, *modules))
+
+
 def _fused_attention(module: nn.Module) -> Iterator[FoundPart]:
     """Queries, keys and values one behind another from one layer, as GPT-2's."""
     fused, width = _linear(module, "c_attn"), vars(module).get("head_dim")
     if fused is None or not is_whole(width) or not width:
+        return
+    if _drops_weights(module):
         return
     size = _outputs(fused) // 3
     if _outputs(fused) % 3 or size % width or _taking(module, ("c_proj",), size) is None:

@@ -247,7 +247,7 @@ def warn_of_attributes(name: str, changed: list[str]) -> None:
             f"the forward of {name} sets {', '.join(changed[:3])}{more}, which its layers will not "
             "do; register a buffer and write into it with copy_, or return what you want to see "
             f"(see {PAGE})",
-            stacklevel=7,  # who calls ``capture``, which tells how long it takes
+            stacklevel=8,  # who calls ``capture``, which tells how long it takes
         )
 
 

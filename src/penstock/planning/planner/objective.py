@@ -207,11 +207,13 @@ def _nothing(graph: LayerGraph, cluster: Cluster, request: PlanRequest) -> Plan:
     within = request.within_seconds or inf
     if fastest.step_seconds <= within:
         return fastest
+    reached = fastest.step_seconds
+    enough = max(float(f"{reached * 1.005:.3g}"), reached)  # not one that is rounded down
     raise PlanError(
         f"no plan takes {format_seconds(within)} or less: the fastest on "
         f"{count_of(len(cluster.devices), 'device')} takes "
-        f"{format_seconds(fastest.step_seconds)}; allow that long "
-        f"(within_seconds={fastest.step_seconds:.3g}, --within), or give it more devices"
+        f"{format_seconds(reached)}; allow that long (within_seconds={enough:.4g}, --within), or "
+        "give it more devices"
     )
 
 
