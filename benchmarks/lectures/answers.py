@@ -135,10 +135,10 @@ def overheads() -> Iterator[Answer]:
         devices = 4 if host == "cluster-a" else 8
         for model in OVERHEAD_MODELS:
             shares = []
+            alone = _learning_seconds(graph_of(model, HOSTS[host][1]))
             for count in OVERHEAD_DEVICES:
                 each = min(count, devices)
                 plan = data_parallel(model, host, count // each, each)
-                alone = _learning_seconds(graph_of(model, HOSTS[host][1]))
                 shares.append(max(1 - alone / plan.step_seconds, 0.0))
             yield Answer(
                 f"beside compute, {model} on 1 … 32 GPUs ({HOSTS[host][0]})",
@@ -292,9 +292,8 @@ def gpipe_table() -> Iterator[Answer]:
             " ".join(f"{ratio:g}" for ratio in published),
             " ".join(f"{ratio:.1f}" for ratio in own),
             own[-1] / published[-1],
-            note="" if microbatches == 1 else "Its batch grew with M, ours does not."
-            if microbatches == 4 else "",
-        )  # fmt: skip
+            note="Its batch grew with M, ours does not." if microbatches == 4 else "",
+        )
     bubbles = {
         stages: pk.simulate(
             pk.schedules.build("gpipe", num_ranks=stages, num_microbatches=4 * stages)

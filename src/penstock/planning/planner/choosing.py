@@ -24,7 +24,7 @@ from penstock.planning.planner.objective import ClusterPart, Judged, PartsOfClus
 from penstock.planning.planner.patience import PlanningPatience
 from penstock.planning.planner.race import SAME
 from penstock.planning.planner.request import PlanRequest
-from penstock.planning.planner.search import planned
+from penstock.planning.planner.search import planned, priced
 from penstock.planning.planner.why import rivals
 from penstock.planning.plans.picture import fold_of, memory_of_stages
 from penstock.planning.plans.plan import Plan
@@ -138,15 +138,9 @@ def choices(graph: LayerGraph, cluster: Cluster | None = None, **request: Any) -
     timed = replaced(asked, objective="time", within_seconds=None)
     with Telling("looking at what else there is") as telling:
         patience = PlanningPatience(asked.patience_seconds, telling.update)
-        parts = PartsOfCluster(graph, _as_asked(cluster, asked), timed, patience)
+        parts = PartsOfCluster(graph, priced(cluster, asked.price_per_hour), timed, patience)
         labelled = [*_labelled(parts)]
     return PlanChoices((PlanOption("chosen", plan, plan.reason), *_others(plan, labelled)))
-
-
-def _as_asked(cluster: Cluster, request: PlanRequest) -> Cluster:
-    from penstock.planning.planner.search import priced
-
-    return cluster if request.price_per_hour is None else priced(cluster, request.price_per_hour)
 
 
 class _Labelled(NamedTuple):

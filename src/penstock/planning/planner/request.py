@@ -139,12 +139,16 @@ class Constraints:
     @property
     def never_flushes(self) -> bool:
         """Whether weights are old in whatever is asked for."""
-        old = self.versions is not None and self.versions.asynchronous
-        return old or self.schedule in USUAL or self.asynchronous == "only"
+        return self.asynchronous == "only" or _is_late(self.schedule, self.versions)
 
     def allows(self, num_stages: int) -> bool:
         """Whether a plan may have ``num_stages``."""
         return num_stages >= self.least_stages and self.stages in (None, num_stages)
+
+
+def _is_late(family: str | None, versions: Policy | None) -> bool:
+    """Whether what is named never flushes, so that weights are old."""
+    return family in USUAL or bool(versions and versions.asynchronous)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,7 +301,7 @@ class PlanRequest:
 
     @property
     def _never_flushes(self) -> bool:
-        return self.family in USUAL or bool(self.versions and self.versions.asynchronous)
+        return _is_late(self.family, self.versions)
 
     @cached_property
     def _named(self) -> tuple[str | None, Options]:

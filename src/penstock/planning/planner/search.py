@@ -211,8 +211,7 @@ def planned(graph: LayerGraph, cluster: Cluster | None, request: PlanRequest) ->
         'give Cluster.load("FILE") or Cluster.of("dgx-h100")',
     )
     cluster = cluster or Cluster.local()
-    if request.price_per_hour is not None:
-        cluster = priced(cluster, request.price_per_hour)
+    cluster = priced(cluster, request.price_per_hour)
     if request.objective != "time":
         from penstock.planning.planner.objective import sought  # which plans by this module
 
@@ -230,8 +229,10 @@ def planned(graph: LayerGraph, cluster: Cluster | None, request: PlanRequest) ->
     return min(plans, key=lambda plan: plan.step_seconds)
 
 
-def priced(cluster: Cluster, price_per_hour: float) -> Cluster:
-    """A cluster each of whose devices costs so much."""
+def priced(cluster: Cluster, price_per_hour: float | None) -> Cluster:
+    """A cluster each of whose devices costs so much; with ``None``, what it says itself."""
+    if price_per_hour is None:
+        return cluster
     devices = (replace(device, price_per_hour=price_per_hour) for device in cluster.devices)
     return replace(cluster, devices=tuple(devices))
 
