@@ -198,8 +198,9 @@ def main() -> None:
         torch.manual_seed(0)
         model = build()
         estimated = pk.estimate(model, inputs, device=str(file))
-        measured = pk.profile(model, inputs, repeats=3, ranks=0, progress=lambda *_: None)
-        alone = measure_uncut(traced_unless_a_chain(model, inputs), Sample(inputs, None, None), 1)
+        measured = pk.profile(model, inputs, repeats=9, ranks=0, progress=lambda *_: None)
+        whole, sample = traced_unless_a_chain(model, inputs), Sample(inputs, None, None)
+        alone = measure_uncut(whole, sample, 1, warm_up=3, at_least=9)
         seconds = sum(layer.compute_seconds for layer in estimated.layers)
         error = seconds / alone.cpu_seconds - 1
         pairs = zip(_shares(estimated), _shares(measured), strict=True)

@@ -2,6 +2,7 @@
 
 import copy
 import re
+from collections import Counter
 from contextlib import nullcontext
 
 import pytest
@@ -21,6 +22,9 @@ from penstock.planning.plans.explanation import explain
 from penstock.training.estimating import operations
 from penstock.training.estimating.autocast import autocast_dtype
 from penstock.training.estimating.blocks import repeated_blocks
+from penstock.training.estimating.counting import KernelCounter
+from penstock.training.estimating.operations import padding_of
+from penstock.training.estimating.substitutes import AsOnDevice
 
 BYTES = (
     "activation_bytes", "held_input_bytes", "weight_kept_bytes", "output_bytes", "skip_bytes",
@@ -254,6 +258,50 @@ def test_recurrent_layers_are_few_kernels():
         for steps in (8, 64)
     )
     assert long < 8 * short
+
+
+def kernels_of(model, inputs, kind="cpu", attention="fused"):
+    counter = KernelCounter()
+    with AsOnDevice(kind, attention), counter:
+        model(inputs).sum().backward()
+    return Counter(kernel.name for kernel in counter.kernels), counter.kernels
+
+
+def test_on_a_cpu_an_lstm_is_a_kernel_for_each_direction():
+    with torch.device("meta"):
+        model, inputs = Steps(nn.LSTM, num_layers=2, bidirectional=True), torch.empty(4, 19, 40)
+    names, kernels = kernels_of(model, inputs)
+    assert names["mkldnn_rnn_layer"] == names["mkldnn_rnn_layer_backward"] == 4
+    assert names["mm"] == names["bmm"] == names["addmm"] == 0
+    flops = [sum(k.flops for k in kernels if k.backward is backward) for backward in (False, True)]
+    products = 2 * 4 * 19 * 4 * 48 * ((40 + 48) + (96 + 48)) * 2
+    assert flops == [products, 2 * products]
+
+
+def test_the_last_block_of_a_causal_attention_is_whole_on_a_cpu():
+    def flops(tokens, kind):
+        with torch.device("meta"):
+            model, inputs = SmallBlock(64, 4, True), torch.empty(1, tokens, 64)
+        return sum(k.flops for k in kernels_of(model, inputs, kind)[1] if k.kind == "attention")
+
+    assert flops(256, "cpu") == 2 * flops(256, "gpu")
+    assert 1.1 < flops(4096, "cpu") / flops(4096, "gpu") < 1.2
+
+
+def test_a_softmax_of_masked_rows_is_the_kernels_that_torch_runs():
+    def attention(q):
+        mask = torch.ones(32, 32, dtype=torch.bool, device="meta").tril()
+        return F.scaled_dot_product_attention(q, q, q, mask, dropout_p=0.1)
+
+    inputs = torch.empty(1, 4, 32, 16, device="meta", requires_grad=True)
+    names, _ = kernels_of(attention, inputs)
+    assert names["_safe_softmax"] == 0 and names["_softmax"] == names["all"] == 1
+
+
+def test_few_channels_are_filled_up_but_those_of_pictures_less():
+    assert [padding_of(*pair) for pair in ((16, 32), (32, 1), (32, 3), (32, 8), (10, 16))] == [
+        1, 1, 8 / 3, 2, 1.6,
+    ]  # fmt: skip
 
 
 class Steps(nn.Module):

@@ -14,6 +14,7 @@ from penstock.core.pricing import (
     KernelPace,
     all_reduce_seconds,
     at_the_pace,
+    dispatch_seconds,
     gather_seconds,
     hop_seconds,
     kernel_seconds,
@@ -82,6 +83,28 @@ def test_attention_backward_has_a_share_of_its_own():
     assert kernel_seconds(forward, pace()) == pytest.approx(1e10 / 0.4e12 + LAUNCH)
     backward = dataclasses.replace(forward, backward=True)
     assert kernel_seconds(backward, pace()) == pytest.approx(1e10 / 0.2e12 + LAUNCH)
+
+
+def test_a_device_may_have_curves_of_its_own_and_others_for_backwards():
+    of = {"attention": 0.25, "attention-backward": 0.125}
+    curves = {kind: Curve(points=((1.0, share),)) for kind, share in of.items()}
+    memory = {kind: Curve(points=((1.0, of.get(kind, 0.1)),)) for kind in ("copy", "few-rows")}
+    own = replace(DEVICE.efficiency, compute_by_kind=curves, memory_by_kind=memory)
+    device = replace(DEVICE, efficiency=own)
+    forward = dataclasses.replace(matmul(), kind="attention")
+    backward = dataclasses.replace(forward, backward=True)
+    assert kernel_seconds(forward, pace(device=device)) == pytest.approx(1e10 / 0.25e12 + LAUNCH)
+    assert kernel_seconds(backward, pace(device=device)) == pytest.approx(1e10 / 0.125e12 + LAUNCH)
+    narrow = dataclasses.replace(matmul(), reads={0: 10**9})
+    assert kernel_seconds(narrow, pace(device=device)) == pytest.approx((1e9 + 8) / 0.1e9 + LAUNCH)
+
+
+def test_sums_of_gradients_have_no_node_of_the_graph():
+    own = replace(DEVICE.efficiency, backward_op_seconds=Figure(3e-6))
+    host = pace(device=replace(DEVICE, kind="cpu", efficiency=own))
+    added = dataclasses.replace(moving({0: 8}, {1: 8}), backward=True)
+    multiplied = dataclasses.replace(added, name="mul")
+    assert [dispatch_seconds(kernel, host) for kernel in (added, multiplied)] == [0.0, 3e-6]
 
 
 def test_software_that_fuses_reads_and_writes_once():

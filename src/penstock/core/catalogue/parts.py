@@ -70,11 +70,14 @@ class Efficiency(Value, frozen=True, kw_only=True):
 
     Attributes:
         matmul: a matrix product: GFLOP of the call, share of the peak of its dtype.
-        batched_matmul, convolution, convolution_backward: of what a matrix product of as much work
-            reaches; or curves of their own.
+        batched_matmul, convolution: of what a matrix product of as much work reaches.
         attention: a fused attention, by library: shares of the peak, forward and backward.
+        compute_by_kind: curves of their own in place of all these, by kind of kernel; with
+            ``-backward`` behind it where those of a backward differ: GFLOP of the call, share of
+            the peak.
         memory: share of the memory's bandwidth that other kernels reach.
-        memory_by_kind: by kind of kernel: bytes of the call, share of the bandwidth.
+        memory_by_kind: curves in place of it, by kind of kernel as above, and by ``few-rows`` for
+            products that read more than they compute: bytes of the call, share of the bandwidth.
         launch_seconds: of any kernel, beside its work.
         by_dtype: factors on shares of matrix products.
         forward_op_seconds, backward_op_seconds: on a CPU: what autograd takes for an op besides.
@@ -82,10 +85,10 @@ class Efficiency(Value, frozen=True, kw_only=True):
     """
 
     matmul: Curve
-    batched_matmul: Figure | Curve = Figure(1.0)
-    convolution: Figure | Curve = Figure(1.0)
-    convolution_backward: Figure | Curve | None = None
+    batched_matmul: Figure = Figure(1.0)
+    convolution: Figure = Figure(1.0)
     attention: dict[Attention, tuple[Figure, Figure]] = field(default_factory=dict)
+    compute_by_kind: dict[str, Curve] = field(default_factory=dict)
     memory: Figure = Figure(0.8)
     memory_by_kind: dict[str, Curve] = field(default_factory=dict)
     launch_seconds: Figure = Figure(0.0)

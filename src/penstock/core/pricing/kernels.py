@@ -12,7 +12,7 @@ or what the host takes to dispatch them, whichever is longer (``KernelPace``). O
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,10 +20,13 @@ from penstock.core.catalogue import Curve, Figure, Hardware, Software
 
 KernelKind = Literal[
     "matmul", "batched-matmul", "convolution", "attention", "pointwise", "transcendental",
-    "activation", "random",
+    "activation", "random", "recurrence", "transposed-convolution",
     "normalisation", "batch-norm", "pooling", "reduction", "embedding", "copy", "unknown", "view",
 ]  # fmt: skip
-_COMPUTE = frozenset({"matmul", "batched-matmul", "convolution", "attention"})
+_COMPUTE = frozenset({
+    "matmul", "batched-matmul", "convolution", "transposed-convolution", "attention", "recurrence",
+})  # fmt: skip
+_SUMS = frozenset({"add", "add_"})
 _ALONE = frozenset({"normalisation", "batch-norm", "reduction", "embedding", "pooling"})
 """Kinds of kernels that only a compiler runs together with others."""
 
@@ -112,25 +115,33 @@ def _narrowing(kernel: Kernel, pace: KernelPace) -> float:
 
 def _share(kernel: Kernel, pace: KernelPace) -> float:
     efficiency, software = pace.device.efficiency, pace.software
+    gflop = kernel.flops * kernel.padding / 1e9
+    own = _of_kind(efficiency.compute_by_kind, kernel.kind, kernel)
+    if own is not None:
+        return own.at(gflop)
     if kernel.kind == "attention":
         return efficiency.attention_share(software.attention, backward=kernel.backward).value
-    gflop = kernel.flops * kernel.padding / 1e9
-    if kernel.kind == "matmul":
-        return efficiency.matmul.at(gflop)
-    own = efficiency.batched_matmul
-    if kernel.kind == "convolution":
-        own = efficiency.convolution
-        if kernel.backward:
-            own = efficiency.convolution_backward or own
-    return own.at(gflop) if isinstance(own, Curve) else own.value * efficiency.matmul.at(gflop)
+    factor = {
+        "batched-matmul": efficiency.batched_matmul.value,
+        "convolution": efficiency.convolution.value,
+        "transposed-convolution": efficiency.convolution.value,
+    }.get(kernel.kind, 1.0)
+    return factor * efficiency.matmul.at(gflop)
 
 
 def _bandwidth(device: Hardware, kernel: Kernel) -> float:
     efficiency = device.efficiency
-    curve = efficiency.memory_by_kind.get(kernel.kind) or efficiency.memory_by_kind.get("pointwise")
+    kind = "few-rows" if kernel.kind in _COMPUTE else kernel.kind
+    curve = _of_kind(efficiency.memory_by_kind, kind, kernel)
+    curve = curve or efficiency.memory_by_kind.get("pointwise")
     num_bytes = max(kernel.num_bytes, 1)
     share = curve.at(num_bytes) if curve is not None else efficiency.memory.value
     return device.memory_bytes_per_second.value * share
+
+
+def _of_kind(curves: Mapping[str, Curve], kind: str, kernel: Kernel) -> Curve | None:
+    backward = curves.get(f"{kind}-backward") if kernel.backward else None
+    return backward or curves.get(kind)
 
 
 def seconds_of_each(kernels: Sequence[Kernel], pace: KernelPace) -> list[float]:
@@ -148,6 +159,8 @@ def dispatch_seconds(kernel: Kernel, pace: KernelPace) -> float:
     """
     if pace.is_host:
         efficiency = pace.device.efficiency
+        if kernel.backward and kernel.name in _SUMS:
+            return 0.0  # of two gradients of a value, which no node of autograd's graph computes
         ways = (efficiency.forward_op_seconds, efficiency.backward_op_seconds)
         return ways[kernel.backward].value
     software = pace.software

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._decomp import decomposition_table
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.core.pricing import Kernel
@@ -17,6 +18,8 @@ from penstock.training.estimating.operations import kernel_of
 
 META = torch.device("meta")
 _ITEM = torch.ops.aten._local_scalar_dense.default
+_DETACH = torch.ops.aten.detach.default
+_SAFE_SOFTMAX = torch.ops.aten._safe_softmax.default
 
 
 def on_meta(value: Any) -> Any:
@@ -54,6 +57,9 @@ class OnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.note(func, args, named, result)
             return result
         args, named = on_meta(args), on_meta(named)
+        if func is _SAFE_SOFTMAX:  # torch runs it as several kernels, of which it shows one
+            with self:
+                return decomposition_table[func](*args, **named)
         if named.get("device") is not None:
             named["device"] = META
         result = func(*args, **named)
@@ -83,6 +89,8 @@ class KernelCounter(OnMeta):  # type: ignore[no-untyped-call]
 
     def note(self, func: Any, args: Any, named: dict[str, Any], result: Any) -> None:
         """List the kernel, and keep its storages, so that none has the number of another."""
+        if func is _DETACH:
+            return  # nearly all of them are of autograd's own, and appear under a mode only
         kernel = kernel_of(func, args, named, result)
         # A fused attention could draw for dropout; where it has some, a layer of it is meant.
         draws = torch.Tag.nondeterministic_seeded in func.tags and kernel.kind != "attention"

@@ -17,6 +17,7 @@ _BY_NAME: dict[KernelKind, frozenset[str]] = {
     "matmul": frozenset({"mm", "addmm", "addmv", "mv", "_scaled_mm", "_grouped_mm", "dot", "addr"}),
     "batched-matmul": frozenset({"bmm", "baddbmm"}),
     "convolution": frozenset({"convolution", "convolution_backward", "_convolution"}),
+    "recurrence": frozenset({"mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"}),
     "view": frozenset({
         "_unsafe_view", "_reshape_alias", "lift_fresh", "alias", "detach", "empty", "empty_like",
         "new_empty", "new_empty_strided", "empty_strided", "_to_copy_view", "resize_", "set_",
@@ -59,8 +60,8 @@ _BY_NAME: dict[KernelKind, frozenset[str]] = {
         "grid_sampler_3d_backward",
     }),
     "copy": frozenset({
-        "clone", "copy", "copy_", "_to_copy", "cat", "stack", "contiguous", "repeat", "flip",
-        "roll", "constant_pad_nd", "select_backward", "slice_backward", "im2col", "col2im",
+        "clone", "copy", "copy_", "_to_copy", "contiguous", "repeat", "flip", "roll", "im2col",
+        "col2im",
         "select_scatter", "slice_scatter", "as_strided_scatter", "_foreach_copy_",
         "unfold_backward",
         "reflection_pad2d", "upsample_nearest2d", "upsample_nearest2d_backward",
@@ -69,6 +70,8 @@ _BY_NAME: dict[KernelKind, frozenset[str]] = {
         "pixel_unshuffle", "diag_embed", "diagonal_scatter", "complex", "resize_as",
     }),
     "pointwise": frozenset({
+        # Those which put whole rows side by side are as fast as additions.
+        "cat", "stack", "constant_pad_nd", "select_backward", "slice_backward",
         "abs", "binary_cross_entropy", "binary_cross_entropy_backward",
         "binary_cross_entropy_with_logits", "bucketize", "copysign", "eq", "floor_divide", "ge",
         "glu", "glu_backward", "gt", "hardshrink_backward", "hardsigmoid_backward", "hardswish",
@@ -144,21 +147,31 @@ def kernel_of(func: Any, args: Sequence[Any], named: dict[str, Any], result: Any
     dtypes = [tensor.dtype for tensor in (*outputs, *inputs) if tensor.is_floating_point()]
     dtype = _DTYPES.get(dtypes[0], "fp32") if dtypes else "fp32"
     flops = _flops(func, name, args, named, result)
-    padding = (
-        _padding(args[2 if name == "convolution_backward" else 1]) if kind == "convolution" else 1.0
-    )
+    if kind == "convolution" and args[7 if name == "convolution_backward" else 6]:
+        kind = "transposed-convolution"
+    padding = 1.0
+    if "convolution" in kind:
+        padding = padding_of(*args[2 if name == "convolution_backward" else 1].shape[:2])
     return Kernel(kind, name, dtype, flops, read, written, is_backward, padding)
 
 
 _CHANNELS = 16
 """Convolutions compute channels by so many at a time."""
 
+_COLOURS = 4
+"""Of pictures, which have so few channels, they compute half as many."""
 
-def _padding(weight: Tensor) -> float:
-    made, given = weight.shape[:2]
+
+def padding_of(made: int, given: int) -> float:
+    """How many times its flops a convolution between so many channels computes."""
     if given == 1:  # of each channel alone, for which libraries have kernels of their own
         return 1.0
-    return math.prod(math.ceil(count / _CHANNELS) * _CHANNELS / count for count in (made, given))
+    at_a_time = _CHANNELS // 2 if given <= _COLOURS else _CHANNELS
+    return _filled_up(made, _CHANNELS) * _filled_up(given, at_a_time)
+
+
+def _filled_up(count: int, at_a_time: int) -> float:
+    return math.ceil(count / at_a_time) * at_a_time / count
 
 
 def kind_of(func: Any, name: str, outputs: Sequence[Tensor]) -> KernelKind:
@@ -194,6 +207,10 @@ def _grouped_flops(rows: Tensor, weights: Tensor, *_: Any, **__: Any) -> float:
     return 2.0 * groups * rows.shape[-2] * rows.shape[-1] * weights.shape[-1]
 
 
+def _recurrence_flops(value: Tensor, own: Tensor, recurrent: Tensor) -> float:
+    return 2.0 * value.shape[0] * value.shape[1] * (own.numel() + recurrent.numel())
+
+
 _PRODUCTS = frozenset({"matmul", "batched-matmul", "convolution"})
 _FLOPS: dict[str, Callable[..., float]] = {
     "_grouped_mm": _grouped_flops,
@@ -201,6 +218,8 @@ _FLOPS: dict[str, Callable[..., float]] = {
     "addmv": lambda _, matrix, *__, **___: 2.0 * matrix.numel(),
     "dot": lambda first, *_, **__: 2.0 * first.numel(),
     "addr": lambda _, first, second, **__: 2.0 * first.numel() * second.numel(),
+    "mkldnn_rnn_layer": lambda *args, **_: _recurrence_flops(*args[:3]),
+    "mkldnn_rnn_layer_backward": lambda *args, **_: 2 * _recurrence_flops(*args[:3]),
 }
 """Of products for which torch registers no formula."""
 
@@ -220,13 +239,21 @@ def _flops(func: Any, name: str, args: Sequence[Any], named: dict[str, Any], res
     return flops
 
 
+_CPU_COLUMNS = 512
+"""Columns of a block of the scores that torch's fused attention on CPUs computes at once."""
+
+
 def _attention_flops(name: str, args: Sequence[Any], named: dict[str, Any]) -> float:
     is_backward = name.endswith("backward")
     query, key, value = args[1:4] if is_backward else args[:3]
     place = _CAUSAL_PLACE[name]
     is_causal = named.get("is_causal", args[place] if len(args) > place else False)
     batch, heads, rows, width = query.shape
-    pairs = 2.0 * batch * heads * rows * key.shape[-2] * (0.5 if is_causal else 1.0)
+    columns = key.shape[-2]
+    share = 0.5 if is_causal else 1.0
+    if is_causal and "for_cpu" in name:  # it leaves out whole blocks of columns only
+        share = min(1.0, 0.5 + 0.5 * _CPU_COLUMNS / columns)
+    pairs = 2.0 * batch * heads * rows * columns * share
     # Forward: scores and values. Backward: scores again, and two products for each of them.
     products: int = 3 * width + 2 * value.shape[-1] if is_backward else width + value.shape[-1]
     flops: float = pairs * products

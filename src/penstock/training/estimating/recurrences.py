@@ -10,7 +10,7 @@ it is (taken as the gates and two states of every step).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,6 +20,8 @@ from torch.autograd.function import once_differentiable
 
 _PAGE_BYTES = 4096
 _LINE_FLOATS = 16
+_LSTM = 2
+"""What torch and oneDNN call an LSTM."""
 
 
 class _KeptByLibrary(NamedTuple):
@@ -27,6 +29,7 @@ class _KeptByLibrary(NamedTuple):
 
     Attributes:
         buffer: bytes of the library's own buffer.
+        in_one: whether a direction is one kernel, oneDNN's.
         output: whether it keeps its output, too.
         ends: how many states of one step, as the first and the last.
         copies_input: whether each direction makes a copy of an input that is not contiguous.
@@ -34,6 +37,7 @@ class _KeptByLibrary(NamedTuple):
     """
 
     buffer: int
+    in_one: bool
     output: bool
     ends: int
     copies_input: bool
@@ -44,14 +48,14 @@ def _kept(gates: int, value: Tensor, width: int, has_biases: bool, on_gpu: bool)
     steps, rows, given = value.shape
     state = steps * rows * width * value.element_size()
     if on_gpu:
-        return _KeptByLibrary((gates + 2) * state, True, 1 + (gates == 4), False, False)
+        return _KeptByLibrary((gates + 2) * state, False, True, 1 + (gates == 4), False, False)
     if gates == 4:
         buffer = _onednn_bytes(steps, rows, given, width, value.element_size())
-        return _KeptByLibrary(buffer, True, 4, False, not has_biases)
+        return _KeptByLibrary(buffer, True, True, 4, False, not has_biases)
     # A step of a GRU keeps its three gates, both factors of two products, and the state it began
     # with; one of a plain layer its result.
     return _KeptByLibrary(
-        7 * state if gates == 3 else state + state // steps, False, 0, True, False
+        7 * state if gates == 3 else state + state // steps, False, False, 0, True, False
     )
 
 
@@ -80,17 +84,11 @@ class FusedRecurrence(torch.autograd.Function):
     ) -> Tensor:
         value, (own, recurrent, *biases) = value.detach(), [part.detach() for part in weights]
         with torch.enable_grad():  # so that nobody takes this for a backward
-            ahead = torch.nn.functional.linear(value, own, biases[0] if biases else None)
-            states = ahead.new_empty(*value.shape[:2], recurrent.shape[1])
-            again = torch.bmm(states, recurrent.t().expand(len(value), *recurrent.t().shape))
-            if biases:
-                again = again + biases[1]
-            opened = torch.sigmoid(ahead + again)
-            output = opened[..., : recurrent.shape[1]].contiguous()
-            for _ in range(gates - 1):
-                output = output * states
-            output = torch.tanh(output)
-        ctx.gates, ctx.has_biases = gates, bool(biases)
+            if kept.in_one:
+                output = _in_one(value, (own, recurrent, *biases))
+            else:
+                output = _step_by_step(gates, value, own, recurrent, biases)
+        ctx.gates, ctx.has_biases, ctx.in_one = gates, bool(biases), kept.in_one
         copies = [part.new_empty(part.shape) for part in (own, recurrent) if kept.copies_weights]
         ctx.save_for_backward(
             value,
@@ -106,7 +104,10 @@ class FusedRecurrence(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        value, own, recurrent, *_ = ctx.saved_tensors
+        value, own, recurrent, output, *_ = ctx.saved_tensors
+        if ctx.in_one:
+            biases = [own.new_empty(own.shape[0])] * (2 * ctx.has_biases)
+            return None, None, *_backward_in_one(value, (own, recurrent, *biases), output)
         change = gradients[0] * gradients[0]
         for _ in range(ctx.gates - 1):
             change = change * gradients[0]
@@ -119,6 +120,46 @@ class FusedRecurrence(torch.autograd.Function):
         weights = [rows.t() @ part.flatten(0, 1) for part in (value, change)]
         biases = [rows.sum(0), rows.sum(0)] if ctx.has_biases else []
         return None, None, given, *weights, *biases
+
+
+def _step_by_step(
+    gates: int, value: Tensor, own: Tensor, recurrent: Tensor, biases: Sequence[Tensor]
+) -> Tensor:
+    ahead = torch.nn.functional.linear(value, own, biases[0] if biases else None)
+    states = ahead.new_empty(*value.shape[:2], recurrent.shape[1])
+    again = torch.bmm(states, recurrent.t().expand(len(value), *recurrent.t().shape))
+    if biases:
+        again = again + biases[1]
+    opened = torch.sigmoid(ahead + again)
+    output = opened[..., : recurrent.shape[1]].contiguous()
+    for _ in range(gates - 1):
+        output = output * states
+    return torch.tanh(output)
+
+
+def _in_one(value: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    state, (own, recurrent, *biases) = _state(value, weights), weights
+    filled = biases or [own.new_empty(own.shape[0])] * 2
+    output: Tensor = torch.ops.aten.mkldnn_rnn_layer(
+        value, own, recurrent, *filled, state, state, False, [], _LSTM, state.shape[-1], 1,
+        bool(biases), False, False, True,
+    )[0]  # fmt: skip
+    return output
+
+
+def _backward_in_one(value: Tensor, weights: Sequence[Tensor], output: Tensor) -> Sequence[Tensor]:
+    state, (own, recurrent, *biases) = _state(value, weights), weights
+    filled = biases or [own.new_empty(own.shape[0])] * 2
+    gradients: Sequence[Tensor] = torch.ops.aten.mkldnn_rnn_layer_backward(
+        value, own, recurrent, *filled, state, state, output, state, state, output, None, None,
+        False, _LSTM, state.shape[-1], 1, bool(biases), True, False, [], False,
+        value.new_empty(0, dtype=torch.uint8),
+    )  # fmt: skip
+    return gradients[: 1 + len(weights)]
+
+
+def _state(value: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    return value.new_empty(1, value.shape[1], weights[1].shape[1])
 
 
 def _layers_of_kind(  # noqa: PLR0913, PLR0917 - torch's own
