@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._decomp import decomposition_table
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.core.pricing import Kernel
@@ -20,6 +19,15 @@ META = torch.device("meta")
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _DETACH = torch.ops.aten.detach.default
 _SAFE_SOFTMAX = torch.ops.aten._safe_softmax.default
+
+
+def _softmax_of_masked_rows(scores: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """The kernels of ``_safe_softmax``: a row of which nothing is left is 0."""
+    aten = torch.ops.aten
+    shares = aten._softmax(scores if dtype is None else scores.to(dtype), dim, False)
+    masked = aten.all(aten.isneginf(scores), dim, True)
+    result: Tensor = aten.where(masked, aten.zeros_like(shares), shares)
+    return result
 
 
 def on_meta(value: Any) -> Any:
@@ -59,7 +67,7 @@ class OnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args, named = on_meta(args), on_meta(named)
         if func is _SAFE_SOFTMAX:  # torch runs it as several kernels, of which it shows one
             with self:
-                return decomposition_table[func](*args, **named)
+                return _softmax_of_masked_rows(*args, **named)
         if named.get("device") is not None:
             named["device"] = META
         result = func(*args, **named)
