@@ -24,11 +24,12 @@ from torch import Tensor, nn
 
 from penstock.base.errors import ModelError
 from penstock.base.values import is_whole
-from penstock.core.layer_part import PartKind
+from penstock.core.layer_part import LossSees, PartKind
 from penstock.engine.model.spine import NamedLayer
 from penstock.engine.tensor.attention import is_block
 from penstock.engine.tensor.divided_layers import is_transposed
 from penstock.engine.tensor.group import TensorGroup
+from penstock.engine.tensor.membership import ModuleSharing
 from penstock.engine.tensor.recorded import for_member, whole_of
 from penstock.engine.tensor.splits import sharings_of, works_on_features
 from penstock.engine.tracing.layers import CapturedLayer
@@ -42,6 +43,7 @@ class FoundPart(NamedTuple):
         opens: the modules behind which features are divided.
         closes: those that take them up.
         num_sums: how often it sums.
+        by_positions, loss: see ``LayerPart``; found for all layers together (``followed``).
     """
 
     kind: PartKind
@@ -53,6 +55,8 @@ class FoundPart(NamedTuple):
     gated: bool = False
     is_even: bool = False
     num_sums: int = 1
+    by_positions: bool = False
+    loss: LossSees = ""
 
     def parameters(self, layer: nn.Module) -> Iterator[Tensor]:
         """The parameters of which each tensor rank has a shard."""
@@ -352,15 +356,11 @@ def _is_followed(layer: CapturedLayer, part: FoundPart) -> bool:
     """Whether a tensor rank can run the recorded code of a part without making anything whole."""
     if part.kind == "head":
         return True  # it is made whole behind the layer
-    size = _smallest_share(part)
+    size = smallest_share(part)
     if size == 1:
         return True  # no group can share it, and is told so
     try:
-        sharings = {
-            f"{path}.{below}".strip("."): own
-            for path, split in part.splits.items()
-            for below, own in sharings_of(layer.get_submodule(path), split, path).items()
-        }
+        sharings = module_sharings(layer, part)
         group = cast(TensorGroup, SimpleNamespace(size=size, index=0))
         graph = for_member(layer.program.graph, layer.get_submodule, sharings, group)
     except ModelError:
@@ -368,7 +368,16 @@ def _is_followed(layer: CapturedLayer, part: FoundPart) -> bool:
     return not any(node.target is whole_of for node in graph.nodes)
 
 
-def _smallest_share(part: FoundPart) -> int:
+def module_sharings(layer: nn.Module, part: FoundPart) -> dict[str, ModuleSharing]:
+    """How members share the modules of a part, by their names in the layer."""
+    return {
+        f"{path}.{below}".strip("."): own
+        for path, split in part.splits.items()
+        for below, own in sharings_of(layer.get_submodule(path), split, path).items()
+    }
+
+
+def smallest_share(part: FoundPart) -> int:
     """The smallest group, but one rank, that can share a part."""
     pieces = part.key_value_heads or part.pieces
     if not part.is_even:

@@ -22,6 +22,7 @@ from penstock.base.errors import InputError
 from penstock.base.values import is_whole
 from penstock.core.cluster import Link
 from penstock.core.graph import Layer, LayerGraph
+from penstock.core.layer_part import LayerPart
 from penstock.planning.partition.tensor_layouts import (
     DeviceRing,
     LayerSplit,
@@ -207,10 +208,16 @@ def _with_ties_alike(
 
 def _said_of_parts(sharing: Sharing) -> dict[str, str]:
     return {
-        module: "vocabulary" if part.kind == "head" and sharing.shares_loss else split
+        module: "vocabulary" if part.kind == "head" and _may_share(part, sharing) else split
         for part in sharing.parts
         for module, split in part.splits.items()
     }
+
+
+def _may_share(head: LayerPart, sharing: Sharing) -> bool:
+    """Whether a loss is to be computed on shards of the logits. Where nobody knows the loss it is
+    asked for, too: what a loss cannot do on them costs a gather when it runs."""
+    return sharing.shares_loss or head.loss == ""
 
 
 def _named(problem: LayoutProblem, solution: Solution) -> list[tuple[str, Sharing]]:

@@ -128,9 +128,13 @@ def _by_kind(layer: Layer) -> tuple[Sharing, ...]:
 
 
 def _by_parts(layer: Layer, parts: tuple[LayerPart, ...], *, elsewhere: bool) -> Iterator[Sharing]:
-    yield Sharing("parts", "whole", "whole", "whole", "whole", parts)
-    has_head = any(part.kind == "head" for part in parts)
-    if has_head and elsewhere:
+    heads = [part for part in parts if part.kind == "head"]
+    on_shards = bool(heads) and all(head.loss == "shards" for head in heads)
+    yield Sharing(
+        "parts", "whole", "whole", "whole", "whole", parts,
+        shares_loss=on_shards and not elsewhere,
+    )  # fmt: skip
+    if heads and elsewhere:
         yield Sharing("parts", "whole", "whole", "whole", "whole", parts, shares_loss=True)
         yield Sharing("parts", "whole", "sequence", "whole", "sequence", parts, shares_loss=True)
     # What a layer has for later ones besides, as masks, is no value of positions; an attention that
@@ -138,11 +142,13 @@ def _by_parts(layer: Layer, parts: tuple[LayerPart, ...], *, elsewhere: bool) ->
     elif (
         (elsewhere or parts[0].by_positions)
         and len(parts) == len(layer.parts)
-        and not (has_head or layer.skip_bytes)
+        and not layer.skip_bytes
     ):
         reads: TensorLayout = "whole" if parts[0].kind == "embedding" else "sequence"
+        gives: TensorLayout = "whole" if heads else "sequence"
         yield Sharing(
-            "sequence", "sequence", reads, "sequence", "sequence", parts, regathers=elsewhere
+            "sequence", "sequence", reads, gives, "sequence", parts,
+            regathers=elsewhere, shares_loss=on_shards,
         )  # fmt: skip
 
 

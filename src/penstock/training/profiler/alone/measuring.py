@@ -14,6 +14,7 @@ from penstock.base.units import format_seconds
 from penstock.core.graph import Layer, LayerGraph
 from penstock.engine.model.optimizer_factory import OptimizerFactory
 from penstock.engine.model.spine import NamedLayer, spine_of
+from penstock.engine.tensor.followed import followed
 from penstock.engine.tensor.parts import FoundPart, parts_in
 from penstock.engine.tensor.splits import trait_of
 from penstock.engine.tracing.layers import CapturedLayer, units_of
@@ -140,7 +141,8 @@ def found_parts(model: nn.Module, layers: Sequence[NamedLayer]) -> list[list[Fou
         ModelError: what a module says of its parts is not true.
     """
     tied = {id(weight) for weight in _shared(model, layers).values()}
-    return [parts_in(layer, model, tied, is_last=layer is layers[-1]) for layer in layers]
+    parts = [parts_in(layer, model, tied, is_last=layer is layers[-1]) for layer in layers]
+    return followed(layers, parts, gives_loss=getattr(model, "gives_loss", False))
 
 
 def layers_of(
