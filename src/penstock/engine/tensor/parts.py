@@ -15,6 +15,7 @@ would have to be made whole in between is no part. Authors of other modules name
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import NamedTuple, cast
@@ -85,14 +86,50 @@ _MLPS: tuple[tuple[tuple[str, ...], str], ...] = (
 )
 
 
-def parts_in(
-    layer: NamedLayer, model: nn.Module, tied: Container[int] = (), *, is_last: bool
-) -> list[FoundPart]:
+def with_ties_alike(
+    layers: Sequence[NamedLayer], parts: Sequence[Sequence[FoundPart]], tied: Container[int]
+) -> list[list[FoundPart]]:
+    """The parts of all layers without those whose tied parameters other layers do not divide alike:
+    an embedding and a head do, by their vocabulary.
+
+    Args:
+        tied: the ids of parameters that several layers hold.
+    """
+    held = [[id(weight) for weight in {*layer.module.parameters()}] for layer in layers]
+    having = Counter(key for own in held for key in own)
+    tables = Counter(
+        key
+        for layer, own in zip(layers, parts, strict=True)
+        for key in {key for part in own for key in _tied_of(part, layer, tied, _TABLES)}
+    )
+    return [
+        [
+            part
+            for part in own
+            if not _tied_of(part, layer, tied, _NO_TABLES)
+            and all(tables[key] == having[key] for key in _tied_of(part, layer, tied, _TABLES))
+        ]
+        for layer, own in zip(layers, parts, strict=True)
+    ]
+
+
+_TABLES: tuple[PartKind, ...] = ("embedding", "head")
+_NO_TABLES: tuple[PartKind, ...] = ("attention", "mlp", "block", "declared")
+
+
+def _tied_of(
+    part: FoundPart, layer: NamedLayer, tied: Container[int], kinds: Container[PartKind]
+) -> set[int]:
+    """The ids of tied parameters of which a part of one of these kinds has shards."""
+    if part.kind not in kinds:
+        return set()
+    return {id(weight) for weight in part.parameters(layer.module) if id(weight) in tied}
+
+
+def parts_in(layer: NamedLayer, model: nn.Module, *, is_last: bool) -> list[FoundPart]:
     """The parts of a layer of a model.
 
     Args:
-        tied: the ids of parameters that other layers hold, too; they would have to be divided
-            alike, so nothing that has one is a part.
         is_last: whether its output is the model's, or its loss.
 
     Raises:
@@ -106,8 +143,6 @@ def parts_in(
     taken: set[str] = set()
     for part in _candidates(root, layer, calls, is_last=is_last):
         if taken & part.splits.keys() or (calls is not None and not part.splits.keys() <= calls):
-            continue
-        if any(id(weight) in tied for weight in part.parameters(root)):
             continue
         if part.kind == "embedding" and chosen:
             continue  # a table of a block's, as of positions

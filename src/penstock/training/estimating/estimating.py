@@ -49,6 +49,7 @@ from penstock.training.profiler.alone.bench import (
     measure_workspaces,
 )
 from penstock.training.profiler.alone.measuring import found_parts, layers_of, with_costs
+from penstock.training.profiler.alone.heads import with_loss_of_head
 from penstock.training.profiler.alone.parts import PartsWatch
 from penstock.training.profiler.alone.passes import (
     HandedOn,
@@ -260,6 +261,7 @@ def _estimated(model: nn.Module, request: _EstimateRequest) -> LayerGraph:
             example=example,
             estimate=_with_error(request.pace, bench.kind),
         )
+        graph = with_loss_of_head(graph, model, _of_shapes(sample))
         sized = [_at_size(graph, bench, _of_shapes(other)) for other in others]
     doubts = tuple(bench.doubts())
     sized = [replace(other, warnings=doubts) for other in sized]

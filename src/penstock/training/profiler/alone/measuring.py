@@ -15,7 +15,7 @@ from penstock.core.graph import Layer, LayerGraph
 from penstock.engine.model.optimizer_factory import OptimizerFactory
 from penstock.engine.model.spine import NamedLayer, spine_of
 from penstock.engine.tensor.followed import followed
-from penstock.engine.tensor.parts import FoundPart, parts_in
+from penstock.engine.tensor.parts import FoundPart, parts_in, with_ties_alike
 from penstock.engine.tensor.splits import trait_of
 from penstock.engine.tracing.layers import CapturedLayer, units_of
 from penstock.training.profiler.alone.bench import Bench, Measured, Progress
@@ -140,8 +140,9 @@ def found_parts(model: nn.Module, layers: Sequence[NamedLayer]) -> list[list[Fou
     Raises:
         ModelError: what a module says of its parts is not true.
     """
+    parts = [parts_in(layer, model, is_last=layer is layers[-1]) for layer in layers]
     tied = {id(weight) for weight in _shared(model, layers).values()}
-    parts = [parts_in(layer, model, tied, is_last=layer is layers[-1]) for layer in layers]
+    parts = with_ties_alike(layers, parts, tied)
     return followed(layers, parts, gives_loss=getattr(model, "gives_loss", False))
 
 
