@@ -1,9 +1,10 @@
-"""Positions around split modules, and classes under the loss, are divided as plans say it: by default,
-for captured models of transformers, too, and with the weights and losses of one device."""
+"""Positions around split modules, and classes under the loss, are divided by default, of captured
+models of transformers, too, with the weights and losses of one device."""
 
 from __future__ import annotations
 
 import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -70,22 +71,22 @@ def captured(kind, example, **options):
 
 
 def planned(graph, tensor_ranks, **options):
-    """As if the model were large, so that it is worth sharing."""
+    """As if the model were large, and microbatches of one row, so that layers are worth sharing."""
     graph = replace(graph, layers=tuple(layer.paced(1e4, 1e4) for layer in graph.layers))
     count = tensor_ranks * options.get("stages", 1) * options.pop("copies", 1)
     return pk.plan(
-        graph, pk.Cluster.local(count), microbatches=2, tensor_ranks=tensor_ranks, **options
+        graph, pk.Cluster.local(count), microbatches=4, tensor_ranks=tensor_ranks, **options
     )
 
 
 MODELS = {
-    "chain": (demo, lambda seed: words(seed), gpt.loss),
-    "Llama": (lambda: captured("Llama", words(0)[0]), lambda seed: words(seed), of_logits),
-    "GPT2": (lambda: captured("GPT2", words(0)[0]), lambda seed: words(seed), of_logits),
+    "chain": (demo, words, gpt.loss),
+    "Llama": (lambda: captured("Llama", words(0)[0]), words, of_logits),
+    "GPT2": (lambda: captured("GPT2", words(0)[0]), words, of_logits),
     "Llama, own loss": (lambda: captured("Llama", labelled(0)), labelled, pk.model_loss),
     "Llama, tied": (
         lambda: captured("Llama", words(0)[0], tie_word_embeddings=True),
-        lambda seed: words(seed),
+        words,
         of_logits,
     ),
 }
@@ -93,8 +94,8 @@ MODELS = {
 
 def profiled(model, batch, loss):
     if isinstance(batch, dict):
-        return pk.profile(model, {key: rows[:2] for key, rows in batch.items()}, ranks=0, repeats=1)
-    inputs, targets = (rows[:2] for rows in batch)
+        return pk.profile(model, {key: rows[:1] for key, rows in batch.items()}, ranks=0, repeats=1)
+    inputs, targets = (rows[:1] for rows in batch)
     return pk.profile(model, inputs, loss=loss, targets=targets, ranks=0, repeats=1)
 
 
@@ -111,14 +112,12 @@ def assert_trains_as_one_device(ours, plan, batch, loss):
         losses = [stepped(pipeline, batch(seed)) for seed in range(2)]
         first = batch(5)
         evaluated = pipeline.evaluate(first if isinstance(first, dict) else first[0])
-    one = SingleDevice(theirs, 2, loss, momentum, seed=3, clip_norm=1.0)
+    one = SingleDevice(theirs, 4, loss, momentum, seed=3, clip_norm=1.0)
     expected = torch.stack([stepped(one, batch(seed)) for seed in range(2)])
     assert same(torch.stack(losses), expected, TOLERANCE)
     assert_same(ours, theirs, TOLERANCE)
     whole = theirs.eval()(first if isinstance(first, dict) else first[0])
-    assert same(
-        getattr(evaluated, "logits", evaluated), getattr(whole, "logits", whole), TOLERANCE
-    )
+    assert same(getattr(evaluated, "logits", evaluated), getattr(whole, "logits", whole), TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +172,7 @@ def test_no_tensor_rank_keeps_anything_as_large_as_all_logits(monkeypatch):
         pipeline.step(*words(0))
         kept.clear()  # the first run of a layer is compared with the whole one
         pipeline.step(*words(1))
-    rows, length = 2, 6
+    rows, length = 1, 6
     assert seen[0] == (ShardedLogits, (rows, length, WORDS))
     assert any(shape == (rows * length, WORDS // 4) for shape in kept)
     assert not any(WORDS in shape[-1:] for shape in kept)

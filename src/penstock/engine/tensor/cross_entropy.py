@@ -74,8 +74,10 @@ class _ShardedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         probabilities, mine, here = ctx.saved_tensors
         terms: _Terms = ctx.terms
-        certain = gradients[0] * (1 - terms.smoothing) * terms.positions
-        spread = gradients[0] * terms.smooth() * terms.counted
+        # A mean over no label is no number, but moves nothing.
+        given = gradients[0].masked_fill(terms.counted == 0, 0.0)
+        certain = given * (1 - terms.smoothing) * terms.positions
+        spread = given * terms.smooth()
         back = probabilities * (certain + spread * terms.all_classes).unsqueeze(1)
         if back.shape[1]:
             back.scatter_add_(1, mine.unsqueeze(1), -(certain * here).unsqueeze(1))

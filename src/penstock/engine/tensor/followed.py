@@ -1,10 +1,10 @@
-"""Which layers with parts can run on some of the positions each, and what a captured model's own loss
+"""Which layers with parts can run on some of the positions, and what a captured model's own loss
 sees: told for all layers together, since each reads what those before it give.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from penstock.base.errors import ModelError
 from penstock.engine.model.spine import NamedLayer

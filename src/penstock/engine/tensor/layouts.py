@@ -189,9 +189,7 @@ def layouts_of_leaves(layout: Layouts, count: int) -> tuple[Layout, ...]:
     return layout if isinstance(layout, tuple) else (layout,) * count
 
 
-def _converted(
-    value: Tensor, have: Layout, want: Layout, group: TensorGroup, layer: str
-) -> Tensor:
+def _converted(value: Tensor, have: Layout, want: Layout, group: TensorGroup, layer: str) -> Tensor:
     here = _dimension(value, have, layer)
     there = _dimension(value, want, layer)
     if here == there:

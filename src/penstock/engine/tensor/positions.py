@@ -1,4 +1,4 @@
-"""Whether a module does with each position the same, so that each member can give it some of them."""
+"""Whether a module does with each position the same, so that members can give it some of them."""
 
 from __future__ import annotations
 

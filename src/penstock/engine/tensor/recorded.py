@@ -183,19 +183,21 @@ class _MemberGraphWriter:
     def _output(self, values: Sequence[Any]) -> None:
         wanted = layouts_of_leaves(self.layouts.gives, len(values))
         given: list[Any] = []
-        for value, layout in zip(values, wanted, strict=True):
-            if not isinstance(value, fx.Node):
-                given.append(value)
-                self.gives.append(WHOLE)
-                continue
+        for value, asked in zip(values, wanted, strict=True):
+            lies = asked
             if self.decides:
-                layout = self.keeps if self._lies(value, self.keeps) else WHOLE
-            self.gives.append(layout)
-            if layout is WHOLE or self._lies(value, layout):
-                given.append(self.whole(value) if layout is WHOLE else self.ours[value])
-            else:
-                given.append(self._call(own_shard, self.whole(value), layout))
+                stays = isinstance(value, fx.Node) and self._lies(value, self.keeps)
+                lies = self.keeps if stays else WHOLE
+            self.gives.append(lies)
+            given.append(self._leaving(value, lies) if isinstance(value, fx.Node) else value)
         self.graph.output(given)
+
+    def _leaving(self, value: fx.Node, layout: Layout) -> fx.Node:
+        if layout is WHOLE:
+            return self.whole(value)
+        if self._lies(value, layout):
+            return self.ours[value]
+        return self._call(own_shard, self.whole(value), layout)
 
     def _lies(self, value: fx.Node, layout: Layout) -> bool:
         """Whether a value is divided in one piece along positions, or along its last dimension."""

@@ -1,16 +1,16 @@
 """A loss on logits of which each member has its part of the classes, so that nobody holds them all.
 
-The last layer's output stays as the head has given it. A loss sees it as ``ShardedLogits``: a tensor
-of the whole shape that does on the part what losses do with logits before a cross entropy, and that
-computes that from three numbers per position, which members add up or compare (Shoeybi et al.,
-"Megatron-LM", arXiv 1909.08053, section 3). Whatever else a loss does with it gathers the logits: so
-any loss is right, and one that can be followed needs no gather.
+The last layer's output stays as the head has given it. A loss sees it as ``ShardedLogits``: of the
+whole shape, and doing on the part what losses do with logits before a cross entropy, which is
+computed of three numbers per position that members add up or compare (Shoeybi et al.,
+"Megatron-LM", arXiv 1909.08053, section 3). Whatever else a loss does with it gathers the logits,
+so that any loss is right, and one that can be followed needs no gather.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -111,8 +111,8 @@ def _gathered(value: Any, by: str) -> Any:
 
 
 Follow = Callable[[Any, ShardedLogits, Sequence[Any], Mapping[str, Any]], Any]
-"""From a function, the logits, and its other arguments to what it gives, on the part; ``None`` where
-it needs all of them."""
+"""From a function, the logits, and its other arguments to what it gives, on the part; ``None``
+where it needs all of them."""
 
 
 def _same(func: Any, mine: ShardedLogits, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

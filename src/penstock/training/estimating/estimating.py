@@ -48,8 +48,8 @@ from penstock.training.profiler.alone.bench import (
     measure_footprints,
     measure_workspaces,
 )
-from penstock.training.profiler.alone.measuring import found_parts, layers_of, with_costs
 from penstock.training.profiler.alone.heads import with_loss_of_head
+from penstock.training.profiler.alone.measuring import found_parts, layers_of, with_costs
 from penstock.training.profiler.alone.parts import PartsWatch
 from penstock.training.profiler.alone.passes import (
     HandedOn,

@@ -35,8 +35,8 @@ from penstock.engine.model.batches import (
 from penstock.engine.model.optimizer_factory import OptimizerFactory
 from penstock.engine.model.spine import evaluation_mode, names_a_spine, run_spine, spine_of
 from penstock.engine.run.recipe import Loss, check_loss
-from penstock.training.profiler.alone.heads import with_loss_of_head
 from penstock.training.profiler.alone import WARM_UP, Progress, Sample, measure_alone
+from penstock.training.profiler.alone.heads import with_loss_of_head
 from penstock.training.profiler.calibrating import (
     Calibrated,
     calibrate,

@@ -48,7 +48,5 @@ def with_loss_of_head(graph: LayerGraph, model: nn.Module, sample: Sample) -> La
 
 def _with_loss(graph: LayerGraph, loss: LossSees) -> LayerGraph:
     *rest, last = graph.layers
-    parts = tuple(
-        replace(part, loss=loss) if part.kind == "head" else part for part in last.parts
-    )
+    parts = tuple(replace(part, loss=loss) if part.kind == "head" else part for part in last.parts)
     return replace(graph, layers=(*rest, replace(last, parts=parts)))
