@@ -106,13 +106,13 @@ def stepped(trainer, batch):
 def assert_trains_as_one_device(ours, plan, batch, loss):
     theirs = copy.deepcopy(ours)
     with pk.Pipeline(
-        ours, plan, loss=loss, optimizer=momentum, seed=3, clip_norm=1.0,
+        ours, plan, loss=loss, optimizer=momentum, seed=3,
         deadline_seconds=DEADLINE_SECONDS,
     ) as pipeline:  # fmt: skip
         losses = [stepped(pipeline, batch(seed)) for seed in range(2)]
         first = batch(5)
         evaluated = pipeline.evaluate(first if isinstance(first, dict) else first[0])
-    one = SingleDevice(theirs, 4, loss, momentum, seed=3, clip_norm=1.0)
+    one = SingleDevice(theirs, 4, loss, momentum, seed=3)
     expected = torch.stack([stepped(one, batch(seed)) for seed in range(2)])
     assert same(torch.stack(losses), expected, TOLERANCE)
     assert_same(ours, theirs, TOLERANCE)

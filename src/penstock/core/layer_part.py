@@ -32,8 +32,6 @@ class LayerPart(Value, frozen=True, kw_only=True):
         num_sums: how often it reads a whole value, and sums one.
         gated: whether an MLP has two columns, of which one gates the other.
         is_even: whether each rank must have as many pieces.
-        by_positions: whether each rank may have some of the positions of what is around the parts
-            of the layer.
         loss: what the loss behind a head sees.
         parameter_bytes: of weights that are divided.
         activation_bytes: of what the layer keeps, what is divided; of a head with all of the loss.
@@ -49,7 +47,6 @@ class LayerPart(Value, frozen=True, kw_only=True):
     num_sums: int = 1
     gated: bool = False
     is_even: bool = False
-    by_positions: bool = False
     loss: LossSees = ""
     parameter_bytes: int = 0
     activation_bytes: int = 0

@@ -1,10 +1,11 @@
-"""Which layers with parts can run on some of the positions, and what a captured model's own loss
-sees: told for all layers together, since each reads what those before it give.
+"""Which layers can run on some of the positions, and what a captured model's own loss sees: told for
+all layers together, since each reads what those before it give.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from penstock.base.errors import ModelError
 from penstock.engine.model.spine import NamedLayer
@@ -15,9 +16,21 @@ from penstock.engine.tensor.recorded import RecordedLayouts, layouts_of
 from penstock.engine.tracing.layers import CapturedLayer
 
 
+class FoundParts(NamedTuple):
+    """The parts of one layer, and how values may lie around them.
+
+    Attributes:
+        parts: of the layer.
+        by_positions: see ``Layer``.
+    """
+
+    parts: tuple[FoundPart, ...] = ()
+    by_positions: bool = False
+
+
 def followed(
     layers: Sequence[NamedLayer], parts: Sequence[Sequence[FoundPart]], *, gives_loss: bool
-) -> list[list[FoundPart]]:
+) -> list[FoundParts]:
     """The parts of all layers of a model, with what can be said of positions and of its loss.
 
     Of a captured layer its code is followed; of others, the author says it
@@ -26,33 +39,29 @@ def followed(
     Args:
         gives_loss: whether the model computes its own loss.
     """
-    said: list[list[FoundPart]] = []
+    said: list[FoundParts] = []
     have: Layouts = WHOLE
     for layer, own in zip(layers, parts, strict=True):
-        module, has_head = layer.module, any(part.kind == "head" for part in own)
+        module = layer.module
         if not isinstance(module, CapturedLayer):
-            declared = bool(getattr(module, "tensor_positions", False))
-            said.append([part._replace(by_positions=declared) for part in own])
+            said.append(FoundParts(tuple(own), bool(getattr(module, "tensor_positions", False))))
             continue
+        has_head = any(part.kind == "head" for part in own)
         found = _layouts(module, own, have, has_head=has_head)
-        have = WHOLE if found is None else found.gives
-        by_positions = found is not None and found.gathers == 0 and _lies(have, has_head)
-        if not by_positions:
-            have = WHOLE
-        loss = "" if not gives_loss else "shards" if _is_on_shards(module, own) else "whole"
-        said.append(
-            [
-                part._replace(by_positions=by_positions, loss=loss if part.kind == "head" else "")
-                for part in own
-            ]
-        )
+        by_positions = found is not None and _is_divided(found, has_head=has_head)
+        have = found.gives if found is not None and by_positions else WHOLE
+        if gives_loss and has_head:
+            own = [_with_loss(module, part) for part in own]
+        said.append(FoundParts(tuple(own), by_positions))
     return said
 
 
-def _lies(gives: Layouts, has_head: bool) -> bool:
-    """Whether something that a layer gives is divided as it should be."""
-    wanted = FEATURES if has_head else SEQUENCE
-    return has_head or (isinstance(gives, tuple) and wanted in gives)
+def _is_divided(found: RecordedLayouts, *, has_head: bool) -> bool:
+    """Whether positions stay divided all through a layer, but for what its parts read."""
+    reads, gives = (
+        isinstance(layouts, tuple) and SEQUENCE in layouts for layouts in (found.reads, found.gives)
+    )
+    return not found.gathers and (reads if has_head else gives)
 
 
 def _layouts(
@@ -64,7 +73,7 @@ def _layouts(
     by_positions: bool = True,
 ) -> RecordedLayouts | None:
     """Where values lie where all parts of a layer are divided; ``None`` if they cannot be."""
-    size = max(map(smallest_share, parts), default=1)
+    size = max(map(smallest_share, parts), default=2)
     if size == 1:
         return None
     ways: dict[str, ModuleSharing] = {}
@@ -77,8 +86,9 @@ def _layouts(
         return None
 
 
-def _is_on_shards(layer: CapturedLayer, parts: Sequence[FoundPart]) -> bool:
-    """Whether the loss in the code of the last layer can be computed on parts of the logits."""
-    heads = [part for part in parts if part.kind == "head"]
-    found = _layouts(layer, heads, WHOLE, has_head=True, by_positions=False) if heads else None
-    return found is not None and found.gathers == 0
+def _with_loss(layer: CapturedLayer, part: FoundPart) -> FoundPart:
+    """A part with what a loss in the code behind it sees, if it is a head."""
+    if part.kind != "head":
+        return part
+    found = _layouts(layer, [part], WHOLE, has_head=True, by_positions=False)
+    return part._replace(loss="whole" if found is None or found.gathers else "shards")

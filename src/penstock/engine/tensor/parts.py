@@ -44,7 +44,7 @@ class FoundPart(NamedTuple):
         opens: the modules behind which features are divided.
         closes: those that take them up.
         num_sums: how often it sums.
-        by_positions, loss: see ``LayerPart``; found for all layers together (``followed``).
+        loss: see ``LayerPart``; of a captured model, whose code is followed (``followed``).
     """
 
     kind: PartKind
@@ -56,7 +56,6 @@ class FoundPart(NamedTuple):
     gated: bool = False
     is_even: bool = False
     num_sums: int = 1
-    by_positions: bool = False
     loss: LossSees = ""
 
     def parameters(self, layer: nn.Module) -> Iterator[Tensor]:

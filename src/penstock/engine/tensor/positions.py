@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from penstock.engine.model import tree
 from penstock.engine.model.randomness import RandomStream
 from penstock.engine.tensor.splits import has_batch_statistics
 
@@ -38,6 +39,30 @@ def acts_by_position(module: nn.Module, features: Sequence[int]) -> bool:
         return False
     is_alike = isinstance(whole, Tensor) and whole.shape == sample.shape and not stream.drew
     return is_alike and torch.allclose(whole, parts, rtol=1e-4, atol=1e-5)
+
+
+def asks_for_no_values(module: nn.Module, value: Tensor, others: Mapping[str, Tensor]) -> bool:
+    """Whether what a module without parameters gives does not depend on the numbers, and positions,
+    of its first input: modules that compute rotations ask that for its dtype and device only.
+
+    Args:
+        value, others: that input, and those behind it by their names; only their shapes count.
+    """
+    if any(True for _ in module.parameters()):
+        return False
+    sample = _numbers(value.shape, torch.float32)
+    given = {name: torch.ones(other.shape, dtype=other.dtype) for name, other in others.items()}
+    try:
+        with torch.no_grad(), RandomStream(0) as stream:
+            own = _with_numbers(module)
+            first, second = own(sample, **given), own(sample[:, :1] + 1, **given)
+    except Exception:  # whatever it is, it does look at its input
+        return False
+    pairs = zip(tree.flatten(first)[0], tree.flatten(second)[0], strict=False)
+    return not stream.drew and all(
+        isinstance(mine, Tensor) and mine.shape == other.shape and torch.equal(mine, other)
+        for mine, other in pairs
+    )
 
 
 def _numbers(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -43,7 +43,7 @@ from penstock.engine.tensor.layouts import (
     own_shard,
 )
 from penstock.engine.tensor.membership import ModuleSharing
-from penstock.engine.tensor.positions import acts_by_position
+from penstock.engine.tensor.positions import acts_by_position, asks_for_no_values
 from penstock.engine.tensor.recorded_rules import RULES, Rule, ShardedDim, shape_of
 from penstock.engine.tensor.splits import works_on_features
 from penstock.engine.tracing.layers import CapturedLayer
@@ -113,6 +113,7 @@ class RecordedLayouts(NamedTuple):
         by_positions: whether values in it are followed along positions.
         rows: names of modules whose sums are scattered along positions.
         terms: names of modules of whose parameters each member has a term of the gradient.
+        asks_for_no_values: names of modules that are given parts, since they do not look at them.
         gathers: how often values are made whole in it, where it trains.
     """
 
@@ -121,6 +122,7 @@ class RecordedLayouts(NamedTuple):
     by_positions: bool
     rows: frozenset[str] = frozenset()
     terms: frozenset[str] = frozenset()
+    asks_for_no_values: frozenset[str] = frozenset()
     gathers: int = 0
 
 
@@ -138,7 +140,7 @@ class _MemberGraphWriter:
             leaves so.
 
     Attributes:
-        gives, rows, terms, num_gathers: see ``RecordedLayouts``.
+        gives, rows, terms, uses_none, num_gathers: see ``RecordedLayouts``.
     """
 
     def __init__(
@@ -157,6 +159,7 @@ class _MemberGraphWriter:
         self.gives: list[Layout] = []
         self.rows: set[str] = set()
         self.terms: set[str] = set()
+        self.uses_none: set[str] = set()
         self.num_gathers = 0
         self.copied: dict[fx.Node, fx.Node] = {}
         self.graph = fx.Graph()
@@ -316,7 +319,8 @@ class _MemberGraphWriter:
     def _module(self, node: fx.Node) -> None:
         path = str(node.target)
         way, module = self.ways.get(path), self.module(path)
-        given = self.divided.get(node.args[0]) if node.args else None  # type: ignore[arg-type]
+        value = node.args[0] if node.args else None
+        given = self.divided.get(value) if isinstance(value, fx.Node) else None
         if way is not None and way.adds:
             self._take(node, way, module)
             if self._has_positions(node):
@@ -341,12 +345,30 @@ class _MemberGraphWriter:
         elif (way is not None and not way.cuts) or works_on_features(module):
             self._copy(node, self.ours.__getitem__)
             self.divided[node] = given
+        elif self._asks_for_no_values(node, module):
+            self.uses_none.add(path)
+            self._copy(node, lambda own: self.ours[own] if own is value else self.whole(own))
         elif self._acts_by_position(node, module):
             self._copy(node, self.ours.__getitem__)
             self.terms.add(path)
             self.divided[node] = given
         else:
             self._copy(node, self.whole)
+
+    def _asks_for_no_values(self, node: fx.Node, module: nn.Module) -> bool:
+        """Whether a module reads of its divided input neither numbers nor positions."""
+        (value, *others) = node.args
+        if others or not self._lies(cast(fx.Node, value), SEQUENCE):
+            return False
+        if not self.decides:
+            return str(node.target) in self.layouts.asks_for_no_values
+        given = {key: _sample(other) for key, other in node.kwargs.items()}
+        if any(sample is None for sample in given.values()):
+            return False
+        shape = shape_of(cast(fx.Node, value))
+        assert shape is not None
+        sample = torch.empty(shape, device="meta")
+        return asks_for_no_values(module, sample, cast(dict[str, Tensor], given))
 
     def _acts_by_position(self, node: fx.Node, module: nn.Module) -> bool:
         """Whether an undivided module can be given some of the positions of its only input."""
@@ -406,6 +428,17 @@ def _dropper(divided: ShardedDim) -> Callable[..., Tensor]:
         return dropped(part, dropout, group, divided)
 
     return drop
+
+
+def _sample(value: Any) -> Tensor | None:
+    """A tensor like what a node has given, without values; ``None`` if it is none."""
+    shape = shape_of(value) if isinstance(value, fx.Node) else None
+    return None if shape is None else torch.empty(shape, dtype=_dtype(value), device="meta")
+
+
+def _dtype(value: fx.Node) -> torch.dtype:
+    dtype: torch.dtype = value.meta["val"].dtype
+    return dtype
 
 
 def _may_train(node: fx.Node) -> bool:
@@ -488,6 +521,7 @@ def layouts_of(
         gives=tuple(writer.gives),
         rows=frozenset(writer.rows),
         terms=frozenset(writer.terms),
+        asks_for_no_values=frozenset(writer.uses_none),
         gathers=writer.num_gathers,
     )
 

@@ -308,6 +308,15 @@ def _normed(node: fx.Node, known: Known, _: int) -> Rule | None:
     return Rule(divided) if divided.dim < len(shape) - last else None
 
 
+def _asked_size(node: fx.Node, known: Known, _: int) -> Rule | None:
+    """How long a dimension is that is not divided."""
+    given = _first(node, known)
+    if given is None or not isinstance(node.args[1], int):
+        return None
+    divided, shape = given
+    return None if node.args[1] % len(shape) == divided.dim else Rule(None)
+
+
 def _averaged(node: fx.Node, known: Known, _: int) -> Rule | None:
     """Over dimensions that stay, and are not divided."""
     given = _first(node, known)
@@ -409,6 +418,7 @@ RULES: dict[str, Find] = {
     **dict.fromkeys(("split", "split_with_sizes", "chunk"), _split),
     **dict.fromkeys(("matmul", "bmm", "scaled_dot_product_attention"), _multiplied),
     "expand": _expanded,
+    "sym_size": _asked_size,
     "permute": _permuted,
     "transpose": _transposed,
     "unsqueeze": _unsqueezed,

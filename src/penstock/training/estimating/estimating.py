@@ -239,7 +239,7 @@ def _estimated(model: nn.Module, request: _EstimateRequest) -> LayerGraph:
         code_that_needs_more_than_shapes(),
     ):  # fmt: skip
         parts = found_parts(model, layers)
-        bench = _CountingBench(layers, parts, request)
+        bench = _CountingBench(layers, [own.parts for own in parts], request)
         measured = bench.measure(_of_shapes(sample))
         graph = LayerGraph(
             layers=tuple(

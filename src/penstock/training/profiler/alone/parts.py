@@ -170,7 +170,6 @@ def parts_of(layer: NamedLayer, parts: Sequence[FoundPart]) -> tuple[LayerPart, 
             num_sums=part.num_sums,
             gated=part.gated,
             is_even=part.is_even,
-            by_positions=part.by_positions,
             loss=part.loss,
             parameter_bytes=sum(weight.nbytes for weight in part.parameters(layer.module)),
         )
