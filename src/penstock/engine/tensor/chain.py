@@ -160,8 +160,8 @@ def _shared(
     have, wanted = between
     _check_skips(layer, split)
     is_written_anew = inner or split == "sequence" or split not in (*_DIVIDING, "any")
-    if isinstance(module, CapturedLayer) and is_written_anew:
-        return _recorded(layer, module, split, inner, have, size, is_last)
+    if isinstance(module, CapturedLayer) and (is_written_anew or _is_cut(module, split, wanted)):
+        return _recorded(layer, module, split, inner, between, size, is_last)
     if split == "any":
         return _following(name, module, have, size)
     if split in _DIVIDING:
@@ -228,13 +228,17 @@ def _recorded(
     module: CapturedLayer,
     split: str,
     inner: Mapping[str, str],
-    have: Layouts,
+    between: tuple[Layouts, Layout],
     size: int,
     is_last: bool,
 ) -> LayerSharing:
-    """A layer of a captured model, in which modules are split: it is named as one of them is."""
-    name = layer.name
+    """A layer of a captured model, in which modules are split. Named as one of them is, it reads
+    positions as they come, and gives them as they are wanted."""
+    name, (have, wanted) = layer.name, between
+    by_positions = split == "sequence" or _is_cut(module, split, wanted)
     if split not in (*_DIVIDING, "any"):
+        comes_divided = isinstance(have, tuple) and SEQUENCE in have
+        by_positions = comes_divided or wanted == SEQUENCE
         inner, split = {**inner, name: split}, "whole"
     if split == "data":
         raise ModelError(
@@ -248,7 +252,7 @@ def _recorded(
             f"split as {inner[uncalled[0]]!r}; it calls {', '.join(sorted(module.calls)) or 'none'}"
         )
     ways = _inner_sharings(layer, inner)
-    has_head, by_positions = "vocabulary" in inner.values(), split == "sequence"
+    has_head = "vocabulary" in inner.values()
     if size == 1 or not (has_head or by_positions):
         return LayerSharing(name, have, WHOLE, WHOLE, WHOLE, inner=ways)
     keeps = FEATURES if has_head else WHOLE if is_last or not by_positions else SEQUENCE
@@ -257,6 +261,13 @@ def _recorded(
     except ModelError as error:
         raise ModelError(f"layer {name!r} cannot be split as {split!r}: {error}") from error
     return LayerSharing(name, have, own.reads, own.gives, own.gives, inner=ways, recorded=own)
+
+
+def _is_cut(module: CapturedLayer, split: str, wanted: Layout) -> bool:
+    """Whether a captured layer looks up whole what those behind it read by positions: it is cut where
+    it has been looked up, since nobody behind it could tell it from a mask."""
+    looks_up = any(isinstance(module.get_submodule(path), nn.Embedding) for path in module.calls)
+    return looks_up and wanted == SEQUENCE and split in ("any", "whole")
 
 
 def _check_positions(layer: NamedLayer, ways: Mapping[str, ModuleSharing]) -> None:

@@ -109,7 +109,8 @@ def ways(layer: Layer, num_ranks: int = 2, *, elsewhere: bool = False) -> tuple[
     plain = (_REPEATED,) if "draws" in details or not layer.by_rows else (_DATA, _REPEATED)
     parts = tuple(part for part in layer.parts if not part.refusal(num_ranks))
     if parts or (layer.by_positions and not layer.parts):
-        return (*plain, *_by_parts(layer, parts, elsewhere=elsewhere))
+        divided = [*_by_parts(layer, parts, elsewhere=elsewhere)]
+        return (*reversed(divided), *plain)
     unknown = layer.skip_bytes or "groups=" in details or "undivided" in details
     if layer.shared_parameters or unknown:
         return plain
@@ -139,12 +140,10 @@ def _by_parts(layer: Layer, parts: tuple[LayerPart, ...], *, elsewhere: bool) ->
     if heads and elsewhere:
         yield Sharing("parts", "whole", "whole", "whole", "whole", parts, shares_loss=True)
         yield Sharing("parts", "whole", "sequence", "whole", "sequence", parts, shares_loss=True)
-    # What a layer has for later ones besides, as masks, is no value of positions; an attention that
-    # cannot be shared needs all of them.
-    elif (
-        (elsewhere or layer.by_positions)
-        and len(parts) == len(layer.parts)
-        and not layer.skip_bytes
+    # Nobody knows of another engine whether what a layer has for later ones besides, as masks, are
+    # values of positions; an attention that cannot be shared needs all of them.
+    elif len(parts) == len(layer.parts) and (
+        layer.by_positions or (elsewhere and not layer.skip_bytes)
     ):
         looks_up = any(part.kind == "embedding" for part in parts)
         reads: TensorLayout = "whole" if looks_up else "sequence"
