@@ -118,12 +118,14 @@ def assert_trains_as_one_device(ours, plan, batch, loss):
         losses = [stepped(pipeline, batch(seed)) for seed in range(2)]
         first = batch(5)
         evaluated = pipeline.evaluate(first if isinstance(first, dict) else first[0])
+    # The loss of transformers casts logits to float32.
+    tolerance = 1e-6 if loss is pk.model_loss else TOLERANCE
     one = SingleDevice(theirs, 4, loss, momentum, seed=3)
     expected = torch.stack([stepped(one, batch(seed)) for seed in range(2)])
-    assert same(torch.stack(losses), expected, TOLERANCE)
-    assert_same(ours, theirs, TOLERANCE)
+    assert same(torch.stack(losses), expected, tolerance)
+    assert_same(ours, theirs, tolerance)
     whole = theirs.eval()(first if isinstance(first, dict) else first[0])
-    assert same(getattr(evaluated, "logits", evaluated), getattr(whole, "logits", whole), TOLERANCE)
+    assert same(getattr(evaluated, "logits", evaluated), getattr(whole, "logits", whole), tolerance)
 
 
 @pytest.mark.parametrize(
