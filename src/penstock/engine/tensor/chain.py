@@ -264,8 +264,8 @@ def _recorded(
 
 
 def _is_cut(module: CapturedLayer, split: str, wanted: Layout) -> bool:
-    """Whether a captured layer looks up whole what those behind it read by positions: it is cut where
-    it has been looked up, since nobody behind it could tell it from a mask."""
+    """Whether a captured layer looks up whole what those behind it read by positions: it is cut
+    where it has been looked up, since nobody behind it could tell it from a mask."""
     looks_up = any(isinstance(module.get_submodule(path), nn.Embedding) for path in module.calls)
     return looks_up and wanted == SEQUENCE and split in ("any", "whole")
 

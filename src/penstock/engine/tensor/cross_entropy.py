@@ -16,7 +16,7 @@ from penstock.engine.device.accelerators import is_on_host
 from penstock.engine.tensor.group import TensorGroup, bounds
 
 
-class _Terms(NamedTuple):
+class _LabelWeights(NamedTuple):
     """The way in which positions count in a cross entropy.
 
     Attributes:
@@ -45,7 +45,12 @@ class _ShardedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, group: TensorGroup, first: int, terms: _Terms
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        group: TensorGroup,
+        first: int,
+        terms: _LabelWeights,
     ) -> Tensor:
         count = logits.shape[1]
         mine = labels - first
@@ -63,7 +68,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         powers = shifted.exp_()
         label, *spread, total = group.all_reduce(torch.stack([*each, powers.sum(1)]))
         normaliser = total.log()
-        loss = (1 - terms.smoothing) * terms.positions * (normaliser - label)
+        loss: Tensor = (1 - terms.smoothing) * terms.positions * (normaliser - label)
         if spread:
             loss += terms.smooth() * terms.counted * (terms.all_classes * normaliser - spread[0])
         ctx.save_for_backward(powers.div_(total.unsqueeze(1)), mine, here)
@@ -73,7 +78,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         probabilities, mine, here = ctx.saved_tensors
-        terms: _Terms = ctx.terms
+        terms: _LabelWeights = ctx.terms
         # A mean over no label is no number, but moves nothing.
         given = gradients[0].masked_fill(terms.counted == 0, 0.0)
         certain = given * (1 - terms.smoothing) * terms.positions
@@ -112,7 +117,7 @@ def sharded_cross_entropy(
     if dtype in (torch.float16, torch.bfloat16):
         part = part.float()
         dtype = torch.float32 if torch.is_autocast_enabled(part.device.type) else dtype
-    by_class = part.movedim(1, -1) if part.dim() > 1 else part
+    by_class: Tensor = part.movedim(1, -1) if part.dim() > 1 else part
     logits, labels = by_class.reshape(-1, by_class.shape[-1]), target.reshape(-1)
     counted = labels != ignore_index
     strange = counted & ((labels < 0) | (labels >= num_classes))
@@ -121,12 +126,12 @@ def sharded_cross_entropy(
     own = bounds(num_classes, group.size, group.index)
     mask = counted.to(logits.dtype)
     if weight is None:
-        terms = _Terms(None, float(num_classes), mask, mask, label_smoothing, num_classes)
+        terms = _LabelWeights(None, float(num_classes), mask, mask, label_smoothing, num_classes)
     else:
         weight = weight.to(logits.dtype)
         positions = weight[labels.masked_fill(~counted | strange, 0)] * mask
         classes = weight[own.start : own.stop]
-        terms = _Terms(classes, weight.sum(), positions, mask, label_smoothing, num_classes)
+        terms = _LabelWeights(classes, weight.sum(), positions, mask, label_smoothing, num_classes)
     each = cast(
         Tensor,
         _ShardedCrossEntropy.apply(logits, labels, group, own.start, terms),  # type: ignore[no-untyped-call]

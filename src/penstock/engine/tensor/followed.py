@@ -1,5 +1,5 @@
-"""Which layers can run on some of the positions, and what a captured model's own loss sees: told for
-all layers together, since each reads what those before it give.
+"""Which layers can run on some of the positions, and what a captured model's own loss sees: told
+for all layers together, since each reads what those before it give.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ def followed(
     """
     said: list[FoundParts] = []
     have: Layouts = WHOLE
-    for layer, own in zip(layers, parts, strict=True):
-        module = layer.module
+    for layer, given in zip(layers, parts, strict=True):
+        module, own = layer.module, [*given]
         if not isinstance(module, CapturedLayer):
             said.append(FoundParts(tuple(own), bool(getattr(module, "tensor_positions", False))))
             continue
         has_head = any(part.kind == "head" for part in own)
-        found = _layouts(module, own, have, has_head=has_head)
-        by_positions = found is not None and _is_divided(found, has_head=has_head)
-        have = found.gives if found is not None and by_positions else WHOLE
+        layouts = _layouts(module, own, have, has_head=has_head)
+        by_positions = layouts is not None and _is_divided(layouts, has_head=has_head)
+        have = layouts.gives if layouts is not None and by_positions else WHOLE
         if gives_loss and has_head:
             own = [_with_loss(module, part) for part in own]
         said.append(FoundParts(tuple(own), by_positions))
     return said
 
 
-def _is_divided(found: RecordedLayouts, *, has_head: bool) -> bool:
+def _is_divided(own: RecordedLayouts, *, has_head: bool) -> bool:
     """Whether positions stay divided all through a layer, but for what its parts read."""
     reads, gives = (
-        isinstance(layouts, tuple) and SEQUENCE in layouts for layouts in (found.reads, found.gives)
+        isinstance(layouts, tuple) and SEQUENCE in layouts for layouts in (own.reads, own.gives)
     )
-    return not found.gathers and (reads if has_head else gives)
+    return not own.gathers and (reads if has_head else gives)
 
 
 def _layouts(
@@ -90,5 +90,5 @@ def _with_loss(layer: CapturedLayer, part: FoundPart) -> FoundPart:
     """A part with what a loss in the code behind it sees, if it is a head."""
     if part.kind != "head":
         return part
-    found = _layouts(layer, [part], WHOLE, has_head=True, by_positions=False)
-    return part._replace(loss="whole" if found is None or found.gathers else "shards")
+    layouts = _layouts(layer, [part], WHOLE, has_head=True, by_positions=False)
+    return part._replace(loss="whole" if layouts is None or layouts.gathers else "shards")

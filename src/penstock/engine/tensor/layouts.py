@@ -160,7 +160,7 @@ masks, too, of which everyone has all."""
 
 WHOLE: Layout = None
 ROWS: Layout = 0
-SEQUENCE: Layout = 1
+SEQUENCE = 1
 CHANNELS: Layout = 1
 """Features of convolutions; where a value has two dimensions, they are its features, too."""
 FEATURES: Layout = -1
@@ -178,7 +178,8 @@ def converted(value: Any, have: Layouts, want: Layouts, group: TensorGroup, laye
         leaves, structure = tree.flatten(value)
         ways = (layouts_of_leaves(layout, len(leaves)) for layout in (have, want))
         each = zip(leaves, *ways, strict=True)
-        return tree.unflatten([converted(*own, group, layer) for own in each], structure)
+        moved = [converted(leaf, here, there, group, layer) for leaf, here, there in each]
+        return tree.unflatten(moved, structure)
     if type(value) is Tensor:
         return _converted(value, have, want, group, layer)
     return tree.replace(Tensor, lambda tensor: _converted(tensor, have, want, group, layer), value)

@@ -34,7 +34,7 @@ def acts_by_position(module: nn.Module, features: Sequence[int]) -> bool:
         with torch.no_grad(), RandomStream(0) as stream:
             own = _with_numbers(module)
             whole = own(sample)
-            parts = torch.cat([own(part) for part in sample.split([1, 3], 1)], 1)
+            parts = torch.cat([own(part) for part in torch.split(sample, [1, 3], 1)], 1)
     except Exception:  # whatever it is, it is nothing that takes these positions
         return False
     is_alike = isinstance(whole, Tensor) and whole.shape == sample.shape and not stream.drew

@@ -176,7 +176,7 @@ class _MemberGraphWriter:
             if node.op == "call_module":
                 self._module(node)
             elif node.op == "output":
-                self._output(node.args[0])  # type: ignore[arg-type]
+                self._output(node.args[0])
             else:
                 self._operation(node)
                 if node in read:
@@ -333,11 +333,7 @@ class _MemberGraphWriter:
         elif way is not None and way.cuts and way.features is not None:
             self.divided[node] = self._take(node, way, module)
         elif given is None:
-            self._copy(node, self.whole)
-            if isinstance(module, nn.Embedding) and self._has_positions(node):
-                # From here on, each member has some of the positions; gradients come back whole.
-                self.ours[node] = self._call(own_shard, self.ours[node], SEQUENCE)
-                self.divided[node] = self._positions(node)
+            self._whole_module(node, module)
         elif isinstance(module, nn.Dropout):
             own = self.graph.create_node("get_attr", path)
             self.ours[node] = self._drop(node, own, given)
@@ -345,7 +341,21 @@ class _MemberGraphWriter:
         elif (way is not None and not way.cuts) or works_on_features(module):
             self._copy(node, self.ours.__getitem__)
             self.divided[node] = given
-        elif self._asks_for_no_values(node, module):
+        else:
+            self._on_positions(node, module, given)
+
+    def _whole_module(self, node: fx.Node, module: nn.Module) -> None:
+        """A module that nobody divides, on whole values."""
+        self._copy(node, self.whole)
+        if isinstance(module, nn.Embedding) and self._has_positions(node):
+            # From here on, each member has some of the positions; gradients come back whole.
+            self.ours[node] = self._call(own_shard, self.ours[node], SEQUENCE)
+            self.divided[node] = self._positions(node)
+
+    def _on_positions(self, node: fx.Node, module: nn.Module, given: ShardedDim) -> None:
+        """A module that nobody divides, on some of the positions if it can run on these."""
+        value, path = node.args[0], str(node.target)
+        if self._asks_for_no_values(node, module):
             self.uses_none.add(path)
             self._copy(node, lambda own: self.ours[own] if own is value else self.whole(own))
         elif self._acts_by_position(node, module):
@@ -353,7 +363,7 @@ class _MemberGraphWriter:
             self.terms.add(path)
             self.divided[node] = given
         else:
-            self._copy(node, self.whole)
+            self._whole_module(node, module)
 
     def _asks_for_no_values(self, node: fx.Node, module: nn.Module) -> bool:
         """Whether a module reads of its divided input neither numbers nor positions."""

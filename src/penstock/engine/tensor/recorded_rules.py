@@ -282,13 +282,13 @@ def _elsewhere(node: fx.Node, known: Known, _: int) -> Rule | None:
 
 def _sliced(node: fx.Node, known: Known, member: int) -> Rule | None:
     """Along another dimension, or all of the one that is divided, as ``value[:, :]`` takes it."""
-    start, end, step = (*node.args[2:], *(None, None, 1)[max(len(node.args) - 2, 0) :])
+    start, end, step = [*node.args[2:], None, None, None][:3]
     given = _first(node, known)
     if given is None:
         return None
     divided, shape = given
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-    is_all = not start and step == 1 and (end is None or _reaches(end, shape[divided.dim]))
+    is_all = not start and step in (None, 1) and (end is None or _reaches(end, shape[divided.dim]))
     if is_all and isinstance(dim, int) and dim % len(shape) == divided.dim:
         return Rule(divided, (node.args[0], dim, 0, maxsize))
     return _elsewhere(node, known, member)
@@ -324,9 +324,11 @@ def _averaged(node: fx.Node, known: Known, _: int) -> Rule | None:
         return None
     divided, shape = given
     dims = node.args[1]
-    if not isinstance(dims, Sequence) or any(int(dim) % len(shape) == divided.dim for dim in dims):
-        return None
-    return Rule(divided)
+    numbers = dims if isinstance(dims, Sequence) else [None]
+    averages_it = any(
+        not isinstance(dim, int) or dim % len(shape) == divided.dim for dim in numbers
+    )
+    return None if averages_it else Rule(divided)
 
 
 def _split(node: fx.Node, known: Known, member: int) -> Rule | None:

@@ -128,7 +128,8 @@ class FirstRun:
 def _refusal(how: LayerSharing, trouble: str) -> str:
     names = [f"{how.name}.{path}" if path else how.name for path in how.said]
     said = dict(zip(names, how.said.values(), strict=True))
-    has = {ROWS: "some of its rows", SEQUENCE: "some of its positions"}.get(how.reads, "")
+    parts = {ROWS: "some of its rows", SEQUENCE: "some of its positions"}
+    has = parts.get(how.reads, "") if how.reads is None or isinstance(how.reads, int) else ""
     why = "code in it mixes, or moves, what is divided"
     if has:
         why = f"each tensor rank has {has}, so what mixes them must be split, too"

@@ -10,7 +10,7 @@ so that any loss is right, and one that can be followed needs no gather.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -40,15 +40,15 @@ class ShardedLogits(Tensor):
 
     @staticmethod
     def __new__(
-        cls,
+        cls: type[Self],
         part: Tensor,
         divided: ShardedDim,
         group: TensorGroup,
         watch: Callable[[str], None] | None = None,
-    ) -> ShardedLogits:
+    ) -> Self:
         shape = [*part.shape]
         shape[divided.dim] = divided.length
-        own: ShardedLogits = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        own: Self = Tensor._make_wrapper_subclass(
             cls, shape, dtype=part.dtype, device=part.device, requires_grad=part.requires_grad
         )
         own.part, own.divided, own.group, own.watch = part, divided, group, watch
@@ -79,15 +79,16 @@ class ShardedLogits(Tensor):
             alone = isinstance(mine, ShardedLogits) and not any(
                 isinstance(other, ShardedLogits) for other in others
             )
-            follow = _FOLLOWED.get(func) if alone else None
-            followed = None if follow is None else follow(func, mine, args[1:], kwargs)
-            if followed is not None:
-                return followed
+            follow = _FOLLOWED.get(func)
+            if alone and follow is not None:
+                followed = follow(func, cast(ShardedLogits, mine), args[1:], kwargs)
+                if followed is not None:
+                    return followed
             name = getattr(func, "__name__", str(func))
             return func(*_gathered(args, name), **_gathered(kwargs, name))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: Any,
@@ -262,7 +263,7 @@ class DividedOutput:
         return gather(leaf, self._group, layout % leaf.dim())
 
 
-class _Alone(TensorGroup):
+class _OnlyMember(TensorGroup):
     """A member without others, with whom to try what a loss does."""
 
     index, size = 0, 1
@@ -290,7 +291,7 @@ def gathers_logits(loss: Callable[[Any, Any], Any], outputs: Any, targets: Any) 
             return leaf
         length = leaf.shape[-1]
         dim = ShardedDim(leaf.dim() - 1, length, 1, tuple(sizes(length, 1)))
-        return ShardedLogits(leaf.detach(), dim, _Alone(), reasons.append)
+        return ShardedLogits(leaf.detach(), dim, _OnlyMember(), reasons.append)
 
     with torch.no_grad():
         loss(tree.replace(Tensor, divided, outputs), targets)
