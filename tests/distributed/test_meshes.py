@@ -13,6 +13,7 @@ from tests.kit.launch import forked
 
 JOB = Path(__file__).parent / "jobs" / "meshes.py"
 REDUCERS = JOB.with_name("mesh_reducers.py")
+SEQUENCES = JOB.with_name("sequences.py")
 STATES = JOB.with_name("mesh_states.py")
 FAULT = JOB.with_name("mesh_fault.py")
 
@@ -45,6 +46,26 @@ def test_a_mesh_of_processes_trains_as_one_device(schedule, sizes, transport, wh
     assert {number: report["differences"] for number, report in job.reports.items()} == {
         number: [] for number in range(num_processes)
     }
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes"),
+    [
+        ("chain", "1x1x2"),
+        more("chain", "2x1x2"),
+        more("chain", "1x2x2"),
+        more("chain", "1x1x4"),
+        more("chain", "2x2x2"),
+        more("Llama", "2x1x2"),
+        more("Llama", "1x1x4"),
+        more("Llama, tied", "2x1x2"),
+        more("Llama", "2x2x2"),
+    ],
+)
+def test_processes_share_positions_and_classes(model, sizes):
+    num_processes = prod(map(int, sizes.split("x")))
+    job = forked(SEQUENCES, num_processes, model, sizes)
+    assert job.reports == {rank: [] for rank in range(num_processes)}, job.output
 
 
 @pytest.mark.parametrize("ways", ["sharded", more("servers,all-reduce,sharded,owners")])

@@ -67,6 +67,8 @@ class Layer(Value, frozen=True, kw_only=True):
         signature: shapes and dtypes of the parameters, so that a plan can tell its model.
         spread: of the measured seconds: half the distance between their quartiles over the median.
         warnings: what is odd about its measurements, in words.
+        by_positions: whether tensor ranks may have some of its positions each (of dimension 1), but
+            for what its parts read.
         by_rows: whether tensor ranks may have some of its rows each, since all that it takes and
             gives has rows.
         parts: what of it tensor ranks can share, where the layer is no module of torch's that they
@@ -101,6 +103,7 @@ class Layer(Value, frozen=True, kw_only=True):
     spread: float = 0.0
     warnings: tuple[str, ...] = ()
     by_rows: bool = True
+    by_positions: bool = False
     parts: tuple[LayerPart, ...] = ()
 
     def __post_init__(self) -> None:

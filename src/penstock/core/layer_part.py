@@ -12,6 +12,9 @@ from penstock.base.errors import InputError
 from penstock.base.values import MOST_BYTES, Value, shown, whole
 
 PartKind = Literal["attention", "mlp", "embedding", "head", "block", "declared"]
+LossSees = Literal["", "shards", "whole"]
+"""Whether the loss behind a head can be computed on shards of the logits, or needs whole ones;
+``""``: nobody has said which loss it is."""
 
 
 class LayerPart(Value, frozen=True, kw_only=True):
@@ -29,8 +32,7 @@ class LayerPart(Value, frozen=True, kw_only=True):
         num_sums: how often it reads a whole value, and sums one.
         gated: whether an MLP has two columns, of which one gates the other.
         is_even: whether each rank must have as many pieces.
-        by_positions: whether each rank may have some of the positions of what is around the parts
-            of the layer, as its author says.
+        loss: what the loss behind a head sees.
         parameter_bytes: of weights that are divided.
         activation_bytes: of what the layer keeps, what is divided; of a head with all of the loss.
         border_bytes: of the value that it reads.
@@ -45,7 +47,7 @@ class LayerPart(Value, frozen=True, kw_only=True):
     num_sums: int = 1
     gated: bool = False
     is_even: bool = False
-    by_positions: bool = False
+    loss: LossSees = ""
     parameter_bytes: int = 0
     activation_bytes: int = 0
     border_bytes: int = 0

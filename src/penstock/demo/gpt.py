@@ -126,6 +126,8 @@ class Block(nn.Module):
         self.attention = Attention(width, heads, dropout)
         self.mlp_norm = nn.LayerNorm(width)
         self.mlp = MLP(width, dropout)
+        # All that mixes positions can be shared by heads, unless attention drops out.
+        self.tensor_positions = not dropout
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Both branches read a normalised copy; the stream itself is only added to."""
@@ -195,7 +197,7 @@ class MLP(nn.Module):
 class Head(nn.Module):
     """Final norm and logits: ``[rows, length, width] → [rows, length, vocabulary]``."""
 
-    by_position = True
+    by_position = tensor_positions = True
 
     def __init__(self, width: int, vocabulary: int) -> None:
         super().__init__()

@@ -51,7 +51,7 @@ def test_blocks_of_transformers_divide_attention_and_mlp():
     prefix = "model.layers.3."
     assert said[f"{prefix}self_attn.k_proj"] == said[f"{prefix}mlp.gate_proj"] == "column"
     assert said[f"{prefix}self_attn.o_proj"] == said[f"{prefix}mlp.down_proj"] == "row"
-    assert split.said("lm_head") == {"lm_head": "column"}
+    assert split.said("lm_head") == {"lm_head": "vocabulary"}
     whole, part = block(llama()), block(split.graph)
     # All but the norms is divided.
     assert part.parameter_bytes == pytest.approx(whole.parameter_bytes / 8, rel=1e-3)

@@ -8,8 +8,10 @@ import penstock as pk
 from penstock.base.errors import ModelError
 from penstock.demo import gpt
 from penstock.engine.model.spine import spine_of
-from penstock.engine.tensor.parts import parts_in
+from penstock.engine.tensor.chain import walk
+from penstock.engine.tensor.parts import parts_in, with_ties_alike
 from penstock.engine.tensor.splits import sharing_of
+from penstock.training.profiler.alone.measuring import found_parts
 
 
 class Attention(nn.Module):
@@ -112,11 +114,25 @@ def test_a_declaration_that_is_not_true_is_refused(splits, pieces, words):
         parts(module)
 
 
-def test_tied_weights_are_no_parts():
+def test_tied_weights_are_parts_where_all_divide_them_alike():
     model = nn.Sequential(nn.Sequential(Gated(), nn.Identity()), nn.Identity())
     layer = spine_of(model)[0]
-    tied = {id(model[0][0].down_proj.weight)}
-    assert parts_in(layer, model, tied, is_last=False) == []
+    own = parts_in(layer, model, is_last=False)
+    assert with_ties_alike([layer], [own], {id(model[0][0].down_proj.weight)}) == [[]]
+    words = gpt.GPT(vocabulary=32, width=16, heads=2, layers=1, context=8)
+    words.head.logits.weight = words.embedding.tokens.weight
+    layers = spine_of(words)
+    found = found_parts(words, layers)
+    assert [part.kind for own in (found[0], found[-1]) for part in own.parts] == [
+        "embedding",
+        "head",
+    ]
+    # A holder that is no part of its layer has all of it, so nobody can have some.
+    words.embedding.positions = nn.Embedding(8, 16)
+    words.head.norm.extra = words.embedding.tokens.weight
+    words.blocks[0].mlp_norm.extra = words.embedding.tokens.weight
+    found = found_parts(words, spine_of(words))
+    assert [*found[0].parts, *found[-1].parts] == []
 
 
 def test_a_profile_says_what_is_inside_the_parts():
@@ -134,6 +150,12 @@ def test_a_profile_says_what_is_inside_the_parts():
     assert attention.activation_bytes + mlp.activation_bytes < graph.layers[1].activation_bytes
 
 
-def test_a_loss_on_parts_of_the_vocabulary_is_for_another_engine():
-    with pytest.raises(ModelError, match=r"'head' is split as 'vocabulary'.*for another engine"):
-        sharing_of(nn.Linear(8, 32), "vocabulary", "head")
+def test_only_a_linear_layer_at_the_end_gives_logits_in_parts():
+    assert sharing_of(nn.Linear(8, 32), "vocabulary", "head").cuts["weight"] == (0, 1, 1)
+    with pytest.raises(ModelError, match="the head that gives the logits is a linear layer"):
+        sharing_of(nn.Conv1d(8, 32, 1), "vocabulary", "head")
+    layers = spine_of(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    with pytest.raises(
+        ModelError, match=r"but other layers come behind '0'; split it as \"column\""
+    ):
+        walk(layers, ["vocabulary", "whole"], [{}, {}], [2, 2])

@@ -189,6 +189,7 @@ class Layout:
                 self._plan.place(stage).warm_up
                 if self._plan.versions.activations == "newest"
                 else None,
+                None if self.sharings is None else self.sharings.divided_output(stage, group),
             )
             for stage in stages_held(self._plan, rank)
         }

@@ -22,10 +22,11 @@ from penstock.engine.run.materialising import Wholes
 from penstock.engine.run.rank.program import SkipRoute
 from penstock.engine.tensor.chain import LayerSharing, walk
 from penstock.engine.tensor.group import ChannelGroup, ShardSpec
-from penstock.engine.tensor.layouts import Layout
+from penstock.engine.tensor.layouts import WHOLE, Layouts
 from penstock.engine.tensor.sharing import cut_tensors, shared, terms
 from penstock.engine.tensor.splits import check_used, inner_splits, own_split
 from penstock.engine.tensor.unequal_groups import WholePlaceholders
+from penstock.engine.tensor.vocabulary import DividedOutput
 from penstock.engine.transport.base import SKIP_TAGS
 from penstock.planning.plans import Plan
 
@@ -119,14 +120,14 @@ class Sharings:
             default=1,
         )
 
-    def along(self, skips: Iterable[SkipRoute]) -> dict[int, Layout]:
+    def along(self, skips: Iterable[SkipRoute]) -> dict[int, Layouts]:
         """By the tags of channels between stages, along which dimension members of a group have
         parts of what travels there.
 
         Args:
             skips: those that cross from one stage to another.
         """
-        along: dict[int, Layout] = {}
+        along: dict[int, Layouts] = {}
         for stage, border in enumerate(self.borders):
             along[2 * stage] = border
             along[2 * (stage + 1) + 1] = border  # gradients leave from the stage behind
@@ -173,6 +174,17 @@ class Sharings:
     def of(self, layer: NamedLayer) -> LayerSharing:
         """How a layer is shared."""
         return self._by_name[layer.name]
+
+    def divided_output(self, stage: int, group: ChannelGroup | None) -> DividedOutput | None:
+        """The output of the last stage, if each member has some of its classes; ``None`` of others.
+
+        Args:
+            group: that of the member whose stage it is.
+        """
+        is_last = stage == len(self.borders) - 1
+        if group is None or not is_last or self.borders[-1] is WHOLE:
+            return None
+        return DividedOutput(self.borders[-1], group)
 
 
 def divided(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock.engine.model import tree
 from penstock.engine.tensor.group import Bounds, ChannelGroup, dense_copy, joined, memory_order
-from penstock.engine.tensor.layouts import Layout
+from penstock.engine.tensor.layouts import Layouts
 from penstock.engine.tensor.unequal_groups import receivers, senders, slices
 from penstock.engine.transport import Edge, Transport
 from penstock.engine.transport.base import SHARED_TAGS, OnTop
@@ -120,7 +120,7 @@ class MeshTransport(OnTop):
         inner: Transport,
         seat: RankSeat,
         group: ChannelGroup | None,
-        divided: Mapping[int, Layout],
+        divided: Mapping[int, Layouts],
     ) -> None:
         super().__init__(inner)
         self.seat = seat
@@ -134,7 +134,8 @@ class MeshTransport(OnTop):
     def send(self, edge: Edge, number: int, value: Any) -> None:
         dim, edges = self._divided.get(edge.tag), self.edges(edge)
         size = self.seat.sizes[edge.target]
-        if dim is None or size == self.seat.size:
+        # Layouts of single leaves come between groups of equal size only.
+        if dim is None or isinstance(dim, tuple) or size == self.seat.size:
             for place, between in enumerate(edges):
                 # Between threads gradients are handed over as they are, and who has handed them
                 # writes the sums there when it has these: from the first one, who has then read
@@ -154,7 +155,7 @@ class MeshTransport(OnTop):
         if len(values) == 1:
             return values[0]
         dim = self._divided[edge.tag]
-        assert dim is not None  # otherwise there is one sender
+        assert isinstance(dim, int)  # otherwise there is one sender
         leaves, structure = tree.flatten(values[0])
         columns = zip(*(tree.flatten(value)[0] for value in values), strict=True)
         joined = [_joined(column, dim) for column in columns]

@@ -49,6 +49,7 @@ from penstock.engine.stage.microbatch_graph import (
 from penstock.engine.stage.newest_graph import NewestGraph
 from penstock.engine.stage.protocol import NO_SKIPS, Criterion, Keep, Produced
 from penstock.engine.stage.slices import Relay, slice_name
+from penstock.engine.tensor.vocabulary import DividedOutput
 from penstock.engine.weights.sharded_layers import Copies, ShardedLayers
 
 __all__ = ["Criterion", "Gradients", "InputGradients", "Keep", "Produced", "Stage"]
@@ -83,6 +84,8 @@ class Stage:
             stands for that of a slice in all functions: microbatch × ``num_slices`` + slice.
         age: how many microbatches older gradients are than the forward through which they go back:
             the newest, of which alone anything is kept. ``None``: each goes through its own.
+        divided_output: how the last layer's output is seen by a loss, or becomes whole, where a
+            tensor rank has a part of it.
 
     Attributes:
         index: the stage's number.
@@ -103,12 +106,14 @@ class Stage:
         recompute_layers: bool = False,
         num_slices: int = 1,
         age: int | None = None,
+        divided_output: DividedOutput | None = None,
     ) -> None:
         if not layers:
             raise InputError(f"stage {index} has no layers")
         self.index = index
         self._newest = None if age is None else NewestGraph(index, age)
         self._stays_finite = False
+        self._divided_output = divided_output
         self.layers = tuple(layers)
         self._first_layer = first_layer
         self._criterion_index = first_layer + len(self.layers)
@@ -353,6 +358,7 @@ class Stage:
         with deferral or _NOTHING:
             for module in self.layer_modules:
                 value = module(value)
+            value = self._seen(value, criterion)
             if criterion is not None:
                 value = scalar(criterion(value), wants).clone()
         graph = None
@@ -453,6 +459,13 @@ class Stage:
             own = apart_from_buffers(value, self._modules)
         return sent(own, self.index)
 
+    def _seen(self, value: Any, criterion: Criterion | None) -> Any:
+        """The output of the layers as others see it, a loss on parts of it if there is one."""
+        if self._divided_output is None:
+            return value
+        divided = self._divided_output
+        return divided.whole(value) if criterion is None else divided.for_loss(value)
+
     def _run_layers(
         self, value: Any, skips: dict[str, Skip], given: _ForwardCall, again: bool
     ) -> tuple[Any, bool]:
@@ -461,6 +474,7 @@ class Stage:
         Recalled skips leave ``skips``, stashed ones join it.
         """
         value, drew = self._layer_runs.run(value, skips, given.where, again)
+        value = self._seen(value, given.criterion)
         if given.criterion is None:
             return value, drew
         index = self._criterion_index

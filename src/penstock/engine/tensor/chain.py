@@ -16,8 +16,17 @@ from penstock.base.errors import ModelError
 from penstock.engine.model.spine import NamedLayer
 from penstock.engine.tensor.attention import by_heads, is_block
 from penstock.engine.tensor.divided_layers import RowEmbedding
-from penstock.engine.tensor.layouts import CHANNELS, FEATURES, ROWS, SEQUENCE, WHOLE, Layout
+from penstock.engine.tensor.layouts import (
+    CHANNELS,
+    FEATURES,
+    ROWS,
+    SEQUENCE,
+    WHOLE,
+    Layout,
+    Layouts,
+)
 from penstock.engine.tensor.membership import ModuleSharing
+from penstock.engine.tensor.recorded import RecordedLayouts, layouts_of
 from penstock.engine.tensor.splits import (
     channels,
     has_batch_statistics,
@@ -46,17 +55,19 @@ class LayerSharing:
         inner: how modules in it are, by their names in the layer.
         recalls: in which layouts skips come, by their keys.
         said: what splits say of the layer (by ``""``) and of modules in it, for errors.
+        recorded: where values lie in a captured layer, if not all that it reads and gives is whole.
     """
 
     name: str
-    have: Layout
-    reads: Layout
-    gives: Layout
-    leaves: Layout
+    have: Layouts
+    reads: Layouts
+    gives: Layouts
+    leaves: Layouts
     own: ModuleSharing | None = None
     inner: Mapping[str, ModuleSharing] = field(default_factory=dict)
-    recalls: Mapping[str, Layout] = field(default_factory=dict)
+    recalls: Mapping[str, Layouts] = field(default_factory=dict)
     said: Mapping[str, str] = field(default_factory=dict)
+    recorded: RecordedLayouts | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -76,7 +87,7 @@ def walk(
     Args:
         layers: of the whole model.
         splits: how each is split: ``"data"``, ``"sequence"``, ``"column"``, ``"row"``,
-            ``"features"``, ``"any"`` or ``"whole"``.
+            ``"vocabulary"``, ``"features"``, ``"any"`` or ``"whole"``.
         inner: how modules inside each of them are, by their names in the layer.
         sizes: how many members the group has that runs each of them; between two groups, a value
             keeps its layout.
@@ -85,8 +96,8 @@ def walk(
         ModelError: a layer cannot be split so.
     """
     walked: list[LayerSharing] = []
-    skips: dict[str, Layout] = {}
-    have: Layout = WHOLE
+    skips: dict[str, Layouts] = {}
+    have: Layouts = WHOLE
     uneven = False
     for index, layer in enumerate(layers):
         wanted = _wanted(layers, splits, index + 1)
@@ -95,28 +106,62 @@ def walk(
             have = WHOLE  # one that has everything has every part
         if uneven and have == CHANNELS and isinstance(layer.module, nn.Flatten):
             split = "whole"  # behind it, parts of features would be other ones than of channels
-        sharing = _shared(layer, split, inner[index], have, wanted, sizes[index])
+        is_last = index == len(layers) - 1
+        sharing = _shared(layer, split, inner[index], (have, wanted), sizes[index], is_last)
         _check_pieces(sharing, sizes[index])
         channels_out = getattr(layer.module, "out_channels", None)
         uneven = uneven if channels_out is None else channels_out % sizes[index] != 0
         taken = {key: skips.pop(key) for key in layer.recalls}
         recalled = dict.fromkeys(taken, WHOLE) if alone else taken
         skips |= dict.fromkeys(layer.stashes, sharing.gives)
-        leaves = WHOLE if index == len(layers) - 1 else sharing.leaves
         said = {"": splits[index], **inner[index]}
+        leaves = _leaves(layer, sharing, said, sizes[index:])
         sharing = replace(sharing, leaves=leaves, recalls=recalled, said=said)
         walked.append(sharing)
         have = sharing.leaves
     return walked
 
 
+def _leaves(
+    layer: NamedLayer, sharing: LayerSharing, said: Mapping[str, str], sizes: Sequence[int]
+) -> Layouts:
+    """In which layout a layer's output leaves.
+
+    Args:
+        said: how it, and modules in it, are split.
+        sizes: of the groups that run it and those behind it.
+
+    Raises:
+        ModelError: a loss is to be computed on parts of what is not the model's output.
+    """
+    heads = [path for path, how in said.items() if how == "vocabulary"]
+    if heads and len(sizes) > 1:
+        raise ModelError(
+            f"{layer.key(heads[0]) if heads[0] else layer.name!r} is split as 'vocabulary', so "
+            "that the loss is computed on parts of what it gives, but other layers come behind "
+            f'{layer.name!r}; split it as "column"'
+        )
+    if len(sizes) == 1:
+        last = sharing.leaves if sharing.recorded else FEATURES
+        return last if heads and sizes[0] > 1 else WHOLE
+    is_uneven = isinstance(sharing.leaves, tuple) and sizes[0] != sizes[1]
+    return WHOLE if is_uneven else sharing.leaves
+
+
 def _shared(
-    layer: NamedLayer, split: str, inner: Mapping[str, str], have: Layout, wanted: Layout, size: int
+    layer: NamedLayer,
+    split: str,
+    inner: Mapping[str, str],
+    between: tuple[Layouts, Layout],
+    size: int,
+    is_last: bool,
 ) -> LayerSharing:
     module, name = layer.module, layer.name
+    have, wanted = between
     _check_skips(layer, split)
-    if isinstance(module, CapturedLayer) and (inner or split not in (*_DIVIDING, "any")):
-        return _recorded(layer, module, split, inner, have)
+    is_written_anew = inner or split == "sequence" or split not in (*_DIVIDING, "any")
+    if isinstance(module, CapturedLayer) and (is_written_anew or _is_cut(module, split, wanted)):
+        return _recorded(layer, module, split, inner, between, size, is_last)
     if split == "any":
         return _following(name, module, have, size)
     if split in _DIVIDING:
@@ -137,7 +182,7 @@ def _shared(
 
 
 def _by_itself(
-    name: str, module: nn.Module, split: str, have: Layout, wanted: Layout, size: int
+    name: str, module: nn.Module, split: str, have: Layouts, wanted: Layout, size: int
 ) -> LayerSharing:
     """A layer that is divided itself, and not by modules in it."""
     if "/" in split:
@@ -163,7 +208,7 @@ def _by_itself(
     return LayerSharing(name, have, reads, wanted, wanted, own)
 
 
-def _by_features(name: str, module: nn.Module, have: Layout, size: int) -> LayerSharing:
+def _by_features(name: str, module: nn.Module, have: Layouts, size: int) -> LayerSharing:
     """A layer that takes its part of the features, or channels, and gives it."""
     own = sharing_of(module, "features", name)
     if mixes_features(module, size):
@@ -183,19 +228,19 @@ def _recorded(
     module: CapturedLayer,
     split: str,
     inner: Mapping[str, str],
-    have: Layout,
+    between: tuple[Layouts, Layout],
+    size: int,
+    is_last: bool,
 ) -> LayerSharing:
-    """A layer of a captured model, in which modules are split: it is named as one of them is."""
-    name = layer.name
+    """A layer of a captured model, in which modules are split. Named as one of them is, it reads
+    positions as they come, and gives them as they are wanted."""
+    name, (have, wanted) = layer.name, between
+    by_positions = split == "sequence" or _is_cut(module, split, wanted)
     if split not in (*_DIVIDING, "any"):
+        comes_divided = isinstance(have, tuple) and SEQUENCE in have
+        by_positions = comes_divided or wanted == SEQUENCE
         inner, split = {**inner, name: split}, "whole"
-    if split == "sequence":
-        raise ModelError(
-            f"layer {name!r} is split as 'sequence', and modules in it are split, too: that is for "
-            "another engine, as plan.to('megatron') hands it over; here its code was recorded for "
-            "whole values, so plan without engine=…, or leave one of the two out"
-        )
-    if split not in ("whole", "any"):
+    if split == "data":
         raise ModelError(
             f"layer {name!r} of a captured model is split as {split!r}, and modules in it are "
             "split, too; its code was recorded for whole values, so leave one of the two out"
@@ -206,7 +251,23 @@ def _recorded(
             f"layer {name!r} of a captured model calls no module {uncalled[0]!r} that could be "
             f"split as {inner[uncalled[0]]!r}; it calls {', '.join(sorted(module.calls)) or 'none'}"
         )
-    return LayerSharing(name, have, WHOLE, WHOLE, WHOLE, inner=_inner_sharings(layer, inner))
+    ways = _inner_sharings(layer, inner)
+    has_head = "vocabulary" in inner.values()
+    if size == 1 or not (has_head or by_positions):
+        return LayerSharing(name, have, WHOLE, WHOLE, WHOLE, inner=ways)
+    keeps = FEATURES if has_head else WHOLE if is_last or not by_positions else SEQUENCE
+    try:
+        own = layouts_of(module, ways, size, have, by_positions=by_positions, keeps=keeps)
+    except ModelError as error:
+        raise ModelError(f"layer {name!r} cannot be split as {split!r}: {error}") from error
+    return LayerSharing(name, have, own.reads, own.gives, own.gives, inner=ways, recorded=own)
+
+
+def _is_cut(module: CapturedLayer, split: str, wanted: Layout) -> bool:
+    """Whether a captured layer looks up whole what those behind it read by positions: it is cut
+    where it has been looked up, since nobody behind it could tell it from a mask."""
+    looks_up = any(isinstance(module.get_submodule(path), nn.Embedding) for path in module.calls)
+    return looks_up and wanted == SEQUENCE and split in ("any", "whole")
 
 
 def _check_positions(layer: NamedLayer, ways: Mapping[str, ModuleSharing]) -> None:
@@ -272,16 +333,16 @@ def _check_skips(layer: NamedLayer, split: str) -> None:
         )
 
 
-def _following(name: str, module: nn.Module, have: Layout, size: int) -> LayerSharing:
+def _following(name: str, module: nn.Module, have: Layouts, size: int) -> LayerSharing:
     """A layer that is split as ``"any"``: it takes its values as they come, if it can."""
     own = None
-    works = have
+    works = WHOLE if isinstance(have, tuple) else have
     if have == ROWS:
         works = WHOLE if has_batch_statistics(module) else ROWS
     elif have == FEATURES:
         works = FEATURES if works_on_features(module) else WHOLE
-    elif have is not WHOLE:
-        works = have if works_on_channels(module, size) else WHOLE
+    elif works is not WHOLE:
+        works = works if works_on_channels(module, size) else WHOLE
     if works == CHANNELS:
         own = channels(module)
     return LayerSharing(name, have, works, works, works, own)

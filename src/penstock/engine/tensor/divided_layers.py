@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from penstock.base.errors import ModelError
 from penstock.engine.tensor.group import bounds, memory_order, put_back
-from penstock.engine.tensor.layouts import Layout, as_copies, converted, summed
+from penstock.engine.tensor.layouts import Layout, converted, summed
 from penstock.engine.tensor.membership import GroupMember
 
 FEATURE_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -115,7 +115,7 @@ class ColumnTransposed(GroupMember, nn.Module):
         """``[…, inputs] → […, part of outputs]``."""
         here = self.membership
         here.region.enter()
-        return F.linear(as_copies(x, here.around, here.group), self.weight.t(), self.bias)
+        return F.linear(here.copies(x), self.weight.t(), self.bias)
 
 
 class RowTransposed(GroupMember, nn.Module):
@@ -182,8 +182,7 @@ class ColumnConv(GroupMember, nn.modules.conv._ConvNd):
         here = self.membership
         # Counted from the end, channels are where they are without a dimension of rows, too.
         here.region.enter(-1 - len(self.kernel_size))
-        copies = as_copies(input, here.around, here.group)
-        return self._conv_forward(copies, self.weight, self.bias)
+        return self._conv_forward(here.copies(input), self.weight, self.bias)
 
 
 class RowConv(GroupMember, nn.modules.conv._ConvNd):
@@ -208,7 +207,7 @@ class ColumnLinear(GroupMember, nn.Linear):
         """``[…, in_features] → […, part of out_features]``."""
         here = self.membership
         here.region.enter()
-        return F.linear(as_copies(input, here.around, here.group), self.weight, self.bias)
+        return F.linear(here.copies(input), self.weight, self.bias)
 
 
 class RowLinear(GroupMember, nn.Linear):

@@ -154,15 +154,19 @@ def _call(function: type[torch.autograd.Function], *args: Any) -> Tensor:
 Layout = int | None
 """The dimension along which each member has its part; ``None``: everyone has all of it."""
 
+Layouts = Layout | tuple[Layout, ...]
+"""One of all tensors in a value, or one for each of its leaves: layers of captured models hand on
+masks, too, of which everyone has all."""
+
 WHOLE: Layout = None
 ROWS: Layout = 0
-SEQUENCE: Layout = 1
+SEQUENCE = 1
 CHANNELS: Layout = 1
 """Features of convolutions; where a value has two dimensions, they are its features, too."""
 FEATURES: Layout = -1
 
 
-def converted(value: Any, have: Layout, want: Layout, group: TensorGroup, layer: str) -> Any:
+def converted(value: Any, have: Layouts, want: Layouts, group: TensorGroup, layer: str) -> Any:
     """A value in another layout; every tensor in it, if it is nested.
 
     Raises:
@@ -170,9 +174,20 @@ def converted(value: Any, have: Layout, want: Layout, group: TensorGroup, layer:
     """
     if have == want:
         return value
+    if isinstance(have, tuple) or isinstance(want, tuple):
+        leaves, structure = tree.flatten(value)
+        ways = (layouts_of_leaves(layout, len(leaves)) for layout in (have, want))
+        each = zip(leaves, *ways, strict=True)
+        moved = [converted(leaf, here, there, group, layer) for leaf, here, there in each]
+        return tree.unflatten(moved, structure)
     if type(value) is Tensor:
         return _converted(value, have, want, group, layer)
     return tree.replace(Tensor, lambda tensor: _converted(tensor, have, want, group, layer), value)
+
+
+def layouts_of_leaves(layout: Layouts, count: int) -> tuple[Layout, ...]:
+    """The layout of each leaf of a value."""
+    return layout if isinstance(layout, tuple) else (layout,) * count
 
 
 def _converted(value: Tensor, have: Layout, want: Layout, group: TensorGroup, layer: str) -> Tensor:

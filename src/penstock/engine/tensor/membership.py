@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.base.errors import ModelError
 from penstock.engine.model.randomness import current_stream
 from penstock.engine.tensor.group import ShardSpec, TensorGroup
-from penstock.engine.tensor.layouts import FEATURES, WHOLE, Layout
+from penstock.engine.tensor.layouts import FEATURES, WHOLE, Layout, as_copies
 
 
 class Region:
@@ -37,6 +37,7 @@ class Region:
         self._layer = layer
         self._divided = False
         self._drew = self._before = False
+        self._copies: tuple[Tensor, int, Tensor] | None = None
 
     @contextmanager
     def opened(self, *, divided: bool) -> Iterator[None]:
@@ -54,7 +55,23 @@ class Region:
         try:
             yield
         finally:
-            self.open = False
+            self.open, self._copies = False, None
+
+    def copies(self, value: Tensor, around: Layout, group: TensorGroup) -> Tensor:
+        """A value as a reader wants it that divides its outputs. Several in a row, as queries, keys
+        and values, read the same: it is brought together once, and so is its gradient.
+
+        Args:
+            around: the layout in which it comes.
+        """
+        if self._copies is not None:
+            source, version, copies = self._copies
+            if source is value and version == value._version:
+                return copies
+        copies = as_copies(value, around, group)
+        if self.open:
+            self._copies = value, value._version, copies
+        return copies
 
     def enter(self, lies: Layout = FEATURES) -> None:
         """A module has divided its outputs, along a dimension."""
@@ -107,6 +124,9 @@ class Region:
 class RecordedRegion(Region):
     """Of a layer whose code knows itself where values are divided (``recorded``)."""
 
+    def copies(self, value: Tensor, around: Layout, group: TensorGroup) -> Tensor:
+        return value
+
     def enter(self, lies: Layout = FEATURES) -> None:
         self.check()
 
@@ -128,6 +148,10 @@ class Membership:
     region: Region
     around: Layout = WHOLE
     gives: Layout = WHOLE
+
+    def copies(self, value: Tensor) -> Tensor:
+        """A value that comes as it lies around, whole, for a module that divides its outputs."""
+        return self.region.copies(value, self.around, self.group)
 
 
 class GroupMember:

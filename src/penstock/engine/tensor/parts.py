@@ -15,6 +15,7 @@ would have to be made whole in between is no part. Authors of other modules name
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import NamedTuple, cast
@@ -24,11 +25,12 @@ from torch import Tensor, nn
 
 from penstock.base.errors import ModelError
 from penstock.base.values import is_whole
-from penstock.core.layer_part import PartKind
+from penstock.core.layer_part import LossSees, PartKind
 from penstock.engine.model.spine import NamedLayer
 from penstock.engine.tensor.attention import is_block
 from penstock.engine.tensor.divided_layers import is_transposed
 from penstock.engine.tensor.group import TensorGroup
+from penstock.engine.tensor.membership import ModuleSharing
 from penstock.engine.tensor.recorded import for_member, whole_of
 from penstock.engine.tensor.splits import sharings_of, works_on_features
 from penstock.engine.tracing.layers import CapturedLayer
@@ -42,6 +44,7 @@ class FoundPart(NamedTuple):
         opens: the modules behind which features are divided.
         closes: those that take them up.
         num_sums: how often it sums.
+        loss: see ``LayerPart``; of a captured model, whose code is followed (``followed``).
     """
 
     kind: PartKind
@@ -53,6 +56,7 @@ class FoundPart(NamedTuple):
     gated: bool = False
     is_even: bool = False
     num_sums: int = 1
+    loss: LossSees = ""
 
     def parameters(self, layer: nn.Module) -> Iterator[Tensor]:
         """The parameters of which each tensor rank has a shard."""
@@ -81,14 +85,50 @@ _MLPS: tuple[tuple[tuple[str, ...], str], ...] = (
 )
 
 
-def parts_in(
-    layer: NamedLayer, model: nn.Module, tied: Container[int] = (), *, is_last: bool
-) -> list[FoundPart]:
+def with_ties_alike(
+    layers: Sequence[NamedLayer], parts: Sequence[Sequence[FoundPart]], tied: Container[int]
+) -> list[list[FoundPart]]:
+    """The parts of all layers without those whose tied parameters other layers do not divide alike:
+    an embedding and a head do, by their vocabulary.
+
+    Args:
+        tied: the ids of parameters that several layers hold.
+    """
+    held = [[id(weight) for weight in {*layer.module.parameters()}] for layer in layers]
+    having = Counter(key for own in held for key in own)
+    tables = Counter(
+        key
+        for layer, own in zip(layers, parts, strict=True)
+        for key in {key for part in own for key in _tied_of(part, layer, tied, _TABLES)}
+    )
+    return [
+        [
+            part
+            for part in own
+            if not _tied_of(part, layer, tied, _NO_TABLES)
+            and all(tables[key] == having[key] for key in _tied_of(part, layer, tied, _TABLES))
+        ]
+        for layer, own in zip(layers, parts, strict=True)
+    ]
+
+
+_TABLES: tuple[PartKind, ...] = ("embedding", "head")
+_NO_TABLES: tuple[PartKind, ...] = ("attention", "mlp", "block", "declared")
+
+
+def _tied_of(
+    part: FoundPart, layer: NamedLayer, tied: Container[int], kinds: Container[PartKind]
+) -> set[int]:
+    """The ids of tied parameters of which a part of one of these kinds has shards."""
+    if part.kind not in kinds:
+        return set()
+    return {id(weight) for weight in part.parameters(layer.module) if id(weight) in tied}
+
+
+def parts_in(layer: NamedLayer, model: nn.Module, *, is_last: bool) -> list[FoundPart]:
     """The parts of a layer of a model.
 
     Args:
-        tied: the ids of parameters that other layers hold, too; they would have to be divided
-            alike, so nothing that has one is a part.
         is_last: whether its output is the model's, or its loss.
 
     Raises:
@@ -102,8 +142,6 @@ def parts_in(
     taken: set[str] = set()
     for part in _candidates(root, layer, calls, is_last=is_last):
         if taken & part.splits.keys() or (calls is not None and not part.splits.keys() <= calls):
-            continue
-        if any(id(weight) in tied for weight in part.parameters(root)):
             continue
         if part.kind == "embedding" and chosen:
             continue  # a table of a block's, as of positions
@@ -352,15 +390,11 @@ def _is_followed(layer: CapturedLayer, part: FoundPart) -> bool:
     """Whether a tensor rank can run the recorded code of a part without making anything whole."""
     if part.kind == "head":
         return True  # it is made whole behind the layer
-    size = _smallest_share(part)
+    size = smallest_share(part)
     if size == 1:
         return True  # no group can share it, and is told so
     try:
-        sharings = {
-            f"{path}.{below}".strip("."): own
-            for path, split in part.splits.items()
-            for below, own in sharings_of(layer.get_submodule(path), split, path).items()
-        }
+        sharings = module_sharings(layer, part)
         group = cast(TensorGroup, SimpleNamespace(size=size, index=0))
         graph = for_member(layer.program.graph, layer.get_submodule, sharings, group)
     except ModelError:
@@ -368,7 +402,16 @@ def _is_followed(layer: CapturedLayer, part: FoundPart) -> bool:
     return not any(node.target is whole_of for node in graph.nodes)
 
 
-def _smallest_share(part: FoundPart) -> int:
+def module_sharings(layer: nn.Module, part: FoundPart) -> dict[str, ModuleSharing]:
+    """How members share the modules of a part, by their names in the layer."""
+    return {
+        f"{path}.{below}".strip("."): own
+        for path, split in part.splits.items()
+        for below, own in sharings_of(layer.get_submodule(path), split, path).items()
+    }
+
+
+def smallest_share(part: FoundPart) -> int:
     """The smallest group, but one rank, that can share a part."""
     pieces = part.key_value_heads or part.pieces
     if not part.is_even:

@@ -5,17 +5,23 @@ behind a module that divides its outputs, the graph is followed along the dimens
 through operations of which it is known what becomes of it, and constants that say how long that
 dimension is become those of the part. Where nobody knows, and at the end of the layer, values are
 made whole. So the result is right whatever a model computes; what is not known costs a gather.
+
+Where a layer is split as ``"sequence"``, values around its divided modules have some of the
+positions on each member, and are followed by the same rules: what a row gives, or looks up, is
+reduced and scattered along dimension 1, and what a column reads is gathered once for all columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx, nn
 
 from penstock.base.errors import ModelError
+from penstock.engine.tensor.cross_entropy import sharded_cross_entropy
 from penstock.engine.tensor.divided_layers import (
     ColumnConv,
     ColumnEmbedding,
@@ -23,11 +29,24 @@ from penstock.engine.tensor.divided_layers import (
     ColumnTransposed,
     mask_of_whole,
 )
-from penstock.engine.tensor.group import TensorGroup, bounds
-from penstock.engine.tensor.layouts import gather, own_shard
+from penstock.engine.tensor.group import TensorGroup, bounds, sizes
+from penstock.engine.tensor.layouts import (
+    FEATURES,
+    SEQUENCE,
+    WHOLE,
+    Layout,
+    Layouts,
+    enter,
+    gather,
+    gather_copies,
+    layouts_of_leaves,
+    own_shard,
+)
 from penstock.engine.tensor.membership import ModuleSharing
+from penstock.engine.tensor.positions import acts_by_position, asks_for_no_values
 from penstock.engine.tensor.recorded_rules import RULES, Rule, ShardedDim, shape_of
 from penstock.engine.tensor.splits import works_on_features
+from penstock.engine.tracing.layers import CapturedLayer
 
 _COLUMNS = (ColumnLinear, ColumnConv, ColumnEmbedding, ColumnTransposed)
 
@@ -66,12 +85,62 @@ def dropped(part: Tensor, dropout: nn.Dropout, group: TensorGroup, divided: Shar
     return part * own_mask
 
 
+_REDUCTIONS = ("none", "mean", "sum")
+
+
+def loss_of(
+    part: Tensor,
+    group: TensorGroup,
+    num_classes: int,
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """``aten::cross_entropy_loss`` of a member's part of the logits; graphs call it."""
+    named = _REDUCTIONS[reduction]
+    return sharded_cross_entropy(
+        part, group, num_classes, target, weight, named, ignore_index, label_smoothing
+    )
+
+
+class RecordedLayouts(NamedTuple):
+    """Where values lie in a captured layer that is shared.
+
+    Attributes:
+        reads, gives: the layouts of what it takes and gives, one for each value.
+        by_positions: whether values in it are followed along positions.
+        rows: names of modules whose sums are scattered along positions.
+        terms: names of modules of whose parameters each member has a term of the gradient.
+        asks_for_no_values: names of modules that are given parts, since they do not look at them.
+        gathers: how often values are made whole in it, where it trains.
+    """
+
+    reads: Layouts
+    gives: Layouts
+    by_positions: bool
+    rows: frozenset[str] = frozenset()
+    terms: frozenset[str] = frozenset()
+    asks_for_no_values: frozenset[str] = frozenset()
+    gathers: int = 0
+
+
+_WHOLE = RecordedLayouts(WHOLE, WHOLE, by_positions=False)
+
+
 class _MemberGraphWriter:
     """Writes a recorded graph anew for one member.
 
     Args:
         module: of a name in the graph.
         ways: how modules are shared, by their names.
+        layouts: in which it reads its values, and is to give them.
+        decides: whether ``gives`` and ``terms`` are to be found; a value that lies as ``keeps``
+            leaves so.
+
+    Attributes:
+        gives, rows, terms, uses_none, num_gathers: see ``RecordedLayouts``.
     """
 
     def __init__(
@@ -80,8 +149,19 @@ class _MemberGraphWriter:
         module: Callable[[str], nn.Module],
         ways: Mapping[str, ModuleSharing],
         group: TensorGroup,
+        layouts: RecordedLayouts = _WHOLE,
+        *,
+        decides: bool = False,
+        keeps: Layout = None,
     ) -> None:
         self.recorded, self.module, self.ways, self.group = recorded, module, ways, group
+        self.layouts, self.decides, self.keeps = layouts, decides, keeps
+        self.gives: list[Layout] = []
+        self.rows: set[str] = set()
+        self.terms: set[str] = set()
+        self.uses_none: set[str] = set()
+        self.num_gathers = 0
+        self.copied: dict[fx.Node, fx.Node] = {}
         self.graph = fx.Graph()
         self.ours: dict[fx.Node, fx.Node] = {}
         self.divided: dict[fx.Node, ShardedDim] = {}
@@ -89,14 +169,65 @@ class _MemberGraphWriter:
         self.sharers: fx.Node | None = None
 
     def write(self) -> fx.Graph:
+        given = [node for node in self.recorded.nodes if node.op == "placeholder"]
+        reads = layouts_of_leaves(self.layouts.reads, len(given))
+        read = {node for node, layout in zip(given, reads, strict=True) if layout == SEQUENCE}
         for node in self.recorded.nodes:
             if node.op == "call_module":
                 self._module(node)
             elif node.op == "output":
-                self.graph.output(fx.node.map_arg(node.args[0], self.whole))
+                self._output(node.args[0])
             else:
                 self._operation(node)
+                if node in read:
+                    self.divided[node] = self._positions(node)
         return self.graph
+
+    def _output(self, values: Sequence[Any]) -> None:
+        wanted = layouts_of_leaves(self.layouts.gives, len(values))
+        given: list[Any] = []
+        for value, asked in zip(values, wanted, strict=True):
+            lies = asked
+            if self.decides:
+                stays = isinstance(value, fx.Node) and self._lies(value, self.keeps)
+                lies = self.keeps if stays else WHOLE
+            self.gives.append(lies)
+            given.append(self._leaving(value, lies) if isinstance(value, fx.Node) else value)
+        self.graph.output(given)
+
+    def _leaving(self, value: fx.Node, layout: Layout) -> fx.Node:
+        if layout is WHOLE:
+            return self.whole(value)
+        if self._lies(value, layout):
+            return self.ours[value]
+        return self._call(own_shard, self.whole(value), layout)
+
+    def _lies(self, value: fx.Node, layout: Layout) -> bool:
+        """Whether a value is divided in one piece along positions, or along its last dimension."""
+        divided, shape = self.divided.get(value), shape_of(value)
+        if divided is None or shape is None or divided.inner * divided.length != shape[divided.dim]:
+            return False
+        if layout == FEATURES:
+            return divided.dim == len(shape) - 1 and divided.inner == 1
+        is_sequence = layout == SEQUENCE and self._has_positions(value)
+        return is_sequence and divided == self._positions(value)
+
+    def _positions(self, node: fx.Node) -> ShardedDim:
+        """How a value is divided of which members have some of the positions."""
+        shape = shape_of(node)
+        assert shape is not None
+        length = shape[SEQUENCE]
+        if not isinstance(node.meta["val"].shape[SEQUENCE], int):
+            raise ModelError(
+                'its code was recorded for any number of positions (dynamic="all"), so nobody '
+                'knows how many each tensor rank has; capture it with dynamic="rows"'
+            )
+        return ShardedDim(SEQUENCE, length, 1, tuple(sizes(length, self.group.size)))
+
+    def _has_positions(self, node: fx.Node) -> bool:
+        """Whether a value has a dimension of features behind one of positions."""
+        shape = shape_of(node)
+        return self.layouts.by_positions and shape is not None and len(shape) > SEQUENCE + 1
 
     def whole(self, node: fx.Node) -> fx.Node:
         """A value as all members have it."""
@@ -104,9 +235,19 @@ class _MemberGraphWriter:
         if divided is None:
             return self.ours[node]
         if node not in self.joined:
+            self.num_gathers += 1
             count = divided.parts[self.group.index] * divided.inner
             self.joined[node] = self._call(whole_of, self.ours[node], divided.dim, count)
         return self.joined[node]
+
+    def copies(self, node: fx.Node) -> fx.Node:
+        """A whole value for readers whose gradients are terms of a sum, made once for all."""
+        if node not in self.copied:
+            if self._lies(node, SEQUENCE):
+                self.copied[node] = self._call(gather_copies, self.ours[node], SEQUENCE)
+            else:
+                self.copied[node] = self._call(enter, self.whole(node))
+        return self.copied[node]
 
     def _call(self, function: Callable[..., Any], value: fx.Node, *args: Any) -> fx.Node:
         if self.sharers is None:
@@ -120,6 +261,8 @@ class _MemberGraphWriter:
         return made
 
     def _operation(self, node: fx.Node) -> None:
+        if _name(node) == "cross_entropy_loss" and self._lose(node):
+            return
         rule = self._rule(node)
         if rule is None:
             if any(given in self.divided for given in node.all_input_nodes) and _writes(node):
@@ -130,11 +273,30 @@ class _MemberGraphWriter:
             self._copy(node, self.whole)
             return
         own = self.ours | {value: self._cut(value, node, rule) for value in rule.cut}
+        repeated = (set(node.all_input_nodes) - self.divided.keys()) - set(rule.cut)
+        own |= {value: self.copies(value) for value in repeated if _may_train(value)}
         made = self._copy(node, own.__getitem__)
         if rule.arguments is not None:
             made.args = fx.node.map_arg(rule.arguments, own.__getitem__)
         if rule.divided is not None:
             self.divided[node] = rule.divided
+
+    def _lose(self, node: fx.Node) -> bool:
+        """A cross entropy of logits of which members have a part each, if it is one."""
+        logits, target, *rest = node.args
+        assert isinstance(logits, fx.Node) and isinstance(target, fx.Node)
+        shape, labels, divided = shape_of(logits), shape_of(target), self.divided.get(logits)
+        if divided is None or shape is None or labels is None:
+            return False
+        has_classes = len(shape) > 1 and divided.dim == 1 and divided.length == shape[1]
+        if not has_classes or target in self.divided or len(labels) != len(shape) - 1:
+            return False
+        others = fx.node.map_arg((target, rest, node.kwargs), self.whole)
+        (target, rest, kwargs) = cast(tuple[Any, list[Any], dict[str, Any]], others)
+        made = self._call(loss_of, self.ours[logits], divided.length, target, *rest)
+        made.kwargs = kwargs
+        self.ours[node] = made
+        return True
 
     def _cut(self, value: fx.Node, node: fx.Node, rule: Rule) -> fx.Node:
         """A member's part of a whole value that an operation on parts reads."""
@@ -157,16 +319,21 @@ class _MemberGraphWriter:
     def _module(self, node: fx.Node) -> None:
         path = str(node.target)
         way, module = self.ways.get(path), self.module(path)
-        given = self.divided.get(node.args[0]) if node.args else None  # type: ignore[arg-type]
+        value = node.args[0] if node.args else None
+        given = self.divided.get(value) if isinstance(value, fx.Node) else None
         if way is not None and way.adds:
             self._take(node, way, module)
+            if self._has_positions(node):
+                self.rows.add(path)
+                self.terms.add(path)
+                self.divided[node] = self._positions(node)
         elif way is not None and issubclass(way.kind, _COLUMNS):
-            self._copy(node, self.whole)
+            self._copy(node, self.whole if way.kind is ColumnEmbedding else self.copies)
             self.divided[node] = self._divided(node, way, module)
         elif way is not None and way.cuts and way.features is not None:
             self.divided[node] = self._take(node, way, module)
         elif given is None:
-            self._copy(node, self.whole)
+            self._whole_module(node, module)
         elif isinstance(module, nn.Dropout):
             own = self.graph.create_node("get_attr", path)
             self.ours[node] = self._drop(node, own, given)
@@ -175,7 +342,54 @@ class _MemberGraphWriter:
             self._copy(node, self.ours.__getitem__)
             self.divided[node] = given
         else:
-            self._copy(node, self.whole)
+            self._on_positions(node, module, given)
+
+    def _whole_module(self, node: fx.Node, module: nn.Module) -> None:
+        """A module that nobody divides, on whole values."""
+        self._copy(node, self.whole)
+        if isinstance(module, nn.Embedding) and self._has_positions(node):
+            # From here on, each member has some of the positions; gradients come back whole.
+            self.ours[node] = self._call(own_shard, self.ours[node], SEQUENCE)
+            self.divided[node] = self._positions(node)
+
+    def _on_positions(self, node: fx.Node, module: nn.Module, given: ShardedDim) -> None:
+        """A module that nobody divides, on some of the positions if it can run on these."""
+        value, path = node.args[0], str(node.target)
+        if self._asks_for_no_values(node, module):
+            self.uses_none.add(path)
+            self._copy(node, lambda own: self.ours[own] if own is value else self.whole(own))
+        elif self._acts_by_position(node, module):
+            self._copy(node, self.ours.__getitem__)
+            self.terms.add(path)
+            self.divided[node] = given
+        else:
+            self._whole_module(node, module)
+
+    def _asks_for_no_values(self, node: fx.Node, module: nn.Module) -> bool:
+        """Whether a module reads of its divided input neither numbers nor positions."""
+        (value, *others) = node.args
+        if others or not self._lies(cast(fx.Node, value), SEQUENCE):
+            return False
+        if not self.decides:
+            return str(node.target) in self.layouts.asks_for_no_values
+        given = {key: _sample(other) for key, other in node.kwargs.items()}
+        if any(sample is None for sample in given.values()):
+            return False
+        shape = shape_of(cast(fx.Node, value))
+        assert shape is not None
+        sample = torch.empty(shape, device="meta")
+        return asks_for_no_values(module, sample, cast(dict[str, Tensor], given))
+
+    def _acts_by_position(self, node: fx.Node, module: nn.Module) -> bool:
+        """Whether an undivided module can be given some of the positions of its only input."""
+        (value, *others) = node.all_input_nodes
+        if others or node.args != (value,) or not self._lies(value, SEQUENCE):
+            return False
+        if not self.decides:
+            return str(node.target) in self.layouts.terms
+        shape = shape_of(value)
+        assert shape is not None
+        return acts_by_position(module, shape[SEQUENCE + 1 :])
 
     def _drop(self, node: fx.Node, dropout: fx.Node, given: ShardedDim) -> fx.Node:
         if self.sharers is None:
@@ -226,6 +440,23 @@ def _dropper(divided: ShardedDim) -> Callable[..., Tensor]:
     return drop
 
 
+def _sample(value: Any) -> Tensor | None:
+    """A tensor like what a node has given, without values; ``None`` if it is none."""
+    shape = shape_of(value) if isinstance(value, fx.Node) else None
+    return None if shape is None else torch.empty(shape, dtype=_dtype(value), device="meta")
+
+
+def _dtype(value: fx.Node) -> torch.dtype:
+    dtype: torch.dtype = value.meta["val"].dtype
+    return dtype
+
+
+def _may_train(node: fx.Node) -> bool:
+    """Whether a gradient may come to a value."""
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
 def _name(node: fx.Node) -> str:
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
@@ -243,6 +474,7 @@ def for_member(
     module: Callable[[str], nn.Module],
     ways: Mapping[str, ModuleSharing],
     group: TensorGroup,
+    layouts: RecordedLayouts | None = None,
 ) -> fx.Graph:
     """The graph that a member runs in the place of a recorded one.
 
@@ -250,8 +482,66 @@ def for_member(
         recorded: with the shapes that values had.
         module: the module of a name in the graph.
         ways: how modules are shared, by their names.
+        layouts: in which it reads its values and gives them; by default all are whole.
 
     Raises:
         ModelError: shapes are not known, or a part would be written into.
     """
-    return _MemberGraphWriter(recorded, module, ways, group).write()
+    return _MemberGraphWriter(recorded, module, ways, group, layouts or _WHOLE).write()
+
+
+def layouts_of(
+    layer: CapturedLayer,
+    ways: Mapping[str, ModuleSharing],
+    size: int,
+    have: Layouts,
+    *,
+    by_positions: bool,
+    keeps: Layout,
+) -> RecordedLayouts:
+    """Where values lie in a captured layer that members share.
+
+    Args:
+        ways: how modules in it are shared, by their names.
+        size: how many members there are.
+        have: how its values come.
+        by_positions: whether those that come by positions are read so, and what rows give lies so.
+        keeps: the layout in which values leave that lie so; others leave whole.
+
+    Raises:
+        ModelError: its code does not say how many positions there are, or differs in the values
+            that it takes and gives between training and evaluation.
+    """
+    training, evaluation = layer.graphs
+    if _ends(training) != _ends(evaluation):
+        raise ModelError(
+            "its code takes or gives other values in evaluation than in training, so parts of them "
+            "cannot be told apart; leave this split out"
+        )
+    reads: Layouts = WHOLE
+    if by_positions and isinstance(have, tuple) and SEQUENCE in have:
+        reads = tuple(layout if layout == SEQUENCE else WHOLE for layout in have)
+    asked = RecordedLayouts(reads, WHOLE, by_positions)
+    member = cast(TensorGroup, SimpleNamespace(size=size, index=0))
+    writer = _MemberGraphWriter(
+        training, layer.get_submodule, ways, member, asked, decides=True, keeps=keeps
+    )
+    writer.write()
+    return asked._replace(
+        gives=tuple(writer.gives),
+        rows=frozenset(writer.rows),
+        terms=frozenset(writer.terms),
+        asks_for_no_values=frozenset(writer.uses_none),
+        gathers=writer.num_gathers,
+    )
+
+
+def _ends(graph: fx.Graph) -> list[int]:
+    """How many dimensions each value has that a graph takes, or gives; -1 for what is no tensor."""
+    *_, output = graph.nodes
+    values = [node for node in graph.nodes if node.op == "placeholder"]
+    shapes = [
+        shape_of(value) if isinstance(value, fx.Node) else None
+        for value in (*values, None, *output.args[0])
+    ]
+    return [-1 if shape is None else len(shape) for shape in shapes]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
+from sys import maxsize
 from typing import Any, NamedTuple
 
 import torch
@@ -53,9 +54,7 @@ class ShardedDim(NamedTuple):
         return mine == theirs
 
 
-def _reshaped(
-    divided: ShardedDim, before: Sequence[int], after: Sequence[int]
-) -> ShardedDim | None:
+def reshaped(divided: ShardedDim, before: Sequence[int], after: Sequence[int]) -> ShardedDim | None:
     """The sharded dimension of a value that is seen in another shape.
 
     Args:
@@ -64,11 +63,11 @@ def _reshaped(
     Returns:
         ``None`` if no dimension of the new shape is divided in one piece.
 
-    >>> _reshaped(ShardedDim(2, 12, 1, (6, 6)), (5, 7, 12), (5, 7, 4, 3))
+    >>> reshaped(ShardedDim(2, 12, 1, (6, 6)), (5, 7, 12), (5, 7, 4, 3))
     ShardedDim(dim=2, length=4, inner=1, parts=(2, 2))
-    >>> _reshaped(ShardedDim(1, 4, 1, (2, 2)), (5, 4, 7), (20, 7))
+    >>> reshaped(ShardedDim(1, 4, 1, (2, 2)), (5, 4, 7), (20, 7))
     ShardedDim(dim=0, length=4, inner=1, parts=(2, 2))
-    >>> _reshaped(ShardedDim(2, 12, 1, (6, 6)), (5, 7, 12), (5, 7, 3, 4)) is None
+    >>> reshaped(ShardedDim(2, 12, 1, (6, 6)), (5, 7, 12), (5, 7, 3, 4)) is None
     True
     """
     # From how many numbers on one step in the divided places goes, and where they begin again.
@@ -202,7 +201,7 @@ def _viewed(node: fx.Node, known: Known, member: int) -> Rule | None:
     given, output = _first(node, known), shape_of(node)
     if given is None or output is None:
         return None
-    divided = _reshaped(*given, output)
+    divided = reshaped(*given, output)
     if divided is None:
         return None
     if _bare(node) == "flatten":
@@ -279,6 +278,57 @@ def _elsewhere(node: fx.Node, known: Known, _: int) -> Rule | None:
     if not isinstance(dim, int) or dim % len(shape) == divided.dim:
         return None
     return Rule(divided)
+
+
+def _sliced(node: fx.Node, known: Known, member: int) -> Rule | None:
+    """Along another dimension, or all of the one that is divided, as ``value[:, :]`` takes it."""
+    start, end, step = [*node.args[2:], None, None, None][:3]
+    given = _first(node, known)
+    if given is None:
+        return None
+    divided, shape = given
+    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    is_all = not start and step in (None, 1) and (end is None or _reaches(end, shape[divided.dim]))
+    if is_all and isinstance(dim, int) and dim % len(shape) == divided.dim:
+        return Rule(divided, (node.args[0], dim, 0, maxsize))
+    return _elsewhere(node, known, member)
+
+
+def _reaches(end: Any, size: int) -> bool:
+    return isinstance(end, int) and end >= size
+
+
+def _normed(node: fx.Node, known: Known, _: int) -> Rule | None:
+    """Over the last dimensions, of which none is divided."""
+    given = _first(node, known)
+    if given is None:
+        return None
+    divided, shape = given
+    last = len(node.args[1])  # type: ignore[arg-type]
+    return Rule(divided) if divided.dim < len(shape) - last else None
+
+
+def _asked_size(node: fx.Node, known: Known, _: int) -> Rule | None:
+    """How long a dimension is that is not divided."""
+    given = _first(node, known)
+    if given is None or not isinstance(node.args[1], int):
+        return None
+    divided, shape = given
+    return None if node.args[1] % len(shape) == divided.dim else Rule(None)
+
+
+def _averaged(node: fx.Node, known: Known, _: int) -> Rule | None:
+    """Over dimensions that stay, and are not divided."""
+    given = _first(node, known)
+    if given is None or len(node.args) < 3 or not node.args[2]:
+        return None
+    divided, shape = given
+    dims = node.args[1]
+    numbers = dims if isinstance(dims, Sequence) else [None]
+    averages_it = any(
+        not isinstance(dim, int) or dim % len(shape) == divided.dim for dim in numbers
+    )
+    return None if averages_it else Rule(divided)
 
 
 def _split(node: fx.Node, known: Known, member: int) -> Rule | None:
@@ -362,11 +412,15 @@ RULES: dict[str, Find] = {
     "pointwise": _pointwise,
     **dict.fromkeys(("contiguous", "clone", "to", "_to_copy", "detach", "alias"), _same),
     **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten", "unflatten"), _viewed),
-    **dict.fromkeys(("softmax", "_softmax", "log_softmax", "slice"), _elsewhere),
+    **dict.fromkeys(("softmax", "_softmax", "log_softmax"), _elsewhere),
+    "slice": _sliced,
+    **dict.fromkeys(("layer_norm", "rms_norm"), _normed),
+    "mean": _averaged,
     **dict.fromkeys(("select", "squeeze"), _one_of),
     **dict.fromkeys(("split", "split_with_sizes", "chunk"), _split),
     **dict.fromkeys(("matmul", "bmm", "scaled_dot_product_attention"), _multiplied),
     "expand": _expanded,
+    "sym_size": _asked_size,
     "permute": _permuted,
     "transpose": _transposed,
     "unsqueeze": _unsqueezed,

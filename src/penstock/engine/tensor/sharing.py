@@ -18,7 +18,14 @@ from penstock.engine.tensor.chain import LayerSharing
 from penstock.engine.tensor.divided_layers import DROPOUTS, ShardChannelDropout, ShardDropout
 from penstock.engine.tensor.first_run import Expected, difference, divided_dimension, on_one_device
 from penstock.engine.tensor.group import ShardSpec, TensorGroup
-from penstock.engine.tensor.layouts import ROWS, SEQUENCE, WHOLE, Layout, converted
+from penstock.engine.tensor.layouts import (
+    ROWS,
+    SEQUENCE,
+    WHOLE,
+    Layout,
+    Layouts,
+    converted,
+)
 from penstock.engine.tensor.membership import (
     GroupMember,
     Membership,
@@ -78,7 +85,7 @@ class FirstRun:
             trouble = f"fails there ({type(error).__name__}: {error})"
             raise ModelError(_refusal(how, trouble)) from error
 
-    def divided_dimension(self, output: Any, lies: Layout) -> Layout:
+    def divided_dimension(self, output: Any, lies: Layouts) -> Layouts:
         """Along which dimension members have parts of an output that nobody has put together.
 
         Args:
@@ -88,7 +95,7 @@ class FirstRun:
             self._dim = divided_dimension(output, self._expected.output)
         return lies if self._dim is None else self._dim
 
-    def end(self, layer: SharedLayer, output: Any, gives: Layout) -> None:
+    def end(self, layer: SharedLayer, output: Any, gives: Layouts) -> None:
         """The layer has given its output in a layout.
 
         Raises:
@@ -121,7 +128,8 @@ class FirstRun:
 def _refusal(how: LayerSharing, trouble: str) -> str:
     names = [f"{how.name}.{path}" if path else how.name for path in how.said]
     said = dict(zip(names, how.said.values(), strict=True))
-    has = {ROWS: "some of its rows", SEQUENCE: "some of its positions"}.get(how.reads, "")
+    parts = {ROWS: "some of its rows", SEQUENCE: "some of its positions"}
+    has = parts.get(how.reads, "") if how.reads is None or isinstance(how.reads, int) else ""
     why = "code in it mixes, or moves, what is divided"
     if has:
         why = f"each tensor rank has {has}, so what mixes them must be split, too"
@@ -179,7 +187,7 @@ class SharedLayer(nn.Module):
         """
         self.first_run.begin(self, value, recalled)
         value, recalled = self._taken(value, recalled)
-        with self.region.opened(divided=self.sharing.reads is not WHOLE):
+        with self.region.opened(divided=self._is_divided):
             with self.first_run.explained(self.sharing):
                 output = super().__call__(value, **recalled)
             return self._given(output)
@@ -209,6 +217,11 @@ class SharedLayer(nn.Module):
             return converted(output, gives, how.leaves, group, name), stashed
         return converted(output, gives, how.leaves, group, name)
 
+    @property
+    def _is_divided(self) -> bool:
+        """Whether what draws random numbers may do so for a part; recorded code never does."""
+        return self.sharing.reads is not WHOLE and self.sharing.recorded is None
+
     def _check_order(self) -> None:
         if any(cut.blocks > 1 for way in self.sharing.inner.values() for cut in way.cuts.values()):
             raise ModelError(
@@ -227,7 +240,7 @@ class SlicedLayer(SharedLayer):
         if self.region.open:  # it is its own forward that calls
             return super().forward_slice(value, carry, **recalled)  # type: ignore[misc]
         value, recalled = self._taken(value, recalled)
-        with self.region.opened(divided=self.sharing.reads is not WHOLE):
+        with self.region.opened(divided=self._is_divided):
             result = super().forward_slice(value, carry, **recalled)  # type: ignore[misc]
             if not isinstance(result, tuple) or len(result) != 2:
                 return result  # whoever called says what is wrong
@@ -243,13 +256,18 @@ def shared(
         layer: changed, and given back.
         original: the user's, with whole parameters.
     """
-    is_recorded = isinstance(layer, CapturedLayer) and bool(sharing.inner)
+    recorded = sharing.recorded
+    is_recorded = isinstance(layer, CapturedLayer) and (bool(sharing.inner) or recorded is not None)
+    around = WHOLE if is_recorded else cast(Layout, sharing.reads)
     region = (RecordedRegion if is_recorded else Region)(sharing.name)
     for path, module in [*layer.named_modules()]:
         way = sharing.inner.get(path) if path else sharing.own
         name = f"{sharing.name}.{path}" if path else sharing.name
-        gives = WHOLE if way is None else sharing.gives if way.adds else way.features
-        membership = Membership(group, name, region, sharing.reads, gives)
+        gives = WHOLE if way is None else way.features
+        if way is not None and way.adds:
+            scatters = recorded is not None and path in recorded.rows
+            gives = SEQUENCE if scatters else WHOLE if is_recorded else cast(Layout, sharing.gives)
+        membership = Membership(group, name, region, around, gives)
         if way is not None:
             _become(module, way.kind, membership)
         elif isinstance(module, DROPOUTS):
@@ -268,7 +286,7 @@ def shared(
         outer.first_run = FirstRun(original, due=not is_recorded and _is_unknown(original, sharing))
     if is_recorded:
         cast(CapturedLayer, layer).rewrite(
-            lambda graph: for_member(graph, original.get_submodule, sharing.inner, group)
+            lambda graph: for_member(graph, original.get_submodule, sharing.inner, group, recorded)
         )
     return layer
 
@@ -316,6 +334,11 @@ def cut_tensors(layer: nn.Module, sharing: LayerSharing) -> Iterator[tuple[Tenso
 def terms(layer: nn.Module, sharing: LayerSharing) -> Iterator[Tensor]:
     """The parameters of a layer that all members repeat, each with one term of the gradient."""
     cut = {id(tensor) for tensor, _ in cut_tensors(layer, sharing)}
+    if sharing.recorded is not None:
+        modules = map(layer.get_submodule, sorted(sharing.recorded.terms))
+        every = (parameter for module in modules for parameter in module.parameters())
+        yield from (parameter for parameter in every if id(parameter) not in cut)
+        return
     # What a divided layer has besides is added behind a sum, where the output lies.
     lies = sharing.reads if sharing.own is None else sharing.gives
     if lies is not WHOLE:

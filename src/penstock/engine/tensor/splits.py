@@ -131,19 +131,20 @@ def sharing_of(module: nn.Module, split: str, name: str) -> ModuleSharing:
 
     Args:
         split: ``"column"`` (``"column/3"`` where its outputs are three pieces, as queries, keys and
-            values are), ``"row"``, ``"features"`` or ``"heads"``.
+            values are), ``"vocabulary"`` (a column that gives logits, on parts of which the loss is
+            computed), ``"row"``, ``"features"`` or ``"heads"``.
         name: of the module, for errors.
 
     Raises:
         ModelError: it cannot be.
     """
     bare, _, blocks = split.partition("/")
-    if bare == "vocabulary":
-        raise ModelError(
-            f"{name!r} is split as 'vocabulary', with the loss on its parts: that is for another "
-            "engine, as plan.to('megatron') hands it over; here all tensor ranks compute the loss, "
-            'so plan without engine=…, or split it as "column"'
-        )
+    if bare == "vocabulary":  # a column; the layer sees to what comes behind it
+        if not isinstance(module, nn.Linear):
+            raise _refused(
+                module, split, name, "the head that gives the logits is a linear layer; repeat it"
+            )
+        bare = "column"
     if bare in ("features", "heads"):
         return _inside(module, bare, name)
     if is_transposed(module):

@@ -214,6 +214,11 @@ class CapturedLayer(nn.Module):
         programs = (self._programs[mode] for mode in (True, False))
         return digest_of(line for program in programs for line in program.lines())
 
+    @property
+    def graphs(self) -> tuple[fx.Graph, fx.Graph]:
+        """What was recorded in training, and in evaluation."""
+        return self._programs[True].graph, self._programs[False].graph
+
     def rewrite(self, write: Callable[[fx.Graph], fx.Graph]) -> None:
         """Do what ``write`` makes of what was recorded, in both modes."""
         self._programs = {

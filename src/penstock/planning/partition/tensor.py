@@ -11,7 +11,7 @@ device of the group sees it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import ceil
@@ -22,6 +22,7 @@ from penstock.base.errors import InputError
 from penstock.base.values import is_whole
 from penstock.core.cluster import Link
 from penstock.core.graph import Layer, LayerGraph
+from penstock.core.layer_part import LayerPart
 from penstock.planning.partition.tensor_layouts import (
     DeviceRing,
     LayerSplit,
@@ -186,31 +187,53 @@ def _with_ties_alike(
     problem: LayoutProblem, allowed: Callable[[Layer], Sequence[Sharing]], seconds_per_byte: float
 ) -> Solution:
     """The best choice in which all holders of a tied parameter are shared alike: all of them by
-    rows, or none."""
-    if not any(layer.shared_parameters for layer in problem.graph.layers):
+    rows, or all with the whole parameter, or all with a part of it."""
+    tied = [layer for layer in problem.graph.layers if layer.shared_parameters]
+    if not tied:
         return problem.solve(allowed, seconds_per_byte)
 
-    def solved(place: int) -> Solution:
-        def alike(layer: Layer) -> Sequence[Sharing]:
+    def solved(alike: Callable[[Sharing], bool]) -> Iterator[Solution]:
+        def chosen(layer: Layer) -> Sequence[Sharing]:
             every = allowed(layer)
-            return [every[place]] if layer.shared_parameters else every
+            return [*filter(alike, every)] if layer.shared_parameters else every
 
-        return problem.solve(alike, seconds_per_byte)
+        if all(chosen(layer) for layer in tied):
+            yield problem.solve(chosen, seconds_per_byte)
 
     def cost(solution: Solution) -> float:
         pairs = zip(problem.graph.layers, solution.sharings, strict=True)
         held = sum(problem.device_bytes(*pair) for pair in pairs)
         return solution.seconds + seconds_per_byte * held
 
-    return min(solved(0), solved(-1), key=cost)
+    kinds: tuple[Callable[[Sharing], bool], ...] = (_is_by_rows, _repeats_table, _divides_table)
+    return min((solution for kind in kinds for solution in solved(kind)), key=cost)
+
+
+def _is_by_rows(sharing: Sharing) -> bool:
+    return sharing.divides == "rows"
+
+
+def _divides_table(sharing: Sharing) -> bool:
+    """Whether an embedding, or a head, has a part of the vocabulary on each device."""
+    return any(part.kind in ("embedding", "head") for part in sharing.parts)
+
+
+def _repeats_table(sharing: Sharing) -> bool:
+    return not (_is_by_rows(sharing) or _divides_table(sharing))
 
 
 def _said_of_parts(sharing: Sharing) -> dict[str, str]:
     return {
-        module: "vocabulary" if part.kind == "head" and sharing.shares_loss else split
+        module: "vocabulary" if part.kind == "head" and _may_share(part, sharing) else split
         for part in sharing.parts
         for module, split in part.splits.items()
     }
+
+
+def _may_share(head: LayerPart, sharing: Sharing) -> bool:
+    """Whether a loss is to be computed on shards of the logits. Where nobody knows the loss it is
+    asked for, too: what a loss cannot do on them costs a gather when it runs."""
+    return sharing.shares_loss or head.loss == ""
 
 
 def _named(problem: LayoutProblem, solution: Solution) -> list[tuple[str, Sharing]]:
@@ -253,6 +276,7 @@ def _layer_as_seen(problem: LayoutProblem, layer: Layer, sharing: Sharing, step:
     copied = step.copied_bytes if layer.parameter_bytes else 0.0
     summed = problem.reduction(layer, sharing).seconds
     again = layer.recompute_seconds
+    table = ring.share("features") if _divides_table(sharing) else 1.0
     return replace(
         layer,
         forward_seconds=layer.forward_seconds * work + step.forward.seconds,
@@ -272,6 +296,9 @@ def _layer_as_seen(problem: LayoutProblem, layer: Layer, sharing: Sharing, step:
         buffer_bytes=_part(layer.buffer_bytes, parameters),
         optimizer_bytes=_part(layer.optimizer_bytes, parameters),
         skip_bytes={name: _part(size, gives) for name, size in layer.skip_bytes.items()},
+        shared_parameters={
+            name: _part(size, table) for name, size in layer.shared_parameters.items()
+        },
     )
 
 

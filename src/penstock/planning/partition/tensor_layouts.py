@@ -98,17 +98,19 @@ def ways(layer: Layer, num_ranks: int = 2, *, elsewhere: bool = False) -> tuple[
     Linear layers, convolutions and embeddings can divide their parameters. Layers that treat every
     feature alone (activations, dropout, pooling, sums) work in any layout, and so does attention
     without parameters, head by head. Batch normalisation takes its parameters along with its
-    channels. Blocks divide those of their parts that so many devices can share. Everything else has
-    its rows divided or is repeated on all devices. So have grouped convolutions and what cannot be
-    divided, where a kind says so; layers with tied parameters, whose other holders would have to
-    divide them alike; and layers with skips, because nobody knows what is in them.
+    channels. Blocks divide those of their parts that so many devices can share, and around them the
+    positions of a sequence if all of them can be. Everything else has its rows divided or is
+    repeated on all devices. So have grouped convolutions and what cannot be divided, where a kind
+    says so; layers with tied parameters that are no parts, whose other holders would have to divide
+    them alike; and layers with skips, because nobody knows what is in them.
     """
     details = layer.kind.partition("(")[2]
     # What draws for its rows only would draw other numbers than one device does.
     plain = (_REPEATED,) if "draws" in details or not layer.by_rows else (_DATA, _REPEATED)
     parts = tuple(part for part in layer.parts if not part.refusal(num_ranks))
-    if parts:
-        return (*plain, *_by_parts(layer, parts, elsewhere=elsewhere))
+    if parts or (layer.by_positions and not layer.parts):
+        divided = [*_by_parts(layer, parts, elsewhere=elsewhere)]
+        return (*reversed(divided), *plain)
     unknown = layer.skip_bytes or "groups=" in details or "undivided" in details
     if layer.shared_parameters or unknown:
         return plain
@@ -128,21 +130,27 @@ def _by_kind(layer: Layer) -> tuple[Sharing, ...]:
 
 
 def _by_parts(layer: Layer, parts: tuple[LayerPart, ...], *, elsewhere: bool) -> Iterator[Sharing]:
-    yield Sharing("parts", "whole", "whole", "whole", "whole", parts)
-    has_head = any(part.kind == "head" for part in parts)
-    if has_head and elsewhere:
+    heads = [part for part in parts if part.kind == "head"]
+    on_shards = bool(heads) and all(head.loss == "shards" for head in heads)
+    if parts:
+        yield Sharing(
+            "parts", "whole", "whole", "whole", "whole", parts,
+            shares_loss=on_shards and not elsewhere,
+        )  # fmt: skip
+    if heads and elsewhere:
         yield Sharing("parts", "whole", "whole", "whole", "whole", parts, shares_loss=True)
         yield Sharing("parts", "whole", "sequence", "whole", "sequence", parts, shares_loss=True)
-    # What a layer has for later ones besides, as masks, is no value of positions; an attention that
-    # cannot be shared needs all of them.
-    elif (
-        (elsewhere or parts[0].by_positions)
-        and len(parts) == len(layer.parts)
-        and not (has_head or layer.skip_bytes)
+    # Nobody knows of another engine whether what a layer has for later ones besides, as masks, are
+    # values of positions; an attention that cannot be shared needs all of them.
+    elif len(parts) == len(layer.parts) and (
+        layer.by_positions or (elsewhere and not layer.skip_bytes)
     ):
-        reads: TensorLayout = "whole" if parts[0].kind == "embedding" else "sequence"
+        looks_up = any(part.kind == "embedding" for part in parts)
+        reads: TensorLayout = "whole" if looks_up else "sequence"
+        gives: TensorLayout = "whole" if heads else "sequence"
         yield Sharing(
-            "sequence", "sequence", reads, "sequence", "sequence", parts, regathers=elsewhere
+            "sequence", "sequence", reads, gives, "sequence", parts,
+            regathers=elsewhere, shares_loss=on_shards,
         )  # fmt: skip
 
 

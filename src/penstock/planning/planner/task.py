@@ -126,6 +126,14 @@ class TensorGroups:
                 why = part.refusal(width)
                 if why:
                     refused.setdefault((part.kind, why), []).append(layer.name)
+        *_, last = self.single.graph.layers
+        said = self.tensor_split.said(last.name) if self.tensor_split.splits else {}
+        if any(head.loss == "whole" and head.splits.keys() <= said.keys() for head in last.parts):
+            yield (
+                f"the loss does more with the logits of {last.name} than a cross entropy can do on "
+                "shards of them, so each tensor rank gathers all of them; F.cross_entropy of "
+                "reshaped, cast or scaled logits needs no gather"
+            )
         for (kind, why), names in refused.items():
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             yield (

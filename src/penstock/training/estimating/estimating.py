@@ -48,6 +48,7 @@ from penstock.training.profiler.alone.bench import (
     measure_footprints,
     measure_workspaces,
 )
+from penstock.training.profiler.alone.heads import with_loss_of_head
 from penstock.training.profiler.alone.measuring import found_parts, layers_of, with_costs
 from penstock.training.profiler.alone.parts import PartsWatch
 from penstock.training.profiler.alone.passes import (
@@ -238,7 +239,7 @@ def _estimated(model: nn.Module, request: _EstimateRequest) -> LayerGraph:
         code_that_needs_more_than_shapes(),
     ):  # fmt: skip
         parts = found_parts(model, layers)
-        bench = _CountingBench(layers, parts, request)
+        bench = _CountingBench(layers, [own.parts for own in parts], request)
         measured = bench.measure(_of_shapes(sample))
         graph = LayerGraph(
             layers=tuple(
@@ -260,6 +261,7 @@ def _estimated(model: nn.Module, request: _EstimateRequest) -> LayerGraph:
             example=example,
             estimate=_with_error(request.pace, bench.kind),
         )
+        graph = with_loss_of_head(graph, model, _of_shapes(sample))
         sized = [_at_size(graph, bench, _of_shapes(other)) for other in others]
     doubts = tuple(bench.doubts())
     sized = [replace(other, warnings=doubts) for other in sized]

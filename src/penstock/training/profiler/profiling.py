@@ -36,6 +36,7 @@ from penstock.engine.model.optimizer_factory import OptimizerFactory
 from penstock.engine.model.spine import evaluation_mode, names_a_spine, run_spine, spine_of
 from penstock.engine.run.recipe import Loss, check_loss
 from penstock.training.profiler.alone import WARM_UP, Progress, Sample, measure_alone
+from penstock.training.profiler.alone.heads import with_loss_of_head
 from penstock.training.profiler.calibrating import (
     Calibrated,
     calibrate,
@@ -165,6 +166,7 @@ def profile(  # noqa: PLR0913 - each has a default that most callers keep
     if mixed is not None:
         warnings.warn(mixed, RuntimeWarning, stacklevel=3)
         graph = replace(graph, warnings=(*graph.warnings, mixed))
+    graph = with_loss_of_head(graph, model, sample)
     example = getattr(model, "example", None)
     others_too = tuple(replace(other, example=example) for other in graph.other_sizes)
     return replace(graph, example=example, other_sizes=others_too)

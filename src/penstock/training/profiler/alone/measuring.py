@@ -14,7 +14,8 @@ from penstock.base.units import format_seconds
 from penstock.core.graph import Layer, LayerGraph
 from penstock.engine.model.optimizer_factory import OptimizerFactory
 from penstock.engine.model.spine import NamedLayer, spine_of
-from penstock.engine.tensor.parts import FoundPart, parts_in
+from penstock.engine.tensor.followed import FoundParts, followed
+from penstock.engine.tensor.parts import parts_in, with_ties_alike
 from penstock.engine.tensor.splits import trait_of
 from penstock.engine.tracing.layers import CapturedLayer, units_of
 from penstock.training.profiler.alone.bench import Bench, Measured, Progress
@@ -75,7 +76,9 @@ def measure_alone(
     device = device_of(model, sample.inputs)
     with undisturbed(model, num_threads, device):
         parts = found_parts(model, layers)
-        bench = Bench(layers, parts, device, repeats, 1 + len(others), progress)
+        bench = Bench(
+            layers, [own.parts for own in parts], device, repeats, 1 + len(others), progress
+        )
         # What has no rounds comes first: then rounds may be interrupted, and all is there.
         updates = measure_updates(layers, optimizer, bench.clock)
         hop_seconds = measure_hand_over()
@@ -133,20 +136,22 @@ def _shortness(
         )
 
 
-def found_parts(model: nn.Module, layers: Sequence[NamedLayer]) -> list[list[FoundPart]]:
-    """The parts of each layer that tensor ranks can share.
+def found_parts(model: nn.Module, layers: Sequence[NamedLayer]) -> list[FoundParts]:
+    """The parts of each layer that tensor ranks can share, and whether they can share positions.
 
     Raises:
         ModelError: what a module says of its parts is not true.
     """
+    parts = [parts_in(layer, model, is_last=layer is layers[-1]) for layer in layers]
     tied = {id(weight) for weight in _shared(model, layers).values()}
-    return [parts_in(layer, model, tied, is_last=layer is layers[-1]) for layer in layers]
+    parts = with_ties_alike(layers, parts, tied)
+    return followed(layers, parts, gives_loss=getattr(model, "gives_loss", False))
 
 
 def layers_of(
     model: nn.Module,
     layers: Sequence[NamedLayer],
-    parts: Sequence[Sequence[FoundPart]],
+    parts: Sequence[FoundParts],
     measured: Sequence[Measured],
     updates: Sequence[Update],
 ) -> Iterator[Layer]:
@@ -156,7 +161,7 @@ def layers_of(
     units = _units(layers)
     rows = _have_rows(model, layers, measured)
     columns = zip(layers, parts, measured, updates, rows, strict=True)
-    for layer, own_parts, costs, update, by_rows in columns:
+    for layer, (own_parts, by_positions), costs, update, by_rows in columns:
         module = layer.module
         reads: tuple[str, ...] | None = getattr(module, "reads", None)
         own = {id(parameter) for parameter in module.parameters()}
@@ -178,6 +183,7 @@ def layers_of(
             },
             signature=layer.signature,
             by_rows=by_rows,
+            by_positions=by_positions,
             parts=parts_of(layer, own_parts),
         )
         before = layer.name

@@ -17,7 +17,6 @@ from penstock.engine.model.spine import NamedLayer
 from penstock.engine.stage.microbatch_graph import cut
 from penstock.engine.tensor.parts import FoundPart
 from penstock.engine.tensor.splits import named
-from penstock.engine.tracing.layers import CapturedLayer
 from penstock.training.profiler.alone.conditions import Clock
 from penstock.training.profiler.alone.passes import RunLayer
 
@@ -171,8 +170,7 @@ def parts_of(layer: NamedLayer, parts: Sequence[FoundPart]) -> tuple[LayerPart, 
             num_sums=part.num_sums,
             gated=part.gated,
             is_even=part.is_even,
-            by_positions=not isinstance(layer.module, CapturedLayer)
-            and bool(getattr(layer.module, "tensor_positions", False)),
+            loss=part.loss,
             parameter_bytes=sum(weight.nbytes for weight in part.parameters(layer.module)),
         )
         for part in parts
