@@ -20,6 +20,7 @@ from penstock.base.errors import InputError, printable
 from penstock.base.lazily import method_provided
 from penstock.base.values import MOST_BYTES, Value, expect, number, shown, whole
 from penstock.core.example import Example
+from penstock.core.expert_part import ExpertPart
 from penstock.core.layer_part import LayerPart
 
 
@@ -71,6 +72,7 @@ class Layer(Value, frozen=True, kw_only=True):
             gives has rows.
         parts: what of it tensor ranks can share, where the layer is no module of torch's that they
             can share as such.
+        experts: those of mixtures in it, which copies of its stage can divide.
     """
 
     name: str
@@ -102,6 +104,7 @@ class Layer(Value, frozen=True, kw_only=True):
     warnings: tuple[str, ...] = ()
     by_rows: bool = True
     parts: tuple[LayerPart, ...] = ()
+    experts: tuple[ExpertPart, ...] = ()
 
     def __post_init__(self) -> None:
         whose = f"layer {shown(self.name)}"
@@ -461,6 +464,7 @@ class LayerGraph(Value, frozen=True, kw_only=True):
                 after=tuple(map(text, layer.after)),
                 skip_bytes={text(key): value for key, value in layer.skip_bytes.items()},
                 parts=tuple(part.renamed(text) for part in layer.parts),
+                experts=tuple(part.renamed(text) for part in layer.experts),
             )
 
         start, end = numbers.index(1), len(numbers) - numbers[::-1].index(1)

@@ -316,7 +316,9 @@ class CutSetting:
     def _stage(self, index: int) -> StagePlan:
         start, stop = self.cuts[index : index + 2]
         task, setting = self.task, self.setting
-        names = tuple(layer.name for layer in task.graph.layers[start:stop])
+        layers = task.graph.layers[start:stop]
+        names = tuple(layer.name for layer in layers)
+        has_experts = any(layer.experts for layer in layers)
         rank = setting.ranks_of[index][0]
         width, groups = task.num_devices_at(setting.devices_of[index][0]), task.groups
         return StagePlan(
@@ -328,6 +330,7 @@ class CutSetting:
             weight_versions=setting.weight_versions(index, task.num_microbatches),
             recompute=self.recomputes[index],
             tensor_ranks=width,
+            expert_ranks=task.expert_ranks if has_experts else 1,
             splits={} if groups is None or width == 1 else groups.splits(names),
         )
 

@@ -178,6 +178,7 @@ class Task:
         reducer: how copies of a stage sum gradients.
         stale: by how many updates the gradients of a copy may be late.
         cuts_between: which parts of the model, where another engine is to run it.
+        expert_ranks: how many copies of a stage divide its experts; the graph says what that costs.
     """
 
     graph: LayerGraph
@@ -191,6 +192,7 @@ class Task:
     reducer: ReducerName = "owners"
     stale: int = 0
     cuts_between: CutsBetween = "layers"
+    expert_ranks: int = 1
 
     @property
     def num_tensor_ranks(self) -> int:

@@ -65,6 +65,9 @@ class StagePlan(Value, frozen=True, kw_only=True):
         recompute: what runs again before its backward, so that less is kept: ``"stage"`` all of it
             at once, ``"layers"`` layer by layer; ``"none"`` by default.
         tensor_ranks: devices that share every layer of the stage.
+        expert_ranks: copies of the stage that divide the experts of its mixtures among themselves,
+            as many as all of them or a divisor of that; 1: each has all experts. Bytes are those of
+            one copy.
         splits: how they share each layer, by its name: ``"data"`` (each takes its part of the
             rows), ``"sequence"`` (of the second dimension), ``"column"`` (of the outputs; of three
             pieces that lie one behind another ``"column/3"``), ``"row"`` (of the inputs) or
@@ -105,6 +108,7 @@ class StagePlan(Value, frozen=True, kw_only=True):
     weight_versions: int = 1
     recompute: RecomputeWay = "none"
     tensor_ranks: int = 1
+    expert_ranks: int = 1
     splits: dict[str, Split] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -115,6 +119,7 @@ class StagePlan(Value, frozen=True, kw_only=True):
                 raise InputError(f"{name} is {value}, but must be ≥ 0")
         whole("reduce_parts", self.reduce_parts, 1, _MOST_PARTS)
         whole("tensor_ranks", self.tensor_ranks, 1, MOST_DEVICES)
+        whole("expert_ranks", self.expert_ranks, 1, MOST_DEVICES)
 
     @property
     def compute_seconds(self) -> float:
