@@ -9,7 +9,7 @@ import pytest
 from tests.kit.launch import forked
 
 JOB = Path(__file__).parent / "jobs" / "experts.py"
-CASES = ("own",)
+CASES = ("own", "transformers")
 
 
 @pytest.mark.parametrize("case", CASES)

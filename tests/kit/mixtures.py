@@ -87,3 +87,41 @@ def make_mixture(
         MixtureBlock(experts, num_experts, **options),
         nn.Linear(WIDTH, 4),
     ).to(dtype)
+
+
+KINDS = ("Mixtral", "Qwen2Moe", "Qwen3Moe")
+
+
+def make_transformer(kind: str, *, dtype=torch.float64, implementation="eager") -> nn.Module:
+    """A small causal language model of ``transformers`` with mixtures, tokens of 11 words."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=11, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, attention_dropout=0.0, use_cache=False,
+        tie_word_embeddings=False,
+        **{
+            "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+            "Qwen2Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+                         "shared_expert_intermediate_size": 24, "decoder_sparse_step": 1},
+            "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+                         "head_dim": 8, "decoder_sparse_step": 1, "norm_topk_prob": True},
+        }[kind],
+    )  # fmt: skip
+    config._experts_implementation = implementation
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).to(dtype)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)  # routers begin with zeros
+    return model.train()
+
+
+def make_tokens(rows: int = 8, seed: int = 0) -> torch.Tensor:
+    """Rows of six words."""
+    return torch.randint(11, (rows, 6), generator=torch.Generator().manual_seed(seed))
+
+
+def next_word_loss(output, tokens):
+    """Of what a causal language model of ``transformers`` gives."""
+    logits = output["logits"][:, :-1].flatten(0, 1)
+    return F.cross_entropy(logits, tokens[:, 1:].flatten())

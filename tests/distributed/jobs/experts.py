@@ -12,10 +12,7 @@ weighs what ranks keep; in ``VICTIM dies`` a rank ends while tokens travel. Each
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -26,10 +23,17 @@ from msgspec.structs import replace
 from torch import nn
 
 import penstock as pk
-from penstock.base.errors import PenstockError
 from penstock.planning.plans import Plan
 from tests.kit.helpers import make_batch
-from tests.kit.mixtures import ListedExperts, StackedExperts, make_mixture
+from tests.kit.mixtures import (
+    KINDS,
+    ListedExperts,
+    StackedExperts,
+    make_mixture,
+    make_tokens,
+    make_transformer,
+    next_word_loss,
+)
 from tests.kit.one_device import OneDevice
 from tests.kit.reducing import replicated
 from tests.kit.training import adamw
@@ -72,7 +76,7 @@ def far_from_one_device(plan: Plan, make, batches, **options) -> float:
             wanted = reference.step(*batch, update=updates)
             far = max(far, abs(loss - wanted).item())
             with torch.no_grad():
-                there = alone(batch[0])
+                there = torch.cat([alone(part) for part in reference.cut(batch[0])])
             far = max(far, (pipeline.evaluate(batch[0]) - there).abs().max().item())
         state = pipeline.gather_state_dict()
     wanted_state = alone.state_dict()
@@ -110,11 +114,33 @@ def own() -> list[str]:
     return report
 
 
+def from_transformers() -> list[str]:
+    report = []
+    for kind in KINDS:
+        for implementation in ("eager", "grouped_mm"):
+            model, alone = (make_transformer(kind, implementation=implementation) for _ in range(2))
+            captured = pk.capture(model, {"input_ids": make_tokens(2)})
+            plan = plan_for(captured, (2, 2), 2)
+            reference = OneDevice(alone, 4, loss=next_word_loss, optimizer=adamw)
+            far = 0.0
+            with pipeline_of(plan, captured, loss=next_word_loss) as pipeline:
+                for step in range(STEPS):
+                    tokens = make_tokens(8, step)
+                    loss = pipeline.step({"input_ids": tokens}, tokens)
+                    far = max(far, abs(loss - reference.step(tokens, tokens)).item())
+                state = pipeline.gather_state_dict()
+            for key, value in alone.state_dict().items():
+                far = max(far, (state[key] - value).abs().max().item())
+            if not far <= 1e-12:
+                report.append(f"{kind}, {implementation}: {far}")
+    return report
+
+
 def main() -> None:
     case, folder = sys.argv[1], Path(sys.argv[-1])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    compares = {"own": own}
+    compares = {"own": own, "transformers": from_transformers}
     report = compares[case]()
     (folder / f"report-{dist.get_rank()}.json").write_text(json.dumps(report))
     dist.destroy_process_group()

@@ -112,9 +112,7 @@ def route(
     order = torch.argsort(chosen, stable=True)[: int(counts.sum())]
     arriving = torch.empty_like(counts)
     copies.exchange(arriving, counts)
-    sent, received = (
-        own.view(copies.size, -1).sum(1).tolist() for own in (counts, arriving)
-    )
+    sent, received = (own.view(copies.size, -1).sum(1).tolist() for own in (counts, arriving))
     whose = torch.div(order, choices, rounding_mode="floor")
     here, weights = _AllToAll.apply(  # type: ignore[no-untyped-call]
         copies, sent, received, tokens[whose], expert_weights.reshape(-1)[order].unsqueeze(1)
@@ -126,8 +124,8 @@ def route(
     if made.shape != here.shape:
         raise ModelError(
             f"experts made a value of shape {tuple(made.shape)} of tokens of shape "
-            f"{tuple(here.shape)}; where copies divide experts, these give one row of the same width "
-            "for each token"
+            f"{tuple(here.shape)}; where copies divide experts, these give a row of the same width for "
+            "each token"
         )
     (back,) = _AllToAll.apply(copies, received, sent, made.to(tokens.dtype))  # type: ignore[no-untyped-call]
     return torch.zeros_like(tokens).index_add(0, whose, back)

@@ -103,9 +103,9 @@ class _RoutedExperts:
         return made.view(tokens.shape)
 
     def _idle(self, tokens: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
-        """The value of no tokens, which others go back through all the same. As on one device, where
-        other tokens came, stacked weights get gradients, which are 0; modules of a list do if their
-        code calls them."""
+        """The value of no tokens, which others go back through all the same. As on one device,
+        where other tokens came, stacked weights get gradients, which are 0; modules of a list do if
+        their code calls them."""
         made = tokens + weights.to(tokens.dtype)
         own = [weight.rows for weight in self.weights if weight.is_here]
         if not self._is_list:
@@ -246,8 +246,8 @@ def divisible(layers: Sequence[NamedLayer], num_ranks: int, stage: int) -> list[
             )
         if any(isinstance(weight, PartialTensor) for weight in own.module.parameters()):
             raise ModelError(
-                f"{where} ({kind}) has some of its experts only: an earlier Pipeline has divided them; "
-                "build the model anew, and load a checkpoint or what gather_state_dict() gave"
+                f"{where} ({kind}) has some of its experts only: an earlier Pipeline has divided "
+                "them; build the model anew, and load a checkpoint or what gather_state_dict() gave"
             )
         if any(True for _ in own.module.buffers()):
             raise ModelError(

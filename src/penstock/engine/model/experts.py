@@ -21,7 +21,6 @@ Modules whose arguments have other names say ``divides_experts = True``.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch

@@ -32,7 +32,7 @@ class RowReducer(Reducer):
         """The norms of whole gradients, by the whole parameter; without those that no copy has. All
         copies call it."""
 
-    def gather(self, num_microbatches: int) -> None:  # noqa: B027 - most gather nothing
+    def gather(self, num_microbatches: int) -> None:
         """A minibatch of so many microbatches begins."""
 
     @abstractmethod

@@ -426,9 +426,7 @@ class InProcess(RankPlacement):
     def _divide_experts(self, layout: Layout, own: Mapping[int, Stage]) -> None:
         divided = {
             stage: ExpertGroups(ranks, planned.expert_ranks)
-            for (stage, ranks), planned in zip(
-                self._homes.items(), self.plan.stages, strict=True
-            )
+            for (stage, ranks), planned in zip(self._homes.items(), self.plan.stages, strict=True)
             if planned.expert_ranks > 1
         }
         wanted = [(stage, ranks) for stage, parted in divided.items() for ranks in parted.all]

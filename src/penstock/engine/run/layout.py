@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.base.errors import ModelError
-from penstock.engine.experts.divided import divisible
 from penstock.engine.experts.dispatch import ExpertCopies
+from penstock.engine.experts.divided import divisible
 from penstock.engine.model.randomness import LayerStreams
 from penstock.engine.model.spine import NamedLayer
 from penstock.engine.reduce.reducer import SharedWeights

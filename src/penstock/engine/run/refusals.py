@@ -83,8 +83,8 @@ def _check_experts(recipe: Recipe, *, one_process: bool) -> None:
         )
     if recipe.post_validate:
         raise InputError(
-            "post_validate lets a forward go on without its values, and other copies would wait for "
-            "its tokens; leave it out, or take expert_ranks=1"
+            "post_validate lets a forward go on without its values, and other copies would wait "
+            "for its tokens; leave it out, or take expert_ranks=1"
         )
 
 

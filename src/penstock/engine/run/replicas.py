@@ -302,9 +302,7 @@ class ModelWeights:
         Args:
             instead: by the identity of the former.
         """
-        self._divided = {
-            id(instead[key]) if key in instead else key for key in self._divided
-        }
+        self._divided = {id(instead[key]) if key in instead else key for key in self._divided}
         self._weights = [
             weight._replace(parameter=instead.get(id(weight.parameter), weight.parameter))
             for weight in self._weights

@@ -37,7 +37,7 @@ class PartialTensor(Tensor):
     here: LocalRows
 
     @staticmethod
-    def __new__(cls, whole: Tensor, here: LocalRows) -> Self:
+    def __new__(cls: type[Self], whole: Tensor, here: LocalRows) -> Self:
         made: Self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, whole.shape, dtype=whole.dtype, device=whole.device, requires_grad=False
         )

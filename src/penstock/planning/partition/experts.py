@@ -3,10 +3,11 @@ copy, tokens that travel there and back, and the busiest copy's share of them.""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
+from penstock.core.expert_part import ExpertPart
 from penstock.core.graph import Layer, LayerGraph
 
 _TRIPS = 2
@@ -54,3 +55,10 @@ def _divided(layer: Layer, num_ranks: int, seconds: Callable[[float], float]) ->
         optimizer_bytes=round(layer.optimizer_bytes * share),
         update_seconds=layer.update_seconds * share,
     )
+
+
+def mean_loads(experts: Sequence[ExpertPart], num_ranks: int) -> tuple[float, ...]:
+    """The share of all tokens of some mixtures that comes to each copy, one mixture counting as
+    much as another."""
+    rows = [part.rank_loads(num_ranks) for part in experts]
+    return tuple(round(sum(column) / len(rows), 4) for column in zip(*rows, strict=True))

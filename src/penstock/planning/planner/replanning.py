@@ -79,6 +79,11 @@ def replan(
             "penstock.plan"
         )
     reducer = plan.summing.reducer
+    if plan.divides_experts and graph is None:
+        raise InputError(
+            "a plan whose copies divide experts does not say how large these are as a whole; give "
+            "replan the model's graph"
+        )
     if reducer == "parameter-server" and graph is None:
         raise InputError(
             "a plan with parameter servers does not say how much optimizer state there is; give "

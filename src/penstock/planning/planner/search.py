@@ -393,8 +393,8 @@ def explained(
 
 
 def _with_experts(task: Task, num_ranks: int) -> Task:
-    """A task whose stages' copies divide experts, so many of them; tokens travel by the slowest link
-    that may lie between two."""
+    """A task whose stages' copies divide experts, so many of them; tokens travel by the slowest
+    link that may lie between two."""
     parts = [(layer.name, part) for layer in task.graph.layers for part in layer.experts]
     if not parts:
         raise InputError(
@@ -405,8 +405,8 @@ def _with_experts(task: Task, num_ranks: int) -> Task:
     for name, part in parts:
         if why := part.refusal(num_ranks):
             raise InputError(
-                f"{num_ranks} expert ranks cannot divide the experts of {name}, since {why}; take a "
-                "number that divides them"
+                f"{num_ranks} expert ranks cannot divide the experts of {name}, since {why}; take "
+                "a number that divides them"
             )
     devices = range(len(task.cluster.devices))
 

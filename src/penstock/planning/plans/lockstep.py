@@ -11,6 +11,7 @@ from penstock.base.errors import InputError
 from penstock.base.units import count_of
 from penstock.core.schedule import Schedule
 
+
 class LockstepReason(NamedTuple):
     """Why copies go on together, in words.
 

@@ -501,7 +501,7 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
         return replace(
             self,
             stages=tuple(
-                replace(own, expert_ranks=expert_ranks if index in wanted else own.expert_ranks)
+                replace(own, expert_ranks=expert_ranks, expert_loads=()) if index in wanted else own
                 for index, own in enumerate(self.stages)
             ),
         )

@@ -116,8 +116,7 @@ class Bench:
         draws: dict[int, bool] = {}
         experts = [ExpertsWatch(layer, self.clock.now) for layer in self._layers]
         watched = [
-            partial(self._watched, given, draws, sample, experts, *pair)
-            for pair in enumerate(runs)
+            partial(self._watched, given, draws, sample, experts, *pair) for pair in enumerate(runs)
         ]
         modules = [layer.module for layer in self._layers]
         watches = [

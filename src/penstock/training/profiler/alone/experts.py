@@ -1,5 +1,5 @@
-"""The experts of mixtures in layers: what share of a forward they take, how many bytes of tokens are
-handed to them, and how evenly."""
+"""The experts of mixtures in layers: what share of a forward they take, how many bytes of tokens
+are handed to them, and how evenly."""
 
 from __future__ import annotations
 
