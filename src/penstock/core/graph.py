@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Literal
 
 from msgspec import field
@@ -468,8 +468,8 @@ class LayerGraph(Value, frozen=True, kw_only=True):
             )
 
         start, end = numbers.index(1), len(numbers) - numbers[::-1].index(1)
-        blocks = self.layers[start:end]
-        copies = (moved(layer, by, 0) for by in range(1, more + 1) for layer in blocks)
+        pairs = product(range(1, more + 1), self.layers[start:end])
+        copies = (moved(layer, by, 0) for by, layer in pairs)
         behind = (moved(layer, more, 1) for layer in self.layers[end:])
         return replace(
             self,

@@ -12,7 +12,10 @@ weighs what ranks keep; in ``VICTIM dies`` a rank ends while tokens travel. Each
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +26,7 @@ from msgspec.structs import replace
 from torch import nn
 
 import penstock as pk
+from penstock.base.errors import PenstockError
 from penstock.planning.plans import Plan
 from tests.kit.helpers import make_batch
 from tests.kit.mixtures import (
@@ -36,7 +40,7 @@ from tests.kit.mixtures import (
 )
 from tests.kit.one_device import OneDevice
 from tests.kit.reducing import replicated
-from tests.kit.training import adamw
+from tests.kit.training import adamw, sgd
 
 STEPS = 3
 DOUBLE = torch.float64
@@ -115,35 +119,174 @@ def own() -> list[str]:
 
 
 def from_transformers() -> list[str]:
+    """Mixtures of that library; what cannot run in float64 runs in float32."""
     report = []
-    for kind in KINDS:
-        for implementation in ("eager", "grouped_mm"):
-            model, alone = (make_transformer(kind, implementation=implementation) for _ in range(2))
-            captured = pk.capture(model, {"input_ids": make_tokens(2)})
-            plan = plan_for(captured, (2, 2), 2)
-            reference = OneDevice(alone, 4, loss=next_word_loss, optimizer=adamw)
-            far = 0.0
-            with pipeline_of(plan, captured, loss=next_word_loss) as pipeline:
-                for step in range(STEPS):
-                    tokens = make_tokens(8, step)
-                    loss = pipeline.step({"input_ids": tokens}, tokens)
-                    far = max(far, abs(loss - reference.step(tokens, tokens)).item())
-                state = pipeline.gather_state_dict()
-            for key, value in alone.state_dict().items():
-                far = max(far, (state[key] - value).abs().max().item())
-            if not far <= 1e-12:
-                report.append(f"{kind}, {implementation}: {far}")
+    ways = [(kind, "eager", DOUBLE, 1e-12) for kind in KINDS]
+    for kind, implementation, dtype, tolerance in [
+        *ways,
+        ("Mixtral", "grouped_mm", torch.float32, 1e-4),
+    ]:
+        model, alone = (
+            make_transformer(kind, dtype=dtype, implementation=implementation) for _ in range(2)
+        )
+        captured = pk.capture(model, {"input_ids": make_tokens(2)}, verify=False)
+        plan = plan_for(captured, (2,), 2)
+        reference = OneDevice(alone, 4, loss=next_word_loss, optimizer=sgd)
+        far = 0.0
+        with pipeline_of(plan, captured, loss=next_word_loss, optimizer=sgd) as pipeline:
+            for step in range(STEPS):
+                tokens = make_tokens(8, step)
+                loss = pipeline.step({"input_ids": tokens}, tokens)
+                far = max(far, abs(loss - reference.step(tokens, tokens)).item())
+            state = pipeline.gather_state_dict()
+            there = pipeline.stages[0].experts.weights
+        for key, value in alone.state_dict().items():
+            far = max(far, (state[key] - value).abs().max().item())
+        if not far <= tolerance or len(there) != 4:
+            report.append(f"{kind}, {implementation}: {far}, {len(there)} weights of experts")
     return report
+
+
+def going_on(plan: Plan, folder: Path, first: int, **options) -> dict[str, torch.Tensor]:
+    """The weights after two steps of a run that goes on from a folder and saves there."""
+    with pipeline_of(plan, make_mixture(options.pop("experts")), **options) as pipeline:
+        assert first == (pipeline.load(folder) or 0)
+        for step in range(first, first + 2):
+            pipeline.step(*make_batch(24, DOUBLE, step))
+        pipeline.save(folder)
+        return pipeline.gather_state_dict()
+
+
+def checkpoint(folder: Path) -> list[str]:
+    """One run in one layout after another, beside one in threads that goes on likewise."""
+    report = []
+    layouts = [
+        ((2, 2), 2, "owners"), ((4,), 1, "sharded"), ((4,), 4, "sharded"), ((2, 2), 1, "owners"),
+        ((4,), 2, "owners"), ((1, 3), 1, "owners"),
+    ]  # fmt: skip
+    for experts in (StackedExperts, ListedExperts):
+        own = folder / f"own-{experts.__name__}-{dist.get_rank()}"
+        for number, (replicas, size, reducer) in enumerate(layouts):
+            plan = plan_for(make_mixture(experts), replicas, size).with_reducer(reducer)
+            whole = plan.with_expert_ranks(1)
+            wanted = going_on(whole, own, 2 * number, transport="threads", experts=experts)
+            state = going_on(plan, folder / experts.__name__, 2 * number, experts=experts)
+            far = max((state[key] - value).abs().max().item() for key, value in wanted.items())
+            if not far <= 1e-12:
+                report.append(f"{experts.__name__} {replicas} {size} {reducer}: {far}")
+            dist.barrier()
+    return report
+
+
+def held() -> list[str]:
+    """A copy has its share of the experts' weights and of what the optimizer keeps of them; tokens
+    of all copies have come to them, as many as were sent."""
+    make = partial(make_mixture, num_experts=8, idle=(2,))
+    report = []
+    with pipeline_of(plan_for(make(), (4,), 4), make()) as pipeline:
+        pipeline.step(*make_batch(24, DOUBLE))
+        (stage,) = pipeline.stages.values()
+        loads = stage.experts.loads()
+        share = sum(own.rows.nbytes for own in stage.experts.weights)
+        worker = pipeline._parts.workers[0]
+        kept = sum(
+            value.nbytes
+            for state in worker.updater.optimizers[0].state.values()
+            for value in state.values()
+        )
+    experts = sum(2 * own.nbytes for own in make()[1].experts.parameters())
+    whole = sum(own.nbytes for own in make().parameters())
+    if share != experts / 4:
+        report.append(f"{share} bytes of {experts} are here")
+    wanted = 2 * (whole - experts * 3 / 4)
+    if not wanted <= kept <= wanted + 1000:
+        report.append(f"{kept} bytes of optimizer state, wanted {wanted}")
+    for name, shares in loads.items():
+        if shares[2] or abs(sum(shares) - 1) > 1e-9 or len(shares) != 8:
+            report.append(f"{name}: {shares}")
+    return report
+
+
+def refusals() -> list[str]:
+    """What is said of plans, models and minibatches that do not go with expert ranks."""
+    drops = make_mixture()
+    drops[1].experts.drop = nn.Dropout(0.5)
+    odd = make_mixture(num_experts=3)
+    frozen = make_mixture()
+    frozen[1].experts.register_buffer("scale", torch.ones(1))
+    plain = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4)).double()
+    cases = [
+        (drops, {}, "drops out features"),
+        (odd, {}, "which 2 expert ranks cannot divide evenly"),
+        (frozen, {}, "has buffers"),
+        (plain, {}, "and no experts"),
+        (make_mixture(), {"transport": "threads"}, "start the job with torchrun"),
+        (make_mixture(), {"optimizer": None}, "without an optimizer"),
+        (make_mixture(), {"post_validate": True, "clip_norm": 1.0}, "post_validate"),
+    ]
+    report = []
+    for model, options, words in cases:
+        try:
+            pipeline_of(plan_for(model, (4,), 2), model, **options)
+            report.append(f"nobody says: {words}")
+        except PenstockError as error:
+            report += [] if words in str(error) else [f"{words}: {error}"]
+    model = make_mixture()
+    batch = make_batch(24, DOUBLE)
+    with pipeline_of(plan_for(model, (4,), 2), model) as pipeline:
+        asks = [
+            (pipeline.state_dict, "gather_state_dict"),
+            (pipeline.dtensor_state_dict, "gather_state_dict"),
+            (partial(pipeline.evaluate, batch[0][:3]), "4 copies that divide its experts"),
+            (partial(pipeline.step, batch[0][:7], batch[1][:7]), "multiple of 4 microbatches"),
+            (lambda: pipeline.step(batch[0], torch.full((24,), -100)), "nothing that counts"),
+        ]
+        for ask, words in asks:
+            try:
+                ask()
+                report.append(f"nobody says: {words}")
+            except PenstockError as error:
+                report += [] if words in str(error) else [f"{words}: {error}"]
+    return report
+
+
+def ends(victim: int) -> list[object]:
+    """What a training ends with in which a rank dies before it joins an exchange of tokens."""
+    calls = []
+
+    def fail(*_) -> None:
+        calls.append(None)
+        if len(calls) == 6 and dist.get_rank() == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    model = make_mixture()
+    model[4].router.register_forward_hook(fail)
+    plan = plan_for(model, (2, 2), 2)
+    start = time.monotonic()
+    try:
+        with pipeline_of(plan, model) as pipeline:
+            for step in range(9):
+                pipeline.step(*make_batch(24, DOUBLE, step))
+    except PenstockError as error:
+        return [type(error).__name__, str(error), time.monotonic() - start]
+    return []
 
 
 def main() -> None:
     case, folder = sys.argv[1], Path(sys.argv[-1])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    compares = {"own": own, "transformers": from_transformers}
-    report = compares[case]()
+    compares = {
+        "own": own,
+        "transformers": from_transformers,
+        "checkpoint": partial(checkpoint, folder),
+        "held": held,
+        "refusals": refusals,
+    }
+    report = compares[case]() if case in compares else ends(int(case.split()[0]))
     (folder / f"report-{dist.get_rank()}.json").write_text(json.dumps(report))
-    dist.destroy_process_group()
+    if case in compares:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

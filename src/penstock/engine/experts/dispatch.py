@@ -66,7 +66,7 @@ class _AllToAll(torch.autograd.Function):
         return tuple(_exchanged(copies, value, sent, received) for value in values)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         wanted = ctx.needs_input_grad[3:]
         back = (
             _exchanged(ctx.copies, gradient, ctx.received, ctx.sent) if wants else None
@@ -124,8 +124,8 @@ def route(
     if made.shape != here.shape:
         raise ModelError(
             f"experts made a value of shape {tuple(made.shape)} of tokens of shape "
-            f"{tuple(here.shape)}; where copies divide experts, these give a row of the same width for "
-            "each token"
+            f"{tuple(here.shape)}; where copies divide experts, these give a row of the same width "
+            "for each token"
         )
     (back,) = _AllToAll.apply(copies, received, sent, made.to(tokens.dtype))  # type: ignore[no-untyped-call]
     return torch.zeros_like(tokens).index_add(0, whose, back)

@@ -46,17 +46,17 @@ class _RoutedExperts:
         num_routed: how many tokens of this copy have gone to each expert since the training began.
     """
 
-    def __init__(self, found: FoundExperts, copies: ExpertCopies, everyone: ExpertCopies) -> None:
-        self._module, self._copies, self._num = found.module, copies, found.num_experts
-        self.num_routed = torch.zeros(found.num_experts, dtype=torch.int64)
-        here = found.num_experts // copies.size
+    def __init__(self, mixture: FoundExperts, copies: ExpertCopies, everyone: ExpertCopies) -> None:
+        self._module, self._copies, self._num = mixture.module, copies, mixture.num_experts
+        self.num_routed = torch.zeros(mixture.num_experts, dtype=torch.int64)
+        here = mixture.num_experts // copies.size
         first = copies.index * here
         instead: dict[int, nn.Parameter] = {}
         self.weights: list[ExpertWeight] = []
         own = {f"{number}" for number in range(first, first + here)}
-        for name, weight in found.module.named_parameters():
+        for name, weight in mixture.module.named_parameters():
             everyone.take_first(weight.detach())
-            if found.is_list:
+            if mixture.is_list:
                 start, count = 0, weight.shape[0] if name.partition(".")[0] in own else 0
             else:
                 start, count = first, here
@@ -67,21 +67,21 @@ class _RoutedExperts:
             instead[id(weight)] = whole
             self.weights.append(ExpertWeight(whole, start, rows))
         rows_by_id = dict(zip(instead, (own.rows for own in self.weights), strict=True))
-        self._twin = _twin(found.module, rows_by_id)
-        if found.is_list:
+        self._twin = _twin(mixture.module, rows_by_id)
+        if mixture.is_list:
             kept = [self._twin._modules[number] for number in sorted(own, key=int)]
             self._twin._modules = {str(place): child for place, child in enumerate(kept)}
         if hasattr(self._twin, "num_experts"):
-            self._twin.num_experts = here
-        for module in found.module.modules():
+            self._twin.__dict__["num_experts"] = here
+        for module in mixture.module.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     module._parameters[name] = instead[id(parameter)]
-        forward: Any = type(found.module).forward
+        forward: Any = type(mixture.module).forward
         self._compute: Compute = partial(forward, self._twin)
-        self._is_list = found.is_list
-        self._signature = inspect.signature(type(found.module).forward)
-        found.module.__dict__["forward"] = self
+        self._is_list = mixture.is_list
+        self._signature = inspect.signature(type(mixture.module).forward)
+        mixture.module.__dict__["forward"] = self
 
     def __call__(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
         bound = self._signature.bind(self._module, *args, **kwargs)
@@ -148,9 +148,9 @@ class DividedExperts:
         self._copies, self._everyone = copies, everyone
         self._layers = layers
         self._routed: dict[str, _RoutedExperts] = {
-            layer.key(found.path): _RoutedExperts(found, copies, everyone)
+            layer.key(mixture.path): _RoutedExperts(mixture, copies, everyone)
             for layer in layers
-            for found in experts_in(layer.module)
+            for mixture in experts_in(layer.module)
         }
 
     @property
@@ -222,15 +222,15 @@ def divisible(layers: Sequence[NamedLayer], num_ranks: int, stage: int) -> list[
         ModelError: there are none, not as many for each, or other layers hold their weights, or
             they drop out features, which others would draw.
     """
-    found = [own for layer in layers for own in experts_in(layer.module)]
-    if not found:
+    mixtures = [own for layer in layers for own in experts_in(layer.module)]
+    if not mixtures:
         raise ModelError(
             f"stage {stage} has expert_ranks={num_ranks} and no experts: a module that takes "
             "tokens, the numbers of their experts and the weights of these, with one row of each "
             "parameter per expert, or a list of them; say divides_experts = True in the class of "
             "yours, or take expert_ranks=1"
         )
-    for own in found:
+    for own in mixtures:
         kind, where = type(own.module).__name__, repr(own.path)
         if own.num_experts % num_ranks:
             raise ModelError(
@@ -254,4 +254,4 @@ def divisible(layers: Sequence[NamedLayer], num_ranks: int, stage: int) -> list[
                 f"{where} ({kind}) has buffers beside its weights, and only weights are divided; "
                 "put them into another module, or take expert_ranks=1"
             )
-    return found
+    return mixtures

@@ -62,14 +62,14 @@ def experts_in(module: nn.Module) -> list[FoundExperts]:
     Raises:
         ModelError: a module says ``divides_experts``, and nothing in it can be divided.
     """
-    found: list[FoundExperts] = []
+    mixtures: list[FoundExperts] = []
     for path, child in module.named_modules():
-        if any(path.startswith(f"{outer.path}.") for outer in found):
+        if any(path.startswith(f"{outer.path}.") for outer in mixtures):
             continue
         own = _experts(path, child)
         if own is not None:
-            found.append(own)
-    return found
+            mixtures.append(own)
+    return mixtures
 
 
 def has_experts(module: nn.Module) -> bool:

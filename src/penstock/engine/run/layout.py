@@ -106,8 +106,8 @@ class Layout:
             id(weight)
             for stage, planned in enumerate(self._plan.stages)
             if planned.expert_ranks > 1
-            for found in divisible(self._layers_of[stage], planned.expert_ranks, stage)
-            for weight in found.module.parameters()
+            for mixture in divisible(self._layers_of[stage], planned.expert_ranks, stage)
+            for weight in mixture.module.parameters()
         }
 
     def _check_hooks(self) -> None:

@@ -38,7 +38,7 @@ class PartialTensor(Tensor):
 
     @staticmethod
     def __new__(cls: type[Self], whole: Tensor, here: LocalRows) -> Self:
-        made: Self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: Self = torch.Tensor._make_wrapper_subclass(
             cls, whole.shape, dtype=whole.dtype, device=whole.device, requires_grad=False
         )
         made.here = here
@@ -47,12 +47,12 @@ class PartialTensor(Tensor):
     def __init__(self, whole: Tensor, here: LocalRows) -> None:
         super().__init__()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         rows = range(self.here.start, self.here.start + len(self.here.values))
         return f"PartialTensor(shape={tuple(self.shape)}, rows={rows})"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> PartialTensor:
         if function in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):

@@ -224,8 +224,8 @@ class Worker:
         if empty and minibatch.trains and self.updater.sums.has_experts:
             raise InputError(
                 f"{count_of(empty, 'microbatch', 'es')} of this minibatch have nothing that "
-                "counts, so that one copy would go back through experts that others have, and they not "
-                "through its; leave such rows out, or take expert_ranks=1"
+                "counts, so that one copy would go back through experts that others have, and they "
+                "not through its; leave such rows out, or take expert_ranks=1"
             )
         self.updater.sums.gather(minibatch.num_microbatches - empty)
         self._stream = StreamState(
