@@ -68,6 +68,9 @@ class ExpertReducer(RowReducer):
     Args:
         shared: their weights.
         experts: by stage.
+
+    Attributes:
+        ranks: of all copies of the stage.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class ExpertReducer(RowReducer):
         experts: Mapping[int, StageExperts],
     ) -> None:
         (self.stage,) = shared.stages
+        self.ranks = shared.ranks
         own = experts[self.stage]
         self._divided = own.divided
         weights = own.divided.weights

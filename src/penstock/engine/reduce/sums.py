@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from types import MappingProxyType
 from typing import TypeVar
@@ -177,10 +177,11 @@ class GradientSums:
         for reducer in self._in_rows:
             reducer.drop()
 
-    @property
-    def has_experts(self) -> bool:
-        """Whether tokens of others come to experts of this rank, in the middle of ops."""
-        return any(isinstance(reducer, ExpertReducer) for reducer in self._reducers)
+    @cached_property
+    def expert_homes(self) -> dict[int, tuple[int, ...]]:
+        """The ranks of each stage whose copies exchange tokens, in the middle of ops."""
+        experts = [reducer for reducer in self._reducers if isinstance(reducer, ExpertReducer)]
+        return {reducer.stage: reducer.ranks for reducer in experts}
 
     @property
     def has_shards(self) -> bool:

@@ -411,10 +411,11 @@ def _with_experts(task: Task, num_ranks: int) -> Task:
     devices = range(len(task.cluster.devices))
 
     def seconds(num_bytes: float) -> float:
-        return task.topology.slowest_link(devices, num_bytes).seconds(num_bytes)
+        link = task.topology.slowest_link(devices, num_bytes)
+        return task.graph.hop_seconds + link.seconds(num_bytes)
 
     graph = with_expert_ranks(task.graph, num_ranks, seconds)
-    return replaced(task, graph=graph, expert_ranks=num_ranks)
+    return replaced(task, graph=graph, expert_ranks=num_ranks, undivided=task)
 
 
 def _with_reducers(tasks: Sequence[Task], request: PlanRequest) -> Iterator[Task]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -181,8 +181,8 @@ class Compiler:
         Raises:
             InputError: copies that divide experts would not do the same.
         """
-        if self._parts.updater.sums.has_experts:
-            _check_copies(segment.schedule, self._parts.stages)
+        for stage, ranks in self._parts.updater.sums.expert_homes.items():
+            _check_copies(segment.schedule, stage, ranks)
         return RankProgram(segment, self._parts.rank, self._parts.skips)
 
     def _steps(self, segment: Segment, trains: bool) -> tuple[RankStep[RankWork], ...]:
@@ -383,17 +383,15 @@ KINDS = frozenset(_BINDINGS)
 """The kinds of op that a rank can perform."""
 
 
-def _check_copies(schedule: Schedule, stages: Iterable[int]) -> None:
-    """Raise ``InputError`` unless all copies of some stages compute the same in the same order."""
-    for stage in stages:
-        ranks = schedule.ranks_of(stage)
-        orders = [
-            [(op.kind, op.stage) for op in schedule.ranks[rank] if op.kind in _READING_WEIGHTS]
-            for rank in ranks
-        ]
-        if any(order != orders[0] for order in orders):
-            raise InputError(
-                f"stage {stage} has {len(ranks)} copies that divide its experts, and they do not "
-                "have as many microbatches of this minibatch; give a number of rows that makes a "
-                f"multiple of {len(ranks)} microbatches, or take expert_ranks=1"
-            )
+def _check_copies(schedule: Schedule, stage: int, ranks: Sequence[int]) -> None:
+    """Raise ``InputError`` unless all copies of a stage compute the same in the same order."""
+    orders = [
+        [(op.kind, op.stage) for op in schedule.ranks[rank] if op.kind in _READING_WEIGHTS]
+        for rank in ranks
+    ]
+    if any(order != orders[0] for order in orders):
+        raise InputError(
+            f"stage {stage} has {len(ranks)} copies that divide its experts, and they do not have "
+            "as many microbatches of this minibatch; give a number of rows that makes a multiple "
+            f"of {len(ranks)} microbatches, or take expert_ranks=1"
+        )

@@ -221,11 +221,12 @@ class Worker:
         number = self.next_number()
         self._parts.updates.begin(number, asynchronous=not position.synchronous)
         empty = sum(not weight for weight in minibatch.weights)
-        if empty and minibatch.trains and self.updater.sums.has_experts:
+        if empty and minibatch.trains and self.updater.sums.expert_homes:
             raise InputError(
-                f"{count_of(empty, 'microbatch', 'es')} of this minibatch have nothing that "
-                "counts, so that one copy would go back through experts that others have, and they "
-                "not through its; leave such rows out, or take expert_ranks=1"
+                f"{count_of(empty, 'microbatch', 'es')} of this minibatch would count nothing, "
+                "without rows or with labels that are all ignored, so that one copy would go back "
+                "through experts that others have, and they not through its; give each microbatch "
+                "something that counts, or take expert_ranks=1"
             )
         self.updater.sums.gather(minibatch.num_microbatches - empty)
         self._stream = StreamState(
