@@ -92,13 +92,15 @@ def make_mixture(
 KINDS = ("Mixtral", "Qwen2Moe", "Qwen3Moe")
 
 
-def make_transformer(kind: str, *, dtype=torch.float64, implementation="eager") -> nn.Module:
+def make_transformer(
+    kind: str, *, dtype=torch.float64, implementation="eager", num_layers=2
+) -> nn.Module:
     """A small causal language model of ``transformers`` with mixtures, tokens of 11 words."""
     import transformers
 
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(
-        vocab_size=11, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        vocab_size=11, hidden_size=16, intermediate_size=32, num_hidden_layers=num_layers,
         num_attention_heads=2, num_key_value_heads=2, attention_dropout=0.0, use_cache=False,
         tie_word_embeddings=False,
         **{

@@ -127,7 +127,8 @@ def from_transformers() -> list[str]:
         ("Mixtral", "grouped_mm", torch.float32, 1e-4),
     ]:
         model, alone = (
-            make_transformer(kind, dtype=dtype, implementation=implementation) for _ in range(2)
+            make_transformer(kind, dtype=dtype, implementation=implementation, num_layers=1)
+            for _ in range(2)
         )
         captured = pk.capture(model, {"input_ids": make_tokens(2)}, verify=False)
         plan = plan_for(captured, (2,), 2)
@@ -142,7 +143,7 @@ def from_transformers() -> list[str]:
             there = pipeline.stages[0].experts.weights
         for key, value in alone.state_dict().items():
             far = max(far, (state[key] - value).abs().max().item())
-        if not far <= tolerance or len(there) != 4:
+        if not far <= tolerance or len(there) != 2:
             report.append(f"{kind}, {implementation}: {far}, {len(there)} weights of experts")
     return report
 

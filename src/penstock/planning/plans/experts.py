@@ -23,14 +23,12 @@ def check_experts(
     versions: Policy,
     spill: Spill | None,
 ) -> None:
-    """Raise ``InputError`` if experts are divided, and that does not go with the rest of a plan.
+    """Raise ``InputError`` if that experts are divided does not go with the rest of a plan.
 
     Args:
         schedule: of one minibatch.
     """
     divided = [index for index, stage in enumerate(stages) if stage.expert_ranks > 1]
-    if not divided:
-        return
     several = False
     for index in divided:
         size, copies = stages[index].expert_ranks, len(schedule.ranks_of(index))

@@ -153,7 +153,8 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
                     "offload moves what autograd has saved, also weights that the reducer "
                     "'fully-sharded' frees between uses; leave offload out, or take 'sharded'"
                 )
-        check_experts(self.placement, self.stages, self.summing, self.versions, self.spill)
+        if self.divides_experts:
+            check_experts(self.placement, self.stages, self.summing, self.versions, self.spill)
         self._check_versions()
 
     def _check_versions(self) -> None:
