@@ -290,6 +290,8 @@ class PlanRequest:
             f"spill={self.spill!r}": self.spill == "always",
             f"stale={self.stale}": self.stale > 0,
             f"tensor_ranks={width!r}": width != 1 and "tensor groups" in lacks,
+            f"expert_ranks={self.expert_ranks}": self.expert_ranks > 1
+            and "divided experts" in lacks,
             f"recompute={self.recompute!r}": self.recompute == "stage"
             and "recompute by stage" in lacks,
             f"reducer={self.reducer!r}": self.reducer not in ("owners", "sharded", "all-reduce"),
