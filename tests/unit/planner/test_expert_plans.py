@@ -177,3 +177,38 @@ def test_experts_of_a_part_are_read_and_refused():
     assert ExpertPart(name="e", num_experts=4).imbalance(2) == pytest.approx(1.0)
     with pytest.raises(InputError, match="loads has 2 shares of 4 experts"):
         replace(part, loads=(0.5, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        ("torchtitan", ("expert_parallel_degree=2", "data_parallel_shard_degree=2")),
+        ("megatron", ("--expert-model-parallel-size 2",)),
+    ],
+)
+def test_other_engines_are_given_the_degree_and_their_configs_have_it(engine, words):
+    layers = [replace(layer, name=f"layers.{layer.name}") for layer in mixture_graph().layers]
+    ends = [
+        Layer(name=name, forward_seconds=0.0, backward_input_seconds=0.0,
+              backward_weight_seconds=0.0, output_bytes=MEGA)
+        for name in ("tok_embeddings", "output")
+    ]  # fmt: skip
+    graph = LayerGraph(layers=(ends[0], *layers, ends[1]), microbatch_size=2)
+    plan = planned(graph, schedule="1f1b", cuts=[3])
+    handed = plan.to(engine)
+    text = str(handed)
+    for word in words:
+        assert word in text
+    again = Plan.of(engine, text, graph, cluster())
+    assert {stage.expert_ranks for stage in again.stages} == {2} and again.replicas == (2, 2)
+    bare = LayerGraph(layers=tuple(replace(layer, experts=()) for layer in graph.layers))
+    left_out = Plan.of(engine, text, bare, cluster())
+    assert any("expert parallelism over 2 ranks is left out" in w for w in left_out.warnings)
+
+
+@pytest.mark.parametrize("engine", ["torch", "automodel", "deepspeed"])
+def test_engines_that_keep_mixtures_whole_refuse_and_name_the_nearest_plan(engine):
+    with pytest.raises(PlanError, match="2 copies of a stage divide its experts"):
+        planned().to(engine)
+    with pytest.raises(InputError, match="expert_ranks=2 is nothing that"):
+        planned(engine=engine)
