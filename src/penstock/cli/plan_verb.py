@@ -96,6 +96,13 @@ def _parse_tensor_ranks(_: click.Context, __: click.Parameter, text: str) -> int
     help="Devices that share every layer, or any.",
 )
 @click.option(
+    "--expert-ranks",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Copies of each stage that divide the experts of its mixtures.",
+)
+@click.option(
     "--reducer",
     type=click.Choice([*REDUCERS, "any"]),
     default="owners",

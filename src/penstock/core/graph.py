@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Literal
 
 from msgspec import field
@@ -20,6 +20,7 @@ from penstock.base.errors import InputError, printable
 from penstock.base.lazily import method_provided
 from penstock.base.values import MOST_BYTES, Value, expect, number, shown, whole
 from penstock.core.example import Example
+from penstock.core.expert_part import ExpertPart
 from penstock.core.layer_part import LayerPart
 
 
@@ -73,6 +74,7 @@ class Layer(Value, frozen=True, kw_only=True):
             gives has rows.
         parts: what of it tensor ranks can share, where the layer is no module of torch's that they
             can share as such.
+        experts: those of mixtures in it, which copies of its stage can divide.
     """
 
     name: str
@@ -105,6 +107,7 @@ class Layer(Value, frozen=True, kw_only=True):
     by_rows: bool = True
     by_positions: bool = False
     parts: tuple[LayerPart, ...] = ()
+    experts: tuple[ExpertPart, ...] = ()
 
     def __post_init__(self) -> None:
         whose = f"layer {shown(self.name)}"
@@ -464,11 +467,12 @@ class LayerGraph(Value, frozen=True, kw_only=True):
                 after=tuple(map(text, layer.after)),
                 skip_bytes={text(key): value for key, value in layer.skip_bytes.items()},
                 parts=tuple(part.renamed(text) for part in layer.parts),
+                experts=tuple(part.renamed(text) for part in layer.experts),
             )
 
         start, end = numbers.index(1), len(numbers) - numbers[::-1].index(1)
-        blocks = self.layers[start:end]
-        copies = (moved(layer, by, 0) for by in range(1, more + 1) for layer in blocks)
+        pairs = product(range(1, more + 1), self.layers[start:end])
+        copies = (moved(layer, by, 0) for by, layer in pairs)
         behind = (moved(layer, more, 1) for layer in self.layers[end:])
         return replace(
             self,

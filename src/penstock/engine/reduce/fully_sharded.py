@@ -15,7 +15,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.engine.reduce.reducer import Reducer, SharedWeights
+from penstock.engine.reduce.reducer import SharedWeights
+from penstock.engine.reduce.rows import RowReducer
 from penstock.engine.reduce.sharding import Shard
 from penstock.engine.transport import Edge, Transport, groups
 from penstock.engine.weights.sharded_layers import ShardedLayers
@@ -29,6 +30,7 @@ class CopiesOfStage:
         ranks: theirs.
         rank: this one's.
         transport: knows how long to wait.
+        exchanging: what rows are exchanged for, in words.
 
     Attributes:
         group: as given.
@@ -38,7 +40,12 @@ class CopiesOfStage:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, ranks: Sequence[int], rank: int, transport: Transport
+        self,
+        group: dist.ProcessGroup,
+        ranks: Sequence[int],
+        rank: int,
+        transport: Transport,
+        exchanging: str = "summing gradients",
     ) -> None:
         self.group = group
         self.size = len(ranks)
@@ -47,6 +54,7 @@ class CopiesOfStage:
         self._others = " or ".join(str(other) for other in ranks if other != rank)
         self._rank = rank
         self._transport = transport
+        self._exchanging = exchanging
         groups.lend(group, self)
 
     def release(self) -> None:
@@ -63,8 +71,15 @@ class CopiesOfStage:
         ask = partial(gather, output, own)
         self._done(ask, "gathering the weights of a layer")
 
-    def exchange(self, output: Tensor, own: Tensor) -> None:
-        self._done(partial(dist.all_to_all_single, output, own), "summing gradients")
+    def exchange(
+        self,
+        output: Tensor,
+        own: Tensor,
+        output_sizes: Sequence[int] | None = None,
+        own_sizes: Sequence[int] | None = None,
+    ) -> None:
+        ask = partial(dist.all_to_all_single, output, own, output_sizes, own_sizes)
+        self._done(ask, self._exchanging)
 
     def largest(self, numbers: Tensor) -> None:
         ask = partial(dist.all_reduce, numbers, op=dist.ReduceOp.MAX)
@@ -86,7 +101,7 @@ class CopiesOfStage:
         groups.wait(work, self._transport.patience, self._others, where)
 
 
-class FullyShardedReducer(Reducer):
+class FullyShardedReducer(RowReducer):
     """Sums of the weights of a stage, of which each copy has rows.
 
     Args:
@@ -94,12 +109,8 @@ class FullyShardedReducer(Reducer):
         sharded: the stages of this rank that have copies, by their numbers.
 
     Attributes:
-        stage: whose weights these are.
-        layers: its.
-        shards: what this copy has, by the whole parameter.
+        layers: of the stage.
     """
-
-    begins_equal = True
 
     def __init__(
         self,
@@ -126,16 +137,19 @@ class FullyShardedReducer(Reducer):
         """Rows have their sums."""
 
     def rows_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        """Those that are here, if the parameter is one of these."""
         return self._rows.get(parameter)
 
     def norms(self) -> dict[nn.Parameter, Tensor]:
-        """The norms of whole gradients, by the whole parameter; without those that no copy has. All
-        copies call it."""
         return {
             own.whole: norm
             for own, norm in zip(self.layers.parameters, self.layers.norms(), strict=True)
         }
+
+    def gather(self, num_microbatches: int) -> None:
+        self.layers.begin(num_microbatches)
+
+    def drop(self) -> None:
+        self.layers.drop()
 
     def close(self, *, failed: bool) -> None:
         self.layers.close(failed=failed)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from types import MappingProxyType
 from typing import TypeVar
@@ -21,6 +21,7 @@ from penstock.core.summation.roles import TreeRole
 from penstock.core.summation.split import MOST_PORTIONS
 from penstock.engine.reduce.buckets import buckets_of, cut
 from penstock.engine.reduce.delegated import AllReducer, ServerReducer
+from penstock.engine.reduce.expert_weights import ExpertReducer
 from penstock.engine.reduce.fully_sharded import FullyShardedReducer
 from penstock.engine.reduce.inside import Hosts, sharing_cards
 from penstock.engine.reduce.owners import OwnerReducer
@@ -32,6 +33,7 @@ from penstock.engine.reduce.reducer import (
     ServedGradients,
     SharedWeights,
 )
+from penstock.engine.reduce.rows import RowReducer
 from penstock.engine.reduce.sharding import ShardedReducer, Shards
 from penstock.engine.reduce.stale import StaleReducer
 from penstock.engine.transport import Edge, Transport
@@ -74,9 +76,7 @@ class GradientSums:
         self._sharded = [
             reducer for reducer in self._reducers if isinstance(reducer, ShardedReducer)
         ]
-        self._fully_sharded = [
-            reducer for reducer in self._reducers if isinstance(reducer, FullyShardedReducer)
-        ]
+        self._in_rows = [reducer for reducer in self._reducers if isinstance(reducer, RowReducer)]
         for reducer in self.stale[1:]:
             reducer.heard = self.stale[0].heard
         self._number = 0
@@ -147,12 +147,12 @@ class GradientSums:
         for reducer in self._sharded:
             reducer.hands_sums_to_all = hands_sums_to_all
         parts = [item for reducer in self._sharded for item in reducer.shards.items()]
-        parts += [item for reducer in self._fully_sharded for item in reducer.shards.items()]
+        parts += [item for reducer in self._in_rows for item in reducer.shards.items()]
         return Shards(dict(parts))
 
     def rows_of(self, parameter: nn.Parameter) -> nn.Parameter:
         """What has the gradient of a parameter: its rows here, if each holder keeps some only."""
-        rows = (reducer.rows_of(parameter) for reducer in self._fully_sharded)
+        rows = (reducer.rows_of(parameter) for reducer in self._in_rows)
         return next((own for own in rows if own is not None), parameter)
 
     def norms_of_rows(self, stage: int | None = None) -> dict[nn.Parameter, Tensor]:
@@ -162,20 +162,26 @@ class GradientSums:
             stage: whose; by default all stages'.
         """
         norms: dict[nn.Parameter, Tensor] = {}
-        for reducer in self._fully_sharded:
+        for reducer in self._in_rows:
             if stage in (None, reducer.stage):
                 norms |= reducer.norms()
         return norms
 
     def gather(self, num_microbatches: int) -> None:
         """A minibatch of so many microbatches begins: gather weights of which holders have rows."""
-        for reducer in self._fully_sharded:
-            reducer.layers.begin(num_microbatches)
+        for reducer in self._in_rows:
+            reducer.gather(num_microbatches)
 
     def drop(self) -> None:
         """Forget what a failed round has gathered."""
-        for reducer in self._fully_sharded:
-            reducer.layers.drop()
+        for reducer in self._in_rows:
+            reducer.drop()
+
+    @cached_property
+    def expert_homes(self) -> dict[int, tuple[int, ...]]:
+        """The ranks of each stage whose copies exchange tokens, in the middle of ops."""
+        experts = [reducer for reducer in self._reducers if isinstance(reducer, ExpertReducer)]
+        return {reducer.stage: reducer.ranks for reducer in experts}
 
     @property
     def has_shards(self) -> bool:

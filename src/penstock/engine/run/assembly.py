@@ -119,7 +119,7 @@ class Assembly:
 
     @property
     def _has_rows(self) -> bool:
-        return any(stage.sharded is not None for stage in self.stages.values())
+        return any(stage.has_rows for stage in self.stages.values())
 
     def states(self) -> StageStates:
         """The state of this process's stages, under the model's keys: of a member of a group its
@@ -161,7 +161,10 @@ class Assembly:
 def _whole_state(stage: Stage) -> dict[str, Any]:
     """The state of a stage; if copies have rows of it, all of them ask for it together."""
     state = stage.state_dict()
-    return state if stage.sharded is None else state | stage.sharded.whole_state()
+    for kept in (stage.sharded, stage.experts):
+        if kept is not None:
+            state |= kept.whole_state()
+    return state
 
 
 def copied_states(parts: Assembly) -> dict[int, dict[str, Any]]:

@@ -15,11 +15,13 @@ from types import NoneType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from penstock.engine.device.accelerators import HOST, devices_of_ranks
 from penstock.engine.device.queue import AcceleratorQueue, DeviceQueue
 from penstock.engine.model.spine import NamedLayer, spine_fingerprint
 from penstock.engine.reduce import sums
+from penstock.engine.reduce.expert_weights import ExpertGroups, StageExperts, with_experts
 from penstock.engine.reduce.fully_sharded import CopiesOfStage
 from penstock.engine.reduce.owners import OwnerReducer
 from penstock.engine.reduce.reducer import MakeReducer
@@ -40,6 +42,7 @@ from penstock.engine.run.rank.updater import Updater
 from penstock.engine.run.rank.worker import Worker
 from penstock.engine.run.recipe import Recipe
 from penstock.engine.run.refusals import (
+    check_experts_here,
     check_processes,
     check_sharding,
     check_stage_norms,
@@ -338,6 +341,7 @@ class InProcess(RankPlacement):
         self._compared = ComparingTransport(self._transport, meeting.rank)
         self._links = LinkedDevices()
         self._sharded: dict[int, ShardedLayers] = {}
+        self._experts: dict[int, StageExperts] = {}
 
     def devices(self) -> dict[int, torch.device]:
         seat, plan = self._seat, self.plan
@@ -386,6 +390,8 @@ class InProcess(RankPlacement):
             [first.ranks for first, *_ in layout.weights.groups],
             self._sharded,
         )
+        if self.plan.divides_experts:
+            make_reducer = partial(with_experts, others=make_reducer, experts=self._experts)
         return [Connections(self._compared, seat, queue, self._links.of_rank, make_reducer)]
 
     def wholes(self, layout: Layout, seat: RankSeat, values: Values) -> Wholes | None:
@@ -395,25 +401,65 @@ class InProcess(RankPlacement):
         return Wholes(layout.layers_of(seat.rank), values, group, layout.sharings.cuts)
 
     def shard(self, layout: Layout, stages: Mapping[RankSeat, Mapping[int, Stage]]) -> None:
-        if self.plan.summing.reducer != "fully-sharded":
-            return
-        own, (rank, seconds) = stages[self._seat], (self._seat.rank, self._start.seconds)
-        check_sharding(layout.weights.tied, self.devices()[self._seat.number].type)
-        self._meeting.exchange(None, NoneType, "to have parts of stages")
-        ranks_of = self.plan.placement.ranks_of
-        homes = {stage: ranks_of(stage) for stage in range(len(self.plan.stages))}
-        homes = {stage: ranks for stage, ranks in homes.items() if len(ranks) > 1}
-        made = groups.make_groups(seconds, [*homes.values()])
+        device = self.devices()[self._seat.number].type
+        if self.plan.summing.reducer == "fully-sharded":
+            check_sharding(layout.weights.tied, device)
+            self._shard_fully(layout, stages[self._seat])
+        if self.plan.divides_experts:
+            check_experts_here(device)
+            self._divide_experts(layout, stages[self._seat])
+
+    def _shard_fully(self, layout: Layout, own: Mapping[int, Stage]) -> None:
+        homes = {stage: ranks for stage, ranks in self._homes.items() if len(ranks) > 1}
+        made = self._groups([*homes.values()])
         copies = {
-            stage: CopiesOfStage(group, ranks, rank, self._transport)
+            stage: CopiesOfStage(group, ranks, self._seat.rank, self._transport)
             for (stage, ranks), group in zip(homes.items(), made, strict=True)
-            if rank in ranks
+            if self._seat.rank in ranks
         }
         layout.shard(own, copies)
         for index in copies:
             sharded = own[index].sharded
             assert sharded is not None
             self._sharded[index] = sharded
+
+    def _divide_experts(self, layout: Layout, own: Mapping[int, Stage]) -> None:
+        divided = {
+            stage: ExpertGroups(ranks, planned.expert_ranks)
+            for (stage, ranks), planned in zip(self._homes.items(), self.plan.stages, strict=True)
+            if planned.expert_ranks > 1
+        }
+        wanted = [(stage, ranks) for stage, parted in divided.items() for ranks in parted.all]
+        made = self._groups([ranks for _, ranks in wanted])
+        rank, doing = self._seat.rank, "sending tokens to their experts"
+        reached = {
+            key: CopiesOfStage(group, key[1], rank, self._transport, doing)
+            for key, group in zip(wanted, made, strict=True)
+            if rank in key[1]
+        }
+        here = {stage: parted for stage, parted in divided.items() if rank in parted.everyone}
+        layout.divide_experts(
+            own,
+            {
+                stage: (reached[stage, parted.with_all(rank)], reached[stage, parted.everyone])
+                for stage, parted in here.items()
+            },
+        )
+        for stage, parted in here.items():
+            experts = own[stage].experts
+            assert experts is not None
+            self._experts[stage] = StageExperts(experts, parted.with_same(rank))
+
+    @property
+    def _homes(self) -> dict[int, tuple[int, ...]]:
+        """The ranks of each stage, ascending."""
+        ranks_of = self.plan.placement.ranks_of
+        return {stage: tuple(sorted(ranks_of(stage))) for stage in range(len(self.plan.stages))}
+
+    def _groups(self, parts: Sequence[Sequence[int]]) -> list[dist.ProcessGroup]:
+        """A process group for each of some sets of ranks, when all processes have come."""
+        self._meeting.exchange(None, NoneType, "to have parts of stages")
+        return groups.make_groups(self._start.seconds, parts)
 
     def begin(self, workers: Sequence[Worker], layout: Layout) -> None:
         # The user's code has run: whoever fails in it says so here, before others wait for more.

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
 
 from penstock.base.errors import ModelError
+from penstock.engine.experts.dispatch import ExpertCopies
+from penstock.engine.experts.divided import divisible
 from penstock.engine.model.randomness import LayerStreams
 from penstock.engine.model.spine import NamedLayer
 from penstock.engine.reduce.reducer import SharedWeights
@@ -89,12 +92,23 @@ class Layout:
             self._holders,
             {server: stages_held(plan, server) for server in self.server_ranks},
             () if self.sharings is None else self.sharings.terms,
+            self._expert_weights(),
         )
         self._holders.check_statistics(layers, plan.schedule)
         if plan.versions.asynchronous or plan.summing.stale:
             self.weights.check_untied()
         self._check_hooks()
         self._copies: dict[tuple[int, int], ModuleCopies] = {}
+
+    def _expert_weights(self) -> set[int]:
+        """The ids of the weights of experts that copies of their stage divide."""
+        return {
+            id(weight)
+            for stage, planned in enumerate(self._plan.stages)
+            if planned.expert_ranks > 1
+            for mixture in divisible(self._layers_of[stage], planned.expert_ranks, stage)
+            for weight in mixture.module.parameters()
+        }
 
     def _check_hooks(self) -> None:
         in_parts = self.sharings is not None
@@ -384,12 +398,30 @@ class Layout:
         plan = self._plan
         frees_with = plan.num_microbatches if plan.summing.gathered_for == "use" else None
         for index, those in copies.items():
-            modules = [layer.module for layer in stages[index].layers]
-            before = [own for module in modules for own in module.parameters()]
-            stages[index].shard(those, frees_with=frees_with)
-            after = [own for module in modules for own in module.parameters()]
-            pairs = zip(map(id, before), after, strict=True)
-            self.weights.sharded(dict(pairs))
+            with self._replacing(stages[index]):
+                stages[index].shard(those, frees_with=frees_with)
+
+    def divide_experts(
+        self, stages: Mapping[int, Stage], copies: Mapping[int, tuple[ExpertCopies, ExpertCopies]]
+    ) -> None:
+        """Let stages of a rank keep some of their experts, of which other copies have the rest.
+
+        Args:
+            stages: the rank's.
+            copies: of each stage that has such: those that together have all, and all copies.
+        """
+        for index, (those, everyone) in copies.items():
+            with self._replacing(stages[index]):
+                stages[index].divide_experts(those, everyone)
+
+    @contextmanager
+    def _replacing(self, stage: Stage) -> Iterator[None]:
+        """Within, the layers of a stage get other parameters, of which this must know."""
+        modules = [layer.module for layer in stage.layers]
+        before = [own for module in modules for own in module.parameters()]
+        yield
+        after = [own for module in modules for own in module.parameters()]
+        self.weights.sharded(dict(zip(map(id, before), after, strict=True)))
 
     def shared_state(self, stages: dict[int, Stage]) -> SharedState:
         """The tensors that no forward of a rank's stages may write: others hold them, too."""

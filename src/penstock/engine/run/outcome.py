@@ -27,6 +27,7 @@ from penstock.engine.device.queue import Stamps, happened
 from penstock.engine.model import tree
 from penstock.engine.stage.protocol import RunnableStage
 from penstock.engine.stage.stage import Stage
+from penstock.engine.weights.local_rows import rows_of
 from penstock.engine.weights.store import HeldVersions
 from penstock.planning.plans import Plan
 
@@ -47,12 +48,15 @@ class Peak(NamedTuple):
 def _held_all_the_time(stage: RunnableStage) -> Iterator[Tensor]:
     """What autograd may save of a stage that is no activation."""
     sharded = stage.sharded if isinstance(stage, Stage) else None
+    experts = stage.experts if isinstance(stage, Stage) else None
     for module in stage.layer_modules:
         yield from module.buffers()
         if sharded is None:
-            yield from module.parameters()
+            yield from (own for own in module.parameters() if rows_of(own) is None)
     if sharded is not None:
         yield from sharded.gathered
+    if experts is not None:
+        yield from (weight.rows for weight in experts.weights)
 
 
 class MemoryCounter:

@@ -35,6 +35,8 @@ def check_updates(plan: Plan, recipe: Recipe, *, one_process: bool) -> None:
             f"post_validate undoes updates, and with the reducer {reducer!r} others have made a "
             "part of them; leave it out, or take another reducer"
         )
+    if plan.divides_experts:
+        _check_experts(recipe, one_process=one_process)
     if not plan.summing.stale:
         return
     if recipe.loss is not None and recipe.optimizer is None:
@@ -65,6 +67,33 @@ def _check_full_sharding(plan: Plan, recipe: Recipe, *, one_process: bool) -> No
         raise InputError(
             "without an optimizer, gradients would be rows of the model's, with the reducer "
             "'fully-sharded'; give optimizer=…, or take the reducer 'owners'"
+        )
+
+
+def _check_experts(recipe: Recipe, *, one_process: bool) -> None:
+    if one_process:
+        raise InputError(
+            "expert_ranks send tokens by torch's process groups, and all ranks are threads of one "
+            "process here; start the job with torchrun, or take expert_ranks=1"
+        )
+    if recipe.loss is not None and recipe.optimizer is None:
+        raise InputError(
+            "without an optimizer, gradients of experts would be those that are here; give "
+            "optimizer=…, or take expert_ranks=1"
+        )
+    if recipe.post_validate:
+        raise InputError(
+            "post_validate lets a forward go on without its values, and other copies would wait "
+            "for its tokens; leave it out, or take expert_ranks=1"
+        )
+
+
+def check_experts_here(device: str) -> None:
+    """Raise ``InputError`` for a process that computes where nobody has tried to divide experts."""
+    if device != "cpu":
+        raise InputError(
+            f"expert_ranks run on CPUs so far, and this rank computes on {device}; give "
+            "devices='cpu', or take expert_ranks=1"
         )
 
 

@@ -255,6 +255,7 @@ class ModelWeights:
         holders: who holds what of them.
         servers: by the rank of each parameter server, the stages that it updates.
         terms: ids of parameters of whose gradients members of groups have terms.
+        divided: ids of weights of experts of which copies of a stage have some each.
     """
 
     def __init__(
@@ -264,10 +265,12 @@ class ModelWeights:
         holders: Replicas,
         servers: Mapping[int, Collection[int]],
         terms: Collection[int],
+        divided: Collection[int] = (),
     ) -> None:
         self._holders = holders
         self._servers = servers
         self._terms = terms
+        self._divided = {*divided}
         self._weights = self._found(model, layers_of)
 
     def __iter__(self) -> Iterator[Weight]:
@@ -299,6 +302,7 @@ class ModelWeights:
         Args:
             instead: by the identity of the former.
         """
+        self._divided = {id(instead[key]) if key in instead else key for key in self._divided}
         self._weights = [
             weight._replace(parameter=instead.get(id(weight.parameter), weight.parameter))
             for weight in self._weights
@@ -398,11 +402,12 @@ class ModelWeights:
     @cached_property
     def groups(self) -> list[list[Weight]]:
         """Weights with several holders, those with the same users together; apart from them those
-        of whose gradients members of groups have terms."""
-        groups: dict[tuple[object, bool], list[Weight]] = defaultdict(list)
+        of whose gradients members of groups have terms, and those of divided experts."""
+        groups: dict[tuple[object, bool, bool], list[Weight]] = defaultdict(list)
         for weight in self._weights:
             if len(weight.ranks) > 1:
-                groups[weight.users, self.has_terms(weight)].append(weight)
+                is_divided = id(weight.parameter) in self._divided
+                groups[weight.users, self.has_terms(weight), is_divided].append(weight)
         return [*groups.values()]
 
     def has_terms(self, weight: Weight) -> bool:

@@ -30,6 +30,8 @@ from torch import Tensor, nn
 
 from penstock.base.errors import InputError
 from penstock.engine.device.crossing import copy_of
+from penstock.engine.experts.dispatch import ExpertCopies
+from penstock.engine.experts.divided import DividedExperts
 from penstock.engine.model import tree
 from penstock.engine.model.randomness import LayerStreams
 from penstock.engine.model.replay import Past, first_run_only, repeating
@@ -93,9 +95,11 @@ class Stage:
         layer_modules: their modules.
         recalls: keys of the skips that it takes from earlier stages.
         sharded: its layers, if they have rows of weights that other copies have the rest of.
+        experts: those that are here, if other copies have the rest.
     """
 
     sharded: ShardedLayers | None = None
+    experts: DividedExperts | None = None
 
     def __init__(
         self,
@@ -146,6 +150,16 @@ class Stage:
         """
         self.sharded = ShardedLayers(self.layers, copies, frees_with=frees_with)
         self._trained = self.sharded.trained
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether it has some rows of weights only."""
+        return self.sharded is not None or self.experts is not None
+
+    def divide_experts(self, copies: ExpertCopies, everyone: ExpertCopies) -> None:
+        """Keep some of the experts from now on; arguments as for ``DividedExperts``."""
+        self.experts = DividedExperts(self.layers, copies, everyone)
+        self._trained = self.experts.trained
 
     def stay_finite(self) -> None:
         """From now on, raise ``NotFinite`` where weights would learn through a microbatch that is

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from penstock.engine.model import tree
+from penstock.engine.model.experts import has_experts
 
 _PLAIN = (
     Tensor, int, float, complex, bool, str, type(None), torch.SymInt, torch.SymFloat, torch.SymBool,
@@ -34,12 +35,12 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 
 def leaves_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that stay whole, by qualified name: those without children, and torch's
-    attention, whose only child is never called."""
+    """The modules that stay whole, by qualified name: those without children, torch's attention,
+    whose only child is never called, and experts of mixtures, which ranks may divide."""
     leaves: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{leaf}.") for leaf in _parents(name) & leaves.keys())
-        if name and not inside and _is_leaf(module):
+        if name and not inside and (_is_leaf(module) or has_experts(module)):
             leaves[name] = module
     return leaves
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from penstock.base.errors import ModelError, RunError
 from penstock.engine.model.spine import NamedLayer
+from penstock.engine.weights.local_rows import rows_of
 
 # ``fully_shard`` and its tensors take two seconds to import, and few pipelines need them.
 if TYPE_CHECKING:
@@ -109,35 +110,6 @@ class ShardedParameter(NamedTuple):
     whole: nn.Parameter
     start: int
     rows: nn.Parameter
-
-
-class LocalRows(NamedTuple):
-    """The rows of a tensor that this process has.
-
-    Attributes:
-        start: the first one's number.
-        values: in their own memory.
-    """
-
-    start: int
-    values: Tensor
-
-
-def rows_of(value: object) -> LocalRows | None:
-    """The rows that are here of a tensor, if others have the rest."""
-    if type(value) in (Tensor, nn.Parameter) or not isinstance(value, Tensor):
-        return None
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(value, DTensor):
-        return None
-    # torch may have put an equal mesh of an earlier pipeline here, whose group has ended.
-    size, coordinate = value.device_mesh.size(), value.device_mesh.get_coordinate()
-    assert coordinate is not None
-    (index,) = coordinate
-    start = min(index * -(-value.shape[0] // size), value.shape[0])
-    values: Tensor = value.to_local()
-    return LocalRows(start, values.detach())
 
 
 class _Unit:

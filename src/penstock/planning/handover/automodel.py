@@ -147,6 +147,7 @@ def read(config: object, graph: LayerGraph, num_devices: int | None) -> Describe
         is_sharded,
         "layers" if said.flag("activation_checkpointing") else "never",
         (*notes, *_left_out(said, batch * copies)),
+        said.whole("ep_size", 1),
     )
 
 
@@ -205,11 +206,8 @@ def _left_out(said: ConfigFields, rows: int) -> list[str]:
     Args:
         rows: that all copies of the pipeline go through at once.
     """
-    notes = [
-        f"{name} is {degree}, for which plans have no word; it is left out"
-        for name in ("cp_size", "ep_size")
-        if (degree := said.whole(name, 1)) > 1
-    ]
+    degree = said.whole("cp_size", 1)
+    notes = [f"cp_size is {degree}, for which plans have no word; it is left out"] * (degree > 1)
     total = said.whole("global_batch_size", rows)
     if total > rows:
         notes.append(

@@ -22,6 +22,7 @@ Property = Literal[
     "uneven shares",
     "uneven tensor groups",
     "tensor groups",
+    "divided experts",
     "a V of stages",
     "several stages per rank",
     "another placement",
@@ -126,6 +127,10 @@ def _recomputing(source: str) -> dict[Property, Limit]:
     }
 
 
+def _whole_experts(reason: str, source: str) -> dict[Property, Limit]:
+    return {"divided experts": Limit("refused", reason, source)}
+
+
 def _placed(reason: str, source: str) -> dict[Property, Limit]:
     return {"another placement": Limit("slower", reason, source)}
 
@@ -139,7 +144,8 @@ CAPABILITIES: dict[str, Capabilities] = {
         "torch.distributed.pipelining",
         "torch",
         "2.13.0",
-        _everywhere(_TORCH, "torch/distributed/pipelining/stage.py"),
+        _everywhere(_TORCH, "torch/distributed/pipelining/stage.py")
+        | _whole_experts("runs the modules of a stage as they are", _TORCH),
         ("1f1b", "interleaved-1f1b"),
         any_order=True,
     ),
@@ -162,6 +168,10 @@ CAPABILITIES: dict[str, Capabilities] = {
         "0.7.0",
         _everywhere(_AUTOMODEL, "nemo_automodel/components/distributed/mesh.py")
         | _placed(_LOOP_OR_V, _AUTOMODEL)
+        | _whole_experts(
+            "wants settings of mixtures beside ep_size, for which plans have no word",
+            "nemo_automodel/components/distributed/config.py",
+        )
         | _recomputing("nemo_automodel/components/distributed/config.py"),
         ("1f1b", "interleaved-1f1b"),
         any_order=True,
@@ -193,6 +203,7 @@ CAPABILITIES: dict[str, Capabilities] = {
         "deepspeed",
         "0.19.8",
         _everywhere("deepspeed/runtime/pipe/engine.py", "deepspeed/runtime/pipe/topology.py")
+        | _whole_experts("divides experts of its own MoE layers only", "deepspeed/moe/layer.py")
         | {
             "tensor groups": Limit(
                 "refused",

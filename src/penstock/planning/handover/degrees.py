@@ -23,6 +23,7 @@ class Degrees(NamedTuple):
         data: copies of the pipeline.
         is_sharded: whether copies share the optimizer's state.
         tensor: devices that share every layer.
+        experts: copies that divide experts.
         is_sequence: whether they divide the sequence between layers.
         microbatches: of each copy, per step.
         microbatch_size: rows; 1 where nobody says.
@@ -35,6 +36,7 @@ class Degrees(NamedTuple):
     data: int
     is_sharded: bool
     tensor: int
+    experts: int
     is_sequence: bool
     microbatches: int
     microbatch_size: int
@@ -57,6 +59,7 @@ def degrees_of(plan: Plan) -> Degrees:
         data=copies,
         is_sharded=plan.summing.reducer in _SHARDING,
         tensor=plan.num_tensor_ranks,
+        experts=max(stage.expert_ranks for stage in plan.stages),
         is_sequence=any("sequence" in stage.splits.values() for stage in plan.stages),
         microbatches=plan.num_microbatches // copies,
         microbatch_size=plan.microbatch_size or 1,

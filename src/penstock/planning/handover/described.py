@@ -34,6 +34,7 @@ class Described(NamedTuple):
         is_sharded: whether copies share the optimizer's state.
         recompute: what runs forward twice.
         notes: what the plan leaves out of what the config says, in sentences.
+        expert_ranks: copies that divide experts.
     """
 
     cuts: tuple[int, ...]
@@ -46,6 +47,7 @@ class Described(NamedTuple):
     is_sharded: bool = False
     recompute: Literal["never", "layers", "stage"] = "never"
     notes: tuple[str, ...] = ()
+    expert_ranks: int = 1
 
 
 class Expression(str):

@@ -84,7 +84,7 @@ def _arguments(degrees: Degrees, blocks: TransformerStages, layout: str) -> list
     pairs |= {
         "tensor-model-parallel-size": degrees.tensor,
         "context-parallel-size": 1,
-        "expert-model-parallel-size": 1,
+        "expert-model-parallel-size": degrees.experts,
         "micro-batch-size": degrees.microbatch_size,
         "global-batch-size": degrees.local_batch_size * degrees.data,
     }
@@ -106,7 +106,7 @@ def _config(degrees: Degrees, blocks: TransformerStages, layout: str) -> dict[st
         "tensor_model_parallel_size": degrees.tensor,
         "sequence_parallel": degrees.is_sequence,
         "context_parallel_size": 1,
-        "expert_model_parallel_size": 1,
+        "expert_model_parallel_size": degrees.experts,
     }
     if degrees.pipeline > 1:
         config["pipeline_model_parallel_layout"] = layout
@@ -182,6 +182,7 @@ def read(config: object, graph: LayerGraph, num_devices: int | None) -> Describe
         said.flag("use_distributed_optimizer"),
         "layers" if recompute else "never",
         (*notes, *_left_out(said)),
+        said.whole("expert_model_parallel_size", 1),
     )
 
 
@@ -347,8 +348,6 @@ def _recomputing(said: ConfigFields) -> tuple[bool, Sequence[str]]:
 
 
 def _left_out(said: ConfigFields) -> list[str]:
-    return [
-        f"{name} is {degree}, for which plans have no word; it is left out"
-        for name in ("context_parallel_size", "expert_model_parallel_size")
-        if (degree := said.whole(name, 1)) > 1
-    ]
+    name = "context_parallel_size"
+    degree = said.whole(name, 1)
+    return [f"{name} is {degree}, for which plans have no word; it is left out"] * (degree > 1)

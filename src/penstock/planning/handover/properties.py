@@ -158,6 +158,11 @@ def _tensor_groups(plan: Plan) -> str:
     return f"{count} devices share every layer" if count > 1 else ""
 
 
+def _experts(plan: Plan) -> str:
+    count = max(stage.expert_ranks for stage in plan.stages)
+    return f"{count} copies of a stage divide its experts" if count > 1 else ""
+
+
 def _summing(plan: Plan) -> str:
     reducer = plan.summing.reducer
     is_served = reducer in ("servers", "parameter-server")
@@ -222,6 +227,7 @@ def _sum_of(stages: tuple[StagePlan, ...]) -> StagePlan:
     summed = {name: sum(getattr(stage, name) for stage in stages) for name in _SUMMED}
     return replace(
         last,
+        expert_ranks=max(stage.expert_ranks for stage in stages),
         layers=tuple(layer for stage in stages for layer in stage.layers),
         input_bytes=first.input_bytes,
         workspace_bytes=max(stage.workspace_bytes for stage in stages),
@@ -303,6 +309,7 @@ PROPERTIES: dict[Property, PlanProperty] = {
     ),
     "uneven tensor groups": _of_plans(_tensor_sizes, lambda _: None),
     "tensor groups": _of_plans(_tensor_groups, lambda _: None),
+    "divided experts": _of_plans(_experts, lambda plan: plan.with_expert_ranks(1)),
     "another placement": _of_plans(_lies(""), _looped),
     "a V of stages": _of_plans(_lies("v"), _looped),
     "several stages per rank": _of_plans(_lies("loop", "v", ""), _merged),

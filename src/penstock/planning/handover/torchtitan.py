@@ -82,13 +82,15 @@ def _fields(plan: Plan, degrees: Degrees) -> dict[str, str]:
             "pipeline_parallel_schedule_csv": _Python('str(FOLDER / "schedule.csv")'),
             "pipeline_parallel_microbatch_size": degrees.microbatch_size,
         }
+    # It divides experts among the ranks that it shards over.
+    is_sharded = degrees.is_sharded or degrees.experts > 1
     fields |= {
-        "data_parallel_replicate_degree": 1 if degrees.is_sharded else degrees.data,
-        "data_parallel_shard_degree": degrees.data if degrees.is_sharded else 1,
+        "data_parallel_replicate_degree": 1 if is_sharded else degrees.data,
+        "data_parallel_shard_degree": degrees.data if is_sharded else 1,
         "tensor_parallel_degree": degrees.tensor,
         "enable_sequence_parallel": degrees.is_sequence,
         "context_parallel_degree": 1,
-        "expert_parallel_degree": 1,
+        "expert_parallel_degree": degrees.experts,
     }
     return {name: _python(value) for name, value in fields.items()}
 
@@ -160,6 +162,7 @@ def read(config: object, graph: LayerGraph, num_devices: int | None) -> Describe
         is_sharded,
         "layers" if "FullAC" in _checkpointing(said) else "never",
         (*notes, *_left_out(said)),
+        said.whole("expert_parallel_degree", 1),
     )
 
 
@@ -344,9 +347,9 @@ def _copies(said: ConfigFields, ranks: int, num_devices: int | None) -> tuple[in
 
 def _left_out(said: ConfigFields) -> list[str]:
     notes = []
-    for name in ("context_parallel_degree", "expert_parallel_degree"):
-        if (degree := said.whole(name, 1)) > 1:
-            notes.append(f"{name} is {degree}, for which plans have no word; it is left out")
+    name = "context_parallel_degree"
+    if (degree := said.whole(name, 1)) > 1:
+        notes.append(f"{name} is {degree}, for which plans have no word; it is left out")
     if "SelectiveAC" in _checkpointing(said):
         notes.append("selective activation checkpointing is left out: the plan keeps activations")
     return notes

@@ -34,6 +34,7 @@ def adopted(engine: str, config: object, graph: LayerGraph, cluster: Cluster | N
     said = described(engine, config, graph, len(cluster.devices) if cluster else None)
     replicas, notes = _replicas(said)
     num_copies = max(replicas, default=1)
+    expert_ranks, unsaid = _experts(said, replicas, graph)
     graph, more = _at_size(graph, said.microbatch_size)
     family = said.schedule.partition(":")[0]
     seats = said.ranks * num_copies * said.tensor_ranks
@@ -50,6 +51,7 @@ def adopted(engine: str, config: object, graph: LayerGraph, cluster: Cluster | N
         replicas=replicas or None,
         recompute=said.recompute,
         tensor_ranks=said.tensor_ranks,
+        expert_ranks=expert_ranks,
         reducer="sharded" if said.is_sharded and replicas else "owners",
         spill="never",
     )
@@ -61,7 +63,7 @@ def adopted(engine: str, config: object, graph: LayerGraph, cluster: Cluster | N
         reason=f"as a config of {capabilities_of(engine).title} says: {family}, "
         f"{count_of(len(plan.stages), 'stage')}",
         alternatives=(),
-        warnings=(*said.notes, *notes, *more, *_excesses(plan, there)),
+        warnings=(*said.notes, *notes, *unsaid, *more, *_excesses(plan, there)),
     )
 
 
@@ -75,6 +77,21 @@ def _replicas(said: Described) -> tuple[tuple[int, ...], tuple[str, ...]]:
         f"the plan is one of {said.copies} copies of the pipeline: {said.schedule} has no replicas "
         "here, so how long their sums of gradients take is not counted",
     )
+
+
+def _experts(
+    said: Described, replicas: tuple[int, ...], graph: LayerGraph
+) -> tuple[int, tuple[str, ...]]:
+    """(copies that divide experts, notes), where a plan can say so."""
+    size = said.expert_ranks
+    parts = [part for layer in graph.layers for part in layer.experts]
+    fits = parts and not any(part.refusal(size) for part in parts)
+    if size == 1 or (fits and said.tensor_ranks == 1 and max(replicas, default=1) % size == 0):
+        return size, ()
+    why = "the profile has no experts that it divides" if not fits else (
+        "here replicas divide experts, in multiples, and without tensor ranks"
+    )  # fmt: skip
+    return 1, (f"expert parallelism over {size} ranks is left out: {why}",)
 
 
 def _at_size(graph: LayerGraph, rows: int) -> tuple[LayerGraph, tuple[str, ...]]:
@@ -140,6 +157,7 @@ def improved(plan: Plan, engine: str, graph: LayerGraph, cluster: Cluster) -> Im
     request = PlanRequest(
         microbatches=plan.num_microbatches,
         tensor_ranks=plan.num_tensor_ranks,
+        expert_ranks=max(stage.expert_ranks for stage in plan.stages),
         reducer=plan.summing.reducer,
         engine=engine,
     )

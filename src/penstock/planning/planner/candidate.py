@@ -45,6 +45,8 @@ class Candidate(CutSetting):
         again = " and recompute" if set(self.recomputes) != {"none"} else ""
         if self.way.reducer != "owners":
             again += f", gradients summed by {self.way.reducer}"
+        if self.task.expert_ranks > 1:
+            again += f", experts over {self.task.expert_ranks} of them"
         if self.task.num_tensor_ranks > 1:
             alike = self.task.groups is None or self.task.groups.are_alike
             which = "layers" if alike else "the last one's layers"

@@ -20,6 +20,7 @@ from penstock.core.summation.split import (
 )
 from penstock.core.summation.tree import SumTree
 from penstock.planning.partition.chain import RING
+from penstock.planning.partition.experts import mean_loads
 from penstock.planning.planner.hosts import (
     Levels,
     LevelSeconds,
@@ -316,7 +317,10 @@ class CutSetting:
     def _stage(self, index: int) -> StagePlan:
         start, stop = self.cuts[index : index + 2]
         task, setting = self.task, self.setting
-        names = tuple(layer.name for layer in task.graph.layers[start:stop])
+        layers = task.graph.layers[start:stop]
+        names = tuple(layer.name for layer in layers)
+        experts = [part for layer in layers for part in layer.experts]
+        size = task.expert_ranks if experts else 1
         rank = setting.ranks_of[index][0]
         width, groups = task.num_devices_at(setting.devices_of[index][0]), task.groups
         return StagePlan(
@@ -328,6 +332,8 @@ class CutSetting:
             weight_versions=setting.weight_versions(index, task.num_microbatches),
             recompute=self.recomputes[index],
             tensor_ranks=width,
+            expert_ranks=size,
+            expert_loads=mean_loads(experts, size) if size > 1 else (),
             splits={} if groups is None or width == 1 else groups.splits(names),
         )
 

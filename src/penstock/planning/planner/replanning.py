@@ -79,11 +79,6 @@ def replan(
             "penstock.plan"
         )
     reducer = plan.summing.reducer
-    if reducer == "parameter-server" and graph is None:
-        raise InputError(
-            "a plan with parameter servers does not say how much optimizer state there is; give "
-            "replan the model's graph"
-        )
     measured = _graph_of(plan) if graph is None else _measured(plan, graph)
     if reducer in {"servers", "parameter-server"} and not cluster.spares:
         reducer = "owners"  # with the same sums
@@ -145,7 +140,21 @@ def _measured(plan: Plan, graph: LayerGraph) -> LayerGraph:
 
 
 def _graph_of(plan: Plan) -> LayerGraph:
-    """A profile, as far as a plan knows one: the layers of a stage are alike."""
+    """A profile, as far as a plan knows one: the layers of a stage are alike.
+
+    Raises:
+        InputError: it does not know enough.
+    """
+    if plan.divides_experts:
+        raise InputError(
+            "a plan whose copies divide experts does not say how large these are as a whole; give "
+            "replan the model's graph"
+        )
+    if plan.summing.reducer == "parameter-server":
+        raise InputError(
+            "a plan with parameter servers does not say how much optimizer state there is; give "
+            "replan the model's graph"
+        )
     layers = []
     for index, stage in enumerate(plan.stages):
         speed = min(

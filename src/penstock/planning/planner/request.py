@@ -92,6 +92,7 @@ class Constraints:
         spill: whether stages may come from a tier and leave again.
         options: (name, value) pairs that the schedule's family is given.
         engine: the other engine that is to run the plan; any plan with ``None``.
+        expert_ranks: how many copies of a stage divide its experts.
     """
 
     schedule: str | None = None
@@ -106,11 +107,15 @@ class Constraints:
     spill: SpillRule = "where-needed"
     options: Options = ()
     engine: str | None = None
+    expert_ranks: int = 1
 
     def obstacle(
         self, family: str, replicas: tuple[int, ...], num_microbatches: int, num_ranks: int
     ) -> PlanError | None:
-        """Why the engine that the plan is for cannot run such a schedule; ``None`` if it can."""
+        """Why the engine that the plan is for cannot run such a schedule, or its copies cannot
+        divide experts; ``None`` if they can."""
+        if self.expert_ranks > 1 and (refusal := self._parted(replicas, num_microbatches)):
+            return PlanError(f"{self.expert_ranks} expert ranks: {refusal}")
         if self.engine is None:
             return None
         able = capabilities_of(self.engine)
@@ -129,12 +134,24 @@ class Constraints:
             )
         return None
 
+    def _parted(self, replicas: tuple[int, ...], num_microbatches: int) -> str:
+        """Why copies of stages cannot divide experts, in words; empty if they can."""
+        copies = max(replicas, default=1)
+        if self.never_flushes:
+            return "they go with schedules that flush"
+        if len({*replicas}) > 1 or copies % self.expert_ranks:
+            return f"every stage needs as many replicas, a multiple of {self.expert_ranks}"
+        if num_microbatches % copies:
+            return f"{copies} replicas do not have as many of {num_microbatches} microbatches each"
+        return ""
+
     @property
     def may_spill(self) -> bool:
         """Whether nothing is asked for that decides about stages already."""
         pinned = (self.stages, *self.cuts, *self.replicas)
         flushes = self.versions is None or not self.versions.asynchronous
-        return self.schedule in (None, "spilled") and pinned == (None,) and flushes
+        alone = self.expert_ranks == 1
+        return self.schedule in (None, "spilled") and pinned == (None,) and flushes and alone
 
     @property
     def never_flushes(self) -> bool:
@@ -174,6 +191,7 @@ class PlanRequest:
     cost_model: str = "ring"
     overlap: float = 0.0
     tensor_ranks: int | Literal["any"] = 1
+    expert_ranks: int = 1
     reducer: ReducerName | Literal["any"] = "owners"
     stale: int = 0
     layer_order: Literal["execution", "any"] = "execution"
@@ -211,6 +229,7 @@ class PlanRequest:
         width = self.tensor_ranks
         if width != "any" and not (is_whole(width) and 1 <= int(width) <= families.LARGEST):
             raise InputError(f"tensor_ranks is {shown(width)}; give a whole number ≥ 1 or 'any'")
+        self._check_experts()
         for name in ("patience_seconds", "within_seconds", "price_per_hour"):
             if getattr(self, name) is not None:
                 number(name, getattr(self, name), positive=True)
@@ -240,6 +259,22 @@ class PlanRequest:
                     f"objective={self.objective!r} does not go with {words}: {why}; leave one out"
                 )
 
+    def _check_experts(self) -> None:
+        whole("expert_ranks", self.expert_ranks, 1, families.LARGEST)
+        asked = {
+            "tensor_ranks": self.tensor_ranks != 1,
+            f"reducer={self.reducer!r}": self.reducer not in ("owners", "sharded"),
+            "asynchronous": self.asynchronous or self._never_flushes,
+            "spill='always'": self.spill == "always",
+            "placer='reinforce'": self.placer == "reinforce",
+        }
+        for words, is_asked in asked.items():
+            if is_asked and self.expert_ranks > 1:
+                raise InputError(
+                    f"expert_ranks={self.expert_ranks} does not go with {words}: copies of stages "
+                    "exchange tokens, all in the same order; leave one of them out"
+                )
+
     @property
     def cuts_between(self) -> CutsBetween:
         """Which parts of a model may be cut."""
@@ -255,6 +290,8 @@ class PlanRequest:
             f"spill={self.spill!r}": self.spill == "always",
             f"stale={self.stale}": self.stale > 0,
             f"tensor_ranks={width!r}": width != 1 and "tensor groups" in lacks,
+            f"expert_ranks={self.expert_ranks}": self.expert_ranks > 1
+            and "divided experts" in lacks,
             f"recompute={self.recompute!r}": self.recompute == "stage"
             and "recompute by stage" in lacks,
             f"reducer={self.reducer!r}": self.reducer not in ("owners", "sharded", "all-reduce"),
@@ -367,6 +404,7 @@ class PlanRequest:
             spill="never" if self.engine else self.spill,
             options=options,
             engine=self.engine,
+            expert_ranks=self.expert_ranks,
         )
         if self.placer == "reinforce" and self.spill != "always":
             _check_learnable(constraints)

@@ -22,6 +22,7 @@ from penstock.base.values import expect
 from penstock.core.cluster import Cluster
 from penstock.core.graph import LayerGraph
 from penstock.core.versions import Policy
+from penstock.planning.partition.experts import with_expert_ranks
 from penstock.planning.planner.candidate import Candidate
 from penstock.planning.planner.doubts import doubts_about
 from penstock.planning.planner.live import Kept, keeping, missing
@@ -79,6 +80,7 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
     cost_model: str = "ring",
     overlap: float = 0.0,
     tensor_ranks: int | Literal["any"] = 1,
+    expert_ranks: int = 1,
     reducer: ReducerName | Literal["any"] = "owners",
     stale: int = 0,
     layer_order: Literal["execution", "any"] = "execution",
@@ -130,6 +132,8 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
         tensor_ranks: devices that share every layer, each by rows, columns or neither as costs
             least (``docs/tensor-parallelism.md``); ``"any"`` tries all powers of two, and for
             chains replicas of the first layers with one group for the others.
+        expert_ranks: copies of each stage that divide the experts of its mixtures among themselves
+            (``docs/expert-parallelism.md``); every stage then has a multiple of so many replicas.
         reducer: how copies of a stage sum gradients (``docs/data-parallelism.md``): ``"owners"``,
             ``"sharded"``, ``"fully-sharded"``, ``"all-reduce"``, or ``"servers"`` and
             ``"parameter-server"``, which use
@@ -186,6 +190,7 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
         cost_model=cost_model,
         overlap=overlap,
         tensor_ranks=tensor_ranks,
+        expert_ranks=expert_ranks,
         reducer=reducer,
         stale=stale,
         layer_order=layer_order,
@@ -253,6 +258,8 @@ def tasks_of(
     """What is to be planned for a request: a task for each size of microbatches, way to sum, width
     of tensor groups and order of layers that may be."""
     tasks = _single_tasks(graph, cluster, request, constraints)
+    if request.expert_ranks > 1:
+        tasks = [_with_experts(task, request.expert_ranks) for task in tasks]
     tasks = list(_with_tensor_ranks(list(_with_reducers(tasks, request)), request))
     if request.layer_order == "any" and not constraints.cuts:
         tasks += [other for task in tasks for other in in_other_orders(task)]
@@ -383,6 +390,32 @@ def explained(
         chosen, possible([*contenders, *simulated(labelled)], chosen, constraints)
     )
     return chosen.to_plan(reason, alternatives_of(chosen, labelled, constraints), tuple(doubts))
+
+
+def _with_experts(task: Task, num_ranks: int) -> Task:
+    """A task whose stages' copies divide experts, so many of them; tokens travel by the slowest
+    link that may lie between two."""
+    parts = [(layer.name, part) for layer in task.graph.layers for part in layer.experts]
+    if not parts:
+        raise InputError(
+            f"expert_ranks={num_ranks} divides experts of mixtures, and the profile has none; take "
+            "expert_ranks=1, or say divides_experts = True in the class of your experts "
+            "(docs/expert-parallelism.md)"
+        )
+    for name, part in parts:
+        if why := part.refusal(num_ranks):
+            raise InputError(
+                f"{num_ranks} expert ranks cannot divide the experts of {name}, since {why}; take "
+                "a number that divides them"
+            )
+    devices = range(len(task.cluster.devices))
+
+    def seconds(num_bytes: float) -> float:
+        link = task.topology.slowest_link(devices, num_bytes)
+        return task.graph.hop_seconds + link.seconds(num_bytes)
+
+    graph = with_expert_ranks(task.graph, num_ranks, seconds)
+    return replaced(task, graph=graph, expert_ranks=num_ranks, undivided=task)
 
 
 def _with_reducers(tasks: Sequence[Task], request: PlanRequest) -> Iterator[Task]:

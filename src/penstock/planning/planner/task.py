@@ -186,6 +186,8 @@ class Task:
         reducer: how copies of a stage sum gradients.
         stale: by how many updates the gradients of a copy may be late.
         cuts_between: which parts of the model, where another engine is to run it.
+        expert_ranks: how many copies of a stage divide its experts; the graph says what that costs.
+        undivided: the task in which each has all of them.
     """
 
     graph: LayerGraph
@@ -199,6 +201,13 @@ class Task:
     reducer: ReducerName = "owners"
     stale: int = 0
     cuts_between: CutsBetween = "layers"
+    expert_ranks: int = 1
+    undivided: Task | None = None
+
+    @property
+    def alone(self) -> Task:
+        """The task in which no device has a part of a layer."""
+        return self.groups.single if self.groups is not None else self.undivided or self
 
     @property
     def num_tensor_ranks(self) -> int:

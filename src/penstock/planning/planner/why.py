@@ -64,8 +64,7 @@ def rivals(
     """
     patience = patience or PlanningPatience()
     split = [task for task in tasks if task.groups is not None]
-    singles = (task if task.groups is None else task.groups.single for task in tasks)
-    whole = list({id(task): task for task in singles}.values())
+    whole = list({id(task.alone): task.alone for task in tasks}.values())
     plain = Constraints(schedule=PLAIN, any_replicas=False, recompute=constraints.recompute)
     everything = Constraints(recompute=constraints.recompute)
     widths = [min(len(task.cluster.devices), task.num_microbatches) for task in whole]

@@ -41,6 +41,7 @@ from penstock.planning.plans.consistency import (
     with_splits,
 )
 from penstock.planning.plans.draft import Draft, completed
+from penstock.planning.plans.experts import check_experts
 from penstock.planning.plans.handed_over import HandOver
 from penstock.planning.plans.lockstep import check_lockstep
 from penstock.planning.plans.memory_parts import MemoryParts
@@ -152,6 +153,8 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
                     "offload moves what autograd has saved, also weights that the reducer "
                     "'fully-sharded' frees between uses; leave offload out, or take 'sharded'"
                 )
+        if self.divides_experts:
+            check_experts(self.placement, self.stages, self.summing, self.versions, self.spill)
         self._check_versions()
 
     def _check_versions(self) -> None:
@@ -252,6 +255,11 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
         """The first device of every rank; none where nobody says."""
         firsts = accumulate(self.group_sizes[:-1], initial=0)
         return tuple(self.devices[first] for first in firsts) if self.devices else ()
+
+    @property
+    def divides_experts(self) -> bool:
+        """Whether copies of a stage divide the experts of its mixtures."""
+        return any(stage.expert_ranks > 1 for stage in self.stages)
 
     @cached_property
     def placement(self) -> Schedule:
@@ -475,6 +483,29 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
             gathered_for=gathered_for,
         )
         return replace(self, summing=summing)
+
+    def with_expert_ranks(self, expert_ranks: int, stages: Collection[int] = ()) -> Plan:
+        """This plan with the experts of mixtures divided among copies of their stages; times are
+        those of the plan as it was (``plan(…, expert_ranks=…)`` prices them).
+
+        Args:
+            expert_ranks: among how many copies; 1: each has all.
+            stages: which stages, by number; by default all that have copies.
+
+        Raises:
+            InputError: a stage has no multiple of so many copies, or the plan does not go with
+                that (``docs/expert-parallelism.md``).
+        """
+        ranks_of = self.placement.ranks_of
+        every = range(len(self.stages))
+        wanted = {*stages} or {stage for stage in every if len(ranks_of(stage)) > 1}
+        return replace(
+            self,
+            stages=tuple(
+                replace(own, expert_ranks=expert_ranks, expert_loads=()) if index in wanted else own
+                for index, own in enumerate(self.stages)
+            ),
+        )
 
     def to(self, engine: str) -> HandOver:
         """This plan as another engine takes it: stages, degrees, microbatches, schedule and

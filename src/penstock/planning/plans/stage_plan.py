@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, field
 
 from penstock.base.errors import InputError
-from penstock.base.values import Value, whole
+from penstock.base.values import Value, number, whole
 from penstock.core.cluster.parts import MOST_DEVICES
 from penstock.core.schedule import Schedule
 from penstock.core.schedule.memory import Sizes, peaks
@@ -65,6 +65,11 @@ class StagePlan(Value, frozen=True, kw_only=True):
         recompute: what runs again before its backward, so that less is kept: ``"stage"`` all of it
             at once, ``"layers"`` layer by layer; ``"none"`` by default.
         tensor_ranks: devices that share every layer of the stage.
+        expert_ranks: copies of the stage that divide the experts of its mixtures among themselves,
+            as many as all of them or a divisor of that; 1: each has all experts. Bytes are those of
+            one copy.
+        expert_loads: the share of tokens that comes to each of the copies that together have all
+            experts, as the profile has it; none where nobody says.
         splits: how they share each layer, by its name: ``"data"`` (each takes its part of the
             rows), ``"sequence"`` (of the second dimension), ``"column"`` (of the outputs; of three
             pieces that lie one behind another ``"column/3"``), ``"row"`` (of the inputs) or
@@ -105,6 +110,8 @@ class StagePlan(Value, frozen=True, kw_only=True):
     weight_versions: int = 1
     recompute: RecomputeWay = "none"
     tensor_ranks: int = 1
+    expert_ranks: int = 1
+    expert_loads: tuple[float, ...] = ()
     splits: dict[str, Split] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -115,6 +122,14 @@ class StagePlan(Value, frozen=True, kw_only=True):
                 raise InputError(f"{name} is {value}, but must be ≥ 0")
         whole("reduce_parts", self.reduce_parts, 1, _MOST_PARTS)
         whole("tensor_ranks", self.tensor_ranks, 1, MOST_DEVICES)
+        whole("expert_ranks", self.expert_ranks, 1, MOST_DEVICES)
+        if self.expert_loads and len(self.expert_loads) != self.expert_ranks:
+            raise InputError(
+                f"expert_loads has {len(self.expert_loads)} shares of {self.expert_ranks} copies "
+                "that divide experts; give one for each, or none"
+            )
+        for share in self.expert_loads:
+            number("expert_loads", share)
 
     @property
     def compute_seconds(self) -> float:

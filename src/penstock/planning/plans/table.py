@@ -47,7 +47,7 @@ def full_title(plan: Shape) -> str:
 
 def _rest(plan: Shape) -> list[str]:
     marks = [] if plan.estimate is None else [plan.estimate.mark]
-    return [*_versions(plan), *_summing(plan), *_tier(plan), *marks]
+    return [*_versions(plan), *_experts(plan), *_summing(plan), *_tier(plan), *marks]
 
 
 def family_title(schedule: str, replicas: Sequence[int], versions: Policy) -> str:
@@ -78,6 +78,22 @@ def _tier(plan: Shape) -> list[str]:
 
 def _versions(plan: Shape) -> list[str]:
     return [f"versions: {plan.versions.name}"] if plan.versions.asynchronous else []
+
+
+def _experts(plan: Shape) -> list[str]:
+    """Among how many copies experts are divided, and how evenly tokens come to these."""
+    divided = [stage for stage in plan.stages if stage.expert_ranks > 1]
+    if not divided:
+        return []
+    counts = sorted({stage.expert_ranks for stage in divided})
+    copies = f"experts over {' or '.join(map(str, counts))} copies"
+    most = max(
+        (max(stage.expert_loads) * stage.expert_ranks for stage in divided if stage.expert_loads),
+        default=0.0,
+    )
+    return [
+        f"{copies}, of which the busiest gets {most:.2f} × its share of tokens" if most else copies
+    ]
 
 
 def _summing(plan: Shape) -> list[str]:

@@ -80,11 +80,12 @@ class PiecesHere:
 
     def _part(self, rank: int, stage: int) -> tuple[int, int]:
         """(which of a stage's copies a rank has, how many pieces the stage has): copies are equal,
-        and one is written, unless each rank has a part of the optimizer's state."""
+        and one is written, unless each rank has a part of the optimizer's state, or of experts."""
         copies = sorted(self._parts.plan.placement.ranks_of(stage))
         servers = servers_of(self._parts.plan, stage)
         if not servers:
-            return copies.index(rank), len(copies) if self._is_sharded else 1
+            planned = self._parts.plan.stages[stage]
+            return copies.index(rank), len(copies) if self._is_sharded else planned.expert_ranks
         # The first piece has the weights, each of the others what one parameter server keeps.
         if rank in servers:
             return 1 + servers.index(rank), 1 + len(servers)

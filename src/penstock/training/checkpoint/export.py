@@ -214,7 +214,7 @@ class MeshEdge:
             InputError: they are no mesh.
         """
         plan, layout = self._parts.plan, self._parts.layout
-        if plan.summing.reducer == "fully-sharded":
+        if plan.summing.reducer == "fully-sharded" or plan.divides_experts:
             raise InputError(
                 "copies of stages have rows of their weights, which has no place yet on a mesh of "
                 "pipe × data × tensor; take gather_state_dict(), or save"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.base.errors import FileError, InputError
 from penstock.base.values import is_number, shown
-from penstock.engine.weights.sharded_layers import rows_of
+from penstock.engine.weights.local_rows import rows_of
 from penstock.engine.weights.store import WeightStore
 from penstock.training.checkpoint.contents import Contents
 from penstock.training.checkpoint.header import extent_of, of_json, to_json

@@ -163,7 +163,7 @@ def _held(parts: Assembly) -> Iterator[tuple[Worker, Stage]]:
     for worker in parts.workers:
         for index, stage in worker.stages.items():
             assert isinstance(stage, Stage)
-            if stage.sharded is not None:
+            if stage.has_rows:
                 raise InputError(
                     "copies have rows of this stage's weights, and transformers' files have whole "
                     "ones; save a checkpoint with pipeline.save(…), or take gather_state_dict()"

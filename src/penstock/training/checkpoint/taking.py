@@ -22,7 +22,7 @@ from penstock.engine.reduce.sharding import Shard
 from penstock.engine.run.rank.work import PendingGradient
 from penstock.engine.stage.stage import Stage
 from penstock.engine.tensor.group import ShardSpec
-from penstock.engine.weights.sharded_layers import LocalRows, rows_of
+from penstock.engine.weights.local_rows import LocalRows, rows_of
 from penstock.engine.weights.store import WeightStore
 from penstock.engine.weights.transfers import Shelved
 from penstock.training.checkpoint.header import (
@@ -276,7 +276,10 @@ def state_of(trained: TrainedStage, elsewhere: Collection[str]) -> StageState:
         else:
             extra[key] = to_json(value, f"{key!r} in the model's state_dict")
     own = {
-        name: parameter for name, parameter in trained.optimized.items() if name not in elsewhere
+        name: parameter
+        for name, parameter in trained.optimized.items()
+        # Where ranks have parts of some parameters only, the first copy writes the others.
+        if name not in elsewhere and (not trained.part or trained.named[name] in trained.shards)
     }
     if trained.store is not None:
         for name, parameter in own.items():

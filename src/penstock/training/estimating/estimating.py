@@ -48,6 +48,7 @@ from penstock.training.profiler.alone.bench import (
     measure_footprints,
     measure_workspaces,
 )
+from penstock.training.profiler.alone.experts import ExpertsWatch
 from penstock.training.profiler.alone.heads import with_loss_of_head
 from penstock.training.profiler.alone.measuring import found_parts, layers_of, with_costs
 from penstock.training.profiler.alone.parts import PartsWatch
@@ -350,8 +351,10 @@ class _CountingBench:
         given: dict[int, HandedOn] = {}
         draws: dict[int, bool] = {}
         counter = KernelCounter()
+        experts = [ExpertsWatch(layer, lambda: len(counter.kernels)) for layer in self._layers]
         watched = [
-            partial(self._watched, counter, given, draws, sample, *pair) for pair in enumerate(runs)
+            partial(self._watched, counter, given, draws, sample, experts, *pair)
+            for pair in enumerate(runs)
         ]
         watches = [
             PartsWatch(module, own, lambda: len(counter.kernels))
@@ -373,6 +376,7 @@ class _CountingBench:
                 (),
                 draws[index],
                 tuple(watches[index].sizes(lambda start, stop: until[stop] - until[start])),
+                experts[index].parts(lambda start, stop: until[stop] - until[start]),
             )
             for index in range(len(runs))
         ]
@@ -397,12 +401,13 @@ class _CountingBench:
         given: dict[int, HandedOn],
         draws: dict[int, bool],
         sample: Sample,
+        experts: Sequence[ExpertsWatch],
         index: int,
         run: RunLayer,
         value: Any,
     ) -> Any:
         counter.drew = False
-        with forgetting_dropouts(self._modules[index], counter):
+        with experts[index], forgetting_dropouts(self._modules[index], counter):
             output = run(value)
         draws[index] = counter.drew
         is_loss = sample.loss is not None and index == len(self._layers) - 1

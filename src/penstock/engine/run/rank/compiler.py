@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from penstock.core.schedule import Kind, Op
+from penstock.base.errors import InputError
+from penstock.core.schedule import Kind, Op, Schedule
 from penstock.core.schedule.op import COMPUTE, RELEASING
 from penstock.core.schedule.rounds import Segment
 from penstock.engine.run.rank.interpreter import Observers, RankStep
@@ -175,7 +176,13 @@ class Compiler:
         self.steps = lru_cache(_MOST_PROGRAMS)(self._steps)
 
     def _program(self, segment: Segment) -> RankProgram:
-        """This rank's part of a segment."""
+        """This rank's part of a segment.
+
+        Raises:
+            InputError: copies that divide experts would not do the same.
+        """
+        for stage, ranks in self._parts.updater.sums.expert_homes.items():
+            _check_copies(segment.schedule, stage, ranks)
         return RankProgram(segment, self._parts.rank, self._parts.skips)
 
     def _steps(self, segment: Segment, trains: bool) -> tuple[RankStep[RankWork], ...]:
@@ -374,3 +381,17 @@ _BINDINGS: Mapping[Kind, _Binding] = {
 }
 KINDS = frozenset(_BINDINGS)
 """The kinds of op that a rank can perform."""
+
+
+def _check_copies(schedule: Schedule, stage: int, ranks: Sequence[int]) -> None:
+    """Raise ``InputError`` unless all copies of a stage compute the same in the same order."""
+    orders = [
+        [(op.kind, op.stage) for op in schedule.ranks[rank] if op.kind in _READING_WEIGHTS]
+        for rank in ranks
+    ]
+    if any(order != orders[0] for order in orders):
+        raise InputError(
+            f"stage {stage} has {len(ranks)} copies that divide its experts, and they do not have "
+            "as many microbatches of this minibatch; give a number of rows that makes a multiple "
+            f"of {len(ranks)} microbatches, or take expert_ranks=1"
+        )

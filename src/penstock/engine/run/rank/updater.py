@@ -202,7 +202,8 @@ class RankGradients:
         if self._whole is not None:
             share = self._whole.share(Share.of(own), own)
         elif in_rows:
-            share = Share(dict(enumerate(in_rows.values())))
+            norms = {place: in_rows[whole] for place, whole in own.items() if whole in in_rows}
+            share = Share.of(own).with_that_of(Share(norms))
         else:
             torch.nn.utils.clip_grad_norm_(own.values(), limit)
             return

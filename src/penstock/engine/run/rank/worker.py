@@ -8,6 +8,8 @@ from functools import cached_property
 
 from torch import nn
 
+from penstock.base.errors import InputError
+from penstock.base.units import count_of
 from penstock.core.schedule.rounds import Segment
 from penstock.engine.device.queue import NOTHING_ASKED, Moments, moments_of_caller
 from penstock.engine.model import tree
@@ -219,6 +221,13 @@ class Worker:
         number = self.next_number()
         self._parts.updates.begin(number, asynchronous=not position.synchronous)
         empty = sum(not weight for weight in minibatch.weights)
+        if empty and minibatch.trains and self.updater.sums.expert_homes:
+            raise InputError(
+                f"{count_of(empty, 'microbatch', 'es')} of this minibatch would count nothing, "
+                "without rows or with labels that are all ignored, so that one copy would go back "
+                "through experts that others have, and they not through its; give each microbatch "
+                "something that counts, or take expert_ranks=1"
+            )
         self.updater.sums.gather(minibatch.num_microbatches - empty)
         self._stream = StreamState(
             PendingValues(self.transport, number, remembers=self._reads_newest)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from penstock.core.expert_part import ExpertPart
 from penstock.engine.device.memory import gauge_of
 from penstock.engine.model import tree
 from penstock.engine.model.randomness import RandomStream
@@ -21,6 +22,7 @@ from penstock.engine.stage.microbatch_graph import MicrobatchGraph, cut, edges
 from penstock.engine.tensor.divided_layers import DROPOUTS
 from penstock.engine.tensor.parts import FoundPart
 from penstock.training.profiler.alone.conditions import Sample, clock_of
+from penstock.training.profiler.alone.experts import ExpertsWatch
 from penstock.training.profiler.alone.parts import PartSizes, PartsWatch, timed_shares
 from penstock.training.profiler.alone.passes import (
     HandedOn,
@@ -62,6 +64,7 @@ class Measured(NamedTuple):
     flags: tuple[str, ...]
     draws: bool
     parts: tuple[PartSizes, ...] = ()
+    experts: tuple[ExpertPart, ...] = ()
 
 
 class Bench:
@@ -111,7 +114,10 @@ class Bench:
         runs = runs_of(self._layers, sample.loss, sample.targets)
         given: dict[int, HandedOn] = {}
         draws: dict[int, bool] = {}
-        watched = [partial(self._watched, given, draws, sample, *pair) for pair in enumerate(runs)]
+        experts = [ExpertsWatch(layer, self.clock.now) for layer in self._layers]
+        watched = [
+            partial(self._watched, given, draws, sample, experts, *pair) for pair in enumerate(runs)
+        ]
         modules = [layer.module for layer in self._layers]
         watches = [
             PartsWatch(*pair, self.clock.now) for pair in zip(modules, self._parts, strict=True)
@@ -140,7 +146,10 @@ class Bench:
             )
             for watch, own in zip(watches, shares, strict=True)
         ]
-        columns = zip(times, footprints, handed, workspaces, flags, drew, parts, strict=True)
+        mixtures = [watch.parts(self.clock.seconds) for watch in experts]
+        columns = zip(
+            times, footprints, handed, workspaces, flags, drew, parts, mixtures, strict=True
+        )
         return [Measured(*row) for row in columns]
 
     def _watched(
@@ -148,11 +157,12 @@ class Bench:
         given: dict[int, HandedOn],
         draws: dict[int, bool],
         sample: Sample,
+        experts: Sequence[ExpertsWatch],
         index: int,
         run: RunLayer,
         value: Any,
     ) -> Any:
-        with watching_draws(self._layers[index].module) as stream:
+        with experts[index], watching_draws(self._layers[index].module) as stream:
             output = run(value)
         draws[index] = stream.drew
         is_loss = sample.loss is not None and index == len(self._layers) - 1

@@ -240,6 +240,7 @@ def with_costs(blank: Layer, costs: Measured) -> Layer:
         workspace_bytes=costs.workspace,
         output_bytes=costs.handed_on.output,
         parts=tuple(map(measured_part, blank.parts, costs.parts)),
+        experts=costs.experts,
         skip_bytes=costs.handed_on.skips,
         spread=times.spread,
         warnings=costs.flags,

@@ -1,0 +1,297 @@
+"""Copies of stages that divide the experts of their mixtures, beside one device.
+
+    torchrun ... experts.py CASE FOLDER
+
+Cases: ``own`` trains mixtures of one's own in float64, over schedules, options and routings, also
+with experts that get no token and with a capacity; ``transformers`` those of that library;
+``checkpoint`` goes on from one layout in another; ``refusals`` asks for what cannot be; ``held``
+weighs what ranks keep; in ``VICTIM dies`` a rank ends while tokens travel. Each rank reports in
+``report-<rank>.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from msgspec.structs import replace
+from torch import nn
+
+import penstock as pk
+from penstock.base.errors import PenstockError
+from penstock.planning.plans import Plan
+from tests.kit.helpers import make_batch
+from tests.kit.mixtures import (
+    KINDS,
+    ListedExperts,
+    StackedExperts,
+    make_mixture,
+    make_tokens,
+    make_transformer,
+    next_word_loss,
+)
+from tests.kit.one_device import OneDevice
+from tests.kit.reducing import replicated
+from tests.kit.training import adamw, sgd
+
+STEPS = 3
+DOUBLE = torch.float64
+
+
+def plan_for(
+    model: nn.Module, replicas: tuple[int, ...], size: int, *, schedule="1f1b", recompute="none"
+) -> Plan:
+    plan = replicated(model, replicas, 2 * max(replicas))
+    stages = [replace(stage, recompute=recompute) for stage in plan.stages]
+    plan = replace(plan, schedule=schedule, stages=tuple(stages))
+    return plan.with_expert_ranks(size)
+
+
+def pipeline_of(plan: Plan, model: nn.Module, **options) -> pk.Pipeline:
+    return pk.Pipeline(
+        model, plan, **{
+            "loss": F.cross_entropy, "optimizer": adamw, "seed": 1,
+            "deadline_seconds": 20, "startup_seconds": 30, **options,
+        },
+    )  # fmt: skip
+
+
+def far_from_one_device(plan: Plan, make, batches, **options) -> float:
+    """How far losses, outputs and weights are from those of one device, at most."""
+    model, alone = make(), make()
+    if dist.get_rank():
+        nn.init.zeros_(next(model.parameters()))  # the first copy's values count
+    theirs = {key: made() if callable(made) else made for key, made in options.items()}
+    ours = {key: made() if callable(made) else made for key, made in options.items()}
+    reference = OneDevice(alone, plan.num_microbatches, optimizer=adamw, **theirs)
+    far = 0.0
+    with pipeline_of(plan, model, **ours) as pipeline:
+        for step, batch in enumerate(batches):
+            updates = step != 1  # the gradients of two minibatches make one update
+            loss = pipeline.step(*batch, update=updates)
+            wanted = reference.step(*batch, update=updates)
+            far = max(far, abs(loss - wanted).item())
+            with torch.no_grad():
+                there = torch.cat([alone(part) for part in reference.cut(batch[0])])
+            far = max(far, (pipeline.evaluate(batch[0]) - there).abs().max().item())
+        state = pipeline.gather_state_dict()
+    wanted_state = alone.state_dict()
+    if state.keys() != wanted_state.keys():
+        return float("inf")
+    differences = ((state[key] - own).abs().max().item() for key, own in wanted_state.items())
+    return max([far, *differences])
+
+
+def own() -> list[str]:
+    scaler = partial(torch.amp.GradScaler, "cpu", init_scale=64.0)
+    cases = {
+        "all copies": ((4,), 4, {}, {}, {}),
+        "two stages": ((2, 2), 2, {}, {}, {"clip_norm": 0.1}),
+        "two groups": ((4,), 2, {}, {}, {"clip_norm": 0.1}),
+        "gpipe, again": ((2, 2), 2, {}, {"schedule": "gpipe", "recompute": "stage"}, {}),
+        "layers again": ((4,), 4, {}, {"recompute": "layers"}, {"grad_scaler": scaler}),
+        "idle": ((2, 2), 2, {"idle": (0, 1)}, {}, {"clip_norm": 0.1}),
+        "capacity": ((4,), 4, {"capacity": 2}, {}, {}),
+        "one choice": ((4,), 2, {"choices": 1, "num_experts": 8}, {}, {}),
+        "listed": ((2, 2), 2, {"experts": ListedExperts}, {}, {"clip_norm": 0.1}),
+        "listed, idle": ((4,), 4, {"experts": ListedExperts, "idle": (3,)}, {}, {}),
+        "listed, groups": ((4,), 2, {"experts": ListedExperts}, {}, {}),
+    }
+    report = []
+    for name, (replicas, size, options, planned, training) in cases.items():
+        make = partial(make_mixture, **{"experts": StackedExperts, **options})
+        plan = plan_for(make(), replicas, size, **planned)
+        batches = [make_batch(24, DOUBLE, step) for step in range(STEPS)]
+        reducers = ("owners", "sharded") if size == max(replicas) else ("owners",)
+        for reducer in reducers:
+            far = far_from_one_device(plan.with_reducer(reducer), make, batches, **training)
+            if not far <= 1e-12:
+                report.append(f"{name}, {reducer}: {far}")
+    return report
+
+
+def from_transformers() -> list[str]:
+    """Mixtures of that library; what cannot run in float64 runs in float32."""
+    report = []
+    ways = [(kind, "eager", DOUBLE, 1e-12) for kind in KINDS]
+    for kind, implementation, dtype, tolerance in [
+        *ways,
+        ("Mixtral", "grouped_mm", torch.float32, 1e-4),
+    ]:
+        model, alone = (
+            make_transformer(kind, dtype=dtype, implementation=implementation, num_layers=1)
+            for _ in range(2)
+        )
+        captured = pk.capture(model, {"input_ids": make_tokens(2)}, verify=False)
+        plan = plan_for(captured, (2,), 2)
+        reference = OneDevice(alone, 4, loss=next_word_loss, optimizer=sgd)
+        far = 0.0
+        with pipeline_of(plan, captured, loss=next_word_loss, optimizer=sgd) as pipeline:
+            for step in range(STEPS):
+                tokens = make_tokens(8, step)
+                loss = pipeline.step({"input_ids": tokens}, tokens)
+                far = max(far, abs(loss - reference.step(tokens, tokens)).item())
+            state = pipeline.gather_state_dict()
+            there = pipeline.stages[0].experts.weights
+        for key, value in alone.state_dict().items():
+            far = max(far, (state[key] - value).abs().max().item())
+        if not far <= tolerance or len(there) != 2:
+            report.append(f"{kind}, {implementation}: {far}, {len(there)} weights of experts")
+    return report
+
+
+def going_on(plan: Plan, folder: Path, first: int, **options) -> dict[str, torch.Tensor]:
+    """The weights after two steps of a run that goes on from a folder and saves there."""
+    with pipeline_of(plan, make_mixture(options.pop("experts")), **options) as pipeline:
+        assert first == (pipeline.load(folder) or 0)
+        for step in range(first, first + 2):
+            pipeline.step(*make_batch(24, DOUBLE, step))
+        pipeline.save(folder)
+        return pipeline.gather_state_dict()
+
+
+def checkpoint(folder: Path) -> list[str]:
+    """One run in one layout after another, beside one in threads that goes on likewise."""
+    report = []
+    layouts = [
+        ((2, 2), 2, "owners"), ((4,), 1, "sharded"), ((4,), 4, "sharded"), ((2, 2), 1, "owners"),
+        ((4,), 2, "owners"), ((1, 3), 1, "owners"),
+    ]  # fmt: skip
+    for experts in (StackedExperts, ListedExperts):
+        own = folder / f"own-{experts.__name__}-{dist.get_rank()}"
+        for number, (replicas, size, reducer) in enumerate(layouts):
+            plan = plan_for(make_mixture(experts), replicas, size).with_reducer(reducer)
+            whole = plan.with_expert_ranks(1)
+            wanted = going_on(whole, own, 2 * number, transport="threads", experts=experts)
+            state = going_on(plan, folder / experts.__name__, 2 * number, experts=experts)
+            far = max((state[key] - value).abs().max().item() for key, value in wanted.items())
+            if not far <= 1e-12:
+                report.append(f"{experts.__name__} {replicas} {size} {reducer}: {far}")
+            dist.barrier()
+    return report
+
+
+def held() -> list[str]:
+    """A copy has its share of the experts' weights and of what the optimizer keeps of them; tokens
+    of all copies have come to them, as many as were sent."""
+    make = partial(make_mixture, num_experts=8, idle=(2,))
+    report = []
+    with pipeline_of(plan_for(make(), (4,), 4), make()) as pipeline:
+        pipeline.step(*make_batch(24, DOUBLE))
+        (stage,) = pipeline.stages.values()
+        loads = stage.experts.loads()
+        share = sum(own.rows.nbytes for own in stage.experts.weights)
+        worker = pipeline._parts.workers[0]
+        kept = sum(
+            value.nbytes
+            for state in worker.updater.optimizers[0].state.values()
+            for value in state.values()
+        )
+    experts = sum(2 * own.nbytes for own in make()[1].experts.parameters())
+    whole = sum(own.nbytes for own in make().parameters())
+    if share != experts / 4:
+        report.append(f"{share} bytes of {experts} are here")
+    wanted = 2 * (whole - experts * 3 / 4)
+    if not wanted <= kept <= wanted + 1000:
+        report.append(f"{kept} bytes of optimizer state, wanted {wanted}")
+    for name, shares in loads.items():
+        if shares[2] or abs(sum(shares) - 1) > 1e-9 or len(shares) != 8:
+            report.append(f"{name}: {shares}")
+    return report
+
+
+def refusals() -> list[str]:
+    """What is said of plans, models and minibatches that do not go with expert ranks."""
+    drops = make_mixture()
+    drops[1].experts.drop = nn.Dropout(0.5)
+    odd = make_mixture(num_experts=3)
+    frozen = make_mixture()
+    frozen[1].experts.register_buffer("scale", torch.ones(1))
+    plain = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4)).double()
+    cases = [
+        (drops, {}, "drops out features"),
+        (odd, {}, "which 2 expert ranks cannot divide evenly"),
+        (frozen, {}, "has buffers"),
+        (plain, {}, "and no experts"),
+        (make_mixture(), {"transport": "threads"}, "start the job with torchrun"),
+        (make_mixture(), {"optimizer": None}, "without an optimizer"),
+        (make_mixture(), {"post_validate": True, "clip_norm": 1.0}, "post_validate"),
+    ]
+    report = []
+    for model, options, words in cases:
+        try:
+            pipeline_of(plan_for(model, (4,), 2), model, **options)
+            report.append(f"nobody says: {words}")
+        except PenstockError as error:
+            report += [] if words in str(error) else [f"{words}: {error}"]
+    batch = make_batch(24, DOUBLE)
+    ignored = batch[1].clone()
+    ignored[:3] = -100
+    counted = {"weight": lambda labels: (labels != -100).sum()}
+    asks = [
+        (lambda pipeline: pipeline.state_dict(), "gather_state_dict"),
+        (lambda pipeline: pipeline.dtensor_state_dict(), "gather_state_dict"),
+        (lambda pipeline: pipeline.evaluate(batch[0][:3]), "4 copies that divide its experts"),
+        (lambda pipeline: pipeline.step(batch[0][:7], batch[1][:7]), "without rows"),
+        (lambda pipeline: pipeline.step(batch[0], ignored), "would count nothing"),
+    ]
+    for ask, words in asks:
+        model = make_mixture()
+        try:
+            with pipeline_of(plan_for(model, (4,), 2), model, **counted) as pipeline:
+                ask(pipeline)
+            report.append(f"nobody says: {words}")
+        except PenstockError as error:
+            report += [] if words in str(error) else [f"{words}: {error}"]
+    return report
+
+
+def ends(victim: int) -> list[object]:
+    """What a training ends with in which a rank dies before it joins an exchange of tokens."""
+    calls = []
+
+    def fail(*_) -> None:
+        calls.append(None)
+        if len(calls) == 6 and dist.get_rank() == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    model = make_mixture()
+    model[4].router.register_forward_hook(fail)
+    plan = plan_for(model, (2, 2), 2)
+    start = time.monotonic()
+    try:
+        with pipeline_of(plan, model) as pipeline:
+            for step in range(9):
+                pipeline.step(*make_batch(24, DOUBLE, step))
+    except PenstockError as error:
+        return [type(error).__name__, str(error), time.monotonic() - start]
+    return []
+
+
+def main() -> None:
+    case, folder = sys.argv[1], Path(sys.argv[-1])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    compares = {
+        "own": own,
+        "transformers": from_transformers,
+        "checkpoint": partial(checkpoint, folder),
+        "held": held,
+        "refusals": refusals,
+    }
+    report = compares[case]() if case in compares else ends(int(case.split()[0]))
+    (folder / f"report-{dist.get_rank()}.json").write_text(json.dumps(report))
+    if case in compares:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
