@@ -53,7 +53,7 @@ class ShardedDim(NamedTuple):
         return mine == theirs
 
 
-def _reshaped(
+def reshaped(
     divided: ShardedDim, before: Sequence[int], after: Sequence[int]
 ) -> ShardedDim | None:
     """The sharded dimension of a value that is seen in another shape.
@@ -64,11 +64,11 @@ def _reshaped(
     Returns:
         ``None`` if no dimension of the new shape is divided in one piece.
 
-    >>> _reshaped(ShardedDim(2, 12, 1, (6, 6)), (5, 7, 12), (5, 7, 4, 3))
+    >>> reshaped(ShardedDim(2, 12, 1, (6, 6)), (5, 7, 12), (5, 7, 4, 3))
     ShardedDim(dim=2, length=4, inner=1, parts=(2, 2))
-    >>> _reshaped(ShardedDim(1, 4, 1, (2, 2)), (5, 4, 7), (20, 7))
+    >>> reshaped(ShardedDim(1, 4, 1, (2, 2)), (5, 4, 7), (20, 7))
     ShardedDim(dim=0, length=4, inner=1, parts=(2, 2))
-    >>> _reshaped(ShardedDim(2, 12, 1, (6, 6)), (5, 7, 12), (5, 7, 3, 4)) is None
+    >>> reshaped(ShardedDim(2, 12, 1, (6, 6)), (5, 7, 12), (5, 7, 3, 4)) is None
     True
     """
     # From how many numbers on one step in the divided places goes, and where they begin again.
@@ -114,10 +114,11 @@ Find = Callable[[fx.Node, Known, int], Rule | None]
 def shape_of(node: fx.Node) -> list[int] | None:
     """The whole shape that a value had when it was recorded; ``None`` if it is no tensor."""
     value = node.meta.get("val")
-    return _sizes(value) if isinstance(value, Tensor) else None
+    return sizes_of(value) if isinstance(value, Tensor) else None
 
 
-def _sizes(value: Tensor) -> list[int]:
+def sizes_of(value: Tensor) -> list[int]:
+    """The sizes that a value had when it was recorded, also of dimensions that may vary."""
     sizes: list[Any] = [*value.shape]
     return [int(getattr(size, "node", _Plain(size)).hint) for size in sizes]
 
@@ -202,7 +203,7 @@ def _viewed(node: fx.Node, known: Known, member: int) -> Rule | None:
     given, output = _first(node, known), shape_of(node)
     if given is None or output is None:
         return None
-    divided = _reshaped(*given, output)
+    divided = reshaped(*given, output)
     if divided is None:
         return None
     if _bare(node) == "flatten":

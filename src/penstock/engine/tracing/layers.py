@@ -214,6 +214,10 @@ class CapturedLayer(nn.Module):
         programs = (self._programs[mode] for mode in (True, False))
         return digest_of(line for program in programs for line in program.lines())
 
+    def recorded(self, training: bool) -> fx.Graph:
+        """What was recorded in a mode, with the shapes of values where they are known."""
+        return self._programs[training].graph
+
     def rewrite(self, write: Callable[[fx.Graph], fx.Graph]) -> None:
         """Do what ``write`` makes of what was recorded, in both modes."""
         self._programs = {

@@ -18,7 +18,10 @@ from penstock.core.timing.costs import Costs, Exchange
 RecomputeWay = Literal["none", "stage", "layers"]
 Split = Annotated[
     str,
-    Meta(pattern="^(data|sequence|column(/[1-9][0-9]?)?|row|any|whole|features|heads|vocabulary)$"),
+    Meta(
+        pattern="^(data|sequence|context|column(/[1-9][0-9]?)?|row|any|whole|features|heads"
+        "|vocabulary)$"
+    ),
 ]
 """How tensor ranks share a layer, or a module inside it."""
 

@@ -1,0 +1,239 @@
+"""Attention over positions that the members of a group share: a ring of keys and values.
+
+Every member keeps its queries, and keys and values go round. What a query has got from some keys is
+a mean with the logarithm of its weights' sum; means of different keys are merged by these, as an
+online softmax does (Liu et al., "Ring Attention", arXiv 2310.01889). Backwards, keys and values go
+round once more, and their gradients with them, one member behind.
+
+Where attention is causal, a member's positions are two chunks (``zigzag``). Of the keys of an
+earlier member all its queries see the first chunk, of those of a later one its later queries see
+both; so a round is half the scores, on every member.
+
+Scores are made for a tile of queries at a time; what is kept for the backward is queries, keys,
+values, the output and a number for each query and head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import inf, prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.engine.context.zigzag import chunks
+from penstock.engine.tensor.group import TensorGroup, dense_copy
+
+_TILE = 512
+"""Queries for which scores are made at once, per head."""
+
+
+class _Round(NamedTuple):
+    """A tile of queries, and the keys that they see of those that are here.
+
+    Attributes:
+        start, stop: the queries.
+        num_keys: they see so many of the first keys.
+        is_causal: whether each of them sees those up to its own number only.
+    """
+
+    start: int
+    stop: int
+    num_keys: int
+    is_causal: bool
+
+
+class _Ring(NamedTuple):
+    """A member's attention.
+
+    Attributes:
+        group: with whom.
+        length: of the sequence, where attention is causal; 0 where all see all.
+        scale: of the scores.
+    """
+
+    group: TensorGroup
+    length: int
+    scale: float
+
+    def rounds(self, step: int, num_queries: int, num_keys: int) -> Iterator[_Round]:
+        """What there is to compute with the keys that have come ``step`` members far."""
+        size, index = self.group.size, self.group.index
+        start, is_local = 0, step == 0
+        if self.length:
+            owner = (index - step) % size
+            if owner < index:
+                num_keys = chunks(self.length, size, owner)[0].length
+            elif owner > index:
+                start = chunks(self.length, size, index)[0].length
+        for first in range(start, num_queries, _TILE):
+            stop = min(first + _TILE, num_queries)
+            is_causal = bool(self.length) and is_local
+            yield _Round(first, stop, stop if is_causal else num_keys, is_causal)
+
+
+class _RingAttention(torch.autograd.Function):
+    """Of queries ``[key heads, queries per key head, positions, width]``, keys and values
+    ``[key heads, positions, width]``. Half precision travels and is kept, and computed with in
+    single."""
+
+    @staticmethod
+    def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, ring: _Ring) -> Tensor:
+        wide = _wide(queries)
+        output = queries.new_zeros((*queries.shape[:-1], values.shape[-1]), dtype=wide)
+        weight = queries.new_full(queries.shape[:-1], -inf, dtype=wide)
+        held, size = (keys, values), ring.group.size
+        for step in range(size):
+            arriving = ring.group.hand_on(_sendable(held, step)) if step < size - 1 else None
+            for part in ring.rounds(step, queries.shape[2], held[0].shape[1]):
+                _merge(output, weight, queries, held, part, ring.scale)
+            held = held if arriving is None else arriving()
+        output = output.to(queries.dtype)
+        ctx.save_for_backward(queries, keys, values, output, weight)
+        ctx.ring = ring
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        queries, keys, values, output, weight = ctx.saved_tensors
+        ring: _Ring = ctx.ring
+        gradient, wide = gradients[0], _wide(queries)
+        inner = (gradient.to(wide) * output).sum(-1)
+        back = torch.zeros_like(queries, dtype=wide)
+        held, size = (keys, values), ring.group.size
+        coming: Callable[[], Any] | None = None
+        for step in range(size):
+            arriving = ring.group.hand_on(_sendable(held, step)) if step < size - 1 else None
+            own = tuple(torch.zeros_like(value, dtype=wide) for value in held)
+            for part in ring.rounds(step, queries.shape[2], held[0].shape[1]):
+                there = _Backward(queries, gradient, weight, inner, back)
+                there.add(own, held, part, ring.scale)
+            before = None if coming is None else coming()
+            total = own if before is None else tuple(map(torch.add, before, own))
+            coming = ring.group.hand_on(total) if size > 1 else None
+            held = held if arriving is None else arriving()
+        mine = total if coming is None else coming()  # they have come round to their owner
+        return back.to(queries.dtype), *(value.to(queries.dtype) for value in mine), None
+
+
+class _Backward(NamedTuple):
+    """What a backward has of all queries; ``back`` is added to."""
+
+    queries: Tensor
+    gradient: Tensor
+    weight: Tensor
+    inner: Tensor
+    back: Tensor
+
+    def add(
+        self, own: tuple[Tensor, ...], held: tuple[Tensor, ...], part: _Round, scale: float
+    ) -> None:
+        """Add the gradients of a round to those of queries, and of these keys and values."""
+        queries, gradient, weight, inner = (
+            _folded(value, part) for value in (self.queries, self.gradient, self.weight, self.inner)
+        )
+        keys, values = _seen(held, part)
+        scores = _scores(queries, keys, part, scale)
+        weights = torch.exp(scores - weight.unsqueeze(-1))
+        of_weights = gradient @ values.transpose(-2, -1)
+        of_scores = weights * (of_weights - inner.unsqueeze(-1)) * scale
+        own[0][:, : part.num_keys] += of_scores.transpose(-2, -1) @ queries
+        own[1][:, : part.num_keys] += weights.transpose(-2, -1) @ gradient
+        place = self.back[:, :, part.start : part.stop]
+        place += (of_scores @ keys).view(place.shape)
+
+
+def _wide(value: Tensor) -> torch.dtype:
+    """The precision to compute in."""
+    return torch.float32 if value.dtype in (torch.float16, torch.bfloat16) else value.dtype
+
+
+def _sendable(held: tuple[Tensor, ...], step: int) -> tuple[Tensor, ...]:
+    """Keys and values for the next member. The first ones are autograd's, and threads hand over
+    tensors as they are."""
+    return tuple(map(dense_copy, held)) if step == 0 else held
+
+
+def _folded(value: Tensor, part: _Round) -> Tensor:
+    """A tile, with the queries of a key head one behind another."""
+    return value[:, :, part.start : part.stop].flatten(1, 2).to(_wide(value))
+
+
+def _seen(held: tuple[Tensor, ...], part: _Round) -> tuple[Tensor, Tensor]:
+    """The keys that a tile of queries sees, and their values."""
+    keys, values = held
+    wide = _wide(keys)
+    return keys[:, : part.num_keys].to(wide), values[:, : part.num_keys].to(wide)
+
+
+def _scores(queries: Tensor, keys: Tensor, part: _Round, scale: float) -> Tensor:
+    scores = queries @ keys.transpose(-2, -1) * scale
+    if not part.is_causal:
+        return scores
+    numbers = torch.arange(part.num_keys, device=keys.device)
+    hidden = numbers > numbers[part.start : part.stop].unsqueeze(-1)
+    by_query = scores.unflatten(1, (-1, part.stop - part.start))
+    return by_query.masked_fill(hidden, -inf).flatten(1, 2)
+
+
+def _merge(
+    output: Tensor,
+    weight: Tensor,
+    queries: Tensor,
+    held: tuple[Tensor, ...],
+    part: _Round,
+    scale: float,
+) -> None:
+    """Add what a tile of queries gets from keys and values to what it has got from others."""
+    keys, values = _seen(held, part)
+    scores = _scores(_folded(queries, part), keys, part, scale)
+    here = torch.logsumexp(scores, -1)
+    means = torch.exp(scores - here.unsqueeze(-1)) @ values
+    mine, there = (value[:, :, part.start : part.stop] for value in (output, weight))
+    here = here.view(there.shape)
+    both = torch.logaddexp(there, here)
+    mine *= torch.exp(there - both).unsqueeze(-1)
+    mine += means.view(mine.shape) * torch.exp(here - both).unsqueeze(-1)
+    there.copy_(both)
+
+
+def ring_attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    group: TensorGroup,
+    length: int = 0,
+    scale: float | None = None,
+) -> Tensor:
+    """``F.scaled_dot_product_attention`` of positions of which each member has some; graphs call
+    it.
+
+    Args:
+        queries: ``[…, heads, own positions, width]``.
+        keys, values: likewise; their heads may be fewer, each for as many heads of queries.
+        length: of the sequence, of which all members have their ``zigzag.chunks``, where each
+            position sees those up to itself; 0 where all see all.
+        scale: of the scores; by default one over the root of the width.
+
+    Returns:
+        ``[…, heads, own positions, width of values]``, lying in memory as torch's does.
+    """
+    kind = queries.device.type
+    if torch.is_autocast_enabled(kind):
+        to = torch.get_autocast_dtype(kind)
+        queries, keys, values = (value.to(to) for value in (queries, keys, values))
+    folded = queries.reshape(prod(keys.shape[:-2]), -1, *queries.shape[-2:])
+    flat = [value.reshape(-1, *value.shape[-2:]) for value in (keys, values)]
+    ring = _Ring(group, length, queries.shape[-1] ** -0.5 if scale is None else scale)
+    with torch.autocast(kind, enabled=False):
+        made: Tensor = _RingAttention.apply(folded, *flat, ring)  # type: ignore[no-untyped-call]
+    return _as_torch_lies(made.view(*queries.shape[:-1], values.shape[-1]))
+
+
+def _as_torch_lies(attended: Tensor) -> Tensor:
+    """The same value with its heads inside positions in memory, as code that views it expects."""
+    if attended.dim() < 3:
+        return attended
+    turned = attended.transpose(-3, -2)
+    return turned.clone(memory_format=torch.contiguous_format).transpose(-3, -2)
