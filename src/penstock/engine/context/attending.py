@@ -14,7 +14,7 @@ from torch import fx, nn
 from penstock.base.errors import ModelError
 from penstock.engine.context.masks import FixedValues, MaskKind, NotFixedError, kind_of
 from penstock.engine.tensor.recorded_rules import ShardedDim, shape_of
-from penstock.engine.tracing.exports import leaves_of_output
+from penstock.engine.tracing.graphs import leaves_of_output
 from penstock.engine.tracing.segments import enclosing
 
 

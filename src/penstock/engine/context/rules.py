@@ -176,6 +176,15 @@ def _repeated(node: fx.Node, known: Known, _: int) -> Rule | None:
     return Rule(given[0])
 
 
+def _moved_along(node: fx.Node, known: Known, _: int) -> Rule | None:
+    """Moves what lies along some dimensions."""
+    given, dims = _only(node, 0, known), node.args[-1]
+    if given is None or not isinstance(dims, list | tuple) or not dims:
+        return None
+    along = {int(dim) % len(given[1]) for dim in dims}
+    return None if given[0].dim in along else Rule(given[0])
+
+
 def _halved(node: fx.Node, known: Known, _: int) -> Rule | None:
     given = _only(node, 0, known)
     if given is None or _argument(node, 1, "dim", -1) % len(given[1]) == given[0].dim:
@@ -214,6 +223,7 @@ _OWN: dict[str, Find] = {
     "stack": _stacked,
     "unbind": _unbound,
     "repeat_interleave": _repeated,
+    **dict.fromkeys(("flip", "roll"), _moved_along),
     "glu": _halved,
     "t": _turned,
     **dict.fromkeys(("zeros_like", "ones_like", "full_like", "lift_fresh_copy"), _alike),

@@ -10,11 +10,13 @@ from torch import nn
 
 from penstock.base.errors import ModelError
 from penstock.engine.context.heads import RingHeads
+from penstock.engine.context.outputs import OUTPUTS, OutputPositions
 from penstock.engine.context.writing import LayerCode, written
 from penstock.engine.model.spine import NamedLayer
 from penstock.engine.tensor.chain import LayerSharing
 from penstock.engine.tensor.group import TensorGroup
 from penstock.engine.tensor.layouts import SEQUENCE, WHOLE
+from penstock.engine.tensor.recorded import SHARERS
 from penstock.engine.tracing.layers import CapturedLayer
 
 CONTEXT = "context"
@@ -38,6 +40,11 @@ class ContextModel:
         self._codes: dict[tuple[int, bool], list[LayerCode]] = {}
         for training in (True, False):
             self.code(0, 0, training)
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers it has."""
+        return len(self._layers)
 
     def code(self, layer: int, member: int, training: bool) -> LayerCode:
         """What a member runs of a layer, by their numbers, in a mode."""
@@ -70,12 +77,15 @@ class ContextSharing(LayerSharing):
         own.rewrite(lambda graph: next(
             codes[mode].graph for mode in codes if own.recorded(mode) is graph
         ))  # fmt: skip
-        vars(own)["sharers"] = group
+        vars(own)[SHARERS] = group
+        if self.number == self.model.num_layers - 1:
+            ways = {mode: code.ways for mode, code in codes.items()}
+            vars(own)[OUTPUTS] = OutputPositions(group, ways)
         for path in {path for code in codes.values() for path in code.attentions}:
             attention = own.get_submodule(path)
             kind = type(attention)
             attention.__class__ = type(kind.__name__, (RingHeads, kind), {})
-            vars(attention)["sharers"] = group
+            vars(attention)[SHARERS] = group
         return own
 
 

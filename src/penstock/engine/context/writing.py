@@ -20,7 +20,6 @@ from penstock.engine.context.masks import FixedValues, NotFixedError
 from penstock.engine.context.ring import ring_attention
 from penstock.engine.context.rules import rule_of
 from penstock.engine.context.values import (
-    all_positions,
     dropped,
     dropped_by,
     own_positions,
@@ -30,7 +29,7 @@ from penstock.engine.context.zigzag import shares
 from penstock.engine.model.spine import NamedLayer
 from penstock.engine.tensor.recorded import SHARERS
 from penstock.engine.tensor.recorded_rules import Rule, ShardedDim, shape_of
-from penstock.engine.tracing.exports import leaves_of_output
+from penstock.engine.tracing.graphs import leaves_of_output
 from penstock.engine.tracing.layers import CapturedLayer
 
 
@@ -56,10 +55,12 @@ class LayerCode(NamedTuple):
     Attributes:
         graph: the operations.
         attentions: the modules of torch's attention that it calls, by their names in it.
+        ways: how each value that it gives is divided; ``None`` for those that all members have.
     """
 
     graph: fx.Graph
     attentions: tuple[str, ...]
+    ways: tuple[ShardedDim | None, ...]
 
 
 @dataclass
@@ -163,7 +164,11 @@ class _LayerWriter:
                 self._module(node)
             else:
                 self._operation(node)
-        return LayerCode(self.graph, tuple(self.attending.modules))
+        ways = tuple(
+            self.walk.divided.get(value) if isinstance(value, fx.Node) else None
+            for value in self.outputs
+        )
+        return LayerCode(self.graph, tuple(self.attending.modules), ways)
 
     def _held(self, node: fx.Node) -> Any:
         value: Any = self.module
@@ -182,24 +187,18 @@ class _LayerWriter:
     def _end(self, node: fx.Node) -> None:
         values: Sequence[Any] = node.args[0]  # type: ignore[assignment]
         self.outputs = values
-        self.graph.output([self._given(value) for value in values])
+        if self.is_last:
+            self._check_learned(values)
+        self.graph.output(fx.node.map_arg(list(values), self.ours.__getitem__))
 
-    def _given(self, value: Any) -> Any:
-        """A value as the layer gives it: the last gives all positions."""
-        if not isinstance(value, fx.Node):
-            return value
-        divided = self.walk.divided.get(value)
-        if not self.is_last:
-            return self.ours[value]
-        if divided is not None:
-            return self.call(all_positions, self.ours[value], *divided[:3])
-        if self.walk.whole.get(value, Whole()).is_learned:
-            raise self._refused(
-                value,
-                "gives the model's output what every context rank computes from all of its "
-                "parameters, so that their gradients would count once for each",
-            )
-        return self.ours[value]
+    def _check_learned(self, outputs: Sequence[Any]) -> None:
+        for value in outputs:
+            if isinstance(value, fx.Node) and self.walk.whole.get(value, Whole()).is_learned:
+                raise self._refused(
+                    value,
+                    "gives the model's output what every context rank computes from all of its "
+                    "parameters, so that their gradients would count once for each",
+                )
 
     # ----------------------------------------------------------------------- writing
 
