@@ -79,6 +79,7 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
     cost_model: str = "ring",
     overlap: float = 0.0,
     tensor_ranks: int | Literal["any"] = 1,
+    context_ranks: int = 1,
     reducer: ReducerName | Literal["any"] = "owners",
     stale: int = 0,
     layer_order: Literal["execution", "any"] = "execution",
@@ -130,6 +131,8 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
         tensor_ranks: devices that share every layer, each by rows, columns or neither as costs
             least (``docs/tensor-parallelism.md``); ``"any"`` tries all powers of two, and for
             chains replicas of the first layers with one group for the others.
+        context_ranks: devices that share the sequence of every microbatch, with all weights each
+            (``docs/context-parallelism.md``); the model must be captured to be run so.
         reducer: how copies of a stage sum gradients (``docs/data-parallelism.md``): ``"owners"``,
             ``"sharded"``, ``"fully-sharded"``, ``"all-reduce"``, or ``"servers"`` and
             ``"parameter-server"``, which use
@@ -186,6 +189,7 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
         cost_model=cost_model,
         overlap=overlap,
         tensor_ranks=tensor_ranks,
+        context_ranks=context_ranks,
         reducer=reducer,
         stale=stale,
         layer_order=layer_order,
@@ -416,7 +420,11 @@ def _with_tensor_ranks(tasks: Sequence[Task], request: PlanRequest) -> Iterator[
     fewest = request.stages or 1
     if replicas and not isinstance(replicas, str):
         fewest = sum(replicas)
+    context = request.context_ranks
     for task in tasks:
+        if context > 1:
+            yield from in_groups(task, context, by_positions=True)
+            continue
         if tensor_ranks in ("any", 1):
             yield task
         for width in widths(task) if tensor_ranks == "any" else (tensor_ranks,):

@@ -69,7 +69,8 @@ class StagePlan(Value, frozen=True, kw_only=True):
             at once, ``"layers"`` layer by layer; ``"none"`` by default.
         tensor_ranks: devices that share every layer of the stage.
         splits: how they share each layer, by its name: ``"data"`` (each takes its part of the
-            rows), ``"sequence"`` (of the second dimension), ``"column"`` (of the outputs; of three
+            rows), ``"sequence"`` (of the second dimension), ``"context"`` (of the positions, in all
+            layers, while keys and values of attention go round), ``"column"`` (of the outputs; of three
             pieces that lie one behind another ``"column/3"``), ``"row"`` (of the inputs) or
             ``"any"`` (whatever its neighbours do), or repeat it, each all of it (``"whole"``, as
             what is not named). Modules inside a layer are named by patterns, in which ``*`` stands
