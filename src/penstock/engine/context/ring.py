@@ -15,7 +15,7 @@ values, the output and a number for each query and head.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from math import inf, prod
 from typing import Any, NamedTuple
 
@@ -74,47 +74,69 @@ class _Ring(NamedTuple):
 
 
 class _RingAttention(torch.autograd.Function):
-    """Of queries ``[key heads, queries per key head, positions, width]``, keys and values
-    ``[key heads, positions, width]``. Half precision travels and is kept, and computed with in
-    single."""
+    """Of values as ``ring_attention`` takes them. These are kept as they are, since they may be
+    parts of one value, and folded again for the backward. Half precision travels and is kept, and
+    computed with in single."""
 
     @staticmethod
     def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, ring: _Ring) -> Tensor:
-        wide = _wide(queries)
-        output = queries.new_zeros((*queries.shape[:-1], values.shape[-1]), dtype=wide)
-        weight = queries.new_full(queries.shape[:-1], -inf, dtype=wide)
-        held, size = (keys, values), ring.group.size
+        ctx.ring = ring
+        folded, *held = _folded_all(queries, keys, values)
+        wide, size = _wide(queries), ring.group.size
+        output = folded.new_zeros((*folded.shape[:-1], values.shape[-1]), dtype=wide)
+        weight = folded.new_full(folded.shape[:-1], -inf, dtype=wide)
         for step in range(size):
             arriving = ring.group.hand_on(_sendable(held, step)) if step < size - 1 else None
-            for part in ring.rounds(step, queries.shape[2], held[0].shape[1]):
-                _merge(output, weight, queries, held, part, ring.scale)
+            for part in ring.rounds(step, folded.shape[2], held[0].shape[1]):
+                _merge(output, weight, folded, held, part, ring.scale)
             held = held if arriving is None else arriving()
-        output = output.to(queries.dtype)
-        ctx.save_for_backward(queries, keys, values, output, weight)
-        ctx.ring = ring
-        return output
+        made = output.to(queries.dtype).view(*queries.shape[:-1], values.shape[-1])
+        attended = dense_copy(made, _order(made.dim()))
+        ctx.save_for_backward(queries, keys, values, attended, weight)
+        return attended
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        queries, keys, values, output, weight = ctx.saved_tensors
-        ring: _Ring = ctx.ring
-        gradient, wide = gradients[0], _wide(queries)
+        given, (output, weight) = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
+        ring, wide = ctx.ring, _wide(given[0])
+        queries, *held = _folded_all(*given)
+        gradient, output = (
+            value.reshape(*queries.shape[:-1], value.shape[-1]) for value in (*gradients, output)
+        )
         inner = (gradient.to(wide) * output).sum(-1)
         back = torch.zeros_like(queries, dtype=wide)
-        held, size = (keys, values), ring.group.size
+        there = _Backward(queries, gradient, weight, inner, back)
+        size = ring.group.size
         coming: Callable[[], Any] | None = None
         for step in range(size):
             arriving = ring.group.hand_on(_sendable(held, step)) if step < size - 1 else None
             own = tuple(torch.zeros_like(value, dtype=wide) for value in held)
             for part in ring.rounds(step, queries.shape[2], held[0].shape[1]):
-                there = _Backward(queries, gradient, weight, inner, back)
                 there.add(own, held, part, ring.scale)
-            before = None if coming is None else coming()
-            total = own if before is None else tuple(map(torch.add, before, own))
+            total = own if coming is None else tuple(map(torch.add, coming(), own))
             coming = ring.group.hand_on(total) if size > 1 else None
             held = held if arriving is None else arriving()
         mine = total if coming is None else coming()  # they have come round to their owner
-        return back.to(queries.dtype), *(value.to(queries.dtype) for value in mine), None
+        made = zip((back, *mine), given, strict=True)
+        return *(value.to(old.dtype).view(old.shape) for value, old in made), None
+
+
+def _folded_all(*given: Tensor) -> tuple[Tensor, ...]:
+    """Queries as ``[key heads, queries per key head, positions, width]``, with rows among the
+    heads, and keys and values as ``[key heads, positions, width]``."""
+    count = prod(given[1].shape[:-2])
+    queries, *others = given
+    folded = queries.reshape(count, -1, *queries.shape[-2:])
+    return folded, *(value.reshape(count, *value.shape[-2:]) for value in others)
+
+
+def _order(num_dims: int) -> list[int]:
+    """In which order dimensions lie in memory: heads inside positions, as torch's attention gives
+    them, and code that views them expects."""
+    order = [*range(num_dims)]
+    if num_dims > 2:
+        order[-3], order[-2] = order[-2], order[-3]
+    return order
 
 
 class _Backward(NamedTuple):
@@ -127,7 +149,7 @@ class _Backward(NamedTuple):
     back: Tensor
 
     def add(
-        self, own: tuple[Tensor, ...], held: tuple[Tensor, ...], part: _Round, scale: float
+        self, own: tuple[Tensor, ...], held: Sequence[Tensor], part: _Round, scale: float
     ) -> None:
         """Add the gradients of a round to those of queries, and of these keys and values."""
         queries, gradient, weight, inner = (
@@ -149,10 +171,10 @@ def _wide(value: Tensor) -> torch.dtype:
     return torch.float32 if value.dtype in (torch.float16, torch.bfloat16) else value.dtype
 
 
-def _sendable(held: tuple[Tensor, ...], step: int) -> tuple[Tensor, ...]:
+def _sendable(held: Sequence[Tensor], step: int) -> tuple[Tensor, ...]:
     """Keys and values for the next member. The first ones are autograd's, and threads hand over
     tensors as they are."""
-    return tuple(map(dense_copy, held)) if step == 0 else held
+    return tuple(map(dense_copy, held)) if step == 0 else tuple(held)
 
 
 def _folded(value: Tensor, part: _Round) -> Tensor:
@@ -160,7 +182,7 @@ def _folded(value: Tensor, part: _Round) -> Tensor:
     return value[:, :, part.start : part.stop].flatten(1, 2).to(_wide(value))
 
 
-def _seen(held: tuple[Tensor, ...], part: _Round) -> tuple[Tensor, Tensor]:
+def _seen(held: Sequence[Tensor], part: _Round) -> tuple[Tensor, Tensor]:
     """The keys that a tile of queries sees, and their values."""
     keys, values = held
     wide = _wide(keys)
@@ -181,7 +203,7 @@ def _merge(
     output: Tensor,
     weight: Tensor,
     queries: Tensor,
-    held: tuple[Tensor, ...],
+    held: Sequence[Tensor],
     part: _Round,
     scale: float,
 ) -> None:
@@ -223,17 +245,7 @@ def ring_attention(
     if torch.is_autocast_enabled(kind):
         to = torch.get_autocast_dtype(kind)
         queries, keys, values = (value.to(to) for value in (queries, keys, values))
-    folded = queries.reshape(prod(keys.shape[:-2]), -1, *queries.shape[-2:])
-    flat = [value.reshape(-1, *value.shape[-2:]) for value in (keys, values)]
     ring = _Ring(group, length, queries.shape[-1] ** -0.5 if scale is None else scale)
     with torch.autocast(kind, enabled=False):
-        made: Tensor = _RingAttention.apply(folded, *flat, ring)  # type: ignore[no-untyped-call]
-    return _as_torch_lies(made.view(*queries.shape[:-1], values.shape[-1]))
-
-
-def _as_torch_lies(attended: Tensor) -> Tensor:
-    """The same value with its heads inside positions in memory, as code that views it expects."""
-    if attended.dim() < 3:
-        return attended
-    turned = attended.transpose(-3, -2)
-    return turned.clone(memory_format=torch.contiguous_format).transpose(-3, -2)
+        made: Tensor = _RingAttention.apply(queries, keys, values, ring)  # type: ignore[no-untyped-call]
+    return made
