@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from msgspec.structs import replace
 from torch import nn
 
 import penstock as pk
@@ -15,6 +16,7 @@ from penstock.trial.reference.single_device import SingleDevice
 from tests.kit.groups import WORDS, net_loss
 from tests.kit.helpers import make_plan
 from tests.kit.one_device import assert_same, same
+from tests.kit.reducing import replicated
 from tests.kit.training import DEADLINE_SECONDS, momentum
 
 TOLERANCE = 1e-12
@@ -129,8 +131,11 @@ def next_words(logits, targets):
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten())
 
 
-def context_plan(model, num_ranks, num_microbatches, size=2, schedule="1f1b"):
-    plan = make_plan(model, num_ranks, num_microbatches, schedule)
+def context_plan(model, num_ranks, num_microbatches, size=2, schedule="1f1b", copies=1):
+    if copies > 1:
+        plan = replace(replicated(model, (copies,) * num_ranks, num_microbatches), schedule=schedule)
+    else:
+        plan = make_plan(model, num_ranks, num_microbatches, schedule)
     names = [name for stage in plan.stages for name in stage.layers]
     return plan.with_tensor_split(size, dict.fromkeys(names, "context"))
 

@@ -187,7 +187,7 @@ class _LayerWriter:
     def _end(self, node: fx.Node) -> None:
         values: Sequence[Any] = node.args[0]  # type: ignore[assignment]
         self.outputs = values
-        if self.is_last:
+        if self.is_last and self.walk.divided:
             self._check_learned(values)
         self.graph.output(fx.node.map_arg(list(values), self.ours.__getitem__))
 
