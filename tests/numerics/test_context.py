@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from torch import nn
 
 import penstock as pk
+from penstock.demo.gpt import GPT
 from penstock.engine.tracing import capture
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit.groups import WORDS, net_loss
@@ -42,7 +43,9 @@ class Attention(nn.Module):
         keys, values = (
             one.view(rows, length, self.keys, self.size).transpose(1, 2) for one in (keys, values)
         )
-        queries, keys = (one * angles.cos() + one.flip(-1) * angles.sin() for one in (queries, keys))
+        queries, keys = (
+            one * angles.cos() + one.flip(-1) * angles.sin() for one in (queries, keys)
+        )
         mixed = F.scaled_dot_product_attention(
             queries, keys, values, is_causal=True, scale=0.4, enable_gqa=True
         )
@@ -133,11 +136,12 @@ def next_words(logits, targets):
 
 def context_plan(model, num_ranks, num_microbatches, size=2, schedule="1f1b", copies=1):
     if copies > 1:
-        plan = replace(replicated(model, (copies,) * num_ranks, num_microbatches), schedule=schedule)
+        plan = replace(
+            replicated(model, (copies,) * num_ranks, num_microbatches), schedule=schedule
+        )
     else:
         plan = make_plan(model, num_ranks, num_microbatches, schedule)
-    names = [name for stage in plan.stages for name in stage.layers]
-    return plan.with_tensor_split(size, dict.fromkeys(names, "context"))
+    return plan.with_context_ranks(size)
 
 
 def check(ours, plan, loss, batches, evaluated, num_microbatches=2):
@@ -216,7 +220,8 @@ def test_a_loss_inside_of_the_model_is_that_of_one_device(monkeypatch):
     monkeypatch.setattr(
         "penstock.engine.context.outputs.all_positions", lambda *given: gathered.append(given)
     )
-    batches = [dict(zip(("tokens", "labels"), words(seed, rows=4))) for seed in range(2)]
+    pairs = [words(seed, rows=4) for seed in range(2)]
+    batches = [{"tokens": tokens, "labels": labels} for tokens, labels in pairs]
     ours = capture(WithLabels(), batches[0], granularity="block", verify=False)
     theirs = copy.deepcopy(ours)
     with pk.Pipeline(
@@ -232,7 +237,8 @@ def test_a_loss_inside_of_the_model_is_that_of_one_device(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("loss", "whole"), [(net_loss, False), (mean_over_words, False), (turned, False), (next_words, True)]
+    ("loss", "whole"),
+    [(net_loss, False), (mean_over_words, False), (turned, False), (next_words, True)],
 )
 def test_nobody_has_all_logits_where_a_loss_goes_by_positions(loss, whole, monkeypatch):
     from penstock.engine.context import outputs
@@ -256,4 +262,40 @@ def test_nobody_has_all_logits_where_a_loss_goes_by_positions(loss, whole, monke
 @pytest.mark.parametrize("build", [llama, gpt2])
 def test_a_pretrained_kind_trains_as_on_one_device(build):
     ours = capture(build(), words(0)[0], granularity="block", verify=False)
-    check(ours, context_plan(ours, 2, 2), of_logits, [words(seed) for seed in range(2)], words(5)[0])
+    check(
+        ours, context_plan(ours, 2, 2), of_logits, [words(seed) for seed in range(2)], words(5)[0]
+    )
+
+
+@pytest.mark.parametrize("recompute", ["never", "layers"])
+def test_context_ranks_keep_what_their_plan_predicts(recompute):
+    """What is saved for backwards, in unique storages; the profile is that of one device."""
+    torch.manual_seed(0)
+    model = GPT(vocabulary=WORDS, width=32, heads=4, layers=4, context=32)
+    batches = words(0, rows=16, length=32)
+    ours = capture(model, batches[0][:4], granularity="block", verify=False)
+    graph = pk.profile(
+        copy.deepcopy(ours), batches[0][:4], loss=net_loss, targets=batches[1][:4], repeats=1,
+        ranks=0,
+    )  # fmt: skip
+    plan = pk.plan(
+        graph, pk.Cluster.local(4), microbatches=4, stages=2, schedule="1f1b", cuts=["blocks.2"],
+        recompute=recompute, context_ranks=2,
+    )  # fmt: skip
+    with pk.Pipeline(
+        ours, plan, loss=net_loss, optimizer=momentum, count_memory=True,
+        deadline_seconds=DEADLINE_SECONDS,
+    ) as pipeline:  # fmt: skip
+        for _ in range(2):
+            pipeline.step(*batches)
+        counted = [peak.activation_bytes for peak in pipeline.peaks]
+    predicted = plan.simulate().peak_bytes(plan.sizes)
+    assert counted[0] == pytest.approx(predicted[0], rel=0.03)
+    if recompute == "never":  # else the last rank also keeps what the loss needs
+        assert counted[1] == pytest.approx(predicted[1], rel=0.03)
+
+
+def test_stages_that_recompute_train_as_on_one_device():
+    ours = capture(Words(), words(0)[0], granularity="block", verify=False)
+    plan = context_plan(ours, 2, 2).recomputing("layers")
+    check(ours, plan, net_loss, [words(seed) for seed in range(2)], words(5)[0])

@@ -1,8 +1,8 @@
 """Every process is a context rank; it trains, and reports what differs from one device.
 
 ``python context.py CASE SIZES TRANSPORT FOLDER`` in a job. ``SIZES`` are pipe × data × context. The
-case is a schedule, or ``killed``: then the last process ends in the middle of a step, and the others
-say what they were told.
+case is a schedule, or ``killed``: then the last process ends in the middle of a step, and the
+others say what they were told.
 """
 
 from __future__ import annotations

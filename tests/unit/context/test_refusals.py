@@ -1,4 +1,4 @@
-"""What context ranks cannot share is refused by the name of the operation that stands in the way."""
+"""What context ranks cannot share is refused by the name of the operation that is in the way."""
 
 from __future__ import annotations
 
@@ -49,7 +49,11 @@ class Counting(nn.Module):
 def attended(**options):
     def mix(value):
         heads = value.unflatten(-1, (2, 4)).transpose(1, 2)
-        return F.scaled_dot_product_attention(heads, heads, heads, **options).transpose(1, 2).flatten(2)
+        return (
+            F.scaled_dot_product_attention(heads, heads, heads, **options)
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
     return mix
 
@@ -97,10 +101,11 @@ def refused(model):
         (lambda value, norm: norm(value.transpose(1, 2)).transpose(1, 2), (nn.BatchNorm1d(8),),
          "BatchNorm1d"),
         (lambda value, module: module(value), (Running(),), r"Running.*aten\.cumsum"),
-        (lambda value, module: module(value), (Counting(),), r"Counting.* mixes positions, or counts"),
+        (lambda value, module: module(value), (Counting(),),
+         r"Counting.* mixes positions, or counts"),
         (by_module, (attention(dropout=0.1),), "drops out weights of attention"),
         (
-            lambda value, module: module(value, value, value)[0] + module(value, value, value)[1].sum(),
+            lambda value, module: value + module(value, value, value)[1].sum(),
             (attention(),), "is asked for its weights",
         ),
         (

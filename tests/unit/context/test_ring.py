@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from penstock.engine.context import ring
 from penstock.engine.context.ring import ring_attention
-from penstock.engine.context.zigzag import chunks, put_together, shares, taken
+from penstock.engine.context.zigzag import PositionDim, chunks, put_together, shares, taken
 from tests.kit.groups import together
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
@@ -43,8 +43,8 @@ def test_chunks_make_causal_work_alike():
 
 def test_what_is_taken_goes_together_again():
     whole = torch.arange(2 * 9 * 3 * 5).view(2, 27, 5)
-    parts = [taken(whole, 1, 9, 3, 3, index) for index in range(3)]
-    assert torch.equal(put_together(parts, 1, 9, 3), whole)
+    parts = [taken(whole, PositionDim(1, 9, 3), 3, index) for index in range(3)]
+    assert torch.equal(put_together(parts, PositionDim(1, 9, 3)), whole)
 
 
 @pytest.mark.parametrize(
@@ -75,16 +75,19 @@ def test_a_ring_is_attention(size, length, heads, key_heads, causal, scale, tile
     gradients = torch.autograd.grad(expected, whole, seed)
 
     def member(group):
-        own = [taken(value, 2, length, 1, size, group.index).requires_grad_() for value in given]
+        own = [
+            taken(value, PositionDim(2, length), size, group.index).requires_grad_()
+            for value in given
+        ]
         output = ring_attention(*own, group, length if causal else 0, scale)
-        share = taken(seed, 2, length, 1, size, group.index)
+        share = taken(seed, PositionDim(2, length), size, group.index)
         return output.detach(), torch.autograd.grad(output, own, share)
 
     results = together(size, member)
-    made = put_together([output for output, _ in results], 2, length, 1)
+    made = put_together([output for output, _ in results], PositionDim(2, length))
     torch.testing.assert_close(made, expected.detach(), **EXACT)
     for place, wanted in enumerate(gradients):
-        back = put_together([own[place] for _, own in results], 2, length, 1)
+        back = put_together([own[place] for _, own in results], PositionDim(2, length))
         torch.testing.assert_close(back, wanted, **EXACT)
 
 
@@ -93,13 +96,13 @@ def test_half_precision_is_computed_in_single():
     wanted = F.scaled_dot_product_attention(*(one.float() for one in given), is_causal=True)
 
     def member(group):
-        own = [taken(value, 2, 16, 1, 2, group.index).requires_grad_() for value in given]
+        own = [taken(value, PositionDim(2, 16), 2, group.index).requires_grad_() for value in given]
         output = ring_attention(*own, group, 16)
         output.sum().backward()
         assert {one.grad.dtype for one in own} == {output.dtype} == {torch.bfloat16}
         return output.detach()
 
-    made = put_together(together(2, member), 2, 16, 1)
+    made = put_together(together(2, member), PositionDim(2, 16))
     torch.testing.assert_close(made.float(), wanted, rtol=0.01, atol=0.01)
 
 
@@ -109,7 +112,7 @@ def test_keys_and_values_go_round_once_and_their_gradients_with_them():
     share = 2 * 2 * 4 * 4 * 4  # keys and values, of 2 heads, 4 positions, width 4, in 4 bytes
 
     def member(group):
-        own = [taken(value, 2, 12, 1, 3, group.index).requires_grad_() for value in given]
+        own = [taken(value, PositionDim(2, 12), 3, group.index).requires_grad_() for value in given]
         output = ring_attention(*own, group, 12)
         forward = group.sent_bytes
         output.sum().backward()

@@ -1,7 +1,7 @@
 """Recorded calls of attention over positions that members share: what a ring needs to know.
 
-Attention goes round a ring if it is causal or sees everything, and drops nothing out. A mask may say
-so that is computed from nothing but sizes (``masks``); any other is refused by name.
+Attention goes round a ring if it is causal or sees everything, and drops nothing out. A mask may
+say so that is computed from nothing but sizes (``masks``); any other is refused by name.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Attending:
             ModelError: it cannot go round a ring.
         """
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
         values = tuple(given[name] for name in names[:3])
         ways = [self._divided.get(value) for value in values]
         shapes = [shape_of(value) for value in values]
@@ -92,7 +92,7 @@ class Attending:
             "query", "key", "value", "key_padding_mask", "need_weights", "attn_mask",
             "average_attn_weights", "is_causal",
         )  # fmt: skip
-        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
         values = tuple(given[name] for name in names[:3])
         if type(module).forward is not nn.MultiheadAttention.forward:
             raise refused(self._layer, node, "has a forward of its own")
@@ -176,6 +176,6 @@ def refused(layer: str, node: fx.Node, why: str) -> ModelError:
     where = enclosing(node)
     inside = f" (in {where!r})" if where else ""
     return ModelError(
-        f"layer {layer!r}: {node.target}{inside} {why}. Each context rank has some of the positions "
-        "of the sequence, so only attention may mix them; plan without context ranks"
+        f"layer {layer!r}: {node.target}{inside} {why}. Each context rank has some of the "
+        "positions of the sequence, so only attention may mix them; plan without context ranks"
     )

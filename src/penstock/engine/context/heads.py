@@ -27,5 +27,6 @@ class RingHeads(HeadAttention):
             length: of the sequence, where attention is causal; else 0.
         """
         given = [self._rows_first(each, True) for each in (query, key, value)]
-        attended = ring_attention(*self._projected(*given), self.sharers, length)
+        queries, keys, values = self._projected(*given)
+        attended = ring_attention(queries, keys, values, self.sharers, length)
         return self._output(attended, True), None

@@ -40,10 +40,10 @@ def through(module: nn.Module, node: fx.Node, known: Known) -> Through:
         node: the call.
         known: how values are divided that are.
     """
-    value = node.args[0] if node.args else None
-    if isinstance(value, fx.Node) and value in known and len(node.all_input_nodes) == 1:
-        divided, shape = known[value], shape_of(value)
-        if shape is not None and _is_known(module, len(shape) - divided.dim):
+    value: Any = node.args[0] if node.args else None
+    if value in known and node.all_input_nodes == [value]:
+        divided = known[value]
+        if _is_known(module, len(shape_of(value) or ()) - divided.dim):
             return Through(divided)
     return _recorded(module, node, known)
 
@@ -61,7 +61,7 @@ def _is_known(module: nn.Module, from_last: int) -> bool:
     if is_plain(nn.LayerNorm, nn.RMSNorm):
         return from_last > len(module.normalized_shape)  # type: ignore[arg-type]
     if is_plain(nn.Embedding):
-        return module.max_norm is None and not module.scale_grad_by_freq
+        return not (getattr(module, "max_norm", None) or module.scale_grad_by_freq)
     return False
 
 

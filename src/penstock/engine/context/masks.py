@@ -30,9 +30,7 @@ class FixedValues:
             for a parameter.
     """
 
-    def __init__(
-        self, sources: Mapping[fx.Node, Any], attribute: Callable[[fx.Node], Any]
-    ) -> None:
+    def __init__(self, sources: Mapping[fx.Node, Any], attribute: Callable[[fx.Node], Any]) -> None:
         self._sources = sources
         self._attribute = attribute
         self._known: dict[fx.Node, Any] = {}
@@ -78,9 +76,8 @@ class FixedValues:
             return self._known[self._sources[node]]
         if node.op == "get_attr":
             return self._attribute(node)
-        args, kwargs = (
-            fx.node.map_arg(given, self._known.__getitem__) for given in (node.args, node.kwargs)
-        )
+        args: Any = fx.node.map_arg(node.args, self._known.__getitem__)
+        kwargs: Any = fx.node.map_arg(node.kwargs, self._known.__getitem__)
         with torch.no_grad():
             return node.target(*args, **kwargs)  # type: ignore[operator]
 

@@ -2,9 +2,9 @@
 
 Logits of a long sequence are large, so nobody gathers them for a loss that can be computed by
 positions: the user's loss runs on the member's positions, and what it does with them is watched. It
-is told whole sizes, may see them in other shapes, and takes their cross-entropy, which is summed over
-the members. If it does anything else, it is called again with whole outputs, and from then on at
-once. So whatever the loss is, it gives what it gives on one device.
+is told whole sizes, may see them in other shapes, and takes their cross-entropy, which is summed
+over the members. If it does anything else, it is called again with whole outputs, and from then on
+at once. So whatever the loss is, it gives what it gives on one device.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from penstock.engine.context.values import all_positions, own_positions, summed_cross_entropy
+from penstock.engine.context.zigzag import PositionDim
 from penstock.engine.model import tree
 from penstock.engine.tensor.group import TensorGroup
 from penstock.engine.tensor.recorded_rules import ShardedDim, reshaped
@@ -48,7 +49,9 @@ class OutputPositions:
         pairs = zip(leaves, self._ways[training], strict=True)
         return tree.unflatten(
             [
-                leaf if divided is None else all_positions(leaf, self._group, *divided[:3])
+                leaf
+                if divided is None
+                else all_positions(leaf, self._group, PositionDim(*divided[:3]))
                 for leaf, divided in pairs
             ],
             structure,
@@ -63,7 +66,7 @@ class OutputPositions:
 
         def score(outputs: Any) -> Tensor:
             if not self._takes_whole:
-                watch = _Watch(self._group, outputs, self._ways[training])
+                watch = _LossWatch(self._group, outputs, self._ways[training])
                 try:
                     with watch:
                         return loss(outputs)
@@ -81,7 +84,7 @@ class _ByPositionsError(Exception):
     """A loss does with some positions what it would have to do with all."""
 
 
-class _Seen(NamedTuple):
+class _SeenPart(NamedTuple):
     """A value of which a member has its positions, as a loss sees it.
 
     Attributes:
@@ -97,57 +100,53 @@ class _Seen(NamedTuple):
 
 _SAME = {"float", "double", "half", "bfloat16", "to", "contiguous", "type"}
 _VIEWS = {"view", "reshape", "flatten", "unflatten", "transpose", "permute", "squeeze", "unsqueeze"}
-_ASKED = {"size", "dim", "numel", "is_floating_point", "ndimension"}
-_ATTRIBUTES = {"shape", "ndim", "dtype", "device", "requires_grad", "is_cuda", "is_meta", "layout"}
+_OF_THE_WHOLE = {"shape", "ndim", "size", "dim", "numel", "ndimension", "is_floating_point"}
+_OF_EACH_PART = {"dtype", "device", "requires_grad", "is_cuda", "layout"}
 
 
-class _Watch(TorchFunctionMode):
+class _LossWatch(TorchFunctionMode):
     """Stands between a loss and the outputs that it is given.
 
     Attributes:
         is_at_a_loss: whether whole outputs are needed.
     """
 
-    def __init__(
-        self, group: TensorGroup, outputs: Any, ways: Sequence[ShardedDim | None]
-    ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    def __init__(self, group: TensorGroup, outputs: Any, ways: Sequence[ShardedDim | None]) -> None:
+        super().__init__()
         self.is_at_a_loss = False
         self._group = group
-        self._seen: dict[int, _Seen] = {}
+        self._seen: dict[int, _SeenPart] = {}
         for leaf, divided in zip(tree.flatten(outputs)[0], ways, strict=True):
             if divided is not None:
                 shape = [*leaf.shape]
                 outer = shape[divided.dim] // divided.parts[group.index]
                 shape[divided.dim] = outer * divided.length
-                self._seen[id(leaf)] = _Seen(leaf, divided, torch.Size(shape))
+                self._seen[id(leaf)] = _SeenPart(leaf, divided, torch.Size(shape))
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = [self._seen[id(leaf)] for leaf in tree.flatten((args, kwargs))[0]
-                 if id(leaf) in self._seen]  # fmt: skip
+        leaves = tree.flatten((args, kwargs))[0]
+        given = [self._seen[id(leaf)] for leaf in leaves if id(leaf) in self._seen]
         if not given:
             return func(*args, **kwargs)
-        name = getattr(func, "__name__", "")
-        if func is F.cross_entropy and args and id(args[0]) in self._seen and len(given) == 1:
-            return self._cross_entropy(given[0], *args[1:], **kwargs)
-        if not args or id(args[0]) not in self._seen or len(given) > 1:
+        if len(given) > 1 or not args or id(args[0]) not in self._seen:
             raise self._gives_up()
+        name = getattr(func, "__name__", "")
+        if func is F.cross_entropy:
+            return self._cross_entropy(given[0], *args[1:], **kwargs)
         if name in _SAME:
             return self._now(func(*args, **kwargs), given[0].divided, given[0].shape)
+        # Whatever is asked about it is answered for the whole.
         whole = torch.empty(given[0].shape, dtype=given[0].part.dtype, device="meta")
         if name in _VIEWS:
             return self._viewed(given[0], func(whole, *args[1:], **kwargs).shape, name, args)
-        if name in _ASKED:
+        attribute = func.__self__.__name__ if name == "__get__" else name
+        if attribute in _OF_THE_WHOLE:
             return func(whole, *args[1:], **kwargs)
-        if name == "__get__":
-            attribute = func.__self__.__name__
-            if attribute in ("shape", "ndim"):
-                return func(whole)
-            if attribute in _ATTRIBUTES:
-                return func(*args, **kwargs)
+        if attribute in _OF_EACH_PART:
+            return func(*args, **kwargs)
         raise self._gives_up()
 
     def _gives_up(self) -> _ByPositionsError:
@@ -155,11 +154,11 @@ class _Watch(TorchFunctionMode):
         return _ByPositionsError()
 
     def _now(self, part: Tensor, divided: ShardedDim, shape: Sequence[int]) -> Tensor:
-        self._seen[id(part)] = _Seen(part, divided, torch.Size(shape))
+        self._seen[id(part)] = _SeenPart(part, divided, torch.Size(shape))
         return part
 
     def _viewed(
-        self, seen: _Seen, shape: Sequence[int], name: str, args: Sequence[Any]
+        self, seen: _SeenPart, shape: Sequence[int], name: str, args: Sequence[Any]
     ) -> Tensor:
         """The same positions in another shape."""
         divided = seen.divided
@@ -178,7 +177,7 @@ class _Watch(TorchFunctionMode):
 
     def _cross_entropy(
         self,
-        logits: _Seen,
+        logits: _SeenPart,
         target: Any,
         weight: Tensor | None = None,
         size_average: Any = None,

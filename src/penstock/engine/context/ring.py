@@ -29,7 +29,7 @@ _TILE = 512
 """Queries for which scores are made at once, per head."""
 
 
-class _Round(NamedTuple):
+class _QueryTile(NamedTuple):
     """A tile of queries, and the keys that they see of those that are here.
 
     Attributes:
@@ -44,7 +44,7 @@ class _Round(NamedTuple):
     is_causal: bool
 
 
-class _Ring(NamedTuple):
+class _KeyRing(NamedTuple):
     """A member's attention.
 
     Attributes:
@@ -57,7 +57,7 @@ class _Ring(NamedTuple):
     length: int
     scale: float
 
-    def rounds(self, step: int, num_queries: int, num_keys: int) -> Iterator[_Round]:
+    def rounds(self, step: int, num_queries: int, num_keys: int) -> Iterator[_QueryTile]:
         """What there is to compute with the keys that have come ``step`` members far."""
         size, index = self.group.size, self.group.index
         start, is_local = 0, step == 0
@@ -70,7 +70,7 @@ class _Ring(NamedTuple):
         for first in range(start, num_queries, _TILE):
             stop = min(first + _TILE, num_queries)
             is_causal = bool(self.length) and is_local
-            yield _Round(first, stop, stop if is_causal else num_keys, is_causal)
+            yield _QueryTile(first, stop, stop if is_causal else num_keys, is_causal)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -79,9 +79,10 @@ class _RingAttention(torch.autograd.Function):
     computed with in single."""
 
     @staticmethod
-    def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, ring: _Ring) -> Tensor:
+    def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, ring: _KeyRing) -> Tensor:
         ctx.ring = ring
-        folded, *held = _folded_all(queries, keys, values)
+        folded, *rest = _folded_all(queries, keys, values)
+        held: Sequence[Tensor] = rest
         wide, size = _wide(queries), ring.group.size
         output = folded.new_zeros((*folded.shape[:-1], values.shape[-1]), dtype=wide)
         weight = folded.new_full(folded.shape[:-1], -inf, dtype=wide)
@@ -99,13 +100,14 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         given, (output, weight) = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
         ring, wide = ctx.ring, _wide(given[0])
-        queries, *held = _folded_all(*given)
+        queries, *rest = _folded_all(*given)
+        held: Sequence[Tensor] = rest
         gradient, output = (
             value.reshape(*queries.shape[:-1], value.shape[-1]) for value in (*gradients, output)
         )
         inner = (gradient.to(wide) * output).sum(-1)
         back = torch.zeros_like(queries, dtype=wide)
-        there = _Backward(queries, gradient, weight, inner, back)
+        there = _TileGradients(queries, gradient, weight, inner, back)
         size = ring.group.size
         coming: Callable[[], Any] | None = None
         for step in range(size):
@@ -139,7 +141,7 @@ def _order(num_dims: int) -> list[int]:
     return order
 
 
-class _Backward(NamedTuple):
+class _TileGradients(NamedTuple):
     """What a backward has of all queries; ``back`` is added to."""
 
     queries: Tensor
@@ -149,7 +151,7 @@ class _Backward(NamedTuple):
     back: Tensor
 
     def add(
-        self, own: tuple[Tensor, ...], held: Sequence[Tensor], part: _Round, scale: float
+        self, own: tuple[Tensor, ...], held: Sequence[Tensor], part: _QueryTile, scale: float
     ) -> None:
         """Add the gradients of a round to those of queries, and of these keys and values."""
         queries, gradient, weight, inner = (
@@ -177,25 +179,25 @@ def _sendable(held: Sequence[Tensor], step: int) -> tuple[Tensor, ...]:
     return tuple(map(dense_copy, held)) if step == 0 else tuple(held)
 
 
-def _folded(value: Tensor, part: _Round) -> Tensor:
+def _folded(value: Tensor, part: _QueryTile) -> Tensor:
     """A tile, with the queries of a key head one behind another."""
     return value[:, :, part.start : part.stop].flatten(1, 2).to(_wide(value))
 
 
-def _seen(held: Sequence[Tensor], part: _Round) -> tuple[Tensor, Tensor]:
+def _seen(held: Sequence[Tensor], part: _QueryTile) -> tuple[Tensor, Tensor]:
     """The keys that a tile of queries sees, and their values."""
     keys, values = held
     wide = _wide(keys)
     return keys[:, : part.num_keys].to(wide), values[:, : part.num_keys].to(wide)
 
 
-def _scores(queries: Tensor, keys: Tensor, part: _Round, scale: float) -> Tensor:
+def _scores(queries: Tensor, keys: Tensor, part: _QueryTile, scale: float) -> Tensor:
     scores = queries @ keys.transpose(-2, -1) * scale
     if not part.is_causal:
         return scores
     numbers = torch.arange(part.num_keys, device=keys.device)
     hidden = numbers > numbers[part.start : part.stop].unsqueeze(-1)
-    by_query = scores.unflatten(1, (-1, part.stop - part.start))
+    by_query: Tensor = torch.unflatten(scores, 1, (-1, part.stop - part.start))
     return by_query.masked_fill(hidden, -inf).flatten(1, 2)
 
 
@@ -204,7 +206,7 @@ def _merge(
     weight: Tensor,
     queries: Tensor,
     held: Sequence[Tensor],
-    part: _Round,
+    part: _QueryTile,
     scale: float,
 ) -> None:
     """Add what a tile of queries gets from keys and values to what it has got from others."""
@@ -245,7 +247,7 @@ def ring_attention(
     if torch.is_autocast_enabled(kind):
         to = torch.get_autocast_dtype(kind)
         queries, keys, values = (value.to(to) for value in (queries, keys, values))
-    ring = _Ring(group, length, queries.shape[-1] ** -0.5 if scale is None else scale)
+    ring = _KeyRing(group, length, queries.shape[-1] ** -0.5 if scale is None else scale)
     with torch.autocast(kind, enabled=False):
         made: Tensor = _RingAttention.apply(queries, keys, values, ring)  # type: ignore[no-untyped-call]
     return made

@@ -12,7 +12,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from penstock.engine.tensor.recorded_rules import RULES, Find, Known, Rule, ShardedDim, reshaped, shape_of
+from penstock.engine.tensor.recorded_rules import (
+    RULES,
+    Find,
+    Known,
+    Rule,
+    ShardedDim,
+    reshaped,
+    shape_of,
+)
 
 
 def rule_of(node: fx.Node, known: Known, member: int) -> Rule | None:
@@ -178,10 +186,11 @@ def _repeated(node: fx.Node, known: Known, _: int) -> Rule | None:
 
 def _moved_along(node: fx.Node, known: Known, _: int) -> Rule | None:
     """Moves what lies along some dimensions."""
-    given, dims = _only(node, 0, known), node.args[-1]
+    given = _only(node, 0, known)
+    dims: Any = node.args[-1]
     if given is None or not isinstance(dims, list | tuple) or not dims:
         return None
-    along = {int(dim) % len(given[1]) for dim in dims}
+    along = {dim % len(given[1]) for dim in dims}
     return None if given[0].dim in along else Rule(given[0])
 
 
@@ -212,8 +221,8 @@ _OWN: dict[str, Find] = {
     "addmm": _added_product,
     **dict.fromkeys(
         (
-            "mean", "sum", "amax", "amin", "max", "min", "var", "std", "prod", "logsumexp", "argmax",
-            "argmin", "any", "all", "linalg_vector_norm", "norm",
+            "mean", "sum", "amax", "amin", "max", "min", "var", "std", "prod", "logsumexp", "any",
+            "all", "argmax", "argmin", "linalg_vector_norm", "norm",
         ),
         _reduced,
     ),

@@ -8,16 +8,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.engine.context.zigzag import put_together, shares, taken
+from penstock.engine.context.zigzag import PositionDim, put_together, shares, taken
 from penstock.engine.tensor.divided_layers import mask_of_whole
 from penstock.engine.tensor.group import TensorGroup
 from penstock.engine.tensor.layouts import leave
 
 
-def own_positions(whole: Tensor, group: TensorGroup, dim: int, length: int, inner: int) -> Tensor:
+def own_positions(whole: Tensor, group: TensorGroup, *place: int) -> Tensor:
     """A member's positions of a value that all have. Its gradient is a term: that of the member's
-    positions, and nothing elsewhere."""
-    return taken(whole, dim, length, inner, group.size, group.index)
+    positions, and nothing elsewhere.
+
+    Args:
+        place: as ``PositionDim``.
+    """
+    return taken(whole, PositionDim(*place), group.size, group.index)
 
 
 class _AllPositions(torch.autograd.Function):
@@ -25,43 +29,41 @@ class _AllPositions(torch.autograd.Function):
     back is whole, too."""
 
     @staticmethod
-    def forward(
-        ctx: Any, part: Tensor, group: TensorGroup, dim: int, length: int, inner: int
-    ) -> Tensor:
-        ctx.group, ctx.place = group, (dim, length, inner)
-        return put_together(group.exchange([part] * group.size), dim, length, inner)
+    def forward(ctx: Any, part: Tensor, group: TensorGroup, place: PositionDim) -> Tensor:
+        ctx.group, ctx.place = group, place
+        return put_together(group.exchange([part] * group.size), place)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        group = ctx.group
-        own = taken(gradients[0], *ctx.place, group.size, group.index)
-        return own, None, None, None, None
+        group: TensorGroup = ctx.group
+        return taken(gradients[0], ctx.place, group.size, group.index), None, None
 
 
-def all_positions(part: Tensor, group: TensorGroup, dim: int, length: int, inner: int) -> Tensor:
+def all_positions(part: Tensor, group: TensorGroup, place: PositionDim) -> Tensor:
     """The whole value of which each member has its positions."""
-    whole: Tensor = _AllPositions.apply(part, group, dim, length, inner)  # type: ignore[no-untyped-call]
+    whole: Tensor = _AllPositions.apply(part, group, place)  # type: ignore[no-untyped-call]
     return whole
 
 
-def dropped(
-    part: Tensor, p: float, training: bool, group: TensorGroup, dim: int, length: int, inner: int
-) -> Tensor:
-    """Dropout of a member's positions, with the mask that the whole value would have."""
+def dropped(part: Tensor, p: float, training: bool, group: TensorGroup, *place: int) -> Tensor:
+    """Dropout of a member's positions, with the mask that the whole value would have.
+
+    Args:
+        place: as ``PositionDim``.
+    """
     if not training or not p:
         return part
+    there = PositionDim(*place)
+    own = shares(there.length, group.size)[group.index]
     shape = [*part.shape]
-    own = shares(length, group.size)[group.index]
-    shape[dim] = shape[dim] // own * length
+    shape[there.dim] = shape[there.dim] // own * there.length
     mask = mask_of_whole(part, shape, p)
-    return part * taken(mask, dim, length, inner, group.size, group.index)
+    return part * taken(mask, there, group.size, group.index)
 
 
-def dropped_by(
-    part: Tensor, module: Any, group: TensorGroup, dim: int, length: int, inner: int
-) -> Tensor:
+def dropped_by(part: Tensor, module: Any, group: TensorGroup, *place: int) -> Tensor:
     """As ``dropped``, for an ``nn.Dropout``."""
-    return dropped(part, module.p, module.training, group, dim, length, inner)
+    return dropped(part, module.p, module.training, group, *place)
 
 
 def summed_cross_entropy(
@@ -98,11 +100,10 @@ def _all_terms(
     """What a mean over all positions is divided by."""
     with torch.no_grad():
         if targets.is_floating_point():  # probabilities: every position counts
-            count = logits.new_tensor(targets.numel() / targets.shape[1 % targets.dim()])
+            count = logits.new_tensor(targets.numel() / targets.shape[1])
         elif weight is None:
             count = (targets != ignored).sum().to(logits.dtype)
         else:
             counted = targets[targets != ignored]
             count = weight[counted].sum().to(logits.dtype)
         return group.all_reduce(count)
-

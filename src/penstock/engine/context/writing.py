@@ -33,7 +33,7 @@ from penstock.engine.tracing.graphs import leaves_of_output
 from penstock.engine.tracing.layers import CapturedLayer
 
 
-class Whole(NamedTuple):
+class WholeValue(NamedTuple):
     """A value that all members have.
 
     Attributes:
@@ -78,7 +78,7 @@ class ModelWalk:
     size: int
     index: int
     divided: dict[fx.Node, ShardedDim] = field(default_factory=dict)
-    whole: dict[fx.Node, Whole] = field(default_factory=dict)
+    whole: dict[fx.Node, WholeValue] = field(default_factory=dict)
     sources: dict[fx.Node, Any] = field(default_factory=dict)
 
     def enter(self, graph: fx.Graph, before: Sequence[Any] | None) -> None:
@@ -91,18 +91,16 @@ class ModelWalk:
         given = [node for node in graph.nodes if node.op == "placeholder"]
         for place, node in enumerate(given):
             if before is None:
-                self.whole[node] = Whole(from_inputs=True)
+                self.whole[node] = WholeValue(from_inputs=True)
                 continue
             source = self.sources[node] = before[place]
             if source in self.divided:
                 self.divided[node] = self.divided[source]
             else:
-                self.whole[node] = self.whole.get(source, Whole())
+                self.whole[node] = self.whole.get(source, WholeValue())
 
 
-def written(
-    layers: Sequence[NamedLayer], training: bool, size: int, index: int
-) -> list[LayerCode]:
+def written(layers: Sequence[NamedLayer], training: bool, size: int, index: int) -> list[LayerCode]:
     """The layers of a captured model as one member runs them.
 
     Args:
@@ -182,7 +180,7 @@ class _LayerWriter:
         self._copy(node)
         if node.op == "get_attr":
             held = _attribute(self.module, str(node.target))
-            self.walk.whole[node] = Whole(is_learned=isinstance(held, nn.Parameter))
+            self.walk.whole[node] = WholeValue(is_learned=isinstance(held, nn.Parameter))
 
     def _end(self, node: fx.Node) -> None:
         values: Sequence[Any] = node.args[0]  # type: ignore[assignment]
@@ -193,7 +191,7 @@ class _LayerWriter:
 
     def _check_learned(self, outputs: Sequence[Any]) -> None:
         for value in outputs:
-            if isinstance(value, fx.Node) and self.walk.whole.get(value, Whole()).is_learned:
+            if isinstance(value, fx.Node) and self.walk.whole.get(value, WholeValue()).is_learned:
                 raise self._refused(
                     value,
                     "gives the model's output what every context rank computes from all of its "
@@ -294,12 +292,12 @@ class _LayerWriter:
                 'one length (dynamic="rows")',
             )
         self._copy(node)
-        self.walk.whole[node] = Whole()
+        self.walk.whole[node] = WholeValue()
 
     def _whole(self, node: fx.Node) -> None:
         """An operation on what all members have: the first that meets inputs and parameters
         divides them."""
-        given = [self.walk.whole.get(value, Whole()) for value in node.all_input_nodes]
+        given = [self.walk.whole.get(value, WholeValue()) for value in node.all_input_nodes]
         start = self._start(node) if any(own.is_learned for own in given) else None
         if start is not None:
             rule = rule_of(node, start, self.walk.index)
@@ -309,8 +307,10 @@ class _LayerWriter:
         self._copy(node)
         self.walk.whole[node] = self._of_all(node, given)
 
-    def _of_all(self, node: fx.Node, given: Sequence[Whole], learned: bool = False) -> Whole:
-        made = Whole(
+    def _of_all(
+        self, node: fx.Node, given: Sequence[WholeValue], learned: bool = False
+    ) -> WholeValue:
+        made = WholeValue(
             from_inputs=any(own.from_inputs for own in given),
             is_learned=learned or any(own.is_learned for own in given),
             is_sum=any(own.is_sum for own in given),
@@ -329,9 +329,15 @@ class _LayerWriter:
     def _start(self, node: fx.Node) -> dict[fx.Node, ShardedDim] | None:
         """Where positions begin to be divided: an input that meets parameters."""
         for value in node.all_input_nodes:
-            own, shape = self.walk.whole.get(value, Whole()), shape_of(value)
+            own, shape = self.walk.whole.get(value, WholeValue()), shape_of(value)
             starts = own.from_inputs and not own.is_learned and not own.is_sum
             if starts and shape is not None and len(shape) > 1 and shape[1] >= 2 * self.walk.size:
+                if not isinstance(value.meta["val"].shape[1], int):
+                    raise self._refused(
+                        node,
+                        "was recorded for any number of positions, and context ranks divide as "
+                        'many as were recorded; capture the model with dynamic="rows"',
+                    )
                 return {value: ShardedDim(1, shape[1], 1, shares(shape[1], self.walk.size))}
         return None
 
@@ -374,7 +380,7 @@ class _LayerWriter:
             },
         )
         self.ours[node] = made
-        self.walk.whole[node] = Whole(from_inputs=True, is_sum=True)
+        self.walk.whole[node] = WholeValue(from_inputs=True, is_sum=True)
         return True
 
     # ----------------------------------------------------------------------- modules
@@ -399,7 +405,7 @@ class _LayerWriter:
                     self._by_positions(node, Rule(begun.divided), start)
                     return
             self._copy(node)
-            given = [self.walk.whole.get(value, Whole()) for value in node.all_input_nodes]
+            given = [self.walk.whole.get(value, WholeValue()) for value in node.all_input_nodes]
             self.walk.whole[node] = self._of_all(node, given, learned=has_parameters)
             return
         value = node.args[0] if node.args else None
@@ -407,17 +413,18 @@ class _LayerWriter:
             divided = self.walk.divided[node] = known[value]  # type: ignore[index]
             own = self.graph.create_node("get_attr", path)
             self.ours[node] = self.graph.call_function(
-                dropped_by, (self.ours[value], own, self.sharers(), *divided[:3])  # type: ignore[index]
+                dropped_by,
+                (self.ours[value], own, self.sharers(), *divided[:3]),  # type: ignore[index]
             )
             return
-        found = through(module, node, known)
-        if found.trouble:
-            raise self._refused(node, f"({type(module).__name__}): {found.trouble}")
+        after = through(module, node, known)
+        if after.trouble:
+            raise self._refused(node, f"({type(module).__name__}): {after.trouble}")
         self._copy(node)
-        if found.divided is not None:
-            self.walk.divided[node] = found.divided
+        if after.divided is not None:
+            self.walk.divided[node] = after.divided
         else:
-            self.walk.whole[node] = Whole(is_learned=has_parameters)
+            self.walk.whole[node] = WholeValue(is_learned=has_parameters)
 
     def _attends_by_module(self, node: fx.Node, module: nn.MultiheadAttention) -> None:
         call = self.attending.module(node, module)

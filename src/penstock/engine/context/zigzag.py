@@ -7,6 +7,9 @@ round of a ring each then computes as many scores as any other.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -37,31 +40,39 @@ def shares(length: int, size: int) -> tuple[int, ...]:
             f"a sequence of {length} positions cannot be shared by {size} context ranks, each of "
             "which needs two; take fewer ranks, or longer sequences"
         )
-    return tuple(
-        sum(own.length for own in chunks(length, size, index)) for index in range(size)
-    )
+    return tuple(sum(own.length for own in chunks(length, size, index)) for index in range(size))
 
 
-def taken(whole: Tensor, dim: int, length: int, inner: int, size: int, index: int) -> Tensor:
-    """A member's positions of a whole value, in memory of its own.
+class PositionDim(NamedTuple):
+    """Where positions lie in a value.
 
-    Args:
+    Attributes:
         dim: the dimension, of ``outer × length × inner`` numbers.
         length: of the sequence.
         inner: numbers that belong to one position.
     """
-    pieces = whole.unflatten(dim, (-1, length, inner))
+
+    dim: int
+    length: int
+    inner: int = 1
+
+
+def taken(whole: Tensor, place: PositionDim, size: int, index: int) -> Tensor:
+    """A member's positions of a whole value, in memory of its own."""
+    dim, length, inner = place
+    pieces: Tensor = torch.unflatten(whole, dim, (-1, length, inner))
     own = [pieces.narrow(dim + 1, part.start, part.length) for part in chunks(length, size, index)]
     return torch.cat(own, dim + 1).flatten(dim, dim + 2)
 
 
-def put_together(parts: list[Tensor], dim: int, length: int, inner: int) -> Tensor:
-    """The whole value of all members' positions, in the order of the members; see ``taken``."""
+def put_together(parts: Sequence[Tensor], place: PositionDim) -> Tensor:
+    """The whole value of all members' positions, which are given in the order of the members."""
+    dim, length, inner = place
     size = len(parts)
     by_chunk: dict[int, Tensor] = {}
     for index, part in enumerate(parts):
         first, last = chunks(length, size, index)
-        pieces = part.unflatten(dim, (-1, first.length + last.length, inner))
+        pieces: Tensor = torch.unflatten(part, dim, (-1, first.length + last.length, inner))
         by_chunk[index] = pieces.narrow(dim + 1, 0, first.length)
         by_chunk[2 * size - 1 - index] = pieces.narrow(dim + 1, first.length, last.length)
     ordered = [by_chunk[number] for number in range(2 * size)]

@@ -53,9 +53,7 @@ class ShardedDim(NamedTuple):
         return mine == theirs
 
 
-def reshaped(
-    divided: ShardedDim, before: Sequence[int], after: Sequence[int]
-) -> ShardedDim | None:
+def reshaped(divided: ShardedDim, before: Sequence[int], after: Sequence[int]) -> ShardedDim | None:
     """The sharded dimension of a value that is seen in another shape.
 
     Args:

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from penstock.core.cluster import Link
 from penstock.core.graph import Layer, LayerGraph
+from penstock.core.layer_part import LayerPart
 from penstock.planning.partition.tensor import TensorSplit, beside
 from penstock.planning.partition.tensor_layouts import DeviceRing, Traffic
 
@@ -81,11 +82,7 @@ def share_positions(
 
 def _rounds(layer: Layer, ring: DeviceRing) -> tuple[Traffic, Traffic]:
     """What a device sends of keys and values: forward, and backward with their gradients."""
-    num_bytes = sum(
-        2 * part.border_bytes * (part.key_value_heads or part.pieces) / part.pieces
-        for part in layer.parts
-        if part.kind in ("attention", "block")
-    ) * ring.share("sequence")  # fmt: skip
+    num_bytes = sum(map(_key_value_bytes, layer.parts)) * ring.share("sequence")
     if not num_bytes:
         return Traffic(), Traffic()
     once = Traffic(ring.link.seconds(num_bytes), num_bytes)
@@ -93,6 +90,14 @@ def _rounds(layer: Layer, ring: DeviceRing) -> tuple[Traffic, Traffic]:
     for _ in range(ring.num_ranks - 1):
         forward, backward = forward + once, backward + once + once
     return forward, backward + once
+
+
+def _key_value_bytes(part: LayerPart) -> float:
+    """Bytes of keys and values of a part that attends; 0 of any other."""
+    is_attention = part.kind in ("attention", "block")
+    if not is_attention and "column/3" not in part.splits.values():
+        return 0.0
+    return 2 * part.border_bytes * (part.key_value_heads or part.pieces) / part.pieces
 
 
 def _as_seen(

@@ -70,8 +70,8 @@ class StagePlan(Value, frozen=True, kw_only=True):
         tensor_ranks: devices that share every layer of the stage.
         splits: how they share each layer, by its name: ``"data"`` (each takes its part of the
             rows), ``"sequence"`` (of the second dimension), ``"context"`` (of the positions, in all
-            layers, while keys and values of attention go round), ``"column"`` (of the outputs; of three
-            pieces that lie one behind another ``"column/3"``), ``"row"`` (of the inputs) or
+            layers, while keys and values of attention go round), ``"column"`` (of the outputs; of
+            three pieces that lie one behind another ``"column/3"``), ``"row"`` (of the inputs) or
             ``"any"`` (whatever its neighbours do), or repeat it, each all of it (``"whole"``, as
             what is not named). Modules inside a layer are named by patterns, in which ``*`` stands
             for anything between two dots: ``"blocks.*.mlp.0": "column"``; between a ``"column"``
