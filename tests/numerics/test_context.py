@@ -108,6 +108,40 @@ class TorchBlocks(nn.Module):
         return self.head(value if self.first else value.transpose(0, 1))
 
 
+class Masked(nn.Module):
+    """Makes a mask, and places, in its first layer for all the others."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.places = nn.Embedding(WORDS, 8), nn.Embedding(16, 8)
+        self.register_buffer("seen", torch.ones(16, 16, dtype=torch.bool).tril())
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.norms = nn.ModuleList(Scaled(8) for _ in range(3))
+        self.head = nn.Linear(8, WORDS)
+        self.double()
+
+    def forward(self, tokens):
+        value, length = self.words(tokens), tokens.shape[1]
+        seen, places = self.seen[:length, :length], self.places(torch.arange(length))
+        for block, norm in zip(self.blocks, self.norms, strict=True):
+            heads = block(norm(value + places)).unflatten(-1, (2, 4)).transpose(1, 2)
+            mixed = F.scaled_dot_product_attention(heads, heads, heads, attn_mask=seen)
+            value = value + mixed.transpose(1, 2).flatten(2)
+        return self.head(value)
+
+
+class Scaled(nn.Module):
+    """A norm whose code nobody knows, as Llama's."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, value):
+        return self.weight * value * value.pow(2).mean(-1, keepdim=True).add(1e-6).rsqrt()
+
+
 def words(seed, rows=5, length=LENGTH):
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, WORDS, (rows, length + 1), generator=generator)
@@ -168,6 +202,7 @@ def check(ours, plan, loss, batches, evaluated, num_microbatches=2):
         (Words, next_words, words, 2, 2, "zb-h1"),
         (lambda: Words(layers=3), net_loss, words, 2, 2, "interleaved-1f1b"),
         (TorchBlocks, net_loss, words, 2, 2, "1f1b"),
+        (Masked, net_loss, words, 2, 2, "1f1b"),
         (lambda: TorchBlocks(first=False), net_loss, words, 1, 2, "1f1b"),
     ],
 )

@@ -6,16 +6,16 @@ say so that is computed from nothing but sizes (``masks``); any other is refused
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import fx, nn
 
 from penstock.base.errors import ModelError
-from penstock.engine.context.masks import FixedValues, MaskKind, NotFixedError, kind_of
+from penstock.engine.context.masks import MaskKind, NotFixedError, kind_of
+from penstock.engine.context.refusal import refused
+from penstock.engine.context.walk import ModelWalk
 from penstock.engine.tensor.recorded_rules import ShardedDim, shape_of
 from penstock.engine.tracing.graphs import leaves_of_output
-from penstock.engine.tracing.segments import enclosing
 
 
 class RingCall(NamedTuple):
@@ -38,25 +38,18 @@ class Attending:
     """Reads the calls of attention in one layer.
 
     Args:
-        layer: its name.
-        divided: how values are divided that are.
-        fixed: values that depend on nothing but sizes.
+        walk: what is known of values so far.
 
     Attributes:
         modules: the names of torch's modules that attend.
     """
 
-    def __init__(
-        self, layer: str, divided: Mapping[fx.Node, ShardedDim], fixed: FixedValues
-    ) -> None:
+    def __init__(self, walk: ModelWalk) -> None:
         self.modules: list[str] = []
-        self._layer = layer
-        self._divided = divided
-        self._fixed = fixed
+        self._walk = walk
 
-    def operation(self, node: fx.Node) -> RingCall | None:
-        """A call of ``scaled_dot_product_attention``; ``None`` if it is not about positions that
-        are divided.
+    def operation(self, node: fx.Node) -> RingCall:
+        """A call of ``scaled_dot_product_attention``.
 
         Raises:
             ModelError: it cannot go round a ring.
@@ -64,17 +57,15 @@ class Attending:
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
         given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
         values = tuple(given[name] for name in names[:3])
-        ways = [self._divided.get(value) for value in values]
+        ways = [self._walk.divided.get(value) for value in values]
         shapes = [shape_of(value) for value in values]
-        if not any(ways):
-            return None
         if given.get("dropout_p"):
             raise self._drops(node)
         if None in ways or None in shapes:
-            raise refused(self._layer, node, "attends to what only some of its inputs share")
+            raise self._refused(node, "attends to what only some of its inputs share")
         for way, shape in zip(ways, shapes, strict=True):
             if way.dim != len(shape) - 2 or way.inner != 1:  # type: ignore[union-attr, arg-type]
-                raise refused(self._layer, node, "attends along another dimension than positions")
+                raise self._refused(node, "attends along another dimension than positions")
         self._check_heads(node, shapes, grouped=bool(given.get("enable_gqa")))
         kind: MaskKind = "causal" if given.get("is_causal") else "full"
         if given.get("attn_mask") is not None:
@@ -95,21 +86,21 @@ class Attending:
         given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
         values = tuple(given[name] for name in names[:3])
         if type(module).forward is not nn.MultiheadAttention.forward:
-            raise refused(self._layer, node, "has a forward of its own")
+            raise self._refused(node, "has a forward of its own")
         if module.dropout:
             raise self._drops(node)
         if given.get("key_padding_mask") is not None:
-            raise refused(self._layer, node, f"has a key_padding_mask; {_MASKS}")
+            raise self._refused(node, f"has a key_padding_mask; {_MASKS}")
         if module.bias_k is not None or module.add_zero_attn:
-            raise refused(self._layer, node, "attends to a key that is at no position")
+            raise self._refused(node, "attends to a key that is at no position")
         if _asks_for_weights(node):
-            raise refused(
-                self._layer, node, "is asked for its weights, which no rank has; need_weights=False"
+            raise self._refused(
+                node, "is asked for its weights, which no rank has; need_weights=False"
             )
-        ways = [self._divided.get(value) for value in values]
+        ways = [self._walk.divided.get(value) for value in values]
         place = 1 if module.batch_first else 0
         if any(way is None or way.dim != place or way.inner != 1 for way in ways):
-            raise refused(self._layer, node, "attends along another dimension than positions")
+            raise self._refused(node, "attends along another dimension than positions")
         kind: MaskKind = "full"
         if given.get("attn_mask") is not None:
             kind = self._kind(node, given["attn_mask"], hides=True)
@@ -118,23 +109,23 @@ class Attending:
 
     def _kind(self, node: fx.Node, mask: Any, *, hides: bool) -> MaskKind:
         try:
-            kind = kind_of(self._fixed.of(mask), hides=hides)
+            kind = kind_of(self._walk.fixed.of(mask), hides=hides)
         except NotFixedError:
-            raise refused(
-                self._layer, node, f"has a mask that depends on the model's inputs; {_MASKS}"
+            raise self._refused(
+                node, f"has a mask that depends on the model's inputs; {_MASKS}"
             ) from None
         if kind is None:
-            raise refused(self._layer, node, f"has a mask that is not the causal one; {_MASKS}")
+            raise self._refused(node, f"has a mask that is not the causal one; {_MASKS}")
         return kind
 
     def _length(self, node: fx.Node, kind: MaskKind, ways: list[ShardedDim | None]) -> int:
         lengths = [way.length for way in ways if way is not None]
         if lengths[1] != lengths[2]:
-            raise refused(self._layer, node, "has other positions of values than of keys")
+            raise self._refused(node, "has other positions of values than of keys")
         if kind == "full":
             return 0
         if lengths[0] != lengths[1]:
-            raise refused(self._layer, node, "is causal between sequences of different lengths")
+            raise self._refused(node, "is causal between sequences of different lengths")
         return lengths[0]
 
     def _check_heads(self, node: fx.Node, shapes: list[Any], *, grouped: bool) -> None:
@@ -143,13 +134,13 @@ class Attending:
         heads = [shape[-3] if grouped else 1 for shape in shapes]
         alike = rows[0] == rows[1] == rows[2] and heads[1] == heads[2]
         if not alike or heads[0] % heads[1]:
-            raise refused(
-                self._layer, node, "has keys for several rows or heads at once; expand them"
-            )
+            raise self._refused(node, "has keys for several rows or heads at once; expand them")
+
+    def _refused(self, node: fx.Node, why: str) -> ModelError:
+        return refused(self._walk.layer, node, why)
 
     def _drops(self, node: fx.Node) -> ModelError:
-        return refused(
-            self._layer,
+        return self._refused(
             node,
             "drops out weights of attention, which no rank has all of; build the model with "
             "attention dropout 0",
@@ -169,13 +160,3 @@ def _asks_for_weights(node: fx.Node) -> bool:
         if any(len(reader.args) > 1 and reader.args[1] == 1 for reader in readers):
             return True
     return False
-
-
-def refused(layer: str, node: fx.Node, why: str) -> ModelError:
-    """The error for an operation, or a module, that cannot run on some positions."""
-    where = enclosing(node)
-    inside = f" (in {where!r})" if where else ""
-    return ModelError(
-        f"layer {layer!r}: {node.target}{inside} {why}. Each context rank has some of the "
-        "positions of the sequence, so only attention may mix them; plan without context ranks"
-    )

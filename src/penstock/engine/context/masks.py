@@ -89,7 +89,7 @@ def kind_of(mask: Any, *, hides: bool) -> MaskKind | None:
         mask: ``[…, queries, keys]``; numbers are added to scores.
         hides: whether ``True`` in it hides, as in ``nn.MultiheadAttention``.
     """
-    if not isinstance(mask, Tensor) or mask.dim() < 2:
+    if not isinstance(mask, Tensor) or mask.dim() < 2 or mask.is_meta:
         return None
     seen = (~mask if hides else mask) if mask.dtype == torch.bool else mask == 0
     if mask.is_floating_point() and not bool((seen | (mask <= _lowest(mask.dtype))).all()):

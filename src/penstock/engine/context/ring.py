@@ -98,7 +98,7 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        given, (output, weight) = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
+        *given, output, weight = ctx.saved_tensors
         ring, wide = ctx.ring, _wide(given[0])
         queries, *rest = _folded_all(*given)
         held: Sequence[Tensor] = rest

@@ -7,16 +7,16 @@ along a dimension, or every member has all of it. See the room for what is done 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from penstock.base.errors import ModelError
-from penstock.engine.context.attending import Attending, refused
+from penstock.engine.context.attending import Attending
 from penstock.engine.context.leaves import through
-from penstock.engine.context.masks import FixedValues, NotFixedError
+from penstock.engine.context.losses import loss_of
+from penstock.engine.context.refusal import refused
 from penstock.engine.context.ring import ring_attention
 from penstock.engine.context.rules import rule_of
 from penstock.engine.context.values import (
@@ -25,28 +25,12 @@ from penstock.engine.context.values import (
     own_positions,
     summed_cross_entropy,
 )
-from penstock.engine.context.zigzag import shares
+from penstock.engine.context.walk import ModelWalk, WholeValue
 from penstock.engine.model.spine import NamedLayer
 from penstock.engine.tensor.recorded import SHARERS
 from penstock.engine.tensor.recorded_rules import Rule, ShardedDim, shape_of
 from penstock.engine.tracing.graphs import leaves_of_output
 from penstock.engine.tracing.layers import CapturedLayer
-
-
-class WholeValue(NamedTuple):
-    """A value that all members have.
-
-    Attributes:
-        from_inputs: whether it was computed from the model's inputs.
-        is_learned: whether it was computed from parameters, and not by way of positions: each
-            member has a term of its gradient.
-        is_sum: whether it is a sum over all positions, such as a loss: each member has the whole
-            gradient.
-    """
-
-    from_inputs: bool = False
-    is_learned: bool = False
-    is_sum: bool = False
 
 
 class LayerCode(NamedTuple):
@@ -61,43 +45,6 @@ class LayerCode(NamedTuple):
     graph: fx.Graph
     attentions: tuple[str, ...]
     ways: tuple[ShardedDim | None, ...]
-
-
-@dataclass
-class ModelWalk:
-    """What is known of a model's values, layer after layer.
-
-    Attributes:
-        size: how many members there are.
-        index: for which of them layers are written.
-        divided: how values are divided that are.
-        whole: what is known of the others.
-        sources: the values of earlier layers that placeholders stand for.
-    """
-
-    size: int
-    index: int
-    divided: dict[fx.Node, ShardedDim] = field(default_factory=dict)
-    whole: dict[fx.Node, WholeValue] = field(default_factory=dict)
-    sources: dict[fx.Node, Any] = field(default_factory=dict)
-
-    def enter(self, graph: fx.Graph, before: Sequence[Any] | None) -> None:
-        """Take over what is known of a layer's inputs.
-
-        Args:
-            before: what the layer before gives; ``None`` of the first, which is given the model's
-                inputs.
-        """
-        given = [node for node in graph.nodes if node.op == "placeholder"]
-        for place, node in enumerate(given):
-            if before is None:
-                self.whole[node] = WholeValue(from_inputs=True)
-                continue
-            source = self.sources[node] = before[place]
-            if source in self.divided:
-                self.divided[node] = self.divided[source]
-            else:
-                self.whole[node] = self.whole.get(source, WholeValue())
 
 
 def written(layers: Sequence[NamedLayer], training: bool, size: int, index: int) -> list[LayerCode]:
@@ -115,14 +62,14 @@ def written(layers: Sequence[NamedLayer], training: bool, size: int, index: int)
     walk = ModelWalk(size, index)
     codes: list[LayerCode] = []
     before: Sequence[Any] | None = None
-    for number, layer in enumerate(layers):
-        module = layer.module
-        assert isinstance(module, CapturedLayer)
+    for layer in layers:
+        module = cast(CapturedLayer, layer.module)
         graph = module.recorded(training)
-        walk.enter(graph, before)
-        writer = _LayerWriter(walk, layer.name, module, graph, number == len(layers) - 1)
+        walk.enter(layer.name, module, graph, before)
+        writer = _LayerWriter(walk, module, graph)
         codes.append(writer.write())
         before = writer.outputs
+    walk.end(before or ())
     if not walk.divided:
         raise ModelError(
             "no layer can be divided by positions: none computes with parameters on inputs that "
@@ -139,70 +86,39 @@ class _LayerWriter:
         outputs: the recorded values that it gives.
     """
 
-    def __init__(
-        self, walk: ModelWalk, name: str, module: CapturedLayer, recorded: fx.Graph, is_last: bool
-    ) -> None:
-        self.walk, self.name, self.module, self.recorded = walk, name, module, recorded
-        self.is_last = is_last
+    def __init__(self, walk: ModelWalk, module: CapturedLayer, recorded: fx.Graph) -> None:
+        self.walk, self.module, self.recorded = walk, module, recorded
         self.outputs: Sequence[Any] = ()
         self.graph = fx.Graph()
         self.ours: dict[fx.Node, fx.Node] = {}
+        self.attending = Attending(walk)
         self._cuts: dict[tuple[fx.Node, ShardedDim], fx.Node] = {}
         self._sharers: fx.Node | None = None
-        fixed = FixedValues(walk.sources, self._held)
-        self.attending = Attending(name, walk.divided, fixed)
 
     def write(self) -> LayerCode:
         for node in self.recorded.nodes:
             if node.op == "output":
-                self._end(node)
-            elif node.op in ("placeholder", "get_attr"):
-                self._begin(node)
+                self.outputs = cast(Sequence[Any], node.args[0])
+                self.graph.output(fx.node.map_arg(list(self.outputs), self.ours.__getitem__))
             elif node.op == "call_module":
                 self._module(node)
-            else:
+            elif node.op == "call_function":
                 self._operation(node)
-        ways = tuple(
-            self.walk.divided.get(value) if isinstance(value, fx.Node) else None
-            for value in self.outputs
-        )
-        return LayerCode(self.graph, tuple(self.attending.modules), ways)
+            else:
+                self._copy(node)
+                if node.op == "get_attr":
+                    self.walk.read(node)
+        ways = (self._way(value) for value in self.outputs)
+        return LayerCode(self.graph, tuple(self.attending.modules), tuple(ways))
 
-    def _held(self, node: fx.Node) -> Any:
-        value: Any = self.module
-        for atom in str(node.target).split("."):
-            value = getattr(value, atom)
-        if isinstance(value, nn.Parameter):
-            raise NotFixedError
-        return value
-
-    def _begin(self, node: fx.Node) -> None:
-        self._copy(node)
-        if node.op == "get_attr":
-            held = _attribute(self.module, str(node.target))
-            self.walk.whole[node] = WholeValue(is_learned=isinstance(held, nn.Parameter))
-
-    def _end(self, node: fx.Node) -> None:
-        values: Sequence[Any] = node.args[0]  # type: ignore[assignment]
-        self.outputs = values
-        if self.is_last and self.walk.divided:
-            self._check_learned(values)
-        self.graph.output(fx.node.map_arg(list(values), self.ours.__getitem__))
-
-    def _check_learned(self, outputs: Sequence[Any]) -> None:
-        for value in outputs:
-            if isinstance(value, fx.Node) and self.walk.whole.get(value, WholeValue()).is_learned:
-                raise self._refused(
-                    value,
-                    "gives the model's output what every context rank computes from all of its "
-                    "parameters, so that their gradients would count once for each",
-                )
+    def _way(self, value: Any) -> ShardedDim | None:
+        return self.walk.divided.get(value) if isinstance(value, fx.Node) else None
 
     # ----------------------------------------------------------------------- writing
 
-    def call(self, function: Callable[..., Any], value: fx.Node, *args: Any, **kw: Any) -> fx.Node:
-        """Call a function with a value and the group."""
-        return self.graph.call_function(function, (value, self.sharers(), *args), kw)
+    def _call(self, node: fx.Node, function: Callable[..., Any], *args: Any, **kw: Any) -> None:
+        """Call a function in the place of an operation."""
+        self.ours[node] = self.graph.call_function(function, args, kw)
 
     def sharers(self) -> fx.Node:
         """The group, as the layer's code reads it."""
@@ -217,64 +133,66 @@ class _LayerWriter:
         self.ours[node] = made
         return made
 
-    def _cut(self, value: fx.Node, divided: ShardedDim) -> fx.Node:
-        """A member's positions of a whole value."""
+    def _own(self, value: fx.Node, divided: ShardedDim) -> fx.Node:
+        """A member's positions of a value, which is divided so or whole."""
+        if value in self.walk.divided:
+            return self.ours[value]
         key = value, divided
         if key not in self._cuts:
-            self._cuts[key] = self.call(own_positions, self.ours[value], *divided[:3])
+            args = self.ours[value], self.sharers(), *divided[:3]
+            self._cuts[key] = self.graph.call_function(own_positions, args)
         return self._cuts[key]
 
-    def _refused(self, node: fx.Node, why: str) -> ModelError:
-        return refused(self.name, node, why)
-
-    # ----------------------------------------------------------------------- operations
-
-    def _operation(self, node: fx.Node) -> None:
-        name = _name(node)
-        if name == "scaled_dot_product_attention" and self._attends(node):
-            return
-        if name in ("cross_entropy_loss",) and self._sums(node):
-            return
-        if name == "dropout" and node.args[0] in self.walk.divided:
-            divided = self.walk.divided[node] = self.walk.divided[node.args[0]]  # type: ignore[index]
-            own = self.ours[node.args[0]]  # type: ignore[index]
-            self.ours[node] = self.graph.call_function(
-                dropped, (own, *node.args[1:3], self.sharers(), *divided[:3])
-            )
-            return
-        if not any(value in self.walk.divided for value in node.all_input_nodes):
-            self._whole(node)
-            return
-        if name == "sym_size":
-            self._size(node)
-            return
-        if node.target is leaves_of_output:
-            self._copy(node)
-            self.walk.divided[node] = self.walk.divided[node.args[0]]  # type: ignore[index]
-            return
-        rule = rule_of(node, self.walk.divided, self.walk.index)
-        if rule is None or rule.divided is None or self._overwrites(node, rule):
-            raise self._refused(
-                node, "mixes positions of the sequence, or is not known to treat them alike"
-            )
-        self._by_positions(node, rule, self.walk.divided)
-
     def _by_positions(self, node: fx.Node, rule: Rule, known: Mapping[fx.Node, ShardedDim]) -> None:
-        """An operation on a member's positions."""
+        """Call an operation, or a module, with a member's positions.
+
+        Args:
+            known: how values are divided that are, or are to be here.
+        """
         divided, output = rule.divided, shape_of(node)
         assert divided is not None
         own = dict(self.ours)
-        for value, cut in known.items():
-            if value not in self.walk.divided:
-                own[value] = self._cut(value, cut)
+        for value in node.all_input_nodes:
+            if value in known:
+                own[value] = self._own(value, known[value])
         for value in rule.cut:
             shape = shape_of(value)
             assert shape is not None and output is not None
-            own[value] = self._cut(value, divided.at(divided.dim + len(shape) - len(output)))
+            own[value] = self._own(value, divided.at(divided.dim + len(shape) - len(output)))
         made = self._copy(node, own)
         if rule.arguments is not None:
             made.args = fx.node.map_arg(rule.arguments, own.__getitem__)
         self.walk.divided[node] = divided
+
+    def _refused(self, node: fx.Node, why: str) -> ModelError:
+        return refused(self.walk.layer, node, why)
+
+    # ----------------------------------------------------------------------- operations
+
+    def _operation(self, node: fx.Node) -> None:
+        name, walk = _name(node), self.walk
+        if not any(value in walk.divided for value in node.all_input_nodes):
+            self._whole(node)
+        elif name == "scaled_dot_product_attention":
+            self._attends(node)
+        elif name == "cross_entropy_loss" and self._sums(node):
+            pass
+        elif name == "dropout":
+            value, *settings = cast(Any, node.args)
+            way = walk.divided[node] = walk.divided[value]
+            self._call(node, dropped, self.ours[value], *settings, self.sharers(), *way[:3])
+        elif name == "sym_size":
+            self._size(node)
+        elif node.target is leaves_of_output:
+            self._copy(node)
+            walk.divided[node] = walk.divided[node.all_input_nodes[0]]
+        else:
+            rule = rule_of(node, walk.divided, walk.index)
+            if rule is None or rule.divided is None or self._overwrites(node, rule):
+                raise self._refused(
+                    node, "mixes positions of the sequence, or is not known to treat them alike"
+                )
+            self._by_positions(node, rule, walk.divided)
 
     def _overwrites(self, node: fx.Node, rule: Rule) -> bool:
         """Whether an operation writes into a whole value, of which it would be given a copy."""
@@ -282,10 +200,8 @@ class _LayerWriter:
         return bool(schema is not None and schema.is_mutable and node.args[0] in rule.cut)
 
     def _size(self, node: fx.Node) -> None:
-        value, dim = node.args[:2]
-        assert isinstance(value, fx.Node)
-        shape = shape_of(value) or [0]
-        if dim % len(shape) == self.walk.divided[value].dim:  # type: ignore[operator]
+        value, dim = cast(Any, node.args[:2])
+        if dim % len(shape_of(value) or [0]) == self.walk.divided[value].dim:
             raise self._refused(
                 node,
                 "asks for a number of positions that may vary; capture the model for sequences of "
@@ -297,153 +213,79 @@ class _LayerWriter:
     def _whole(self, node: fx.Node) -> None:
         """An operation on what all members have: the first that meets inputs and parameters
         divides them."""
-        given = [self.walk.whole.get(value, WholeValue()) for value in node.all_input_nodes]
-        start = self._start(node) if any(own.is_learned for own in given) else None
-        if start is not None:
-            rule = rule_of(node, start, self.walk.index)
+        if any(self.walk.of(value).is_learned for value in node.all_input_nodes):
+            start = self.walk.start(node)
+            rule = rule_of(node, start, self.walk.index) if start else None
             if rule is not None and rule.divided is not None:
                 self._by_positions(node, rule, start)
                 return
         self._copy(node)
-        self.walk.whole[node] = self._of_all(node, given)
+        self.walk.made(node)
 
-    def _of_all(
-        self, node: fx.Node, given: Sequence[WholeValue], learned: bool = False
-    ) -> WholeValue:
-        made = WholeValue(
-            from_inputs=any(own.from_inputs for own in given),
-            is_learned=learned or any(own.is_learned for own in given),
-            is_sum=any(own.is_sum for own in given),
-        )
-        value = node.meta.get("val")
-        if isinstance(value, Tensor) and not value.is_floating_point():
-            made = made._replace(is_learned=False)
-        if made.is_sum and made.is_learned:
-            raise self._refused(
-                node,
-                "adds to a sum over positions what every context rank computes from all of its "
-                "parameters, so that their gradients would count once for each",
-            )
-        return made
-
-    def _start(self, node: fx.Node) -> dict[fx.Node, ShardedDim] | None:
-        """Where positions begin to be divided: an input that meets parameters."""
-        for value in node.all_input_nodes:
-            own, shape = self.walk.whole.get(value, WholeValue()), shape_of(value)
-            starts = own.from_inputs and not own.is_learned and not own.is_sum
-            if starts and shape is not None and len(shape) > 1 and shape[1] >= 2 * self.walk.size:
-                if not isinstance(value.meta["val"].shape[1], int):
-                    raise self._refused(
-                        node,
-                        "was recorded for any number of positions, and context ranks divide as "
-                        'many as were recorded; capture the model with dynamic="rows"',
-                    )
-                return {value: ShardedDim(1, shape[1], 1, shares(shape[1], self.walk.size))}
-        return None
-
-    def _attends(self, node: fx.Node) -> bool:
+    def _attends(self, node: fx.Node) -> None:
         call = self.attending.operation(node)
-        if call is None:
-            return False
-        queries, keys, values = (self.ours[value] for value in call.values)
-        self.ours[node] = self.graph.call_function(
-            ring_attention, (queries, keys, values, self.sharers(), call.length, call.scale)
-        )
+        values = (self.ours[value] for value in call.values)
+        self._call(node, ring_attention, *values, self.sharers(), call.length, call.scale)
         self.walk.divided[node] = call.divided
-        return True
 
     def _sums(self, node: fx.Node) -> bool:
         """A loss that is a mean, or a sum, over positions."""
-        logits, targets = node.args[:2]
-        assert isinstance(logits, fx.Node) and isinstance(targets, fx.Node)
-        divided, reduction = self.walk.divided.get(logits), _at(node, 3, "reduction", 1)
-        shape, wanted = shape_of(logits), shape_of(targets)
-        if divided is None or reduction == 0 or shape is None or wanted is None:
+        call = loss_of(node, self.walk)
+        if call is None:
             return False
-        has_classes = len(wanted) == len(shape)  # probabilities of each class
-        if len(shape) < 2 or divided.dim == 1:
-            raise self._refused(node, "takes positions of the sequence for classes")
-        place = divided.dim - (divided.dim > 1 and not has_classes)
-        there = self.walk.divided.get(targets)
-        if there is not None and there != divided.at(place):
-            raise self._refused(node, "has targets of other positions than its logits")
-        own = self.ours[targets] if there else self._cut(targets, divided.at(place))
-        weight = _at(node, 2, "weight", None)
-        if isinstance(weight, fx.Node):
-            weight = self.ours[weight]
-        made = self.graph.call_function(
+        self._call(
+            node,
             summed_cross_entropy,
-            (self.ours[logits], own, self.sharers(), weight, reduction),
-            {
-                "ignore_index": _at(node, 4, "ignore_index", -100),
-                "label_smoothing": _at(node, 5, "label_smoothing", 0.0),
-            },
+            self.ours[call.logits],
+            self._own(call.targets, call.targets_lie),
+            self.sharers(),
+            None if call.weight is None else self.ours[call.weight],
+            *call[4:],
         )
-        self.ours[node] = made
         self.walk.whole[node] = WholeValue(from_inputs=True, is_sum=True)
         return True
 
     # ----------------------------------------------------------------------- modules
 
     def _module(self, node: fx.Node) -> None:
-        path = str(node.target)
-        module = self.module.get_submodule(path)
-        known: Mapping[fx.Node, ShardedDim] = {
-            value: self.walk.divided[value]
-            for value in node.all_input_nodes
-            if value in self.walk.divided
+        module, walk = self.module.get_submodule(str(node.target)), self.walk
+        known = {
+            value: walk.divided[value] for value in node.all_input_nodes if value in walk.divided
         }
-        if isinstance(module, nn.MultiheadAttention) and known:
-            self._attends_by_module(node, module)
-            return
         has_parameters = next(module.parameters(), None) is not None
         if not known:
-            start = self._start(node) if has_parameters else None
-            if start is not None and not isinstance(module, nn.MultiheadAttention):
-                begun = through(module, node, start)
-                if begun.divided is not None:
-                    self._by_positions(node, Rule(begun.divided), start)
-                    return
-            self._copy(node)
-            given = [self.walk.whole.get(value, WholeValue()) for value in node.all_input_nodes]
-            self.walk.whole[node] = self._of_all(node, given, learned=has_parameters)
-            return
-        value = node.args[0] if node.args else None
-        if isinstance(module, nn.Dropout) and value in known:
-            divided = self.walk.divided[node] = known[value]  # type: ignore[index]
-            own = self.graph.create_node("get_attr", path)
-            self.ours[node] = self.graph.call_function(
-                dropped_by,
-                (self.ours[value], own, self.sharers(), *divided[:3]),  # type: ignore[index]
-            )
-            return
-        after = through(module, node, known)
-        if after.trouble:
-            raise self._refused(node, f"({type(module).__name__}): {after.trouble}")
-        self._copy(node)
-        if after.divided is not None:
-            self.walk.divided[node] = after.divided
+            self._whole_module(node, module, has_parameters)
+        elif isinstance(module, nn.MultiheadAttention):
+            call = self.attending.module(node, module)
+            values = tuple(self.ours[value] for value in call.values)
+            length: dict[str, Any] = {"length": call.length}
+            self.ours[node] = self.graph.create_node("call_module", node.target, values, length)
+            walk.divided[node] = call.divided
+        elif isinstance(module, nn.Dropout):
+            value = node.all_input_nodes[0]
+            way = walk.divided[node] = known[value]
+            own = self.graph.create_node("get_attr", str(node.target))
+            self._call(node, dropped_by, self.ours[value], own, self.sharers(), *way[:3])
         else:
-            self.walk.whole[node] = WholeValue(is_learned=has_parameters)
+            after = through(module, node, known)
+            if after.trouble:
+                raise self._refused(node, f"({type(module).__name__}): {after.trouble}")
+            self._copy(node)
+            if after.divided is not None:
+                walk.divided[node] = after.divided
+            else:
+                walk.whole[node] = WholeValue(is_learned=has_parameters)
 
-    def _attends_by_module(self, node: fx.Node, module: nn.MultiheadAttention) -> None:
-        call = self.attending.module(node, module)
-        queries, keys, values = (self.ours[value] for value in call.values)
-        self.ours[node] = self.graph.create_node(
-            "call_module", node.target, (queries, keys, values), {"length": call.length}
-        )
-        self.walk.divided[node] = call.divided
-
-
-def _attribute(module: nn.Module, path: str) -> Any:
-    value: Any = module
-    for atom in path.split("."):
-        value = getattr(value, atom)
-    return value
-
-
-def _at(node: fx.Node, place: int, name: str, default: Any) -> Any:
-    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
+    def _whole_module(self, node: fx.Node, module: nn.Module, has_parameters: bool) -> None:
+        """A module that is given what all members have; see ``_whole``."""
+        start = self.walk.start(node) if has_parameters else {}
+        if start and not isinstance(module, nn.MultiheadAttention):
+            begun = through(module, node, start)
+            if begun.divided is not None:
+                self._by_positions(node, Rule(begun.divided), start)
+                return
+        self._copy(node)
+        self.walk.made(node, learned=has_parameters)
 
 
 def _name(node: fx.Node) -> str:
