@@ -103,6 +103,14 @@ def _parse_tensor_ranks(_: click.Context, __: click.Parameter, text: str) -> int
     help="Copies of each stage that divide the experts of its mixtures.",
 )
 @click.option(
+    "--context",
+    "context_ranks",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Devices that share the sequence of every microbatch.",
+)
+@click.option(
     "--reducer",
     type=click.Choice([*REDUCERS, "any"]),
     default="owners",

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.base.errors import ModelError
+from penstock.engine.context import CONTEXT, ContextSharing, context_sharings
 from penstock.engine.device.crossing import moved
 from penstock.engine.model.spine import NamedLayer
 from penstock.engine.run.copies import ModuleCopies
@@ -73,7 +74,11 @@ class Sharings:
             given += [own_split(layer, stage.splits) for layer in own]
         sizes = [stage.tensor_ranks for stage in plan.stages for _ in stage.layers]
         self._sizes = dict(zip(names, sizes, strict=True))
-        walked = walk(layers, given, inner, sizes)
+        walked: Sequence[LayerSharing]
+        if CONTEXT in given:
+            walked = context_sharings(layers, given, sizes)
+        else:
+            walked = walk(layers, given, inner, sizes)
         self._by_name = dict(zip(names, walked, strict=True))
         self.cuts: dict[int, ShardSpec] = {}
         self.terms: set[int] = set()
@@ -253,7 +258,11 @@ class MemberCopies(ModuleCopies):
         for tensor, cut in cut_tensors(layer.module, sharing):
             if id(tensor) not in self._parts:
                 self._parts[id(tensor)] = _TensorShard(tensor, cut, self._new_part(tensor, cut))
-        own = shared(super().of(layer), sharing, self._group, layer.module)
+        copied = super().of(layer)
+        if isinstance(sharing, ContextSharing):
+            own = sharing.given_to(copied, self._group)
+        else:
+            own = shared(copied, sharing, self._group, layer.module)
         if self._wholes is not None:
             self._wholes.go(layer)
         return own

@@ -15,7 +15,8 @@ transport that joins all ranks (``ChannelGroup``).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -174,6 +175,22 @@ class TensorGroup(ABC):
             PeerError, DeadlineError: a member failed, or did not come.
         """
 
+    @abstractmethod
+    def hand_on(self, tensors: tuple[Tensor, ...]) -> Callable[[], tuple[Tensor, ...]]:
+        """Send the next member some tensors, the last one the first.
+
+        Args:
+            tensors: nobody overwrites them after this; between threads they are handed over as
+                they are.
+
+        Returns:
+            A function that waits for those of the member before, which may be called later, but
+            before the next exchange; nor may what it gives be overwritten.
+
+        Raises:
+            PeerError, DeadlineError: a member failed, or did not come; so does the function.
+        """
+
     def gather(self, part: Tensor, dim: int) -> tuple[Tensor, list[int]]:
         """The whole of which every member has a part, and how much each has along ``dim``."""
         parts = self.exchange([part] * self.size)
@@ -287,21 +304,30 @@ class ChannelGroup(TensorGroup):
     def tell(self, number: int) -> list[int]:
         return self._swap([number] * self.size)
 
+    def hand_on(self, tensors: tuple[Tensor, ...]) -> Callable[[], tuple[Tensor, ...]]:
+        self._number += 1
+        following = (self.index + 1) % self.size
+        own = tuple(tensor.detach() for tensor in tensors)
+        self.sent_bytes += sum(tensor.numel() * tensor.element_size() for tensor in own)
+        self._transport.send(self._edge(self.index, following), self._number, own)
+        return partial(self._taken, (self.index - 1) % self.size, self._number)
+
+    def _taken(self, other: int, number: int) -> Any:
+        """What a member has sent under a number."""
+        return self._transport.recv(
+            self._edge(other, self.index),
+            number,
+            f"rank {self._seats[self.index]}, waiting for its part of a layer that it shares with "
+            f"rank {self._seats[other]}",
+        )
+
     def _swap(self, given: Sequence[Any]) -> list[Any]:
         """Send each member what is for it, and take what each has for this one."""
         self._number += 1
         for other in self._others:
             self._transport.send(self._edge(self.index, other), self._number, given[other])
-        seat = self._seats[self.index]
         return [
-            given[other]
-            if other == self.index
-            else self._transport.recv(
-                self._edge(other, self.index),
-                self._number,
-                f"rank {seat}, waiting for its part of a layer that it shares with "
-                f"rank {self._seats[other]}",
-            )
+            given[other] if other == self.index else self._taken(other, self._number)
             for other in range(self.size)
         ]
 

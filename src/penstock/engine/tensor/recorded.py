@@ -512,7 +512,7 @@ def layouts_of(
         ModelError: its code does not say how many positions there are, or differs in the values
             that it takes and gives between training and evaluation.
     """
-    training, evaluation = layer.graphs
+    training, evaluation = layer.recorded(True), layer.recorded(False)
     if _ends(training) != _ends(evaluation):
         raise ModelError(
             "its code takes or gives other values in evaluation than in training, so parts of them "

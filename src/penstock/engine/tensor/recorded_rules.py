@@ -113,10 +113,11 @@ Find = Callable[[fx.Node, Known, int], Rule | None]
 def shape_of(node: fx.Node) -> list[int] | None:
     """The whole shape that a value had when it was recorded; ``None`` if it is no tensor."""
     value = node.meta.get("val")
-    return _sizes(value) if isinstance(value, Tensor) else None
+    return sizes_of(value) if isinstance(value, Tensor) else None
 
 
-def _sizes(value: Tensor) -> list[int]:
+def sizes_of(value: Tensor) -> list[int]:
+    """The sizes that a value had when it was recorded, also of dimensions that may vary."""
     sizes: list[Any] = [*value.shape]
     return [int(getattr(size, "node", _Plain(size)).hint) for size in sizes]
 

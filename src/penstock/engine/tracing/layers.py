@@ -214,10 +214,9 @@ class CapturedLayer(nn.Module):
         programs = (self._programs[mode] for mode in (True, False))
         return digest_of(line for program in programs for line in program.lines())
 
-    @property
-    def graphs(self) -> tuple[fx.Graph, fx.Graph]:
-        """What was recorded in training, and in evaluation."""
-        return self._programs[True].graph, self._programs[False].graph
+    def recorded(self, training: bool) -> fx.Graph:
+        """What was recorded in a mode, with the shapes of values where they are known."""
+        return self._programs[training].graph
 
     def rewrite(self, write: Callable[[fx.Graph], fx.Graph]) -> None:
         """Do what ``write`` makes of what was recorded, in both modes."""

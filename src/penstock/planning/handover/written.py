@@ -94,6 +94,11 @@ def hand_over(plan: Plan, engine: str) -> HandOver:
         InputError: no such engine, or the plan's layers are none that the engine knows.
     """
     able = capabilities_of(engine)
+    if any("context" in stage.splits.values() for stage in plan.stages):
+        raise PlanError(
+            f"the plan's devices divide sequences (context_ranks), which is not written for "
+            f"{able.title}; plan without context_ranks, and set its own degree"
+        )
     steps = list(_changes(plan, able))
     refused = [step for step in steps if step.limit.outcome == "refused" or step.after is None]
     if refused:

@@ -45,7 +45,8 @@ class TensorSplit:
         splits: how each layer is split, by its name, as the plan says it; empty for one rank.
             ``"data"``: each device has its part of the rows; ``"column"``: of the outputs;
             ``"row"``: of the inputs; ``"parts"``: modules in it are divided (see ``said``), and
-            with ``"sequence"`` what is around them by positions; ``"any"``: it works in the layout
+            with ``"sequence"`` what is around them by positions; ``"context"``: everything is, and
+            keys and values go round (``context``); ``"any"``: it works in the layout
             of its values (see ``layouts``), on all of them where that is ``"whole"``.
         layouts: how each layer's output lies, by the layer's name: ``"rows"``, ``"whole"`` or
             ``"features"``; empty for one rank.
@@ -129,7 +130,7 @@ def split_layers(
             raise InputError(f"{name} is {count!r}, but must be a whole number ≥ 1")
     problem = LayoutProblem(
         graph,
-        DeviceRing(num_tensor_ranks, _beside(link, speed), graph.microbatch_size),
+        DeviceRing(num_tensor_ranks, beside(link, speed), graph.microbatch_size),
         num_microbatches,
     )
     data = problem.solve(_by_rows)
@@ -163,7 +164,7 @@ def split_layers(
     )
 
 
-def _beside(link: Link, speed: float) -> Link:
+def beside(link: Link, speed: float) -> Link:
     """A link in the time of the machine that was profiled: what devices of another speed do
     meanwhile counts as if it took as long as there."""
     return Link(

@@ -24,7 +24,7 @@ from penstock.core.graph import Layer, LayerGraph
 from penstock.core.layer_part import LayerPart
 from penstock.planning.partition.layers import sources_of
 
-LayerSplit = Literal["data", "column", "row", "any", "parts", "sequence"]
+LayerSplit = Literal["data", "column", "row", "any", "parts", "sequence", "context"]
 TensorLayout = Literal["rows", "whole", "features", "sequence"]
 GradientLayout = Literal["rows", "whole", "features", "sequence", "partial"]
 

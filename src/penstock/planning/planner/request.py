@@ -192,6 +192,7 @@ class PlanRequest:
     overlap: float = 0.0
     tensor_ranks: int | Literal["any"] = 1
     expert_ranks: int = 1
+    context_ranks: int = 1
     reducer: ReducerName | Literal["any"] = "owners"
     stale: int = 0
     layer_order: Literal["execution", "any"] = "execution"
@@ -230,6 +231,7 @@ class PlanRequest:
         if width != "any" and not (is_whole(width) and 1 <= int(width) <= families.LARGEST):
             raise InputError(f"tensor_ranks is {shown(width)}; give a whole number ≥ 1 or 'any'")
         self._check_experts()
+        self._check_context()
         for name in ("patience_seconds", "within_seconds", "price_per_hour"):
             if getattr(self, name) is not None:
                 number(name, getattr(self, name), positive=True)
@@ -237,6 +239,22 @@ class PlanRequest:
         never = self.versions is not None and self.versions.asynchronous
         if never and self.recompute in ("stage", "layers"):
             raise InputError("stages do not run forward twice where the pipeline never flushes")
+
+    def _check_context(self) -> None:
+        whole("context_ranks", self.context_ranks, 1, families.LARGEST)
+        if self.context_ranks == 1:
+            return
+        asked = {
+            "tensor_ranks": self.tensor_ranks != 1,
+            "engine": self.engine is not None,
+            "reducer='fully-sharded'": self.reducer == "fully-sharded",
+        }
+        for name, is_asked in asked.items():
+            if is_asked:
+                raise InputError(
+                    f"context_ranks={self.context_ranks} does not go with {name}: devices that "
+                    "share a layer divide its sequence alone, and Penstock runs that; leave one out"
+                )
 
     def _check_objective(self) -> None:
         one_of("objective", self.objective, get_args(Objective))

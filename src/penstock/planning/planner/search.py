@@ -81,6 +81,7 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
     overlap: float = 0.0,
     tensor_ranks: int | Literal["any"] = 1,
     expert_ranks: int = 1,
+    context_ranks: int = 1,
     reducer: ReducerName | Literal["any"] = "owners",
     stale: int = 0,
     layer_order: Literal["execution", "any"] = "execution",
@@ -134,6 +135,8 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
             chains replicas of the first layers with one group for the others.
         expert_ranks: copies of each stage that divide the experts of its mixtures among themselves
             (``docs/expert-parallelism.md``); every stage then has a multiple of so many replicas.
+        context_ranks: devices that share the sequence of every microbatch, with all weights each
+            (``docs/context-parallelism.md``); the model must be captured to be run so.
         reducer: how copies of a stage sum gradients (``docs/data-parallelism.md``): ``"owners"``,
             ``"sharded"``, ``"fully-sharded"``, ``"all-reduce"``, or ``"servers"`` and
             ``"parameter-server"``, which use
@@ -191,6 +194,7 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
         overlap=overlap,
         tensor_ranks=tensor_ranks,
         expert_ranks=expert_ranks,
+        context_ranks=context_ranks,
         reducer=reducer,
         stale=stale,
         layer_order=layer_order,
@@ -449,7 +453,11 @@ def _with_tensor_ranks(tasks: Sequence[Task], request: PlanRequest) -> Iterator[
     fewest = request.stages or 1
     if replicas and not isinstance(replicas, str):
         fewest = sum(replicas)
+    context = request.context_ranks
     for task in tasks:
+        if context > 1:
+            yield from in_groups(task, context, by_positions=True)
+            continue
         if tensor_ranks in ("any", 1):
             yield task
         for width in widths(task) if tensor_ranks == "any" else (tensor_ranks,):

@@ -111,18 +111,20 @@ class TensorGroups:
     @property
     def remarks(self) -> Iterator[str]:
         """Sentences on devices that have nothing to do, and on what the groups cannot share."""
-        width = self.num_ranks
+        width, splits = self.num_ranks, self.tensor_split.splits
+        by_positions = {name for name, split in splits.items() if split == "context"}
+        kind = "context" if by_positions else "tensor"
         idle = len(self.single.cluster.devices) - sum(map(len, self.devices))
         if idle and self.are_alike:
             yield (
-                f"{width} tensor ranks share each layer, so {idle} of the cluster's "
+                f"{width} {kind} ranks share each layer, so {idle} of the cluster's "
                 f"{count_of(len(self.single.cluster.devices), 'device')} "
                 f"{'is' if idle == 1 else 'are'} idle: no group is left for "
                 f"{'it' if idle == 1 else 'them'}"
             )
         refused: dict[tuple[str, str], list[str]] = {}
         for layer in self.single.graph.layers:
-            for part in layer.parts:
+            for part in () if layer.name in by_positions else layer.parts:
                 why = part.refusal(width)
                 if why:
                     refused.setdefault((part.kind, why), []).append(layer.name)

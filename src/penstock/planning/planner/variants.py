@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace as with_fields
 
 from penstock.base.errors import InputError, PlanError
-from penstock.core.cluster import Cluster, Device
+from penstock.core.cluster import Cluster, Device, Link
 from penstock.core.cluster.cluster import only
 from penstock.core.schedule import families
 from penstock.core.schedule.lower import add_update
@@ -110,7 +110,9 @@ _LEAN = (1e-3, 1.0)
 layers take: a little for a lot, and whatever it takes."""
 
 
-def in_groups(task: Task, num_tensor_ranks: int, *, elsewhere: bool = False) -> Iterator[Task]:
+def in_groups(
+    task: Task, num_tensor_ranks: int, *, elsewhere: bool = False, by_positions: bool = False
+) -> Iterator[Task]:
     """The task whose devices are groups of ``num_tensor_ranks`` (at least 2) neighbouring devices
     of another task, which has one device for each: with the fastest split and, where memory is
     short, with those that need less. Where groups would straddle hosts, which slows all of them, it
@@ -118,6 +120,7 @@ def in_groups(task: Task, num_tensor_ranks: int, *, elsewhere: bool = False) -> 
 
     Args:
         elsewhere: whether another engine is to run the plan.
+        by_positions: whether they divide the sequence, and nothing else.
 
     Raises:
         PlanError: the cluster has fewer devices.
@@ -128,7 +131,8 @@ def in_groups(task: Task, num_tensor_ranks: int, *, elsewhere: bool = False) -> 
             f"layers cannot be split over {num_tensor_ranks} devices: the cluster has {count}"
         )
     everywhere = _neighbours(range(count), num_tensor_ranks)
-    yield from _shared_by(task, everywhere, elsewhere=elsewhere)
+    shared = _positions_shared_by if by_positions else partial(_shared_by, elsewhere=elsewhere)
+    yield from shared(task, everywhere)
     hosts = task.topology.hosts
     if any(len({hosts[device] for device in group}) > 1 for group in everywhere):
         inside = [
@@ -137,7 +141,7 @@ def in_groups(task: Task, num_tensor_ranks: int, *, elsewhere: bool = False) -> 
             for group in _neighbours([*host], num_tensor_ranks)
         ]
         if inside:
-            yield from _shared_by(task, inside, elsewhere=elsewhere)
+            yield from shared(task, inside)
 
 
 def _neighbours(devices: Sequence[int], width: int) -> list[range]:
@@ -150,29 +154,16 @@ def _shared_by(task: Task, members: Sequence[range], *, elsewhere: bool) -> Iter
     """The task with these groups for devices, with each split that is worth trying."""
     from penstock.planning.partition.tensor import split_layers  # for the few who ask
 
-    cluster, num_tensor_ranks = task.cluster, len(members[0])
-    links = links_of_groups(task.topology, members, _USUAL_BYTES)
-    slowest = max(links, key=lambda link: link.seconds(_USUAL_BYTES))
     split = partial(
         split_layers,
         task.graph,
-        num_tensor_ranks,
-        slowest,
+        len(members[0]),
+        _slowest_link(task, members),
         num_microbatches=task.num_microbatches,
-        speed=min(cluster.devices[index].speed for group in members for index in group),
+        speed=_slowest_speed(task, members),
         elsewhere=elsewhere,
     )
-    groups = tuple(tuple(cluster.devices[index] for index in group) for group in members)
-    leaders = _of_leaders(cluster, members, groups)
-
-    def shared(tensor_split: TensorSplit) -> Task:
-        return replace(
-            task,
-            graph=tensor_split.graph,
-            cluster=leaders,
-            groups=TensorGroups(groups, tensor_split, task),
-        )
-
+    shared = partial(_of_groups, task, members)
     chosen = [split()]
     yield shared(chosen[0])
     limit = min(task.limits) * len(members)
@@ -181,6 +172,41 @@ def _shared_by(task: Task, members: Sequence[range], *, elsewhere: bool) -> Iter
         if _total_bytes(leaner) < _LESS * min(map(_total_bytes, chosen)):
             chosen.append(leaner)
             yield shared(leaner)
+
+
+def _positions_shared_by(task: Task, members: Sequence[range]) -> Iterator[Task]:
+    """The task with these groups for devices, each of which divides the sequence."""
+    from penstock.planning.partition.context import share_positions  # for the few who ask
+
+    split = share_positions(
+        task.graph,
+        len(members[0]),
+        _slowest_link(task, members),
+        num_microbatches=task.num_microbatches,
+        speed=_slowest_speed(task, members),
+    )
+    yield _of_groups(task, members, split)
+
+
+def _slowest_link(task: Task, members: Sequence[range]) -> Link:
+    links = links_of_groups(task.topology, members, _USUAL_BYTES)
+    return max(links, key=lambda link: link.seconds(_USUAL_BYTES))
+
+
+def _slowest_speed(task: Task, members: Sequence[range]) -> float:
+    devices = task.cluster.devices
+    return min(devices[index].speed for group in members for index in group)
+
+
+def _of_groups(task: Task, members: Sequence[range], split: TensorSplit) -> Task:
+    """A task whose devices are groups that share layers by a split."""
+    groups = tuple(tuple(task.cluster.devices[index] for index in group) for group in members)
+    return replace(
+        task,
+        graph=split.graph,
+        cluster=_of_leaders(task.cluster, members, groups),
+        groups=TensorGroups(groups, split, task),
+    )
 
 
 _SHORT = 0.5

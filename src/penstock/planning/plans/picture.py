@@ -32,6 +32,7 @@ _PALEST = 3
 _SPLITS = {
     "data": "by rows",
     "sequence": "by positions",
+    "context": "by positions, keys and values in a ring",
     "column": "by outputs",
     "row": "by inputs",
     "any": "either way",

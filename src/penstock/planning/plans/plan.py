@@ -441,6 +441,22 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
         stages = with_splits(self.stages, tensor_ranks, splits)
         return replace(self, stages=stages, devices=())
 
+    def with_context_ranks(self, context_ranks: int) -> Plan:
+        """This plan with devices that share the positions of every sequence, for each rank
+        (``docs/context-parallelism.md``); predictions stay those of one device.
+
+        Args:
+            context_ranks: how many share them, at least 1.
+
+        Raises:
+            InputError: no such count.
+        """
+        whole("context_ranks", context_ranks, 1)
+        names = (
+            (name for stage in self.stages for name in stage.layers) if context_ranks > 1 else ()
+        )
+        return self.with_tensor_split(context_ranks, dict.fromkeys(names, "context"))
+
     def with_versions(self, versions: Policy) -> Plan:
         """This plan with another weight-version policy of its kind of schedule.
 

@@ -18,7 +18,10 @@ from penstock.core.timing.costs import Costs, Exchange
 RecomputeWay = Literal["none", "stage", "layers"]
 Split = Annotated[
     str,
-    Meta(pattern="^(data|sequence|column(/[1-9][0-9]?)?|row|any|whole|features|heads|vocabulary)$"),
+    Meta(
+        pattern="^(data|sequence|context|column(/[1-9][0-9]?)?|row|any|whole|features|heads"
+        "|vocabulary)$"
+    ),
 ]
 """How tensor ranks share a layer, or a module inside it."""
 
@@ -71,8 +74,9 @@ class StagePlan(Value, frozen=True, kw_only=True):
         expert_loads: the share of tokens that comes to each of the copies that together have all
             experts, as the profile has it; none where nobody says.
         splits: how they share each layer, by its name: ``"data"`` (each takes its part of the
-            rows), ``"sequence"`` (of the second dimension), ``"column"`` (of the outputs; of three
-            pieces that lie one behind another ``"column/3"``), ``"row"`` (of the inputs) or
+            rows), ``"sequence"`` (of the second dimension), ``"context"`` (of the positions, in all
+            layers, while keys and values of attention go round), ``"column"`` (of the outputs; of
+            three pieces that lie one behind another ``"column/3"``), ``"row"`` (of the inputs) or
             ``"any"`` (whatever its neighbours do), or repeat it, each all of it (``"whole"``, as
             what is not named). Modules inside a layer are named by patterns, in which ``*`` stands
             for anything between two dots: ``"blocks.*.mlp.0": "column"``; between a ``"column"``

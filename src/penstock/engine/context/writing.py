@@ -1,0 +1,294 @@
+"""Layers of a captured model, written anew for a member that has some of the positions.
+
+All layers are followed in their order, since what a value is depends on what made it: it is divided
+along a dimension, or every member has all of it. See the room for what is done where both meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import fx, nn
+
+from penstock.base.errors import ModelError
+from penstock.engine.context.attending import Attending
+from penstock.engine.context.leaves import through
+from penstock.engine.context.losses import loss_of
+from penstock.engine.context.refusal import refused
+from penstock.engine.context.ring import ring_attention
+from penstock.engine.context.rules import rule_of
+from penstock.engine.context.values import (
+    dropped,
+    dropped_by,
+    own_positions,
+    summed_cross_entropy,
+)
+from penstock.engine.context.walk import ModelWalk, WholeValue
+from penstock.engine.model.spine import NamedLayer
+from penstock.engine.tensor.recorded import SHARERS
+from penstock.engine.tensor.recorded_rules import Rule, ShardedDim, shape_of
+from penstock.engine.tracing.graphs import leaves_of_output
+from penstock.engine.tracing.layers import CapturedLayer
+
+
+class LayerCode(NamedTuple):
+    """A layer as a member runs it.
+
+    Attributes:
+        graph: the operations.
+        attentions: the modules of torch's attention that it calls, by their names in it.
+        ways: how each value that it gives is divided; ``None`` for those that all members have.
+    """
+
+    graph: fx.Graph
+    attentions: tuple[str, ...]
+    ways: tuple[ShardedDim | None, ...]
+
+
+def written(layers: Sequence[NamedLayer], training: bool, size: int, index: int) -> list[LayerCode]:
+    """The layers of a captured model as one member runs them.
+
+    Args:
+        training: in which mode.
+        size: how many members there are.
+        index: for which.
+
+    Raises:
+        ModelError: a layer mixes positions elsewhere than in attention, or in attention of a kind
+            that cannot go round a ring; or nothing can be divided.
+    """
+    walk = ModelWalk(size, index)
+    codes: list[LayerCode] = []
+    before: Sequence[Any] | None = None
+    for layer in layers:
+        module = cast(CapturedLayer, layer.module)
+        graph = module.recorded(training)
+        walk.enter(layer.name, module, graph, before)
+        writer = _LayerWriter(walk, module, graph)
+        codes.append(writer.write())
+        before = writer.outputs
+    walk.end(before or ())
+    if not walk.divided:
+        raise ModelError(
+            "no layer can be divided by positions: none computes with parameters on inputs that "
+            f"are [rows, positions, …] with at least {2 * size} positions; plan without context "
+            "ranks"
+        )
+    return codes
+
+
+class _LayerWriter:
+    """Writes one layer.
+
+    Attributes:
+        outputs: the recorded values that it gives.
+    """
+
+    def __init__(self, walk: ModelWalk, module: CapturedLayer, recorded: fx.Graph) -> None:
+        self.walk, self.module, self.recorded = walk, module, recorded
+        self.outputs: Sequence[Any] = ()
+        self.graph = fx.Graph()
+        self.ours: dict[fx.Node, fx.Node] = {}
+        self.attending = Attending(walk)
+        self._cuts: dict[tuple[fx.Node, ShardedDim], fx.Node] = {}
+        self._sharers: fx.Node | None = None
+
+    def write(self) -> LayerCode:
+        for node in self.recorded.nodes:
+            if node.op == "output":
+                self.outputs = cast(Sequence[Any], node.args[0])
+                self.graph.output(fx.node.map_arg(list(self.outputs), self.ours.__getitem__))
+            elif node.op == "call_module":
+                self._module(node)
+            elif node.op == "call_function":
+                self._operation(node)
+            else:
+                self._copy(node)
+                if node.op == "get_attr":
+                    self.walk.read(node)
+        ways = (self._way(value) for value in self.outputs)
+        return LayerCode(self.graph, tuple(self.attending.modules), tuple(ways))
+
+    def _way(self, value: Any) -> ShardedDim | None:
+        return self.walk.divided.get(value) if isinstance(value, fx.Node) else None
+
+    # ----------------------------------------------------------------------- writing
+
+    def _call(self, node: fx.Node, function: Callable[..., Any], *args: Any, **kw: Any) -> None:
+        """Call a function in the place of an operation."""
+        self.ours[node] = self.graph.call_function(function, args, kw)
+
+    def sharers(self) -> fx.Node:
+        """The group, as the layer's code reads it."""
+        if self._sharers is None:
+            self._sharers = self.graph.create_node("get_attr", SHARERS)
+        return self._sharers
+
+    def _copy(self, node: fx.Node, own: Mapping[fx.Node, fx.Node] | None = None) -> fx.Node:
+        mine = (own or self.ours).__getitem__
+        args, kwargs = fx.node.map_arg(node.args, mine), fx.node.map_arg(node.kwargs, mine)
+        made = self.graph.create_node(node.op, node.target, args, kwargs, node.name)
+        self.ours[node] = made
+        return made
+
+    def _own(self, value: fx.Node, divided: ShardedDim) -> fx.Node:
+        """A member's positions of a value, which is divided so or whole."""
+        if value in self.walk.divided:
+            return self.ours[value]
+        key = value, divided
+        if key not in self._cuts:
+            args = self.ours[value], self.sharers(), *divided[:3]
+            self._cuts[key] = self.graph.call_function(own_positions, args)
+        return self._cuts[key]
+
+    def _by_positions(self, node: fx.Node, rule: Rule, known: Mapping[fx.Node, ShardedDim]) -> None:
+        """Call an operation, or a module, with a member's positions.
+
+        Args:
+            known: how values are divided that are, or are to be here.
+        """
+        divided, output = rule.divided, shape_of(node)
+        assert divided is not None
+        own = dict(self.ours)
+        for value in node.all_input_nodes:
+            if value in known:
+                own[value] = self._own(value, known[value])
+        for value in rule.cut:
+            shape = shape_of(value)
+            assert shape is not None and output is not None
+            own[value] = self._own(value, divided.at(divided.dim + len(shape) - len(output)))
+        made = self._copy(node, own)
+        if rule.arguments is not None:
+            made.args = fx.node.map_arg(rule.arguments, own.__getitem__)
+        self.walk.divided[node] = divided
+
+    def _refused(self, node: fx.Node, why: str) -> ModelError:
+        return refused(self.walk.layer, node, why)
+
+    # ----------------------------------------------------------------------- operations
+
+    def _operation(self, node: fx.Node) -> None:
+        name, walk = _name(node), self.walk
+        if not any(value in walk.divided for value in node.all_input_nodes):
+            self._whole(node)
+        elif name == "scaled_dot_product_attention":
+            self._attends(node)
+        elif name == "cross_entropy_loss" and self._sums(node):
+            pass
+        elif name == "dropout":
+            value, *settings = cast(Any, node.args)
+            way = walk.divided[node] = walk.divided[value]
+            self._call(node, dropped, self.ours[value], *settings, self.sharers(), *way[:3])
+        elif name == "sym_size":
+            self._size(node)
+        elif node.target is leaves_of_output:
+            self._copy(node)
+            walk.divided[node] = walk.divided[node.all_input_nodes[0]]
+        else:
+            rule = rule_of(node, walk.divided, walk.index)
+            if rule is None or rule.divided is None or self._overwrites(node, rule):
+                raise self._refused(
+                    node, "mixes positions of the sequence, or is not known to treat them alike"
+                )
+            self._by_positions(node, rule, walk.divided)
+
+    def _overwrites(self, node: fx.Node, rule: Rule) -> bool:
+        """Whether an operation writes into a whole value, of which it would be given a copy."""
+        schema = getattr(node.target, "_schema", None)
+        return bool(schema is not None and schema.is_mutable and node.args[0] in rule.cut)
+
+    def _size(self, node: fx.Node) -> None:
+        value, dim = cast(Any, node.args[:2])
+        if dim % len(shape_of(value) or [0]) == self.walk.divided[value].dim:
+            raise self._refused(
+                node,
+                "asks for a number of positions that may vary; capture the model for sequences of "
+                'one length (dynamic="rows")',
+            )
+        self._copy(node)
+        self.walk.whole[node] = WholeValue()
+
+    def _whole(self, node: fx.Node) -> None:
+        """An operation on what all members have: the first that meets inputs and parameters
+        divides them."""
+        if any(self.walk.of(value).is_learned for value in node.all_input_nodes):
+            start = self.walk.start(node)
+            rule = rule_of(node, start, self.walk.index) if start else None
+            if rule is not None and rule.divided is not None:
+                self._by_positions(node, rule, start)
+                return
+        self._copy(node)
+        self.walk.made(node)
+
+    def _attends(self, node: fx.Node) -> None:
+        call = self.attending.operation(node)
+        values = (self.ours[value] for value in call.values)
+        self._call(node, ring_attention, *values, self.sharers(), call.length, call.scale)
+        self.walk.divided[node] = call.divided
+
+    def _sums(self, node: fx.Node) -> bool:
+        """A loss that is a mean, or a sum, over positions."""
+        call = loss_of(node, self.walk)
+        if call is None:
+            return False
+        self._call(
+            node,
+            summed_cross_entropy,
+            self.ours[call.logits],
+            self._own(call.targets, call.targets_lie),
+            self.sharers(),
+            None if call.weight is None else self.ours[call.weight],
+            *call[4:],
+        )
+        self.walk.whole[node] = WholeValue(from_inputs=True, is_sum=True)
+        return True
+
+    # ----------------------------------------------------------------------- modules
+
+    def _module(self, node: fx.Node) -> None:
+        module, walk = self.module.get_submodule(str(node.target)), self.walk
+        known = {
+            value: walk.divided[value] for value in node.all_input_nodes if value in walk.divided
+        }
+        has_parameters = next(module.parameters(), None) is not None
+        if not known:
+            self._whole_module(node, module, has_parameters)
+        elif isinstance(module, nn.MultiheadAttention):
+            call = self.attending.module(node, module)
+            values = tuple(self.ours[value] for value in call.values)
+            length: dict[str, Any] = {"length": call.length}
+            self.ours[node] = self.graph.create_node("call_module", node.target, values, length)
+            walk.divided[node] = call.divided
+        elif isinstance(module, nn.Dropout):
+            value = node.all_input_nodes[0]
+            way = walk.divided[node] = known[value]
+            own = self.graph.create_node("get_attr", str(node.target))
+            self._call(node, dropped_by, self.ours[value], own, self.sharers(), *way[:3])
+        else:
+            after = through(module, node, known)
+            if after.trouble:
+                raise self._refused(node, f"({type(module).__name__}): {after.trouble}")
+            self._copy(node)
+            if after.divided is not None:
+                walk.divided[node] = after.divided
+            else:
+                walk.whole[node] = WholeValue(is_learned=has_parameters)
+
+    def _whole_module(self, node: fx.Node, module: nn.Module, has_parameters: bool) -> None:
+        """A module that is given what all members have; see ``_whole``."""
+        start = self.walk.start(node) if has_parameters else {}
+        if start and not isinstance(module, nn.MultiheadAttention):
+            begun = through(module, node, start)
+            if begun.divided is not None:
+                self._by_positions(node, Rule(begun.divided), start)
+                return
+        self._copy(node)
+        self.walk.made(node, learned=has_parameters)
+
+
+def _name(node: fx.Node) -> str:
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target._schema.name).removeprefix("aten::")
+    return getattr(node.target, "__name__", "")
