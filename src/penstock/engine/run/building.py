@@ -21,6 +21,7 @@ from penstock.engine.device.queue import DeviceQueue
 from penstock.engine.model.randomness import LayerStreams
 from penstock.engine.model.spine import NamedLayer, names_a_spine, spine_fingerprint, spine_of
 from penstock.engine.run.assembly import Assembly, Running
+from penstock.engine.run.compiling import compile_stages
 from penstock.engine.run.connecting import (
     Connections,
     InProcess,
@@ -295,6 +296,7 @@ def _assembled(
     placement.shard(layout, stages)
     setup = SwapSetup(plan, layout, recipe, values, devices, seconds)
     workers = _workers(connections, stages, setup, queues)
+    compile_stages(plan, recipe, running, stages.values(), devices.values())
     placement.begin(workers, layout)
     driver = placement.driver(workers)
     cutter = cutter_of(plan, layout, recipe, devices, queues)

@@ -7,7 +7,7 @@ looked at before any weight learns from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum
@@ -21,13 +21,25 @@ from penstock.base.errors import InputError
 from penstock.engine.device.accelerators import is_on_host
 from penstock.engine.model import tree
 from penstock.engine.model.randomness import NoDraws
-from penstock.engine.stage.deferral import Deferral
+from penstock.engine.stage.deferral import Deferral, accumulate
 
 Gradients = Sequence[Tensor | None]
 """One per leaf of a value, ``None`` where nothing flows back."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)
 """Classes of values that may pass between stages beside tensors: they can hold none."""
+
+
+class Produced(NamedTuple):
+    """The results of a forward, detached.
+
+    Attributes:
+        value: the output, or the loss if there is a criterion.
+        skips: what layers stashed for later stages, by key.
+    """
+
+    value: Any
+    skips: dict[str, Any]
 
 
 class InputGradients(NamedTuple):
@@ -127,6 +139,27 @@ class MicrobatchGraph:
             handed = [gradients, *skip_gradients.values(), result.inputs, *result.skips.values()]
             _keep_apart(first, [tensor for those in handed for tensor in those])
         return result
+
+    @property
+    def output_shapes(self) -> list[torch.Size | None]:
+        """The shape of each leaf of the output that has a gradient."""
+        return [
+            None if edge is None else edge.node._input_metadata[edge.output_nr].shape
+            for edge in self.outputs
+        ]
+
+    def differentiated(self, produced: Produced) -> Iterator[Tensor]:
+        """The tensors of what the forward has produced through which gradients come back."""
+        pairs = [(self.outputs, produced.value)]
+        pairs += [(ends, produced.skips[key]) for key, ends in self.stashed.items()]
+        for ends, value in pairs:
+            for edge, leaf in zip(ends, tree.flatten(value)[0], strict=True):
+                if edge is not None:
+                    yield leaf
+
+    def held(self) -> list[Tensor]:
+        """The tensors that are kept outside of autograd's graph."""
+        return tree.tensors([self.inputs, self.recalled])
 
     def _with_skips(
         self, gradients: Gradients, skip_gradients: Mapping[str, Gradients]
@@ -264,6 +297,39 @@ def _keep_apart(parameters: Iterable[Tensor], handed: Iterable[Tensor | None]) -
     for parameter in parameters:
         if parameter.grad is not None and _address(parameter.grad) in addresses:
             parameter.grad = parameter.grad.clone()
+
+
+def add_gradients(
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Tensor | None],
+    handed: Iterable[Tensor | None],
+) -> None:
+    """Add gradients to ``.grad`` of parameters, as autograd does.
+
+    Args:
+        gradients: one for each parameter; nobody else keeps them, but for ``handed``.
+        handed: gradients that others have been given, or are given.
+    """
+    totals: list[Tensor] = []
+    added: list[Tensor] = []
+    others: list[tuple[Tensor, Tensor]] = []
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is None:
+            continue
+        total = parameter.grad
+        if total is None or parameter._post_accumulate_grad_hooks or parameter._backward_hooks:
+            others.append((parameter, gradient))
+        else:
+            totals.append(total)
+            added.append(gradient)
+    with torch.no_grad():
+        if totals:
+            torch._foreach_add_(totals, added)
+        if others:
+            met = {_address(tensor) for tensor in handed if tensor is not None}
+            for parameter, gradient in others:
+                accumulate(parameter, gradient, owned=_address(gradient) not in met)
+                met.add(_address(gradient))
 
 
 def _address(tensor: Tensor) -> int | None:

@@ -1,0 +1,153 @@
+"""Cutting a graph into parts that run one after the other, as passes of a stage do.
+
+What a part needs of an earlier one is handed on to it; what a part only has to look at otherwise (a
+view of what the whole graph is given) it makes again, so that weights are read when it runs.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from torch import fx
+from torch.fx.graph import CodeGen
+
+_GIVEN = {"placeholder", "get_attr"}
+
+Ends = Sequence[fx.Node | None]
+
+
+class GraphPart(NamedTuple):
+    """A part of a graph; nodes here are those of the whole.
+
+    Attributes:
+        module: takes the values of ``takes`` and gives those of ``ends`` and ``hands_on``.
+        takes: of earlier parts, or given to the whole.
+        ends: its share of the results; ``None`` where there is none.
+        hands_on: what later parts take of it.
+    """
+
+    module: fx.GraphModule
+    takes: list[fx.Node]
+    ends: list[fx.Node | None]
+    hands_on: list[fx.Node]
+
+
+def parts_of(
+    module: fx.GraphModule, ends: Sequence[Ends], order: Callable[[fx.Node], Any]
+) -> list[GraphPart]:
+    """Cut a graph in which nothing is overwritten, so that each part does what its ends need and no
+    earlier part has done.
+
+    Args:
+        ends: the results of each part.
+        order: a key by which each part takes its values; those with equal keys as the graph has
+            them.
+    """
+    nodes = list(module.graph.nodes)
+    home = _homes(ends)
+    inside = [_inside(nodes, home, number, own) for number, own in enumerate(ends)]
+    takes = [
+        sorted(_taken(nodes, own, results), key=order)
+        for own, results in zip(inside, ends, strict=True)
+    ]
+    parts = []
+    for number, (own, results) in enumerate(zip(inside, ends, strict=True)):
+        later = {node for those in takes[number + 1 :] for node in those}
+        hands_on = [node for node in nodes if node in later and home.get(node) == number]
+        graph = _graph(nodes, own, takes[number], [*results, *hands_on])
+        part = fx.GraphModule(module, graph)
+        parts.append(GraphPart(part, takes[number], list(results), hands_on))
+    return parts
+
+
+def _homes(ends: Sequence[Ends]) -> dict[fx.Node, int]:
+    """The first part that needs each node, but for what the whole graph is given."""
+    home: dict[fx.Node, int] = {}
+    for number, results in enumerate(ends):
+        pending = [node for node in results if node is not None]
+        while pending:
+            node = pending.pop()
+            if node in home or node.op in _GIVEN:
+                continue
+            home[node] = number
+            pending.extend(node.all_input_nodes)
+            # Of several results at once, each is handed on by itself.
+            pending.extend(user for user in node.users if user.target is operator.getitem)
+    return home
+
+
+def _inside(
+    nodes: Iterable[fx.Node], home: dict[fx.Node, int], number: int, results: Ends
+) -> set[fx.Node]:
+    """The nodes of a part: its own, and those that it makes again."""
+    own = {node for node in nodes if home.get(node) == number}
+    pending = [node for each in own for node in each.all_input_nodes]
+    pending += [node for node in results if node is not None]
+    while pending:
+        node = pending.pop()
+        if node not in own and (node.op == "get_attr" or _is_view_of_given(node)):
+            own.add(node)
+            pending.extend(node.all_input_nodes)
+    return own
+
+
+def _is_view_of_given(node: fx.Node) -> bool:
+    while getattr(node.target, "is_view", False):
+        node, *others = node.all_input_nodes
+        if others:
+            return False
+        if node.op == "placeholder":
+            return True
+    return False
+
+
+def _taken(nodes: Iterable[fx.Node], own: set[fx.Node], results: Ends) -> list[fx.Node]:
+    read = {node for each in own for node in each.all_input_nodes}
+    read |= {node for node in results if node is not None}
+    return [node for node in nodes if node in read and node not in own]
+
+
+def _graph(
+    nodes: Iterable[fx.Node], own: set[fx.Node], takes: Iterable[fx.Node], results: Ends
+) -> fx.Graph:
+    graph = fx.Graph()
+    twins: dict[fx.Node, fx.Node] = {}
+    for node in takes:
+        twins[node] = graph.placeholder(node.name)
+        twins[node].meta = dict(node.meta)
+    for node in nodes:
+        if node in own:
+            twins[node] = graph.node_copy(node, twins.__getitem__)
+    graph.output(tuple(None if node is None else twins[node] for node in results))
+    return graph
+
+
+class _TakesList(CodeGen):
+    """Code of a function that takes one list and empties it, so that each value is freed after its
+    last use.
+
+    Args:
+        names: of the values in the list.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names = names
+
+    def gen_fn_def(self, *args: Any, **kwargs: Any) -> str:
+        """The head of the function, and what takes the list apart."""
+        apart = f"\n    {', '.join(self._names)}, = values\n    values.clear()"
+        return f"def forward(self, values):{apart if self._names else ''}"
+
+
+def as_function(part: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
+    """A part as a function of a list, which it empties; it calls torch's operations in turn."""
+    names = [str(node.target) for node in part.graph.nodes if node.op == "placeholder"]
+    part.graph.set_codegen(_TakesList(names))
+    code = part.graph.python_code("self")
+    space = dict(code.globals)
+    exec(compile(code.src, "<pass of a stage>", "exec"), space)
+    run: Callable[[Any, list[Any]], Sequence[Any]] = space["forward"]
+    return run.__get__(part)
