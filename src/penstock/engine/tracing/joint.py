@@ -92,6 +92,7 @@ def _parted(module: fx.GraphModule, num_given: int, differentiable: Sequence[boo
     _drop_copies(graph, end)
     results: list[Any] = list(tree_leaves(end.args, is_leaf=_is_end))
     outputs, gradients = results[: len(differentiable)], results[len(differentiable) :]
+    gradients = gradients or [None] * num_given
     return JointGraph(module, placeholders[:num_given], tangents, outputs, gradients)
 
 
