@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.base.errors import InputError
+from penstock.base.errors import InputError, ModelError
 from penstock.base.telling import Telling
 from penstock.engine.model import tree
 from penstock.engine.model.replay import autocast_here, autocasting
@@ -158,10 +158,12 @@ class _Kind:
         return len(self._expected)
 
     @property
-    def output_shapes(self) -> list[torch.Size | None]:
+    def output_shapes(self) -> list[tuple[int, ...] | None]:
         """Of each leaf of the output that has a gradient, its shape."""
-        shapes = dict.fromkeys(range(self._ends[1]))
-        shapes.update((place, like.shape) for place, like in self._tangents if place in shapes)
+        shapes: dict[int, tuple[int, ...] | None] = dict.fromkeys(range(self._ends[1]))
+        for place, like in self._tangents:
+            if place in shapes:
+                shapes[place] = tuple(like.shape)
         output = self.made.output
         return output.spread(iter(shapes.values()), [None] * len(output.leaves))
 
@@ -251,7 +253,7 @@ class CompiledGraph:
         return self._kept
 
     @property
-    def output_shapes(self) -> list[torch.Size | None]:
+    def output_shapes(self) -> list[tuple[int, ...] | None]:
         """As of ``MicrobatchGraph``."""
         return self._kind.output_shapes
 
@@ -274,7 +276,8 @@ class CompiledStage:
         backend: what compiles.
 
     Raises:
-        ModelError: layers have hooks, which no pass would call.
+        ModelError: layers have hooks, which no pass would call, or buffers that recomputing them one
+            by one would have to put back.
     """
 
     def __init__(
@@ -298,6 +301,12 @@ class CompiledStage:
         self._step = -1
         self._kinds: dict[tuple[Any, ...], _Kind] = {}
         self._conditions.check()
+        if recompute and self._state.buffers:
+            raise ModelError(
+                f"stage {index} recomputes its layers one by one, and these have buffers (such as "
+                f"{self._state.buffers[0].name!r}), which a compiled pass cannot put back between; "
+                'set the stage\'s recompute to "stage", or leave compile=… out'
+            )
 
     def forward(
         self,

@@ -141,10 +141,10 @@ class MicrobatchGraph:
         return result
 
     @property
-    def output_shapes(self) -> list[torch.Size | None]:
+    def output_shapes(self) -> list[tuple[int, ...] | None]:
         """The shape of each leaf of the output that has a gradient."""
         return [
-            None if edge is None else edge.node._input_metadata[edge.output_nr].shape
+            None if edge is None else tuple(edge.node._input_metadata[edge.output_nr].shape)
             for edge in self.outputs
         ]
 

@@ -91,9 +91,9 @@ class NewestGraph:
 
     def _check_shapes(self, microbatch: int, graph: StageGraph, gradients: Gradients) -> None:
         for made, gradient in zip(graph.output_shapes, gradients, strict=True):
-            if made is not None and gradient is not None and gradient.shape != made:
+            if made is not None and gradient is not None and tuple(gradient.shape) != made:
                 raise InputError(
-                    f"stage {self._stage} has made {tuple(made)} of microbatch {self.microbatch}, "
+                    f"stage {self._stage} has made {made} of microbatch {self.microbatch}, "
                     f"through which the gradient of microbatch {microbatch} is to go, but that has "
                     f"shape {tuple(gradient.shape)}; frames of a stream must have the same shape: "
                     "resize them, or close the stream and begin another"

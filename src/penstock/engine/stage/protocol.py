@@ -11,7 +11,6 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from penstock.engine.stage.microbatch_graph import Gradients, InputGradients, Produced
@@ -76,7 +75,7 @@ class StageGraph(Protocol):
         """
 
     @property
-    def output_shapes(self) -> Sequence[torch.Size | None]:
+    def output_shapes(self) -> Sequence[tuple[int, ...] | None]:
         """The shape of each leaf of the output that has a gradient."""
 
     def differentiated(self, produced: Produced) -> Iterable[Tensor]:
