@@ -72,7 +72,7 @@ def joint_graph(
         fake.from_tensor(tensor.detach()).requires_grad_(wants)
         for tensor, wants in zip(given, wants_gradient, strict=True)
     )
-    with torch.enable_grad(), _refusing(), torch.compiler.set_stance("force_eager"):
+    with torch.enable_grad(), _refusing(), _as_written():
         module = aot_export_joint_simple(
             function,
             copies,
@@ -81,6 +81,14 @@ def joint_graph(
         )
     assert isinstance(module, fx.GraphModule)
     return _parted(module, len(given), differentiable())
+
+
+@contextmanager
+def _as_written() -> Iterator[None]:
+    """Modules that users have compiled run the code that they were compiled from."""
+    stance = torch.compiler.set_stance("force_eager")
+    with torch._dynamo.config.patch(error_on_nested_fx_trace=False), stance:
+        yield
 
 
 def _parted(module: fx.GraphModule, num_given: int, differentiable: Sequence[bool]) -> JointGraph:
