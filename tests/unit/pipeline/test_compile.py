@@ -106,11 +106,6 @@ def test_contradictory_arguments_are_refused(options, message):
         built(nn.BatchNorm1d(WIDTH), **options)
 
 
-def test_buffers_of_layers_that_are_recomputed_are_refused():
-    with pytest.raises(ModelError, match=r"recomputes its layers one by one.*'running_mean'"):
-        built(nn.BatchNorm1d(WIDTH), recompute="layers")
-
-
 def test_a_missing_compiler_is_named(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(InputError, match=r"no compiler 'no-such-compiler' here; install g\+\+"):

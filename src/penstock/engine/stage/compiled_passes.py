@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.base.errors import InputError, ModelError
+from penstock.base.errors import InputError
 from penstock.base.telling import Telling
 from penstock.engine.model import tree
 from penstock.engine.model.replay import autocast_here, autocasting
@@ -276,8 +276,7 @@ class CompiledStage:
         backend: what compiles.
 
     Raises:
-        ModelError: layers have hooks, which no pass would call, or buffers that recomputing them one
-            by one would have to put back.
+        ModelError: layers have hooks, which no pass would call.
     """
 
     def __init__(
@@ -301,12 +300,6 @@ class CompiledStage:
         self._step = -1
         self._kinds: dict[tuple[Any, ...], _Kind] = {}
         self._conditions.check()
-        if recompute and self._state.buffers:
-            raise ModelError(
-                f"stage {index} recomputes its layers one by one, and these have buffers (such as "
-                f"{self._state.buffers[0].name!r}), which a compiled pass cannot put back between; "
-                'set the stage\'s recompute to "stage", or leave compile=… out'
-            )
 
     def forward(
         self,
@@ -389,7 +382,9 @@ class CompiledStage:
                 decompositions_for(self._backend),
                 lambda: function.made.wants_gradient,
             )
-        traced = TracedPasses(joint, state, function.made.replaced, self._backend)
+        traced = TracedPasses(
+            joint, state, function.made, self._backend, recompute=self._recompute
+        )
         tangents = {place: node.meta["val"] for place, node in joint.tangents.items()}
         return _Kind(self._index, function, traced, given, tensors, tangents)
 

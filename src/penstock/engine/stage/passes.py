@@ -14,9 +14,9 @@ from torch import Tensor, fx
 
 from penstock.engine.stage.backends import Backend
 from penstock.engine.stage.pass_compilers import Run, compiled
-from penstock.engine.stage.stage_function import StageState, TensorSlot
+from penstock.engine.stage.stage_function import ResultParts, StageState, TensorSlot
 from penstock.engine.tracing.graph_parts import GraphPart, parts_of
-from penstock.engine.tracing.joint import ONE_AT_A_TIME, JointGraph
+from penstock.engine.tracing.joint import ONE_AT_A_TIME, JointGraph, origin_of
 
 
 class ForwardPass(NamedTuple):
@@ -109,8 +109,10 @@ class TracedPasses:
     Args:
         joint: of the stage's parameters, its buffers, and what it is given, in this order.
         state: where the first two are held.
-        replaced: for each buffer, whether another tensor is put in its place.
+        made: what its results are parts of.
         backend: what compiles.
+        recompute: whether the forward keeps no more than what its results end with, the inputs of
+            layers.
 
     Attributes:
         trained: slots of the parameters that get gradients.
@@ -119,7 +121,13 @@ class TracedPasses:
     """
 
     def __init__(
-        self, joint: JointGraph, state: StageState, replaced: Sequence[bool], backend: Backend
+        self,
+        joint: JointGraph,
+        state: StageState,
+        made: ResultParts,
+        backend: Backend,
+        *,
+        recompute: bool,
     ) -> None:
         num_weights, num_own = len(state.parameters), len(state.parameters) + len(state.buffers)
         self._joint = joint
@@ -127,13 +135,15 @@ class TracedPasses:
         self._weights = dict(zip(joint.given, state.parameters, strict=False))
         self._buffers = dict(zip(joint.given[num_weights:], state.buffers, strict=False))
         self._given = {node: place for place, node in enumerate(joint.given[num_own:])}
-        num_results = len(joint.outputs) - len(state.buffers)
+        end = len(joint.outputs) - made.num_borders
+        num_results = end - len(state.buffers)
         self._results = joint.outputs[:num_results]
-        new_values = zip(self._buffers, joint.outputs[num_results:], replaced, strict=True)
+        self._kept = {origin_of(node) for node in joint.outputs[end:]} if recompute else None
+        new_values = zip(self._buffers, joint.outputs[num_results:end], made.replaced, strict=True)
         self._written = {
             buffer: (value, is_replaced)
             for buffer, value, is_replaced in new_values
-            if is_replaced or value is not buffer
+            if is_replaced or origin_of(value) is not buffer
         }
         of_weights = joint.gradients[:num_weights]
         ends = zip(of_weights, state.parameters, strict=True)
@@ -155,7 +165,7 @@ class TracedPasses:
         ends = back if split else [[end for those in back for end in those]]
         written = [value for value, _ in self._written.values()]
         first, *others = parts_of(
-            self._joint.module, [[*self._results, *written], *ends], self._order
+            self._joint.module, [[*self._results, *written], *ends], self._order, self._kept
         )
         later = {node for part in others for node in part.takes}
         keeps = [node for node in self._given if node in later]

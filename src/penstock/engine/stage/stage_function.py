@@ -25,6 +25,7 @@ from penstock.engine.model.randomness import LayerStreams, draws
 from penstock.engine.model.spine import NamedLayer, Skip
 from penstock.engine.stage.layer_runs import LayerRuns
 from penstock.engine.stage.microbatch_graph import scalar
+from penstock.engine.tracing.layers import units_of
 
 V = TypeVar("V")
 
@@ -269,6 +270,8 @@ class ResultParts(NamedTuple):
         seen: the output from which the loss was made, where somebody looks at it.
         wants_gradient: of each tensor, in this order and that of the buffers behind it.
         replaced: for each buffer, whether another tensor was put in its place.
+        num_borders: how many of the results behind that are what layers have handed to the next
+            one, if they are to be recomputed.
     """
 
     output: Nested
@@ -276,6 +279,7 @@ class ResultParts(NamedTuple):
     seen: Nested
     wants_gradient: list[bool]
     replaced: list[bool]
+    num_borders: int
 
 
 class StageFunction:
@@ -288,7 +292,7 @@ class StageFunction:
         given: what the tensors are parts of.
         loss: of (output, targets), on the last stage.
         looks: whether the output is wanted, too, from which the loss is made.
-        recompute: whether only each layer's input is kept.
+        recompute: whether what layers hand to the next one is wanted, too.
 
     Attributes:
         made: the parts of what the last call has given.
@@ -309,7 +313,11 @@ class StageFunction:
     ) -> None:
         names = {first_layer + at: f"layer {layer.name!r}" for at, layer in enumerate(layers)}
         streams = _WatchingStreams({**names, first_layer + len(layers): "the loss"})
-        self._runs = LayerRuns(layers, first_layer, streams, recompute, num_slices=1)
+        units = units_of([layer.module for layer in layers]) if recompute else [(0, len(layers))]
+        self._runs = [
+            LayerRuns(layers[start:stop], first_layer + start, streams, False, num_slices=1)
+            for start, stop in units
+        ]
         self._watching_loss = streams.stream(first_layer + len(layers), True, 0, 0)
         self._state = state
         self._given = given
@@ -324,7 +332,7 @@ class StageFunction:
         inputs, skips, targets = self._given.together([t.clone() for t in tensors[num_own:]])
         with self._state.holding(own):
             stashed = {key: Skip.of(skip) for key, skip in skips.items()}
-            output, _ = self._runs.run(inputs, stashed, (0, 0, 0), again=False)
+            output, borders = self._run(inputs, stashed)
             seen: Any = None
             if self._loss is not None:
                 seen = tree.replace(Tensor, Tensor.detach, output) if self._looks else None
@@ -333,16 +341,29 @@ class StageFunction:
             buffers = [slot.now for slot in self._state.buffers]
         left = {key: skip.taken(key) for key, skip in stashed.items()}
         replaced = [now is not was for now, was in zip(buffers, own[num_parameters:], strict=True)]
-        return self._results(tensors, output, left, seen, buffers, replaced)
+        ends = [buffer.detach() for buffer in buffers] + borders
+        results = self._results(output, left, seen, replaced, len(borders))
+        results = _apart_from_each_other(tensors, results + ends)
+        self.made = self.made._replace(wants_gradient=[end.requires_grad for end in results])
+        return results
+
+    def _run(self, value: Any, skips: dict[str, Skip]) -> tuple[Any, list[Tensor]]:
+        """The output of the layers, and copies of what passes between those that are recomputed."""
+        borders: dict[int, Tensor] = {}
+        for number, run in enumerate(self._runs):
+            if number:
+                passing = tree.tensors([value, [skip.value for skip in skips.values()]])
+                borders |= {id(tensor): tensor.detach().clone() for tensor in passing}
+            value, _ = run.run(value, skips, (0, 0, 0), again=False)
+        return value, list(borders.values())
 
     def _results(
         self,
-        given: Sequence[Tensor],
         output: Any,
         stashed: dict[str, Any],
         seen: Any,
-        buffers: Sequence[Tensor],
         replaced: list[bool],
+        num_borders: int,
     ) -> list[Tensor]:
         results, output_parts = Nested.apart(output)
         stashed_parts: dict[str, Nested] = {}
@@ -350,11 +371,8 @@ class StageFunction:
             more, stashed_parts[key] = Nested.apart(value)
             results += more
         more, seen_parts = Nested.apart(seen)
-        results += [*more, *(buffer.detach() for buffer in buffers)]
-        results = _apart_from_each_other(given, results)
-        wants = [tensor.requires_grad for tensor in results]
-        self.made = ResultParts(output_parts, stashed_parts, seen_parts, wants, replaced)
-        return results
+        self.made = ResultParts(output_parts, stashed_parts, seen_parts, [], replaced, num_borders)
+        return results + more
 
 
 def _apart_from_each_other(given: Iterable[Tensor], results: Iterable[Tensor]) -> list[Tensor]:

@@ -7,7 +7,7 @@ view of what the whole graph is given) it makes again, so that weights are read 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -35,7 +35,10 @@ class GraphPart(NamedTuple):
 
 
 def parts_of(
-    module: fx.GraphModule, ends: Sequence[Ends], order: Callable[[fx.Node], Any]
+    module: fx.GraphModule,
+    ends: Sequence[Ends],
+    order: Callable[[fx.Node], Any],
+    kept: Collection[fx.Node] | None = None,
 ) -> list[GraphPart]:
     """Cut a graph in which nothing is overwritten, so that each part does what its ends need and no
     earlier part has done.
@@ -44,19 +47,36 @@ def parts_of(
         ends: the results of each part.
         order: a key by which each part takes its values; those with equal keys as the graph has
             them.
+        kept: the only values that the first part hands on; what else of it is needed, the next part
+            makes again that needs it. ``None``: nothing is made again.
     """
     nodes = list(module.graph.nodes)
     home = _homes(ends)
-    inside = [_inside(nodes, home, number, own) for number, own in enumerate(ends)]
+
+    inside: list[set[fx.Node]] = []
+
+    def remakes(node: fx.Node) -> bool:
+        if node.op == "get_attr" or _is_view_of_given(node):
+            return True
+        is_handed_on = kept is None or node in kept or any(node in own for own in inside[1:])
+        return bool(inside) and home.get(node) == 0 and not is_handed_on
+
+    for number, results in enumerate(ends):
+        inside.append(_inside(home, number, results, remakes))
     takes = [
         sorted(_taken(nodes, own, results), key=order)
         for own, results in zip(inside, ends, strict=True)
     ]
+    handed: list[set[fx.Node]] = [set() for _ in ends]
+    for number, those in enumerate(takes):
+        for node in those:
+            makers = [maker for maker in range(number) if node in inside[maker]]
+            if makers:
+                handed[makers[-1]].add(node)
     parts = []
     for number, (own, results) in enumerate(zip(inside, ends, strict=True)):
-        later = {node for those in takes[number + 1 :] for node in those}
-        hands_on = [node for node in nodes if node in later and home.get(node) == number]
-        graph = _graph(nodes, own, takes[number], [*results, *hands_on])
+        hands_on = [node for node in nodes if node in handed[number]]
+        graph = _graph(nodes, own, home, takes[number], [*results, *hands_on])
         part = fx.GraphModule(module, graph)
         parts.append(GraphPart(part, takes[number], list(results), hands_on))
     return parts
@@ -79,15 +99,18 @@ def _homes(ends: Sequence[Ends]) -> dict[fx.Node, int]:
 
 
 def _inside(
-    nodes: Iterable[fx.Node], home: dict[fx.Node, int], number: int, results: Ends
+    home: dict[fx.Node, int],
+    number: int,
+    results: Ends,
+    remakes: Callable[[fx.Node], bool],
 ) -> set[fx.Node]:
     """The nodes of a part: its own, and those that it makes again."""
-    own = {node for node in nodes if home.get(node) == number}
+    own = {node for node, at in home.items() if at == number}
     pending = [node for each in own for node in each.all_input_nodes]
     pending += [node for node in results if node is not None]
     while pending:
         node = pending.pop()
-        if node not in own and (node.op == "get_attr" or _is_view_of_given(node)):
+        if node not in own and remakes(node):
             own.add(node)
             pending.extend(node.all_input_nodes)
     return own
@@ -110,16 +133,29 @@ def _taken(nodes: Iterable[fx.Node], own: set[fx.Node], results: Ends) -> list[f
 
 
 def _graph(
-    nodes: Iterable[fx.Node], own: set[fx.Node], takes: Iterable[fx.Node], results: Ends
+    nodes: Iterable[fx.Node],
+    own: set[fx.Node],
+    home: dict[fx.Node, int],
+    takes: Iterable[fx.Node],
+    results: Ends,
 ) -> fx.Graph:
+    """The graph of a part. What it makes again, it makes right before it needs it."""
     graph = fx.Graph()
     twins: dict[fx.Node, fx.Node] = {}
     for node in takes:
         twins[node] = graph.placeholder(node.name)
         twins[node].meta = dict(node.meta)
-    for node in nodes:
-        if node in own:
-            twins[node] = graph.node_copy(node, twins.__getitem__)
+    last = max((home[node] for node in own if node in home), default=0)
+    wanted = [node for node in nodes if node in own and home.get(node) == last]
+    pending = [*wanted, *(node for node in results if node is not None)][::-1]
+    while pending:
+        node = pending[-1]
+        missing = [other for other in node.all_input_nodes if other not in twins]
+        if node in twins or not missing:
+            pending.pop()
+            if node not in twins:
+                twins[node] = graph.node_copy(node, twins.__getitem__)
+        pending.extend(reversed(missing) if node not in twins else ())
     graph.output(tuple(None if node is None else twins[node] for node in results))
     return graph
 

@@ -110,14 +110,28 @@ def _is_end(value: Any) -> bool:
 
 def _drop_copies(graph: fx.Graph, end: fx.Node) -> None:
     """Read what was copied instead of the copy, in a graph in which nothing is overwritten."""
-    copies = {torch.ops.aten.clone.default, torch.ops.aten.detach.default}
     for node in list(graph.nodes):
-        if node.target not in copies or node.kwargs or end in node.users:
-            continue
-        (origin,) = node.args
-        if origin.meta["val"].stride() == node.meta["val"].stride():
-            node.replace_all_uses_with(origin)
+        if _is_copy(node) and end not in node.users:
+            node.replace_all_uses_with(node.all_input_nodes[0])
             graph.erase_node(node)
+
+
+def _is_copy(node: fx.Node) -> bool:
+    if node.target not in _COPYING or node.kwargs:
+        return False
+    (origin,) = node.all_input_nodes
+    same: bool = origin.meta["val"].stride() == node.meta["val"].stride()
+    return same
+
+
+_COPYING = {torch.ops.aten.clone.default, torch.ops.aten.detach.default}
+
+
+def origin_of(node: fx.Node) -> fx.Node:
+    """The node of which one is a copy, or itself."""
+    while _is_copy(node):
+        (node,) = node.all_input_nodes
+    return node
 
 
 @contextmanager
