@@ -97,7 +97,7 @@ def _parted(module: fx.GraphModule, num_given: int, differentiable: Sequence[boo
     (end,) = (node for node in graph.nodes if node.op == "output")
     wanting = [place for place, wants in enumerate(differentiable) if wants]
     tangents = dict(zip(wanting, placeholders[num_given:], strict=True))
-    _drop_copies(graph, end)
+    _simplify(graph, end)
     results: list[Any] = list(tree_leaves(end.args, is_leaf=_is_end))
     outputs, gradients = results[: len(differentiable)], results[len(differentiable) :]
     gradients = gradients or [None] * num_given
@@ -108,12 +108,17 @@ def _is_end(value: Any) -> bool:
     return value is None or isinstance(value, fx.Node)
 
 
-def _drop_copies(graph: fx.Graph, end: fx.Node) -> None:
-    """Read what was copied instead of the copy, in a graph in which nothing is overwritten."""
+def _simplify(graph: fx.Graph, end: fx.Node) -> None:
+    """Read what was copied, or transposed twice, instead of the copy: nothing is overwritten."""
     for node in list(graph.nodes):
         if _is_copy(node) and end not in node.users:
             node.replace_all_uses_with(node.all_input_nodes[0])
             graph.erase_node(node)
+        elif node.target is _TRANSPOSE and node.all_input_nodes[0].target is _TRANSPOSE:
+            (origin,) = node.all_input_nodes[0].all_input_nodes
+            if origin.op != "placeholder" or end not in node.users:
+                node.replace_all_uses_with(origin)
+                graph.erase_node(node)
 
 
 def _is_copy(node: fx.Node) -> bool:
@@ -124,6 +129,7 @@ def _is_copy(node: fx.Node) -> bool:
     return same
 
 
+_TRANSPOSE = torch.ops.aten.t.default
 _COPYING = {torch.ops.aten.clone.default, torch.ops.aten.detach.default}
 
 
