@@ -10,9 +10,17 @@ from torch import nn
 import penstock as pk
 from penstock import versions
 from tests.kit.awkward_layers import MODELS, WIDTH, linear
-from tests.kit.live import LEARN, PREDICT, UNLABELLED, differences, frames_of, live_plan, pushed
+from tests.kit.live import (
+    LEARN,
+    PREDICT,
+    UNLABELLED,
+    differences,
+    frames_of,
+    live_plan,
+    pushed,
+    weights_apart,
+)
 from tests.kit.live import stream_of as live_stream_of
-from tests.kit.live import weights_apart
 from tests.kit.streams import WIDTH as STREAM_WIDTH
 from tests.kit.streams import batches, plan_for
 from tests.kit.training import momentum, pipeline_of

@@ -1,4 +1,4 @@
-"""``Pipeline(…, compile=…)``: what is refused before anything is learned, and what users compiled."""
+"""``Pipeline(…, compile=…)``: what is refused before anything is learned; what users compiled."""
 
 from __future__ import annotations
 

@@ -239,8 +239,8 @@ def build(
 
 
 def in_layers(model: nn.Module, plan: Plan) -> nn.Module:
-    """The model itself (not what torch.compile made of it) if it names its spine, or if nobody knows how the plan cuts it; otherwise
-    captured as it was for the plan.
+    """The model itself, and not what torch.compile made of it, if it names its spine, or if nobody
+    knows how the plan cuts it; otherwise captured as it was for the plan.
 
     Raises:
         ModelError: it cannot be traced any more.

@@ -56,6 +56,4 @@ def _check(plan: Plan, recipe: Recipe, argument: str) -> None:
     }
     for other, is_wanted in refusals.items():
         if is_wanted:
-            raise InputError(
-                f"{argument} and {other}, do not go together; leave one of them out"
-            )
+            raise InputError(f"{argument} and {other}, do not go together; leave one of them out")

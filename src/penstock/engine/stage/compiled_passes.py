@@ -23,23 +23,28 @@ from penstock.engine.model.replay import autocast_here, autocasting
 from penstock.engine.model.spine import NamedLayer
 from penstock.engine.stage.backends import Backend
 from penstock.engine.stage.conditions import Conditions
-from penstock.engine.stage.microbatch_graph import Gradients, InputGradients, add_gradients
+from penstock.engine.stage.microbatch_graph import (
+    Gradients,
+    InputGradients,
+    Produced,
+    add_gradients,
+)
 from penstock.engine.stage.pass_compilers import decompositions_for
-from penstock.engine.stage.passes import Passes, TracedPasses
-from penstock.engine.stage.protocol import Criterion, Keep, LossOfTargets, Produced
+from penstock.engine.stage.passes import StagePasses, TracedPasses
+from penstock.engine.stage.protocol import Criterion, Keep, LossOfTargets
 from penstock.engine.stage.stage_function import (
     TENSOR,
     GivenParts,
     Nested,
     StageFunction,
-    StageState,
+    StageSlots,
     unchanged_attributes,
 )
 from penstock.engine.tracing.joint import ONE_AT_A_TIME, joint_graph
 
 
-class _Kind:
-    """Passes that were traced for one kind of forwards.
+class PassKind:
+    """StagePasses that were traced for one kind of forwards.
 
     Args:
         stage: its number, for errors.
@@ -97,8 +102,8 @@ class _Kind:
         return InputError(
             f"the passes of stage {self._stage} were compiled for {was}, and microbatch "
             f"{microbatch} has {tree.shapes(list(tensors))}; compiled passes have one shape: give "
-            "minibatches of one size, a multiple of the number of microbatches (drop_last=True in a "
-            "DataLoader), pad sequences, or leave compile=… out"
+            "minibatches of one size, a multiple of the number of microbatches (drop_last=True in "
+            "a DataLoader), pad sequences, or leave compile=… out"
         )
 
     def produced(self, results: Sequence[Tensor], criterion: LossOfTargets | None) -> Produced:
@@ -180,8 +185,8 @@ def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
 def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
     if tensor.stride() == strides:
         return tensor
-    kind = {"dtype": tensor.dtype, "device": tensor.device}
-    return torch.empty_strided(tensor.shape, strides, **kind).copy_(tensor)
+    empty = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return empty.copy_(tensor)
 
 
 class CompiledGraph:
@@ -200,7 +205,7 @@ class CompiledGraph:
 
     __slots__ = ("_kept", "_kind", "_missing", "_passes", "deferral", "parameters")
 
-    def __init__(self, kind: _Kind, passes: Passes, kept: list[Tensor]) -> None:
+    def __init__(self, kind: PassKind, passes: StagePasses, kept: list[Tensor]) -> None:
         self._kind = kind
         self._passes = passes
         self._kept = kept
@@ -295,10 +300,10 @@ class CompiledStage:
         self._first_layer = first_layer
         self._recompute = recompute
         self._backend = backend
-        self._state = StageState(self._modules)
+        self._state = StageSlots(self._modules)
         self._conditions = Conditions(layers)
         self._step = -1
-        self._kinds: dict[tuple[Any, ...], _Kind] = {}
+        self._kinds: dict[tuple[Any, ...], PassKind] = {}
         self._conditions.check()
 
     def forward(
@@ -340,7 +345,7 @@ class CompiledStage:
         given: GivenParts,
         loss: LossOfTargets | None,
         keep: Keep,
-    ) -> _Kind:
+    ) -> PassKind:
         key = (
             *(module.training for module in self._modules),
             *(tensor.requires_grad for tensor in tensors),
@@ -358,7 +363,7 @@ class CompiledStage:
 
     def _traced(
         self, tensors: list[Tensor], given: GivenParts, loss: LossOfTargets | None
-    ) -> _Kind:
+    ) -> PassKind:
         state = self._state
         function = StageFunction(
             self._layers,
@@ -370,7 +375,9 @@ class CompiledStage:
             recompute=self._recompute,
         )
         own = [slot.now for slot in (*state.parameters, *state.buffers)]
-        wants = [tensor.requires_grad and at < len(state.parameters) for at, tensor in enumerate(own)]
+        wants = [
+            tensor.requires_grad and at < len(state.parameters) for at, tensor in enumerate(own)
+        ]
         num_inputs = given.inputs.num_tensors
         wants += [tensor.requires_grad and self._first_layer > 0 for tensor in tensors[:num_inputs]]
         wants += [tensor.requires_grad for tensor in tensors[num_inputs:]]
@@ -382,11 +389,9 @@ class CompiledStage:
                 decompositions_for(self._backend),
                 lambda: function.made.wants_gradient,
             )
-        traced = TracedPasses(
-            joint, state, function.made, self._backend, recompute=self._recompute
-        )
+        traced = TracedPasses(joint, state, function.made, self._backend, recompute=self._recompute)
         tangents = {place: node.meta["val"] for place, node in joint.tangents.items()}
-        return _Kind(self._index, function, traced, given, tensors, tangents)
+        return PassKind(self._index, function, traced, given, tensors, tangents)
 
 
 def _with_targets(criterion: Criterion | None) -> LossOfTargets | None:

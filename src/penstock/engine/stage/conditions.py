@@ -20,7 +20,7 @@ _MODE = "training"
 """Passes are traced for each mode."""
 
 
-class _Noted(NamedTuple):
+class NotedAttribute(NamedTuple):
     """An attribute of a module as it was."""
 
     owner: str
@@ -39,7 +39,7 @@ class Conditions:
 
     def __init__(self, layers: Sequence[NamedLayer]) -> None:
         self._hooks: list[tuple[str, dict[Any, Any]]] = []
-        self._noted: list[_Noted] = []
+        self._noted: list[NotedAttribute] = []
         self._trained: list[tuple[str, dict[str, Any], str, bool]] = []
         seen: set[int] = set()
         for layer in layers:
@@ -53,7 +53,7 @@ class Conditions:
     def _note(self, owner: str, attributes: dict[str, Any]) -> None:
         self._hooks += [(owner, attributes[kind]) for kind in _HOOKS if kind in attributes]
         self._noted += [
-            _Noted(owner, attributes, name, value)
+            NotedAttribute(owner, attributes, name, value)
             for name, value in attributes.items()
             if type(value) in _PLAIN and name != _MODE
         ]

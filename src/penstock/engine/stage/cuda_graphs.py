@@ -60,7 +60,7 @@ class CudaGraphPass:
         self._taken = [*(value.clone() for value in values[:start]), *values[start:]]
         graph, device = torch.cuda.CUDAGraph(), values[0].device
         with _CAPTURING, torch.cuda.device(device):
-            beside = torch.cuda.Stream(device)
+            beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             beside.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(beside):
                 for _ in range(_NUM_WARM_UPS):

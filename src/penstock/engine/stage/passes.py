@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from penstock.engine.stage.backends import Backend
 from penstock.engine.stage.pass_compilers import Run, compiled
-from penstock.engine.stage.stage_function import ResultParts, StageState, TensorSlot
+from penstock.engine.stage.stage_function import ResultParts, StageSlots, TensorSlot
 from penstock.engine.tracing.graph_parts import GraphPart, parts_of
 from penstock.engine.tracing.joint import ONE_AT_A_TIME, JointGraph, origin_of
 
@@ -88,7 +88,7 @@ class BackwardPass(NamedTuple):
         return made[: self.num_results], left
 
 
-class Passes(NamedTuple):
+class StagePasses(NamedTuple):
     """F and what follows it: B, or I and W.
 
     Attributes:
@@ -123,7 +123,7 @@ class TracedPasses:
     def __init__(
         self,
         joint: JointGraph,
-        state: StageState,
+        state: StageSlots,
         made: ResultParts,
         backend: Backend,
         *,
@@ -148,21 +148,22 @@ class TracedPasses:
         of_weights = joint.gradients[:num_weights]
         ends = zip(of_weights, state.parameters, strict=True)
         self.trained = [slot for end, slot in ends if end is not None]
-        self._of_weights = [end for end in of_weights if end is not None]
+        self._of_weights: list[fx.Node | None] = [end for end in of_weights if end is not None]
         self._of_given = joint.gradients[num_own:]
         self.depends = _tangents_behind(joint, [*self._of_given, *self._of_weights])
-        self._cut: dict[bool, Passes] = {}
+        self._cut: dict[bool, StagePasses] = {}
 
-    def passes(self, *, split: bool) -> Passes:
+    def passes(self, *, split: bool) -> StagePasses:
         """The passes, with the backward whole or in two halves."""
         if split not in self._cut:
             with ONE_AT_A_TIME:
                 self._cut[split] = self._compiled(split)
         return self._cut[split]
 
-    def _compiled(self, split: bool) -> Passes:
-        back = [self._of_given, self._of_weights]
-        ends = back if split else [[end for those in back for end in those]]
+    def _compiled(self, split: bool) -> StagePasses:
+        ends: list[list[fx.Node | None]] = [self._of_given, self._of_weights]
+        if not split:
+            ends = [[*self._of_given, *self._of_weights]]
         written = [value for value, _ in self._written.values()]
         first, *others = parts_of(
             self._joint.module, [[*self._results, *written], *ends], self._order, self._kept
@@ -180,7 +181,7 @@ class TracedPasses:
             tuple((self._buffers[node], node in self._written) for node in keeps_buffers),
         )
         there = [*keeps, *keeps_buffers, *first.hands_on, *self._joint.tangents.values()]
-        return Passes(forward, *self._backwards(others, there), *(() if split else (None,)))
+        return StagePasses(forward, *self._backwards(others, there), *(() if split else (None,)))
 
     def _function(self, part: GraphPart) -> Run:
         num_weights = sum(node in self._weights for node in part.takes)

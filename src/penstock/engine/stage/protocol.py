@@ -7,9 +7,10 @@ both, so it sees no more than this.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -19,7 +20,8 @@ Criterion = Callable[[Any], Tensor]
 """From a stage's output to the loss of that microbatch."""
 
 
-class LossOfTargets(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class LossOfTargets:
     """A criterion of which is known what it consists of.
 
     Attributes:

@@ -41,6 +41,7 @@ from penstock.engine.stage.microbatch_graph import (
     Gradients,
     InputGradients,
     MicrobatchGraph,
+    Produced,
     check_finite,
     cut,
     scalar,
@@ -53,7 +54,6 @@ from penstock.engine.stage.protocol import (
     Criterion,
     DeferredGradients,
     Keep,
-    Produced,
     StageGraph,
 )
 from penstock.engine.stage.slices import Relay, slice_name
@@ -227,8 +227,8 @@ class Stage:
                 f"was given {sorted(skips)}"
             )
         if compiled is not None and keep is not Keep.INPUT:
-            produced, graph = compiled.forward(microbatch, step, inputs, skips, criterion, keep)
-            self._keep(microbatch, graph, produced)
+            produced, left = compiled.forward(microbatch, step, inputs, skips, criterion, keep)
+            self._keep(microbatch, left, produced)
             return produced
         taken = self._carried.take(microbatch)
         where = (step, *divmod(microbatch - first, self._num_slices))

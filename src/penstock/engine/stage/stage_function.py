@@ -51,7 +51,7 @@ class TensorSlot(NamedTuple):
         return tensor
 
 
-class StageState:
+class StageSlots:
     """Where a stage's modules hold their parameters and buffers.
 
     Args:
@@ -304,7 +304,7 @@ class StageFunction:
         self,
         layers: Sequence[NamedLayer],
         first_layer: int,
-        state: StageState,
+        state: StageSlots,
         given: GivenParts,
         loss: Callable[[Any, Any], Tensor] | None,
         *,
@@ -377,13 +377,18 @@ class StageFunction:
 
 def _apart_from_each_other(given: Iterable[Tensor], results: Iterable[Tensor]) -> list[Tensor]:
     """Results of which none shares memory with another one or with what was given."""
-    met = {StorageWeakRef(tensor.untyped_storage()) for tensor in given}
+    met = {_memory(tensor) for tensor in given}
     apart = []
     for tensor in results:
-        memory = StorageWeakRef(tensor.untyped_storage())
+        memory = _memory(tensor)
         apart.append(tensor.clone() if memory in met or tensor._base is not None else tensor)
         met.add(memory)
     return apart
+
+
+def _memory(tensor: Tensor) -> StorageWeakRef:
+    """Tells a tensor's memory from that of others; there need not be any, while one traces."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -169,7 +170,7 @@ class _TakesList(CodeGen):
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._names = names
 
     def gen_fn_def(self, *args: Any, **kwargs: Any) -> str:
@@ -185,5 +186,4 @@ def as_function(part: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
     code = part.graph.python_code("self")
     space = dict(code.globals)
     exec(compile(code.src, "<pass of a stage>", "exec"), space)
-    run: Callable[[Any, list[Any]], Sequence[Any]] = space["forward"]
-    return run.__get__(part)
+    return partial(space["forward"], part)

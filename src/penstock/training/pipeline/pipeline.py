@@ -191,7 +191,7 @@ class Pipeline(PipelineState):
                 versions=plan.versions,
                 weighting=Weighting.of_loss(loss, reduction, weight),
             )
-            running = Running(
+            return recipe, Running(
                 transport=transport,
                 seed=torch.initial_seed() if seed is None else seed,
                 deadlines=deadlines,
@@ -204,7 +204,6 @@ class Pipeline(PipelineState):
                 message_types=message_types,
                 compare_data=compare_data,
             )
-            return recipe, running
 
         with Telling("building a Pipeline"):
             built = build(model, plan, transport, deadlines, described)
