@@ -14,6 +14,7 @@ from penstock.core.schedule import Schedule
 from penstock.core.versions import Flush, Policy
 from penstock.engine.model.spine import spine_fingerprint, spine_of
 from penstock.engine.run.drive.joining import TransportName
+from penstock.engine.stage.backends import Backend
 from penstock.planning.plans import Plan, StagePlan
 
 NUM_RANKS = 2
@@ -43,7 +44,12 @@ def plan_for(work: Work, model: nn.Module, family: str, versions: Policy | None 
 
 
 def penstock_peer(
-    family: str, transport: TransportName, *, ahead: bool = False, versions: Policy | None = None
+    family: str,
+    transport: TransportName,
+    *,
+    ahead: bool = False,
+    versions: Policy | None = None,
+    compile: bool | Backend = False,
 ) -> Callable[[Work], Peer]:
     """A peer with a schedule; with threads it runs on the calling rank alone.
 
@@ -53,6 +59,7 @@ def penstock_peer(
         ahead: whether several steps are given to ``Pipeline.steps``, which begins one before all
             ranks have ended the last.
         versions: which weights passes read, of a family that never flushes.
+        compile: as ``Pipeline`` takes it.
     """
 
     def build(work: Work) -> Peer:
@@ -63,6 +70,7 @@ def penstock_peer(
             loss=work.loss,
             optimizer=work.build_optimizer,
             transport=transport,
+            compile=compile,
             record=False,  # torch's runtime exchanges no records either
         )
         held = {layer.name: layer.module for s in pipeline.stages.values() for layer in s.layers}
@@ -72,6 +80,7 @@ def penstock_peer(
             indices,
             pipeline.step,
             steps=pipeline.steps if ahead else None,
+            same_order=compile is False,  # what is fused rounds otherwise
             close=pipeline.close,
         )
 

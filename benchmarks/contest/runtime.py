@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -44,6 +45,7 @@ from benchmarks.contest.penstock_peers import penstock_peer, schedule_for
 from benchmarks.contest.torch_peers import data_parallel, torch_pipeline
 from penstock import simulate
 from penstock.engine.run.drive.joining import TransportName
+from penstock.engine.stage.backends import Backend
 
 ALONE = "one process"
 BOTH = "one process on each rank, both at once"
@@ -56,6 +58,8 @@ FAMILIES = {
 }
 AHEAD = ("1F1B", "ZB-V")
 BY_HAND = ("1F1B", "interleaved 1F1B")
+COMPILED = ("1F1B", "interleaved 1F1B", "ZB-V")
+COMPILERS: tuple[Backend, ...] = ("inductor", "aot_eager")
 TRANSPORTS: dict[str, TransportName] = {"threads": "threads", "processes": "shared-memory"}
 HAND_WRITTEN = {"threads": handwritten_threads, "processes": handwritten_processes}
 SECONDS_PER_ROUND = 0.25
@@ -111,6 +115,11 @@ def all_contestants() -> dict[str, Contestant]:
             build = penstock_peer(family, transport)
             contestants[f"Penstock {kind} {name}"] = Contestant(
                 build, threads, family, yardstick=yardstick(kind, name)
+            )
+        for name, compile in product(COMPILED, COMPILERS):
+            build = penstock_peer(FAMILIES[name], transport, compile=compile)
+            contestants[f"Penstock {kind} {name} ({compile})"] = Contestant(
+                build, threads, FAMILIES[name], yardstick=yardstick(kind, name)
             )
         for name in AHEAD:
             build = penstock_peer(FAMILIES[name], transport, ahead=True)

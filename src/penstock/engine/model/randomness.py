@@ -55,7 +55,7 @@ class RandomStream(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run ``func``, giving it our generator if it draws and was given none."""
         named = dict(kwargs or {})
-        if not _draws(func, args, named):
+        if not draws(func, args, named):
             return func(*args, **named)
         self.drew = True
         generator = self._generator(_device_of(args, named))
@@ -74,7 +74,7 @@ class RandomStream(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._generators[device]
 
 
-def _draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether an operation draws from a default generator."""
     if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
         return False
@@ -118,7 +118,7 @@ class _RefusingDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         named = kwargs or {}
-        if _draws(func, args, named):
+        if draws(func, args, named):
             raise InputError(
                 f"{func} draws random numbers during backward. Recomputing dropout (activation "
                 "checkpointing) would draw another mask than forward did: keep dropout outside of "

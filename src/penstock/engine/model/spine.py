@@ -86,8 +86,17 @@ class NamedLayer(NamedTuple):
         return _keys(self, "recalls")
 
 
+def uncompiled(model: Any) -> Any:
+    """What ``torch.compile`` was given to make a model, as a whole, of; the model itself if it was
+    not made so. A pipeline calls layers, which may be compiled themselves."""
+    # Its class takes torch's compiler to import.
+    wraps = isinstance(model, nn.Module) and type(model).__name__ == "OptimizedModule"
+    return model._orig_mod if wraps else model
+
+
 def names_a_spine(model: nn.Module) -> bool:
     """Whether a model says itself which layers it runs, one after another."""
+    model = uncompiled(model)
     chained = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
     return chained or hasattr(model, "spine")
 
@@ -102,6 +111,7 @@ def spine_of(model: nn.Module) -> tuple[NamedLayer, ...]:
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"the model is a {type(model).__name__}, not an nn.Module. {_HOW}")
+    model = uncompiled(model)
     _check_initialised(model)
     layers = tuple(_named(model, _modules(model)))
     if not layers:

@@ -26,6 +26,7 @@ from penstock.engine.run.given_weights import GivenWeights
 from penstock.engine.run.layout import Layout
 from penstock.engine.run.materialising import Init, Initialiser, Values
 from penstock.engine.run.rank.worker import Worker
+from penstock.engine.stage.backends import Backend
 from penstock.engine.stage.stage import Stage
 from penstock.engine.transport import Codec
 from penstock.engine.transport.rendezvous import Rendezvous
@@ -48,6 +49,8 @@ class Running:
     message_types: Sequence[type] = ()
     compare_data: bool = True
     weights: str | os.PathLike[str] | None = None
+    compile: Backend | None = None
+    replay: bool = False
 
     def __post_init__(self) -> None:
         one_of("results", self.results, get_args(Results))
@@ -55,6 +58,7 @@ class Running:
         expect(self.message_types, Sequence, "message_types", "give a list of classes")
         whole("seed", self.seed, -(2**63), 2**64 - 1)
         flag("record", self.record)
+        flag("replay", self.replay)
         if self.weights is not None and self.init == "per-layer":
             raise InputError(
                 'init="per-layer" draws what initial_weights=… gives; leave one of them out'
@@ -75,7 +79,7 @@ class Running:
     @property
     def settings(self) -> dict[str, str]:
         """Arguments that must be alike on all ranks, as text by their names."""
-        names = ("transport", "record", "results", "init")
+        names = ("transport", "record", "results", "init", "compile", "replay")
         return {name: repr(getattr(self, name)) for name in names}
 
 

@@ -19,8 +19,15 @@ from penstock.base.errors import ModelError
 from penstock.engine.device.memory import keep_freed_pages, return_freed_pages
 from penstock.engine.device.queue import DeviceQueue
 from penstock.engine.model.randomness import LayerStreams
-from penstock.engine.model.spine import NamedLayer, names_a_spine, spine_fingerprint, spine_of
+from penstock.engine.model.spine import (
+    NamedLayer,
+    names_a_spine,
+    spine_fingerprint,
+    spine_of,
+    uncompiled,
+)
 from penstock.engine.run.assembly import Assembly, Running
+from penstock.engine.run.compiling import compile_stages
 from penstock.engine.run.connecting import (
     Connections,
     InProcess,
@@ -213,24 +220,32 @@ def build(
             keep_freed_pages()
         else:  # kept pages would be missing in a budget
             return_freed_pages()
-        model = in_layers(model, plan)
+        given, model = model, in_layers(model, plan)
         layers = spine_of(model)
         plan.check_model([layer.name for layer in layers], spine_fingerprint(layers))
         outside = OuterModules(model, layers)
         outside.check()
         recipe, running = described(model)
+        if model is not given and model is uncompiled(given) and running.compile is None:
+            warnings.warn(
+                "the model was compiled as a whole, which a pipeline does not call: its layers run "
+                "as they are. Give Pipeline(…, compile=True), which compiles each stage's passes",
+                RuntimeWarning,
+                stacklevel=5,
+            )
         check_trains(layers, recipe)
         parts = assemble(model, layers, plan, recipe, running, meeting)
         return Built(model, parts, recipe, outside)
 
 
 def in_layers(model: nn.Module, plan: Plan) -> nn.Module:
-    """The model itself if it names its spine, or if nobody knows how the plan cuts it; otherwise
-    captured as it was for the plan.
+    """The model itself, and not what torch.compile made of it, if it names its spine, or if nobody
+    knows how the plan cuts it; otherwise captured as it was for the plan.
 
     Raises:
         ModelError: it cannot be traced any more.
     """
+    model = uncompiled(model)
     if not isinstance(model, nn.Module) or names_a_spine(model):
         return model
     # Tracing takes seconds to import, and few models need it.
@@ -295,6 +310,7 @@ def _assembled(
     placement.shard(layout, stages)
     setup = SwapSetup(plan, layout, recipe, values, devices, seconds)
     workers = _workers(connections, stages, setup, queues)
+    compile_stages(plan, recipe, running, stages.values(), devices.values())
     placement.begin(workers, layout)
     driver = placement.driver(workers)
     cutter = cutter_of(plan, layout, recipe, devices, queues)

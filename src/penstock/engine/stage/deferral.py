@@ -223,10 +223,10 @@ def _accumulate_all(entries: deque[_DeferredGradient]) -> None:
                     sums[key] = total
                 else:
                     owned = before is not None or entry.formula is not None
-                    _accumulate(parameter, total, owned)
+                    accumulate(parameter, total, owned)
 
 
-def _accumulate(parameter: Tensor, gradient: Tensor, owned: bool) -> None:
+def accumulate(parameter: Tensor, gradient: Tensor, owned: bool) -> None:
     """Add to ``.grad`` as autograd does; a first gradient that nobody else has is adopted."""
     if not parameter.requires_grad:
         return

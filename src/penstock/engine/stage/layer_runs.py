@@ -101,6 +101,7 @@ class LayerRuns:
     Attributes:
         carries: keys of what layers leave for the next slice.
         formers: for all that runs these layers so that they can run again.
+        recomputes: as ``recompute``.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class LayerRuns:
         self._layers = layers
         self._first_layer = first_layer
         self._streams = streams
-        self._recompute = recompute
+        self.recomputes = recompute
         self._calls = [call_of(layer, num_slices) for layer in layers]
         self.carries = [key for _, key in self._calls if key is not None]
         self.formers = Formers()
@@ -143,7 +144,7 @@ class LayerRuns:
     def _find_plain(self) -> bool:
         return (
             len(self._plain) == len(self._layers)
-            and not self._recompute
+            and not self.recomputes
             and all(
                 self._streams.is_quiet(index, module.training)
                 for index, module in enumerate(self._modules, self._first_layer)
@@ -163,7 +164,7 @@ class LayerRuns:
             where: for random streams.
             again: the whole stage will run again, so no layer needs to prepare for that.
         """
-        if self._recompute and torch.is_grad_enabled() and not again:
+        if self.recomputes and torch.is_grad_enabled() and not again:
             return self._run_units(value, skips, where)
         drew = False
         for place, layer in enumerate(self._layers):

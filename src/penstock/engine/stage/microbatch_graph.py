@@ -7,7 +7,8 @@ looked at before any weight learns from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import cmath
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum
@@ -21,13 +22,25 @@ from penstock.base.errors import InputError
 from penstock.engine.device.accelerators import is_on_host
 from penstock.engine.model import tree
 from penstock.engine.model.randomness import NoDraws
-from penstock.engine.stage.deferral import Deferral
+from penstock.engine.stage.deferral import Deferral, accumulate
 
 Gradients = Sequence[Tensor | None]
 """One per leaf of a value, ``None`` where nothing flows back."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)
 """Classes of values that may pass between stages beside tensors: they can hold none."""
+
+
+class Produced(NamedTuple):
+    """The results of a forward, detached.
+
+    Attributes:
+        value: the output, or the loss if there is a criterion.
+        skips: what layers stashed for later stages, by key.
+    """
+
+    value: Any
+    skips: dict[str, Any]
 
 
 class InputGradients(NamedTuple):
@@ -127,6 +140,27 @@ class MicrobatchGraph:
             handed = [gradients, *skip_gradients.values(), result.inputs, *result.skips.values()]
             _keep_apart(first, [tensor for those in handed for tensor in those])
         return result
+
+    @property
+    def output_shapes(self) -> list[tuple[int, ...] | None]:
+        """The shape of each leaf of the output that has a gradient."""
+        return [
+            None if edge is None else tuple(edge.node._input_metadata[edge.output_nr].shape)
+            for edge in self.outputs
+        ]
+
+    def differentiated(self, produced: Produced) -> Iterator[Tensor]:
+        """The tensors of what the forward has produced through which gradients come back."""
+        pairs = [(self.outputs, produced.value)]
+        pairs += [(ends, produced.skips[key]) for key, ends in self.stashed.items()]
+        for ends, value in pairs:
+            for edge, leaf in zip(ends, tree.flatten(value)[0], strict=True):
+                if edge is not None:
+                    yield leaf
+
+    def held(self) -> list[Tensor]:
+        """The tensors that are kept outside of autograd's graph."""
+        return tree.tensors([self.inputs, self.recalled])
 
     def _with_skips(
         self, gradients: Gradients, skip_gradients: Mapping[str, Gradients]
@@ -266,6 +300,39 @@ def _keep_apart(parameters: Iterable[Tensor], handed: Iterable[Tensor | None]) -
             parameter.grad = parameter.grad.clone()
 
 
+def add_gradients(
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Tensor | None],
+    handed: Iterable[Tensor | None],
+) -> None:
+    """Add gradients to ``.grad`` of parameters, as autograd does.
+
+    Args:
+        gradients: one for each parameter; nobody else keeps them, but for ``handed``.
+        handed: gradients that others have been given, or are given.
+    """
+    totals: list[Tensor] = []
+    added: list[Tensor] = []
+    others: list[tuple[Tensor, Tensor]] = []
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is None:
+            continue
+        total = parameter.grad
+        if total is None or parameter._post_accumulate_grad_hooks or parameter._backward_hooks:
+            others.append((parameter, gradient))
+        else:
+            totals.append(total)
+            added.append(gradient)
+    with torch.no_grad():
+        if totals:
+            torch._foreach_add_(totals, added)
+        if others:
+            met = {_address(tensor) for tensor in handed if tensor is not None}
+            for parameter, gradient in others:
+                accumulate(parameter, gradient, owned=_address(gradient) not in met)
+                met.add(_address(gradient))
+
+
 def _address(tensor: Tensor) -> int | None:
     """The address of its memory, if it has some that others may share."""
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else None
@@ -298,9 +365,10 @@ def check_finite(microbatch: int, name: str, tensors: Iterable[Tensor | None]) -
     Raises:
         NotFinite: one of them holds what is infinite or not a number; arguments as for it.
     """
-    for tensor in tensors:
-        if tensor is not None and (value := _not_finite(tensor)) is not None:
-            raise NotFinite(microbatch, name, value)
+    with torch.no_grad():
+        for tensor in tensors:
+            if tensor is not None and (value := _not_finite(tensor)) is not None:
+                raise NotFinite(microbatch, name, value)
 
 
 def _not_finite(tensor: Tensor) -> complex | None:
@@ -309,9 +377,9 @@ def _not_finite(tensor: Tensor) -> complex | None:
     if not has_some or not is_on_host(tensor.device):
         return None
     values = tensor._values() if tensor.layout is torch.sparse_coo else tensor
-    values = values.detach()
-    # A sum is read off in one pass; of large numbers it may be infinite, and they are not.
-    if bool(values.sum().isfinite()):
+    # A sum is read off in one pass; of large numbers it may be infinite, and they are not. Asking
+    # torch whether it is finite takes longer than the sum.
+    if cmath.isfinite(values.sum().item()):
         return None
     wrong = values[~values.isfinite()]
     return wrong[0].item() if wrong.numel() else None

@@ -10,14 +10,11 @@ arXiv 2210.09147.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-
-from torch import Tensor
+from collections.abc import Mapping
 
 from penstock.base.errors import InputError
-from penstock.engine.model import tree
-from penstock.engine.stage.microbatch_graph import Gradients, MicrobatchGraph, check_finite
-from penstock.engine.stage.protocol import Produced
+from penstock.engine.stage.microbatch_graph import Gradients, Produced, check_finite
+from penstock.engine.stage.protocol import StageGraph
 
 
 class NewestGraph:
@@ -40,14 +37,14 @@ class NewestGraph:
         self.stays_finite = False
         self._stage = stage
         self._age = age
-        self._graph: MicrobatchGraph | None = None
+        self._graph: StageGraph | None = None
 
     @property
     def there(self) -> bool:
         """Whether there is a graph."""
         return self._graph is not None
 
-    def of(self, microbatch: int) -> MicrobatchGraph | None:
+    def of(self, microbatch: int) -> StageGraph | None:
         """The graph, if it is that of a microbatch."""
         return self._graph if self.microbatch == microbatch else None
 
@@ -55,7 +52,7 @@ class NewestGraph:
         """Forget the last graph."""
         self.microbatch, self._graph = -1, None
 
-    def replace(self, microbatch: int, graph: MicrobatchGraph | None, produced: Produced) -> None:
+    def replace(self, microbatch: int, graph: StageGraph | None, produced: Produced) -> None:
         """Forget the last graph, and keep this one; ``None`` if the forward has left none.
 
         Raises:
@@ -65,12 +62,13 @@ class NewestGraph:
         self.forget()
         if graph is not None and self.stays_finite and self._age:
             name = f"the output of stage {self._stage}"
-            check_finite(microbatch, name, _differentiated(graph, produced))
+            # A mask may be infinite, and no gradient comes back through it.
+            check_finite(microbatch, name, graph.differentiated(produced))
         self.microbatch, self._graph = microbatch, graph
 
     def take(
         self, microbatch: int, gradients: Gradients, skip_gradients: Mapping[str, Gradients]
-    ) -> MicrobatchGraph | None:
+    ) -> StageGraph | None:
         """The graph that the gradients of a microbatch go through; nobody else will.
 
         Returns:
@@ -91,25 +89,12 @@ class NewestGraph:
         self._check_shapes(microbatch, graph, gradients)
         return graph
 
-    def _check_shapes(self, microbatch: int, graph: MicrobatchGraph, gradients: Gradients) -> None:
-        for edge, gradient in zip(graph.outputs, gradients, strict=True):
-            if edge is None or gradient is None:
-                continue
-            made = tuple(edge.node._input_metadata[edge.output_nr].shape)
-            if tuple(gradient.shape) != made:
+    def _check_shapes(self, microbatch: int, graph: StageGraph, gradients: Gradients) -> None:
+        for made, gradient in zip(graph.output_shapes, gradients, strict=True):
+            if made is not None and gradient is not None and tuple(gradient.shape) != made:
                 raise InputError(
                     f"stage {self._stage} has made {made} of microbatch {self.microbatch}, "
                     f"through which the gradient of microbatch {microbatch} is to go, but that has "
                     f"shape {tuple(gradient.shape)}; frames of a stream must have the same shape: "
                     "resize them, or close the stream and begin another"
                 )
-
-
-def _differentiated(graph: MicrobatchGraph, produced: Produced) -> Iterator[Tensor]:
-    """The tensors of a forward through which gradients come back: a mask may be infinite."""
-    pairs = [(graph.outputs, produced.value)]
-    pairs += [(edges, produced.skips[key]) for key, edges in graph.stashed.items()]
-    for edges, value in pairs:
-        for edge, leaf in zip(edges, tree.flatten(value)[0], strict=True):
-            if edge is not None:
-                yield leaf

@@ -6,17 +6,41 @@ both, so it sees no more than this.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from penstock.engine.stage.microbatch_graph import Gradients, InputGradients
+from penstock.engine.stage.microbatch_graph import Gradients, InputGradients, Produced
 
 Criterion = Callable[[Any], Tensor]
 """From a stage's output to the loss of that microbatch."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossOfTargets:
+    """A criterion of which is known what it consists of.
+
+    Attributes:
+        loss: of (output, targets).
+        targets: what the output is compared with.
+        look: to be shown the output, by itself, before the loss is used; nothing of the loss
+            depends on it.
+    """
+
+    loss: Callable[[Any, Any], Tensor]
+    targets: Any
+    look: Callable[[Any], None] | None = None
+
+    def __call__(self, outputs: Any) -> Tensor:
+        """The loss of the microbatch."""
+        if self.look is not None:
+            self.look(outputs)
+        return self.loss(outputs, self.targets)
+
 
 NO_SKIPS: Mapping[str, Any] = MappingProxyType({})
 
@@ -29,16 +53,48 @@ class Keep(Enum):
     INPUT = "recompute will come, so nothing but the input is kept"
 
 
-class Produced(NamedTuple):
-    """The results of a forward, detached.
+class StageGraph(Protocol):
+    """All that one microbatch leaves behind on a stage until its backward.
 
     Attributes:
-        value: the output, or the loss if there is a criterion.
-        skips: what layers stashed for later stages, by key.
+        parameters: whose gradients the backward may accumulate.
     """
 
-    value: Any
-    skips: dict[str, Any]
+    parameters: Sequence[Tensor]
+
+    @property
+    def deferral(self) -> DeferredGradients | None:
+        """Where weight gradients wait, if the backward is split."""
+
+    def backward(
+        self, gradients: Gradients, skip_gradients: Mapping[str, Gradients]
+    ) -> InputGradients:
+        """Go back once; what is not deferred accumulates in ``.grad`` of the parameters.
+
+        Args:
+            gradients: of the output's leaves.
+            skip_gradients: of the leaves of skips, by key; those of the last reader first.
+        """
+
+    @property
+    def output_shapes(self) -> Sequence[tuple[int, ...] | None]:
+        """The shape of each leaf of the output that has a gradient."""
+
+    def differentiated(self, produced: Produced) -> Iterable[Tensor]:
+        """The tensors of what the forward has produced through which gradients come back."""
+
+    def held(self) -> list[Tensor]:
+        """The tensors that are kept outside of autograd's graph."""
+
+
+class DeferredGradients(Protocol):
+    """Gradients of weights that are still to be computed."""
+
+    def run(self) -> None:
+        """Compute what was put off and accumulate it in ``.grad``."""
+
+    def held(self) -> list[Tensor]:
+        """The tensors kept for that."""
 
 
 class RunnableStage(Protocol):

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,12 +36,14 @@ from penstock.engine.model import tree
 from penstock.engine.model.randomness import LayerStreams
 from penstock.engine.model.replay import Past, first_run_only, repeating
 from penstock.engine.model.spine import NamedLayer, Skip
+from penstock.engine.stage.backends import Backend
 from penstock.engine.stage.deferral import Deferral, undeferred_parameters
 from penstock.engine.stage.layer_runs import LayerRuns, apart_from_buffers, explain_overwritten
 from penstock.engine.stage.microbatch_graph import (
     Gradients,
     InputGradients,
     MicrobatchGraph,
+    Produced,
     check_finite,
     cut,
     scalar,
@@ -49,10 +51,19 @@ from penstock.engine.stage.microbatch_graph import (
     trained,
 )
 from penstock.engine.stage.newest_graph import NewestGraph
-from penstock.engine.stage.protocol import NO_SKIPS, Criterion, Keep, Produced
+from penstock.engine.stage.protocol import (
+    NO_SKIPS,
+    Criterion,
+    DeferredGradients,
+    Keep,
+    StageGraph,
+)
 from penstock.engine.stage.slices import Relay, slice_name
 from penstock.engine.tensor.vocabulary import DividedOutput
 from penstock.engine.weights.sharded_layers import Copies, ShardedLayers
+
+if TYPE_CHECKING:
+    from penstock.engine.stage.compiled_passes import CompiledStage
 
 __all__ = ["Criterion", "Gradients", "InputGradients", "Keep", "Produced", "Stage"]
 
@@ -138,9 +149,10 @@ class Stage:
         self.recalls = tuple(
             key for layer in self.layers for key in layer.recalls if key not in stashed
         )
-        self._graphs: dict[int, MicrobatchGraph] = {}
+        self._compiled: CompiledStage | None = None
+        self._graphs: dict[int, StageGraph] = {}
         self._past: dict[int, tuple[_ForwardCall, Past]] = {}
-        self._deferred: dict[int, Deferral] = {}
+        self._deferred: dict[int, DeferredGradients] = {}
 
     def shard(self, copies: Copies, *, frees_with: int | None) -> None:
         """Keep rows of the layers' weights from now on; arguments as for ``ShardedLayers``.
@@ -160,6 +172,24 @@ class Stage:
         """Keep some of the experts from now on; arguments as for ``DividedExperts``."""
         self.experts = DividedExperts(self.layers, copies, everyone)
         self._trained = self.experts.trained
+
+    def compile(self, backend: Backend) -> None:
+        """Run passes with gradients as compiled functions from now on: the first of their kind
+        traces and compiles them, which takes seconds.
+
+        Raises:
+            ModelError: the layers have hooks, which no such function would call.
+        """
+        # torch's compilers take a second to import, and few stages need them.
+        from penstock.engine.stage.compiled_passes import CompiledStage
+
+        self._compiled = CompiledStage(
+            self.index,
+            self.layers,
+            self._first_layer,
+            backend,
+            recompute=self._layer_runs.recomputes,
+        )
 
     def stay_finite(self) -> None:
         """From now on, raise ``NotFinite`` where weights would learn through a microbatch that is
@@ -207,13 +237,18 @@ class Stage:
                 or the loss is no number with a gradient.
             NotFinite: what is made is not, and gradients of others would come through it.
         """
-        if not skips and self._is_plain(inputs, criterion, keep):
+        compiled = self._compiled if torch.is_grad_enabled() else None
+        if compiled is None and not skips and self._is_plain(inputs, criterion, keep):
             return self._forward_plainly(microbatch, inputs, criterion, keep)
         if set(skips) != set(self.recalls):
             raise InputError(
                 f"stage {self.index} recalls {sorted(self.recalls)} from earlier stages, but "
                 f"was given {sorted(skips)}"
             )
+        if compiled is not None and keep is not Keep.INPUT:
+            produced, left = compiled.forward(microbatch, step, inputs, skips, criterion, keep)
+            self._keep(microbatch, left, produced)
+            return produced
         taken = self._carried.take(microbatch)
         where = (step, *divmod(microbatch - first, self._num_slices))
         given = _ForwardCall(microbatch, inputs, where, criterion, {**skips, **taken})
@@ -321,7 +356,7 @@ class Stage:
         if self._newest is not None:
             graph = self._newest.of(microbatch)
         if graph is not None:
-            held += [graph.inputs, graph.recalled]
+            held += graph.held()
         if microbatch in self._deferred:
             held += self._deferred[microbatch].held()
         return tree.tensors(held)
@@ -384,7 +419,7 @@ class Stage:
         self._keep(microbatch, graph, produced)
         return produced
 
-    def _keep(self, microbatch: int, graph: MicrobatchGraph | None, produced: Produced) -> None:
+    def _keep(self, microbatch: int, graph: StageGraph | None, produced: Produced) -> None:
         """Keep what a forward leaves for a backward; ``None``: there will be none."""
         if self._newest is not None:
             self._newest.replace(microbatch, graph, produced)
@@ -413,7 +448,7 @@ class Stage:
     def _go_back(
         self,
         microbatch: int,
-        graph: MicrobatchGraph,
+        graph: StageGraph,
         gradients: Gradients,
         skip_gradients: Mapping[str, Gradients],
     ) -> InputGradients:
@@ -441,12 +476,16 @@ class Stage:
 
     def _run(
         self, given: _ForwardCall, keep: Keep, again: bool = False
-    ) -> tuple[Produced, MicrobatchGraph]:
+    ) -> tuple[Produced, StageGraph]:
         """Run the layers on what was given, cut off from all graphs outside of the stage.
 
         ``again``: the whole stage will run again, so no layer needs to prepare for that.
         """
         wants = torch.is_grad_enabled()
+        if wants and self._compiled is not None:
+            return self._compiled.forward(
+                given.microbatch, given.where[0], given.inputs, given.skips, given.criterion, keep
+            )
         leaves, value = cut(given.inputs, wants and self._first_layer > 0)
         recalled = {key: cut(skip, wants) for key, skip in given.skips.items()}
         skips = {key: Skip.of(skip) for key, (_, skip) in recalled.items()}

@@ -19,7 +19,7 @@ from penstock.base.values import one_of
 from penstock.core.example import Dynamic, Example, Granularity
 from penstock.engine.model import microbatches, tree
 from penstock.engine.model.batches import plain
-from penstock.engine.model.spine import run_spine
+from penstock.engine.model.spine import run_spine, uncompiled
 from penstock.engine.tracing.graphs import Traced, UntraceableError, trace
 from penstock.engine.tracing.hidden import Whole
 from penstock.engine.tracing.inputs import Borders, Given, borders_of, described, spread
@@ -280,6 +280,7 @@ def captured_in(
     one_of("dynamic", dynamic, ("rows", "all"))
     if not isinstance(model, nn.Module):
         raise ModelError(f"the model is a {type(model).__name__}, not an nn.Module")
+    model = uncompiled(model)
     _check_python(model)
     inputs = plain(inputs, "inputs")
     _check_names(model)
@@ -342,11 +343,6 @@ def _check_python(model: nn.Module) -> None:
         raise ModelError(
             "the model is a ScriptModule, whose code is not Python's, so it cannot be traced; give "
             "the module that torch.jit made it of"
-        )
-    if isinstance(getattr(model, "_orig_mod", None), nn.Module):
-        raise ModelError(
-            "the model was compiled, so that its modules are not called any more; give what "
-            "torch.compile was given (`model._orig_mod`)"
         )
 
 

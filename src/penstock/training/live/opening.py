@@ -35,6 +35,7 @@ def stream(  # noqa: PLR0913 - everything that a user may want to say
     clip_stage_norm: float | None = None,
     rates: Rates | None = None,
     stop_at_nan: bool = True,
+    replay: bool = False,
     devices: Devices | None = None,
     transport: TransportName = "auto",
     seed: int | None = None,
@@ -66,6 +67,11 @@ def stream(  # noqa: PLR0913 - everything that a user may want to say
             gradient has become so on its way back, or, with ``partime``, what a stage makes of a
             frame through which older gradients would come; before anything is learned through it.
             Never on an accelerator, where every frame would have to be waited for.
+        replay: replay each stage's passes instead of running its layers: on CPUs as functions that
+            torch's Inductor compiles in the first frame, which takes seconds to minutes, on CUDA
+            devices as CUDA graphs. Results are those of eager mode to rounding; what would change
+            from frame to frame is refused, as for ``Pipeline(…, compile=True)``. Frames of which
+            nothing is learned run eagerly.
         devices, transport, seed, deadline_seconds, startup_seconds, message_types, record: as for
             ``Pipeline``.
 
@@ -96,6 +102,7 @@ def stream(  # noqa: PLR0913 - everything that a user may want to say
             record=record,
             results="every rank",
             devices=devices,
+            replay=replay,
             message_types=message_types,
             compare_data=False,
         )

@@ -30,6 +30,7 @@ from penstock.engine.run.materialising import Init
 from penstock.engine.run.minibatch import Minibatch, StreamPosition
 from penstock.engine.run.outcome import MinibatchOutcome
 from penstock.engine.run.recipe import BatchNormStatistics, Loss, LossScale, Metric, Recipe
+from penstock.engine.stage.backends import Backend, backend_of
 from penstock.planning.plans import Plan
 from penstock.training.checkpoint.saving import Checkpoints, InCourse
 from penstock.training.pipeline.habits import ARGUMENTS, BATCH, EVALUATED
@@ -80,6 +81,12 @@ class Pipeline(PipelineState):
             ranks that were planned for accelerators take this process's in their order, under
             ``torchrun`` that of ``LOCAL_RANK``, and all others the CPU. Each stage of the model is
             moved to its rank's device.
+        compile: run each stage's forward and backward as compiled functions, made in its first
+            microbatch (seconds to minutes): ``True`` or ``"inductor"`` by torch's Inductor, which
+            needs a C++ compiler on a CPU; ``"aot_eager"``: the operations of eager mode, called
+            without modules and without a graph. Results are those of eager mode to rounding. What
+            would change from pass to pass is refused: shapes, random draws, forward hooks, code
+            that asks for values. Evaluation stays eager.
         init: ``"given"``: the model has the values with which it was built, and only what is on
             ``meta`` gets new ones. ``"per-layer"``: every layer draws its parameters anew by the
             ``reset_parameters`` of its modules, from the ``seed`` and its number in the model, so
@@ -149,6 +156,7 @@ class Pipeline(PipelineState):
         count_memory: bool = False,
         batch_norm: BatchNormStatistics = "microbatch",
         devices: Devices | None = None,
+        compile: bool | Backend = False,
         init: Init = "given",
         initial_weights: str | os.PathLike[str] | None = None,
         transport: TransportName = "auto",
@@ -183,19 +191,19 @@ class Pipeline(PipelineState):
                 versions=plan.versions,
                 weighting=Weighting.of_loss(loss, reduction, weight),
             )
-            running = Running(
+            return recipe, Running(
                 transport=transport,
                 seed=torch.initial_seed() if seed is None else seed,
                 deadlines=deadlines,
                 record=record,
                 results=results,
                 devices=devices,
+                compile=backend_of(compile),
                 init=init,
                 weights=initial_weights,
                 message_types=message_types,
                 compare_data=compare_data,
             )
-            return recipe, running
 
         with Telling("building a Pipeline"):
             built = build(model, plan, transport, deadlines, described)

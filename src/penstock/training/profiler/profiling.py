@@ -33,7 +33,13 @@ from penstock.engine.model.batches import (
     plain,
 )
 from penstock.engine.model.optimizer_factory import OptimizerFactory
-from penstock.engine.model.spine import evaluation_mode, names_a_spine, run_spine, spine_of
+from penstock.engine.model.spine import (
+    evaluation_mode,
+    names_a_spine,
+    run_spine,
+    spine_of,
+    uncompiled,
+)
 from penstock.engine.run.recipe import Loss, check_loss
 from penstock.training.profiler.alone import WARM_UP, Progress, Sample, measure_alone
 from penstock.training.profiler.alone.heads import with_loss_of_head
@@ -289,6 +295,7 @@ def with_own_loss(model: nn.Module, inputs: Any) -> Sample:
 
 def traced_unless_a_chain(model: nn.Module, inputs: Any) -> nn.Module:
     """The model itself if it names its spine; otherwise captured, for ``Pipeline`` too."""
+    model = uncompiled(model)
     if not isinstance(model, nn.Module) or names_a_spine(model):
         return model
     # Tracing takes seconds to import, and few models need it.

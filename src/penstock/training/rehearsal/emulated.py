@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from penstock.core.schedule import Kind, Op
 from penstock.core.timing.costs import Costs
-from penstock.engine.stage.microbatch_graph import Gradients, InputGradients
-from penstock.engine.stage.protocol import NO_SKIPS, Criterion, Keep, Produced
+from penstock.engine.stage.microbatch_graph import Gradients, InputGradients, Produced
+from penstock.engine.stage.protocol import NO_SKIPS, Criterion, Keep
 from penstock.engine.transport import Edge, Transport
 from penstock.engine.transport.base import OnTop
 

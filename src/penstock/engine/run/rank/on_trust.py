@@ -37,7 +37,7 @@ from penstock.engine.run.rank.protocols import NOTHING_KNOWN, UpdateProtocol, Up
 from penstock.engine.run.rank.steps import BoundStep, Forward
 from penstock.engine.run.rank.updater import Updater
 from penstock.engine.run.rank.work import RankWork
-from penstock.engine.stage.protocol import Produced
+from penstock.engine.stage.microbatch_graph import Produced
 
 
 class UpdatesOnTrust(UpdateProtocol):

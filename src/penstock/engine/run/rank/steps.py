@@ -22,8 +22,8 @@ from penstock.engine.run.rank.protocols import UpdateProtocols
 from penstock.engine.run.rank.updater import Updater
 from penstock.engine.run.rank.work import RankWork
 from penstock.engine.run.replicas import SharedState
-from penstock.engine.stage.microbatch_graph import Gradients, InputGradients
-from penstock.engine.stage.protocol import Keep, Produced, RunnableStage
+from penstock.engine.stage.microbatch_graph import Gradients, InputGradients, Produced
+from penstock.engine.stage.protocol import Keep, RunnableStage
 from penstock.engine.transport import Edge
 from penstock.engine.weights.store import WeightStore, refuse_autocast
 

@@ -32,7 +32,7 @@ from penstock.engine.run.rank.program import SkipChannel
 from penstock.engine.run.recipe import Recipe
 from penstock.engine.stage import microbatch_graph
 from penstock.engine.stage.microbatch_graph import Gradients
-from penstock.engine.stage.protocol import Criterion
+from penstock.engine.stage.protocol import Criterion, LossOfTargets
 from penstock.engine.transport import Edge, Transport
 from penstock.engine.weights.store import WeightStore
 
@@ -281,17 +281,19 @@ class RankWork:
         if self.minibatch.listener is not None and targets is None:
             return None  # nobody has said what this frame should give
 
-        def criterion(outputs: Any) -> Tensor:
-            if self.minibatch.listener is not None:
-                self.result.outputs[number] = _own(outputs)
-            if metrics:
-                with torch.no_grad():
-                    for name, metric in metrics.items():
-                        measured = _number(name, metric(outputs, targets))
-                        self.result.metrics.setdefault(name, {})[number] = measured
-            return loss(outputs, targets)
+        look = None
+        if metrics or self.minibatch.listener is not None:
+            look = partial(self._look, number, targets)
+        return LossOfTargets(loss, targets, look)
 
-        return criterion
+    def _look(self, number: int, targets: Any, outputs: Any) -> None:
+        """Take from an output what is wanted beside its loss."""
+        if self.minibatch.listener is not None:
+            self.result.outputs[number] = _own(outputs)
+        with torch.no_grad():
+            for name, metric in self._recipe.metrics.items():
+                measured = _number(name, metric(outputs, targets))
+                self.result.metrics.setdefault(name, {})[number] = measured
 
     def keep(self, unit: int, produced: Any) -> None:
         """The loss of the last stage, or its output.
