@@ -9,9 +9,11 @@ used, so nothing comes back behind an update.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -19,71 +21,169 @@ from penstock.engine.reduce.reducer import Reducer, SharedWeights
 from penstock.engine.reduce.sharding import Shard
 from penstock.engine.transport import Edge, Transport, groups
 from penstock.engine.weights.sharded_layers import ShardedLayers
+from penstock.planning.plans.summing import Summing
+
+
+class HomeGroups(NamedTuple):
+    """Torch's process groups of the copies of a stage, as one of them has them.
+
+    Attributes:
+        every: of all copies.
+        inside: of those that have the weights together, this one among them; ``every`` where all
+            have.
+        between: of those that have the same shard, this one among them, in the order of their
+            hosts; ``None`` where no other copy has.
+        ranks: of all copies.
+        near: of ``inside``.
+    """
+
+    every: dist.ProcessGroup
+    inside: dist.ProcessGroup
+    between: dist.ProcessGroup | None
+    ranks: Sequence[int]
+    near: Sequence[int]
+
+
+def make_homes(
+    homes: Mapping[int, Sequence[int]], summing: Summing, rank: int, seconds: float
+) -> dict[int, HomeGroups]:
+    """The groups of the stages that a rank has copies of. All ranks call it.
+
+    Args:
+        homes: the ranks of each stage that has copies.
+        summing: the plan's; its outermost levels say which copies have the weights together.
+        seconds: how long ranks wait for each other.
+    """
+    teams = {stage: summing.shard_groups(ranks) for stage, ranks in homes.items()}
+    kinds = {
+        stage: ([ranks], teams[stage], [*zip(*teams[stage], strict=True)])
+        if len(teams[stage]) > 1
+        else ([ranks],)
+        for stage, ranks in homes.items()
+    }
+    parts = [(stage, team) for stage, own in kinds.items() for kind in own for team in kind]
+    made = groups.make_groups(seconds, [team for _, team in parts])
+    groups_of: dict[int, list[dist.ProcessGroup]] = {stage: [] for stage in homes}
+    for (stage, team), group in zip(parts, made, strict=True):
+        if rank in team:
+            groups_of[stage].append(group)
+    return {
+        stage: HomeGroups(
+            every=own[0],
+            inside=own[1] if len(own) > 1 else own[0],
+            between=own[2] if len(own) > 1 else None,
+            ranks=homes[stage],
+            near=next(team for team in teams[stage] if rank in team),
+        )
+        for stage, own in groups_of.items()
+        if own
+    }
+
+
+class _PendingGather(dist.Work):
+    """An all-gather under way, whose error says who is missing."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        super().__init__()
+        self._wait = wait
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        self._wait()
+        return True
 
 
 class CopiesOfStage:
     """The copies of a stage, as one of them reaches the others through torch (``Copies``).
 
     Args:
-        group: of their processes.
-        ranks: theirs.
+        home: the groups of their processes.
         rank: this one's.
         transport: knows how long to wait.
 
     Attributes:
-        group: as given.
-        size: how many there are.
-        index: which one this is.
-        closed: whether the group is used no more.
+        group: of those that have the weights together.
+        size: how many these are.
+        index: which of them this is.
+        closed: whether the groups are used no more.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, ranks: Sequence[int], rank: int, transport: Transport
-    ) -> None:
-        self.group = group
-        self.size = len(ranks)
-        self.index = ranks.index(rank)
+    def __init__(self, home: HomeGroups, rank: int, transport: Transport) -> None:
+        self.group = home.inside
+        self.size = len(home.near)
+        self.index = home.near.index(rank)
         self.closed = False
-        self._others = " or ".join(str(other) for other in ranks if other != rank)
+        self._home = home
+        self._others = " or ".join(str(other) for other in home.ranks if other != rank)
         self._rank = rank
         self._transport = transport
-        groups.lend(group, self)
+        for group in self._groups:
+            groups.lend(group, self)
+
+    @property
+    def _groups(self) -> list[dist.ProcessGroup]:
+        known = (self._home.every, self._home.inside, self._home.between)
+        return [*{id(group): group for group in known if group is not None}.values()]
 
     def release(self) -> None:
-        """The group has been destroyed, and nobody asks it any more."""
+        """A group has been destroyed, and nobody asks it any more."""
 
     def close(self, *, failed: bool) -> None:
         if failed and not self.closed:
-            groups.end(self.group)
+            for group in self._groups:
+                groups.end(group)
         self.closed = True
 
-    def gather(self, output: Tensor, own: Tensor) -> None:
+    def gather(self, output: Tensor, own: Tensor) -> dist.Work:
         # torch before 2.13 has the same by another name, which later ones warn of.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         ask = partial(gather, output, own)
-        self._done(ask, "gathering the weights of a layer")
+        return _PendingGather(self._asked(ask, "gathering the weights of a layer", self.group))
 
     def exchange(self, output: Tensor, own: Tensor) -> None:
-        self._done(partial(dist.all_to_all_single, output, own), "summing gradients")
+        ask = partial(dist.all_to_all_single, output, own)
+        self._asked(ask, "summing gradients", self.group)()
+
+    def sum_between(self, shard: Tensor) -> Tensor:
+        between = self._home.between
+        if between is None:
+            return shard
+        # Each adds a part for all, in the order of the hosts.
+        count = dist.get_world_size(between)
+        length = -(-len(shard) // count)
+        sent = torch.nn.functional.pad(shard, (0, count * length - len(shard)))
+        received = torch.empty_like(sent)
+        doing = "summing gradients between hosts"
+        self._asked(partial(dist.all_to_all_single, received, sent), doing, between)()
+        first, *others = received.split(length)
+        total = first.clone()
+        for term in others:
+            total += term
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        self._asked(partial(gather, received, total), doing, between)()
+        return received[: len(shard)]
 
     def largest(self, numbers: Tensor) -> None:
         ask = partial(dist.all_reduce, numbers, op=dist.ReduceOp.MAX)
-        self._done(ask, "comparing which gradients there are")
+        self._asked(ask, "comparing which gradients there are", self._home.every)()
 
     def add(self, numbers: Tensor) -> None:
-        self._done(partial(dist.all_reduce, numbers), "adding the norms of gradients")
+        ask = partial(dist.all_reduce, numbers)
+        self._asked(ask, "adding the norms of gradients", self.group)()
 
     def take_first(self, values: Tensor) -> None:
         ask = partial(dist.broadcast, values, group_src=0)
-        self._done(ask, "taking the weights that the first copy has")
+        self._asked(ask, "taking the weights that the first copy has", self._home.every)()
 
-    def _done(self, ask: Callable[..., Any], doing: str) -> None:
+    def _asked(
+        self, ask: Callable[..., Any], doing: str, group: dist.ProcessGroup
+    ) -> Callable[[], None]:
+        """Ask a group for something; what is given back waits for it."""
         where = f"rank {self._rank}, {doing}"
         try:
-            work = ask(group=self.group, async_op=True)
+            work = ask(group=group, async_op=True)
         except RuntimeError as error:
             raise groups.lost(where, self._others) from error
-        groups.wait(work, self._transport.patience, self._others, where)
+        return partial(groups.wait, work, self._transport.patience, self._others, where)
 
 
 class FullyShardedReducer(Reducer):

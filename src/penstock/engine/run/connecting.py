@@ -20,7 +20,7 @@ from penstock.engine.device.accelerators import HOST, devices_of_ranks
 from penstock.engine.device.queue import AcceleratorQueue, DeviceQueue
 from penstock.engine.model.spine import NamedLayer, spine_fingerprint
 from penstock.engine.reduce import sums
-from penstock.engine.reduce.fully_sharded import CopiesOfStage
+from penstock.engine.reduce.fully_sharded import CopiesOfStage, make_homes
 from penstock.engine.reduce.owners import OwnerReducer
 from penstock.engine.reduce.reducer import MakeReducer
 from penstock.engine.run.assembly import Running
@@ -56,7 +56,6 @@ from penstock.engine.transport import (
     ThreadTransport,
     Transport,
     connect,
-    groups,
 )
 from penstock.engine.transport.device_link import DeviceLink
 from penstock.engine.transport.on_devices import (
@@ -403,11 +402,9 @@ class InProcess(RankPlacement):
         ranks_of = self.plan.placement.ranks_of
         homes = {stage: ranks_of(stage) for stage in range(len(self.plan.stages))}
         homes = {stage: ranks for stage, ranks in homes.items() if len(ranks) > 1}
-        made = groups.make_groups(seconds, [*homes.values()])
+        made = make_homes(homes, self.plan.summing, rank, seconds)
         copies = {
-            stage: CopiesOfStage(group, ranks, rank, self._transport)
-            for (stage, ranks), group in zip(homes.items(), made, strict=True)
-            if rank in ranks
+            stage: CopiesOfStage(home, rank, self._transport) for stage, home in made.items()
         }
         layout.shard(own, copies)
         for index in copies:

@@ -8,7 +8,11 @@ ones, its layers are gathered once, too. Copies compare what they have gathered 
 in a model that takes other ways in other microbatches, they might take each other's layers for
 their own. Gradients stay whole, in the gathered parameters, until
 the last microbatch has come back, since copies meet for sums once per update, whatever runs
-backward: whole, split, or a forward a second time.
+backward: whole, split, or a forward a second time. While a layer computes, the next one's rows come
+already, forward and backward.
+
+Copies may be shared out over hosts (hybrid): those of a host have a shard each, which the same ones
+on the other hosts have as well, so that only sums of shards pass between hosts.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.base.errors import ModelError, RunError
+from penstock.engine.masters import gradient_dtype, take_gradient_dtype
 from penstock.engine.model.spine import NamedLayer
 
 # ``fully_shard`` and its tensors take two seconds to import, and few pipelines need them.
@@ -36,26 +41,31 @@ class Copies(Protocol):
     the same methods in the same order.
 
     Attributes:
-        group: torch's process group.
-        size: how many there are.
-        index: which one this is.
+        group: torch's process group of those that have the weights together, each a shard of them:
+            all, or those of a host.
+        size: how many these are.
+        index: which of them this is.
     """
 
     group: dist.ProcessGroup
     size: int
     index: int
 
-    def gather(self, output: Tensor, own: Tensor) -> None:
-        """Fill ``output`` with what each has, one after the other."""
+    def gather(self, output: Tensor, own: Tensor) -> dist.Work:
+        """Begin to fill ``output`` with what each of the group has, one after the other; who waits
+        for it learns who is missing."""
 
     def exchange(self, output: Tensor, own: Tensor) -> None:
-        """Give row i of ``own`` to copy i, and take row j of ``output`` from copy j."""
+        """Give row i of ``own`` to copy i of the group, and take row j of ``output`` from j."""
+
+    def sum_between(self, shard: Tensor) -> Tensor:
+        """The sum of a vector and those of the copies that have the same shard on other hosts."""
 
     def largest(self, numbers: Tensor) -> None:
         """Make each number the largest that a copy has."""
 
     def add(self, numbers: Tensor) -> None:
-        """Make each number the sum of those of all copies."""
+        """Make each number the sum of those of all shards."""
 
     def take_first(self, values: Tensor) -> None:
         """Overwrite values with those of the first copy."""
@@ -80,21 +90,28 @@ class Gathered:
 
 
 class _Gather:
-    """All-gather as ``fully_shard`` asks for it, with errors that say who is missing."""
+    """All-gather as ``fully_shard`` asks for it, with errors that say who is missing.
+
+    Attributes:
+        last: the one that was begun last, if nobody has computed with it yet.
+    """
 
     def __init__(self, copies: Copies, number: int, seen: Gathered) -> None:
         self._copies = copies
         self._number = number
         self._seen = seen
+        self.last: dist.Work | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: object, async_op: bool = False
-    ) -> None:
+    ) -> dist.Work:
+        # It is waited for where the layer computes, whoever asked, and however.
         self._seen.add(self._number)
-        self._copies.gather(output_tensor, input_tensor)
+        self.last = self._copies.gather(output_tensor, input_tensor)
+        return self.last
 
 
 class ShardedParameter(NamedTuple):
@@ -158,7 +175,8 @@ class _Unit:
         fully_shard(layer.module, mesh=mesh, reshard_after_forward=False)
         assert isinstance(layer.module, FSDPModule)
         self.sharded: FSDPModule = layer.module
-        self.sharded.set_custom_all_gather(_Gather(copies, number, seen))  # type: ignore[arg-type]
+        self._gather = _Gather(copies, number, seen)
+        self.sharded.set_custom_all_gather(self._gather)  # type: ignore[arg-type]
         # Sums are made behind the last W, of which ``fully_shard`` knows nothing.
         self.sharded.set_requires_gradient_sync(False)
         self.sharded.set_reshard_after_backward(False)
@@ -168,7 +186,18 @@ class _Unit:
         self.parameters = [_sharded(whole) for whole in layer.module.parameters()]
 
     def _note(self, *_: Any) -> None:
+        self._gather.last = None
         self.whole = list(self.module.parameters())
+
+    def prefetch(self, before: _Unit | None, after: _Unit | None) -> None:
+        """Say which layers' rows are to come already while this one computes.
+
+        Args:
+            before: the one that goes backward next.
+            after: the one that goes forward next.
+        """
+        self.sharded.set_modules_to_backward_prefetch([] if before is None else [before.sharded])
+        self.sharded.set_modules_to_forward_prefetch([] if after is None else [after.sharded])
 
     def free_after_use(self, frees: bool) -> None:
         """Say whether whole parameters go behind each forward and backward."""
@@ -180,6 +209,14 @@ class _Unit:
         """Within, the module has whole parameters."""
         self.sharded.unshard()
         yield
+        self.free()
+
+    def free(self) -> None:
+        """Keep no gathered values."""
+        if self._gather.last is not None:
+            # Nobody has computed with it; left as it is, it would be taken for the next ones.
+            self.sharded.unshard()
+            self._gather.last = None
         self.sharded.reshard()
 
     @property
@@ -204,7 +241,7 @@ class _Unit:
             return
         size = self._copies.size
         lengths = [_most_numbers(whole, size) for whole, _ in due]
-        sent = torch.zeros(size, sum(lengths), dtype=due[0][0].dtype)
+        sent = torch.zeros(size, sum(lengths), dtype=gradient_dtype(due[0][0]))
         for (whole, _), column in zip(due, torch.split(sent, lengths, 1), strict=True):
             if whole.grad is not None:
                 numbers = whole.grad.reshape(-1)
@@ -218,8 +255,10 @@ class _Unit:
         total = received[0].clone()
         for term in received[1:]:
             total += term
-        for (_, rows), numbers in zip(due, torch.split(total, lengths), strict=True):
+        total = self._copies.sum_between(total)
+        for (whole, rows), numbers in zip(due, torch.split(total, lengths), strict=True):
             fresh = numbers[: rows.numel()].view_as(rows)
+            take_gradient_dtype(rows, whole)
             rows.grad = fresh if rows.grad is None else rows.grad + fresh
 
 
@@ -295,6 +334,10 @@ class ShardedLayers:
                 unit.free_after_use(frees)
             if not frees:
                 unit.sharded.unshard()
+        if frees != self._frees:
+            around = [None, *self._units, None] if frees else [None] * (len(self._units) + 2)
+            for unit, before, after in zip(self._units, around, around[2:], strict=False):
+                unit.prefetch(before, after)
         self._frees = frees
 
     def sum(self) -> None:
@@ -319,12 +362,12 @@ class ShardedLayers:
         there = map(bool, largest)
         for unit in self._units:
             unit.sum([next(there) for _ in unit.trained])
-            unit.sharded.reshard()
+            unit.free()
 
     def free(self) -> None:
         """Keep no gathered values."""
         for unit in self._units:
-            unit.sharded.reshard()
+            unit.free()
 
     def close(self, *, failed: bool) -> None:
         """No minibatch follows; ``failed`` says whether it is because this rank has failed."""
@@ -352,7 +395,7 @@ class ShardedLayers:
         total = torch.stack(squares)
         self._copies.add(total)
         return [
-            norm.to(own.rows.dtype)
+            norm.to(gradient_dtype(own.rows))
             for norm, own in zip(total.sqrt().unbind(), self.parameters, strict=True)
         ]
 

@@ -151,8 +151,7 @@ def least_excess(task: Task) -> float:
     if not has_limits(task):
         return -inf
     state = [
-        2 * layer.parameter_bytes + layer.optimizer_bytes + layer.buffer_bytes
-        for layer in task.graph.layers
+        layer.trained_bytes + layer.buffer_bytes for layer in task.graph.layers
     ]
     largest = max(
         held + layer.activation_bytes + layer.workspace_bytes
