@@ -66,9 +66,9 @@ def room_to_sum(reducer: ReducerName, gradient_bytes: N, largest_bytes: N) -> N:
     return COPIES_OF_GRADIENTS[reducer] * gradient_bytes
 
 
-GATHERED_LAYERS = 3
-"""Layers whose bytes a copy has besides its rows where weights are gathered for each use: those of
-the one that computes, what they came in, and what comes for the next one."""
+GATHERED_LAYERS = 2
+"""Layers whose bytes a copy has besides its rows where weights are gathered for each use: that which
+computes, and the next one, whose rows come meanwhile."""
 
 
 def weights_held(
