@@ -213,7 +213,7 @@ def weighed(plan: Plan, dtype) -> list[str]:
         kept = [value for own in state.values() for value in own.values()]
         seen["optimizer"] = bytes_of(filter(torch.is_tensor, kept))
         if not uses:
-            seen["activations"] = pipeline.peaks[rank].num_bytes
+            seen["activations"] = pipeline.peaks[rank].activation_bytes
     wanted = parts._asdict()
     wanted["activations"] += wanted["recomputed"]
     if uses:  # the next layer's rows come meanwhile, into memory that is no parameter's

@@ -8,7 +8,9 @@ used, so nothing comes back behind an update.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.engine.reduce.reducer import Reducer, SharedWeights
+from penstock.base.errors import RunError
+from penstock.engine.reduce.reducer import GradientWatch, Reducer, SharedWeights
 from penstock.engine.reduce.sharding import Shard
 from penstock.engine.transport import Edge, Transport, groups
 from penstock.engine.weights.sharded_layers import ShardedLayers
@@ -186,6 +189,13 @@ class CopiesOfStage:
         return partial(groups.wait, work, self._transport.patience, self._others, where)
 
 
+def _refuse(place: int) -> None:
+    raise RunError(
+        "a gradient was added to after its layer had been summed, since the model computes "
+        "otherwise than in the step before; take gathered_for='step'"
+    )
+
+
 class FullyShardedReducer(Reducer):
     """Sums of the weights of a stage, of which each copy has rows.
 
@@ -200,6 +210,7 @@ class FullyShardedReducer(Reducer):
     """
 
     begins_equal = True
+    leaves_early = True
 
     def __init__(
         self,
@@ -215,6 +226,27 @@ class FullyShardedReducer(Reducer):
             for own in self.layers.parameters
         }
         self._rows = {own.whole: own.rows for own in self.layers.parameters}
+        self._watch = GradientWatch(())
+
+    @contextmanager
+    def closing(self, number: int) -> Iterator[None]:
+        """Within, a layer is summed as soon as it has all gradients, where all copies do the same."""
+        layers = self.layers
+        if not layers.meets_in_order:
+            yield
+            return
+        trained, layer_of = layers.trained(), layers.layers_trained()
+        if not self._watch.watches(trained):
+            self._watch = GradientWatch(trained)
+        left = Counter(layer_of)
+
+        def complete(place: int) -> None:
+            left[layer_of[place]] -= 1
+            if not left[layer_of[place]]:
+                layers.sum_layer(layer_of[place])
+
+        with self._watch.watching(range(len(trained)), complete, _refuse):
+            yield
 
     def hand_in(self, number: int, num_gathered: int) -> None:
         """Nothing leaves before all meet."""

@@ -7,8 +7,9 @@ forward and backward. Then all copies run the same layers in the same order
 ones, its layers are gathered once, too. Copies compare what they have gathered before they update:
 in a model that takes other ways in other microbatches, they might take each other's layers for
 their own. Gradients stay whole, in the gathered parameters, until
-the last microbatch has come back, since copies meet for sums once per update, whatever runs
-backward: whole, split, or a forward a second time. While a layer computes, the next one's rows come
+the last microbatch comes back, since copies meet for sums once per update, whatever runs
+backward: whole, split, or a forward a second time. Where layers are gathered for each use, a layer
+is summed as soon as that has made all of its gradients; else all are behind it. While a layer computes, the next one's rows come
 already, forward and backward.
 
 Copies may be shared out over hosts (hybrid): those of a host have a shard each, which the same ones
@@ -85,8 +86,8 @@ class Gathered:
         self.digest = 0
 
     def add(self, layer: int) -> None:
-        """A layer has been gathered."""
-        self.digest = zlib.crc32(layer.to_bytes(8, "little"), self.digest)
+        """A layer has been gathered; with −1 − its number, it has been summed."""
+        self.digest = zlib.crc32(layer.to_bytes(8, "little", signed=True), self.digest)
 
 
 class _Gather:
@@ -101,6 +102,10 @@ class _Gather:
         self._number = number
         self._seen = seen
         self.last: dist.Work | None = None
+
+    def note_sum(self) -> None:
+        """The layer is summed at this point of the order in which copies meet."""
+        self._seen.add(-1 - self._number)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -181,6 +186,7 @@ class _Unit:
         self.sharded.set_requires_gradient_sync(False)
         self.sharded.set_reshard_after_backward(False)
         self.whole: list[nn.Parameter] = []
+        self.is_summed = False
         with self.gathered():  # settles where rows lie in memory
             self._note()
         self.parameters = [_sharded(whole) for whole in layer.module.parameters()]
@@ -223,6 +229,12 @@ class _Unit:
     def trained(self) -> list[nn.Parameter]:
         """The whole parameters that gradients come to."""
         return [parameter for parameter in self.whole if parameter.requires_grad]
+
+    def sum_early(self) -> None:
+        """Sum while the last backward goes on; all copies have all gradients of the layer."""
+        self._gather.note_sum()
+        self.sum([True] * len(self.trained))
+        self.is_summed = True
 
     @torch.no_grad()
     def sum(self, there: Sequence[bool]) -> None:
@@ -340,6 +352,20 @@ class ShardedLayers:
                 unit.prefetch(before, after)
         self._frees = frees
 
+    @property
+    def meets_in_order(self) -> bool:
+        """Whether all copies do the same in this minibatch, so that they may sum a layer while the
+        last backward goes on."""
+        return self._frees
+
+    def layers_trained(self) -> list[int]:
+        """Of each parameter of ``trained``, the number of its layer."""
+        return [number for number, unit in enumerate(self._units) for _ in unit.trained]
+
+    def sum_layer(self, number: int) -> None:
+        """Sum a layer whose gradients are all there, on all copies."""
+        self._units[number].sum_early()
+
     def sum(self) -> None:
         """Make the gradients of rows the sums over all copies, and keep no whole ones. All copies
         call it; one that has no gradient adds nothing.
@@ -347,7 +373,11 @@ class ShardedLayers:
         Raises:
             RunError: copies have not gathered the same.
         """
-        has = [int(parameter.grad is not None) for parameter in self.trained()]
+        has = [
+            int(unit.is_summed or parameter.grad is not None)
+            for unit in self._units
+            for parameter in unit.trained
+        ]
         digest, self._seen.digest = self._seen.digest, 0
         flags = torch.tensor([digest, -digest, *has])
         self._copies.largest(flags)
@@ -361,7 +391,10 @@ class ShardedLayers:
             )
         there = map(bool, largest)
         for unit in self._units:
-            unit.sum([next(there) for _ in unit.trained])
+            due = [next(there) for _ in unit.trained]
+            if not unit.is_summed:
+                unit.sum(due)
+            unit.is_summed = False
             unit.free()
 
     def free(self) -> None:
@@ -380,6 +413,7 @@ class ShardedLayers:
             if self._began:  # before, there is nothing to reset, and torch is not ready to
                 # torch before 2.13 only frees.
                 getattr(unit.sharded, "reset_iter_state", unit.sharded.reshard)()
+            unit.is_summed = False
             for parameter in unit.trained:
                 parameter.grad = None
 
