@@ -2,15 +2,15 @@
 
     python -m benchmarks.contest.fully_sharded [--width 1024 --layers 11] [--rounds 15]
 
-Two processes of one thread each train the same GPT (153 M parameters with the sizes above; 3 M by
+Two processes of one thread each train the same GPT (141 M parameters with the sizes above; 3 M by
 default, to see that it runs), with a microbatch each. torch's ``fully_shard`` has a unit for each
-layer and frees it behind each use; so does the reducer "fully-sharded" with gathered_for="use". They
-take turns, A B A B, in the same processes. Before, both make the same steps, and the losses must be
-those of the other.
+layer and frees it behind each use; so does the reducer "fully-sharded" with gathered_for="use".
+They take turns, A B A B, in the same processes. Before, both make the same steps, and the losses
+must be those of the other.
 
 Bytes are the peak of a step by torch's trackers of storages (``FSDPMemTracker``, and ``MemTracker``
-for what is no module of torch's), in one step of its own. The goals are .97 of FSDP2's speed, and no
-more memory than its.
+for what is no module of torch's), in one step of its own. The goals are .97 of FSDP2's speed, and
+no more memory than its.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import penstock as pk
 from benchmarks.common.alone import publish

@@ -1,4 +1,4 @@
-"""Mixed precision by hand on one device: what pipelines with ``master_weights`` are compared with."""
+"""Mixed precision by hand on one device, with which pipelines are compared."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class MixedByHand:
                 losses[number] = value.detach() * weight
                 gradients = torch.autograd.grad(value * (weight * self.scale), self.weights)
                 for total, gradient in zip(own, gradients, strict=True):
-                    total += gradient.float()
+                    total.add_(gradient.float())
             for total, term in zip(sums, own, strict=True):
-                total += term
+                total.add_(term)
         self._update(sums)
         total = None
         for number in range(self.num_microbatches):

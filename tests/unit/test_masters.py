@@ -145,12 +145,19 @@ def test_with_rates_that_are_corrected_for_delay():
     assert torch.equal(*weights)
 
 
+def _stepped(parameters):
+    optimizer = torch.optim.AdamW(parameters, lr=1.0)
+    parameters[0].grad = torch.ones_like(parameters[0])
+    optimizer.step()
+    return optimizer
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (lambda own: 3, "what make gave"),
         (mixed(_slow), "keeps masters already"),
-        (lambda own: _stepped(own), "keeps state already"),
+        (_stepped, "keeps state already"),
     ],
 )
 def test_what_cannot_have_masters_is_refused(make, words):
@@ -158,10 +165,3 @@ def test_what_cannot_have_masters_is_refused(make, words):
         mixed(make)([nn.Parameter(torch.ones(2, dtype=torch.bfloat16))])
     with pytest.raises(InputError, match="make is"):
         mixed(3)
-
-
-def _stepped(parameters):
-    optimizer = torch.optim.AdamW(parameters, lr=1.0)
-    parameters[0].grad = torch.ones_like(parameters[0])
-    optimizer.step()
-    return optimizer

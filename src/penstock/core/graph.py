@@ -337,7 +337,9 @@ class LayerGraph(Value, frozen=True, kw_only=True):
         names = [name for name in Layer.__struct_fields__ if name.endswith("_bytes")]
         for name in names:
             parts = (getattr(layer, name) for layer in self.layers)
-            total = sum(sum(part.values()) if isinstance(part, dict) else part for part in parts)
+            total = sum(
+                sum(part.values()) if isinstance(part, dict) else part or 0 for part in parts
+            )
             whole(f"the layers' {name} in all", total, 0, _MOST_SUM)
 
     def _check_order(self) -> None:

@@ -141,6 +141,10 @@ def _on_masters(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _master_of(weight: nn.Parameter, state: dict[str, Any]) -> nn.Parameter:
+    if weight.grad is not None and weight.grad.dtype != torch.float32:  # torch copies no grad_dtype
+        gradient, weight.grad = weight.grad, None
+        weight.grad_dtype = torch.float32
+        weight.grad = gradient.float()
     known = state.get(MASTER)
     values = weight.detach().float() if known is None else known
     master = nn.Parameter(values, requires_grad=False)

@@ -1,4 +1,4 @@
-"""Optimizers for asynchronous pipelines, whose gradients are some updates old; and for half precision.
+"""Optimizers for asynchronous pipelines, whose gradients are old; and for half precision.
 
 ================================  ===============================================================
 ``nadamw``                        look ahead: Nesterov momentum with a high β1
@@ -31,7 +31,9 @@ from torch.optim.optimizer import ParamsT
 from penstock.base.errors import InputError
 from penstock.base.values import expect, is_number, is_whole
 from penstock.core.versions import rate_factor
-from penstock.engine.masters import master_weights as master_weights
+from penstock.engine.masters import master_weights
+
+__all__ = ["RotatedAdam", "delay_corrected", "master_weights", "nadamw"]
 
 # How many steps a delay-corrected optimizer has made, in its parameter groups.
 _UPDATES = "delay_corrected_updates"

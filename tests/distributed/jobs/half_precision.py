@@ -1,4 +1,4 @@
-"""Copies of stages in processes, whose weights are in half precision, beside one device by hand; and
+"""Copies of stages in processes, with weights in half precision, beside one device by hand; and
 what ranks hold, beside what their plan says.
 
     torchrun ... half_precision.py CASE FOLDER
@@ -92,9 +92,7 @@ def by_hand() -> list[str]:
             losses = [pipeline.step(*batch).item() for batch in batches]
             weights = pipeline.gather_state_dict()
         exact = name not in {"all-reduce", "servers"}
-        found += differences(
-            f"{name} {dtype}", losses, weights, wanted, model.state_dict(), exact
-        )
+        found += differences(f"{name} {dtype}", losses, weights, wanted, model.state_dict(), exact)
     return found
 
 

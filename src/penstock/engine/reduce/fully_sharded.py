@@ -230,7 +230,7 @@ class FullyShardedReducer(Reducer):
 
     @contextmanager
     def closing(self, number: int) -> Iterator[None]:
-        """Within, a layer is summed as soon as it has all gradients, where all copies do the same."""
+        """Within, a layer is summed as soon as it has all gradients, if copies do the same."""
         layers = self.layers
         if not layers.meets_in_order:
             yield

@@ -403,9 +403,7 @@ class InProcess(RankPlacement):
         homes = {stage: ranks_of(stage) for stage in range(len(self.plan.stages))}
         homes = {stage: ranks for stage, ranks in homes.items() if len(ranks) > 1}
         made = make_homes(homes, self.plan.summing, rank, seconds)
-        copies = {
-            stage: CopiesOfStage(home, rank, self._transport) for stage, home in made.items()
-        }
+        copies = {stage: CopiesOfStage(home, rank, self._transport) for stage, home in made.items()}
         layout.shard(own, copies)
         for index in copies:
             sharded = own[index].sharded

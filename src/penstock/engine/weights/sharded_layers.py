@@ -6,11 +6,13 @@ forward and backward. Then all copies run the same layers in the same order
 (``planning.plans.lockstep``); where a minibatch has fewer microbatches than the plan, or empty
 ones, its layers are gathered once, too. Copies compare what they have gathered before they update:
 in a model that takes other ways in other microbatches, they might take each other's layers for
-their own. Gradients stay whole, in the gathered parameters, until
-the last microbatch comes back, since copies meet for sums once per update, whatever runs
-backward: whole, split, or a forward a second time. Where layers are gathered for each use, a layer
-is summed as soon as that has made all of its gradients; else all are behind it. While a layer computes, the next one's rows come
-already, forward and backward.
+their own.
+
+Gradients stay whole, in the gathered parameters, until the last microbatch comes back, since copies
+meet for sums once per update, whatever runs backward: whole, split, or a forward a second time.
+Where layers are gathered for each use, a layer is summed as soon as that has made all of its
+gradients; else all are behind it. While a layer computes, the next one's rows come already, forward
+and backward.
 
 Copies may be shared out over hosts (hybrid): those of a host have a shard each, which the same ones
 on the other hosts have as well, so that only sums of shards pass between hosts.
@@ -176,7 +178,9 @@ class _Unit:
         for parameter in layer.module.parameters():
             copies.take_first(parameter.detach())
         # Before the hook of ``fully_shard``, behind which the gathered parameters are gone again.
-        self._hook = layer.module.register_forward_hook(self._note)
+        self._after: _Unit | None = None
+        layer.module.register_forward_hook(self._note)
+        layer.module.register_forward_pre_hook(self._ask_for_next)  # behind that of ``fully_shard``
         fully_shard(layer.module, mesh=mesh, reshard_after_forward=False)
         assert isinstance(layer.module, FSDPModule)
         self.sharded: FSDPModule = layer.module
@@ -203,7 +207,12 @@ class _Unit:
             after: the one that goes forward next.
         """
         self.sharded.set_modules_to_backward_prefetch([] if before is None else [before.sharded])
-        self.sharded.set_modules_to_forward_prefetch([] if after is None else [after.sharded])
+        self._after = after
+
+    def _ask_for_next(self, *_: Any) -> None:
+        # ``set_modules_to_forward_prefetch`` would want layers that have run before.
+        if self._after is not None:
+            self._after.sharded.unshard(async_op=True)
 
     def free_after_use(self, frees: bool) -> None:
         """Say whether whole parameters go behind each forward and backward."""

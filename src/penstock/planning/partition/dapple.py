@@ -102,7 +102,7 @@ class _Chain:
 
     @cached_property
     def sums(self) -> tuple[tuple[float, ...], ...]:
-        """Forward seconds, backward seconds and bytes of gradients of the first k layers, summed."""
+        """Forward seconds, backward seconds and gradient bytes of the first k layers, summed."""
         layers = self.graph.layers
         columns = (
             (layer.forward_seconds for layer in layers),

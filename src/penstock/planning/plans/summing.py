@@ -67,8 +67,8 @@ def room_to_sum(reducer: ReducerName, gradient_bytes: N, largest_bytes: N) -> N:
 
 
 GATHERED_LAYERS = 2
-"""Layers whose bytes a copy has besides its rows where weights are gathered for each use: that which
-computes, and the next one, whose rows come meanwhile."""
+"""Layers whose bytes a copy has besides its rows where weights are gathered for each use: the one
+that computes, and the next one, whose rows come meanwhile."""
 
 
 def weights_held(

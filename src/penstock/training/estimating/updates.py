@@ -15,6 +15,7 @@ from penstock.training.profiler.alone.overheads import (
     NamedParameters,
     Update,
     assumed_update,
+    gradient_bytes,
     optimizer_of_copies,
     trained_parameters,
 )
