@@ -32,8 +32,9 @@ class HomeGroups(NamedTuple):
 
     Attributes:
         every: of all copies.
-        inside: of those that have the weights together, this one among them; ``every`` where all
-            have.
+        inside: of those that have the weights together, this one among them. It is another one than
+            ``every`` where these are all copies, too: who compares what was gathered must not wait
+            for what only some have asked for.
         between: of those that have the same shard, this one among them, in the order of their
             hosts; ``None`` where no other copy has.
         ranks: of all copies.
@@ -59,9 +60,11 @@ def make_homes(
     """
     teams = {stage: summing.shard_groups(ranks) for stage, ranks in homes.items()}
     kinds = {
-        stage: ([ranks], teams[stage], [*zip(*teams[stage], strict=True)])
-        if len(teams[stage]) > 1
-        else ([ranks],)
+        stage: (
+            [ranks],
+            teams[stage],
+            [*zip(*teams[stage], strict=True)] if len(teams[stage]) > 1 else [],
+        )
         for stage, ranks in homes.items()
     }
     parts = [(stage, team) for stage, own in kinds.items() for kind in own for team in kind]
@@ -73,8 +76,8 @@ def make_homes(
     return {
         stage: HomeGroups(
             every=own[0],
-            inside=own[1] if len(own) > 1 else own[0],
-            between=own[2] if len(own) > 1 else None,
+            inside=own[1],
+            between=own[2] if len(own) > 2 else None,
             ranks=homes[stage],
             near=next(team for team in teams[stage] if rank in team),
         )
@@ -84,14 +87,21 @@ def make_homes(
 
 
 class _PendingGather(dist.Work):
-    """An all-gather under way, whose error says who is missing."""
+    """An all-gather under way, whose error says who is missing.
 
-    def __init__(self, wait: Callable[[], None]) -> None:
+    Args:
+        wait: waits for it.
+        is_due: whether anybody still wants it.
+    """
+
+    def __init__(self, wait: Callable[[], None], is_due: Callable[[], bool]) -> None:
         super().__init__()
         self._wait = wait
+        self._is_due = is_due
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        self._wait()
+        if self._is_due():
+            self._wait()
         return True
 
 
@@ -119,13 +129,14 @@ class CopiesOfStage:
         self._others = " or ".join(str(other) for other in home.ranks if other != rank)
         self._rank = rank
         self._transport = transport
+        self._step = 0
         for group in self._groups:
             groups.lend(group, self)
 
     @property
     def _groups(self) -> list[dist.ProcessGroup]:
         known = (self._home.every, self._home.inside, self._home.between)
-        return [*{id(group): group for group in known if group is not None}.values()]
+        return [group for group in known if group is not None]
 
     def release(self) -> None:
         """A group has been destroyed, and nobody asks it any more."""
@@ -140,7 +151,8 @@ class CopiesOfStage:
         # torch before 2.13 has the same by another name, which later ones warn of.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         ask = partial(gather, output, own)
-        return _PendingGather(self._asked(ask, "gathering the weights of a layer", self.group))
+        wait, step = self._asked(ask, "gathering the weights of a layer", self.group), self._step
+        return _PendingGather(wait, lambda: step == self._step)
 
     def exchange(self, output: Tensor, own: Tensor) -> None:
         ask = partial(dist.all_to_all_single, output, own)
@@ -176,6 +188,9 @@ class CopiesOfStage:
     def take_first(self, values: Tensor) -> None:
         ask = partial(dist.broadcast, values, group_src=0)
         self._asked(ask, "taking the weights that the first copy has", self._home.every)()
+
+    def abandon(self) -> None:
+        self._step += 1
 
     def _asked(
         self, ask: Callable[..., Any], doing: str, group: dist.ProcessGroup

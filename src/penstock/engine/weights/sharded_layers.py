@@ -73,6 +73,9 @@ class Copies(Protocol):
     def take_first(self, values: Tensor) -> None:
         """Overwrite values with those of the first copy."""
 
+    def abandon(self) -> None:
+        """Wait for nothing that was asked for before: it belongs to a step that has failed."""
+
     def close(self, *, failed: bool) -> None:
         """Nothing is asked any more. If this copy has failed, others that wait for it learn so."""
 
@@ -96,14 +99,14 @@ class _Gather:
     """All-gather as ``fully_shard`` asks for it, with errors that say who is missing.
 
     Attributes:
-        last: the one that was begun last, if nobody has computed with it yet.
+        is_pending: whether what was asked for last has come to nothing yet.
     """
 
     def __init__(self, copies: Copies, number: int, seen: Gathered) -> None:
         self._copies = copies
         self._number = number
         self._seen = seen
-        self.last: dist.Work | None = None
+        self.is_pending = False
 
     def note_sum(self) -> None:
         """The layer is summed at this point of the order in which copies meet."""
@@ -117,8 +120,8 @@ class _Gather:
     ) -> dist.Work:
         # It is waited for where the layer computes, whoever asked, and however.
         self._seen.add(self._number)
-        self.last = self._copies.gather(output_tensor, input_tensor)
-        return self.last
+        self.is_pending = True
+        return self._copies.gather(output_tensor, input_tensor)
 
 
 class ShardedParameter(NamedTuple):
@@ -196,7 +199,7 @@ class _Unit:
         self.parameters = [_sharded(whole) for whole in layer.module.parameters()]
 
     def _note(self, *_: Any) -> None:
-        self._gather.last = None
+        self._gather.is_pending = False
         self.whole = list(self.module.parameters())
 
     def prefetch(self, before: _Unit | None, after: _Unit | None) -> None:
@@ -228,11 +231,17 @@ class _Unit:
 
     def free(self) -> None:
         """Keep no gathered values."""
-        if self._gather.last is not None:
+        if self._gather.is_pending:
             # Nobody has computed with it; left as it is, it would be taken for the next ones.
             self.sharded.unshard()
-            self._gather.last = None
+            self._gather.is_pending = False
         self.sharded.reshard()
+
+    def reset(self) -> None:
+        """Forget what a failed step was at."""
+        # torch before 2.13 has no way but to go through what is pending.
+        getattr(self.sharded, "reset_iter_state", self.free)()
+        self._gather.is_pending = False
 
     @property
     def trained(self) -> list[nn.Parameter]:
@@ -351,6 +360,8 @@ class ShardedLayers:
         """
         self._began, frees = True, num_microbatches == self._frees_with
         for unit in self._units:
+            for whole, own in zip(unit.whole, unit.parameters, strict=True):
+                take_gradient_dtype(whole, own.rows)  # the optimizer knows rows only
             if frees != self._frees:
                 unit.free_after_use(frees)
             if not frees:
@@ -418,10 +429,10 @@ class ShardedLayers:
     def drop(self) -> None:
         """Forget gradients, and what a failed step was at."""
         self._seen.digest = 0
+        self._copies.abandon()
         for unit in self._units:
             if self._began:  # before, there is nothing to reset, and torch is not ready to
-                # torch before 2.13 only frees.
-                getattr(unit.sharded, "reset_iter_state", unit.sharded.reshard)()
+                unit.reset()
             unit.is_summed = False
             for parameter in unit.trained:
                 parameter.grad = None
