@@ -63,7 +63,7 @@ def master_weights(make: Callable[[Any], AnyOptimizer]) -> Callable[[Any], AnyOp
     def made(parameters: Any) -> AnyOptimizer:
         optimizer = make(parameters)
         expect(optimizer, Optimizer, "what make gave", example)
-        kind = type(optimizer)
+        kind: Any = type(optimizer)
         if getattr(kind, "keeps_masters", False):
             raise InputError("the optimizer keeps masters already; wrap its factory only once")
         if optimizer.state:
@@ -93,7 +93,7 @@ def take_gradient_dtype(parameter: Tensor, other: Tensor) -> None:
 
 
 @cache
-def _with_masters(kind: type[Optimizer]) -> type[Optimizer]:
+def _with_masters(kind: Any) -> Any:
     """The class of optimizers whose steps are those of ``kind`` on masters."""
     # Without torch's own wrapper, which calls hooks: they see the weights, before and after.
     hooked: Any = kind.step

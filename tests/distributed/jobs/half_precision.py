@@ -61,7 +61,7 @@ def pipeline_of(plan: Plan, model, **options) -> pk.Pipeline:
     return pk.Pipeline(
         model, plan, **{
             "loss": F.cross_entropy, "optimizer": mixed, "deadline_seconds": 20,
-            "startup_seconds": 120, **options,
+            "startup_seconds": 60, **options,
         },
     )  # fmt: skip
 
@@ -147,7 +147,7 @@ def tokens(rows):
 CASES = [
     *itertools.product(
         ["owners", "sharded", "all-reduce", "fully-sharded step", "fully-sharded use"],
-        ["1f1b 2-2 never", "gpipe 2-2 layers", "1f1b 2-2 stage"],
+        ["gpipe 2-2 never", "1f1b 2-2 layers", "1f1b 2-2 stage"],
     ),
     *itertools.product(["owners"], ["zb-h1 1-1-1-1 never", "interleaved-1f1b 1-1-1-1 layers"]),
 ]
@@ -182,9 +182,10 @@ def profiled(dtype) -> pk.LayerGraph:
 def plan_for(graph, reducer, schedule, replicas, recompute) -> Plan:
     name, *kept = reducer.split()
     copies = tuple(map(int, replicas.split("-")))
+    stages = 8 if schedule.startswith("interleaved") else 4
     return pk.plan(
         graph, pk.Cluster.local(4), microbatches=8, schedule=schedule, recompute=recompute,
-        **({"replicas": copies, "cuts": [4]} if max(copies) > 1 else {}),
+        **({"replicas": copies, "cuts": [4]} if max(copies) > 1 else {"stages": stages}),
         **({"reducer": name, "gathered_for": kept[0]} if kept else {"reducer": name}),
     )  # fmt: skip
 
@@ -197,20 +198,24 @@ def weighed(plan: Plan, dtype) -> list[str]:
     layers = [model.get_submodule(name) for stage in stages for name in stage.layers]
     seen, rows = {"weights": 0, "gradients": 0, "optimizer": 0}, []
 
-    def look(*_):
-        own = [local(weight) for layer in layers for weight in layer.parameters()]
-        gradients = [
-            local(weight.grad)
-            for layer in layers
-            for weight in layer.parameters()
-            if weight.grad is not None
-        ]
-        seen["weights"] = max(seen["weights"], bytes_of([*own, *rows]))
+    wholes: dict[int, torch.Tensor] = {}  # gathered ones, which keep gradients when they are freed
+
+    def weigh(*_):
+        weights = [weight for layer in layers for weight in layer.parameters()]
+        wholes.update({id(own): own for own in weights if not isinstance(own, DTensor)})
+        gradients = [own.grad for own in wholes.values() if own.grad is not None]
+        seen["weights"] = max(seen["weights"], bytes_of([*map(local, weights), *rows]))
         seen["gradients"] = max(seen["gradients"], bytes_of(gradients))
+
+    def look(_, inputs, output):
+        weigh()
+        if output.requires_grad:
+            output.register_hook(weigh)
 
     for layer in layers:
         layer.register_forward_hook(look)
-    with pipeline_of(plan, model, loss=loss, count_memory=not uses) as pipeline:
+    options = {"loss": loss, "count_memory": not uses, "results": "every rank"}
+    with pipeline_of(plan, model, **options) as pipeline:
         pipeline.step(*tokens(8 * ROWS))
         state = pipeline.optimizers.state
         rows += state

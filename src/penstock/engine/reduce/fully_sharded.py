@@ -169,7 +169,7 @@ class CopiesOfStage:
         received = torch.empty_like(sent)
         doing = "summing gradients between hosts"
         self._asked(partial(dist.all_to_all_single, received, sent), doing, between)()
-        first, *others = received.split(length)
+        first, *others = torch.split(received, length)
         total = first.clone()
         for term in others:
             total += term
