@@ -93,6 +93,23 @@ def test_a_job_goes_on_without_a_slot_that_is_lost(tmp_path):
     check_losses(tmp_path, 9)
 
 
+@pytest.mark.parametrize("kept", ["use", pytest.param("step", marks=pytest.mark.soak)])
+def test_copies_that_have_rows_go_on_with_fewer_of_them(tmp_path, kept, monkeypatch):
+    """Rows of three copies are loaded by two; their sums are in another order."""
+    with supervised(
+        tmp_path / "output", JOB, "-n", NUM_RANKS, "--restarts", 5, "--elastic", tmp_path, 6,
+        "SIGKILL:1:2:1", "SIGKILL:1:3:2", GATHERED_FOR=kept,
+    ) as job:  # fmt: skip
+        assert job.wait() == 0, job.said()
+    assert "training goes on with 2 ranks" in job.said()
+    monkeypatch.setenv("GATHERED_FOR", kept)
+    with pipeline_of(NUM_RANKS, transport="threads") as pipeline:
+        expected = [train(pipeline, step, None) for step in range(6)]
+    seen = [json.loads(line) for line in (tmp_path / "losses").read_text().splitlines()]
+    assert {step for step, _ in seen} == {*range(6)}
+    assert [loss for _, loss in seen] == pytest.approx([expected[step] for step, _ in seen])
+
+
 @pytest.mark.soak
 def test_the_same_error_at_the_same_step_ends_the_job_at_its_second_time(tmp_path):
     with supervised(

@@ -22,7 +22,7 @@ from penstock.planning import planner
 from penstock.planning.handover.capabilities import CAPABILITIES
 from penstock.planning.partition.chain import COST_MODELS
 from penstock.planning.planner.request import Objective, RecomputeRule, SpillRule
-from penstock.planning.plans.summing import REDUCERS
+from penstock.planning.plans.summing import REDUCERS, GatheredFor
 
 if TYPE_CHECKING:
     from penstock.planning.plans import Plan
@@ -123,6 +123,13 @@ def _parse_tensor_ranks(_: click.Context, __: click.Parameter, text: str) -> int
     default=0,
     show_default=True,
     help="Updates by which gradients may be late, with --reducer parameter-server.",
+)
+@click.option(
+    "--gathered-for",
+    type=click.Choice(get_args(GatheredFor)),
+    default="step",
+    show_default=True,
+    help="How long weights stay gathered, with --reducer fully-sharded.",
 )
 @click.option(
     "--cost-model",

@@ -53,9 +53,11 @@ class Layer(Value, frozen=True, kw_only=True):
         workspace_bytes: what it needs for itself while it runs, beyond what it keeps.
         input_shape: shapes and dtypes of what it was profiled with, in words.
         output_bytes: what it hands to the layers that read it, and as a gradient gets back.
-        parameter_bytes: parameters; their gradients take as much again.
+        parameter_bytes: parameters.
+        gradient_bytes: their gradients; as many by default. Of weights in half precision whose
+            optimizer has masters (``optimizers.master_weights``) twice as many.
         buffer_bytes: what its state has besides, as running statistics.
-        optimizer_bytes: the optimizer's state for them.
+        optimizer_bytes: the optimizer's state for them, masters included.
         inputs: names of the layers whose outputs it reads; the one before it by default.
         after: names of layers that come before it though it reads nothing of their output; what it
             has of them comes with a skip to a later layer.
@@ -94,6 +96,7 @@ class Layer(Value, frozen=True, kw_only=True):
     input_shape: str = ""
     output_bytes: int = 0
     parameter_bytes: int = 0
+    gradient_bytes: int | None = None
     buffer_bytes: int = 0
     optimizer_bytes: int = 0
     inputs: tuple[str, ...] | None = None
@@ -120,6 +123,16 @@ class Layer(Value, frozen=True, kw_only=True):
     def backward_seconds(self) -> float:
         """The full backward: input and weight gradients together."""
         return self.backward_input_seconds + self.backward_weight_seconds
+
+    @property
+    def summed_bytes(self) -> int:
+        """Bytes of the gradients in which parameters sum those of microbatches."""
+        return self.parameter_bytes if self.gradient_bytes is None else self.gradient_bytes
+
+    @property
+    def trained_bytes(self) -> int:
+        """Bytes of parameters, gradients and optimizer state."""
+        return self.parameter_bytes + self.summed_bytes + self.optimizer_bytes
 
     @property
     def compute_seconds(self) -> float:
@@ -330,7 +343,9 @@ class LayerGraph(Value, frozen=True, kw_only=True):
         names = [name for name in Layer.__struct_fields__ if name.endswith("_bytes")]
         for name in names:
             parts = (getattr(layer, name) for layer in self.layers)
-            total = sum(sum(part.values()) if isinstance(part, dict) else part for part in parts)
+            total = sum(
+                sum(part.values()) if isinstance(part, dict) else part or 0 for part in parts
+            )
             whole(f"the layers' {name} in all", total, 0, _MOST_SUM)
 
     def _check_order(self) -> None:

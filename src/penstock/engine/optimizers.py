@@ -1,10 +1,12 @@
-"""Optimizers for asynchronous pipelines, whose gradients are some updates old.
+"""Optimizers for asynchronous pipelines, whose gradients are old; and for half precision.
 
 ================================  ===============================================================
 ``nadamw``                        look ahead: Nesterov momentum with a high β1
 ``delay_corrected``               step less at first: PipeMare's learning rates around any optimizer
 ``RotatedAdam``                   Adam along the directions in which gradients really vary
 ================================  ===============================================================
+
+``master_weights``, around any optimizer, is for models in bfloat16 or float16 (``masters``).
 
 Whoever makes an optimizer gets the parameters of one stage. A pipeline's list says how old the
 stage's gradients are (``delay``, in updates) and of how many stages it is one (``num_stages``). All
@@ -29,6 +31,9 @@ from torch.optim.optimizer import ParamsT
 from penstock.base.errors import InputError
 from penstock.base.values import expect, is_number, is_whole
 from penstock.core.versions import rate_factor
+from penstock.engine.masters import master_weights
+
+__all__ = ["RotatedAdam", "delay_corrected", "master_weights", "nadamw"]
 
 # How many steps a delay-corrected optimizer has made, in its parameter groups.
 _UPDATES = "delay_corrected_updates"

@@ -338,7 +338,7 @@ class Trial:
                     forward_seconds=stage.forward_seconds,
                     backward_seconds=stage.backward_input_seconds + stage.backward_weight_seconds,
                     parameter_bytes=stage.parameter_bytes * stage.weight_versions,
-                    gradient_bytes=stage.parameter_bytes,
+                    gradient_bytes=stage.summed_bytes,
                     optimizer_bytes=stage.optimizer_bytes,
                     activation_bytes=stage.activation_bytes,
                     peak_activations=stage.peak_activations,

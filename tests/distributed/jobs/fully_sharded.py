@@ -239,10 +239,13 @@ class InThisJob:
         self.size, self.index = dist.get_world_size(), dist.get_rank()
 
     def gather(self, output, own):
-        dist.all_gather_into_tensor(output, own)
+        return dist.all_gather_into_tensor(output, own, async_op=True)
 
     def exchange(self, output, own):
         dist.all_to_all_single(output, own)
+
+    def sum_between(self, shard):
+        return shard
 
     def largest(self, numbers):
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
@@ -252,6 +255,9 @@ class InThisJob:
 
     def take_first(self, values):
         dist.broadcast(values, 0)
+
+    def abandon(self):
+        pass
 
     def close(self, *, failed):
         pass

@@ -5,6 +5,7 @@
 Ranks say in FOLDER that they are there, rank 0 also which losses it has seen. A trouble is met
 before a step, in as many attempts as are given, from the first on. With ``ATTEMPTS`` in the
 environment, each attempt but the last of so many waits after three steps for somebody to kill it.
+With ``GATHERED_FOR``, all ranks are copies of one stage, whose weights are fully sharded.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 
 import penstock as pk
 from tests.kit.helpers import make_batch, make_mlp, make_plan
+from tests.kit.reducing import replicated
 
 SEED = 3
 
@@ -47,9 +49,14 @@ def main() -> None:
 def pipeline_of(num_ranks: int, **options) -> pk.Pipeline:
     """What is trained, also by the test that compares losses."""
     model = make_mlp()
+    plan, kept = make_plan(model, num_ranks, 4), os.environ.get("GATHERED_FOR")
+    if kept is not None:
+        plan = replicated(model, (num_ranks,), 6)
+        if "transport" not in options:
+            plan = plan.with_reducer("fully-sharded", gathered_for=kept)
     return pk.Pipeline(
         model,
-        make_plan(model, num_ranks, 4),
+        plan,
         loss=F.cross_entropy,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
         seed=SEED,

@@ -24,6 +24,7 @@ from penstock.base.errors import RunError
 from penstock.core.summation.adding import Filled
 from penstock.core.summation.split import MOST_PORTIONS, num_portions
 from penstock.engine.device.accelerators import HOST
+from penstock.engine.masters import gradient_dtype
 from penstock.engine.reduce.inside import Hosts, HostSums, Range, SliceLayout
 from penstock.engine.reduce.reducer import (
     GradientWatch,
@@ -78,12 +79,12 @@ class FlatLayout:
         for place, parameter in reversed([*enumerate(parameters)]):
             if place in frozen:
                 continue
-            if parameter.dtype not in DTYPES:
+            kind = gradient_dtype(parameter)
+            if kind not in DTYPES:
                 raise RunError(
-                    f"gradients of type {parameter.dtype} can't be summed so; plan with "
-                    "reducer='owners'"
+                    f"gradients of type {kind} can't be summed so; plan with reducer='owners'"
                 )
-            dtype = DTYPES.index(parameter.dtype)
+            dtype = DTYPES.index(kind)
             start = self.counts.get(dtype, 0)
             self.counts[dtype] = start + parameter.numel()
             self.placed.append(PlacedGradient(place, dtype, start, self.counts[dtype]))
@@ -148,7 +149,8 @@ class FlatBuffers:
         place, dtype, start, stop = placed
         parameter = parameters[place]
         if parameter.grad is None:
-            parameter.grad = torch.empty_like(parameter.detach())
+            kind = gradient_dtype(parameter)
+            parameter.grad = torch.empty_like(parameter.detach(), dtype=kind)
         if start < stop:
             gradient = parameter.grad.detach()
             gradient.copy_(self.tensors[dtype][start:stop].view(parameter.shape))

@@ -8,68 +8,165 @@ used, so nothing comes back behind an update.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.engine.reduce.reducer import SharedWeights
+from penstock.base.errors import RunError
+from penstock.engine.reduce.reducer import GradientWatch, SharedWeights
 from penstock.engine.reduce.rows import RowReducer
 from penstock.engine.reduce.sharding import Shard
 from penstock.engine.transport import Edge, Transport, groups
 from penstock.engine.weights.sharded_layers import ShardedLayers
+from penstock.planning.plans.summing import Summing
+
+
+class HomeGroups(NamedTuple):
+    """Torch's process groups of the copies of a stage, as one of them has them.
+
+    Attributes:
+        every: of all copies.
+        inside: of those that have the weights together, this one among them. It is another one than
+            ``every`` where these are all copies, too: who compares what was gathered must not wait
+            for what only some have asked for.
+        between: of those that have the same shard, this one among them, in the order of their
+            hosts; ``None`` where no other copy has.
+        ranks: of all copies.
+        near: of ``inside``.
+    """
+
+    every: dist.ProcessGroup
+    inside: dist.ProcessGroup
+    between: dist.ProcessGroup | None
+    ranks: Sequence[int]
+    near: Sequence[int]
+
+    @classmethod
+    def of_one(cls, group: dist.ProcessGroup, ranks: Sequence[int]) -> HomeGroups:
+        """Those of copies that do everything in one group."""
+        return cls(group, group, None, ranks, ranks)
+
+
+def make_homes(
+    homes: Mapping[int, Sequence[int]], summing: Summing, rank: int, seconds: float
+) -> dict[int, HomeGroups]:
+    """The groups of the stages that a rank has copies of. All ranks call it.
+
+    Args:
+        homes: the ranks of each stage that has copies.
+        summing: the plan's; its outermost levels say which copies have the weights together.
+        seconds: how long ranks wait for each other.
+    """
+    teams = {stage: summing.shard_groups(ranks) for stage, ranks in homes.items()}
+    kinds = {
+        stage: (
+            [ranks],
+            teams[stage],
+            [*zip(*teams[stage], strict=True)] if len(teams[stage]) > 1 else [],
+        )
+        for stage, ranks in homes.items()
+    }
+    parts = [(stage, team) for stage, own in kinds.items() for kind in own for team in kind]
+    made = groups.make_groups(seconds, [team for _, team in parts])
+    groups_of: dict[int, list[dist.ProcessGroup]] = {stage: [] for stage in homes}
+    for (stage, team), group in zip(parts, made, strict=True):
+        if rank in team:
+            groups_of[stage].append(group)
+    return {
+        stage: HomeGroups(
+            every=own[0],
+            inside=own[1],
+            between=own[2] if len(own) > 2 else None,
+            ranks=homes[stage],
+            near=next(team for team in teams[stage] if rank in team),
+        )
+        for stage, own in groups_of.items()
+        if own
+    }
+
+
+class _PendingGather(dist.Work):
+    """An all-gather under way, whose error says who is missing.
+
+    Args:
+        wait: waits for it.
+        is_due: whether anybody still wants it.
+    """
+
+    def __init__(self, wait: Callable[[], None], is_due: Callable[[], bool]) -> None:
+        super().__init__()
+        self._wait = wait
+        self._is_due = is_due
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        if self._is_due():
+            self._wait()
+        return True
 
 
 class CopiesOfStage:
     """The copies of a stage, as one of them reaches the others through torch (``Copies``).
 
     Args:
-        group: of their processes.
-        ranks: theirs.
+        home: the groups of their processes.
         rank: this one's.
         transport: knows how long to wait.
         exchanging: what rows are exchanged for, in words.
 
     Attributes:
-        group: as given.
-        size: how many there are.
-        index: which one this is.
-        closed: whether the group is used no more.
+        group: of those that have the weights together.
+        size: how many these are.
+        index: which of them this is.
+        closed: whether the groups are used no more.
     """
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
-        ranks: Sequence[int],
+        home: HomeGroups,
         rank: int,
         transport: Transport,
         exchanging: str = "summing gradients",
     ) -> None:
-        self.group = group
-        self.size = len(ranks)
-        self.index = ranks.index(rank)
+        self.group = home.inside
+        self.size = len(home.near)
+        self.index = home.near.index(rank)
         self.closed = False
-        self._others = " or ".join(str(other) for other in ranks if other != rank)
+        self._home = home
+        self._others = " or ".join(str(other) for other in home.ranks if other != rank)
         self._rank = rank
         self._transport = transport
         self._exchanging = exchanging
-        groups.lend(group, self)
+        self._step = 0
+        for group in self._groups:
+            groups.lend(group, self)
+
+    @property
+    def _groups(self) -> list[dist.ProcessGroup]:
+        known = (self._home.every, self._home.inside, self._home.between)
+        return list({id(group): group for group in known if group is not None}.values())
 
     def release(self) -> None:
-        """The group has been destroyed, and nobody asks it any more."""
+        """A group has been destroyed, and nobody asks it any more."""
 
     def close(self, *, failed: bool) -> None:
         if failed and not self.closed:
-            groups.end(self.group)
+            for group in self._groups:
+                groups.end(group)
         self.closed = True
 
-    def gather(self, output: Tensor, own: Tensor) -> None:
+    def gather(self, output: Tensor, own: Tensor) -> dist.Work:
         # torch before 2.13 has the same by another name, which later ones warn of.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         ask = partial(gather, output, own)
-        self._done(ask, "gathering the weights of a layer")
+        wait, step = self._asked(ask, "gathering the weights of a layer", self.group), self._step
+        return _PendingGather(wait, lambda: step == self._step)
 
     def exchange(
         self,
@@ -79,26 +176,59 @@ class CopiesOfStage:
         own_sizes: Sequence[int] | None = None,
     ) -> None:
         ask = partial(dist.all_to_all_single, output, own, output_sizes, own_sizes)
-        self._done(ask, self._exchanging)
+        self._asked(ask, self._exchanging, self.group)()
+
+    def sum_between(self, shard: Tensor) -> Tensor:
+        between = self._home.between
+        if between is None:
+            return shard
+        # Each adds a part for all, in the order of the hosts.
+        count = dist.get_world_size(between)
+        length = -(-len(shard) // count)
+        sent = torch.nn.functional.pad(shard, (0, count * length - len(shard)))
+        received = torch.empty_like(sent)
+        doing = "summing gradients between hosts"
+        self._asked(partial(dist.all_to_all_single, received, sent), doing, between)()
+        first, *others = torch.split(received, length)
+        total = first.clone()
+        for term in others:
+            total += term
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        self._asked(partial(gather, received, total), doing, between)()
+        return received[: len(shard)]
 
     def largest(self, numbers: Tensor) -> None:
         ask = partial(dist.all_reduce, numbers, op=dist.ReduceOp.MAX)
-        self._done(ask, "comparing which gradients there are")
+        self._asked(ask, "comparing which gradients there are", self._home.every)()
 
     def add(self, numbers: Tensor) -> None:
-        self._done(partial(dist.all_reduce, numbers), "adding the norms of gradients")
+        ask = partial(dist.all_reduce, numbers)
+        self._asked(ask, "adding the norms of gradients", self.group)()
 
     def take_first(self, values: Tensor) -> None:
         ask = partial(dist.broadcast, values, group_src=0)
-        self._done(ask, "taking the weights that the first copy has")
+        self._asked(ask, "taking the weights that the first copy has", self._home.every)()
 
-    def _done(self, ask: Callable[..., Any], doing: str) -> None:
+    def abandon(self) -> None:
+        self._step += 1
+
+    def _asked(
+        self, ask: Callable[..., Any], doing: str, group: dist.ProcessGroup
+    ) -> Callable[[], None]:
+        """Ask a group for something; what is given back waits for it."""
         where = f"rank {self._rank}, {doing}"
         try:
-            work = ask(group=self.group, async_op=True)
+            work = ask(group=group, async_op=True)
         except RuntimeError as error:
             raise groups.lost(where, self._others) from error
-        groups.wait(work, self._transport.patience, self._others, where)
+        return partial(groups.wait, work, self._transport.patience, self._others, where)
+
+
+def _refuse(place: int) -> None:
+    raise RunError(
+        "a gradient was added to after its layer had been summed, since the model computes "
+        "otherwise than in the step before; take gathered_for='step'"
+    )
 
 
 class FullyShardedReducer(RowReducer):
@@ -111,6 +241,8 @@ class FullyShardedReducer(RowReducer):
     Attributes:
         layers: of the stage.
     """
+
+    leaves_early = True
 
     def __init__(
         self,
@@ -126,6 +258,27 @@ class FullyShardedReducer(RowReducer):
             for own in self.layers.parameters
         }
         self._rows = {own.whole: own.rows for own in self.layers.parameters}
+        self._watch = GradientWatch(())
+
+    @contextmanager
+    def closing(self, number: int) -> Iterator[None]:
+        """Within, a layer is summed as soon as it has all gradients, if copies do the same."""
+        layers = self.layers
+        if not layers.meets_in_order:
+            yield
+            return
+        trained, layer_of = layers.trained(), layers.layers_trained()
+        if not self._watch.watches(trained):
+            self._watch = GradientWatch(trained)
+        left = Counter(layer_of)
+
+        def complete(place: int) -> None:
+            left[layer_of[place]] -= 1
+            if not left[layer_of[place]]:
+                layers.sum_layer(layer_of[place])
+
+        with self._watch.watching(range(len(trained)), complete, _refuse):
+            yield
 
     def hand_in(self, number: int, num_gathered: int) -> None:
         """Nothing leaves before all meet."""

@@ -179,10 +179,14 @@ class GradientWatch:
         parameters: those of which gradients may be watched.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = parameters
         self._places: tuple[int, ...] = ()
         self._times_made: Counter[int] = Counter()
+
+    def watches(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether these are the parameters."""
+        return [*map(id, self._parameters)] == [*map(id, parameters)]
 
     @contextmanager
     def watching(
@@ -241,6 +245,6 @@ def check_trained_alike(
         )
 
 
-def _when_made(parameter: nn.Parameter, then: Callable[[Tensor], None]) -> RemovableHandle:
+def _when_made(parameter: Tensor, then: Callable[[Tensor], None]) -> RemovableHandle:
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(then)  # type: ignore[no-untyped-call]
     return handle

@@ -37,6 +37,7 @@ from torch import Tensor, nn
 
 from penstock.base.errors import InputError, RunError
 from penstock.core.summation.tree import SumTree
+from penstock.engine.masters import take_gradient_dtype
 from penstock.engine.reduce.buckets import Bucket, ParameterRange, row_buckets_of
 from penstock.engine.reduce.owners import OwnerReducer
 from penstock.engine.reduce.reducer import Purpose, ServedGradients, SharedWeights
@@ -115,6 +116,9 @@ class Shards:
                 f"{', '.join(sorted(_ELEMENTWISE))}, or say elementwise = True in its class"
             )
         self._groups[optimizer] = self.groups_of(optimizer)
+        for whole, (_, part) in self.of.items():
+            if part is not None:
+                take_gradient_dtype(part, whole)
         for group in optimizer.param_groups:
             own = (
                 self.of.get(parameter, Shard(0, parameter)).part for parameter in group["params"]

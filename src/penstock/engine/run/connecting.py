@@ -22,7 +22,7 @@ from penstock.engine.device.queue import AcceleratorQueue, DeviceQueue
 from penstock.engine.model.spine import NamedLayer, spine_fingerprint
 from penstock.engine.reduce import sums
 from penstock.engine.reduce.expert_weights import ExpertGroups, StageExperts, with_experts
-from penstock.engine.reduce.fully_sharded import CopiesOfStage
+from penstock.engine.reduce.fully_sharded import CopiesOfStage, HomeGroups, make_homes
 from penstock.engine.reduce.owners import OwnerReducer
 from penstock.engine.reduce.reducer import MakeReducer
 from penstock.engine.run.assembly import Running
@@ -410,13 +410,11 @@ class InProcess(RankPlacement):
             self._divide_experts(layout, stages[self._seat])
 
     def _shard_fully(self, layout: Layout, own: Mapping[int, Stage]) -> None:
+        self._meeting.exchange(None, NoneType, "to have parts of stages")
+        rank = self._seat.rank
         homes = {stage: ranks for stage, ranks in self._homes.items() if len(ranks) > 1}
-        made = self._groups([*homes.values()])
-        copies = {
-            stage: CopiesOfStage(group, ranks, self._seat.rank, self._transport)
-            for (stage, ranks), group in zip(homes.items(), made, strict=True)
-            if self._seat.rank in ranks
-        }
+        made = make_homes(homes, self.plan.summing, rank, self._start.seconds)
+        copies = {stage: CopiesOfStage(home, rank, self._transport) for stage, home in made.items()}
         layout.shard(own, copies)
         for index in copies:
             sharded = own[index].sharded
@@ -433,7 +431,7 @@ class InProcess(RankPlacement):
         made = self._groups([ranks for _, ranks in wanted])
         rank, doing = self._seat.rank, "sending tokens to their experts"
         reached = {
-            key: CopiesOfStage(group, key[1], rank, self._transport, doing)
+            key: CopiesOfStage(HomeGroups.of_one(group, key[1]), rank, self._transport, doing)
             for key, group in zip(wanted, made, strict=True)
             if rank in key[1]
         }

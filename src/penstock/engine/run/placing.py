@@ -22,6 +22,7 @@ from penstock.base.units import format_bytes
 from penstock.core.schedule.residence import StageBytes, resident_bytes
 from penstock.engine.device.accelerators import accelerator_kind, is_on_host
 from penstock.engine.device.queue import DeviceQueue, moments_of_caller, taken_up
+from penstock.engine.masters import gradient_dtype, take_gradient_dtype
 from penstock.engine.model.optimizer_factory import Parameters, make_optimizer
 from penstock.engine.model.spine import NamedLayer
 from penstock.engine.run.layout import Layout
@@ -177,8 +178,10 @@ def _stepped_once(
         Parameters(named, place.stage, place.num_stages, holding.delay),
         f"stage {stage}",
     )
-    for _, copy in named:
-        copy.grad = torch.zeros_like(copy) if copy.requires_grad else None
+    for (_, copy), weight in zip(named, holding.named.values(), strict=True):
+        take_gradient_dtype(weight, copy)  # what follows makes room for the gradients
+        kind = gradient_dtype(copy)
+        copy.grad = torch.zeros_like(copy, dtype=kind) if copy.requires_grad else None
     with torch.no_grad():
         optimizer.step()
     tensors: list[Tensor] = state_tensors(optimizer, travels)

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from penstock.base.errors import InputError
+from penstock.engine.masters import gradient_dtype
 from penstock.engine.stage.deferrable import Deferrable, Formula, split_of
 
 _UNDEFERRED_KINDS = (
@@ -234,7 +235,7 @@ def accumulate(parameter: Tensor, gradient: Tensor, owned: bool) -> None:
     if not hooked and parameter.grad is not None:
         parameter.grad.add_(gradient)
     elif not hooked and owned and gradient.stride() == parameter.stride():
-        parameter.grad = gradient
+        parameter.grad = gradient.to(gradient_dtype(parameter))
     else:
         torch.autograd.backward([parameter], [gradient])
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from penstock.engine.masters import take_gradient_dtype
 from penstock.engine.tensor.group import Bounds, ShardSpec, TensorGroup, bounds
 
 
@@ -108,6 +109,7 @@ class WholePlaceholders:
         """Give the placeholders whole gradients. All members call it at the same time."""
         for whole, (own, cut) in zip(self.parameters, self._pairs, strict=True):
             whole.requires_grad_(own.requires_grad)
+            take_gradient_dtype(whole, own)
             gradient = own.grad
             if gradient is not None and self._group is not None and id(own) in self._terms:
                 gradient = self._group.all_reduce(gradient)

@@ -274,6 +274,9 @@ class _OnlyMember(TensorGroup):
     def tell(self, number: int) -> list[int]:
         return [number]
 
+    def hand_on(self, tensors: tuple[Tensor, ...]) -> Callable[[], tuple[Tensor, ...]]:
+        return lambda: tensors
+
 
 def gathers_logits(loss: Callable[[Any, Any], Any], outputs: Any, targets: Any) -> str:
     """What a loss does with outputs for which members have to gather the logits; empty if it can be

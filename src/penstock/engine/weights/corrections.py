@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from penstock.base.errors import InputError, ModelError
 from penstock.core.versions import PipeMare, Place
+from penstock.engine.masters import take_gradient_dtype
 
 Leaves = list[nn.Parameter]
 """One for each trained parameter."""
@@ -68,7 +69,10 @@ class Sockets:
     def leaves(self) -> Leaves:
         """Parameters of their own with the memory that the live ones have now. Each has a version
         counter of its own, so that autograd does not mind what becomes of the live one."""
-        return [nn.Parameter(live.data) for live in self.live]
+        leaves = [nn.Parameter(live.data) for live in self.live]
+        for leaf, live in zip(leaves, self.live, strict=True):
+            take_gradient_dtype(leaf, live)
+        return leaves
 
     @contextmanager
     def holding(self, leaves: Leaves | None) -> Iterator[None]:
@@ -256,7 +260,8 @@ def predicted(optimizer: torch.optim.Optimizer, steps: int) -> dict[nn.Parameter
                 direction = _direction(optimizer, group, parameter)
                 if steps and direction is not None:
                     distance = steps * float(group["lr"])
-                    foreseen[parameter] = parameter.detach() - distance * direction
+                    change = (distance * direction).to(parameter.dtype)
+                    foreseen[parameter] = parameter.detach() - change
                 else:
                     foreseen[parameter] = parameter.detach()
     return foreseen

@@ -6,9 +6,16 @@ forward and backward. Then all copies run the same layers in the same order
 (``planning.plans.lockstep``); where a minibatch has fewer microbatches than the plan, or empty
 ones, its layers are gathered once, too. Copies compare what they have gathered before they update:
 in a model that takes other ways in other microbatches, they might take each other's layers for
-their own. Gradients stay whole, in the gathered parameters, until
-the last microbatch has come back, since copies meet for sums once per update, whatever runs
-backward: whole, split, or a forward a second time.
+their own.
+
+Gradients stay whole, in the gathered parameters, until the last microbatch comes back, since copies
+meet for sums once per update, whatever runs backward: whole, split, or a forward a second time.
+Where layers are gathered for each use, a layer is summed as soon as that has made all of its
+gradients; else all are behind it. While a layer computes, the next one's rows come already, forward
+and backward.
+
+Copies may be shared out over hosts (hybrid): those of a host have a shard each, which the same ones
+on the other hosts have as well, so that only sums of shards pass between hosts.
 """
 
 from __future__ import annotations
@@ -23,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.base.errors import ModelError, RunError
+from penstock.engine.masters import gradient_dtype, take_gradient_dtype
 from penstock.engine.model.spine import NamedLayer
 from penstock.engine.weights.local_rows import rows_of
 
@@ -37,29 +45,37 @@ class Copies(Protocol):
     the same methods in the same order.
 
     Attributes:
-        group: torch's process group.
-        size: how many there are.
-        index: which one this is.
+        group: torch's process group of those that have the weights together, each a shard of them:
+            all, or those of a host.
+        size: how many these are.
+        index: which of them this is.
     """
 
     group: dist.ProcessGroup
     size: int
     index: int
 
-    def gather(self, output: Tensor, own: Tensor) -> None:
-        """Fill ``output`` with what each has, one after the other."""
+    def gather(self, output: Tensor, own: Tensor) -> dist.Work:
+        """Begin to fill ``output`` with what each of the group has, one after the other; who waits
+        for it learns who is missing."""
 
     def exchange(self, output: Tensor, own: Tensor) -> None:
-        """Give row i of ``own`` to copy i, and take row j of ``output`` from copy j."""
+        """Give row i of ``own`` to copy i of the group, and take row j of ``output`` from j."""
+
+    def sum_between(self, shard: Tensor) -> Tensor:
+        """The sum of a vector and those of the copies that have the same shard on other hosts."""
 
     def largest(self, numbers: Tensor) -> None:
         """Make each number the largest that a copy has."""
 
     def add(self, numbers: Tensor) -> None:
-        """Make each number the sum of those of all copies."""
+        """Make each number the sum of those of all shards."""
 
     def take_first(self, values: Tensor) -> None:
         """Overwrite values with those of the first copy."""
+
+    def abandon(self) -> None:
+        """Wait for nothing that was asked for before: it belongs to a step that has failed."""
 
     def close(self, *, failed: bool) -> None:
         """Nothing is asked any more. If this copy has failed, others that wait for it learn so."""
@@ -76,26 +92,37 @@ class Gathered:
         self.digest = 0
 
     def add(self, layer: int) -> None:
-        """A layer has been gathered."""
-        self.digest = zlib.crc32(layer.to_bytes(8, "little"), self.digest)
+        """A layer has been gathered; with −1 − its number, it has been summed."""
+        self.digest = zlib.crc32(layer.to_bytes(8, "little", signed=True), self.digest)
 
 
 class _Gather:
-    """All-gather as ``fully_shard`` asks for it, with errors that say who is missing."""
+    """All-gather as ``fully_shard`` asks for it, with errors that say who is missing.
+
+    Attributes:
+        is_pending: whether what was asked for last has come to nothing yet.
+    """
 
     def __init__(self, copies: Copies, number: int, seen: Gathered) -> None:
         self._copies = copies
         self._number = number
         self._seen = seen
+        self.is_pending = False
+
+    def note_sum(self) -> None:
+        """The layer is summed at this point of the order in which copies meet."""
+        self._seen.add(-1 - self._number)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: object, async_op: bool = False
-    ) -> None:
+    ) -> dist.Work:
+        # It is waited for where the layer computes, whoever asked, and however.
         self._seen.add(self._number)
-        self._copies.gather(output_tensor, input_tensor)
+        self.is_pending = True
+        return self._copies.gather(output_tensor, input_tensor)
 
 
 class ShardedParameter(NamedTuple):
@@ -126,21 +153,41 @@ class _Unit:
         for parameter in layer.module.parameters():
             copies.take_first(parameter.detach())
         # Before the hook of ``fully_shard``, behind which the gathered parameters are gone again.
-        self._hook = layer.module.register_forward_hook(self._note)
+        self._after: _Unit | None = None
+        layer.module.register_forward_hook(self._note)
+        layer.module.register_forward_pre_hook(self._ask_for_next)  # behind that of ``fully_shard``
         fully_shard(layer.module, mesh=mesh, reshard_after_forward=False)
         assert isinstance(layer.module, FSDPModule)
         self.sharded: FSDPModule = layer.module
-        self.sharded.set_custom_all_gather(_Gather(copies, number, seen))  # type: ignore[arg-type]
+        self._gather = _Gather(copies, number, seen)
+        self.sharded.set_custom_all_gather(self._gather)  # type: ignore[arg-type]
         # Sums are made behind the last W, of which ``fully_shard`` knows nothing.
         self.sharded.set_requires_gradient_sync(False)
         self.sharded.set_reshard_after_backward(False)
         self.whole: list[nn.Parameter] = []
+        self.is_summed = False
         with self.gathered():  # settles where rows lie in memory
             self._note()
         self.parameters = [_sharded(whole) for whole in layer.module.parameters()]
 
     def _note(self, *_: Any) -> None:
+        self._gather.is_pending = False
         self.whole = list(self.module.parameters())
+
+    def prefetch(self, before: _Unit | None, after: _Unit | None) -> None:
+        """Say which layers' rows are to come already while this one computes.
+
+        Args:
+            before: the one that goes backward next.
+            after: the one that goes forward next.
+        """
+        self.sharded.set_modules_to_backward_prefetch([] if before is None else [before.sharded])
+        self._after = after
+
+    def _ask_for_next(self, *_: Any) -> None:
+        # ``set_modules_to_forward_prefetch`` would want layers that have run before.
+        if self._after is not None:
+            self._after.sharded.unshard(async_op=True)
 
     def free_after_use(self, frees: bool) -> None:
         """Say whether whole parameters go behind each forward and backward."""
@@ -152,12 +199,32 @@ class _Unit:
         """Within, the module has whole parameters."""
         self.sharded.unshard()
         yield
+        self.free()
+
+    def free(self) -> None:
+        """Keep no gathered values."""
+        if self._gather.is_pending:
+            # Nobody has computed with it; left as it is, it would be taken for the next ones.
+            self.sharded.unshard()
+            self._gather.is_pending = False
         self.sharded.reshard()
+
+    def reset(self) -> None:
+        """Forget what a failed step was at."""
+        # torch before 2.13 has no way but to go through what is pending.
+        getattr(self.sharded, "reset_iter_state", self.free)()
+        self._gather.is_pending = False
 
     @property
     def trained(self) -> list[nn.Parameter]:
         """The whole parameters that gradients come to."""
         return [parameter for parameter in self.whole if parameter.requires_grad]
+
+    def sum_early(self) -> None:
+        """Sum while the last backward goes on; all copies have all gradients of the layer."""
+        self._gather.note_sum()
+        self.sum([True] * len(self.trained))
+        self.is_summed = True
 
     @torch.no_grad()
     def sum(self, there: Sequence[bool]) -> None:
@@ -176,7 +243,7 @@ class _Unit:
             return
         size = self._copies.size
         lengths = [_most_numbers(whole, size) for whole, _ in due]
-        sent = torch.zeros(size, sum(lengths), dtype=due[0][0].dtype)
+        sent = torch.zeros(size, sum(lengths), dtype=gradient_dtype(due[0][0]))
         for (whole, _), column in zip(due, torch.split(sent, lengths, 1), strict=True):
             if whole.grad is not None:
                 numbers = whole.grad.reshape(-1)
@@ -190,8 +257,10 @@ class _Unit:
         total = received[0].clone()
         for term in received[1:]:
             total += term
-        for (_, rows), numbers in zip(due, torch.split(total, lengths), strict=True):
+        total = self._copies.sum_between(total)
+        for (whole, rows), numbers in zip(due, torch.split(total, lengths), strict=True):
             fresh = numbers[: rows.numel()].view_as(rows)
+            take_gradient_dtype(rows, whole)
             rows.grad = fresh if rows.grad is None else rows.grad + fresh
 
 
@@ -263,11 +332,31 @@ class ShardedLayers:
         """
         self._began, frees = True, num_microbatches == self._frees_with
         for unit in self._units:
+            for whole, own in zip(unit.whole, unit.parameters, strict=True):
+                take_gradient_dtype(whole, own.rows)  # the optimizer knows rows only
             if frees != self._frees:
                 unit.free_after_use(frees)
             if not frees:
                 unit.sharded.unshard()
+        if frees != self._frees:
+            around = [None, *self._units, None] if frees else [None] * (len(self._units) + 2)
+            for unit, before, after in zip(self._units, around, around[2:], strict=False):
+                unit.prefetch(before, after)
         self._frees = frees
+
+    @property
+    def meets_in_order(self) -> bool:
+        """Whether all copies do the same in this minibatch, so that they may sum a layer while the
+        last backward goes on."""
+        return self._frees
+
+    def layers_trained(self) -> list[int]:
+        """Of each parameter of ``trained``, the number of its layer."""
+        return [number for number, unit in enumerate(self._units) for _ in unit.trained]
+
+    def sum_layer(self, number: int) -> None:
+        """Sum a layer whose gradients are all there, on all copies."""
+        self._units[number].sum_early()
 
     def sum(self) -> None:
         """Make the gradients of rows the sums over all copies, and keep no whole ones. All copies
@@ -276,7 +365,11 @@ class ShardedLayers:
         Raises:
             RunError: copies have not gathered the same.
         """
-        has = [int(parameter.grad is not None) for parameter in self.trained()]
+        has = [
+            int(unit.is_summed or parameter.grad is not None)
+            for unit in self._units
+            for parameter in unit.trained
+        ]
         digest, self._seen.digest = self._seen.digest, 0
         flags = torch.tensor([digest, -digest, *has])
         self._copies.largest(flags)
@@ -290,13 +383,16 @@ class ShardedLayers:
             )
         there = map(bool, largest)
         for unit in self._units:
-            unit.sum([next(there) for _ in unit.trained])
-            unit.sharded.reshard()
+            due = [next(there) for _ in unit.trained]
+            if not unit.is_summed:
+                unit.sum(due)
+            unit.is_summed = False
+            unit.free()
 
     def free(self) -> None:
         """Keep no gathered values."""
         for unit in self._units:
-            unit.sharded.reshard()
+            unit.free()
 
     def close(self, *, failed: bool) -> None:
         """No minibatch follows; ``failed`` says whether it is because this rank has failed."""
@@ -305,10 +401,11 @@ class ShardedLayers:
     def drop(self) -> None:
         """Forget gradients, and what a failed step was at."""
         self._seen.digest = 0
+        self._copies.abandon()
         for unit in self._units:
             if self._began:  # before, there is nothing to reset, and torch is not ready to
-                # torch before 2.13 only frees.
-                getattr(unit.sharded, "reset_iter_state", unit.sharded.reshard)()
+                unit.reset()
+            unit.is_summed = False
             for parameter in unit.trained:
                 parameter.grad = None
 
@@ -324,7 +421,7 @@ class ShardedLayers:
         total = torch.stack(squares)
         self._copies.add(total)
         return [
-            norm.to(own.rows.dtype)
+            norm.to(gradient_dtype(own.rows))
             for norm, own in zip(total.sqrt().unbind(), self.parameters, strict=True)
         ]
 

@@ -231,11 +231,17 @@ def _sum_of(stages: tuple[StagePlan, ...]) -> StagePlan:
         layers=tuple(layer for stage in stages for layer in stage.layers),
         input_bytes=first.input_bytes,
         workspace_bytes=max(stage.workspace_bytes for stage in stages),
+        weight_bytes=_if_other(sum(s.held_bytes for s in stages), summed["parameter_bytes"]),
+        gradient_bytes=_if_other(sum(s.summed_bytes for s in stages), summed["parameter_bytes"]),
         recompute_seconds=sum(stage.again_seconds for stage in stages),
         splits={key: how for stage in stages for key, how in stage.splits.items()},
         recompute="none" if all(s.recompute == "none" for s in stages) else "layers",
         **summed,
     )
+
+
+def _if_other(size: int, usual: int) -> int | None:
+    return None if size == usual else size
 
 
 def _whole_microbatches(plan: Plan) -> Plan:

@@ -102,12 +102,12 @@ class _Chain:
 
     @cached_property
     def sums(self) -> tuple[tuple[float, ...], ...]:
-        """Forward seconds, backward seconds and parameter bytes of the first k layers, summed."""
+        """Forward seconds, backward seconds and gradient bytes of the first k layers, summed."""
         layers = self.graph.layers
         columns = (
             (layer.forward_seconds for layer in layers),
             (layer.backward_seconds for layer in layers),
-            (float(layer.parameter_bytes) for layer in layers),
+            (float(layer.summed_bytes) for layer in layers),
         )
         return tuple(tuple(accumulate(column, initial=0.0)) for column in columns)
 

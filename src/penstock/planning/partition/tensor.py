@@ -276,7 +276,7 @@ def _layer_as_seen(problem: LayoutProblem, layer: Layer, sharing: Sharing, step:
     # The gradient of parameters needs the input, and nobody else has what a collective brought.
     copied = step.copied_bytes if layer.parameter_bytes else 0.0
     summed = problem.reduction(layer, sharing).seconds
-    again = layer.recompute_seconds
+    again, gradients = layer.recompute_seconds, layer.gradient_bytes
     table = ring.share("features") if _divides_table(sharing) else 1.0
     return replace(
         layer,
@@ -294,6 +294,7 @@ def _layer_as_seen(problem: LayoutProblem, layer: Layer, sharing: Sharing, step:
         workspace_bytes=_part(layer.workspace_bytes, most),
         output_bytes=_part(layer.output_bytes, gives),
         parameter_bytes=_part(layer.parameter_bytes, parameters),
+        gradient_bytes=None if gradients is None else _part(gradients, parameters),
         buffer_bytes=_part(layer.buffer_bytes, parameters),
         optimizer_bytes=_part(layer.optimizer_bytes, parameters),
         skip_bytes={name: _part(size, gives) for name, size in layer.skip_bytes.items()},

@@ -440,7 +440,7 @@ class LayoutProblem:
         """Bytes that a layer takes on a device with one microbatch in flight."""
         parameters = self.ring.parameter_share(layer, sharing)
         return (
-            parameters * (2 * layer.parameter_bytes + layer.optimizer_bytes)
+            parameters * layer.trained_bytes
             + self.ring.kept_share(layer, sharing) * layer.activation_bytes
         )
 
@@ -455,14 +455,14 @@ class LayoutProblem:
     def reduction(self, layer: Layer, sharing: Sharing) -> Traffic:
         """The sum of a layer's gradients, where devices have seen different rows."""
         if sharing.divides == "sequence":
-            own = self.ring.parameter_share(layer, sharing) * layer.parameter_bytes
+            own = self.ring.parameter_share(layer, sharing) * layer.summed_bytes
             divided = sum(
                 part.parameter_bytes * part.share(self.ring.num_ranks) for part in sharing.parts
             )
             return self.ring.all_reduce(max(own - divided, 0.0))
         if sharing.divides != "rows":
             return NOTHING
-        return self.ring.all_reduce(layer.parameter_bytes)
+        return self.ring.all_reduce(layer.summed_bytes)
 
     def moved_bytes(self, sharings: Sequence[Sharing]) -> int:
         """Bytes that all devices together send in a minibatch."""

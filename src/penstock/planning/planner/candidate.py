@@ -28,7 +28,7 @@ from penstock.planning.plans.orders import search_order, written
 from penstock.planning.plans.plan import Plan
 from penstock.planning.plans.prediction import Prediction, num_simulated
 from penstock.planning.plans.stage_plan import bytes_of_ranks
-from penstock.planning.plans.summing import Summing
+from penstock.planning.plans.summing import Summing, exchanged_bytes
 from penstock.planning.plans.table import Alternative, family_title
 
 _QUICKER = 16
@@ -185,13 +185,18 @@ class Candidate(CutSetting):
         total = 0.0
         for index, stage in enumerate(self.stages):
             others = self.setting.replicas_of(index) - 1
+            summed = exchanged_bytes(self.way.reducer, stage.summed_bytes, stage.parameter_bytes)
             if others and self.way.reducer == "parameter-server":
                 others += 1  # each copy sends all, and gets all
             updates = 1
             if self.setting.versions.updates == "microbatch":
                 updates = self.task.num_microbatches // self.setting.replicas_of(index)
             total += 2 * self.task.num_microbatches * stage.transfer_bytes
-            total += 2 * others * stage.parameter_bytes * updates
+            total += 2 * others * summed * updates
+            if others and self.way.gathers_each_use:
+                # One of these is counted with the sums.
+                uses = 2 * self.task.num_microbatches / self.setting.replicas_of(index) - 1
+                total += others * uses * stage.parameter_bytes
         if self.task.groups is not None:
             used = self.setting.num_ranks / len(self.task.cluster.devices)
             total += self.task.groups.tensor_split.moved_bytes * max(used, 1 / len(self.stages))

@@ -150,10 +150,7 @@ def least_excess(task: Task) -> float:
     """
     if not has_limits(task):
         return -inf
-    state = [
-        2 * layer.parameter_bytes + layer.optimizer_bytes + layer.buffer_bytes
-        for layer in task.graph.layers
-    ]
+    state = [layer.trained_bytes + layer.buffer_bytes for layer in task.graph.layers]
     largest = max(
         held + layer.activation_bytes + layer.workspace_bytes
         for held, layer in zip(state, task.graph.layers, strict=True)

@@ -27,6 +27,7 @@ from penstock.planning.planner.orders import (
 from penstock.planning.planner.request import PLAIN, REPLICATED, Constraints, Options, RecomputeRule
 from penstock.planning.planner.setting import Setting, Terms
 from penstock.planning.planner.task import Task
+from penstock.planning.plans.lockstep import check_lockstep
 
 _STAGES_PER_RANK = (2, 3, 4)
 _UNASKED_NEVER = frozenset({*families.SEARCHED, *USUAL, "chimera", "seq1f1b", "spilled"})
@@ -113,6 +114,8 @@ class Offer(Terms):
         is_final = self.family not in families.SEARCHED
         setting = Setting(**vars(self), schedule=schedule, is_final=is_final)
         counts = self.replicas or (1,) * setting.num_stages
+        if task.reducer == "fully-sharded" and task.gathered_for == "use":
+            check_lockstep(schedule)
         check_policy(self.versions, self.family, counts, task.num_microbatches)
         if setting.num_stages > task.num_layers:
             raise PlanError(

@@ -30,7 +30,14 @@ from penstock.planning.planner.hosts import (
 from penstock.planning.planner.setting import Setting
 from penstock.planning.planner.task import Task
 from penstock.planning.plans.stage_plan import RecomputeWay, StagePlan
-from penstock.planning.plans.summing import BY_SHARE, ReducerName, Summing, room_to_sum
+from penstock.planning.plans.summing import (
+    BY_SHARE,
+    ReducerName,
+    Summing,
+    exchanged_bytes,
+    room_to_sum,
+    weights_held,
+)
 
 
 class ExchangeSeconds(NamedTuple):
@@ -77,6 +84,22 @@ class SummedSetting:
         if self.reducer == "parameter-server" and num_replicas > 1:
             return 0
         return ceil(whole / num_replicas) if self.reducer in BY_SHARE else ceil(whole)
+
+    @property
+    def gathers_each_use(self) -> bool:
+        """Whether copies gather the weights of a layer whenever they compute with it."""
+        return self.reducer == "fully-sharded" and self.task.gathered_for == "use"
+
+    def gather_seconds(self, num_bytes: float, ranks: Sequence[int]) -> float:
+        """How long a pass of a microbatch waits for the weights of its layers: an all-gather, which
+        is half of an exchange.
+
+        Args:
+            num_bytes: of the stage's weights.
+        """
+        if not self.gathers_each_use or len(ranks) < 2:
+            return 0.0
+        return self.exchange(num_bytes, ranks).total / 2
 
     def update_seconds(self, whole: float, num_replicas: int) -> float:
         """Seconds of an update where a copy that updates everything takes ``whole``."""
@@ -256,7 +279,12 @@ def written(
     # Who shares no stage sends no gradients; it only must have a number.
     given = tuple(most if rate == inf else rate for rate in rates) if known else ()
     return Summing(
-        reducer=reducer, servers=servers, stale=stale, bytes_per_second=given, levels=levels
+        reducer=reducer,
+        servers=servers,
+        stale=stale,
+        bytes_per_second=given,
+        levels=levels,
+        gathered_for=task.gathered_for if reducer == "fully-sharded" else "step",
     )
 
 
@@ -301,7 +329,11 @@ class CutSetting:
         def seconds(way: SummedSetting) -> float:
             return sum(
                 way.exchange(
-                    task.sum("parameter_bytes", *self.cuts[stage : stage + 2]),
+                    exchanged_bytes(
+                        way.reducer,
+                        task.sum("gradient_bytes", *self.cuts[stage : stage + 2]),
+                        task.sum("parameter_bytes", *self.cuts[stage : stage + 2]),
+                    ),
                     setting.ranks_of[stage],
                 ).total
                 for stage in shared
@@ -355,12 +387,16 @@ class CutSetting:
         prepares = seconds("split_forward_seconds") if setting.schedule.splits_backward else 0.0
         update = seconds("update_seconds", pace.updates)
         reduced = self._reduced(index, start, stop)
+        weights = task.sum("parameter_bytes", start, stop)
+        gather = self.way.gather_seconds(weights, setting.ranks_of[index])
+        # What runs again inside a backward finds its layer gathered.
+        again = gather if self.recomputes[index] == "stage" else 0.0
         return {
-            "forward_seconds": seconds("forward_seconds") + prepares + more,
-            "backward_input_seconds": seconds("backward_input_seconds") + more,
+            "forward_seconds": seconds("forward_seconds") + prepares + more + gather,
+            "backward_input_seconds": seconds("backward_input_seconds") + more + gather,
             "backward_weight_seconds": seconds("backward_weight_seconds"),
             "split_seconds": seconds("split_seconds") + more,
-            "recompute_seconds": seconds("recompute_seconds") + more,
+            "recompute_seconds": seconds("recompute_seconds") + more + again,
             "launch_seconds": more,
             "collective_seconds": seconds("collective_seconds"),
             "update_seconds": self.way.update_seconds(update, len(devices)),
@@ -378,7 +414,7 @@ class CutSetting:
         again = self.recomputes[index] == "layers"
         return {
             "transfer_bytes": task.crossing_bytes[stop] if stop < task.num_layers else 0,
-            "parameter_bytes": int(task.sum("parameter_bytes", start, stop)),
+            **self._weight_bytes(index, start, stop),
             "optimizer_bytes": self.way.optimizer_bytes(optimizer_bytes, replicas),
             "buffer_bytes": int(task.sum("buffer_bytes", start, stop)),
             "sum_bytes": self._sum_bytes(index, start, stop),
@@ -389,11 +425,27 @@ class CutSetting:
             "layer_input_bytes": task.again_input_bytes(start, stop),
         }
 
+    def _weight_bytes(self, index: int, start: int, stop: int) -> dict[str, int | None]:
+        """The fields of a stage that say what its weights and gradients take."""
+        numbers, replicas = self.task.numbers(start, stop), len(self.setting.ranks_of[index])
+        weights, gradients = int(numbers["parameter_bytes"]), int(numbers["gradient_bytes"])
+        held = None
+        if self.way.reducer == "fully-sharded" and replicas > 1:
+            largest = numbers["largest_bytes"]
+            held = ceil(weights_held(self.task.gathered_for, weights, largest, replicas))
+        return {
+            "parameter_bytes": weights,
+            "weight_bytes": held,
+            "gradient_bytes": None if gradients == weights else gradients,
+        }
+
     def _reduced(self, index: int, start: int, stop: int) -> _Reduced:
         """How gradients of replicas, and of weights tied across stages, are summed."""
         task, setting = self.task, self.setting
         devices = setting.devices_of[index]
-        num_bytes = task.sum("parameter_bytes", start, stop)
+        gradients = task.sum("gradient_bytes", start, stop)
+        weights = task.sum("parameter_bytes", start, stop)
+        num_bytes = exchanged_bytes(self.way.reducer, gradients, weights)
         model = task.communication
         ranks = setting.ranks_of[index]
         exchange = self.way.exchange(num_bytes, ranks)
@@ -404,8 +456,9 @@ class CutSetting:
         hidden = model.overlap * min(exchange.total, pace * backward)
         rate = task.graph.sum_bytes_per_second
         # Each replica adds what all others have of its own share.
-        added = self.way.added_bytes(num_bytes, devices) / rate if rate else 0.0
+        added = self.way.added_bytes(gradients, devices) / rate if rate else 0.0
         seconds = exchange.total - hidden + added + self._tied_seconds(index, start, stop)
+        seconds -= self.way.gather_seconds(weights, ranks)  # weights come when they are used
         num_parts = self.way.num_parts(num_bytes, ranks, exchange)
         steps = tuple(step for step in (exchange.inside, added, exchange.back) if step)
         if num_parts > 1 or (self.way.passes_cards(ranks) and not model.overlap):
@@ -429,9 +482,8 @@ class CutSetting:
         """Bytes of the parameters whose gradients a rank of the stage sums with others."""
         if len(self.setting.ranks_of[index]) > 1:
             numbers = self.task.numbers(start, stop)
-            sizes = numbers["parameter_bytes"], numbers["largest_bytes"]
-            num_replicas = len(self.setting.ranks_of[index])
-            room: float = room_to_sum(self.way.reducer, *sizes, num_replicas)
+            sizes = numbers["gradient_bytes"], numbers["largest_gradient_bytes"]
+            room: float = room_to_sum(self.way.reducer, *sizes)
             return ceil(room)
         return sum(tie.num_bytes for tie in self.task.ties if tie.is_parted(start, stop))
 

@@ -87,6 +87,7 @@ def replan(
         memory_bytes=memory_bytes,
         reducer=reducer,
         stale=plan.summing.stale if reducer == "parameter-server" else 0,
+        gathered_for=plan.summing.gathered_for,
     )
     if plan.offload is not None and not cluster.tiers:
         cluster = replace(cluster, tiers=(plan.offload.tier,))
@@ -192,6 +193,9 @@ def _layers_of(stage: StagePlan, speed: float, shards: int) -> list[Layer]:
             **seconds,
             # Shares that add up to the whole.
             **{key: (getattr(stage, key) + place) // count for key in _BYTES},
+            gradient_bytes=None
+            if stage.gradient_bytes is None
+            else (stage.gradient_bytes + place) // count,
             # What a layer hands on inside of a stage, no plan knows.
             output_bytes=stage.transfer_bytes,
             workspace_bytes=stage.workspace_bytes,

@@ -36,7 +36,13 @@ from penstock.core.versions import USUAL, Policy
 from penstock.planning.handover.capabilities import CutsBetween, capabilities_of
 from penstock.planning.partition.chain import CostModel, cost_model
 from penstock.planning.plans.consistency import MOST_MICROBATCHES
-from penstock.planning.plans.summing import BY_SHARE, MOST_STALE, REDUCERS, ReducerName
+from penstock.planning.plans.summing import (
+    BY_SHARE,
+    MOST_STALE,
+    REDUCERS,
+    GatheredFor,
+    ReducerName,
+)
 
 RecomputeRule = Literal["where-needed", "never", "stage", "layers"]
 """Whether stages may run forward twice: where they would not fit otherwise, never, or always."""
@@ -195,6 +201,7 @@ class PlanRequest:
     context_ranks: int = 1
     reducer: ReducerName | Literal["any"] = "owners"
     stale: int = 0
+    gathered_for: GatheredFor = "step"
     layer_order: Literal["execution", "any"] = "execution"
     placer: Literal["exact", "reinforce"] = "exact"
     rate: float | None = None
@@ -334,6 +341,12 @@ class PlanRequest:
     def _check_summing(self) -> None:
         one_of("reducer", self.reducer, (*REDUCERS, "any"))
         whole("stale", self.stale, 0, MOST_STALE)
+        one_of("gathered_for", self.gathered_for, get_args(GatheredFor))
+        if self.gathered_for != "step" and self.reducer != "fully-sharded":
+            raise InputError(
+                f"gathered_for={self.gathered_for!r} is for reducer='fully-sharded', and the "
+                f"reducer is {self.reducer!r}; name that one, or leave gathered_for out"
+            )
         if self.reducer == "fully-sharded" and self.tensor_ranks != 1:
             raise InputError(
                 "reducer='fully-sharded' gathers whole layers, of which tensor ranks have parts; "

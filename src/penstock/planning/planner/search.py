@@ -53,7 +53,7 @@ from penstock.planning.planner.why import (
     why_sums_hide,
 )
 from penstock.planning.plans.plan import Plan
-from penstock.planning.plans.summing import ReducerName
+from penstock.planning.plans.summing import GatheredFor, ReducerName
 
 
 @public(
@@ -84,6 +84,7 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
     context_ranks: int = 1,
     reducer: ReducerName | Literal["any"] = "owners",
     stale: int = 0,
+    gathered_for: GatheredFor = "step",
     layer_order: Literal["execution", "any"] = "execution",
     placer: Literal["exact", "reinforce"] = "exact",
     rate: float | None = None,
@@ -144,6 +145,8 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
             bits of owners.
         stale: by how many updates the gradients of a copy may be late, with ``"parameter-server"``;
             the cluster's first spare machine is then the server.
+        gathered_for: with ``"fully-sharded"``, whether weights stay gathered for a ``"step"``
+            (ZeRO-2), or are for each ``"use"`` of a layer (ZeRO-3).
         layer_order: ``"any"`` also cuts branching models where no prefix of their execution order
             ends; the plan then lists layers in another order (``Captured.ordered`` puts a model's
             into it).
@@ -197,6 +200,7 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
         context_ranks=context_ranks,
         reducer=reducer,
         stale=stale,
+        gathered_for=gathered_for,
         layer_order=layer_order,
         placer=placer,
         rate=rate,
@@ -444,7 +448,9 @@ def _with_reducers(tasks: Sequence[Task], request: PlanRequest) -> Iterator[Task
                 yield replaced(task, reducer="servers")
                 yield replaced(task, reducer="parameter-server")
         else:
-            yield replaced(task, reducer=reducer, stale=request.stale)
+            yield replaced(
+                task, reducer=reducer, stale=request.stale, gathered_for=request.gathered_for
+            )
 
 
 def _with_tensor_ranks(tasks: Sequence[Task], request: PlanRequest) -> Iterator[Task]:

@@ -23,7 +23,13 @@ from penstock.planning.planner.request import RecomputeRule
 from penstock.planning.planner.task import Task
 from penstock.planning.plans.orders import stand_in
 from penstock.planning.plans.stage_plan import RecomputeWay
-from penstock.planning.plans.summing import BY_SHARE, ReducerName, room_to_sum
+from penstock.planning.plans.summing import (
+    BY_SHARE,
+    GatheredFor,
+    ReducerName,
+    room_to_sum,
+    weights_held,
+)
 
 StageSizes = tuple[float, float, float]
 """Bytes that a microbatch keeps at a stage: its input only, all, or what the weight gradient
@@ -334,14 +340,14 @@ class MemoryLimits:
         or end between the places of the tables."""
         numbers, inputs = self._task.numbers(start, stop), self._task.input_bytes[start]
         copies, replicas, loads, *_ = self._key(stage, how)
-        return int(_needed(numbers, inputs, copies, (replicas, self._reducer), loads, how))
+        return int(_needed(numbers, inputs, copies, self._summing(replicas), loads, how))
 
     def state_bytes(self, stage: int, how: RecomputeWay, start: int, stop: int) -> int:
         """Bytes that a rank needs for a stage with layers ``[start, stop)`` while nothing is in
         flight."""
         numbers = self._task.numbers(start, stop)
         copies, replicas, *_ = self._key(stage, how)
-        return int(_needed(numbers, 0, copies, (replicas, self._reducer), (Load(),), how))
+        return int(_needed(numbers, 0, copies, self._summing(replicas), (Load(),), how))
 
     def lightest(self, stage: int) -> tuple[Table, ...]:
         """``num_bytes`` of every way that is allowed, in the order of ``ways``, as tables of all
@@ -361,9 +367,12 @@ class MemoryLimits:
         """Bytes that a rank of a stage needs between each of some places and another."""
         inputs = np.array(self._task.input_bytes, dtype=float)[list(self._task.places)][starts]
         copies, replicas, loads, *_ = self._key(stage, how)
-        numbers, summing = self._numbers(starts, stops), (replicas, self._reducer)
+        numbers, summing = self._numbers(starts, stops), self._summing(replicas)
         needed: Floats = _needed(numbers, inputs, copies, summing, loads, how)
         return needed
+
+    def _summing(self, num_replicas: int) -> CopySums:
+        return CopySums(num_replicas, self._reducer, self._task.gathered_for)
 
     def _numbers(self, starts: Ints, stops: Ints) -> dict[str, Floats]:
         """``Task.tables`` at some starts and stops; many stages ask for the same."""
@@ -384,11 +393,45 @@ class MemoryLimits:
         return (self._setting.loads_again if how == "stage" else self._setting.loads)[stage]
 
 
+class CopySums(NamedTuple):
+    """How many ranks have a copy of a stage, and how they sum gradients: what of the stage's state
+    each of them keeps. Without copies, gradients of tied weights only are summed.
+
+    Attributes:
+        num_replicas, reducer: as said.
+        gathered_for: as ``Summing`` has it.
+    """
+
+    num_replicas: int
+    reducer: ReducerName
+    gathered_for: GatheredFor
+
+    def state_bytes(self, numbers: Mapping[str, Any], copies: int) -> Any:
+        """Bytes of weights, gradients and optimizer state, and the room to sum.
+
+        Args:
+            numbers: sums over the stage's layers, as numbers or tables (``Task.tables``).
+            copies: of the weights.
+        """
+        count, reducer = self.num_replicas, self.reducer
+        held, gradients = numbers["parameter_bytes"], numbers["gradient_bytes"]
+        optimizer, room = numbers["optimizer_bytes"], numbers["tied_bytes"]
+        if count > 1:
+            if reducer == "fully-sharded":
+                held = weights_held(self.gathered_for, held, numbers["largest_bytes"], count)
+            room = room_to_sum(reducer, gradients, numbers["largest_gradient_bytes"])
+            if reducer == "parameter-server":
+                optimizer = 0 * optimizer
+            elif reducer in BY_SHARE:
+                optimizer = optimizer / count
+        return copies * np.ceil(held) + gradients + np.ceil(optimizer) + np.ceil(room)
+
+
 def _needed(
     numbers: Mapping[str, Any],
     inputs: Any,
     copies: int,
-    summing: tuple[int, ReducerName],
+    summing: CopySums,
     loads: tuple[Load, ...],
     how: RecomputeWay,
 ) -> Any:
@@ -398,8 +441,7 @@ def _needed(
         numbers: sums over the stage's layers, by their names (``Task.numbers``, ``Task.tables``).
         inputs: bytes of the stage's input.
         copies: of the weights.
-        summing: how many ranks have a copy of the stage, and how they sum gradients; without copies
-            those of tied weights only.
+        summing: what of the stage's state a rank keeps.
         loads: the worst moments of the rank.
         how: what runs again.
     """
@@ -410,17 +452,5 @@ def _needed(
         load.inputs * inputs + load.whole * whole + load.for_weight * halves for load in loads
     ]
     workspace = "again_workspace_bytes" if again else "workspace_bytes"
-    replicas, reducer = summing
-    optimizer_bytes = numbers["optimizer_bytes"]
-    if replicas > 1 and reducer == "parameter-server":
-        optimizer_bytes = 0 * optimizer_bytes
-    elif reducer in BY_SHARE:
-        optimizer_bytes = optimizer_bytes / replicas
-    summed = numbers["tied_bytes"]
-    if replicas > 1:
-        sizes = numbers["parameter_bytes"], numbers["largest_bytes"]
-        summed = np.ceil(room_to_sum(reducer, *sizes, replicas))
-    state = np.ceil(optimizer_bytes) + summed
-    state = state + numbers["buffer_bytes"] + numbers[workspace]
-    weights = (copies + 1) * numbers["parameter_bytes"]
-    return np.ceil(np.maximum.reduce(in_flight)) + weights + state
+    state = summing.state_bytes(numbers, copies) + numbers["buffer_bytes"] + numbers[workspace]
+    return np.ceil(np.maximum.reduce(in_flight)) + state

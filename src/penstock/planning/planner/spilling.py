@@ -222,7 +222,7 @@ def _limits(task: Task, num_ranks: int) -> tuple[float, ...]:
 
 def _layer_bytes(task: Task) -> list[int]:
     """The bytes that travel with each layer: weights, gradients, optimizer state."""
-    return [2 * layer.parameter_bytes + layer.optimizer_bytes for layer in task.graph.layers]
+    return [layer.trained_bytes for layer in task.graph.layers]
 
 
 def _least_bytes(task: Task) -> int:

@@ -27,7 +27,7 @@ from penstock.planning.partition.chain import (
 )
 from penstock.planning.partition.layers import places_near, spread_places
 from penstock.planning.plans.stage_plan import Split
-from penstock.planning.plans.summing import ReducerName
+from penstock.planning.plans.summing import GatheredFor, ReducerName
 
 if TYPE_CHECKING:
     from penstock.planning.partition.tensor import TensorSplit
@@ -187,6 +187,7 @@ class Task:
         groups: where each device stands for several that share layers: which, and how.
         reducer: how copies of a stage sum gradients.
         stale: by how many updates the gradients of a copy may be late.
+        gathered_for: how long fully sharded weights stay gathered.
         cuts_between: which parts of the model, where another engine is to run it.
         expert_ranks: how many copies of a stage divide its experts; the graph says what that costs.
         undivided: the task in which each has all of them.
@@ -202,6 +203,7 @@ class Task:
     groups: TensorGroups | None = None
     reducer: ReducerName = "owners"
     stale: int = 0
+    gathered_for: GatheredFor = "step"
     cuts_between: CutsBetween = "layers"
     expert_ranks: int = 1
     undivided: Task | None = None
@@ -280,6 +282,7 @@ class Task:
             name: [getattr(layer, name) for layer in layers] for name in names
         }
         columns["recompute_seconds"] = map(_again_seconds, layers)
+        columns["gradient_bytes"] = [layer.summed_bytes for layer in layers]
         columns["again_input_bytes"] = [
             held if begins else 0.0
             for held, begins in zip(self.input_bytes, self.begins_unit, strict=False)
@@ -382,6 +385,9 @@ class Task:
                 "largest_bytes": max(
                     layer.parameter_bytes for layer in self.graph.layers[start:stop]
                 ),
+                "largest_gradient_bytes": max(
+                    layer.summed_bytes for layer in self.graph.layers[start:stop]
+                ),
                 "tied_bytes": sum(tie.num_bytes for tie in self.ties if tie.is_parted(start, stop)),
             }
         return self.cache.numbers[bounds]
@@ -412,13 +418,15 @@ class Task:
                 )
                 tables[name][row, row + 1 :] = most[places[row + 1 :]]
         tables["tied_bytes"] = self._tied_bytes()
-        tables["largest_bytes"] = self._largest_bytes()
+        layers = self.graph.layers
+        tables["largest_bytes"] = self._largest([layer.parameter_bytes for layer in layers])
+        tables["largest_gradient_bytes"] = self._largest([layer.summed_bytes for layer in layers])
         return tables
 
-    def _largest_bytes(self) -> Table:
-        """Those of the layer with most parameters."""
+    def _largest(self, layer_bytes: Sequence[int]) -> Table:
+        """The most that a layer has of some bytes."""
         table = np.zeros((len(self.places), len(self.places)))
-        sizes = np.array([layer.parameter_bytes for layer in self.graph.layers], dtype=float)
+        sizes = np.array(layer_bytes, dtype=float)
         for row, start in enumerate(self.places[:-1]):
             most = np.maximum.accumulate(sizes[start:])
             table[row, row + 1 :] = most[np.array(self.places[row + 1 :]) - start - 1]

@@ -215,10 +215,7 @@ _LESS = 0.99
 
 def _total_bytes(split: TensorSplit) -> int:
     """Bytes that all stages together take on a device of each group, with one microbatch."""
-    return sum(
-        2 * layer.parameter_bytes + layer.optimizer_bytes + layer.activation_bytes
-        for layer in split.graph.layers
-    )
+    return sum(layer.trained_bytes + layer.activation_bytes for layer in split.graph.layers)
 
 
 def _of_leaders(

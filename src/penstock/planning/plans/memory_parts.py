@@ -16,9 +16,9 @@ class MemoryParts(NamedTuple):
     those of each.
 
     Attributes:
-        weights: in all their versions.
+        weights: in all their versions; fully sharded, with what is gathered at once.
         gradients: of one version.
-        optimizer: its state, or the shard of it that the rank has.
+        optimizer: its state, masters included, or the shard of it that the rank has.
         buffers: what the model's state has besides.
         activations: what microbatches in flight keep, or the inputs from which it is computed
             again.
@@ -74,8 +74,8 @@ def _of_rank(
     held = [stages[stage] for stage in own]
     rooms = [stage.workspace_bytes for stage in held]
     state = MemoryParts(
-        weights=sum(stage.weight_versions * stage.parameter_bytes for stage in held) * stays,
-        gradients=sum(stage.parameter_bytes for stage in held) * stays,
+        weights=sum(stage.weight_versions * stage.held_bytes for stage in held) * stays,
+        gradients=sum(stage.summed_bytes for stage in held) * stays,
         optimizer=sum(stage.optimizer_bytes for stage in held) * stays,
         buffers=sum(stage.buffer_bytes for stage in held),
         activations=0,

@@ -146,6 +146,8 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
         if self.spill is not None:
             check_spill(self.placement, self.versions, self.num_tensor_ranks, self.summing.reducer)
         if self.summing.reducer == "fully-sharded":
+            for stage in range(len(self.stages)):
+                self.summing.shard_groups(self.placement.ranks_of(stage))
             if self.summing.gathered_for == "use":
                 check_lockstep(self.placement)
             if self.offload is not None:

@@ -172,8 +172,11 @@ def with_residence(
 
 def stage_bytes(stages: Sequence[StagePlan]) -> StageBytes:
     """The sizes of a stage that come and go."""
-    weights = [stage.parameter_bytes for stage in stages]
-    return StageBytes(weights, weights, [stage.optimizer_bytes for stage in stages])
+    return StageBytes(
+        [stage.parameter_bytes for stage in stages],
+        [stage.summed_bytes for stage in stages],
+        [stage.optimizer_bytes for stage in stages],
+    )
 
 
 def bytes_of_spilled_ranks(
@@ -268,5 +271,6 @@ def traffic(
     groups = ceil(num_microbatches / (group or num_microbatches))
     once = 2 * weights - last - first if len(stages) > 1 else 0
     read, written = groups * once + state, weights + state
-    between = (groups - 1) * weights + (weights if agrees else 0)
+    gradients = sum(stage.summed_bytes for stage in stages)
+    between = (groups - 1) * gradients + (gradients if agrees else 0)
     return read + between, written + between

@@ -50,8 +50,11 @@ class StagePlan(Value, frozen=True, kw_only=True):
         hop_seconds: from this stage's output until the next stage can use it.
         link_seconds: of the hop, how long it keeps the link busy.
         transfer_bytes: what goes to the next stage for a microbatch, and as gradients comes back.
-        parameter_bytes: weights; gradients take as much again.
-        optimizer_bytes: optimizer state.
+        parameter_bytes: weights.
+        weight_bytes: of them, what a rank has of one version; all by default. Fully sharded, its
+            rows and what it gathers.
+        gradient_bytes: their gradients; as many as ``parameter_bytes`` by default.
+        optimizer_bytes: optimizer state, masters included.
         buffer_bytes: the model's state that is no weight.
         sum_bytes: what a rank keeps besides while gradients of weights with several holders are
             summed: those that it gets and the sum, together as much as these weights. Where stages
@@ -102,6 +105,8 @@ class StagePlan(Value, frozen=True, kw_only=True):
     link_seconds: float = 0.0
     transfer_bytes: int = 0
     parameter_bytes: int = 0
+    weight_bytes: int | None = None
+    gradient_bytes: int | None = None
     optimizer_bytes: int = 0
     buffer_bytes: int = 0
     sum_bytes: int = 0
@@ -166,11 +171,21 @@ class StagePlan(Value, frozen=True, kw_only=True):
         return self.compute_seconds + (self.again_seconds if self.recompute != "none" else 0.0)
 
     @property
+    def held_bytes(self) -> int:
+        """Bytes of weights that a rank has, of one version."""
+        return self.parameter_bytes if self.weight_bytes is None else self.weight_bytes
+
+    @property
+    def summed_bytes(self) -> int:
+        """Bytes of the gradients in which those of microbatches are summed."""
+        return self.parameter_bytes if self.gradient_bytes is None else self.gradient_bytes
+
+    @property
     def state_bytes(self) -> int:
         """Bytes that a rank of the stage needs before the first microbatch comes: weights in all
         their versions, gradients of one, optimizer state, buffers, room to work, and room to sum
         gradients."""
-        weights = (self.weight_versions + 1) * self.parameter_bytes
+        weights = self.weight_versions * self.held_bytes + self.summed_bytes
         room = self.workspace_bytes + self.sum_bytes
         return weights + self.optimizer_bytes + self.buffer_bytes + room
 

@@ -54,17 +54,47 @@ BY_SHARE: frozenset[str] = frozenset({"sharded", "fully-sharded"})
 """Ways to sum by which each copy of a stage updates its share of the weights."""
 
 
-def room_to_sum(reducer: ReducerName, parameter_bytes: N, largest_bytes: N, num_replicas: int) -> N:
+def room_to_sum(reducer: ReducerName, gradient_bytes: N, largest_bytes: N) -> N:
     """Bytes that a copy of a stage keeps besides weights and gradients, at most, for their sums.
 
     Args:
-        parameter_bytes: of the stage's weights.
+        gradient_bytes: of the stage's gradients.
         largest_bytes: of the layer that has most of them.
     """
     if reducer == "fully-sharded":
-        # Its rows stay beside what is gathered, and a layer's gradients are sent and received.
-        return parameter_bytes / num_replicas + 2 * largest_bytes
-    return COPIES_OF_GRADIENTS[reducer] * parameter_bytes
+        return 2 * largest_bytes  # what of a layer is sent and received
+    return COPIES_OF_GRADIENTS[reducer] * gradient_bytes
+
+
+GATHERED_LAYERS = 2
+"""Layers whose bytes a copy has besides its rows where weights are gathered for each use: the one
+that computes, and the next one, whose rows come meanwhile."""
+
+
+def weights_held(
+    gathered_for: GatheredFor, parameter_bytes: N, largest_bytes: N, num_replicas: int
+) -> N:
+    """Bytes of weights that a copy of a fully sharded stage keeps at most.
+
+    Args:
+        parameter_bytes: of all weights.
+        largest_bytes: of the layer that has most of them.
+    """
+    rows = parameter_bytes / num_replicas
+    return rows + (parameter_bytes if gathered_for == "step" else GATHERED_LAYERS * largest_bytes)
+
+
+def exchanged_bytes(reducer: ReducerName, gradient_bytes: N, parameter_bytes: N) -> N:
+    """Bytes of which copies exchange a half to sum gradients, and a half to have what comes of it:
+    sums, or weights.
+
+    Args:
+        gradient_bytes: of the stage's gradients.
+        parameter_bytes: of its weights.
+    """
+    if reducer in BY_SHARE or reducer == "parameter-server":
+        return (gradient_bytes + parameter_bytes) / 2
+    return gradient_bytes
 
 
 MOST_STALE = 1000
@@ -96,7 +126,8 @@ class Summing(Value, frozen=True, kw_only=True):
             every rank's group, as ``((0, 0, 1, 1),)`` for two hosts. Inside such a group sums are
             made first (``penstock.core.summation.tree``), and all additions are in the order of
             this tree; threads and proofs keep to it, too. Without any, in the order of the ranks.
-            A parameter server is near nobody; stale updates have no levels.
+            A parameter server is near nobody; stale updates have no levels. Fully sharded, each
+            outermost group has all weights, and its ranks shards of them (hybrid sharding).
         gathered_for: with ``"fully-sharded"``, how long weights stay gathered: for a whole
             ``"step"`` (ZeRO-2), or for each ``"use"`` of a layer, forward or backward, after which
             they are freed (ZeRO-3).
@@ -149,11 +180,6 @@ class Summing(Value, frozen=True, kw_only=True):
                 f"gathered_for={self.gathered_for!r} is for the reducer 'fully-sharded', and the "
                 f"reducer is {self.reducer!r}, whose copies keep all weights; leave it out"
             )
-        if self.levels and self.reducer == "fully-sharded":
-            raise InputError(
-                "the reducer 'fully-sharded' adds in the order of the ranks, whichever are near "
-                "each other; leave levels out"
-            )
         self._check_levels()
 
     def _check_levels(self) -> None:
@@ -178,6 +204,26 @@ class Summing(Value, frozen=True, kw_only=True):
                         "groups are made of whole groups"
                     )
             before = numbers
+
+    def shard_groups(self, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Which copies of a fully sharded stage have its weights together, each a shard of them:
+        all, or with levels those of each outermost group, which replicate what the others have.
+
+        Args:
+            ranks: of the copies.
+
+        Raises:
+            InputError: groups have different numbers of copies.
+        """
+        together = SumTree.of(ranks, self.levels[-1:]).levels[0]
+        if len({*map(len, together)}) > 1:
+            sizes = " and ".join(str(len(group)) for group in together)
+            raise InputError(
+                f"summing: levels give ranks {', '.join(map(str, ranks))} in groups of {sizes}, of "
+                "which each would have all weights in shards, and equal ones with the others; make "
+                "groups of one size, or leave levels out"
+            )
+        return together
 
     def tree(self, ranks: Sequence[int], owners: Sequence[int] | None = None) -> SumTree:
         """The tree in which some ranks sum the weights that they hold.

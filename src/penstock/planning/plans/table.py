@@ -226,7 +226,7 @@ def _described(prediction: Prediction, rank: int, shards_optimizer: bool) -> dic
     if len(own) == 1 and prediction.spill is None:
         stage = prediction.stages[own[0]]
         if stage.weight_versions > 1:
-            cells["weights"] = f"{format_bytes(stage.parameter_bytes)} × {stage.weight_versions}"
+            cells["weights"] = f"{format_bytes(stage.held_bytes)} × {stage.weight_versions}"
         each = stage.input_bytes if stage.recompute == "stage" else stage.kept_bytes
         count = parts.activations / each if each else 0.0
         if count:

@@ -84,12 +84,22 @@ class PiecesHere:
         copies = sorted(self._parts.plan.placement.ranks_of(stage))
         servers = servers_of(self._parts.plan, stage)
         if not servers:
-            planned = self._parts.plan.stages[stage]
-            return copies.index(rank), len(copies) if self._is_sharded else planned.expert_ranks
+            if self._is_sharded:
+                return self._shard(rank, copies)
+            return copies.index(rank), self._parts.plan.stages[stage].expert_ranks
         # The first piece has the weights, each of the others what one parameter server keeps.
         if rank in servers:
             return 1 + servers.index(rank), 1 + len(servers)
         return (0 if rank == copies[0] else 1 + len(servers)), 1 + len(servers)
+
+    def _shard(self, rank: int, copies: Sequence[int]) -> tuple[int, int]:
+        """As ``_part``, where each copy updates a shard; of several hosts that have the same ones,
+        the first writes."""
+        summing = self._parts.plan.summing
+        if summing.reducer != "fully-sharded":
+            return copies.index(rank), len(copies)
+        near = summing.shard_groups(copies)[0]
+        return (near.index(rank) if rank in near else len(near)), len(near)
 
     @property
     def _is_sharded(self) -> bool:

@@ -15,6 +15,7 @@ from penstock.training.profiler.alone.overheads import (
     NamedParameters,
     Update,
     assumed_update,
+    gradient_bytes,
     optimizer_of_copies,
     trained_parameters,
 )
@@ -61,12 +62,12 @@ def _counted(
     state_bytes = num_bytes([list(entry.values()) for entry in built.state.values()])
     with KernelCounter(converts=False) as counter:
         built.step()
-    kernels = counter.kernels
+    kernels, held = counter.kernels, gradient_bytes(built)
     if fused[0]:
-        held = num_bytes([weight for _, weight in named])
         # Weights, gradients and state are read once; weights and state are written.
-        kernels = [Kernel("pointwise", "step", "fp32", 0.0, {0: 3 * held + 2 * state_bytes}, {})]
-    return Update(_seconds(kernels, len(named), pace), state_bytes)
+        moved = 2 * num_bytes([weight for _, weight in named]) + held + 2 * state_bytes
+        kernels = [Kernel("pointwise", "step", "fp32", 0.0, {0: moved}, {})]
+    return Update(_seconds(kernels, len(named), pace), state_bytes, held)
 
 
 def _seconds(kernels: Sequence[Kernel], num_parameters: int, pace: KernelPace) -> float:

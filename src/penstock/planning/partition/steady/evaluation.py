@@ -126,7 +126,7 @@ def evaluate(
         pace = min(cluster.devices[index].speed for index in stage.devices)
         exchange = exchange_seconds(
             exchange_lines(cost_model, topology, stage.devices),
-            float(sum(layer.parameter_bytes for layer in stage_layers)),
+            float(sum(layer.summed_bytes for layer in stage_layers)),
         )
         compute = sum(layer.compute_seconds for layer in stage_layers) / pace
         beats.append(cost_model.shared_seconds(compute, exchange, stage.replicas, updates))

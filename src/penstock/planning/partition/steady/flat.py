@@ -133,7 +133,7 @@ class _FlatSearch:
         self.cuts = np.array([model.cut_seconds(size, 1, task.link) for size in states.cut_bytes])
         self.cuts[[0, -1]] = 0.0
         starts, stops = np.nonzero(states.nested)
-        parameters = states.parameter_bytes
+        parameters = states.gradient_bytes
         self.known = _Stages(
             starts=starts,
             stops=stops,
@@ -336,7 +336,7 @@ class _FlatSearch:
 
     def _stage_seconds(self, piece: Piece) -> float:
         compute = self.seconds[piece.stop] - self.seconds[piece.start]
-        sizes = self.task.states.parameter_bytes
+        sizes = self.task.states.gradient_bytes
         parameters = sizes[piece.stop] - sizes[piece.start]
         return float(self._work(compute, parameters, np.array(piece.replicas))) / piece.replicas
 

@@ -85,7 +85,7 @@ def worth_cutting(graph: LayerGraph) -> States:
     """The prefixes that a best plan may cut behind: of those that differ only in layers without
     seconds and parameters, the one whose cut takes fewest bytes."""
     states = prefixes(graph)
-    numbers = zip(states.compute_seconds, states.parameter_bytes, strict=True)
+    numbers = zip(states.compute_seconds, states.gradient_bytes, strict=True)
     kept: list[int] = []
     last: tuple[float, float] | None = None
     for state, (seconds, size) in enumerate(numbers):
@@ -152,7 +152,7 @@ class Programme:
     @cached_property
     def layers(self) -> tuple[Array, Array]:
         """(seconds, parameter bytes) of a component; infinitely long where there is none."""
-        seconds, sizes = self.states.compute_seconds, self.states.parameter_bytes
+        seconds, sizes = self.states.compute_seconds, self.states.gradient_bytes
         compute = np.where(self.states.nested, seconds[None] - seconds[:, None], inf)
         return compute, np.maximum(sizes[None] - sizes[:, None], 0.0)
 

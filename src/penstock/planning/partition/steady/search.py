@@ -188,7 +188,7 @@ class _OrderSearch:
         pace = min(task.speeds[device:behind])
         compute = states.compute_seconds[columns][None] - states.compute_seconds[rows][:, None]
         compute = compute / pace / (behind - device)
-        sizes = states.parameter_bytes[columns][None] - states.parameter_bytes[rows][:, None]
+        sizes = states.gradient_bytes[columns][None] - states.gradient_bytes[rows][:, None]
         lines = exchange_lines(task.cost_model, task.topology, range(device, behind))
         exchange = np.min([slope * sizes + base for slope, base in lines], axis=0)
         exchange = exchange * min(task.updates, 1 / (behind - device))

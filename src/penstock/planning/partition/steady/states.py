@@ -80,9 +80,9 @@ class States:
         return self._sums([layer.compute_seconds for layer in self.graph.layers])
 
     @cached_property
-    def parameter_bytes(self) -> Floats:
-        """Parameter bytes of each state's layers."""
-        return self._sums([float(layer.parameter_bytes) for layer in self.graph.layers])
+    def gradient_bytes(self) -> Floats:
+        """Bytes of the gradients of each state's layers."""
+        return self._sums([float(layer.summed_bytes) for layer in self.graph.layers])
 
     def _sums(self, numbers: Sequence[float]) -> Floats:
         sums: Floats = self.members @ np.array(numbers)

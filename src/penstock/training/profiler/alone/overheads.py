@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.base.errors import InputError
+from penstock.engine.masters import gradient_dtype
 from penstock.engine.model.optimizer_factory import OptimizerFactory, Parameters, make_optimizer
 from penstock.engine.model.spine import NamedLayer
 from penstock.engine.stage.microbatch_graph import MicrobatchGraph, cut, edges, sent
@@ -26,10 +27,15 @@ _GRADIENT_BYTES = 32 * 2**20
 
 
 class Update(NamedTuple):
-    """An optimizer step on a layer's parameters: its time, and the bytes of its state."""
+    """An optimizer step on a layer's parameters: its time, and the bytes of its state.
+
+    Attributes:
+        gradient_bytes: of the gradients that it takes; ``None`` for those of their parameters.
+    """
 
     seconds: float
     state_bytes: int
+    gradient_bytes: int | None = None
 
 
 def measure_updates(
@@ -108,9 +114,16 @@ def _measure_group(
         else Update(
             statistics.median(clock.seconds(*lap) for lap in own),
             num_bytes([list(entry.values()) for entry in built_optimizer.state.values()]),
+            gradient_bytes(built_optimizer),
         )
         for built_optimizer, own in zip(built, laps, strict=True)
     ]
+
+
+def gradient_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """The bytes of the gradients that an optimizer's parameters have."""
+    held = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+    return num_bytes([gradient for gradient in held if gradient is not None])
 
 
 def optimizer_of_copies(
@@ -128,13 +141,13 @@ def optimizer_of_copies(
     if not named:
         return None
     copies = [(name, nn.Parameter(parameter.detach().clone())) for name, parameter in named]
-    for _, copy in copies:
-        copy.grad = torch.full_like(copy, 1e-3)
     try:
         built = make_optimizer(optimizer, Parameters(copies), f"the layer of {named[0][0]}")
     except InputError as error:
         refusals.append(error)
         return None
+    for _, copy in copies:
+        copy.grad = torch.full_like(copy, 1e-3, dtype=gradient_dtype(copy))
     prepare(built)
     try:
         built.step()  # allocates its state

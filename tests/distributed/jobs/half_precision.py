@@ -1,0 +1,257 @@
+"""Copies of stages in processes, with weights in half precision, beside one device by hand; and
+what ranks hold, beside what their plan says.
+
+    torchrun ... half_precision.py CASE FOLDER
+
+Cases: ``by hand`` compares losses and weights, reducer by reducer; ``checkpoint`` goes on from one
+layout in another; ``memory`` weighs weights, gradients, optimizer state and activations. Each rank
+reports in ``report-<rank>.json``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from msgspec.structs import replace
+from torch.distributed.tensor import DTensor
+
+import penstock as pk
+from penstock.demo.gpt import GPT, loss
+from penstock.planning.plans import Plan
+from tests.kit.half_precision import MixedByHand, bytes_of, turns_of
+from tests.kit.helpers import make_batch, make_mlp
+from tests.kit.reducing import replicated
+from tests.kit.training import adamw
+
+HALF = torch.bfloat16
+STEPS = 4
+mixed = pk.optimizers.master_weights(adamw)
+
+
+def hybrid(plan: Plan) -> Plan:
+    """Sharded over ranks 0 and 1, and over 2 and 3."""
+    sharded = plan.with_reducer("fully-sharded", gathered_for="use")
+    return sharded.edited(summing=replace(sharded.summing, levels=((0, 0, 1, 1),)))
+
+
+WAYS = {
+    "owners": lambda plan: plan,
+    "sharded": lambda plan: plan.with_reducer("sharded"),
+    "fully-sharded": lambda plan: plan.with_reducer("fully-sharded"),
+    "freed behind each use": lambda plan: plan.with_reducer("fully-sharded", gathered_for="use"),
+    "all-reduce": lambda plan: plan.with_reducer("all-reduce"),
+    "servers": lambda plan: plan.with_reducer("servers"),
+    "parameter-server": lambda plan: plan.with_reducer("parameter-server"),
+    "hybrid": hybrid,
+}
+
+
+def model_of(dtype=HALF):
+    return make_mlp(dropout=0.0, dtype=dtype)
+
+
+def pipeline_of(plan: Plan, model, **options) -> pk.Pipeline:
+    return pk.Pipeline(
+        model, plan, **{
+            "loss": F.cross_entropy, "optimizer": mixed, "deadline_seconds": 20,
+            "startup_seconds": 60, **options,
+        },
+    )  # fmt: skip
+
+
+def differences(name, losses, weights, wanted, others, exact=True) -> list[str]:
+    found = [f"{name}: losses {losses}, wanted {wanted}"] * (exact and losses != wanted)
+    for key, value in others.items():
+        same = torch.equal if exact else partial(torch.allclose, rtol=2**-6, atol=2**-8)
+        if weights[key].dtype != value.dtype or not same(weights[key], value):
+            found.append(f"{name}: {key}")
+    return found
+
+
+def by_hand() -> list[str]:
+    """To the bit but where the order of sums is the library's."""
+    whole = [name for name in WAYS if name not in {"hybrid", "parameter-server"}]
+    cases = [((2, 2), name, HALF, {}) for name in whole]
+    cases += [((4,), name, HALF, {}) for name in ("sharded", "fully-sharded", "hybrid")]
+    cases += [((2, 1), "parameter-server", HALF, {})]
+    cases += [
+        ((2, 2), name, torch.float16, {"scale": 1024.0})
+        for name in ("owners", "sharded", "freed behind each use")
+    ]
+    found = []
+    for replicas, name, dtype, options in cases:
+        model = model_of(dtype)
+        plan = replicated(model, replicas, 4 * max(replicas))
+        hand = MixedByHand(model, plan.num_microbatches, adamw, turns=turns_of(plan), **options)
+        batches = [make_batch(24, dtype, step) for step in range(STEPS)]
+        wanted = [hand.step(*batch).item() for batch in batches]
+        given = {}
+        if options:
+            given["grad_scaler"] = torch.amp.GradScaler("cpu", init_scale=options["scale"])
+        with pipeline_of(WAYS[name](plan), model_of(dtype), **given) as pipeline:
+            losses = [pipeline.step(*batch).item() for batch in batches]
+            weights = pipeline.gather_state_dict()
+        exact = name not in {"all-reduce", "servers", "hybrid"}  # which add in another order
+        found += differences(f"{name} {dtype}", losses, weights, wanted, model.state_dict(), exact)
+    return found
+
+
+def checkpoint(folder: Path) -> list[str]:
+    """Masters stay what they are from one layout to the next; sums are those of the layout."""
+    found = []
+    model = model_of()
+    hand = MixedByHand(model, 8, adamw)
+    layouts = [
+        ("1f1b", (2, 2), "sharded"), ("1f1b", (4,), "freed behind each use"),
+        ("1f1b", (1, 3), "fully-sharded"), ("1f1b", (3, 1), "owners"),
+    ]  # fmt: skip
+    for number, (_, replicas, name) in enumerate(layouts):
+        plan = replicated(model_of(), replicas, 12)
+        hand.num_microbatches, hand.turns = 12, turns_of(plan)
+        with pipeline_of(WAYS[name](plan), model_of()) as pipeline:
+            if (pipeline.load(folder) or 0) != 2 * number:
+                found.append(f"{name}: begins elsewhere")
+            for step in (2 * number, 2 * number + 1):
+                batch = make_batch(24, HALF, step)
+                own, wanted = pipeline.step(*batch).item(), hand.step(*batch).item()
+                # Stages with other numbers of copies add their gradients in another order.
+                if abs(own - wanted) > 2**-7 * abs(wanted):
+                    found.append(f"{name}, step {step}: {own}, wanted {wanted}")
+            pipeline.save(folder)
+            weights = pipeline.gather_state_dict()
+        found += differences(name, [], weights, [], model.state_dict(), exact=False)
+        dist.barrier()
+    return found
+
+
+WIDTH, LENGTH, ROWS = 128, 16, 1
+
+
+def gpt(dtype) -> GPT:
+    torch.manual_seed(0)
+    return GPT(vocabulary=64, width=WIDTH, heads=2, layers=6, context=LENGTH).to(dtype)
+
+
+def tokens(rows):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, 64, (2, rows, LENGTH), generator=generator).unbind()
+
+
+CASES = [
+    *itertools.product(
+        ["owners", "sharded", "all-reduce", "fully-sharded step", "fully-sharded use"],
+        ["gpipe 2-2 never", "1f1b 2-2 layers", "1f1b 2-2 stage"],
+    ),
+    *itertools.product(["owners"], ["zb-h1 1-1-1-1 never", "interleaved-1f1b 1-1-1-1 layers"]),
+]
+
+
+def memory() -> list[str]:
+    """What each rank holds of everything is what the plan says, within 3 %."""
+    found = []
+    for dtype in (torch.float32, HALF):
+        graph = profiled(dtype)
+        for reducer, how in CASES:
+            plan = plan_for(graph, reducer, *how.split())
+            found += [f"{reducer} {dtype} {how}: {wrong}" for wrong in weighed(plan, dtype)]
+    return found
+
+
+def profiled(dtype) -> pk.LayerGraph:
+    """The profile of the first rank, for all."""
+    own: list = [None]
+    if not dist.get_rank():
+        inputs, targets = tokens(ROWS)
+        own = [
+            pk.profile(
+                gpt(dtype), inputs, targets=targets, loss=loss, repeats=1, ranks=0,
+                optimizer=mixed,
+            )
+        ]  # fmt: skip
+    dist.broadcast_object_list(own)
+    return own[0]
+
+
+def plan_for(graph, reducer, schedule, replicas, recompute) -> Plan:
+    name, *kept = reducer.split()
+    copies = tuple(map(int, replicas.split("-")))
+    stages = 8 if schedule.startswith("interleaved") else 4
+    return pk.plan(
+        graph, pk.Cluster.local(4), microbatches=8, schedule=schedule, recompute=recompute,
+        **({"replicas": copies, "cuts": [4]} if max(copies) > 1 else {"stages": stages}),
+        **({"reducer": name, "gathered_for": kept[0]} if kept else {"reducer": name}),
+    )  # fmt: skip
+
+
+def weighed(plan: Plan, dtype) -> list[str]:
+    """Where what a rank holds is not as planned."""
+    parts, rank = plan.memory_parts[dist.get_rank()], dist.get_rank()
+    uses, model = plan.summing.gathered_for == "use", gpt(dtype)
+    stages = [plan.stages[index] for index in plan.placement.stages_of[rank]]
+    layers = [model.get_submodule(name) for stage in stages for name in stage.layers]
+    seen, rows = {"weights": 0, "gradients": 0, "optimizer": 0}, []
+
+    wholes: dict[int, torch.Tensor] = {}  # gathered ones, which keep gradients when they are freed
+
+    def weigh(*_):
+        weights = [weight for layer in layers for weight in layer.parameters()]
+        wholes.update({id(own): own for own in weights if not isinstance(own, DTensor)})
+        gradients = [own.grad for own in wholes.values() if own.grad is not None]
+        seen["weights"] = max(seen["weights"], bytes_of([*map(local, weights), *rows]))
+        seen["gradients"] = max(seen["gradients"], bytes_of(gradients))
+
+    def look(_, inputs, output):
+        weigh()
+        if output.requires_grad:
+            output.register_hook(weigh)
+
+    for layer in layers:
+        layer.register_forward_hook(look)
+    options = {"loss": loss, "count_memory": not uses, "results": "every rank"}
+    with pipeline_of(plan, model, **options) as pipeline:
+        pipeline.step(*tokens(8 * ROWS))
+        state = pipeline.optimizers.state
+        rows += state
+        pipeline.step(*tokens(8 * ROWS))
+        kept = [value for own in state.values() for value in own.values()]
+        seen["optimizer"] = bytes_of(filter(torch.is_tensor, kept))
+        if not uses:
+            seen["activations"] = pipeline.peaks[rank].activation_bytes
+    wanted = parts._asdict()
+    wanted["activations"] += wanted["recomputed"]
+    if uses:  # the next layer's rows come meanwhile, into memory that is no parameter's
+        wanted["weights"] -= max(bytes_of(own.parameters()) for own in gpt(dtype).spine())
+    return [
+        f"{name}: {held}, planned {wanted[name]}"
+        for name, held in seen.items()
+        if abs(held - wanted[name]) > 0.03 * wanted[name]
+    ]
+
+
+def local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def main() -> None:
+    case, folder = sys.argv[1], Path(sys.argv[-1])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    compares = {
+        "by hand": by_hand,
+        "checkpoint": partial(checkpoint, folder / "run"),
+        "memory": memory,
+    }
+    found = compares[case]()
+    (folder / f"report-{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
