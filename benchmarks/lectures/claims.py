@@ -144,12 +144,14 @@ class LargeRun(NamedTuple):
         hosts: of eight V100 each.
         depth: stages of a pipeline, and ranks of Megatron's model parallelism beside it.
         batches: rows of a minibatch.
+        microbatch_rows: which of them are tried.
     """
 
     model: str
     hosts: int
     depth: int
     batches: tuple[int, ...]
+    microbatch_rows: tuple[int, ...]
 
     @property
     def num_devices(self) -> int:
@@ -158,9 +160,9 @@ class LargeRun(NamedTuple):
 
 
 LARGE_RUNS = (
-    LargeRun("GPT 2.2 B", 1, 8, (64, 256)),
-    LargeRun("GPT 2.2 B", 8, 8, (128, 512)),
-    LargeRun("GPT 3.8 B", 8, 16, (128, 512)),
+    LargeRun("GPT 2.2 B", 1, 8, (64, 256), (1, 2, 4)),
+    LargeRun("GPT 2.2 B", 8, 8, (512,), (4,)),
+    LargeRun("GPT 3.8 B", 8, 16, (512,), (4,)),
 )
 LARGE_DEPTHS = (8, 16, 32)
 LARGE_OVER_GPIPE, LARGE_OVER_TENSOR = 3.2, 20
@@ -173,3 +175,6 @@ GPIPE_AMOEBANET = {1: (1, 1.13, 1.38), 4: (1.07, 1.26, 1.72), 32: (1.21, 1.84, 3
 AMOEBANET_WIDTHS = ((208, 82), (416, 318))
 """GPipe's Table 1: on one accelerator, filters and million parameters of the largest network of 18
 layers, plain and with GPipe; the lecture says "almost 4 times bigger"."""
+
+HYDRA_BELOW_GPIPE, HYDRA_OVER_NAIVE, HYDRA_LESS_ENERGY = 0.9, 4.0, 2
+"""Fine-tuning of GPT-2: the runtime at most, over naive model parallelism, and energy at most."""

@@ -43,15 +43,20 @@ SIZES = {"GPT 2.2 B": Sizes(1920, 48, 16), "GPT 3.8 B": Sizes(2560, 48, 32)}
 
 @cache
 def transformer(sizes: Sizes) -> pk.LayerGraph:
-    """On a V100, in half precision. Blocks are equal, so that one is estimated for all."""
+    """On a V100, in half precision."""
+    return estimated(sizes, partial(torch.optim.SGD, lr=0.1, momentum=0.9), torch.float16)
+
+
+def estimated(sizes: Sizes, optimizer: Any, dtype: torch.dtype) -> pk.LayerGraph:
+    """On a V100. Blocks are equal, so that one is estimated for all."""
     with torch.device("meta"):
         model = GPT(
             vocabulary=_VOCABULARY, width=sizes.width, heads=sizes.heads, layers=2, context=_LENGTH
-        ).half()
+        ).to(dtype)
         tokens = torch.empty(_MICROBATCH_ROWS[-1], _LENGTH, dtype=torch.long)
     graph = pk.estimate(
         model, tokens, targets=tokens, loss=loss, device="v100-sxm2", attention="formula",
-        sizes=_MICROBATCH_ROWS[:-1], optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        sizes=_MICROBATCH_ROWS[:-1], optimizer=optimizer,
     )  # fmt: skip
     return _of_blocks(graph, sizes.blocks)
 
@@ -76,7 +81,7 @@ def pipelined(run: LargeRun, schedule: str, batch: int, depth: int | None = None
     width = run.num_devices // depth
     least = width * (depth - 1) if schedule == "pipedream-2bw" else width
     seconds = []
-    for count in (batch // rows for rows in _MICROBATCH_ROWS):
+    for count in (batch // rows for rows in run.microbatch_rows):
         if count < least:  # with fewer, a pass of 2BW would need a third version
             continue
         try:
@@ -93,10 +98,14 @@ def pipelined(run: LargeRun, schedule: str, batch: int, depth: int | None = None
 def split_inside_layers(run: LargeRun, batch: int) -> float:
     """Rows per second of Megatron's model parallelism, with copies on all devices."""
     copies = run.num_devices // run.depth
-    return batch / _plan(
-        SIZES[run.model], run.hosts, batch, schedule="1f1b", stages=1, tensor_ranks=run.depth,
-        replicas=(copies,),
-    ).step_seconds  # fmt: skip
+    plans = (
+        _plan(
+            SIZES[run.model], run.hosts, batch, schedule="1f1b", stages=1, tensor_ranks=run.depth,
+            replicas=(copies,), microbatches=batch // rows,
+        )
+        for rows in run.microbatch_rows
+    )  # fmt: skip
+    return batch / min(plan.step_seconds for plan in plans)
 
 
 def two_buffers() -> Iterator[Answer]:
@@ -171,13 +180,12 @@ def depths(run: LargeRun) -> Iterator[Answer]:
 
 
 def _fits(sizes: Sizes, run: LargeRun, batch: int, depth: int, rows: int, recompute: str) -> bool:
-    width = run.num_devices // depth
-    if batch // rows < width * (depth - 1):
-        return False
+    # Copies make no difference to what a device holds.
+    own = max(batch * depth // run.num_devices, rows * (depth - 1))
     try:
         _plan(
-            sizes, run.hosts, batch, schedule="pipedream-2bw", replicas=(width,) * depth,
-            microbatches=batch // rows, recompute=recompute,
+            sizes, depth // 8, own // rows * rows, schedule="pipedream-2bw",
+            replicas=(1,) * depth, microbatches=own // rows, recompute=recompute,
         )  # fmt: skip
     except pk.PlanError:
         return False
