@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from statistics import fmean
 from typing import NamedTuple
 
@@ -81,7 +82,7 @@ UPDATES = {"gpt": 400, "cnn": 300}
 
 def reached(run: Run, target: float) -> int | None:
     """The update at which a held-out loss is this low, and so it is at the next look."""
-    for look, (loss, after) in enumerate(zip(run.held_out, run.held_out[1:])):
+    for look, (loss, after) in enumerate(pairwise(run.held_out)):
         if max(loss, after) <= target:
             return look * run.setting.every
     return None
@@ -89,9 +90,7 @@ def reached(run: Run, target: float) -> int | None:
 
 def trained(work: Work, way: Trained, seed: int, updates: int, every: int) -> Run:
     """One run."""
-    setting = Setting(
-        work.name, way.method, NUM_STAGES, way.rates[work.name], seed, updates, every
-    )
+    setting = Setting(work.name, way.method, NUM_STAGES, way.rates[work.name], seed, updates, every)
     return train(work, setting, way.lay_out)
 
 

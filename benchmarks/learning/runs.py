@@ -126,8 +126,8 @@ class Snapshots:
     different times, are the model after update k.
     """
 
-    def __init__(self, every: int, model: nn.Module) -> None:
-        self._every, self._model = every, model
+    def __init__(self, every: int) -> None:
+        self._every = every
         self.taken: dict[int, list[tuple[nn.Parameter, Tensor]]] = defaultdict(list)
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
@@ -150,7 +150,7 @@ def train(work: Work, setting: Setting, lay_out: LayOut = plan_of) -> Run:
     method = BY_NAME[setting.method]
     model = work.build(INITIAL_SEEDS + setting.seed)
     plan = lay_out(method, setting.num_stages, setting.updates, model)
-    snapshots = Snapshots(setting.every, model)
+    snapshots = Snapshots(setting.every)
     held_out = [_held_out(work, model)[0]]
 
     def optimizer(parameters: Any) -> torch.optim.Optimizer:

@@ -22,10 +22,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common.alone import publish
-from benchmarks.lectures.accuracy_table import accuracy_section
 from benchmarks.lectures.answer import COLUMNS, Answer, shown
 from benchmarks.lectures.answers import PARTS
-from benchmarks.lectures.measured import measure
+from benchmarks.lectures.measured import accuracy_section, measure
 
 PAGE = Path(__file__).parents[2] / "docs" / "lectures-results.md"
 _HEAD = """# What the lectures measured
@@ -43,8 +42,8 @@ idea.
 _FOOT = """
 ## Not here
 
-Joules: no machine here tells them. Which minibatches, and for GPT which sizes, was run: the lectures
-do not say.
+Joules: no machine here tells them. Which minibatches, and for GPT which sizes, was run: the
+lectures do not say.
 """
 
 

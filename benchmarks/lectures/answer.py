@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 COLUMNS = ("result", "published", "predicted", "ratio", "measured here", "note")
@@ -51,4 +52,4 @@ def times(ratios: Iterable[float], digits: int = 1) -> str:
 
 def never_falls(values: Sequence[float], slack: float = 0.01) -> bool:
     """Whether each value is at least the one before, but for a share of it."""
-    return all(after >= before * (1 - slack) for before, after in zip(values, values[1:]))
+    return all(after >= before * (1 - slack) for before, after in pairwise(values))

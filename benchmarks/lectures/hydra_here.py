@@ -22,7 +22,6 @@ _SHARE = 0.8
 """Of weights, gradients and optimizer state: too little for a model, enough for half of one."""
 
 
-
 def _options(microbatches: int = 4) -> argparse.Namespace:
     return argparse.Namespace(rows=64, microbatches=microbatches, share=_SHARE, tier="host")
 

@@ -17,6 +17,10 @@ from penstock import Costs, rehearse, schedules
 
 NOT_YET = "not measured yet"
 _OP_SECONDS = 0.01
+_ACCURACY = """PipeDream's table has the time to accuracy beside that of an epoch. `python -m
+benchmarks.learning.accuracy` trains a GPT on text (to 2.8 nats per byte held out) and a CNN on
+digits (to 0.5) with four stages or copies. "foreseen" is updates times the schedule's time for one,
+in updates of one device, with messages and sums that are free."""
 _FRAMES_PER_RANK = 12
 
 Figures = Iterator[tuple[str, str]]
@@ -56,6 +60,30 @@ def servers_measured() -> str:
             spares, measured, ring = words[1][2:], *(float(words[i][:-1]) for i in (4, 6))
             found.append(f"{ring / measured:.2f}× (k = {spares})")
     return f"the exchange: {', '.join(found)}" if found else NOT_YET
+
+
+def stream_curve(title: str, pixels: str) -> str:
+    """Speed-up of two real stages and of emulated devices, which
+    ``benchmarks.streaming.speed_up`` keeps: of a network at a resolution."""
+    head, *lines = kept_table("streaming.speed_up") or [[]]
+    rows = [dict(zip(head, cells, strict=True)) for cells in lines]
+    own = [
+        row
+        for row in rows
+        if (row["network"], row.get("pixels")) == (title, pixels) and "measured" in row
+    ]
+    if not own:
+        return NOT_YET
+    real = ", ".join(f"{row['launch']} {row['measured']}×" for row in own if row["measured"])
+    waits = " ".join(f"{row['emulated']}×" for row in own if row["launch"] == own[0]["launch"])
+    return f"{pixels} px: 2 cores {real}; emulated {waits}"
+
+
+def accuracy_section() -> str:
+    """What ``benchmarks.learning.accuracy`` keeps, as a part of the page."""
+    rows = kept_table("learning.accuracy")
+    table = "\n".join(f"| {' | '.join(cells)} |" for cells in rows) or f"{NOT_YET.capitalize()}."
+    return f"\n## Time to accuracy, on two small tasks\n\n{_ACCURACY}\n\n{table}\n"
 
 
 def _flushed(num_ranks: int, count: int, costs: Costs) -> float:

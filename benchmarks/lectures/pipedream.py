@@ -1,4 +1,4 @@
-"""PipeDream beside data, model and hybrid parallelism and GPipe; and what data parallelism costs."""
+"""PipeDream beside data, model and hybrid parallelism and GPipe; what data parallelism costs."""
 
 from __future__ import annotations
 

@@ -76,18 +76,21 @@ def _plan(sizes: Sizes, hosts: int, batch: int, **request: Any) -> pk.Plan:
 
 
 def pipelined(run: LargeRun, schedule: str, batch: int, depth: int | None = None) -> float:
-    """Rows per second of equal copies of a pipeline on all devices, with the best microbatch."""
+    """Rows per second of equal copies of a pipeline on all devices, with the best microbatch: the
+    largest that fits where nothing is ever flushed."""
     depth = depth or run.depth
     width = run.num_devices // depth
-    least = width * (depth - 1) if schedule == "pipedream-2bw" else width
-    seconds = []
-    for count in (batch // rows for rows in run.microbatch_rows):
-        if count < least:  # with fewer, a pass of 2BW would need a third version
+    flushes = schedule != "pipedream-2bw"
+    # With fewer microbatches, a pass of 2BW would need a third version.
+    least = width if flushes else width * (depth - 1)
+    seconds: list[float] = []
+    for rows in reversed(run.microbatch_rows):
+        if batch // rows < least or (seconds and not flushes):
             continue
         try:
             plan = _plan(
-                SIZES[run.model], run.hosts, batch, schedule=schedule, microbatches=count,
-                replicas=(width,) * depth,
+                SIZES[run.model], run.hosts, batch, schedule=schedule, replicas=(width,) * depth,
+                microbatches=batch // rows,
             )  # fmt: skip
         except pk.PlanError:  # too large
             continue
