@@ -198,7 +198,9 @@ def publish(main: Callable[[], object]) -> None:
     if loaded or within or asks or os.environ.get("RANK", "0") != "0":
         sys.exit(main())
     module = sys.modules["__main__"].__spec__
-    name = module.name.removeprefix("benchmarks.") if module else "benchmark"
+    name = "benchmark"
+    if module:
+        name = module.name.removeprefix("benchmarks.").removesuffix(".__main__")
     root = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
     ranks = os.environ.get("WORLD_SIZE")
     runner = ["python"] if ranks is None else ["torchrun", f"--nproc-per-node={ranks}"]

@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -142,6 +142,20 @@ class Plans:
         )
 
 
+class FleetPlans(Protocol):
+    """Whose plans models train by, one at a time or as jobs of a fleet."""
+
+    @property
+    def options(self) -> argparse.Namespace:
+        """With ``rows``."""
+
+    def of(self, number: int, spec: Spec) -> pk.Plan:
+        """The plan of one job of a fleet."""
+
+    def pipelined(self, spec: Spec) -> pk.Plan:
+        """Over both devices."""
+
+
 class Measured(NamedTuple):
     """What came out of one way."""
 
@@ -154,7 +168,7 @@ class Measured(NamedTuple):
 
 
 def fleet_run(
-    wanted: Mapping[str, Spec], plans: Plans, policy: PolicyName, num_devices: int
+    wanted: Mapping[str, Spec], plans: FleetPlans, policy: PolicyName, num_devices: int
 ) -> Measured:
     """All models as jobs of one fleet."""
     jobs = {
@@ -186,7 +200,7 @@ def fleet_run(
         )
 
 
-def pipelined_run(wanted: Mapping[str, Spec], plans: Plans) -> Measured:
+def pipelined_run(wanted: Mapping[str, Spec], plans: FleetPlans) -> Measured:
     """One model after another, over both devices."""
     seconds, states = 0.0, {}
     for name, spec in wanted.items():

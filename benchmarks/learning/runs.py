@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock as pk
-from benchmarks.learning.methods import BY_NAME, plan_of
+from benchmarks.learning.methods import BY_NAME, Method, plan_of
 from benchmarks.learning.works import Work
 
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
@@ -23,6 +23,9 @@ RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 WARM_UP = 20
 """Over how many updates every method's learning rate rises."""
 INITIAL_SEEDS = 1000
+
+LayOut = Callable[[Method, int, int, nn.Module], pk.Plan]
+"""Of a method, with so many stages, for so many updates of a model."""
 
 
 @dataclass(frozen=True)
@@ -142,11 +145,11 @@ class Snapshots:
         optimizer.register_step_post_hook(after)
 
 
-def train(work: Work, setting: Setting) -> Run:
-    """Train once through a pipeline of threads."""
+def train(work: Work, setting: Setting, lay_out: LayOut = plan_of) -> Run:
+    """Train once through a pipeline of threads, by default of the method's own plan."""
     method = BY_NAME[setting.method]
     model = work.build(INITIAL_SEEDS + setting.seed)
-    plan = plan_of(method, setting.num_stages, setting.updates, model)
+    plan = lay_out(method, setting.num_stages, setting.updates, model)
     snapshots = Snapshots(setting.every)
     held_out = [_held_out(work, model)[0]]
 

@@ -21,6 +21,7 @@ from penstock.demo.gpt import loss as token_loss
 Batch = tuple[Tensor, Tensor]
 NUM_LAYERS = 8
 CONTEXT, WIDTH = 64, 48
+GPT_ROWS, CNN_ROWS = 8, 32
 SCALE = 5.0
 """Weights begin with a deviation of 0.1, which suits this width, instead of GPT-2's 0.02. With that
 one, hundreds of updates pass before anything but how frequent each byte is gets learned."""
@@ -39,6 +40,7 @@ class Work:
         loss: of outputs and targets, a mean.
         batches: so many minibatches, by count and seed.
         held_out: inputs and targets that are never trained on.
+        epoch_updates: how many minibatches all data make.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Work:
     loss: Callable[[Tensor, Tensor], Tensor]
     batches: Callable[[int, int], list[Batch]]
     held_out: Batch
+    epoch_updates: int
 
 
 def gpt_work() -> Work:
@@ -63,10 +66,11 @@ def gpt_work() -> Work:
         return model
 
     def batches(count: int, seed: int) -> list[Batch]:
-        return list(islice(corpus.batches(8, CONTEXT, seed), count))
+        return list(islice(corpus.batches(GPT_ROWS, CONTEXT, seed), count))
 
     held_out = corpus.held_out(64, CONTEXT)
-    return Work("gpt", "GPT on text", build, token_loss, batches, held_out)
+    epoch = len(corpus.training) // (GPT_ROWS * CONTEXT)
+    return Work("gpt", "GPT on text", build, token_loss, batches, held_out, epoch)
 
 
 def cnn_work() -> Work:
@@ -86,9 +90,10 @@ def cnn_work() -> Work:
     held_out = inputs[:HELD_OUT_DIGITS], targets[:HELD_OUT_DIGITS]
 
     def batches(count: int, seed: int) -> list[Batch]:
-        return list(islice(_epochs(training, 32, seed), count))
+        return list(islice(_epochs(training, CNN_ROWS, seed), count))
 
-    return Work("cnn", "CNN on digits", _cnn, F.cross_entropy, batches, held_out)
+    epoch = len(training[1]) // CNN_ROWS
+    return Work("cnn", "CNN on digits", _cnn, F.cross_entropy, batches, held_out, epoch)
 
 
 def _epochs(data: Batch, rows: int, seed: int) -> Iterator[Batch]:

@@ -17,122 +17,23 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
-from itertools import cycle, islice, pairwise
 from statistics import median
-from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import mse_loss
 
-import penstock as pk
 from benchmarks.common.alone import publish
-from benchmarks.streaming.speed_up import NETWORKS, Network
-from penstock.training.live import Stream
+from benchmarks.streaming.convolutions import (
+    NETWORKS,
+    WARM_UP,
+    OneDevice,
+    Pace,
+    frames,
+    opened,
+    profiled,
+    streamed,
+)
 
 SIZE = 32
-RATE = 1e-3
-WARM_UP = 12
-
-
-def built(network: Network) -> nn.Sequential:
-    """Convolutions that keep the size of the picture."""
-    torch.manual_seed(0)
-    widths = [3, *[network.features] * (network.layers - 1), 3]
-    convolutions = (
-        nn.Conv2d(before, after, network.kernel, padding=network.kernel // 2)
-        for before, after in pairwise(widths)
-    )
-    layers = (nn.Sequential(convolution, nn.ReLU()) for convolution in convolutions)
-    return nn.Sequential(*layers)
-
-
-def frames(count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """A few pictures over and over."""
-    generator = torch.Generator().manual_seed(1)
-    pairs = [
-        (
-            torch.rand(1, 3, SIZE, SIZE, generator=generator),
-            torch.rand(1, 3, SIZE, SIZE, generator=generator),
-        )
-        for _ in range(8)
-    ]
-    return islice(cycle(pairs), count)
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=RATE)
-
-
-class Pace(NamedTuple):
-    """Seconds per frame: of a clock, and of processors."""
-
-    wall: float
-    processor: float
-
-
-def paced(work: Callable[[], int]) -> Pace:
-    """Of something that goes through so many frames."""
-    wall, processor = time.perf_counter(), time.process_time()
-    count = work()
-    return Pace((time.perf_counter() - wall) / count, (time.process_time() - processor) / count)
-
-
-class OneDevice:
-    """Learns from one frame after the other."""
-
-    def __init__(self, network: Network, num_threads: int) -> None:
-        self._model = built(network)
-        self._optimizer = sgd(self._model.parameters())
-        self._num_threads = num_threads
-
-    def run(self, count: int) -> Pace:
-        torch.set_num_threads(self._num_threads)
-
-        def work() -> int:
-            for frame, target in frames(count):
-                mse_loss(self._model(frame), target).backward()
-                self._optimizer.step()
-                self._optimizer.zero_grad(set_to_none=True)
-            return count
-
-        pace = paced(work)
-        torch.set_num_threads(1)
-        return pace
-
-    def forward_seconds(self) -> float:
-        """Of one frame, the median of thirty."""
-        taken = []
-        for frame, _ in frames(30):
-            begin = time.perf_counter()
-            self._model(frame)
-            taken.append(time.perf_counter() - begin)
-        return median(taken)
-
-
-def planned(network: Network, num_stages: int) -> tuple[nn.Sequential, pk.Plan]:
-    """The model, cut where the profile says."""
-    model = built(network)
-    ((frame, target),) = frames(1)
-    graph = pk.profile(model, frame, loss=mse_loss, targets=target)
-    cluster = pk.Cluster.local(num_stages)
-    plan = pk.plan(graph, cluster, schedule="partime", stages=num_stages, microbatches=1)
-    return model, plan
-
-
-def opened(network: Network, num_stages: int = 2) -> Stream:
-    """A stream that has seen some frames."""
-    model, plan = planned(network, num_stages)
-    stream = pk.stream(model, plan, loss=mse_loss, optimizer=sgd)
-    for _ in stream.over(frames(WARM_UP)):
-        pass
-    return stream
-
-
-def streamed(stream: Stream, count: int) -> Pace:
-    """As fast as it takes frames."""
-    return paced(lambda: sum(1 for _ in stream.over(frames(count))))
 
 
 def rates(turns: int, count: int) -> None:
@@ -141,15 +42,15 @@ def rates(turns: int, count: int) -> None:
         f"{'':32}{'1 thread':>12}{'2 threads':>12}{'2 stages':>12}{'speed-up':>10}{'overhead':>12}"
     )
     for network in NETWORKS:
-        alone, threaded = OneDevice(network, 1), OneDevice(network, 2)
+        alone, threaded = OneDevice(network, 1, SIZE), OneDevice(network, 2, SIZE)
         taken: dict[str, list[Pace]] = {"alone": [], "threaded": [], "stages": []}
-        with opened(network) as stream:
+        with opened(network, profiled(network, SIZE), SIZE) as stream:
             for runner in (alone, threaded):
                 runner.run(WARM_UP)
             for _ in range(turns):
                 taken["alone"].append(alone.run(count))
                 taken["threaded"].append(threaded.run(count))
-                taken["stages"].append(streamed(stream, count))
+                taken["stages"].append(streamed(stream, count, SIZE))
         wall = {name: median(pace.wall for pace in paces) for name, paces in taken.items()}
         speed_up = median(
             a.wall / b.wall for a, b in zip(taken["alone"], taken["stages"], strict=True)
@@ -165,17 +66,17 @@ def rates(turns: int, count: int) -> None:
 def latency(count: int) -> None:
     """Print what single frames take, and what becomes of frames that come too fast."""
     network = NETWORKS[0]
-    alone = OneDevice(network, 1)
+    alone = OneDevice(network, 1, SIZE)
     alone.run(WARM_UP)
     forward, capacity = alone.forward_seconds(), 1 / alone.run(count).wall
-    with opened(network) as stream:
-        light = [r.latency_seconds for r in stream.over(frames(count), rate=0.3 * capacity)]
-        fastest = 1 / streamed(stream, 4 * count).wall
+    with opened(network, profiled(network, SIZE), SIZE) as stream:
+        light = [r.latency_seconds for r in stream.over(frames(count, SIZE), rate=0.3 * capacity)]
+        fastest = 1 / streamed(stream, 4 * count, SIZE).wall
         camera = 2 * fastest
         begin = time.perf_counter()
         late = [
             result.latency_seconds
-            for result in stream.over(frames(8 * count), rate=camera, when_late="drop-oldest")
+            for result in stream.over(frames(8 * count, SIZE), rate=camera, when_late="drop-oldest")
         ]
         kept = len(late) / (time.perf_counter() - begin)
     print(

@@ -1,137 +1,174 @@
-"""Frames per second of N devices over one device, for the lecture's four networks.
+"""Frames per second of N devices over one device, for the lecture's four networks, over
+resolutions.
 
-    python -m benchmarks.streaming.speed_up [--devices 2 3 4 5 6 7 8] [--frames-per-device 10]
-        [--hops 0 0.25] [--schedules partime pipedream] [--scale 1] [--quick] [--picture PATH]
+    python -m benchmarks.streaming.speed_up [--pixels 16 32 64] [--devices 2 4 8]
+        [--launches eager] [--seconds 1] [--quick] [--picture PATH]
 
 The networks keep the size of the picture: 10 layers of 16 features with 5 × 5 kernels, and three
-times as many layers, features, or pixels along a kernel's edge. Their layers' costs are in
-proportion to multiplications, and one device takes T = 80 ms to learn from a frame, whichever
-network it is. They are cut so that the slowest stage is as fast as possible.
+times as many layers, features, or pixels along a kernel's edge. One device really learns from
+frames of each resolution, with one thread, and so do two stages on two cores. More devices than
+this machine has cores are emulated: every one is a real process that performs partime's order with
+real messages, and waits as long as its layers took on one device (profiled at that resolution). So
+small pictures show what a tick costs besides its kernels, and large ones what cuts allow.
 
-Devices are emulated: every one is a real process that performs its schedule with real messages
-through shared memory, and waits where it would compute. ``--hops`` are what a message takes on top,
-in parts of T/N, the ideal tick. Run it alone on a machine: the ranks of eight devices share its
-cores.
+``--launches`` says how a tick's kernels are launched (``LAUNCHES``). Run it alone on a machine: the
+ranks of eight devices share its cores.
 
-slowest        T over the slowest stage: what cuts allow; N if layers could be divided
-foreseen       by the beat max(T_s, (N·T_s + 2(N−1)c)/(2N−1)) of partime, T_s + 2(N−1)c/N of
-               pipedream, with all stages as slow as the slowest
-simulated      by Penstock's simulator, with the hop that was measured in the same run
-emulated       what was measured
-latency        from a frame's arrival to its output, in ms: in a stream that is as fast as can be
-               (measured), and N ticks
+one device     milliseconds to learn from a frame
+slowest        what cuts allow: all layers over the slowest stage, as profiled
+emulated       N devices that wait where they would compute
+measured       two stages on two cores, over one device of one thread
+latency        from a frame's arrival to its output in a stream that is as fast as can be, in ms,
+               of the emulated devices
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
+
+import penstock as pk
 from benchmarks.common.alone import publish
+from benchmarks.streaming.convolutions import (
+    NETWORKS,
+    WARM_UP,
+    Network,
+    OneDevice,
+    opened,
+    profiled,
+    streamed,
+)
 from penstock import Costs, schedules
 from penstock.core.schedule import Kind
 from penstock.drawing.chart import line_chart
 from penstock.planning.partition import balance
 from penstock.training.rehearsal import Rehearsal, rehearse
 
-FRAME_SECONDS = 0.08
-COLOURS = 3
+LAUNCHES: dict[str, Mapping[str, Any]] = {"eager": {}}
+"""By name, options of ``pk.stream`` that say how a tick's kernels are launched: each by itself."""
+
+COLUMNS = (
+    "network", "pixels", "launch", "N", "one device", "slowest", "emulated", "measured", "latency",
+)  # fmt: skip
+_FEWEST_FRAMES, _MOST_FRAMES_PER_DEVICE = 6, 10
 
 
-class Network(NamedTuple):
-    """Convolutions that keep the size of the picture.
+class Shares(NamedTuple):
+    """Seconds of a frame's layers on one device, as N devices have them.
 
     Attributes:
-        title: for people.
-        layers, features, kernel: how many, how wide, and along the edge.
+        layers: forward, backward and update of each.
+        num_devices: N.
     """
 
-    title: str
-    layers: int = 10
-    features: int = 16
-    kernel: int = 5
-
-    @property
-    def costs(self) -> list[float]:
-        """Seconds of each layer to learn from a frame; ``FRAME_SECONDS`` in all."""
-        widths = [COLOURS, *[self.features] * (self.layers - 1), COLOURS]
-        products = [before * after * self.kernel**2 for before, after in pairwise(widths)]
-        return [FRAME_SECONDS * product / sum(products) for product in products]
-
-
-NETWORKS = (
-    Network("10 layers, 16 features, 5 × 5"),
-    Network("30 layers", layers=30),
-    Network("48 features", features=48),
-    Network("15 × 15", kernel=15),
-)
-COLUMNS = (
-    "network", "N", "hop, ticks", "schedule", "slowest", "foreseen", "simulated", "emulated",
-    "latency", "N ticks",
-)  # fmt: skip
-
-
-class Case(NamedTuple):
-    """One row."""
-
-    network: Network
+    layers: tuple[float, ...]
     num_devices: int
-    hop: float
-    schedule: str
+
+    @classmethod
+    def of(cls, graph: pk.LayerGraph, num_devices: int) -> Shares:
+        """As they were profiled."""
+        seconds = (
+            layer.forward_seconds + layer.backward_seconds + layer.update_seconds
+            for layer in graph.layers
+        )
+        return cls(tuple(seconds), num_devices)
 
     @property
-    def stages(self) -> list[float]:
-        """Seconds of each stage per frame."""
-        costs = self.network.costs
-        return [sum(costs[first:end]) for first, end in pairwise(balance(costs, self.num_devices))]
+    def stages(self) -> tuple[float, ...]:
+        """Seconds of each stage per frame, cut so that the slowest is as fast as possible."""
+        bounds = pairwise(balance(self.layers, self.num_devices))
+        return tuple(sum(self.layers[first:end]) for first, end in bounds)
 
     @property
-    def hop_seconds(self) -> float:
-        """Of a message."""
-        return self.hop * FRAME_SECONDS / self.num_devices
+    def speed_up(self) -> float:
+        """What cuts allow."""
+        return sum(self.layers) / max(self.stages)
 
-    @property
-    def beat(self) -> float:
-        """Seconds per frame, by the formulas."""
-        slowest, n, hops = max(self.stages), self.num_devices, self.hop_seconds
-        if self.schedule == "partime":
-            return max(slowest, (n * slowest + 2 * (n - 1) * hops) / (2 * n - 1))
-        return slowest + 2 * (n - 1) * hops / n
-
-    def run(self, num_frames: int, scale: float) -> Rehearsal:
-        """Perform it."""
+    def emulate(self, num_frames: int) -> Rehearsal:
+        """Let N processes perform it."""
         schedule = schedules.build(
-            self.schedule, num_ranks=self.num_devices, num_microbatches=num_frames
+            "partime", num_ranks=self.num_devices, num_microbatches=num_frames
         )
         third = tuple(stage / 3 for stage in self.stages)
-        costs = Costs(third, third, third, self.hop_seconds)
-        return rehearse(schedule, costs, steps=2, scale=scale)
+        return rehearse(schedule, Costs(third, third, third), steps=2)
 
-    def speed_up(self, found: Rehearsal, scale: float) -> float:
-        """Emulated frames per second over those of one device."""
-        steady = found.steady_seconds
-        assert steady is not None  # streams are long enough
-        return FRAME_SECONDS * scale / steady.measured
 
-    def row(self, found: Rehearsal, scale: float) -> list[str]:
-        """The row's cells."""
-        steady = found.steady_seconds
-        assert steady is not None
-        foreseen = (max(self.stages), self.beat, steady.predicted / scale)
-        speeds = [FRAME_SECONDS / seconds for seconds in foreseen]
-        speeds.append(self.speed_up(found, scale))
+class Resolution(NamedTuple):
+    """A network with frames of a size, on this machine.
+
+    Attributes:
+        network, pixels: which, and how large its frames are along the edge.
+        graph: its layers as profiled.
+        seconds: of one device per frame.
+    """
+
+    network: Network
+    pixels: int
+    graph: pk.LayerGraph
+    seconds: float
+
+    @classmethod
+    def measured(cls, network: Network, pixels: int, budget_seconds: float) -> Resolution:
+        """Profile it, and let one device learn for about so long."""
+        alone = OneDevice(network, 1, pixels)
+        first = alone.run(2).wall
+        count = max(_FEWEST_FRAMES, round(budget_seconds / first))
+        return cls(network, pixels, profiled(network, pixels), alone.run(count).wall)
+
+    def on_two_cores(self, options: Mapping[str, Any], budget_seconds: float) -> float:
+        """Speed-up of two real stages."""
+        count = max(_FEWEST_FRAMES, round(budget_seconds / self.seconds))
+        with opened(self.network, self.graph, self.pixels, options=options) as stream:
+            return self.seconds / streamed(stream, count + WARM_UP, self.pixels).wall
+
+    def rows(self, devices: Sequence[int], launch: str, budget_seconds: float) -> Iterator[Row]:
+        """One per number of devices."""
+        for num_devices in devices:
+            shares = Shares.of(self.graph, num_devices)
+            per_device = round(budget_seconds / self.seconds / 2)
+            per_device = max(4, min(_MOST_FRAMES_PER_DEVICE, per_device))
+            emulated = shares.emulate(num_devices * per_device)
+            steady = emulated.steady_seconds
+            assert steady is not None  # streams are long enough
+            real = None
+            if num_devices == 2:
+                real = self.on_two_cores(LAUNCHES[launch], budget_seconds)
+            yield Row(
+                self, launch, num_devices, shares.speed_up, sum(shares.layers) / steady.measured,
+                real, latency(emulated),
+            )  # fmt: skip
+
+
+class Row(NamedTuple):
+    """Of the table; ratios are over one device."""
+
+    resolution: Resolution
+    launch: str
+    num_devices: int
+    allowed: float
+    emulated: float
+    real: float | None
+    latency_seconds: float
+
+    @property
+    def cells(self) -> list[str]:
+        """As ``COLUMNS``."""
         return [
-            self.network.title,
+            self.resolution.network.title,
+            f"{self.resolution.pixels}",
+            self.launch,
             f"{self.num_devices}",
-            f"{self.hop:g}",
-            self.schedule,
-            *(f"{speed:.2f}" for speed in speeds),
-            f"{latency(found) / scale * 1e3:.0f}",
-            f"{self.num_devices * self.beat * 1e3:.0f}",
+            f"{self.resolution.seconds * 1e3:.1f}",
+            f"{self.allowed:.2f}",
+            f"{self.emulated:.2f}",
+            "" if self.real is None else f"{self.real:.2f}",
+            f"{self.latency_seconds * 1e3:.0f}",
         ]
 
 
@@ -152,38 +189,46 @@ def latency(found: Rehearsal) -> float:
 def written(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Markdown."""
     lines = [f"| {' | '.join(row)} |" for row in (heads, *rows)]
-    return "\n".join([lines[0], "|---|--:|--:|---|" + "--:|" * (len(heads) - 4), *lines[1:]])
+    return "\n".join([lines[0], "|---|--:|---|" + "--:|" * (len(heads) - 3), *lines[1:]])
+
+
+def curves(rows: Sequence[Row]) -> list[tuple[str, list[tuple[float, float]]]]:
+    """Emulated speed-up over devices: a line per network at its largest frames."""
+    largest = max(row.resolution.pixels for row in rows)
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        if row.resolution.pixels == largest:
+            points = lines.setdefault(row.resolution.network.title, [])
+            points.append((row.num_devices, row.emulated))
+    return list(lines.items())
 
 
 def main() -> None:
-    """All cases, a row each."""
+    """All networks, resolutions and numbers of devices, a row each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--devices", nargs="+", type=int, default=list(range(2, 9)))
-    parser.add_argument("--schedules", nargs="+", default=["partime"])
-    parser.add_argument("--hops", nargs="+", type=float, default=[0.0, 0.25])
-    parser.add_argument("--frames-per-device", type=int, default=10)
-    parser.add_argument("--scale", type=float, default=1.0, help="of all times; 0.1 is quick")
-    parser.add_argument("--quick", action="store_true", help="two cases, a tenth of the time")
+    parser.add_argument("--pixels", nargs="+", type=int, default=[16, 32, 64])
+    parser.add_argument("--devices", nargs="+", type=int, default=[2, 4, 8])
+    parser.add_argument("--launches", nargs="+", choices=LAUNCHES, default=list(LAUNCHES))
+    parser.add_argument("--seconds", type=float, default=1.0, help="that one device learns")
+    parser.add_argument("--quick", action="store_true", help="one network, few frames")
     parser.add_argument("--picture", type=Path, help="SVG of the speed-ups, a line per network")
     options = parser.parse_args()
-    networks, devices, scale = NETWORKS, options.devices, options.scale
+    networks = NETWORKS
     if options.quick:
-        networks, devices, scale = NETWORKS[:1], [2, 4], 0.1
-    rows = []
-    lines: dict[str, list[tuple[float, float]]] = {network.title: [] for network in networks}
+        networks, options.seconds = NETWORKS[:1], 0.1
+        options.pixels, options.devices = options.pixels[:1], options.devices[:2]
+    torch.set_num_threads(1)
+    rows: list[Row] = []
     for network in networks:
-        for num_devices in devices:
-            for hop in options.hops:
-                for schedule in options.schedules:
-                    case = Case(network, num_devices, hop, schedule)
-                    found = case.run(options.frames_per_device * num_devices, scale)
-                    rows.append(case.row(found, scale))
-                    if (hop, schedule) == (options.hops[0], options.schedules[0]):
-                        lines[network.title].append((num_devices, case.speed_up(found, scale)))
-                    print(" ".join(rows[-1]), flush=True)
-    print(f"\n{written(COLUMNS, rows)}")
+        for pixels in options.pixels:
+            found = Resolution.measured(network, pixels, options.seconds)
+            for launch in options.launches:
+                for row in found.rows(options.devices, launch, options.seconds):
+                    rows.append(row)
+                    print(" ".join(row.cells), flush=True)
+    print(f"\n{written(COLUMNS, [row.cells for row in rows])}")
     if options.picture:
-        drawn = line_chart(list(lines.items()), "devices", "frames per second over one device")
+        drawn = line_chart(curves(rows), "devices", "frames per second over one device")
         options.picture.write_text(drawn + "\n", encoding="utf-8")
 
 
