@@ -68,9 +68,14 @@ class Offer(Terms):
             return busy
         return max(busy, min(map(min, paces)) * self._least_with_ends(task))
 
+    @property
+    def is_in_turn(self) -> bool:
+        """Whether ranks are known to have one stage each."""
+        return self.family in _WHOLE_IN_TURN | _SPLIT_IN_TURN
+
     def may_be_one_of(self, constraints: Constraints) -> bool:
         """Whether constraints may allow its number of stages, as far as that is known yet."""
-        if self.family not in _WHOLE_IN_TURN | _SPLIT_IN_TURN:
+        if not self.is_in_turn:
             return True
         return constraints.allows(len(self.replicas) or self.num_ranks)
 

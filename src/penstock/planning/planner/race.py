@@ -44,6 +44,8 @@ _LITTLE = 200
 """Effort that is spent at once, as soon as a candidate is built; more on what promises most."""
 _MANY_STAGES = 16
 """Whose layers a sketch does not move."""
+_DEEP = 32
+"""Layers, of which many make a stage of a rank that has several."""
 _BUSIEST = 3
 """Of many stages, those that layers and replicas are moved from and to."""
 _FEW_STAGES, _MOST_UNIFORM = 8, 4
@@ -85,6 +87,7 @@ class Race:
     num_stages: set[int] = field(default_factory=set)
     failure: InputError | None = None
     num_too_large: int = 0
+    _reached: dict[object, tuple[float, float]] = field(default_factory=dict)
     _looked_at: dict[int, Offer] = field(default_factory=dict)
 
     def run(self, tasks: Sequence[Task], constraints: Constraints) -> None:
@@ -132,8 +135,11 @@ class Race:
             if lacks_room(task, offer.devices, offer.replicas):
                 self.num_too_large += 1
                 continue
+            if self._is_behind(task, offer, promised):
+                continue
             least = min(self._least_of(waiting), self.least)
             built = self.built(task, offer, constraints)
+            self._note_reach(task, offer, promised, built)
             for candidate in built:
                 is_best = candidate.least_seconds < min(self._least_of(waiting), self.least)
                 if is_best or candidate.effort <= _LITTLE:
@@ -148,6 +154,19 @@ class Race:
                 break
         while waiting:
             self._enter(heappop(waiting)[-1])
+
+    def _is_behind(self, task: Task, offer: Offer, promised: float) -> bool:
+        """Whether an offer of a deep model would have to come nearer to its promise than the same
+        schedule did with more ranks, of which each had a part as small."""
+        reached, promise = self._reached.get((id(task), offer.family, offer.options), (0.0, 1.0))
+        return reached * promised / promise > self.least * (1 + SAME)
+
+    def _note_reach(
+        self, task: Task, offer: Offer, promised: float, built: Sequence[Candidate]
+    ) -> None:
+        if task.num_layers > _DEEP and not offer.is_in_turn:
+            least = min((candidate.least_seconds for candidate in built), default=self.least)
+            self._reached[id(task), offer.family, offer.options] = least, promised
 
     def _least_of(self, waiting: Sequence[tuple[float, int, Candidate]]) -> float:
         return waiting[0][0] if waiting else inf
