@@ -333,7 +333,9 @@ def _all_but_some(task: Task) -> Iterator[ReplicaShape]:
 
 def _width_by_depth(task: Task) -> Iterator[ReplicaShape]:
     """As many pipelines side by side as there are devices for; of depth 1, data parallelism."""
-    devices = task.cluster.devices
+    devices, cluster = task.cluster.devices, task.topology.cluster
+    are_alike = len({*zip((device.speed for device in devices), task.limits, strict=True)}) == 1
+    is_flat = are_alike and not (cluster.groups or cluster.wires)
     # Replicas take turns, so slow devices may do better without any work.
     for least in sorted({device.speed for device in devices}):
         pool = [index for index, device in enumerate(devices) if device.speed >= least]
@@ -344,7 +346,8 @@ def _width_by_depth(task: Task) -> Iterator[ReplicaShape]:
                 across = pipeline_by_pipeline((width,) * depth)
                 for order in unlike_first(task, pool):
                     yield (width,) * depth, tuple(order[: width * depth])
-                    yield (width,) * depth, tuple(order[number] for number in across)
+                    if not is_flat:
+                        yield (width,) * depth, tuple(order[number] for number in across)
 
 
 def _partitions(task: Task) -> Iterator[ReplicaShape]:
