@@ -14,12 +14,14 @@ from penstock.core.timing.costs import Exchange
 from penstock.core.timing.simulator.step import step_of
 from tests.kit.helpers import amounts
 
-FAMILIES = ("1f1b", "gpipe", "eager-1f1b", "zb-h1", "zb-h2")
+FAMILIES = (
+    "1f1b", "gpipe", "eager-1f1b", "zb-h1", "zb-h2", "interleaved-1f1b", "zb-v", "v-half"
+)  # fmt: skip
 
 
 @st.composite
 def replicated(draw):
-    """A schedule whose ranks have one stage each, often with equally many copies of all."""
+    """A schedule, often with equally many copies of all stages."""
     family, num_stages = draw(st.sampled_from(FAMILIES)), draw(st.integers(1, 6))
     counts, options = (1,) * num_stages, {}
     if family in ("1f1b", "gpipe"):
@@ -35,7 +37,7 @@ def replicated(draw):
         )
     except InputError:
         assume(False)
-    again = draw(st.sets(st.integers(0, num_stages - 1)))
+    again = draw(st.sets(st.integers(0, schedule.num_stages - 1)))
     return add_recompute(schedule, sorted(again)) if again else schedule
 
 
@@ -82,5 +84,3 @@ def test_a_step_without_its_timeline_is_as_long(data):
 def test_what_ranks_share_takes_a_whole_simulation():
     schedule = schedules.build("1f1b", num_ranks=2, num_microbatches=4)
     assert step_of(schedule, Costs(cards=(0, 0), hosts=(0, 0))) is None
-    several = schedules.build("interleaved-1f1b", num_ranks=2, num_microbatches=4)
-    assert step_of(several, Costs()) is None

@@ -187,6 +187,7 @@ def balance(
     extra: Extra | None = None,
     longest: Sequence[int] = (),
     kinds: Sequence[Hashable] = (),
+    most: float = inf,
 ) -> tuple[int, ...]:
     """Cut ``costs`` into consecutive, non-empty stages whose slowest is as fast as possible.
 
@@ -210,6 +211,8 @@ def balance(
             its forward again, ≥ 0; infinite where it may not hold them, for example for its memory.
             It is asked for arrays of starts and of stops at once, those that may matter.
         longest: the most layers that each stage may have, as far as that is known.
+        most: seconds that a stage may take; that there are no such cuts is known sooner than which
+            are the best.
 
     Returns:
         Where the stages begin and end: stage s holds layers ``cuts[s]`` to ``cuts[s + 1] - 1``. The
@@ -218,14 +221,14 @@ def balance(
     Raises:
         InputError: a number is negative or not finite, or there is a wrong number of them.
         PlanError: there are fewer layers than stages, or no cuts are allowed by
-            ``extra``.
+            ``extra`` and ``most``.
     """
     _check(costs, num_stages, edges, speeds)
     behind = np.array([0.0, *(edges or (0.0,) * (len(costs) - 1)), 0.0])
     between = _sums(costs)
 
     stages = _ChainStages(between, behind, speeds, extra, longest, kinds, num_stages)
-    slowest = _least_slowest(stages, sum(costs) / min(speeds, default=1.0))
+    slowest = _least_slowest(stages, sum(costs) / min(speeds, default=1.0), most)
     if slowest == inf:
         raise PlanError(
             f"no way to cut {len(costs)} layers into {num_stages} stages keeps every stage within "
@@ -237,21 +240,36 @@ def balance(
     return cuts
 
 
-def _least_slowest(stages: _ChainStages, whole: float) -> float:
+def least_slowest(costs: Sequence[float], num_stages: int) -> float:
+    """Seconds of the slowest of some stages on equal devices where it is as fast as possible.
+
+    >>> least_slowest([1, 1, 1, 1, 2], num_stages=2)
+    3.0
+
+    Args:
+        costs, num_stages: as for ``balance``; no fewer layers than stages.
+    """
+    behind = np.zeros(len(costs) + 1)
+    stages = _ChainStages(_sums(costs), behind, (), None, (), (0,) * num_stages, num_stages)
+    return _least_slowest(stages, sum(costs), inf)
+
+
+def _least_slowest(stages: _ChainStages, whole: float, most: float) -> float:
     """Seconds of the slowest stage where it is as fast as possible; infinite where no cuts are
     allowed. Only stages that take up to a limit are looked at; it is raised until there are cuts
     within it, and then these are the best of all.
 
     Args:
         whole: about how long all layers would take on one device.
+        most: the highest limit.
     """
-    limit = 1.5 * whole / stages.num_stages or inf
+    limit = min(1.5 * whole / stages.num_stages or inf, most)
     while True:
         stages.is_cut = False
         slowest, _ = _solve(stages.bands(limit), np.maximum)
-        if slowest < inf or not stages.is_cut:
+        if slowest < inf or not stages.is_cut or limit >= most:
             return slowest
-        limit = 2 * limit if limit < whole else inf
+        limit = min(2 * limit if limit < whole else inf, most)
 
 
 @dataclass

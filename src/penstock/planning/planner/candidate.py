@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from math import ceil, inf
 
 from penstock.base.units import count_of
@@ -23,7 +22,7 @@ from penstock.planning.planner.limits import (
 )
 from penstock.planning.planner.pricing import CutSetting
 from penstock.planning.planner.pricing import written as written_summing
-from penstock.planning.planner.setting import MemoryLimits, StageSizes
+from penstock.planning.planner.setting import StageSizes
 from penstock.planning.plans.orders import search_order, written
 from penstock.planning.plans.plan import Plan
 from penstock.planning.plans.prediction import Prediction, num_simulated
@@ -68,40 +67,29 @@ class Candidate(CutSetting):
     @cached_property
     def rank_bytes(self) -> tuple[int, ...]:
         """Predicted bytes of memory of each rank."""
-        if self.setting.is_exact:
-            return self._bytes_by_stage()
         if self.setting.schedule.num_slices == 1:
-            return self._bytes_by_moment()
+            return tuple(map(self.bytes_on, range(self.setting.num_ranks)))
         return bytes_of_ranks(self.stages, self.schedule)
 
-    def _bytes_by_stage(self) -> tuple[int, ...]:
-        """As ``bytes_of_ranks`` where every rank has one stage, without a walk through all ops."""
-        memory = MemoryLimits(self.task, self.setting)
-        held = [0] * self.setting.num_ranks
-        for index, bounds in enumerate(pairwise(self.cuts)):
-            needed = memory.held_bytes(index, self.recomputes[index], *bounds)
-            for rank in self.setting.ranks_of[index]:
-                held[rank] = needed
-        return tuple(held)
-
-    def _bytes_by_moment(self) -> tuple[int, ...]:
-        """As ``bytes_of_ranks``, with one walk through all ops for all cuts."""
-        task, memory = self.task, MemoryLimits(self.task, self.setting)
-
-        def sizes(stage: int) -> StageSizes:
-            start, stop = self.cuts[stage : stage + 2]
-            numbers, layers = task.numbers(start, stop), self.recomputes[stage] == "layers"
-            whole = numbers["again_input_bytes" if layers else "activation_bytes"]
-            return task.input_bytes[start], whole, numbers["weight_kept_bytes"]
-
-        state = [
-            memory.state_bytes(stage, self.recomputes[stage], *bounds)
-            for stage, bounds in enumerate(pairwise(self.cuts))
-        ]
-        return tuple(
-            sum(state[stage] for stage in rank.stages) + ceil(rank.most_bytes(sizes))
-            for rank in self.setting.moments(self._run_twice)
+    def bytes_on(self, rank: int) -> int:
+        """As ``rank_bytes``, of one rank where microbatches are whole, without a walk through all
+        ops for each way to cut the model."""
+        memory = self.setting.memory_for(self.task)
+        if self.setting.is_exact:
+            (stage,) = self.setting.schedule.stages_of[rank]
+            return memory.held_bytes(stage, self.recomputes[stage], *self.cuts[stage : stage + 2])
+        own = self.setting.moments(self._run_twice)[rank]
+        state = (
+            memory.state_bytes(stage, self.recomputes[stage], *self.cuts[stage : stage + 2])
+            for stage in own.stages
         )
+        return sum(state) + ceil(own.most_bytes(self._sizes))
+
+    def _sizes(self, stage: int) -> StageSizes:
+        start, stop = self.cuts[stage : stage + 2]
+        numbers, layers = self.task.numbers(start, stop), self.recomputes[stage] == "layers"
+        whole = numbers["again_input_bytes" if layers else "activation_bytes"]
+        return self.task.input_bytes[start], whole, numbers["weight_kept_bytes"]
 
     @property
     def peak(self) -> float:
@@ -229,7 +217,7 @@ class Candidate(CutSetting):
         Raises:
             InputError: the family finds none.
         """
-        setting = self.setting
+        setting, held = self.setting, self.as_it_stands()
         searched = search_order(
             setting.schedule.name,
             self.stages,
@@ -237,12 +225,13 @@ class Candidate(CutSetting):
             dict(setting.options),
             [self.task.limits[device] for device in setting.devices],
         )
-        ordered, held = (
-            replace(self, setting=replace(setting, schedule=schedule, is_final=True))
-            for schedule in (searched, setting.schedule)
-        )
+        ordered = replace(held, setting=replace(held.setting, schedule=searched))
         # Links that are busy, updates and memory that a host shares are the simulator's to judge.
         return ordered if ordered.fits and ordered.seconds <= self.seconds else held
+
+    def as_it_stands(self) -> Candidate:
+        """This candidate with the order that holds the place of one to be searched."""
+        return replace(self, setting=replace(self.setting, is_final=True))
 
     def _summing(self) -> Summing:
         setting = self.setting

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate, combinations, islice, pairwise, product
@@ -11,7 +11,7 @@ from math import comb, inf
 import numpy as np
 
 from penstock.base.errors import PlanError
-from penstock.planning.partition.chain import Floats, Ints, Table, balance, lightest
+from penstock.planning.partition.chain import ROUNDING, Floats, Ints, Table, balance, lightest
 from penstock.planning.planner.candidate import Candidate
 from penstock.planning.planner.limits import least_excess
 from penstock.planning.planner.request import RecomputeRule
@@ -35,7 +35,9 @@ _SQUEEZES: dict[RecomputeRule, tuple[RecomputeWay, ...]] = {
 }
 
 
-def candidates(task: Task, setting: Setting, slack: float = 0.0) -> list[Candidate]:
+def candidates(
+    task: Task, setting: Setting, slack: float = 0.0, most_seconds: float = inf
+) -> list[Candidate]:
     """The best cuts for ``setting``: by compute alone, and with the hops added.
 
     No single number says how far a hop delays a step (that depends on the schedule), so both are
@@ -44,6 +46,7 @@ def candidates(task: Task, setting: Setting, slack: float = 0.0) -> list[Candida
 
     Args:
         slack: bytes by which limits may be exceeded.
+        most_seconds: that a minibatch may take; what must take longer may be left out.
 
     Returns:
         Only what fits. Where every rank has one stage and a memory of its own, something is found
@@ -53,9 +56,9 @@ def candidates(task: Task, setting: Setting, slack: float = 0.0) -> list[Candida
         return []
     memory = MemoryLimits(task, setting, slack)
     if setting.is_single:
-        chosen = list(_balanced(task, setting, memory))
+        chosen = list(_balanced(task, setting, memory, most_seconds))
     else:
-        chosen = _of_shared_memory(task, setting, memory, slack)
+        chosen = _of_shared_memory(task, setting, memory, slack, most_seconds)
     fitting = [candidate for candidate in chosen if candidate.excess.num_bytes <= slack]
     if fitting or not (task.topology.shared_memories or not setting.is_single):
         return fitting
@@ -71,7 +74,7 @@ def candidates(task: Task, setting: Setting, slack: float = 0.0) -> list[Candida
 
 
 def _of_shared_memory(
-    task: Task, setting: Setting, memory: MemoryLimits, slack: float
+    task: Task, setting: Setting, memory: MemoryLimits, slack: float, most_seconds: float
 ) -> list[Candidate]:
     """The candidates where several stages of a rank share its memory: cut without regard to it,
     with as much recomputing as they need then; and cut for even shares of it."""
@@ -79,7 +82,7 @@ def _of_shared_memory(
     for candidate in _balanced(task, setting, MemoryLimits(task, setting, slack, shared=False)):
         chosen += recomputing(task, setting, candidate.cuts, slack)
         if not chosen or chosen[-1].recomputes != candidate.recomputes:
-            chosen += _balanced(task, setting, memory)
+            chosen += _balanced(task, setting, memory, most_seconds)
     return list(
         {(candidate.cuts, candidate.recomputes): candidate for candidate in chosen}.values()
     )
@@ -210,14 +213,26 @@ def refined(coarse: Candidate, slack: float = 0.0) -> list[Candidate]:
     ]
 
 
-def with_layers_moved(candidate: Candidate) -> list[Candidate]:
-    """The candidates with one layer of this one on the other side of a cut, as far as they fit."""
-    moved = (with_cuts(candidate.task, candidate.setting, cuts) for cuts in _moves(candidate.cuts))
+def with_layers_moved(
+    candidate: Candidate, sources: Collection[int] | None = None
+) -> list[Candidate]:
+    """The candidates with one layer of this one on the other side of a cut, as far as they fit.
+
+    Args:
+        sources: the stages that a layer may leave; all by default.
+    """
+    task, setting = candidate.task, candidate.setting
+    moved = (with_cuts(task, setting, cuts) for cuts in _moves(candidate.cuts, sources))
     return [candidate for candidate in moved if candidate.fits]
 
 
-def _moves(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+def _moves(
+    cuts: tuple[int, ...], sources: Collection[int] | None = None
+) -> Iterator[tuple[int, ...]]:
     for index, step in product(range(1, len(cuts) - 1), (-1, 1)):
+        leaves = index - 1 if step < 0 else index
+        if sources is not None and leaves not in sources:
+            continue
         if cuts[index - 1] < cuts[index] + step < cuts[index + 1]:
             yield (*cuts[:index], cuts[index] + step, *cuts[index + 1 :])
 
@@ -234,12 +249,32 @@ def _squeezed(task: Task, setting: Setting, slack: float) -> Candidate | None:
         for _ in range(_MOST_MOVES):
             if best.excess.num_bytes <= slack:
                 return best
-            moved = [replace(best, cuts=cuts) for cuts in _moves(best.cuts)]
+            moved = [*_lightened(best)]
             nearest = min(moved, key=lambda candidate: candidate.excess.num_bytes, default=best)
             if nearest.excess.num_bytes >= best.excess.num_bytes:
                 break
             best = nearest
     return None
+
+
+def _lightened(candidate: Candidate) -> Iterator[Candidate]:
+    """The candidates with one layer of this one on the other side of a cut, which may miss the
+    limit by less that this one misses most; of ranks that move nothing, nothing is counted again.
+    """
+    setting, stages_of = candidate.setting, candidate.setting.schedule.stages_of
+    rank = candidate.excess.rank
+    for cuts in _moves(candidate.cuts, None if rank is None else stages_of[rank]):
+        moved = replace(candidate, cuts=cuts)
+        if setting.schedule.num_slices == 1:
+            stages = {
+                k for k in range(setting.num_stages) if cuts[k : k + 2] != candidate.cuts[k : k + 2]
+            }
+            held = [
+                moved.bytes_on(own) if stages.intersection(stages_of[own]) else num_bytes
+                for own, num_bytes in enumerate(candidate.rank_bytes)
+            ]
+            vars(moved)["rank_bytes"] = tuple(held)
+        yield moved
 
 
 def with_cuts(task: Task, setting: Setting, cuts: tuple[int, ...]) -> Candidate:
@@ -250,9 +285,11 @@ def with_cuts(task: Task, setting: Setting, cuts: tuple[int, ...]) -> Candidate:
     return _candidate(task, setting, cuts, MemoryLimits(task, setting))
 
 
-def _balanced(task: Task, setting: Setting, memory: MemoryLimits) -> Iterator[Candidate]:
+def _balanced(
+    task: Task, setting: Setting, memory: MemoryLimits, most_seconds: float = inf
+) -> Iterator[Candidate]:
     if not memory.is_free or (setting.versions.asynchronous and task.ties):
-        choices = _balance(task, setting, memory)
+        choices = _balance(task, setting, memory, most_seconds)
     else:
         # Without limits, cuts depend on the devices only: many schedules share them.
         key = (setting.devices_of, setting.replicas, setting.mode)
@@ -263,7 +300,9 @@ def _balanced(task: Task, setting: Setting, memory: MemoryLimits) -> Iterator[Ca
         yield _candidate(task, setting, cuts, memory)
 
 
-def _balance(task: Task, setting: Setting, memory: MemoryLimits) -> list[tuple[int, ...]]:
+def _balance(
+    task: Task, setting: Setting, memory: MemoryLimits, most_seconds: float = inf
+) -> list[tuple[int, ...]]:
     """Where to cut: by compute alone, and with the hops."""
     paces = [
         task.pace(devices, setting.devices, setting.mode).passes for devices in setting.devices_of
@@ -288,12 +327,18 @@ def _balance(task: Task, setting: Setting, memory: MemoryLimits) -> list[tuple[i
     costs = [sum(task.compute_seconds[start:stop]) for start, stop in pairwise(task.places)]
     if len(costs) < setting.num_stages:
         return []
-    longest = [] if memory.is_free else [memory.longest(k) for k in range(setting.num_stages)]
-    if longest and (min(longest) < 1 or sum(longest) < len(costs)):
+    longest: list[int] = []
+    for stage in range(0 if memory.is_free else setting.num_stages):
+        longest.append(memory.longest(stage))
+        if not longest[-1]:
+            return []
+    if longest and sum(longest) < len(costs):
         return []
     choices = []
+    # Whoever has a stage works on all microbatches, or takes its turn; hops may pass meanwhile.
+    most = most_seconds / task.num_microbatches * (1 + ROUNDING)
     with suppress(PlanError):  # what fits nowhere does so with hops neither
-        for cost in (extra, with_hop) if any(map(any, hops)) else (extra,):
+        for cost, limit in ((extra, most), (with_hop, inf))[: 1 + any(map(any, hops))]:
             choices.append(
                 balance(
                     costs,
@@ -302,6 +347,7 @@ def _balance(task: Task, setting: Setting, memory: MemoryLimits) -> list[tuple[i
                     extra=cost,
                     longest=longest,
                     kinds=kinds,
+                    most=limit,
                 )
             )
     return [tuple(task.places[number] for number in cuts) for cuts in dict.fromkeys(choices)]

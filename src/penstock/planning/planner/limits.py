@@ -17,6 +17,7 @@ from penstock.core.graph import Mode
 from penstock.planning.planner.setting import Setting
 from penstock.planning.planner.task import Task
 from penstock.planning.plans.stage_plan import StagePlan
+from penstock.planning.plans.summing import BY_SHARE
 
 
 def least_busy_seconds(task: Task) -> float:
@@ -95,12 +96,17 @@ def _way(seconds: Sequence[float]) -> list[float]:
 
 
 class Excess(NamedTuple):
-    """By how many bytes a limit is missed (≤ 0: it is not), and where."""
+    """By how many bytes a limit is missed (≤ 0: it is not), and where.
+
+    Attributes:
+        rank: whose limit it is; ``None`` where several share it.
+    """
 
     num_bytes: float
     held: float
     limit: float
     place: str
+    rank: int | None = None
 
     def __str__(self) -> str:
         over = f"{format_bytes(self.num_bytes)} over the {format_bytes(self.limit)} allowed"
@@ -113,12 +119,11 @@ NO_EXCESS = Excess(-inf, 0, inf, "")
 
 def worst_excess(task: Task, setting: Setting, rank_bytes: Sequence[int]) -> Excess:
     """The limit of a task that is missed most if each rank of a setting needs ``rank_bytes``."""
-    names = [task.cluster.devices[device].name for device in setting.devices]
     limits = [task.limits[device] for device in setting.devices]
-    excesses = [
-        _excess(held, limit, f"on rank {rank} ({names[rank]})")
-        for rank, (held, limit) in enumerate(zip(rank_bytes, limits, strict=True))
-    ]
+    missed = [held - limit for held, limit in zip(rank_bytes, limits, strict=True)]
+    worst = max(range(setting.num_ranks), key=missed.__getitem__)
+    place = f"on rank {worst} ({task.cluster.devices[setting.devices[worst]].name})"
+    excesses = [_excess(rank_bytes[worst], limits[worst], place)._replace(rank=worst)]
     for host, limit in task.topology.shared_memories:
         # Who shares layers with a rank shares its host's memory, too.
         on_host = [
@@ -130,7 +135,7 @@ def worst_excess(task: Task, setting: Setting, rank_bytes: Sequence[int]) -> Exc
         if len(on_host) < setting.num_ranks:
             place = f"on the {len(on_host)} ranks that share a host's memory"
         excesses.append(_excess(sum(on_host), limit, place))
-    return max(excesses)
+    return max(excesses, key=lambda excess: excess.num_bytes)
 
 
 def _excess(held: float, limit: float, place: str) -> Excess:
@@ -166,6 +171,31 @@ def least_excess(task: Task) -> float:
         if len(host) == len(task.limits)
     ]
     return max(largest - roomiest[0], spread, *everywhere)
+
+
+def lacks_room(task: Task, devices: Sequence[int], replicas: Sequence[int]) -> bool:
+    """Whether some ranks certainly have too little memory for a model's weights, gradients and
+    optimizer state, however it is cut.
+
+    Args:
+        devices: of each rank.
+        replicas: of each stage, whose ranks follow one another; empty where ranks share no stage.
+    """
+    limits = [task.limits[device] for device in devices]
+    ends = pairwise(accumulate(replicas, initial=0))
+    room = sum(min(limits[start:stop]) for start, stop in ends) if replicas else sum(limits)
+    if room == inf:
+        return False
+    parameters, optimizer, buffers = (
+        task.sum(name, 0, task.num_layers)
+        for name in ("parameter_bytes", "optimizer_bytes", "buffer_bytes")
+    )
+    copies = max(replicas, default=1)
+    if task.reducer in BY_SHARE:
+        optimizer /= copies
+    elif task.reducer == "parameter-server" and copies > 1:
+        optimizer = 0
+    return 2 * parameters + optimizer + buffers > room
 
 
 def limited_like(task: Task, like: Task) -> Task:

@@ -185,12 +185,8 @@ def sought(graph: LayerGraph, cluster: Cluster, request: PlanRequest) -> Plan:
             lambda words: telling.update(f"on {count_of(parts.size, 'device')}: {words}"),
         )
         search = _PartSearch(parts)
-        try:
-            (search.fewest if request.objective == "devices" else search.cheapest)()
-        except KeyboardInterrupt:
-            if search.best is None:
-                raise
-            patience.interrupt()
+        look = search.fewest if request.objective == "devices" else search.cheapest
+        patience.spend(look, lambda: search.best is not None)
         if search.best is None:
             return _nothing(graph, cluster, request)
         return search.plan(search.best)

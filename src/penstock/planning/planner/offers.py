@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import chain, permutations, product
+from itertools import chain, product
 from math import ceil
 
 from penstock.base.errors import PlanError
@@ -69,9 +69,14 @@ class Offer(Terms):
             return busy
         return max(busy, min(map(min, paces)) * self._least_with_ends(task))
 
+    @property
+    def is_in_turn(self) -> bool:
+        """Whether ranks are known to have one stage each."""
+        return self.family in _WHOLE_IN_TURN | _SPLIT_IN_TURN
+
     def may_be_one_of(self, constraints: Constraints) -> bool:
         """Whether constraints may allow its number of stages, as far as that is known yet."""
-        if self.family not in _WHOLE_IN_TURN | _SPLIT_IN_TURN:
+        if not self.is_in_turn:
             return True
         return constraints.allows(len(self.replicas) or self.num_ranks)
 
@@ -87,10 +92,14 @@ class Offer(Terms):
         if not whole and self.family not in _SPLIT_IN_TURN:
             return 0.0
         share = 1.0 if whole else task.least_forward_share
+        counts = self.replicas or (1,) * self.num_ranks
         left = 1.0
-        for count in self.replicas or (1,) * self.num_ranks:
+        for count in counts:
             left *= 1 - share / ceil(task.num_microbatches / count)
-        return share * sum(task.compute_seconds) / (1 - left) if left < 1 else 0.0
+        least = share * sum(task.compute_seconds) / (1 - left) if left < 1 else 0.0
+        # Layers are not divided, so one stage may have more than its share.
+        turns = ceil(task.num_microbatches / max(counts))
+        return max(least, turns * task.least_slowest(len(counts)))
 
     def setting(self, task: Task) -> Setting:
         """Build the offer's schedule for a task.
@@ -127,9 +136,11 @@ class Offer(Terms):
     def _schedule(self, task: Task, num_microbatches: int) -> Schedule:
         # The same on all devices.
         key = self.family, self.num_ranks, self.replicas, num_microbatches, self.options
-        if key not in task.cache.orders:
-            task.cache.orders[key] = self.build(num_microbatches)
-        return task.cache.orders[key]
+        schedule = task.cache.orders.get(key)
+        if schedule is None:
+            schedule = self.build(num_microbatches)
+            task.cache.keep_order(key, schedule)
+        return schedule
 
 
 def offers(task: Task, constraints: Constraints) -> list[Offer]:
@@ -195,7 +206,9 @@ def _names(constraints: Constraints, num_ranks: int) -> list[tuple[str, Policy]]
 def _straight(task: Task, constraints: Constraints) -> Iterator[Offer]:
     """One rank for every stage."""
     most = min(len(task.cluster.devices), task.num_layers)
-    for num_ranks in _numbers(most) if constraints.stages is None else range(1, most + 1):
+    # Every rank has a stage at least.
+    counts = range(1, min(most, constraints.stages or most) + 1)
+    for num_ranks in _numbers(most) if constraints.stages is None else counts:
         large = num_ranks * task.num_microbatches > _QUICKLY_BUILT and constraints.schedule is None
         names = [
             pair
@@ -280,11 +293,15 @@ def _with_shapes(shapes: Sequence[ReplicaShape], constraints: Constraints) -> It
             yield Offer(family, devices, policy, counts, (), _rule(constraints, policy))
 
 
-def neighbours(task: Task, setting: Setting) -> Iterator[Offer]:
+def neighbours(task: Task, setting: Setting, moves: Iterable[tuple[int, int]]) -> Iterator[Offer]:
     """Offers that differ from a setting by one replica moved from a stage to another, where devices
     keep their order; or by two unlike devices that change places, one of which may have been
-    idle."""
-    for source, target in permutations(range(len(setting.replicas)), 2):
+    idle.
+
+    Args:
+        moves: from which stages to which others a replica may go.
+    """
+    for source, target in moves if setting.replicas else ():
         counts = list(setting.replicas)
         counts[source] -= 1
         counts[target] += 1
@@ -317,7 +334,9 @@ def _all_but_some(task: Task) -> Iterator[ReplicaShape]:
 
 def _width_by_depth(task: Task) -> Iterator[ReplicaShape]:
     """As many pipelines side by side as there are devices for; of depth 1, data parallelism."""
-    devices = task.cluster.devices
+    devices, cluster = task.cluster.devices, task.topology.cluster
+    are_alike = len({*zip((device.speed for device in devices), task.limits, strict=True)}) == 1
+    is_flat = are_alike and not (cluster.groups or cluster.wires)
     # Replicas take turns, so slow devices may do better without any work.
     for least in sorted({device.speed for device in devices}):
         pool = [index for index, device in enumerate(devices) if device.speed >= least]
@@ -328,7 +347,8 @@ def _width_by_depth(task: Task) -> Iterator[ReplicaShape]:
                 across = pipeline_by_pipeline((width,) * depth)
                 for order in unlike_first(task, pool):
                     yield (width,) * depth, tuple(order[: width * depth])
-                    yield (width,) * depth, tuple(order[number] for number in across)
+                    if not is_flat:
+                        yield (width,) * depth, tuple(order[number] for number in across)
 
 
 def _partitions(task: Task) -> Iterator[ReplicaShape]:

@@ -1,19 +1,32 @@
 """``PlanningPatience``: how long a search may go on, and how near to the best it has come.
 
 A search has an answer as soon as it has seen one plan that fits; what it does from then on may be
-ended at any time. How much faster the best could be is known from a bound that no plan undercuts.
+ended at any time: between candidates, where it looks at the clock, and inside of one, since what
+is built or simulated may take long, from outside, as Ctrl-C does it. How much faster the best could
+be is known from a bound that no plan undercuts.
 """
 
 from __future__ import annotations
 
+import ctypes
+import threading
 from collections.abc import Callable
 from math import inf
 from time import monotonic
+from typing import Self
 
 from penstock.base.units import format_seconds
 
+_LOOKS_SECONDS = 0.1
+"""After so long somebody looks whether a search that has an answer has time left."""
+
 
 def _tell_nobody(_: str) -> None: ...
+
+
+class OutOfPatience(BaseException):
+    """Raised in the thread of a search whose time is over, wherever that is. As with Ctrl-C, nobody
+    but who began the search catches it."""
 
 
 class PlanningPatience:
@@ -37,9 +50,22 @@ class PlanningPatience:
             self._why = f"after {format_seconds(self._seconds)}"
         return bool(self._why)
 
-    def interrupt(self) -> None:
-        """End it because somebody wants the answer now."""
-        self._why = "when interrupted"
+    def spend(self, search: Callable[[], object], has_answer: Callable[[], bool]) -> None:
+        """Search until all is done or, once there is an answer, until the time is over or somebody
+        presses Ctrl-C.
+
+        Raises:
+            KeyboardInterrupt: somebody presses Ctrl-C before there is an answer.
+        """
+        try:
+            with _Alarm(lambda: self.is_over and has_answer(), is_set=self._seconds < inf):
+                search()
+        except OutOfPatience:
+            pass
+        except KeyboardInterrupt:
+            if not has_answer():
+                raise
+            self._why = "when interrupted"
 
     def note(self, seconds: float, bound: float) -> None:
         """Say how far the search is: the best plan takes ``seconds``, none takes less than
@@ -49,6 +75,45 @@ class PlanningPatience:
     def verdict(self, seconds: float, bound: float) -> str:
         """Why the search ended early, and how near to the best; empty where it did not."""
         return f"stopped {self._why}{_behind(seconds, bound)}" if self._why else ""
+
+
+class _Alarm:
+    """A context that its thread leaves by ``OutOfPatience`` some time after it is due.
+
+    Args:
+        is_due: asked again and again, by another thread.
+        is_set: whether anybody asks.
+    """
+
+    def __init__(self, is_due: Callable[[], bool], *, is_set: bool) -> None:
+        self._is_due, self._is_set = is_due, is_set
+        self._sleeper = ctypes.c_ulong(threading.get_ident())
+        self._lock, self._left = threading.Lock(), threading.Event()
+        self._has_rung = False
+
+    def __enter__(self) -> Self:
+        if self._is_set:
+            threading.Thread(target=self._watch, name="penstock's patience", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._left.set()
+        if self._has_rung:  # it may not have been heard yet
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(self._sleeper, None)
+
+    def _watch(self) -> None:
+        while not self._left.wait(_LOOKS_SECONDS):
+            if self._is_due():
+                self._ring()
+                return
+
+    def _ring(self) -> None:
+        with self._lock:
+            if not self._left.is_set():
+                self._has_rung = True
+                raised = ctypes.py_object(OutOfPatience)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(self._sleeper, raised)
 
 
 def _behind(seconds: float, bound: float) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import count
+from itertools import count, product
 from math import inf
 
 from penstock.base.errors import InputError, PlanError
@@ -20,7 +20,7 @@ from penstock.planning.planner.cuts import (
     with_cuts,
     with_layers_moved,
 )
-from penstock.planning.planner.limits import least_busy_seconds, least_excess
+from penstock.planning.planner.limits import lacks_room, least_busy_seconds, least_excess
 from penstock.planning.planner.offers import Offer, guided, neighbours, offers
 from penstock.planning.planner.patience import PlanningPatience
 from penstock.planning.planner.request import Constraints
@@ -41,9 +41,13 @@ _MOST_SEARCHED = 4
 """Candidates whose order is searched; each search takes a second or two."""
 
 _LITTLE = 200
-"""Effort that is spent at once, as soon as a candidate is built."""
+"""Effort that is spent at once, as soon as a candidate is built; more on what promises most."""
 _MANY_STAGES = 16
 """Whose layers a sketch does not move."""
+_DEEP = 32
+"""Layers, of which many make a stage of a rank that has several."""
+_BUSIEST = 3
+"""Of many stages, those that layers and replicas are moved from and to."""
 _FEW_STAGES, _MOST_UNIFORM = 8, 4
 """Of uniform layouts, which come first: their stages, and how many such layouts there are."""
 _MOST_IDLE = 12
@@ -69,6 +73,7 @@ class Race:
         patience: when it is over, what is there has to do.
         bound: seconds that no plan undercuts, once the race runs.
         failure: why the last order that was searched in vain was not found.
+        num_too_large: how many offers were not built, for lack of memory.
     """
 
     budget: int = 250_000
@@ -81,6 +86,8 @@ class Race:
     refusals: dict[int, InputError | PlanError] = field(default_factory=dict)
     num_stages: set[int] = field(default_factory=set)
     failure: InputError | None = None
+    num_too_large: int = 0
+    _reached: dict[object, tuple[float, float]] = field(default_factory=dict)
     _looked_at: dict[int, Offer] = field(default_factory=dict)
 
     def run(self, tasks: Sequence[Task], constraints: Constraints) -> None:
@@ -107,8 +114,8 @@ class Race:
     def _run(
         self, promises: Sequence[Promise], constraints: Constraints, only: int | None = None
     ) -> None:
-        """Let some offers compete, the most promising first; of those that are built, ``only`` so
-        many, if that is said."""
+        """Let some offers compete, the most promising first; of those that fit, ``only`` so many,
+        if that is said."""
         waiting: list[tuple[float, int, Candidate]] = []
         numbers = count()  # candidates themselves have no order
         idle = 0
@@ -125,20 +132,41 @@ class Race:
             ):
                 continue
             self._looked_at[id(offer)] = offer
+            if lacks_room(task, offer.devices, offer.replicas):
+                self.num_too_large += 1
+                continue
+            if self._is_behind(task, offer, promised):
+                continue
             least = min(self._least_of(waiting), self.least)
-            for candidate in self.built(task, offer, constraints):
-                if candidate.effort <= _LITTLE:
+            built = self.built(task, offer, constraints)
+            self._note_reach(task, offer, promised, built)
+            for candidate in built:
+                is_best = candidate.least_seconds < min(self._least_of(waiting), self.least)
+                if is_best or candidate.effort <= _LITTLE:
                     self._enter(candidate)  # which may spare building others
                 else:
                     heappush(waiting, (candidate.least_seconds, next(numbers), candidate))
             self._cut_everywhere(task, offer, constraints)
             better = min(self._least_of(waiting), self.least) < least
             idle = 0 if better else idle + 1
-            only = only and only - 1
+            only = only and only - bool(built)
             if only == 0:
                 break
         while waiting:
             self._enter(heappop(waiting)[-1])
+
+    def _is_behind(self, task: Task, offer: Offer, promised: float) -> bool:
+        """Whether an offer of a deep model would have to come nearer to its promise than the same
+        schedule did with more ranks, of which each had a part as small."""
+        reached, promise = self._reached.get((id(task), offer.family, offer.options), (0.0, 1.0))
+        return reached * promised / promise > self.least * (1 + SAME)
+
+    def _note_reach(
+        self, task: Task, offer: Offer, promised: float, built: Sequence[Candidate]
+    ) -> None:
+        if task.num_layers > _DEEP and not offer.is_in_turn:
+            least = min((candidate.least_seconds for candidate in built), default=self.least)
+            self._reached[id(task), offer.family, offer.options] = least, promised
 
     def _least_of(self, waiting: Sequence[tuple[float, int, Candidate]]) -> float:
         return waiting[0][0] if waiting else inf
@@ -176,11 +204,13 @@ class Race:
             self._settle(self.winner)
 
     def _settle(self, candidate: Candidate) -> None:
-        self.contenders = [contender for contender in self.contenders if contender is not candidate]
+        settled: list[Candidate] = []
         try:
-            self.contenders.append(candidate.with_final_order())
+            settled.append(candidate.with_final_order())
         except InputError as error:
             self.failure = error
+        others = [contender for contender in self.contenders if contender is not candidate]
+        self.contenders = [*others, *settled]
         self.least = min((contender.seconds for contender in self.contenders), default=inf)
 
     def _close(self) -> list[Candidate]:
@@ -203,7 +233,7 @@ class Race:
         as that helps; and of what came close, if it is of another kind."""
         self._climb_from(self.winner, constraints)
         if not self.is_sketch:
-            kinds = {candidate.setting: candidate for candidate in reversed(self._close())}
+            kinds = {candidate.setting.terms: candidate for candidate in reversed(self._close())}
             for candidate in list(reversed(kinds.values()))[:_MOST_CLIMBED]:
                 few = candidate.setting.num_stages <= _FEW_STAGES
                 if few and candidate is not self.winner:
@@ -214,12 +244,8 @@ class Race:
             too_many = best is None or best.setting.num_stages > _MANY_STAGES
             if best is None or self._is_stopped or (self.is_sketch and too_many):
                 return
-            moved = [] if constraints.cuts else [*refined(best), *with_layers_moved(best)]
-            for offer in neighbours(best.task, best.setting):
-                if not constraints.replicas or offer.replicas == constraints.replicas:
-                    moved += self.built(best.task, offer, constraints)
             before = len(self.contenders)
-            for candidate in moved:
+            for candidate in self._moved(best, constraints):
                 self._enter(candidate)
             tried = self.contenders[before:]
             nearest = min(tried, key=lambda candidate: candidate.seconds, default=best)
@@ -227,18 +253,37 @@ class Race:
                 return
             best = self.winner if nearest.seconds <= self.least else nearest
 
+    def _moved(self, best: Candidate, constraints: Constraints) -> Iterator[Candidate]:
+        """What differs from a candidate by one move; where it has many stages, by one that spares
+        those that have most to do."""
+        task, setting = best.task, best.setting
+        work = [
+            stage.busy_seconds / replicas
+            for stage, replicas in zip(best.stages, setting.all_replicas, strict=True)
+        ]
+        idlest_first = sorted(range(setting.num_stages), key=work.__getitem__)
+        most = setting.num_stages if setting.num_stages <= _FEW_STAGES else _BUSIEST
+        idlest, busiest = idlest_first[:most], idlest_first[-most:]
+        if not constraints.cuts:
+            yield from refined(best)
+            yield from with_layers_moved(best, busiest)
+        moves = [pair for pair in product(idlest, busiest) if pair[0] != pair[1]]
+        for offer in neighbours(task, setting, moves):
+            is_asked = not constraints.replicas or offer.replicas == constraints.replicas
+            if is_asked and offer.least_seconds(task) <= self.least * (1 + SAME):
+                yield from self.built(task, offer, constraints)
+
     def built(self, task: Task, offer: Offer, constraints: Constraints) -> list[Candidate]:
         """The candidates of an offer, if it has as many stages as the constraints allow."""
-        obstacle = constraints.obstacle(
-            offer.family, offer.replicas, task.num_microbatches, len(offer.devices)
-        )
-        if obstacle is not None:
-            self.refusals[len(offer.devices)] = obstacle
+        if self._is_barred(task, offer, constraints):
             return []
         key = (offer, constraints.cuts)
-        if key not in task.cache.offers:
-            task.cache.offers[key] = self._built(task, offer, constraints.cuts)
-        outcome: Built = task.cache.offers[key]
+        outcome: Built | None = task.cache.offers.get(key)
+        if outcome is None:
+            outcome = self._built(task, offer, constraints.cuts)
+            # What takes too long for this race may be good for another one.
+            if self.least == inf or not isinstance(outcome, tuple) or outcome[1]:
+                task.cache.offers[key] = outcome
         if not isinstance(outcome, tuple):
             self.refusals[len(offer.devices)] = outcome
             return []
@@ -246,16 +291,26 @@ class Race:
         self.num_stages.add(num_stages)
         return candidates_ if constraints.allows(num_stages) else []
 
+    def _is_barred(self, task: Task, offer: Offer, constraints: Constraints) -> bool:
+        """Whether the engine that the plan is for cannot run an offer."""
+        obstacle = constraints.obstacle(
+            offer.family, offer.replicas, task.num_microbatches, len(offer.devices)
+        )
+        if obstacle is not None:
+            self.refusals[len(offer.devices)] = obstacle
+        return obstacle is not None
+
     def _cut_everywhere(self, task: Task, offer: Offer, constraints: Constraints) -> None:
         """Let all ways to cut the model compete that may be faster than the best, where there are
         few."""
-        outcome: Built | None = task.cache.offers.get((offer, ()))
-        if self.is_sketch or not isinstance(outcome, tuple):
+        if self.is_sketch or constraints.cuts or self._is_barred(task, offer, constraints):
             return
-        num_stages, _ = outcome
-        if not constraints.allows(num_stages) or not has_few_cuts(task, num_stages):
+        try:
+            setting = offer.setting(task)
+        except (InputError, PlanError):
+            return  # ``built`` has noted why
+        if not constraints.allows(setting.num_stages) or not has_few_cuts(task, setting.num_stages):
             return
-        setting = offer.setting(task)
         for seconds, cuts in ways_to_cut(task, setting):
             if seconds > self.least * (1 + SAME):
                 break
@@ -271,7 +326,8 @@ class Race:
             given = len(cuts) == setting.num_stages + 1
             cut = [with_cuts(task, setting, cuts)] if given else []
             return setting.num_stages, [candidate for candidate in cut if candidate.fits]
-        return setting.num_stages, candidates(task, setting)
+        most_seconds = self.least * (1 + SAME)
+        return setting.num_stages, candidates(task, setting, most_seconds=most_seconds)
 
     def _enter(self, candidate: Candidate) -> None:
         """Simulate a candidate, unless its bound says that it is slower than the best."""
@@ -334,12 +390,15 @@ def _by_promise(
 
 
 def _uniform(promises: Sequence[Promise]) -> list[Promise]:
-    """Those of a few equal pipelines side by side, which are quickly judged."""
-    return [
-        promise
-        for promise in promises
-        if 0 < len(promise[2].replicas) <= _FEW_STAGES and len({*promise[2].replicas}) == 1
+    """Those of equal pipelines side by side, which are quickly judged: those of a few stages, or
+    where these lack memory, of as few as can be."""
+    alike = [
+        (seconds, task, offer)
+        for seconds, task, offer in promises
+        if len({*offer.replicas}) == 1 and not lacks_room(task, offer.devices, offer.replicas)
     ]
+    few = [promise for promise in alike if len(promise[2].replicas) <= _FEW_STAGES]
+    return few or sorted(alike, key=lambda promise: len(promise[2].replicas))
 
 
 def _place(promise: Promise) -> tuple[float, int]:

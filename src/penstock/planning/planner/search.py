@@ -478,14 +478,13 @@ def _solve(
     tasks: Sequence[Task], constraints: Constraints, patience: PlanningPatience | None = None
 ) -> Plan:
     race = Race(patience=patience or PlanningPatience())
-    try:
+
+    def search() -> None:
         race.run(tasks, constraints)
         if constraints.engine is None:  # others have one degree of tensor parallelism
             race.enter(mixed(tasks, constraints))
-    except KeyboardInterrupt:
-        if race.winner is None:
-            raise
-        race.patience.interrupt()
+
+    race.patience.spend(search, lambda: bool(race.contenders))
     chosen = race.winner
     if chosen is None:
         _check_built(race, tasks[0], constraints)
@@ -495,6 +494,8 @@ def _solve(
         if nearest is None or not nearest.fits:
             return _fits_nowhere(nearest, tasks, constraints)
         chosen = nearest if nearest.setting.is_final else nearest.with_final_order()
+    elif not chosen.setting.is_final:  # there was no time to search its order
+        chosen = chosen.as_it_stands()
     skipped = len(race.skipped)
     plan = explained(chosen, race.contenders, tasks, constraints, skipped, race.patience)
     if ended := race.patience.verdict(chosen.seconds, race.bound):
@@ -516,6 +517,8 @@ def _fits_nowhere(
 
 def _check_built(race: Race, task: Task, constraints: Constraints) -> None:
     """Raise ``PlanError`` or the family's own error if nothing could be built."""
+    if race.num_too_large:
+        return
     if not race.num_stages:
         *_, last = race.refusals.values()
         if constraints.replicas:

@@ -6,7 +6,7 @@ which layers its stages have memory for.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from math import inf
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ import numpy as np
 
 from penstock.core.graph import Mode
 from penstock.core.schedule import Schedule, families
+from penstock.core.schedule.columns import Columns, RankOps
 from penstock.core.schedule.lower import add_recompute
 from penstock.core.schedule.memory import Load, loads, moments, peak_activations
 from penstock.core.versions import Flush, Policy, place_of, weight_copies
@@ -69,6 +70,9 @@ def moments_of(schedule: Schedule) -> tuple[Moments, ...]:
 
 _RECOMPUTES: tuple[RecomputeWay, ...] = ("none", "layers", "stage")
 
+_MANY_OPS = 100_000
+"""Of a schedule that is not kept in several variants."""
+
 
 @dataclass(frozen=True)
 class Terms:
@@ -94,6 +98,12 @@ class Terms:
     def num_ranks(self) -> int:
         """How many ranks the schedule uses."""
         return len(self.devices)
+
+    @property
+    def terms(self) -> Terms:
+        """These alone, which are quickly compared: schedules of equal terms are equal, searched
+        ones for equal costs."""
+        return Terms(*(getattr(self, own.name) for own in fields(Terms)))
 
     def build(self, num_microbatches: int) -> Schedule:
         """The schedule for some microbatches. A family that searches has to know the stages' costs,
@@ -171,6 +181,8 @@ class Setting(Terms):
 
     def weight_versions(self, stage: int, num_microbatches: int) -> int:
         """Copies of a stage's weights."""
+        if isinstance(self.versions, Flush):
+            stage = 0  # all have as many
         place = place_of(self.versions, self.all_replicas, stage, num_microbatches)
         return weight_copies(self.versions, place)
 
@@ -180,40 +192,46 @@ class Setting(Terms):
         schedule = self.schedule
         return peak_activations(schedule.rank_ops, schedule.num_slices, self.versions.activations)
 
-    @cached_property
-    def loads(self) -> tuple[tuple[Load, ...], ...]:
-        """The loads of each stage's ranks at their worst moments; exact where every rank has one
-        stage, else an even share."""
-        return self._loads(self.schedule, lambda held: Load(whole=held))
+    def loads(self, stage: int, *, again: bool = False) -> tuple[Load, ...]:
+        """The loads of a stage's ranks at their worst moments; exact where every rank has one
+        stage, else an even share.
 
-    @cached_property
-    def loads_again(self) -> tuple[tuple[Load, ...], ...]:
-        """The ``loads`` if every stage runs forward a second time."""
-        return self._loads(self._recomputing, lambda held: Load(inputs=held, whole=1))
-
-    def _loads(
-        self, schedule: Schedule, share: Callable[[float], Load]
-    ) -> tuple[tuple[Load, ...], ...]:
-        if self.is_exact:
+        Args:
+            again: whether it runs forward a second time.
+        """
+        ranks = self.ranks_of[stage]
+        if not self.is_exact:
+            held = max(self.peaks[rank] for rank in ranks)
+            return (Load(inputs=held, whole=1) if again else Load(whole=held),)
+        activations = self.versions.activations
+        key = stage, again, activations
+        kept = self._kept("loads")
+        if key not in kept:
             # Later replicas have no more microbatches than the first.
-            return tuple(
-                loads(schedule.rank_ops[ranks[0]], self.versions.activations)
-                for ranks in self.ranks_of
-            )
-        return tuple((share(max(self.peaks[rank] for rank in ranks)),) for ranks in self.ranks_of)
+            ops = self.schedule.rank_ops[ranks[0]]
+            kept[key] = loads(_recomputed(self.schedule, ops) if again else ops, activations)
+        of_stage: tuple[Load, ...] = kept[key]
+        return of_stage
 
     def moments(self, again: tuple[int, ...] = ()) -> tuple[Moments, ...]:
         """The moments of each rank where some stages run forward a second time; made once for all
         cuts."""
-        if again not in self._moments:
-            self._moments[again] = moments_of(self.with_recomputes(again))
-        return self._moments[again]
+        kept = self._kept("moments")
+        if again not in kept:
+            kept[again] = moments_of(self.with_recomputes(again))
+        of_ranks: tuple[Moments, ...] = kept[again]
+        return of_ranks
 
-    @property
-    def _moments(self) -> dict[tuple[int, ...], tuple[Moments, ...]]:
-        # As much else that follows from the ops alone, whatever the devices.
-        kept: dict[tuple[int, ...], tuple[Moments, ...]]
-        kept = vars(self.schedule.columns).setdefault("moments", {})
+    def memory_for(self, task: Task) -> MemoryLimits:
+        """The memory that stages of a task have; made once for all cuts."""
+        known: tuple[Task, MemoryLimits] | None = vars(self).get("memory")
+        if known is None or known[0] is not task:
+            vars(self)["memory"] = known = task, MemoryLimits(task, self)
+        return known[1]
+
+    def _kept(self, name: str) -> dict[Any, Any]:
+        """Results that follow from the ops alone, whatever the devices."""
+        kept: dict[Any, Any] = vars(self.schedule.columns).setdefault(name, {})
         return kept
 
     @cached_property
@@ -221,23 +239,24 @@ class Setting(Terms):
         """Whether ``loads`` are exact: every rank has one stage, and microbatches are whole."""
         return self.is_single and self.schedule.num_slices == 1
 
-    @property
-    def _recomputing(self) -> Schedule:
-        return self.with_recomputes(tuple(range(self.num_stages)))
-
     def with_recomputes(self, stages: tuple[int, ...]) -> Schedule:
-        """The schedule, in which some stages run forward a second time; made once for all cuts."""
+        """The schedule, in which some stages run forward a second time; made once for all cuts, of
+        large ones for those that follow one another."""
         if not stages:
             return self.schedule
-        if stages not in self._with_recomputes:
-            self._with_recomputes[stages] = add_recompute(self.schedule, stages)
-        return self._with_recomputes[stages]
+        kept = self._kept("with_recomputes")
+        if stages not in kept:
+            if self.schedule.num_ops > _MANY_OPS:
+                kept.clear()
+            kept[stages] = add_recompute(self.schedule, stages)
+        schedule: Schedule = kept[stages]
+        return schedule
 
-    @property
-    def _with_recomputes(self) -> dict[tuple[int, ...], Schedule]:
-        kept: dict[tuple[int, ...], Schedule]
-        kept = vars(self.schedule.columns).setdefault("with_recomputes", {})
-        return kept
+
+def _recomputed(schedule: Schedule, ops: RankOps) -> RankOps:
+    """The ops of one rank of a schedule, if it runs all forwards a second time."""
+    alone = schedule.with_columns(Columns.of_fields([ops.columns.fields(ops.span)]))
+    return add_recompute(alone, ops.stages).rank_ops[0]
 
 
 class MemoryLimits:
@@ -257,8 +276,9 @@ class MemoryLimits:
         self._reducer = setting.reducer_of(task)
         stages = range(setting.num_stages)
         self._copies = [setting.weight_versions(stage, task.num_microbatches) for stage in stages]
-        self._limits = [self._limit(stage, slack, shared) for stage in stages]
+        self._slack, self._shared = slack, shared
         self._looked_up: dict[int, tuple[Ints, dict[str, Floats]]] = {}
+        self._at_rest: dict[Hashable, Floats] = {}
         self._longest: dict[Hashable, int] = {}
         self._starts: dict[int, Ints] = {}
 
@@ -268,12 +288,16 @@ class MemoryLimits:
         rule = self._setting.recompute
         return rule in {"where-needed", "never"} and min(self._limits) == inf
 
-    def _limit(self, stage: int, slack: float, shared: bool) -> float:
+    @cached_property
+    def _limits(self) -> list[float]:
+        return [self._limit(stage) for stage in range(self._setting.num_stages)]
+
+    def _limit(self, stage: int) -> float:
         setting = self._setting
-        if not setting.is_single and not shared:
+        if not setting.is_single and not self._shared:
             return inf
         per_rank = (
-            (self._task.limits[setting.devices[rank]] + slack)
+            (self._task.limits[setting.devices[rank]] + self._slack)
             / len(setting.schedule.stages_of[rank])
             for rank in setting.ranks_of[stage]
         )
@@ -338,16 +362,26 @@ class MemoryLimits:
     def held_bytes(self, stage: int, how: RecomputeWay, start: int, stop: int) -> int:
         """Bytes that a rank needs for a stage with layers ``[start, stop)``, also where these begin
         or end between the places of the tables."""
-        numbers, inputs = self._task.numbers(start, stop), self._task.input_bytes[start]
-        copies, replicas, loads, *_ = self._key(stage, how)
-        return int(_needed(numbers, inputs, copies, self._summing(replicas), loads, how))
+        key = (*self._key(stage, how), start, stop)
+        known = self._task.cache.held
+        if key not in known:
+            numbers, inputs = self._task.numbers(start, stop), self._task.input_bytes[start]
+            copies, replicas, loads, *_ = key
+            summing = self._summing(replicas)
+            known[key] = int(_needed(numbers, inputs, copies, summing, loads, how))
+        return known[key]
 
     def state_bytes(self, stage: int, how: RecomputeWay, start: int, stop: int) -> int:
         """Bytes that a rank needs for a stage with layers ``[start, stop)`` while nothing is in
         flight."""
-        numbers = self._task.numbers(start, stop)
-        copies, replicas, *_ = self._key(stage, how)
-        return int(_needed(numbers, 0, copies, self._summing(replicas), (Load(),), how))
+        replicas = len(self._setting.ranks_of[stage])
+        key = self._copies[stage], replicas, how == "layers", self._reducer, start, stop
+        known = self._task.cache.held
+        if key not in known:
+            numbers = self._task.numbers(start, stop)
+            summing = self._summing(replicas)
+            known[key] = int(_at_rest(numbers, self._copies[stage], summing, how))
+        return known[key]
 
     def lightest(self, stage: int) -> tuple[Table, ...]:
         """``num_bytes`` of every way that is allowed, in the order of ``ways``, as tables of all
@@ -365,11 +399,13 @@ class MemoryLimits:
 
     def num_bytes(self, stage: int, how: RecomputeWay, starts: Ints, stops: Ints) -> Floats:
         """Bytes that a rank of a stage needs between each of some places and another."""
-        inputs = np.array(self._task.input_bytes, dtype=float)[list(self._task.places)][starts]
         copies, replicas, loads, *_ = self._key(stage, how)
-        numbers, summing = self._numbers(starts, stops), self._summing(replicas)
-        needed: Floats = _needed(numbers, inputs, copies, summing, loads, how)
-        return needed
+        numbers = self._numbers(starts, stops)
+        key = id(starts), copies, replicas, how == "layers"
+        if key not in self._at_rest:
+            self._at_rest[key] = _at_rest(numbers, copies, self._summing(replicas), how)
+        needed: Floats = _in_flight(numbers, numbers["input_bytes"], loads, how)
+        return needed + self._at_rest[key]
 
     def _summing(self, num_replicas: int) -> CopySums:
         return CopySums(num_replicas, self._reducer, self._task.gathered_for)
@@ -379,8 +415,13 @@ class MemoryLimits:
         if id(starts) not in self._looked_up:
             tables = self._task.tables.items()
             numbers = {name: table[starts, stops] for name, table in tables}
+            numbers["input_bytes"] = self._input_bytes[starts]
             self._looked_up[id(starts)] = starts, numbers
         return self._looked_up[id(starts)][1]
+
+    @cached_property
+    def _input_bytes(self) -> Floats:
+        return np.array(self._task.input_bytes, dtype=float)[list(self._task.places)]
 
     def _key(
         self, stage: int, how: RecomputeWay
@@ -390,7 +431,7 @@ class MemoryLimits:
         return self._copies[stage], replicas, self._loads(stage, how), how, self._reducer
 
     def _loads(self, stage: int, how: RecomputeWay) -> tuple[Load, ...]:
-        return (self._setting.loads_again if how == "stage" else self._setting.loads)[stage]
+        return self._setting.loads(stage, again=how == "stage")
 
 
 class CopySums(NamedTuple):
@@ -445,12 +486,23 @@ def _needed(
         loads: the worst moments of the rank.
         how: what runs again.
     """
-    again = how == "layers"
-    whole = numbers["again_input_bytes" if again else "activation_bytes"]
-    halves = numbers["weight_kept_bytes"]
-    in_flight = [
-        load.inputs * inputs + load.whole * whole + load.for_weight * halves for load in loads
-    ]
-    workspace = "again_workspace_bytes" if again else "workspace_bytes"
-    state = summing.state_bytes(numbers, copies) + numbers["buffer_bytes"] + numbers[workspace]
-    return np.ceil(np.maximum.reduce(in_flight)) + state
+    return _in_flight(numbers, inputs, loads, how) + _at_rest(numbers, copies, summing, how)
+
+
+def _in_flight(
+    numbers: Mapping[str, Any], inputs: Any, loads: tuple[Load, ...], how: RecomputeWay
+) -> Any:
+    """The bytes of what is in flight at the worst moment; as ``_needed``."""
+    whole = numbers["again_input_bytes" if how == "layers" else "activation_bytes"]
+    sizes = inputs, whole, numbers["weight_kept_bytes"]
+    most: Any = 0
+    for load in loads:
+        held = [count * size for count, size in zip(load, sizes, strict=True) if count]
+        most = np.maximum(most, sum(held)) if len(loads) > 1 else sum(held)
+    return np.ceil(most)
+
+
+def _at_rest(numbers: Mapping[str, Any], copies: int, summing: CopySums, how: RecomputeWay) -> Any:
+    """The bytes of all else; as ``_needed``."""
+    workspace = "again_workspace_bytes" if how == "layers" else "workspace_bytes"
+    return summing.state_bytes(numbers, copies) + numbers["buffer_bytes"] + numbers[workspace]

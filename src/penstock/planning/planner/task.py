@@ -24,6 +24,7 @@ from penstock.planning.partition.chain import (
     Floats,
     Table,
     cost_model,
+    least_slowest,
 )
 from penstock.planning.partition.layers import places_near, spread_places
 from penstock.planning.plans.stage_plan import Split
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 _MANY_PAIRS = 256
 _MOST_PLACES = 256
+_MOST_KEPT_OPS = 4_000_000
+"""Of schedules that were built; with all that follows from it, one takes 50 bytes."""
 
 
 class Pace(NamedTuple):
@@ -154,22 +157,36 @@ class Cache:
 
     Attributes:
         cuts: the best ones of settings without limits.
+        slowest: ``Task.least_slowest``, by the number of stages.
         offers: what was made of offers: candidates, or why there are none.
         orders: schedules that were built without costs.
         shapes: replicas of each stage and devices of each rank that other planners would choose, in
             one entry when it is known; memory makes no difference.
         numbers: ``Task.numbers``, by a stage's first layer and the one behind its last.
+        held: bytes of a rank, by all that they depend on.
         hops: their seconds at each place, by the links that they may go over.
         links: the different ones between stages, by their devices.
     """
 
     cuts: dict[object, list[tuple[int, ...]]] = field(default_factory=dict)
+    slowest: dict[int, float] = field(default_factory=dict)
     offers: dict[object, Any] = field(default_factory=dict)
     orders: dict[object, Schedule] = field(default_factory=dict)
     shapes: list[tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]] = field(default_factory=list)
     numbers: dict[tuple[int, int], dict[str, float]] = field(default_factory=dict)
+    held: dict[object, int] = field(default_factory=dict)
     hops: dict[object, Floats] = field(default_factory=dict)
     links: dict[object, tuple[Link, ...]] = field(default_factory=dict)
+
+    def keep_order(self, key: object, schedule: Schedule) -> None:
+        """Keep a schedule that was built, and no more of the oldest than memory has room for."""
+        self.orders[key] = schedule
+        while len(self.orders) > 1 and _num_ops(self.orders.values()) > _MOST_KEPT_OPS:
+            del self.orders[next(iter(self.orders))]
+
+
+def _num_ops(schedules: Iterable[Schedule]) -> int:
+    return sum(schedule.num_ops for schedule in schedules)
 
 
 @dataclass(frozen=True)
@@ -329,6 +346,18 @@ class Task:
     def compute_seconds(self) -> tuple[float, ...]:
         """Forward and backward of a microbatch, of each layer."""
         return tuple(layer.compute_seconds for layer in self.graph.layers)
+
+    def least_slowest(self, num_stages: int) -> float:
+        """Forward and backward of a microbatch on the slowest of so many stages, at least, on
+        devices of the profile's speed."""
+        if num_stages not in self.cache.slowest:
+            mean, most = sum(self.compute_seconds) / num_stages, max(self.compute_seconds)
+            self.cache.slowest[num_stages] = (
+                max(mean, most)
+                if self.is_coarse or num_stages > self.num_layers
+                else least_slowest(self.compute_seconds, num_stages)
+            )
+        return self.cache.slowest[num_stages]
 
     def activation_bytes(self, start: int, stop: int) -> int:
         """Bytes that a microbatch keeps at a stage with layers ``[start, stop)``."""

@@ -14,6 +14,7 @@ another order first (``in_other_orders``, ``learned``).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -238,12 +239,19 @@ def _of_leaders(
 
 
 def widths(task: Task) -> Iterator[int]:
-    """The sizes of groups worth trying: powers of two, up to all devices."""
-    width = 2
-    while width <= len(task.cluster.devices):
+    """The sizes of groups worth trying: powers of two, up to all devices; of many hosts, no more
+    than one has, since groups that straddle hosts wait for their cards in every layer."""
+    count, width = len(task.cluster.devices), 2
+    largest = max(
+        Counter(host for host in task.topology.hosts if host >= 0).values(), default=count
+    )
+    while width <= min(count, max(largest, _FEW_TENSOR_RANKS)):
         yield width
         width *= 2
 
+
+_FEW_TENSOR_RANKS = 16
+"""So many are tried however small hosts are."""
 
 _MOST_CUTS = 3
 

@@ -28,6 +28,8 @@ _BUDGET = 50_000
 """Effort to simulate for each row of the table."""
 _UNASKED_BUDGET = 12_000
 """The same, for what is not asked for."""
+_MOMENT_SECONDS = 0.3
+"""For the table of a plan whose search was ended."""
 
 
 class Rival(NamedTuple):
@@ -60,9 +62,9 @@ def rivals(
 
     Args:
         chosen: the best that constraints allow, if somebody has looked.
-        patience: when it is over, what is known of a kind has to do.
+        patience: when it is over, what is known of a kind has to do, and kinds of which nothing is
+            known within a moment are left out.
     """
-    patience = patience or PlanningPatience()
     split = [task for task in tasks if task.groups is not None]
     whole = list({id(task.alone): task.alone for task in tasks}.values())
     plain = Constraints(schedule=PLAIN, any_replicas=False, recompute=constraints.recompute)
@@ -79,15 +81,22 @@ def rivals(
         del kinds["data parallel"]
     answered = chosen is not None and not split and replaced(constraints, spill="where-needed")
     best: dict[str, Rival | None] = {}
-    for label, kind in kinds.items():
-        is_asked = label != "best asynchronous" or constraints.asynchronous != "no"
-        if chosen is not None and answered == kind:
-            best[label] = Rival(chosen)
-        else:
-            budget = _BUDGET if is_asked else _UNASKED_BUDGET
-            best[label] = _best(whole, kind, budget, patience)
-    if split:
-        best["split layers"] = _best(split, everything, _BUDGET, patience)
+    patience = patience or PlanningPatience()
+    if patience.is_over:
+        patience = PlanningPatience(_MOMENT_SECONDS)
+
+    def look() -> None:
+        for label, kind in kinds.items():
+            is_asked = label != "best asynchronous" or constraints.asynchronous != "no"
+            if chosen is not None and answered == kind:
+                best[label] = Rival(chosen)
+            else:
+                budget = _BUDGET if is_asked else _UNASKED_BUDGET
+                best[label] = _best(whole, kind, budget, patience)
+        if split:
+            best["split layers"] = _best(split, everything, _BUDGET, patience)
+
+    patience.spend(look, lambda: bool(best))
     return {label: rival for label, rival in best.items() if rival is not None}
 
 
@@ -176,7 +185,7 @@ def _essence(candidate: Candidate) -> tuple[object, ...]:
     return (
         task.num_tensor_ranks,
         task.graph,
-        candidate.setting,
+        candidate.setting.terms,
         candidate.cuts,
         candidate.recomputes,
     )

@@ -14,7 +14,7 @@ from penstock.core.schedule import Schedule
 from penstock.core.schedule.lower import add_update, add_updates
 from penstock.core.schedule.rounds import Rounds, filling
 from penstock.core.timing.costs import Costs
-from penstock.core.timing.simulator import simulate
+from penstock.core.timing.simulator import rows_of, simulate
 from penstock.core.timing.simulator.beside import Served
 from penstock.core.timing.simulator.step import StepTimes, step_of
 from penstock.core.timing.spans import slowest_beat
@@ -79,7 +79,7 @@ def steady_seconds(
     length, seconds = _stream_length(versions, size, replicas), 0.0
     for times_longer in _TIMES_LONGER:
         stream, _ = stream_of(build, versions, times_longer * length, size, replicas)
-        seconds, regular = slowest_beat(simulate(stream, costs).rows)
+        seconds, regular = slowest_beat(rows_of(stream, costs))
         if regular:
             break
     return num_microbatches * seconds

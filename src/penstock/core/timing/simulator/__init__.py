@@ -107,7 +107,23 @@ def simulate(
     return _simulated(schedule, costs, source)
 
 
-def _simulated(schedule: Schedule, costs: Costs, arrivals: Arrivals | None) -> Timeline:
+def rows_of(schedule: Schedule, costs: Costs) -> tuple[Row, ...]:
+    """As ``simulate``, what ranks do and nothing else: messages of long streams take longer to be
+    listed than to be sent.
+
+    Args:
+        costs: as many as there are stages and ranks.
+    """
+    return _simulated(schedule, costs, None, shows_transfers=False).rows
+
+
+def _simulated(
+    schedule: Schedule,
+    costs: Costs,
+    arrivals: Arrivals | None,
+    *,
+    shows_transfers: bool = True,
+) -> Timeline:
     columns = schedule.columns
     needs, beside = needs_of(columns), None
     summed = costs.has_exchanges and Kind.REDUCE in schedule.kinds
@@ -123,7 +139,7 @@ def _simulated(schedule: Schedule, costs: Costs, arrivals: Arrivals | None) -> T
         transfers = beside.transfers
     else:
         times = passed(schedule, costs)
-        if costs.has_busy_links:
+        if costs.has_busy_links and shows_transfers:
             busy = CrossingResults.of(columns).occupied(columns, costs)
             transfers = transfers_of(columns, times.sent, busy)
     start, end, _ = times

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.core.schedule.columns import Columns
+from penstock.core.schedule.lower import add_update
 from penstock.core.schedule.needs import needs_of
 from penstock.core.schedule.op import COMPUTE, RELEASING, Kind, Op
 from penstock.core.schedule.schedule import Schedule
@@ -69,16 +70,17 @@ def passed(schedule: Schedule, costs: Costs) -> Times:
 
 def step_of(schedule: Schedule, costs: Costs) -> StepTimes | None:
     """The step of a minibatch after which all stages update; ``None`` where that takes a whole
-    simulation: where ranks have several stages, or share cards.
+    simulation: where ranks share cards, or have several stages with copies whose sums take parts.
 
     Args:
         schedule: compute only, perhaps with recomputes; of one minibatch.
         costs: of its stages.
     """
     columns = schedule.columns
-    one_stage = all(len(stages) == 1 for stages in schedule.stages_of)
-    if costs.cards or not one_stage or columns.kinds - COMPUTE - {Kind.RECOMPUTE}:
+    if costs.cards or columns.kinds - COMPUTE - {Kind.RECOMPUTE}:
         return None
+    if any(len(stages) > 1 for stages in schedule.stages_of):
+        return _step_of_several(add_update(schedule), costs)
     folded = _folded(schedule)
     times, made = passed(folded, costs), _last_gradients(folded.columns)
     copies, handed_in, updated = columns.copies, [], []
@@ -92,6 +94,20 @@ def step_of(schedule: Schedule, costs: Costs) -> StepTimes | None:
         # Ranks that have made their last gradient do nothing else.
         finished = max(finished, there + costs.duration(Op(stage, Kind.UPDATE, 0)))
     return StepTimes(finished, tuple(handed_in), tuple(updated))
+
+
+def _step_of_several(schedule: Schedule, costs: Costs) -> StepTimes | None:
+    """The step of ranks with several stages, whose updates stand among their ops."""
+    columns = schedule.columns
+    if costs.has_exchanges and Kind.REDUCE in columns.kinds:
+        return None
+    times = passed(schedule, costs)
+    handed_in, updated = np.zeros((2, columns.num_stages))
+    gradients, updates = (columns.are_of(kinds) for kinds in (RELEASING, {Kind.UPDATE}))
+    np.maximum.at(handed_in, columns.stage[gradients], times.end[gradients])
+    np.maximum.at(updated, columns.stage[updates], times.start[updates])
+    seconds = float(times.end.max(initial=0.0))
+    return StepTimes(seconds, tuple(handed_in.tolist()), tuple(updated.tolist()))
 
 
 def _folded(schedule: Schedule) -> Schedule:
