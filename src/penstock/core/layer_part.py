@@ -31,6 +31,8 @@ class LayerPart(Value, frozen=True, kw_only=True):
         is_even: whether each rank must have as many pieces.
         by_positions: whether each rank may have some of the positions of what is around the parts
             of the layer, as its author says.
+        tied: names of the parameters in it that a part of another layer holds as well, and divides
+            alike: an embedding and a head, by the vocabulary.
         parameter_bytes: of weights that are divided.
         activation_bytes: of what the layer keeps, what is divided; of a head with all of the loss.
         border_bytes: of the value that it reads.
@@ -46,6 +48,7 @@ class LayerPart(Value, frozen=True, kw_only=True):
     gated: bool = False
     is_even: bool = False
     by_positions: bool = False
+    tied: tuple[str, ...] = ()
     parameter_bytes: int = 0
     activation_bytes: int = 0
     border_bytes: int = 0

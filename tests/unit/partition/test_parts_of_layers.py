@@ -41,6 +41,51 @@ def shared(num_ranks, **options):
     return split_layers(llama(), num_ranks, NVLINK, num_microbatches=8, **options)
 
 
+@cache
+def tied_llama():
+    """A small one whose head has the weight of the embedding."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=128256, hidden_size=512, intermediate_size=1024, num_hidden_layers=2,
+        num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=512,
+        use_cache=False, tie_word_embeddings=True, dtype=torch.bfloat16,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).bfloat16()
+        tokens = torch.zeros(1, 512, dtype=torch.long)
+    batch = {"input_ids": tokens, "labels": tokens}
+    return pk.estimate(model, batch, device="h100-sxm", granularity="block")
+
+
+def with_tie(graph):
+    return [layer for layer in graph.layers if layer.shared_parameters]
+
+
+def test_a_tied_embedding_and_head_are_divided_alike_by_other_engines():
+    graph = tied_llama()
+    embedding, head = with_tie(graph)
+    (weight,) = embedding.shared_parameters
+    assert [part.tied for layer in (embedding, head) for part in layer.parts] == [(weight,)] * 2
+    split = split_layers(graph, 8, NVLINK, num_microbatches=8, elsewhere=True, seconds_per_byte=1.0)
+    assert split.said(embedding.name)[embedding.name] == "row"
+    assert split.said(head.name)["lm_head"] == "vocabulary"
+    for layer, shared in zip((embedding, head), with_tie(split.graph), strict=True):
+        assert shared.shared_parameters == {weight: layer.shared_parameters[weight] / 8}
+        assert shared.parameter_bytes < layer.parameter_bytes / 7
+
+
+def test_a_tied_embedding_stays_whole_here_and_the_plan_says_why():
+    split = split_layers(tied_llama(), 8, NVLINK, num_microbatches=8, seconds_per_byte=1.0)
+    assert [layer.shared_parameters for layer in with_tie(split.graph)] == [
+        layer.shared_parameters for layer in with_tie(tied_llama())
+    ]
+    cluster = pk.Cluster.of("dgx-h100", devices_per_host=2)
+    plan = pk.plan(tied_llama(), cluster, microbatches=2, tensor_ranks=2)
+    assert any("since it shares model.embed_tokens.weight" in words for words in plan.warnings)
+    other = pk.plan(tied_llama(), cluster, microbatches=2, tensor_ranks=2, engine="megatron")
+    assert not any("since it shares" in words for words in other.warnings)
+
+
 def block(graph):
     return next(layer for layer in graph.layers if layer.name == "model.layers.3")
 

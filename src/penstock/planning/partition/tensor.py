@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import ceil
+from typing import Literal
 
 from msgspec.structs import replace
 
@@ -64,6 +65,7 @@ class TensorSplit:
         exact: whether no other choice is faster by these costs. Not promised where too many values
             that are read again much later are alive at once.
         parts: how modules inside layers are split, by the layers' names.
+        elsewhere: whether another engine is to run it.
     """
 
     splits: dict[str, LayerSplit]
@@ -79,6 +81,7 @@ class TensorSplit:
     speed: float = 1.0
     exact: bool = True
     parts: dict[str, dict[str, str]] = field(default_factory=dict)
+    elsewhere: bool = False
 
     def said(self, layer: str) -> dict[str, str]:
         """How a layer and the modules in it are split, as a plan says it."""
@@ -159,6 +162,7 @@ def split_layers(
         collectives={} if alone else _collectives(problem, best),
         speed=speed,
         exact=searched.exact,
+        elsewhere=elsewhere,
     )
 
 
@@ -185,15 +189,18 @@ def _collectives(problem: LayoutProblem, solution: Solution) -> dict[str, dict[s
 def _with_ties_alike(
     problem: LayoutProblem, allowed: Callable[[Layer], Sequence[Sharing]], seconds_per_byte: float
 ) -> Solution:
-    """The best choice in which all holders of a tied parameter are shared alike: all of them by
-    rows, or none."""
-    if not any(layer.shared_parameters for layer in problem.graph.layers):
+    """The best choice in which all holders of a tied parameter are shared alike: by rows, by the
+    vocabulary, or not at all."""
+    holders = [layer for layer in problem.graph.layers if layer.shared_parameters]
+    if not holders:
         return problem.solve(allowed, seconds_per_byte)
 
-    def solved(place: int) -> Solution:
+    def of_kind(layer: Layer, kind: _TiedSharing) -> list[Sharing]:
+        return [sharing for sharing in allowed(layer) if _shared_as(sharing) == kind]
+
+    def solved(kind: _TiedSharing) -> Solution:
         def alike(layer: Layer) -> Sequence[Sharing]:
-            every = allowed(layer)
-            return [every[place]] if layer.shared_parameters else every
+            return of_kind(layer, kind) if layer.shared_parameters else allowed(layer)
 
         return problem.solve(alike, seconds_per_byte)
 
@@ -202,7 +209,19 @@ def _with_ties_alike(
         held = sum(problem.device_bytes(*pair) for pair in pairs)
         return solution.seconds + seconds_per_byte * held
 
-    return min(solved(0), solved(-1), key=cost)
+    kinds: tuple[_TiedSharing, ...] = ("rows", "vocabulary", "whole")
+    possible = (kind for kind in kinds if all(of_kind(layer, kind) for layer in holders))
+    return min(map(solved, possible), key=cost)
+
+
+_TiedSharing = Literal["rows", "vocabulary", "whole"]
+
+
+def _shared_as(sharing: Sharing) -> _TiedSharing:
+    """What each device has of a tied parameter of a layer, or sees for it."""
+    if any(part.tied for part in sharing.parts):
+        return "vocabulary"
+    return "rows" if sharing.divides == "rows" else "whole"
 
 
 def _said_of_parts(sharing: Sharing) -> dict[str, str]:
@@ -272,7 +291,15 @@ def _layer_as_seen(problem: LayoutProblem, layer: Layer, sharing: Sharing, step:
         buffer_bytes=_part(layer.buffer_bytes, parameters),
         optimizer_bytes=_part(layer.optimizer_bytes, parameters),
         skip_bytes={name: _part(size, gives) for name, size in layer.skip_bytes.items()},
+        shared_parameters=_shards_of_tied(layer, sharing, ring.num_ranks),
     )
+
+
+def _shards_of_tied(layer: Layer, sharing: Sharing, num_ranks: int) -> dict[str, int]:
+    shares = {name: part.share(num_ranks) for part in sharing.parts for name in part.tied}
+    return {
+        name: _part(size, shares.get(name, 1.0)) for name, size in layer.shared_parameters.items()
+    }
 
 
 def _part(num_bytes: int, share: float) -> int:

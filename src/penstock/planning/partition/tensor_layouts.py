@@ -100,13 +100,16 @@ def ways(layer: Layer, num_ranks: int = 2, *, elsewhere: bool = False) -> tuple[
     without parameters, head by head. Batch normalisation takes its parameters along with its
     channels. Blocks divide those of their parts that so many devices can share. Everything else has
     its rows divided or is repeated on all devices. So have grouped convolutions and what cannot be
-    divided, where a kind says so; layers with tied parameters, whose other holders would have to
-    divide them alike; and layers with skips, because nobody knows what is in them.
+    divided, where a kind says so; layers with tied parameters, but what an embedding and a head
+    share, which other engines divide by the vocabulary; and layers with skips, because nobody knows
+    what is in them.
     """
     details = layer.kind.partition("(")[2]
     # What draws for its rows only would draw other numbers than one device does.
     plain = (_REPEATED,) if "draws" in details or not layer.by_rows else (_DATA, _REPEATED)
-    parts = tuple(part for part in layer.parts if not part.refusal(num_ranks))
+    parts = tuple(
+        part for part in layer.parts if not part.refusal(num_ranks) and (elsewhere or not part.tied)
+    )
     if parts:
         return (*plain, *_by_parts(layer, parts, elsewhere=elsewhere))
     unknown = layer.skip_bytes or "groups=" in details or "undivided" in details

@@ -24,6 +24,7 @@ from penstock.planning.planner.limits import (
 from penstock.planning.planner.pricing import CutSetting
 from penstock.planning.planner.pricing import written as written_summing
 from penstock.planning.planner.setting import MemoryLimits, StageSizes
+from penstock.planning.plans.memory_parts import allocated
 from penstock.planning.plans.orders import search_order, written
 from penstock.planning.plans.plan import Plan
 from penstock.planning.plans.prediction import Prediction, num_simulated
@@ -66,6 +67,15 @@ class Candidate(CutSetting):
     @cached_property
     def rank_bytes(self) -> tuple[int, ...]:
         """Predicted bytes of memory of each rank."""
+        return allocated(self._tensor_bytes, self._slacks)
+
+    @property
+    def _slacks(self) -> tuple[float, ...]:
+        devices = self.task.cluster.devices
+        return tuple(devices[device].allocator_slack for device in self.setting.devices)
+
+    @property
+    def _tensor_bytes(self) -> tuple[int, ...]:
         if self.setting.is_exact:
             return self._bytes_by_stage()
         if self.setting.schedule.num_slices == 1:
@@ -146,6 +156,7 @@ class Candidate(CutSetting):
             setting.build,
             cards=self._cards,
             hosts=self._hosts,
+            slacks=self._slacks,
         )
 
     @cached_property
@@ -228,7 +239,7 @@ class Candidate(CutSetting):
             self.stages,
             self.task.num_microbatches,
             dict(setting.options),
-            [self.task.limits[device] for device in setting.devices],
+            [self.task.tensor_limits[device] for device in setting.devices],
         )
         ordered, held = (
             replace(self, setting=replace(setting, schedule=schedule, is_final=True))

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import combinations, pairwise, permutations
+from math import inf
 
+from msgspec.structs import replace
+
+from penstock.core.cluster import Cluster, Device
 from penstock.planning.planner.setting import Setting
 from penstock.planning.planner.task import Task
 
@@ -84,6 +88,7 @@ def _appearance(task: Task, order: Sequence[int]) -> Hashable:
         (
             task.cluster.devices[device].speed,
             task.limits[device],
+            task.tensor_limits[device],
             task.num_devices_at(device),
             device if device in wired else -1,
             *(
@@ -138,3 +143,46 @@ def swapped(task: Task, setting: Setting) -> Iterator[tuple[int, ...]]:
         for idle in {*range(len(kinds))} - {*setting.devices}:
             if kinds[own] != kinds[idle]:
                 yield (*setting.devices[:rank], idle, *setting.devices[rank + 1 :])
+
+
+_DeviceKey = tuple[float, float, float, float, str]
+
+
+def in_canonical_order(cluster: Cluster) -> Cluster:
+    """The cluster with its devices listed by what they are, and not as somebody wrote them: those
+    of a group one after another, fast and roomy ones first; as it is where wires join single
+    devices. Equal ones keep their order."""
+    if cluster.wires:
+        return cluster
+    groups = {group.name: group for group in cluster.groups}
+    parents = {name: group.name for group in cluster.groups for name in group.members}
+    children: dict[str, dict[str, None]] = {}
+    for device in cluster.devices:
+        name = device.name
+        while name:
+            parent = parents.get(name, "")
+            children.setdefault(parent, {})[name] = None
+            name = parent
+
+    def sorted_below(name: str) -> tuple[list[_DeviceKey], str, list[str]]:
+        """(keys of the devices of a group, what else it is like, their names in order)."""
+        if name in devices:
+            return [_key_of(devices[name])], "", [name]
+        own = sorted(map(sorted_below, children[name]), key=lambda child: child[:2])
+        group = groups.get(name)
+        like = "" if group is None else repr((group.link, group.card, group.memory_bytes))
+        return (
+            [key for keys, _, _ in own for key in keys],
+            like + "".join(text for _, text, _ in own),
+            [below for _, _, names in own for below in names],
+        )
+
+    devices = {device.name: device for device in cluster.devices}
+    *_, names = sorted_below("")
+    return replace(cluster, devices=tuple(devices[name] for name in names))
+
+
+def _key_of(device: Device) -> _DeviceKey:
+    memory = device.memory_bytes or inf
+    price, kind = device.price_per_hour, device.kind or ""
+    return -device.speed, -memory, device.allocator_slack, price, kind

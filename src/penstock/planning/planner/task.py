@@ -124,6 +124,8 @@ class TensorGroups:
         for layer in self.single.graph.layers:
             for part in layer.parts:
                 why = part.refusal(width)
+                if part.tied and not self.tensor_split.elsewhere:
+                    why = f"it shares {part.tied[0]} with another layer"
                 if why:
                     refused.setdefault((part.kind, why), []).append(layer.name)
         for (kind, why), names in refused.items():
@@ -240,6 +242,14 @@ class Task:
         """Bytes that each device may use."""
         everywhere = self.memory_bytes or inf
         return tuple(min(device.memory_bytes or inf, everywhere) for device in self.cluster.devices)
+
+    @cached_property
+    def tensor_limits(self) -> tuple[float, ...]:
+        """The ``limits`` without what allocators take besides tensors."""
+        return tuple(
+            limit / (1 + device.allocator_slack)
+            for limit, device in zip(self.limits, self.cluster.devices, strict=True)
+        )
 
     @cached_property
     def crossing_bytes(self) -> tuple[int, ...]:

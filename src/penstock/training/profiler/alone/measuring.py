@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -139,8 +139,32 @@ def found_parts(model: nn.Module, layers: Sequence[NamedLayer]) -> list[list[Fou
     Raises:
         ModelError: what a module says of its parts is not true.
     """
-    tied = {id(weight) for weight in _shared(model, layers).values()}
-    return [parts_in(layer, model, tied, is_last=layer is layers[-1]) for layer in layers]
+    shared = {id(weight) for weight in _shared(model, layers).values()}
+
+    def parts(tied: Container[int]) -> list[list[FoundPart]]:
+        return [parts_in(layer, model, tied, is_last=layer is layers[-1]) for layer in layers]
+
+    return parts(shared - _divided_alike(layers, parts(()), shared))
+
+
+def _divided_alike(
+    layers: Sequence[NamedLayer], parts: Sequence[Sequence[FoundPart]], shared: Collection[int]
+) -> set[int]:
+    """The ids of shared parameters that all their holders divide by the vocabulary: an embedding
+    divides its rows, and a head its outputs, which are the same."""
+    alike: set[int] = set()
+    others: set[int] = set()
+    for layer, own in zip(layers, parts, strict=True):
+        of_ends = {
+            id(weight)
+            for part in own
+            if part.kind in ("embedding", "head")
+            for weight in part.parameters(layer.module)
+        }
+        held = {id(weight) for weight in layer.module.parameters()} & {*shared}
+        alike |= held & of_ends
+        others |= held - of_ends
+    return alike - others
 
 
 def layers_of(
@@ -178,7 +202,7 @@ def layers_of(
             },
             signature=layer.signature,
             by_rows=by_rows,
-            parts=parts_of(layer, own_parts),
+            parts=parts_of(layer, own_parts, shared),
         )
         before = layer.name
         yield with_costs(blank, costs)

@@ -4,7 +4,7 @@ what share of a forward it takes."""
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple, Self
 
@@ -157,10 +157,22 @@ def timed_shares(
     ]
 
 
-def parts_of(layer: NamedLayer, parts: Sequence[FoundPart]) -> tuple[LayerPart, ...]:
-    """The parts of a layer as a profile has them, before they are measured."""
+def parts_of(
+    layer: NamedLayer, parts: Sequence[FoundPart], shared: Mapping[str, nn.Parameter]
+) -> tuple[LayerPart, ...]:
+    """The parts of a layer as a profile has them, before they are measured.
+
+    Args:
+        shared: parameters that several layers hold, by their names in the model.
+    """
+
+    def tied(part: FoundPart) -> tuple[str, ...]:
+        held = {id(weight) for weight in part.parameters(layer.module)}
+        return tuple(name for name, weight in shared.items() if id(weight) in held)
+
     return tuple(
         LayerPart(
+            tied=tied(part),
             kind=part.kind,
             splits={
                 (named(layer, path) if path else layer.name): split
