@@ -63,6 +63,8 @@ class Race:
         refusals: why offers could not be built, by their number of ranks.
         num_stages: of the settings that could be built.
         budget: effort to simulate; when it is spent, what is left is only counted.
+        climbing_budget: effort to move layers and replicas of the winner, and as much for those of
+            others.
         is_sketch: whether a bound will do where a simulation would spend more than the budget, and
             nothing is looked at beside what promises most.
         skipped: the candidates that were not simulated because of the budget.
@@ -72,6 +74,7 @@ class Race:
     """
 
     budget: int = 250_000
+    climbing_budget: int = 250_000
     is_sketch: bool = False
     skipped: list[Candidate] = field(default_factory=list)
     patience: PlanningPatience = field(default_factory=PlanningPatience)
@@ -201,8 +204,12 @@ class Race:
     def _climb(self, constraints: Constraints) -> None:
         """Move layers and replicas of the winner from stage to stage, and unlike devices, as long
         as that helps; and of what came close, if it is of another kind."""
+        # As far as where nothing else had been asked for: whoever pins the winner finds nothing
+        # better.
+        self.budget = max(self.budget, self.climbing_budget)
         self._climb_from(self.winner, constraints)
         if not self.is_sketch:
+            self.budget = max(self.budget, self.climbing_budget)
             kinds = {candidate.setting: candidate for candidate in reversed(self._close())}
             for candidate in list(reversed(kinds.values()))[:_MOST_CLIMBED]:
                 few = candidate.setting.num_stages <= _FEW_STAGES
@@ -219,7 +226,7 @@ class Race:
                 if not constraints.replicas or offer.replicas == constraints.replicas:
                     moved += self.built(best.task, offer, constraints)
             before = len(self.contenders)
-            for candidate in moved:
+            for candidate in sorted(moved, key=lambda candidate: candidate.least_seconds):
                 self._enter(candidate)
             tried = self.contenders[before:]
             nearest = min(tried, key=lambda candidate: candidate.seconds, default=best)
@@ -356,7 +363,7 @@ def fastest(
     Args:
         budget: effort to simulate.
     """
-    race = Race(budget=budget)
+    race = Race(budget=budget, climbing_budget=budget)
     race.run([task for task in tasks if least_excess(task) <= 0], constraints)
     return race.winner
 
@@ -370,7 +377,7 @@ def sketched(
         budget: effort to simulate.
         patience: how long it may take, once there is something.
     """
-    race = Race(budget=budget, is_sketch=True, patience=patience)
+    race = Race(budget=budget, climbing_budget=0, is_sketch=True, patience=patience)
     race.run([task for task in tasks if least_excess(task) <= 0], constraints)
     return race
 
