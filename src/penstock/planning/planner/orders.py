@@ -18,6 +18,9 @@ ReplicaShape = tuple[tuple[int, ...], tuple[int, ...]]
 _FEW_DEVICES, _FEW_LAYERS = 4, 8
 """Of so many, all orders are tried, and any number of replicas at each stage."""
 
+_SOME_DEVICES = 8
+"""Of so many, any number of replicas at each stage is tried, but not all orders."""
+
 _MOST_SWAPPED = 16
 """Devices of clusters in which any two change places to see whether that is better."""
 
@@ -27,10 +30,15 @@ def are_few(task: Task) -> bool:
     return len(task.cluster.devices) <= _FEW_DEVICES and task.num_layers <= _FEW_LAYERS
 
 
+def are_some(task: Task) -> bool:
+    """Whether all replicas are tried, if in good orders only."""
+    return len(task.cluster.devices) <= _SOME_DEVICES
+
+
 def orders(task: Task, num_ranks: int) -> list[tuple[int, ...]]:
     """Devices for so many ranks: of a few, all orders that make a difference; of many, as they are
     listed; the fastest, in three orders; those with most memory first, because the first stages
-    hold most."""
+    hold most; and those that come first if all are ordered by speed or memory."""
     if are_few(task):
         return _all_orders(task, num_ranks)
     listed = range(len(task.cluster.devices))
@@ -45,18 +53,19 @@ def orders(task: Task, num_ranks: int) -> list[tuple[int, ...]]:
     ]
     if len({devices[index].speed for index in fastest}) > 1:
         choices.insert(3, tuple(reversed(fastest)))
+    choices += (tuple(order[:num_ranks]) for order in unlike_first(task, listed))
     return list(dict.fromkeys(choices))
 
 
 def all_shapes(task: Task) -> Iterator[ReplicaShape]:
-    """All replicas of stages on a few devices, in all orders that make a difference."""
+    """All replicas of stages on a few devices, in all orders that make a difference; on some more,
+    in good ones."""
     for num_ranks in range(2, len(task.cluster.devices) + 1):
-        every_order = _all_orders(task, num_ranks)
+        every_order = orders(task, num_ranks)
         for num_stages in range(1, min(num_ranks - 1, task.num_layers) + 1):
             for ends in combinations(range(1, num_ranks), num_stages - 1):
                 counts = tuple(end - start for start, end in pairwise((0, *ends, num_ranks)))
-                if max(counts) <= task.num_microbatches:
-                    yield from ((counts, order) for order in every_order)
+                yield from ((counts, order) for order in every_order)
 
 
 def orders_for(task: Task, counts: Sequence[int]) -> list[tuple[int, ...]]:

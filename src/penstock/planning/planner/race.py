@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import count
+from itertools import count, zip_longest
 from math import inf
 
 from penstock.base.errors import InputError, PlanError
@@ -30,7 +30,7 @@ SAME = 0.01
 """Relative: no prediction tells plans this close apart, so the one that needs less memory wins."""
 
 _MOST_MOVES = 20
-_MOST_CLIMBED = 3
+_MOST_CLIMBED = 6
 """Kinds of plans that came close, and whose layers and replicas are moved, too."""
 _MOST_RECOMPUTED = 16
 """Ways to recompute that are looked at where all cuts are."""
@@ -210,8 +210,7 @@ class Race:
         self._climb_from(self.winner, constraints)
         if not self.is_sketch:
             self.budget = max(self.budget, self.climbing_budget)
-            kinds = {candidate.setting: candidate for candidate in reversed(self._close())}
-            for candidate in list(reversed(kinds.values()))[:_MOST_CLIMBED]:
+            for candidate in _most_different(self._close())[:_MOST_CLIMBED]:
                 few = candidate.setting.num_stages <= _FEW_STAGES
                 if few and candidate is not self.winner:
                     self._climb_from(candidate, constraints)
@@ -306,6 +305,28 @@ class Race:
             if contender.seconds <= self.least * (1 + SAME)
         ]
         return min(ties, key=_modesty, default=None)
+
+
+def _most_different(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """One of each setting, the best first: first one of each kind, then a second one of each, on
+    other devices, and so on."""
+    kinds: dict[object, dict[object, Candidate]] = {}
+    for candidate in candidates:
+        kinds.setdefault(_kind_of(candidate), {}).setdefault(candidate.setting, candidate)
+    turns = zip_longest(*(own.values() for own in kinds.values()))
+    return [candidate for turn in turns for candidate in turn if candidate is not None]
+
+
+def _kind_of(candidate: Candidate) -> tuple[object, ...]:
+    """All that is the same of a candidate whatever its layers and devices."""
+    setting = candidate.setting
+    return (
+        setting.family,
+        setting.options,
+        setting.versions,
+        setting.all_replicas,
+        candidate.way.reducer,
+    )
 
 
 def _modesty(candidate: Candidate) -> tuple[float, ...]:
