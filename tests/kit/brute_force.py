@@ -187,7 +187,20 @@ def small_case(seed: int, most_layers: int = 5) -> tuple[LayerGraph, Cluster, in
     memories, which may be on two hosts."""
     draw = Random(seed)
     graph = _graph(draw, most_layers)
-    devices = _devices(draw, graph)
+    return _case(draw, graph, _devices(draw, graph, draw.randint(2, 4)))
+
+
+def wide_case(seed: int) -> tuple[LayerGraph, Cluster, int]:
+    """As ``small_case``, with up to nine layers on five to seven devices: too many for all orders
+    and cuts to be looked at."""
+    draw = Random(seed)
+    graph = _graph(draw, 9)
+    return _case(draw, graph, _devices(draw, graph, draw.randint(5, 7)))
+
+
+def _case(
+    draw: Random, graph: LayerGraph, devices: tuple[Device, ...]
+) -> tuple[LayerGraph, Cluster, int]:
     fast, slow = (
         Link(
             latency_seconds=draw.choice([0.0, 1e-4, 2e-3]),
@@ -241,8 +254,7 @@ def _graph(draw: Random, most_layers: int) -> LayerGraph:
     return LayerGraph(layers=layers, input_bytes=draw.randint(0, 500))
 
 
-def _devices(draw: Random, graph: LayerGraph) -> tuple[Device, ...]:
-    num_devices = draw.randint(2, 4)
+def _devices(draw: Random, graph: LayerGraph, num_devices: int) -> tuple[Device, ...]:
     mixed_speeds, limited = draw.random() < 0.5, draw.random() < 0.6
     mixed_memories = draw.random() < 0.5
     whole = sum(_state(layer) for layer in graph.layers)

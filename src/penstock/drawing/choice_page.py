@@ -18,10 +18,11 @@ from penstock.base.units import (
     unit_of_seconds,
 )
 from penstock.core.timing.timeline import Timeline
-from penstock.drawing.choice_scatter import NumberedDot, ScatterAxis, choice_scatter
+from penstock.drawing.choice_scatter import NumberedDot, choice_scatter
 from penstock.drawing.markup import escaped, lines, resource, tag
 from penstock.drawing.pages import card, html_document, inline, scroll, scrolled_table
 from penstock.drawing.plan_picture import MEMORY_PARTS, DeviceRow
+from penstock.drawing.scatter_plot import ScatterAxis
 from penstock.drawing.timeline.svg import svg
 
 _WIDE, _NARROW, _TIMELINE = 1120.0, 360.0, 1000.0

@@ -8,9 +8,8 @@ out of each other's way.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from penstock.base.arguments import public
@@ -28,16 +27,16 @@ from penstock.drawing.markup import (
     tag,
     text_width,
     tick_label,
-    ticks,
     title_of,
     unit_for,
     write,
 )
+from penstock.drawing.scatter_plot import LabelPlaces, PlotBox, ScatterAxis, drawn_axes
 
 _WIDTH, _HEIGHT, _MARGIN = 760.0, 500.0, 16.0
-_TOP, _BOTTOM, _LEFT = 54.0, 54.0, 62.0
+_FRAME = PlotBox(62.0, 54.0, _WIDTH - _MARGIN, _HEIGHT - 54.0)
 _RADIUS, _SIZE, _LINE_HEIGHT = 5.0, 12.0, 15.0
-_NEAR = 4.0
+_DISTANCES = (4.0 + _RADIUS, 22.0, 36.0, 54.0)
 
 
 class ScatterMark(NamedTuple):
@@ -47,6 +46,11 @@ class ScatterMark(NamedTuple):
     memory: float
     bubble: float
     stage_bubble: float
+
+    @property
+    def has_two(self) -> bool:
+        """Whether its stage bubble is another than that of the makespan."""
+        return abs(self.bubble - self.stage_bubble) > 1e-9
 
 
 def scatter_timelines(timelines: Sequence[Titled]) -> str:
@@ -64,148 +68,94 @@ def scatter_timelines(timelines: Sequence[Titled]) -> str:
 def scatter(marks: Sequence[ScatterMark]) -> str:
     """Draw marks as a standalone SVG document."""
     plane = _MemoryPlane(marks)
-    labels = _Labels(plane, marks)
+    labels = LabelPlaces(_FRAME, _obstacles(plane, marks), _DISTANCES)
     named: dict[tuple[float, float], list[ScatterMark]] = {}
     for mark in marks:
         named.setdefault(plane.place(mark.memory, mark.bubble), []).append(mark)
+    names: list[str] = []
     for place, group in sorted(named.items()):
-        labels.add(place, [mark.name for mark in group])
-        _name_hollow(plane, labels, group)
+        names += _written(labels, place, [mark.name for mark in group])
+        names += _hollow_names(plane, labels, group)
     parts = [
         _legend(marks),
-        _axes(plane),
+        *drawn_axes(_FRAME, plane.across, plane.up),
         *(_join(plane, mark) for mark in marks),
-        *labels.drawn,
+        *names,
         *(tag("circle", class_="dot", cx=x, cy=y, r=_RADIUS) for x, y in named),
     ]
     words = f"peak activations against bubble: {', '.join(mark.name for mark in marks)}"
     return document("chart", (_WIDTH, _HEIGHT), words, "chart.css", parts)
 
 
-def _differs(mark: ScatterMark) -> bool:
-    return abs(mark.bubble - mark.stage_bubble) > 1e-9
-
-
-def _name_hollow(plane: _MemoryPlane, labels: _Labels, group: Sequence[ScatterMark]) -> None:
-    """Where some of the schedules of one point have another stage bubble, say which."""
+def _hollow_names(
+    plane: _MemoryPlane, labels: LabelPlaces, group: Sequence[ScatterMark]
+) -> Iterator[str]:
+    """Where some of the schedules of one point have another stage bubble, which."""
     lower: dict[tuple[float, float], list[str]] = {}
-    for mark in filter(_differs, group):
-        lower.setdefault(plane.place(mark.memory, mark.stage_bubble), []).append(mark.name)
+    for mark in group:
+        if mark.has_two:
+            lower.setdefault(plane.place(mark.memory, mark.stage_bubble), []).append(mark.name)
     for place, names in sorted(lower.items()):
         if len(names) < len(group):
-            labels.add(place, names)
+            yield from _written(labels, place, names)
 
 
 class _MemoryPlane:
-    """From values to pixels: memory in powers of two across, bubbles upwards from 0."""
+    """From values to pixels: memory across, bubbles upwards from 0."""
 
     def __init__(self, marks: Sequence[ScatterMark]) -> None:
-        memory = [math.log2(max(mark.memory, 1e-9)) for mark in marks] or [0.0]
-        self.low, self.high = min(memory) - 0.35, max(memory) + 0.35
-        self.top = max((mark.bubble for mark in marks), default=0.0) * 1.1 or 1.0
+        self.across = ScatterAxis(
+            "peak of activations, in microbatches of a rank's layers",
+            [mark.memory for mark in marks] or [0.0],
+            _FRAME.left,
+            _FRAME.right,
+            from_zero=False,
+        )
+        self.up = ScatterAxis(
+            "bubble",
+            [mark.bubble for mark in marks] or [0.0],
+            _FRAME.bottom,
+            _FRAME.top,
+            is_linear=True,
+            show=lambda share: f"{tick_label(round(100 * share, 6))}\N{NO-BREAK SPACE}%",
+        )
 
     def place(self, memory: float, bubble: float) -> tuple[float, float]:
-        """Where a value is drawn, to a hundredth of a pixel."""
-        across = (math.log2(max(memory, 1e-9)) - self.low) / (self.high - self.low)
-        x = _LEFT + across * (_WIDTH - _MARGIN - _LEFT)
-        y = _HEIGHT - _BOTTOM - max(bubble, 0.0) / self.top * (_HEIGHT - _BOTTOM - _TOP)
-        return round(x, 2), round(y, 2)
-
-    def memory_ticks(self) -> list[float]:
-        """Powers of two and what lies half-way between them."""
-        powers = range(math.floor(self.low), math.ceil(self.high) + 1)
-        values = [share * 2.0**power for power in powers for share in (1, 1.5)]
-        return [value for value in values if self.low <= math.log2(value) <= self.high]
+        """Where a value is drawn."""
+        return self.across.place(memory), self.up.place(max(bubble, 0.0))
 
 
-class _Box(NamedTuple):
-    left: float
-    top: float
-    right: float
-    bottom: float
-
-    def overlap(self, other: _Box) -> float:
-        """The area that both cover."""
-        width = min(self.right, other.right) - max(self.left, other.left)
-        height = min(self.bottom, other.bottom) - max(self.top, other.top)
-        return max(width, 0.0) * max(height, 0.0)
-
-    def outside(self) -> float:
-        """By how much it leaves the plot."""
-        room = _Box(_LEFT, _TOP, _WIDTH - _MARGIN / 2, _HEIGHT - _BOTTOM)
-        area = (self.right - self.left) * (self.bottom - self.top)
-        return area - self.overlap(room)
+def _obstacles(plane: _MemoryPlane, marks: Sequence[ScatterMark]) -> Iterable[PlotBox]:
+    for mark in marks:
+        x, high = plane.place(mark.memory, mark.bubble)
+        yield PlotBox.around((x, high), _RADIUS)
+        if mark.has_two:
+            _, low = plane.place(mark.memory, mark.stage_bubble)
+            yield PlotBox.around((x, low), _RADIUS)
+            yield PlotBox(x - 2, high, x + 2, low)
 
 
-# Beside the mark, above, below; then further away, at the end of a line.
-_DIRECTIONS = ((1, 0), (-1, 0), (0, -1), (0, 1), (1, -1), (1, 1), (-1, -1), (-1, 1))
-_DISTANCES = (_NEAR + _RADIUS, 22.0, 36.0, 54.0)
-
-
-@dataclass
-class _Labels:
-    """Names beside their marks, each where it covers no other and no mark."""
-
-    plane: _MemoryPlane
-    marks: Sequence[ScatterMark]
-    drawn: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._taken = list(self._obstacles())
-
-    def _obstacles(self) -> Iterable[_Box]:
-        for mark in self.marks:
-            x, high = self.plane.place(mark.memory, mark.bubble)
-            _, low = self.plane.place(mark.memory, mark.stage_bubble)
-            yield _Box(x - _RADIUS - 1, high - _RADIUS - 1, x + _RADIUS + 1, high + _RADIUS + 1)
-            if _differs(mark):
-                yield _Box(x - _RADIUS - 1, low - _RADIUS - 1, x + _RADIUS + 1, low + _RADIUS + 1)
-                yield _Box(x - 2, high, x + 2, low)
-
-    def add(self, place: tuple[float, float], names: Sequence[str]) -> None:
-        """Write names, a line each, beside ``place``."""
-        width = max(text_width(name, _SIZE) for name in names)
-        height = _LINE_HEIGHT * len(names)
-        choices = [
-            (distance, _beside(place, direction, distance, width, height))
-            for distance in _DISTANCES
-            for direction in _DIRECTIONS
-        ]
-        distance, box = min(choices, key=lambda choice: self._covered(choice[1]))
-        self._taken.append(box)
-        x, y = place
-        if distance > _DISTANCES[0]:
-            end_x = min(max(x, box.left), box.right)
-            end_y = min(max(y, box.top + 4), box.bottom - 4)
-            path = f"M{coordinate(x)} {coordinate(y)}L{coordinate(end_x)} {coordinate(end_y)}"
-            self.drawn.append(tag("path", class_="leader", d=path))
-        anchor, text_x = "middle", (box.left + box.right) / 2
-        if box.left >= x or box.right <= x:
-            anchor, text_x = ("start", box.left) if box.left >= x else ("end", box.right)
-        for line, name in enumerate(names):
-            base = box.top + _LINE_HEIGHT * line + 11.5
-            self.drawn.append(write(text_x, base, name, "name", text_anchor=anchor))
-
-    def _covered(self, box: _Box) -> float:
-        return sum(box.overlap(other) for other in self._taken) + 10 * box.outside()
-
-
-def _beside(
-    place: tuple[float, float],
-    direction: tuple[int, int],
-    distance: float,
-    width: float,
-    height: float,
-) -> _Box:
-    across, up = direction
-    share = math.sqrt(0.5) if across and up else 1.0
-    x = place[0] + across * distance * share + (across - 1) * width / 2
-    y = place[1] + up * distance * share + (up - 1) * height / 2
-    return _Box(x, y, x + width, y + height)
+def _written(
+    labels: LabelPlaces, place: tuple[float, float], names: Sequence[str]
+) -> Iterator[str]:
+    """Names, a line each, beside a point, or further away at the end of a line."""
+    width = max(text_width(name, _SIZE) for name in names)
+    box = labels.take(place, width, _LINE_HEIGHT * len(names))
+    x, y = place
+    end_x, end_y = min(max(x, box.left), box.right), min(max(y, box.top + 4), box.bottom - 4)
+    if max(abs(end_x - x), abs(end_y - y)) > _DISTANCES[0] + 4:
+        path = f"M{coordinate(x)} {coordinate(y)}L{coordinate(end_x)} {coordinate(end_y)}"
+        yield tag("path", class_="leader", d=path)
+    anchor, text_x = "middle", (box.left + box.right) / 2
+    if box.left >= x or box.right <= x:
+        anchor, text_x = ("start", box.left) if box.left >= x else ("end", box.right)
+    for line, name in enumerate(names):
+        base = box.top + _LINE_HEIGHT * line + 11.5
+        yield write(text_x, base, name, "name", text_anchor=anchor)
 
 
 def _join(plane: _MemoryPlane, mark: ScatterMark) -> str:
-    if not _differs(mark):
+    if not mark.has_two:
         return ""
     x, high = plane.place(mark.memory, mark.bubble)
     _, low = plane.place(mark.memory, mark.stage_bubble)
@@ -220,31 +170,13 @@ def _legend(marks: Sequence[ScatterMark]) -> str:
         tag("circle", class_="dot", cx=_MARGIN + 6, cy=18, r=_RADIUS),
         write(_MARGIN + 18, 22, words),
     ]
-    if any(map(_differs, marks)):
+    if any(mark.has_two for mark in marks):
         x = _MARGIN + 18 + text_width(words, 12) + 16
         parts += [
             tag("circle", class_="ring", cx=x, cy=18, r=_RADIUS),
             write(x + 12, 22, "stage bubble, where it is another"),
         ]
-    parts.append(write(_MARGIN, _TOP - 9, "bubble", "muted"))
     return lines(parts)
-
-
-def _axes(plane: _MemoryPlane) -> str:
-    bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _MARGIN
-    grid, axis, parts = "", f"M{_LEFT:g} {bottom:g}H{right:g}", []
-    for value in ticks(0.0, plane.top, 8):
-        _, y = plane.place(1.0, value)
-        grid += f"M{_LEFT:g} {y:g}H{right:g}"
-        label = f"{tick_label(round(100 * value, 6))}\N{NO-BREAK SPACE}%"
-        parts.append(write(_LEFT - 8, y + 4, label, "muted", text_anchor="end"))
-    for value in plane.memory_ticks():
-        x, _ = plane.place(value, 0.0)
-        axis += f"M{x:g} {bottom:g}v5"
-        parts.append(write(x, bottom + 18, tick_label(value), "muted", text_anchor="middle"))
-    name = "peak of activations, in microbatches of a rank's layers (logarithmic)"
-    parts.append(write(_LEFT, bottom + 38, name, "muted"))
-    return lines([tag("path", class_="grid", d=grid), tag("path", class_="axis", d=axis), *parts])
 
 
 COLUMNS = ("", "makespan", "bubble", "stage bubble", "peak activations")

@@ -52,7 +52,8 @@ def _how_many(names: Sequence[str]) -> str:
 
 
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "other")
-"""The uses of memory, in the order of ``DeviceRow.memory``. Other: buffers, and room to work."""
+"""The uses of memory, in the order of ``DeviceRow.memory``. Other: buffers, room to work, and
+what allocators take besides."""
 
 
 @dataclass(frozen=True)

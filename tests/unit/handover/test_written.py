@@ -143,6 +143,48 @@ def test_uneven_replicas_are_refused_with_the_nearest_plan():
         other.to(engine)
 
 
+def test_torchtitan_has_names_of_its_own_for_the_modules_of_transformers():
+    names = llama_names(prefix="model.")
+    names.insert(1, "model.rotary_emb")
+    plan = llama_plan("1f1b", 2, 4, names=names)
+    handed = plan.to("torchtitan")
+    parts = fields_in(str(handed))["module_fqns_per_model_part"]
+    assert all(part[-1] == "rotary_emb" for part in parts)
+    assert [name for part in parts for name in part[:-1]] == llama_names()
+    back = pk.Plan.of("torchtitan", str(handed).replace('str(FOLDER / "schedule.csv")', "''"),
+                      graph_of(names))  # fmt: skip
+    assert back.stages == plan.stages
+    inside = [*names[:2], "model.layers.0.self_attn", "model.layers.0.mlp", *names[3:]]
+    with pytest.raises(pk.InputError, match=r"both have a part of 'layers\.0'"):
+        llama_plan("1f1b", 2, 4, names=inside, cuts=["model.layers.0.mlp"]).to("torchtitan")
+
+
+@pytest.mark.xdist_group("llama on meta")
+def test_an_estimated_llama_of_transformers_goes_to_torchtitan():
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    config = transformers.LlamaConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=224, num_hidden_layers=8,
+        num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=64,
+        use_cache=False, tie_word_embeddings=False, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+        tokens = torch.zeros(1, 64, dtype=torch.long)
+    batch = {"input_ids": tokens, "labels": tokens}
+    graph = pk.estimate(model, batch, device="h100-sxm", granularity="block")
+    cluster = pk.Cluster.of("dgx-h100", devices_per_host=4)
+    for engine in (None, "torchtitan"):
+        plan = pk.plan(graph, cluster, microbatches=8, schedule="1f1b", stages=4, engine=engine)
+        parts = fields_in(str(plan.to("torchtitan")))["module_fqns_per_model_part"]
+        named = [name for part in parts for name in part[:-1]]
+        blocks = [f"layers.{number}" for number in range(8)]
+        ends = "tok_embeddings", "norm", "lm_head"
+        assert [name for name in named if name in {*blocks, *ends}] == [
+            ends[0], *blocks, *ends[1:],
+        ]  # fmt: skip
+
+
 def test_what_never_flushes_is_refused():
     plan = llama_plan("pipedream", 2, 4, asynchronous=True)
     with pytest.raises(pk.PlanError, match="pipedream never flushes, but torchtitan"):

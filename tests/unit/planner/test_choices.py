@@ -8,7 +8,8 @@ import pytest
 
 import penstock as pk
 from penstock.base.errors import InputError, PlanError
-from penstock.planning.planner import choices
+from penstock.planning.planner import choices, objective, search
+from penstock.planning.planner.judged import raced
 from tests.kit.chromium import CHROMIUM
 from tests.kit.command_line import refused, run
 from tests.kit.planning import chain, devices
@@ -55,6 +56,23 @@ def test_the_first_is_the_plan_and_the_others_say_why_they_are_not(found):
         assert option.is_possible == (max(option.plan.rank_bytes) <= 2 << 30) or (
             option.label == "best asynchronous" and not option.is_possible
         )
+
+
+@pytest.mark.parametrize("wanted", [{}, {"objective": "devices"}, {"objective": "cost"}])
+def test_no_part_of_the_cluster_is_planned_twice(wanted, monkeypatch):
+    sizes = []
+
+    def spied(tasks, *others):
+        sizes.append(len(tasks[0].cluster.devices))
+        return raced(tasks, *others)
+
+    monkeypatch.setattr(objective, "raced", spied)
+    monkeypatch.setattr(search, "raced", spied)
+    cluster = devices(4)
+    several = choices(chain(8), cluster, microbatches=4, **wanted)
+    assert sizes.count(4) == 1
+    assert len(sizes) == len({*sizes}) or wanted == {"objective": "cost"}  # what was too dear
+    assert several.plan == pk.plan(chain(8), cluster, microbatches=4, **wanted)
 
 
 @pytest.mark.parametrize("measure", ["memory", "devices", "cost"])

@@ -12,6 +12,7 @@ from penstock import Cluster, Device, plan
 from penstock.base.errors import InputError, PlanError
 from penstock.core.cluster import Group, Link
 from penstock.planning.planner import objective, what_if
+from penstock.planning.planner.judged import raced
 from penstock.planning.planner.objective import hosts_of
 from penstock.planning.plans.spending import spending_of
 from tests.kit.command_line import refused, run
@@ -76,12 +77,11 @@ def test_what_cannot_be_reached_says_what_can():
 def test_parts_that_cannot_do_it_are_not_planned(monkeypatch):
     planned_sizes = []
 
-    class Watched(objective.Race):
-        def run(self, tasks, constraints):
-            planned_sizes.append({len(task.cluster.devices) for task in tasks})
-            super().run(tasks, constraints)
+    def watched(tasks, *others):
+        planned_sizes.append({len(task.cluster.devices) for task in tasks})
+        return raced(tasks, *others)
 
-    monkeypatch.setattr(objective, "Race", Watched)
+    monkeypatch.setattr(objective, "raced", watched)
     found = plan(MODEL, devices(8), microbatches=8, objective="devices", within_seconds=1.0)
     # 16 layers of 30 ms, 8 times, are 3.84 s of work: three devices cannot do it in one.
     assert min(min(sizes) for sizes in planned_sizes) == 4

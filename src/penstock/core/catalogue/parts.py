@@ -118,6 +118,8 @@ class Hardware(Value, frozen=True, kw_only=True):
         memory_bytes_per_second: bandwidth of its memory.
         flops_per_second: peaks by dtype (``fp32, tf32, fp16, bf16, fp8, fp4``), dense.
         efficiency: what kernels reach of them.
+        allocator_slack: what its allocator takes besides tensors, as a share of these; of a CPU
+            nothing.
     """
 
     name: str
@@ -130,6 +132,7 @@ class Hardware(Value, frozen=True, kw_only=True):
     kind: Literal["cpu", "gpu"] = "gpu"
     host: str = ""
     assumed_host: str = ""
+    allocator_slack: Figure | None = None
 
     def __post_init__(self) -> None:
         whose = f"device {shown(self.name)}"
@@ -139,6 +142,14 @@ class Hardware(Value, frozen=True, kw_only=True):
         for dtype, peak in self.flops_per_second.items():
             if amount(f"{whose}: flops_per_second of {dtype}", peak.value) == 0:
                 raise InputError(f"{whose}: flops_per_second of {dtype} is 0; leave it out")
+
+    @property
+    def slack(self) -> Figure:
+        """``allocator_slack``; of an accelerator of which nobody says it, the most that was
+        measured of another; the source says that it was not."""
+        if self.allocator_slack is not None:
+            return self.allocator_slack
+        return Figure(0.08 if self.kind == "gpu" else 0.0)
 
     def has_peak(self, dtype: str) -> bool:
         """Whether a peak is known for a dtype, or for one that is as wide or wider."""
@@ -170,6 +181,7 @@ class Hardware(Value, frozen=True, kw_only=True):
     def figures(self) -> Iterator[tuple[str, Figure]]:
         """(name, figure) of each of its own numbers, without those of its efficiency."""
         yield "memory", self.memory_bytes
+        yield "allocator's slack", self.slack
         yield "memory bandwidth", self.memory_bytes_per_second
         yield from self.flops_per_second.items()
 

@@ -78,7 +78,12 @@ def fields_of(name: str, num_hosts: int | None, devices_per_host: int | None) ->
     for number in range(num_hosts):
         names = [f"host{number}:{index}" for index in range(used)]
         devices += [
-            Device(name=device, memory_bytes=int(hardware.memory_bytes.value), kind=hardware.kind)
+            Device(
+                name=device,
+                memory_bytes=int(hardware.memory_bytes.value),
+                kind=hardware.kind,
+                allocator_slack=hardware.slack.value,
+            )
             for device in names
         ]
         groups += _groups(host, f"host{number}", names)

@@ -12,6 +12,7 @@ from penstock.base.errors import InputError
 from penstock.base.values import Value, number, shown
 
 _LEAST_SPEED, _MOST_SPEED = 1e-6, 1e6
+_MOST_SLACK = 10.0
 
 DeviceKind = Literal["cpu", "gpu"]
 GroupKind = Literal["shared-memory", "nvlink", "pcie"]
@@ -28,9 +29,11 @@ class Device(Value, frozen=True, kw_only=True):
         kind: ``"cpu"`` or ``"gpu"`` (any accelerator that torch knows); ``None`` where nobody says,
             which counts as ``"cpu"`` when the plan is run.
         price_per_hour: what it costs, in any currency; 0 where nobody says.
+        allocator_slack: what its allocator takes of its memory besides tensors (fragments, whole
+            blocks), as a share of these; 0 where nobody says.
 
     Raises:
-        InputError: a negative memory or price, or a speed that is not a positive number.
+        InputError: a negative memory, price or slack, or a speed that is not a positive number.
     """
 
     name: str
@@ -38,11 +41,13 @@ class Device(Value, frozen=True, kw_only=True):
     speed: float = 1.0
     kind: DeviceKind | None = None
     price_per_hour: float = 0.0
+    allocator_slack: float = 0.0
 
     def __post_init__(self) -> None:
         whose = f"device {shown(self.name)}"
         self.check_fields(whose)
         number(f"{whose}: price_per_hour", self.price_per_hour)
+        number(f"{whose}: allocator_slack", self.allocator_slack, most=_MOST_SLACK)
         if not _LEAST_SPEED <= self.speed <= _MOST_SPEED:
             raise InputError(
                 f"{whose}: speed is {self.speed}, but must be > 0: {_LEAST_SPEED:g} to "

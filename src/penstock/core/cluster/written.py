@@ -79,6 +79,7 @@ class WrittenDevice(_Table, frozen=True):
     speed: float = 1.0
     kind: DeviceKind | None = None
     price_per_hour: float = 0.0
+    allocator_slack: float = 0.0
 
 
 class WrittenServer(_Table, frozen=True):
@@ -92,6 +93,7 @@ class WrittenServer(_Table, frozen=True):
     speed: float = 1.0
     kind: DeviceKind | None = None
     price_per_hour: float = 0.0
+    allocator_slack: float = 0.0
     link: Joint = _NO_LINK
     link_kind: GroupKind | None = None
     card: WrittenCard | None = None
@@ -145,6 +147,7 @@ class WrittenServer(_Table, frozen=True):
             speed=self.speed,
             kind=self.kind,
             price_per_hour=self.price_per_hour,
+            allocator_slack=self.allocator_slack,
         )
 
 
@@ -299,6 +302,7 @@ def read(text: str) -> dict[str, Any]:
             speed=device.speed,
             kind=device.kind,
             price_per_hour=device.price_per_hour,
+            allocator_slack=device.allocator_slack,
         )
         for device in written_cluster.devices
     ]

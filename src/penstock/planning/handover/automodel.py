@@ -21,6 +21,7 @@ from penstock.planning.handover.modules import (
     block_layout,
     blocks_of,
     module_fqns_per_model_part,
+    with_rotary,
 )
 from penstock.planning.handover.properties import one_copy
 from penstock.planning.handover.torch_schedules import to_torch_csv
@@ -72,12 +73,10 @@ def write(plan: Plan) -> Lines:
 
 
 def _names(plan: Plan) -> list[list[str]]:
-    """The modules of each stage. Rotary embeddings have no weights and are wanted by every block;
-    a name that the model has not is none that AutoModel misses."""
+    """The modules of each stage."""
     parent, _, _ = block_layout(plan).name.rpartition(".")
     rotary = f"{parent}.rotary_emb" if parent else "rotary_emb"
-    parts = module_fqns_per_model_part(plan, nested=True)
-    return [[name for name in names if name != rotary] + [rotary] for names in parts]
+    return with_rotary(module_fqns_per_model_part(plan, nested=True), rotary)
 
 
 def _yaml(tree: dict[str, Any], indent: str = "") -> str:

@@ -17,7 +17,8 @@ def module_fqns_per_model_part(plan: Plan, *, nested: bool = False) -> list[list
 
     torchtitan cuts between the children of the model, and between the entries of those that are an
     ``nn.ModuleList`` or an ``nn.ModuleDict``; what a plan says of modules inside of them is said
-    of the whole.
+    of the whole. Models of transformers have these in a child, ``model``; torchtitan calls them as
+    those of its own models, the embedding ``tok_embeddings`` and the blocks ``layers.0`` and so on.
 
     Args:
         plan: for the model, with names that are those of its modules, as spines and
@@ -31,8 +32,14 @@ def module_fqns_per_model_part(plan: Plan, *, nested: bool = False) -> list[list
     Raises:
         InputError: a cut goes through such a module, or a module runs in two stages.
     """
-    part_of = _entry_of_list if nested else _part_of_model
+    part_of = _entry_of_list if nested else child_namer(plan.layers)
     return [list(names) for names in _by_stage(plan, part_of)]
+
+
+def with_rotary(parts: Sequence[Sequence[str]], name: str) -> list[list[str]]:
+    """The modules of each stage with the rotary embeddings, which have no weights and are wanted by
+    every block; a name that the model has not is none that an engine misses."""
+    return [[own for own in names if own != name] + [name] for names in parts]
 
 
 class TransformerStages(NamedTuple):
@@ -106,7 +113,7 @@ def places_inside(layers: Sequence[str], between: CutsBetween) -> frozenset[int]
         except InputError:
             return frozenset()
         return frozenset(inner) - {*blocks.starts, blocks.behind}
-    part_of = _part_of_model if between == "children" else _entry_of_list
+    part_of = child_namer(layers) if between == "children" else _entry_of_list
     parts = [part_of(layer) for layer in layers]
     return frozenset(place for place in inner if parts[place] == parts[place - 1])
 
@@ -146,6 +153,37 @@ def _by_stage(plan: Plan, part_of: Callable[[str], str]) -> list[tuple[str, ...]
                 )
         parts.append((*names,))
     return parts
+
+
+_CHILD = "model."
+_RENAMED = {"embed_tokens": "tok_embeddings", "final_layernorm": "norm"}
+"""torchtitan's names (its ``experiments/transformers_modeling_backend/model.py``)."""
+
+
+def is_of_transformers(layers: Sequence[str]) -> bool:
+    """Whether layers are named as those of transformers' models like Llama, which torchtitan has
+    names for."""
+    parts = {_entry_of_list(layer) for layer in layers}
+    return f"{_CHILD}embed_tokens" in parts and any(
+        _list_of(part) == f"{_CHILD}layers" for part in parts
+    )
+
+
+def child_namer(layers: Sequence[str]) -> Callable[[str], str]:
+    """The function that names the part of a model between whose parts torchtitan cuts, by a layer
+    in it.
+
+    Args:
+        layers: of the whole model.
+    """
+    if not is_of_transformers(layers):
+        return _part_of_model
+
+    def name_of(layer: str) -> str:
+        child = _part_of_model(layer.removeprefix(_CHILD))
+        return _RENAMED.get(child, child)
+
+    return name_of
 
 
 def _part_of_model(layer: str) -> str:

@@ -22,7 +22,13 @@ from penstock.planning.handover.described import (
     cuts_between_blocks,
     fields_of,
 )
-from penstock.planning.handover.modules import blocks_of, module_fqns_per_model_part
+from penstock.planning.handover.modules import (
+    blocks_of,
+    child_namer,
+    is_of_transformers,
+    module_fqns_per_model_part,
+    with_rotary,
+)
 from penstock.planning.handover.properties import one_copy
 from penstock.planning.handover.torch_schedules import from_torch_csv, to_torch_csv
 from penstock.planning.handover.written import Lines
@@ -75,9 +81,7 @@ def _fields(plan: Plan, degrees: Degrees) -> dict[str, str]:
     fields: dict[str, object] = {"pipeline_parallel_degree": degrees.pipeline}
     if degrees.pipeline > 1:
         fields |= {
-            "module_fqns_per_model_part": _Python(
-                rows_of(module_fqns_per_model_part(plan), indent="        ")
-            ),
+            "module_fqns_per_model_part": _Python(rows_of(_names(plan), indent="        ")),
             "pipeline_parallel_schedule": CLASSES[degrees.placement],
             "pipeline_parallel_schedule_csv": _Python('str(FOLDER / "schedule.csv")'),
             "pipeline_parallel_microbatch_size": degrees.microbatch_size,
@@ -93,6 +97,12 @@ def _fields(plan: Plan, degrees: Degrees) -> dict[str, str]:
         "expert_parallel_degree": degrees.experts,
     }
     return {name: _python(value) for name, value in fields.items()}
+
+
+def _names(plan: Plan) -> list[list[str]]:
+    """The modules of each stage."""
+    parts = module_fqns_per_model_part(plan)
+    return with_rotary(parts, "rotary_emb") if is_of_transformers(plan.layers) else parts
 
 
 class _Python(str):
@@ -191,7 +201,7 @@ def _checkpointing(said: ConfigFields) -> str:
 
 def _cuts(said: ConfigFields, graph: LayerGraph, ranks: int, family: str) -> tuple[int, ...]:
     names = [layer.name for layer in graph.layers]
-    cuts = listed_cuts(said, names, ranks)
+    cuts = listed_cuts(said, [*map(child_namer(names), names)], ranks)
     if cuts is not None:
         return cuts
     return cuts_between_blocks(

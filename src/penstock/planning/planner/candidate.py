@@ -23,6 +23,7 @@ from penstock.planning.planner.limits import (
 from penstock.planning.planner.pricing import CutSetting
 from penstock.planning.planner.pricing import written as written_summing
 from penstock.planning.planner.setting import StageSizes
+from penstock.planning.plans.memory_parts import allocated
 from penstock.planning.plans.orders import search_order, written
 from penstock.planning.plans.plan import Plan
 from penstock.planning.plans.prediction import Prediction, num_simulated
@@ -69,11 +70,20 @@ class Candidate(CutSetting):
         """Predicted bytes of memory of each rank."""
         if self.setting.schedule.num_slices == 1:
             return tuple(map(self.bytes_on, range(self.setting.num_ranks)))
-        return bytes_of_ranks(self.stages, self.schedule)
+        return allocated(bytes_of_ranks(self.stages, self.schedule), self._slacks)
+
+    @cached_property
+    def _slacks(self) -> tuple[float, ...]:
+        devices = self.task.cluster.devices
+        return tuple(devices[device].allocator_slack for device in self.setting.devices)
 
     def bytes_on(self, rank: int) -> int:
         """As ``rank_bytes``, of one rank where microbatches are whole, without a walk through all
         ops for each way to cut the model."""
+        (needed,) = allocated([self._tensor_bytes_on(rank)], [self._slacks[rank]])
+        return needed
+
+    def _tensor_bytes_on(self, rank: int) -> int:
         memory = self.setting.memory_for(self.task)
         if self.setting.is_exact:
             (stage,) = self.setting.schedule.stages_of[rank]
@@ -136,6 +146,7 @@ class Candidate(CutSetting):
             setting.build,
             cards=self._cards,
             hosts=self._hosts,
+            slacks=self._slacks,
         )
 
     @cached_property
@@ -223,7 +234,7 @@ class Candidate(CutSetting):
             self.stages,
             self.task.num_microbatches,
             dict(setting.options),
-            [self.task.limits[device] for device in setting.devices],
+            [self.task.tensor_limits[device] for device in setting.devices],
         )
         ordered = replace(held, setting=replace(held.setting, schedule=searched))
         # Links that are busy, updates and memory that a host shares are the simulator's to judge.

@@ -6,9 +6,8 @@ no other plan beats in time, memory and devices at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from dataclasses import replace as replaced
 from math import inf
 from typing import Any, NamedTuple
 
@@ -20,12 +19,18 @@ from penstock.core.graph import LayerGraph
 from penstock.drawing.choice_page import ChoicePicture, DrawnOption, PartOfStep
 from penstock.drawing.timeline.excerpt import steady_part
 from penstock.planning.planner.candidate import Candidate
-from penstock.planning.planner.objective import ClusterPart, Judged, PartsOfCluster
+from penstock.planning.planner.judged import Judged
+from penstock.planning.planner.objective import (
+    ClusterPart,
+    PartsOfCluster,
+    best_part,
+    check_prices,
+)
 from penstock.planning.planner.patience import PlanningPatience
 from penstock.planning.planner.race import SAME
 from penstock.planning.planner.request import PlanRequest
-from penstock.planning.planner.search import planned, priced
-from penstock.planning.planner.why import rivals
+from penstock.planning.planner.search import checked, planned, priced
+from penstock.planning.planner.why import Rival
 from penstock.planning.plans.picture import fold_of, memory_of_stages
 from penstock.planning.plans.plan import Plan
 from penstock.planning.plans.seconds import MEANINGS, SecondsOfRank, seconds_of_ranks, slowest_of
@@ -133,13 +138,21 @@ def choices(graph: LayerGraph, cluster: Cluster | None = None, **request: Any) -
             "plans for a rate, of placer='reinforce' or with spill='always' stand alone; leave "
             "that out to choose among several, or draw the plan itself"
         )
-    cluster = cluster or Cluster.local()
-    plan = planned(graph, cluster, asked)
-    timed = replaced(asked, objective="time", within_seconds=None)
-    with Telling("looking at what else there is") as telling:
+    checked(graph, cluster)
+    cluster = priced(cluster or Cluster.local(), asked.price_per_hour)
+    check_prices(cluster, asked)
+    with Telling("planning, and looking at what else there is") as telling:
         patience = PlanningPatience(asked.patience_seconds, telling.update)
-        parts = PartsOfCluster(graph, priced(cluster, asked.price_per_hour), timed, patience)
-        labelled = [*_labelled(parts)]
+        parts = PartsOfCluster(graph, cluster, asked, patience)
+        whole = parts.best(ClusterPart(cluster), inf)
+        named = {} if whole is None else whole.rivals(patience)
+        if whole is None:
+            plan = planned(graph, cluster, asked)  # whose stages come and go, or none
+        elif asked.objective == "time":
+            plan = whole.plan(named, patience)
+        else:
+            plan = best_part(parts)
+        labelled = [] if whole is None else [*_labelled(parts, whole, named)]
     return PlanChoices((PlanOption("chosen", plan, plan.reason), *_others(plan, labelled)))
 
 
@@ -149,12 +162,15 @@ class _Labelled(NamedTuple):
     is_wanted: bool = True
 
 
-def _labelled(parts: PartsOfCluster) -> Iterator[_Labelled]:
-    """Candidates of all kinds, the most different first."""
-    whole = parts.best(ClusterPart(parts.cluster), inf)
-    if whole is None:
-        return
-    named = rivals(whole.tasks, whole.constraints, whole.chosen, parts.patience)
+def _labelled(
+    parts: PartsOfCluster, whole: Judged, named: Mapping[str, Rival]
+) -> Iterator[_Labelled]:
+    """Candidates of all kinds, the most different first.
+
+    Args:
+        whole: the choice on all devices.
+        named: its rivals.
+    """
     for label, rival in named.items():
         if not rival.is_bound:
             late = rival.candidate.setting.versions.asynchronous

@@ -160,7 +160,7 @@ def least_excess(task: Task) -> float:
         held + layer.activation_bytes + layer.workspace_bytes
         for held, layer in zip(state, task.graph.layers, strict=True)
     )
-    roomiest = sorted(task.limits, reverse=True)
+    roomiest = sorted(task.tensor_limits, reverse=True)
     # On the k devices with most memory, one has at least its share of what is missing.
     spread = min(
         (sum(state) - room) / count for count, room in enumerate(accumulate(roomiest), start=1)

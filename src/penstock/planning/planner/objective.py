@@ -23,15 +23,11 @@ from penstock.base.units import count_of, format_seconds
 from penstock.core.cluster import Cluster, Topology
 from penstock.core.cluster.cluster import only
 from penstock.core.graph import LayerGraph
-from penstock.planning.planner.candidate import Candidate
+from penstock.planning.planner.judged import Judged, raced
 from penstock.planning.planner.limits import least_busy_seconds, least_excess
-from penstock.planning.planner.offloading import weighed
 from penstock.planning.planner.patience import PlanningPatience
-from penstock.planning.planner.race import Race
-from penstock.planning.planner.request import Constraints, PlanRequest
-from penstock.planning.planner.search import explained, planned, tasks_of, with_rules
-from penstock.planning.planner.task import Task
-from penstock.planning.planner.variants import mixed
+from penstock.planning.planner.request import PlanRequest
+from penstock.planning.planner.search import planned, tasks_of, with_rules
 from penstock.planning.planner.why import Rival, alternatives_of
 from penstock.planning.plans.plan import Plan
 from penstock.planning.plans.spending import Spending, tokens_of_graph
@@ -67,22 +63,6 @@ class ClusterPart(NamedTuple):
         return sum(device.price_per_hour for device in self.cluster.devices)
 
 
-class Judged(NamedTuple):
-    """The plan that some devices are good for, before it is written down."""
-
-    part: ClusterPart
-    chosen: Candidate
-    contenders: Sequence[Candidate]
-    tasks: Sequence[Task]
-    constraints: Constraints
-    skipped: int
-
-    @property
-    def num_devices(self) -> int:
-        """How many devices the plan takes."""
-        return sum(len(self.chosen.task.devices_at(d)) for d in self.chosen.setting.devices)
-
-
 @dataclass
 class PartsOfCluster:
     """Parts of a cluster that are planned for the same request.
@@ -93,6 +73,7 @@ class PartsOfCluster:
         request: what is asked for.
         patience: when it is over, what is there has to do.
         size: devices of the part that is being planned, for whoever waits.
+        judged: the fastest plans of the parts that were looked at.
     """
 
     graph: LayerGraph
@@ -100,6 +81,7 @@ class PartsOfCluster:
     request: PlanRequest
     patience: PlanningPatience = field(default_factory=PlanningPatience)
     size: int = 0
+    judged: dict[ClusterPart, Judged] = field(default_factory=dict)
 
     def of_size(self, size: int) -> list[ClusterPart]:
         """The different parts with so many devices."""
@@ -137,9 +119,14 @@ class PartsOfCluster:
         """The fastest plan on some devices that takes no longer than ``limit`` seconds; ``None``
         where there is none."""
         self.size = part.size
-        bests = (self._best(part, limit, rule) for rule in with_rules(part.cluster, self.request))
-        there = [judged for judged in bests if judged is not None]
-        return min(there, key=lambda judged: judged.chosen.seconds, default=None)
+        if part not in self.judged:
+            rules = with_rules(part.cluster, self.request)
+            there = [each for rule in rules if (each := self._best(part, limit, rule)) is not None]
+            if not there:
+                return None
+            self.judged[part] = min(there, key=lambda each: each.chosen.seconds)
+        known = self.judged[part]
+        return known if known.chosen.seconds <= limit else None
 
     def _best(self, part: ClusterPart, limit: float, request: PlanRequest) -> Judged | None:
         constraints = request.constraints(self.graph)
@@ -151,17 +138,14 @@ class PartsOfCluster:
         able = [task for task in able if least_busy_seconds(task) <= limit]
         if not able:
             return None
-        race = Race(patience=self.patience, least=limit)
-        race.run(able, constraints)
-        if constraints.engine is None:
-            race.enter(mixed(able, constraints))
+        race = raced(able, constraints, self.patience, limit)
         final = [c for c in race.contenders if c.seconds <= limit and c.setting.is_final]
         if not final:
             return None
         winner = race.winner
         chosen = winner if winner in final else min(final, key=lambda c: c.seconds)
         assert chosen is not None
-        return Judged(part, chosen, race.contenders, tasks, constraints, len(race.skipped))
+        return Judged(chosen, race.contenders, tasks, constraints, len(race.skipped))
 
 
 def sought(graph: LayerGraph, cluster: Cluster, request: PlanRequest) -> Plan:
@@ -171,6 +155,18 @@ def sought(graph: LayerGraph, cluster: Cluster, request: PlanRequest) -> Plan:
         PlanError: nothing fits, or nothing is as fast as was asked for.
         InputError: some of the devices have a price, and others none.
     """
+    check_prices(cluster, request)
+    with Telling("planning") as telling:
+        parts = PartsOfCluster(graph, cluster, request)
+        parts.patience = PlanningPatience(
+            request.patience_seconds,
+            lambda words: telling.update(f"on {count_of(parts.size, 'device')}: {words}"),
+        )
+        return best_part(parts)
+
+
+def check_prices(cluster: Cluster, request: PlanRequest) -> None:
+    """Raise ``InputError`` if costs are to be compared of which some are unknown."""
     prices = [device.price_per_hour for device in cluster.devices]
     if request.objective == "cost" and any(prices) and not all(prices):
         lacking = next(device.name for device in cluster.devices if not device.price_per_hour)
@@ -178,18 +174,20 @@ def sought(graph: LayerGraph, cluster: Cluster, request: PlanRequest) -> Plan:
             f"device {lacking!r} has no price_per_hour and others have one; give every device "
             "one, or none, to count hours of devices"
         )
-    with Telling("planning") as telling:
-        parts = PartsOfCluster(graph, cluster, request)
-        parts.patience = patience = PlanningPatience(
-            request.patience_seconds,
-            lambda words: telling.update(f"on {count_of(parts.size, 'device')}: {words}"),
-        )
-        search = _PartSearch(parts)
-        look = search.fewest if request.objective == "devices" else search.cheapest
-        patience.spend(look, lambda: search.best is not None)
-        if search.best is None:
-            return _nothing(graph, cluster, request)
-        return search.plan(search.best)
+
+
+def best_part(parts: PartsOfCluster) -> Plan:
+    """The plan for a request that asks for another objective than time.
+
+    Raises:
+        PlanError: nothing fits, or nothing is as fast as was asked for.
+    """
+    search, request = _PartSearch(parts), parts.request
+    look = search.fewest if request.objective == "devices" else search.cheapest
+    parts.patience.spend(look, lambda: search.best is not None)
+    if search.best is None:
+        return _nothing(parts.graph, parts.cluster, request)
+    return search.plan(search.best)
 
 
 def _nothing(graph: LayerGraph, cluster: Cluster, request: PlanRequest) -> Plan:
@@ -310,15 +308,12 @@ class _PartSearch:
     def plan(self, best: Judged) -> Plan:
         """The plan of a part, with what the others were good for."""
         patience = self._parts.patience
-        plan = explained(
-            best.chosen, best.contenders, best.tasks, best.constraints, best.skipped, patience
-        )
+        plan = best.plan(best.rivals(patience), patience)
         others = [other for other in self._others if other is not best]
         rows = [row for other in others for row in self._row(best, other)]
-        ended = patience.verdict(best.chosen.seconds, 0.0)
         return replace(
-            weighed(plan, best.chosen.task, best.constraints),
-            reason=f"{plan.reason}; {self._why(best)}" + (f" ({ended})" if ended else ""),
+            plan,
+            reason=f"{plan.reason}; {self._why(best)}",
             alternatives=(*plan.alternatives, *rows),
         )
 

@@ -18,6 +18,7 @@ from penstock.planning.planner.orders import (
     ReplicaShape,
     all_shapes,
     are_few,
+    are_some,
     orders,
     orders_for,
     pipeline_by_pipeline,
@@ -150,7 +151,7 @@ def offers(task: Task, constraints: Constraints) -> list[Offer]:
     else:
         allowed = list(_straight(task, constraints))
         if _may_have_any(constraints):
-            allowed += _with_shapes(_shapes(task), constraints)
+            allowed += _with_shapes(_shapes(task), constraints, task.num_microbatches)
     return list(dict.fromkeys(allowed))
 
 
@@ -161,9 +162,10 @@ def guided(task: Task, constraints: Constraints) -> list[Offer]:
         return []
     if not task.cache.shapes:
         known = {*_shapes(task)}
-        shapes = dict.fromkeys(shape for shape in _partitions(task) if shape not in known)
+        more = [*_partitions(task), *(all_shapes(task) if are_some(task) else ())]
+        shapes = dict.fromkeys(shape for shape in more if shape not in known)
         task.cache.shapes.append(tuple(shapes))
-    return list(_with_shapes(task.cache.shapes[0], constraints))
+    return list(_with_shapes(task.cache.shapes[0], constraints, task.num_microbatches))
 
 
 def _may_have_any(constraints: Constraints) -> bool:
@@ -278,8 +280,14 @@ def _replicated(task: Task, constraints: Constraints) -> Iterator[Offer]:
         yield Offer(family, devices, policy, counts, (), rule)
 
 
-def _with_shapes(shapes: Sequence[ReplicaShape], constraints: Constraints) -> Iterator[Offer]:
-    """Stages with replicas, for each family that may have them."""
+def _with_shapes(
+    shapes: Sequence[ReplicaShape], constraints: Constraints, most: int
+) -> Iterator[Offer]:
+    """Stages with replicas, for each family that may have them.
+
+    Args:
+        most: replicas where pipelines drain.
+    """
     pairs: Sequence[tuple[str, Policy]]
     if constraints.schedule is not None:
         pairs = [(constraints.schedule, _policy(constraints, constraints.schedule))]
@@ -290,6 +298,8 @@ def _with_shapes(shapes: Sequence[ReplicaShape], constraints: Constraints) -> It
         pairs = [*([] if never else [(PLAIN, Flush())]), *_policies(constraints)]
     for family, policy in pairs:
         for counts, devices in shapes:
+            if max(counts) > most and not policy.asynchronous:
+                continue  # a replica without a microbatch
             yield Offer(family, devices, policy, counts, (), _rule(constraints, policy))
 
 
@@ -325,11 +335,12 @@ def _shapes(task: Task) -> list[ReplicaShape]:
 
 def _all_but_some(task: Task) -> Iterator[ReplicaShape]:
     """Two stages, one of which has few devices: large layers at an end of the model want that."""
-    num_devices = min(len(task.cluster.devices), task.num_microbatches + 1)
-    for few in (1, 2) if num_devices > 2 and task.num_layers > 1 else ():
-        for counts in {(num_devices - few, few), (few, num_devices - few)}:
-            if max(counts) <= task.num_microbatches and min(counts) > 0:
-                yield counts, tuple(range(sum(counts)))
+    everywhere = len(task.cluster.devices)
+    for num_devices in dict.fromkeys((min(everywhere, task.num_microbatches + 1), everywhere)):
+        for few in (1, 2) if num_devices > 2 and task.num_layers > 1 else ():
+            for counts in {(num_devices - few, few), (few, num_devices - few)}:
+                if min(counts) > 0:
+                    yield counts, tuple(range(sum(counts)))
 
 
 def _width_by_depth(task: Task) -> Iterator[ReplicaShape]:
@@ -341,8 +352,8 @@ def _width_by_depth(task: Task) -> Iterator[ReplicaShape]:
     for least in sorted({device.speed for device in devices}):
         pool = [index for index, device in enumerate(devices) if device.speed >= least]
         for depth in _numbers(min(len(pool) // 2, task.num_layers)):
-            width = min(len(pool) // depth, task.num_microbatches)
-            if width > 1:
+            most = len(pool) // depth
+            for width in {min(most, task.num_microbatches), most} - {1}:
                 # The replicas of a stage on different servers, a pipeline within one.
                 across = pipeline_by_pipeline((width,) * depth)
                 for order in unlike_first(task, pool):
@@ -360,18 +371,18 @@ def _partitions(task: Task) -> Iterator[ReplicaShape]:
     large = task.num_layers * len(task.cluster.devices) > _DAPPLE_LIMIT
     for updates, model in ways[:1] if large else ways:
         partition = best_partition(task.graph, task.cluster, model, updates=updates)
-        yield from _shape(task, [stage.devices for stage in partition.stages])
+        yield from _shape([stage.devices for stage in partition.stages])
     if not large:
         from penstock.planning.partition.dapple import dapple_candidates
 
         for candidate in dapple_candidates(
             task.graph, task.cluster, task.num_microbatches, model=task.communication
         ):
-            yield from _shape(task, candidate.devices)
+            yield from _shape(candidate.devices)
 
 
-def _shape(task: Task, stages: Sequence[Sequence[int]]) -> Iterator[ReplicaShape]:
-    """The shape of stages on these devices, if any has replicas and each replica a microbatch."""
+def _shape(stages: Sequence[Sequence[int]]) -> Iterator[ReplicaShape]:
+    """The shape of stages on these devices, if any has replicas."""
     counts = tuple(map(len, stages))
-    if 1 < max(counts) <= task.num_microbatches:
+    if max(counts) > 1:
         yield counts, tuple(chain.from_iterable(stages))

@@ -19,6 +19,7 @@ from penstock.core.schedule.memory import Sizes, peaks
 from penstock.planning.planner.request import Constraints
 from penstock.planning.planner.spilling import TWICE
 from penstock.planning.planner.task import Task
+from penstock.planning.plans.memory_parts import allocated
 from penstock.planning.plans.plan import Plan
 from penstock.planning.plans.spilling import Offload, bytes_of_spilled_ranks, moved_activations
 from penstock.planning.plans.stage_plan import StagePlan
@@ -79,7 +80,7 @@ def _held(plan: Plan) -> Sequence[int]:
     if plan.spill is None:
         return plan.rank_bytes
     clipped = bytes_of_spilled_ranks(plan.stages, plan.placement, plan.spill, agrees=True)
-    return [*map(max, plan.rank_bytes, clipped)]
+    return [*map(max, plan.rank_bytes, allocated(clipped, plan.prediction.slacks))]
 
 
 def _fitting(

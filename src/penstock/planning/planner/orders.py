@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import combinations, pairwise, permutations
+from math import inf
 
+from msgspec.structs import replace
+
+from penstock.core.cluster import Cluster, Device
 from penstock.planning.planner.setting import Setting
 from penstock.planning.planner.task import Task
 
@@ -13,6 +17,9 @@ ReplicaShape = tuple[tuple[int, ...], tuple[int, ...]]
 
 _FEW_DEVICES, _FEW_LAYERS = 4, 8
 """Of so many, all orders are tried, and any number of replicas at each stage."""
+
+_SOME_DEVICES = 8
+"""Of so many, any number of replicas at each stage is tried, but not all orders."""
 
 _MOST_SWAPPED = 16
 """Devices of clusters in which any two change places to see whether that is better."""
@@ -23,10 +30,15 @@ def are_few(task: Task) -> bool:
     return len(task.cluster.devices) <= _FEW_DEVICES and task.num_layers <= _FEW_LAYERS
 
 
+def are_some(task: Task) -> bool:
+    """Whether all replicas are tried, if in good orders only."""
+    return len(task.cluster.devices) <= _SOME_DEVICES
+
+
 def orders(task: Task, num_ranks: int) -> list[tuple[int, ...]]:
     """Devices for so many ranks: of a few, all orders that make a difference; of many, as they are
     listed; the fastest, in three orders; those with most memory first, because the first stages
-    hold most."""
+    hold most; and those that come first if all are ordered by speed or memory."""
     if are_few(task):
         return _all_orders(task, num_ranks)
     listed = range(len(task.cluster.devices))
@@ -41,18 +53,19 @@ def orders(task: Task, num_ranks: int) -> list[tuple[int, ...]]:
     ]
     if len({devices[index].speed for index in fastest}) > 1:
         choices.insert(3, tuple(reversed(fastest)))
+    choices += (tuple(order[:num_ranks]) for order in unlike_first(task, listed))
     return list(dict.fromkeys(choices))
 
 
 def all_shapes(task: Task) -> Iterator[ReplicaShape]:
-    """All replicas of stages on a few devices, in all orders that make a difference."""
+    """All replicas of stages on a few devices, in all orders that make a difference; on some more,
+    in good ones."""
     for num_ranks in range(2, len(task.cluster.devices) + 1):
-        every_order = _all_orders(task, num_ranks)
+        every_order = orders(task, num_ranks)
         for num_stages in range(1, min(num_ranks - 1, task.num_layers) + 1):
             for ends in combinations(range(1, num_ranks), num_stages - 1):
                 counts = tuple(end - start for start, end in pairwise((0, *ends, num_ranks)))
-                if max(counts) <= task.num_microbatches:
-                    yield from ((counts, order) for order in every_order)
+                yield from ((counts, order) for order in every_order)
 
 
 def orders_for(task: Task, counts: Sequence[int]) -> list[tuple[int, ...]]:
@@ -84,6 +97,7 @@ def _appearance(task: Task, order: Sequence[int]) -> Hashable:
         (
             task.cluster.devices[device].speed,
             task.limits[device],
+            task.tensor_limits[device],
             task.num_devices_at(device),
             device if device in wired else -1,
             *(
@@ -138,3 +152,46 @@ def swapped(task: Task, setting: Setting) -> Iterator[tuple[int, ...]]:
         for idle in {*range(len(kinds))} - {*setting.devices}:
             if kinds[own] != kinds[idle]:
                 yield (*setting.devices[:rank], idle, *setting.devices[rank + 1 :])
+
+
+_DeviceKey = tuple[float, float, float, float, str]
+
+
+def in_canonical_order(cluster: Cluster) -> Cluster:
+    """The cluster with its devices listed by what they are, and not as somebody wrote them: those
+    of a group one after another, fast and roomy ones first; as it is where wires join single
+    devices. Equal ones keep their order."""
+    if cluster.wires:
+        return cluster
+    groups = {group.name: group for group in cluster.groups}
+    parents = {name: group.name for group in cluster.groups for name in group.members}
+    children: dict[str, dict[str, None]] = {}
+    for device in cluster.devices:
+        name = device.name
+        while name:
+            parent = parents.get(name, "")
+            children.setdefault(parent, {})[name] = None
+            name = parent
+
+    def sorted_below(name: str) -> tuple[list[_DeviceKey], str, list[str]]:
+        """(keys of the devices of a group, what else it is like, their names in order)."""
+        if name in devices:
+            return [_key_of(devices[name])], "", [name]
+        own = sorted(map(sorted_below, children[name]), key=lambda child: child[:2])
+        group = groups.get(name)
+        like = "" if group is None else repr((group.link, group.card, group.memory_bytes))
+        return (
+            [key for keys, _, _ in own for key in keys],
+            like + "".join(text for _, text, _ in own),
+            [below for _, _, names in own for below in names],
+        )
+
+    devices = {device.name: device for device in cluster.devices}
+    *_, names = sorted_below("")
+    return replace(cluster, devices=tuple(devices[name] for name in names))
+
+
+def _key_of(device: Device) -> _DeviceKey:
+    memory = device.memory_bytes or inf
+    price, kind = device.price_per_hour, device.kind or ""
+    return -device.speed, -memory, device.allocator_slack, price, kind

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import count, product
+from itertools import count, product, zip_longest
 from math import inf
 
 from penstock.base.errors import InputError, PlanError
@@ -30,7 +30,7 @@ SAME = 0.01
 """Relative: no prediction tells plans this close apart, so the one that needs less memory wins."""
 
 _MOST_MOVES = 20
-_MOST_CLIMBED = 3
+_MOST_CLIMBED = 6
 """Kinds of plans that came close, and whose layers and replicas are moved, too."""
 _MOST_RECOMPUTED = 16
 """Ways to recompute that are looked at where all cuts are."""
@@ -67,6 +67,8 @@ class Race:
         refusals: why offers could not be built, by their number of ranks.
         num_stages: of the settings that could be built.
         budget: effort to simulate; when it is spent, what is left is only counted.
+        climbing_budget: effort to move layers and replicas of the winner, and as much for those of
+            others.
         is_sketch: whether a bound will do where a simulation would spend more than the budget, and
             nothing is looked at beside what promises most.
         skipped: the candidates that were not simulated because of the budget.
@@ -77,6 +79,7 @@ class Race:
     """
 
     budget: int = 250_000
+    climbing_budget: int = 250_000
     is_sketch: bool = False
     skipped: list[Candidate] = field(default_factory=list)
     patience: PlanningPatience = field(default_factory=PlanningPatience)
@@ -231,10 +234,12 @@ class Race:
     def _climb(self, constraints: Constraints) -> None:
         """Move layers and replicas of the winner from stage to stage, and unlike devices, as long
         as that helps; and of what came close, if it is of another kind."""
+        # As far as where nothing else had been asked for: whoever pins the winner finds nothing
+        # better.
+        self.budget = max(self.budget, self.climbing_budget)
         self._climb_from(self.winner, constraints)
         if not self.is_sketch:
-            kinds = {candidate.setting.terms: candidate for candidate in reversed(self._close())}
-            for candidate in list(reversed(kinds.values()))[:_MOST_CLIMBED]:
+            for candidate in _most_different(self._close())[:_MOST_CLIMBED]:
                 few = candidate.setting.num_stages <= _FEW_STAGES
                 if few and candidate is not self.winner:
                     self._climb_from(candidate, constraints)
@@ -357,6 +362,28 @@ class Race:
         return min(ties, key=_modesty, default=None)
 
 
+def _most_different(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """One of each setting, the best first: first one of each kind, then a second one of each, on
+    other devices, and so on."""
+    kinds: dict[object, dict[object, Candidate]] = {}
+    for candidate in candidates:
+        kinds.setdefault(_kind_of(candidate), {}).setdefault(candidate.setting, candidate)
+    turns = zip_longest(*(own.values() for own in kinds.values()))
+    return [candidate for turn in turns for candidate in turn if candidate is not None]
+
+
+def _kind_of(candidate: Candidate) -> tuple[object, ...]:
+    """All that is the same of a candidate whatever its layers and devices."""
+    setting = candidate.setting
+    return (
+        setting.family,
+        setting.options,
+        setting.versions,
+        setting.all_replicas,
+        candidate.way.reducer,
+    )
+
+
 def _modesty(candidate: Candidate) -> tuple[float, ...]:
     setting = candidate.setting
     return (
@@ -415,7 +442,7 @@ def fastest(
     Args:
         budget: effort to simulate.
     """
-    race = Race(budget=budget)
+    race = Race(budget=budget, climbing_budget=budget)
     race.run([task for task in tasks if least_excess(task) <= 0], constraints)
     return race.winner
 
@@ -429,7 +456,7 @@ def sketched(
         budget: effort to simulate.
         patience: how long it may take, once there is something.
     """
-    race = Race(budget=budget, is_sketch=True, patience=patience)
+    race = Race(budget=budget, climbing_budget=0, is_sketch=True, patience=patience)
     race.run([task for task in tasks if least_excess(task) <= 0], constraints)
     return race
 

@@ -25,8 +25,10 @@ from penstock.core.versions import Policy
 from penstock.planning.partition.experts import with_expert_ranks
 from penstock.planning.planner.candidate import Candidate
 from penstock.planning.planner.doubts import doubts_about
+from penstock.planning.planner.judged import Judged, raced
 from penstock.planning.planner.live import Kept, keeping, missing
 from penstock.planning.planner.offloading import weighed
+from penstock.planning.planner.orders import in_canonical_order
 from penstock.planning.planner.patience import PlanningPatience
 from penstock.planning.planner.race import Race, closest, fastest
 from penstock.planning.planner.request import (
@@ -39,19 +41,8 @@ from penstock.planning.planner.request import (
 )
 from penstock.planning.planner.spilling import offered, spilled_plan
 from penstock.planning.planner.task import Task
-from penstock.planning.planner.variants import in_groups, in_other_orders, learned, mixed, widths
-from penstock.planning.planner.why import (
-    Rival,
-    alternatives_of,
-    coarsely,
-    possible,
-    reason_for,
-    rivals,
-    shortfall,
-    simulated,
-    why_summed_so,
-    why_sums_hide,
-)
+from penstock.planning.planner.variants import in_groups, in_other_orders, learned, widths
+from penstock.planning.planner.why import Rival, alternatives_of, rivals, shortfall
 from penstock.planning.plans.plan import Plan
 from penstock.planning.plans.summing import GatheredFor, ReducerName
 
@@ -216,13 +207,7 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
 
 def planned(graph: LayerGraph, cluster: Cluster | None, request: PlanRequest) -> Plan:
     """The best plan for a request, as ``plan`` finds it."""
-    expect(graph, LayerGraph, "the graph", "measure the model with penstock.profile")
-    expect(
-        cluster,
-        Cluster | None,
-        "the cluster",
-        'give Cluster.load("FILE") or Cluster.of("dgx-h100")',
-    )
+    checked(graph, cluster)
     cluster = cluster or Cluster.local()
     cluster = priced(cluster, request.price_per_hour)
     if request.objective != "time":
@@ -240,6 +225,17 @@ def planned(graph: LayerGraph, cluster: Cluster | None, request: PlanRequest) ->
         assert failure is not None
         raise failure
     return min(plans, key=lambda plan: plan.step_seconds)
+
+
+def checked(graph: LayerGraph, cluster: Cluster | None) -> None:
+    """Raise ``InputError`` if these are something else."""
+    expect(graph, LayerGraph, "the graph", "measure the model with penstock.profile")
+    expect(
+        cluster,
+        Cluster | None,
+        "the cluster",
+        'give Cluster.load("FILE") or Cluster.of("dgx-h100")',
+    )
 
 
 def priced(cluster: Cluster, price_per_hour: float | None) -> Cluster:
@@ -278,6 +274,7 @@ def _single_tasks(
     graph: LayerGraph, cluster: Cluster, request: PlanRequest, constraints: Constraints
 ) -> list[Task]:
     most_ranks = min(len(cluster.devices), len(graph.layers))
+    cluster = in_canonical_order(cluster)
     return [
         Task(
             graph.at(size),
@@ -371,33 +368,8 @@ def _learned(tasks: Sequence[Task], constraints: Constraints) -> Plan:
         raise PlanError(
             "the learned placement does not fit in memory; placer='exact' looks for one that does"
         )
-    return explained(min(placed, key=lambda candidate: candidate.seconds), (), tasks, constraints)
-
-
-def explained(
-    chosen: Candidate,
-    contenders: Sequence[Candidate],
-    tasks: Sequence[Task],
-    constraints: Constraints,
-    num_skipped: int = 0,
-    patience: PlanningPatience | None = None,
-) -> Plan:
-    """The plan of a candidate, with what else there was for the same tasks."""
-    alike = [task for task in tasks if task.reducer == chosen.task.reducer]
-    labelled = rivals(alike, constraints, chosen if len(alike) == len(tasks) else None, patience)
-    reason = reason_for(chosen, contenders, labelled, constraints)
-    if chosen.way.reducer != "owners":
-        reason += f" ({why_summed_so(chosen)})"
-    if hides := why_sums_hide(chosen):
-        reason += f" ({hides})"
-    if chosen.task.is_coarse and not constraints.cuts:
-        reason += f" ({coarsely(chosen.task)})"
-    if num_skipped:
-        reason += f" ({num_skipped} candidates that promised less were not simulated)"
-    doubts = doubts_about(
-        chosen, possible([*contenders, *simulated(labelled)], chosen, constraints)
-    )
-    return chosen.to_plan(reason, alternatives_of(chosen, labelled, constraints), tuple(doubts))
+    judged = Judged(min(placed, key=lambda each: each.seconds), (), tasks, constraints)
+    return judged.explained(judged.rivals())
 
 
 def _with_experts(task: Task, num_ranks: int) -> Task:
@@ -477,14 +449,7 @@ def _with_tensor_ranks(tasks: Sequence[Task], request: PlanRequest) -> Iterator[
 def _solve(
     tasks: Sequence[Task], constraints: Constraints, patience: PlanningPatience | None = None
 ) -> Plan:
-    race = Race(patience=patience or PlanningPatience())
-
-    def search() -> None:
-        race.run(tasks, constraints)
-        if constraints.engine is None:  # others have one degree of tensor parallelism
-            race.enter(mixed(tasks, constraints))
-
-    race.patience.spend(search, lambda: bool(race.contenders))
+    race = raced(tasks, constraints, patience or PlanningPatience())
     chosen = race.winner
     if chosen is None:
         _check_built(race, tasks[0], constraints)
@@ -497,10 +462,8 @@ def _solve(
     elif not chosen.setting.is_final:  # there was no time to search its order
         chosen = chosen.as_it_stands()
     skipped = len(race.skipped)
-    plan = explained(chosen, race.contenders, tasks, constraints, skipped, race.patience)
-    if ended := race.patience.verdict(chosen.seconds, race.bound):
-        plan = replace(plan, reason=f"{plan.reason} ({ended})")
-    return weighed(plan, chosen.task, constraints)
+    judged = Judged(chosen, race.contenders, tasks, constraints, skipped, race.bound)
+    return judged.plan(judged.rivals(race.patience), race.patience)
 
 
 def _fits_nowhere(

@@ -297,9 +297,10 @@ class MemoryLimits:
         if not setting.is_single and not self._shared:
             return inf
         per_rank = (
-            (self._task.limits[setting.devices[rank]] + self._slack)
+            (self._task.limits[device] + self._slack)
+            / (1 + self._task.cluster.devices[device].allocator_slack)
             / len(setting.schedule.stages_of[rank])
-            for rank in setting.ranks_of[stage]
+            for rank, device in zip(setting.ranks_of[stage], setting.devices_of[stage], strict=True)
         )
         return min(per_rank)
 

@@ -89,6 +89,7 @@ class Spilled:
             of_candidate.placement,
             of_candidate.build,
             self.spill,
+            slacks=of_candidate.slacks,
         )
 
     @property
@@ -212,7 +213,7 @@ def _spilled(task: Task, tier: Tier, num_ranks: int, count: int, how: How) -> Sp
 
 def _limits(task: Task, num_ranks: int) -> tuple[float, ...]:
     """The bytes that each rank may use: its own limit, and its share of what its host has."""
-    limits = list(task.limits[:num_ranks])
+    limits = list(task.tensor_limits[:num_ranks])
     for host, shared in task.topology.shared_memories:
         own = [rank for rank in range(num_ranks) if rank in host]
         for rank in own:
@@ -281,7 +282,7 @@ def _plan(best: Spilled) -> Plan:
             description=f"{count_of(len(stages), 'stage')} that come and go",
             step_seconds=best.seconds,
             bubble=best.prediction.bubble,
-            memory_bytes=max(best.rank_bytes),
+            memory_bytes=max(best.prediction.rank_bytes),
             moved_bytes=sum(_traffic(best)),
             remark="chosen",
         ),

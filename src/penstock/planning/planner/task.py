@@ -280,6 +280,14 @@ class Task:
         return tuple(min(device.memory_bytes or inf, everywhere) for device in self.cluster.devices)
 
     @cached_property
+    def tensor_limits(self) -> tuple[float, ...]:
+        """The ``limits`` without what allocators take besides tensors."""
+        return tuple(
+            limit / (1 + device.allocator_slack)
+            for limit, device in zip(self.limits, self.cluster.devices, strict=True)
+        )
+
+    @cached_property
     def crossing_bytes(self) -> tuple[int, ...]:
         """Bytes that cross the cut in front of each layer; 0 in front of the first."""
         return (0, *self.graph.crossing_bytes)

@@ -167,7 +167,7 @@ def _shared_by(task: Task, members: Sequence[range], *, elsewhere: bool) -> Iter
     shared = partial(_of_groups, task, members)
     chosen = [split()]
     yield shared(chosen[0])
-    limit = min(task.limits) * len(members)
+    limit = min(task.tensor_limits) * len(members)
     for price in _LEAN if _total_bytes(chosen[0]) > _SHORT * limit else ():
         leaner = split(seconds_per_byte=price * chosen[0].seconds / 1e9)
         if _total_bytes(leaner) < _LESS * min(map(_total_bytes, chosen)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import ceil
 from typing import NamedTuple
 
 from penstock.core.schedule import Kind, Schedule
@@ -27,6 +28,7 @@ class MemoryParts(NamedTuple):
         workspace: what layers need for themselves while they run.
         visiting: weights, gradients and optimizer state of stages that come and go; ``weights``,
             ``gradients`` and ``optimizer`` are then 0.
+        allocator: what the allocator of its device takes besides tensors.
     """
 
     weights: int
@@ -38,11 +40,23 @@ class MemoryParts(NamedTuple):
     communication: int
     workspace: int
     visiting: int = 0
+    allocator: int = 0
 
     @property
     def total(self) -> int:
         """All of it: the predicted peak of the rank."""
         return sum(self)
+
+
+def allocated(tensor_bytes: Sequence[int], slacks: Sequence[float]) -> tuple[int, ...]:
+    """Bytes that the ranks' allocators take of their devices for tensors of so many bytes.
+
+    Args:
+        slacks: of each rank's device, ``Device.allocator_slack``; empty where there is none.
+    """
+    if not any(slacks):
+        return tuple(tensor_bytes)
+    return tuple(ceil(size * (1 + slack)) for size, slack in zip(tensor_bytes, slacks, strict=True))
 
 
 def parts_of_ranks(
@@ -51,11 +65,11 @@ def parts_of_ranks(
     rank_bytes: Sequence[int],
     spill: Spill | None,
 ) -> Iterator[MemoryParts]:
-    """The parts of each rank.
+    """The parts of each rank, without what its allocator takes besides.
 
     Args:
         schedule: with the recomputes that the stages want.
-        rank_bytes: the predicted memory of each rank.
+        rank_bytes: of tensors on each rank, as predicted.
         spill: where stages come from, if they come and go.
     """
     for rank, (own, num_bytes) in enumerate(zip(schedule.stages_of, rank_bytes, strict=True)):

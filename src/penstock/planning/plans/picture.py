@@ -159,7 +159,7 @@ def _memory(parts: MemoryParts) -> tuple[int, ...]:
         parts.gradients,
         parts.optimizer,
         parts.activations + parts.recomputed,
-        parts.buffers + parts.communication + parts.workspace,
+        parts.buffers + parts.communication + parts.workspace + parts.allocator,
     )
 
 

@@ -301,6 +301,7 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
             served_by(self),
             self.cards,
             self.hosts,
+            tuple(device.allocator_slack for device in self.leaders),
         )
 
     @property

@@ -20,7 +20,7 @@ from penstock.core.timing.simulator.step import StepTimes, step_of
 from penstock.core.timing.spans import slowest_beat
 from penstock.core.timing.timeline import Timeline
 from penstock.core.versions import Policy, place_of, rounds_of, versions_read
-from penstock.planning.plans.memory_parts import MemoryParts, parts_of_ranks
+from penstock.planning.plans.memory_parts import MemoryParts, allocated, parts_of_ranks
 from penstock.planning.plans.spilling import (
     Offload,
     Spill,
@@ -134,6 +134,7 @@ class Prediction:
         offload: where activations are meanwhile, if any leave; the placement says which.
         served: which stages hand their gradients to servers.
         cards, hosts: of each rank, as ``Costs`` has them.
+        slacks: of each rank's device, ``Device.allocator_slack``; empty where there is none.
     """
 
     stages: tuple[StagePlan, ...]
@@ -147,6 +148,7 @@ class Prediction:
     served: Served = field(default_factory=Served)
     cards: tuple[int, ...] = ()
     hosts: tuple[int, ...] = ()
+    slacks: tuple[float, ...] = ()
 
     @property
     def flushes(self) -> bool:
@@ -264,6 +266,10 @@ class Prediction:
     @cached_property
     def rank_bytes(self) -> tuple[int, ...]:
         """Bytes of memory that each rank needs at its worst moment."""
+        return allocated(self._tensor_bytes, self.slacks)
+
+    @cached_property
+    def _tensor_bytes(self) -> tuple[int, ...]:
         if self.spill is not None:
             return bytes_of_spilled_ranks(self.stages, self.placement, self.spill)
         return bytes_of_ranks(self.stages, self.placement)
@@ -271,7 +277,9 @@ class Prediction:
     @cached_property
     def memory_parts(self) -> tuple[MemoryParts, ...]:
         """What the bytes of each rank are spent on; they add up to ``rank_bytes``."""
-        return tuple(parts_of_ranks(self.stages, self.placement, self.rank_bytes, self.spill))
+        parts = parts_of_ranks(self.stages, self.placement, self._tensor_bytes, self.spill)
+        pairs = zip(parts, self.rank_bytes, strict=True)
+        return tuple(own._replace(allocator=whole - own.total) for own, whole in pairs)
 
     @property
     def delay(self) -> float:

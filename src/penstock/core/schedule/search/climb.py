@@ -23,8 +23,9 @@ _GRID_OPS, _CLIMB_OPS, _MOVE_OPS = 600_000, 900_000, 300_000
 _CLOSE = 1 + 1e-12
 
 _PATIENCE = (0.0, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0)
-_GAPS = (0.01, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
-_GRID = tuple(product((0, 1, 2), (1.0, 0.5, 0.1, 0.01), (0.0, 0.2, 0.45, 0.7)))
+_GAPS = (0.01, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, None)
+_GRID = tuple(product((0, 1, 2), (1.0, 0.5, 0.1, 0.01, None), (0.0, 0.2, 0.45, 0.7)))
+"""Gaps that are ``None`` are those of lenient rules."""
 _DEEP = ((True, True), (True, False), (False, True), (False, False))
 
 
@@ -98,7 +99,7 @@ class _Climb:
         for eager, gap, patience in _GRID[:: self.grid_step]:
             for deep in _DEEP if several else _DEEP[:1]:
                 yield [
-                    Rules(eager * (num_ranks - rank), patience, gap, inf, *deep)
+                    Rules(eager * (num_ranks - rank), patience, gap or 1.0, inf, *deep, gap is None)
                     for rank in range(num_ranks)
                 ]
 
@@ -119,7 +120,7 @@ class _Climb:
 
     def _gap(self, rules: list[Rules], _: int) -> list[Rules]:
         gap = self.random.choice(_GAPS)
-        return [rule._replace(gap=gap) for rule in rules]
+        return [rule._replace(gap=gap or 1.0, lenient=gap is None) for rule in rules]
 
     def _eager(self, rules: list[Rules], behind: int) -> list[Rules]:
         """``behind`` ranks, the first of these included, are left to the end of the pipeline."""

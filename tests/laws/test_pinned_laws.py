@@ -1,0 +1,95 @@
+"""Whatever can be pinned or listed otherwise, a search that is free to choose finds nothing slower.
+
+Cases are new each time; a failure prints the seed of its case, which ``PENSTOCK_SEED`` brings back.
+"""
+
+from __future__ import annotations
+
+import os
+from itertools import combinations, pairwise
+from random import Random, SystemRandom
+
+import pytest
+from msgspec.structs import replace
+
+from penstock.base.errors import InputError, PlanError
+from penstock.planning.planner.judged import raced
+from penstock.planning.planner.patience import PlanningPatience
+from penstock.planning.planner.request import REPLICATED, PlanRequest
+from penstock.planning.planner.search import tasks_of
+from tests.kit.brute_force import small_case, wide_case
+from tests.kit.examples import TIMES
+
+WITHIN = 1.01
+"""No prediction tells plans this close apart."""
+
+
+@pytest.fixture
+def seed(request):
+    """Of the first case; the others follow."""
+    given = os.environ.get("PENSTOCK_SEED")
+    first = int(given) if given else SystemRandom().randrange(10**9)
+    print(f"PENSTOCK_SEED={first}")
+    return first
+
+
+def seconds_of(graph, cluster, **wanted):
+    """Of the best plan, without what else there is; infinite where there is none."""
+    request = PlanRequest(**wanted)
+    try:
+        constraints = request.constraints(graph)
+        tasks = tasks_of(graph, cluster, request, constraints)
+        best = raced(tasks, constraints, PlanningPatience()).winner
+    except (InputError, PlanError):
+        return float("inf")
+    return float("inf") if best is None else best.seconds
+
+
+def all_replicas(num_devices, num_layers):
+    """The replicas that stages may have on so many devices, or fewer."""
+    for used in range(1, num_devices + 1):
+        for num_stages in range(1, min(used, num_layers) + 1):
+            for inner in combinations(range(1, used), num_stages - 1):
+                yield tuple(b - a for a, b in pairwise((0, *inner, used)))
+
+
+@pytest.mark.parametrize("family", REPLICATED)
+def test_no_given_replicas_are_faster_than_any(family, seed):
+    slower = {}
+    for number in range(seed, seed + 3 * TIMES):
+        graph, cluster, microbatches = small_case(number)
+        wanted = {"schedule": family, "microbatches": microbatches}
+        free = seconds_of(graph, cluster, replicas="any", **wanted)
+        for counts in all_replicas(len(cluster.devices), len(graph.layers)):
+            pinned = seconds_of(graph, cluster, replicas=counts, **wanted)
+            if free > pinned * WITHIN:
+                slower[number, counts] = free / pinned
+    assert not slower
+
+
+@pytest.mark.parametrize("family", REPLICATED)
+def test_on_more_devices_no_given_replicas_are_faster_than_any(family, seed):
+    slower = {}
+    for number in range(seed, seed + 2 * TIMES):
+        graph, cluster, microbatches = wide_case(number)
+        wanted = {"schedule": family, "microbatches": microbatches}
+        free = seconds_of(graph, cluster, replicas="any", **wanted)
+        every = list(all_replicas(len(cluster.devices), len(graph.layers)))
+        most = len(cluster.devices)
+        chosen = [(1,) * depth for depth in range(1, min(most, len(graph.layers)) + 1)]
+        for counts in [*chosen, *Random(number).sample(every, 8)]:
+            pinned = seconds_of(graph, cluster, replicas=counts, **wanted)
+            if free > pinned * WITHIN:
+                slower[number, counts] = free / pinned
+    assert not slower
+
+
+@pytest.mark.parametrize("case", [small_case, wide_case])
+def test_the_order_in_which_devices_are_listed_makes_no_difference(case, seed):
+    for number in range(seed, seed + 4 * TIMES):
+        graph, cluster, microbatches = case(number)
+        listed = [*cluster.devices]
+        Random(number).shuffle(listed)
+        other = replace(cluster, devices=tuple(listed))
+        took = seconds_of(graph, cluster, microbatches=microbatches)
+        assert seconds_of(graph, other, microbatches=microbatches) == pytest.approx(took), number
