@@ -212,16 +212,20 @@ def test_dropout_between_parts_is_that_of_one_device():
     assert_trains_as_one_device(model, plan, words, of_logits)
 
 
-def test_what_was_captured_for_any_length_is_refused_by_name():
+@pytest.mark.parametrize("kind", ["Llama", "GPT2"])
+def test_what_was_captured_for_any_length_takes_sequences_of_other_lengths(kind):
     model = capture(
-        transformer("Llama"), words(0)[0], granularity="block", verify=False, dynamic="all"
+        transformer(kind), words(0)[0], granularity="block", verify=False, dynamic="all"
     )
     plan = planned(profiled(model, words(0), of_logits), 2)
-    assert "sequence" not in plan.stages[0].splits.values()
-    splits = {**plan.stages[0].splits, "model.layers.0": "sequence"}
-    forced = plan.with_tensor_split(2, splits)
-    with (
-        pytest.raises(pk.errors.ModelError, match=r"'model.layers.0' cannot be.*any number of pos"),
-        pk.Pipeline(model, forced, loss=of_logits, optimizer=momentum) as pipeline,
-    ):
-        pipeline.step(*words(0))
+    assert "sequence" in plan.stages[0].splits.values()
+    theirs = copy.deepcopy(model)
+    batches = [tuple(part[:, :length] for part in words(length)) for length in (6, 5, 3)]
+    with pk.Pipeline(
+        model, plan, loss=of_logits, optimizer=momentum, seed=3, deadline_seconds=DEADLINE_SECONDS
+    ) as pipeline:
+        losses = [pipeline.step(*batch) for batch in batches]
+    one = SingleDevice(theirs, 4, of_logits, momentum, seed=3)
+    expected = torch.stack([one.step(*batch) for batch in batches])
+    assert same(torch.stack(losses), expected, TOLERANCE)
+    assert_same(model, theirs, TOLERANCE)

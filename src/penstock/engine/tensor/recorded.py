@@ -85,6 +85,22 @@ def dropped(part: Tensor, dropout: nn.Dropout, group: TensorGroup, divided: Shar
     return part * own_mask
 
 
+def dropped_positions(part: Tensor, dropout: nn.Dropout, group: TensorGroup) -> Tensor:
+    """As ``dropped``, of a value of which a member has some positions; graphs call it."""
+    if not dropout.training or not dropout.p:
+        return part
+    lengths = group.tell(part.shape[SEQUENCE])
+    shape = [*part.shape]
+    shape[SEQUENCE] = sum(lengths)
+    mask = mask_of_whole(part, shape, dropout.p)
+    return part * torch.split(mask, lengths, SEQUENCE)[group.index]
+
+
+def num_positions(part: Tensor, group: TensorGroup) -> int:
+    """How many positions a value has of which a member has some; graphs call it."""
+    return sum(group.tell(part.shape[SEQUENCE]))
+
+
 _REDUCTIONS = ("none", "mean", "sum")
 
 
@@ -217,11 +233,6 @@ class _MemberGraphWriter:
         shape = shape_of(node)
         assert shape is not None
         length = shape[SEQUENCE]
-        if not isinstance(node.meta["val"].shape[SEQUENCE], int):
-            raise ModelError(
-                'its code was recorded for any number of positions (dynamic="all"), so nobody '
-                'knows how many each tensor rank has; capture it with dynamic="rows"'
-            )
         return ShardedDim(SEQUENCE, length, 1, tuple(sizes(length, self.group.size)))
 
     def _has_positions(self, node: fx.Node) -> bool:
@@ -236,6 +247,9 @@ class _MemberGraphWriter:
             return self.ours[node]
         if node not in self.joined:
             self.num_gathers += 1
+            if self._lies(node, SEQUENCE):
+                self.joined[node] = self._call(gather, self.ours[node], SEQUENCE)
+                return self.joined[node]
             count = divided.parts[self.group.index] * divided.inner
             self.joined[node] = self._call(whole_of, self.ours[node], divided.dim, count)
         return self.joined[node]
@@ -262,6 +276,8 @@ class _MemberGraphWriter:
 
     def _operation(self, node: fx.Node) -> None:
         if _name(node) == "cross_entropy_loss" and self._lose(node):
+            return
+        if _name(node) == "sym_size" and self._count_positions(node):
             return
         rule = self._rule(node)
         if rule is None:
@@ -303,6 +319,8 @@ class _MemberGraphWriter:
         shape, output, divided = shape_of(value), shape_of(node), rule.divided
         assert shape is not None and output is not None and divided is not None
         dim = divided.dim + len(shape) - len(output)
+        if divided.inner == 1 and shape[dim] == divided.length:
+            return self._call(own_shard, self.ours[value], dim)
         return self._call(part_of, self.ours[value], dim, divided.length, divided.inner)
 
     def _rule(self, node: fx.Node) -> Rule | None:
@@ -314,7 +332,27 @@ class _MemberGraphWriter:
         find = RULES.get(_name(node))
         if find is None and torch.Tag.pointwise in getattr(node.target, "tags", ()):
             find = RULES["pointwise"]
-        return None if find is None else find(node, self.divided, self.group.index)
+        rule = None if find is None else find(node, self.divided, self.group.index)
+        return None if rule is not None and self._is_for_one_length(node, rule) else rule
+
+    def _is_for_one_length(self, node: fx.Node, rule: Rule) -> bool:
+        """Whether a rule reckons with a number of positions that was recorded, and may be another:
+        with other sizes as constants, or where positions are no dimension of their own."""
+        given = (value for value in node.all_input_nodes if self._lies(value, SEQUENCE))
+        if all(isinstance(value.meta["val"].shape[SEQUENCE], int) for value in given):
+            return False
+        stays = rule.divided is None or (
+            self._has_positions(node) and rule.divided == self._positions(node)
+        )
+        return not stays or (rule.arguments is not None and _name(node) != "slice")
+
+    def _count_positions(self, node: fx.Node) -> bool:
+        """The number of all positions of a value, of which members have some, if it asks for it."""
+        value, dim = node.args[:2]
+        if not isinstance(value, fx.Node) or dim != SEQUENCE or not self._lies(value, SEQUENCE):
+            return False
+        self.ours[node] = self._call(num_positions, self.ours[value])
+        return True
 
     def _module(self, node: fx.Node) -> None:
         path = str(node.target)
@@ -395,7 +433,10 @@ class _MemberGraphWriter:
         if self.sharers is None:
             self.sharers = self.graph.create_node("get_attr", SHARERS)
         value = self.ours[node.args[0]]  # type: ignore[index]
-        return self.graph.call_function(_dropper(given), (value, dropout, self.sharers))
+        drops = dropped_positions
+        if not self._lies(cast(fx.Node, node.args[0]), SEQUENCE):
+            drops = _dropper(given)
+        return self.graph.call_function(drops, (value, dropout, self.sharers))
 
     def _take(self, node: fx.Node, way: ModuleSharing, module: nn.Module) -> ShardedDim:
         """A module takes up each member's part of its input; gives how that is divided."""
