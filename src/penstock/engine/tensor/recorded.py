@@ -21,13 +21,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from penstock.base.errors import ModelError
-from penstock.engine.tensor.cross_entropy import sharded_cross_entropy
 from penstock.engine.tensor.divided_layers import (
     ColumnConv,
     ColumnEmbedding,
     ColumnLinear,
     ColumnTransposed,
-    mask_of_whole,
 )
 from penstock.engine.tensor.group import TensorGroup, bounds, sizes
 from penstock.engine.tensor.layouts import (
@@ -44,6 +42,14 @@ from penstock.engine.tensor.layouts import (
 )
 from penstock.engine.tensor.membership import ModuleSharing
 from penstock.engine.tensor.positions import acts_by_position, asks_for_no_values
+from penstock.engine.tensor.recorded_calls import (
+    dropped,
+    dropped_positions,
+    loss_of,
+    num_positions,
+    part_of,
+    whole_of,
+)
 from penstock.engine.tensor.recorded_rules import RULES, Rule, ShardedDim, shape_of
 from penstock.engine.tensor.splits import works_on_features
 from penstock.engine.tracing.layers import CapturedLayer
@@ -52,73 +58,6 @@ _COLUMNS = (ColumnLinear, ColumnConv, ColumnEmbedding, ColumnTransposed)
 
 SHARERS = "sharers"
 """The attribute of a shared layer that its code reads where it needs the group."""
-
-
-def whole_of(part: Tensor, group: TensorGroup, dim: int, count: int) -> Tensor:
-    """The whole value of which a member has a part; graphs call it.
-
-    Args:
-        count: how many numbers the member has of each piece of the dimension.
-    """
-    pieces = torch.unflatten(part, dim, (-1, count))
-    return gather(pieces, group, dim + 1).flatten(dim, dim + 1)
-
-
-def part_of(whole: Tensor, group: TensorGroup, dim: int, length: int, inner: int) -> Tensor:
-    """A member's part of a whole value; graphs call it."""
-    pieces = torch.unflatten(whole, dim, (-1, length, inner))
-    return own_shard(pieces, group, dim + 1).flatten(dim, dim + 2)
-
-
-def dropped(part: Tensor, dropout: nn.Dropout, group: TensorGroup, divided: ShardedDim) -> Tensor:
-    """Dropout of a part with the mask of the whole value; graphs call it."""
-    if not dropout.training or not dropout.p:
-        return part
-    dim, length, inner, parts = divided
-    own = parts[group.index]
-    shape = [*part.shape]
-    shape[dim] = shape[dim] // own * length
-    mask = mask_of_whole(part, shape, dropout.p)
-    places = bounds(length, group.size, group.index)
-    pieces = torch.unflatten(mask, dim, (-1, length, inner)).narrow(dim + 1, places.start, own)
-    own_mask: Tensor = pieces.flatten(dim, dim + 2)
-    return part * own_mask
-
-
-def dropped_positions(part: Tensor, dropout: nn.Dropout, group: TensorGroup) -> Tensor:
-    """As ``dropped``, of a value of which a member has some positions; graphs call it."""
-    if not dropout.training or not dropout.p:
-        return part
-    lengths = group.tell(part.shape[SEQUENCE])
-    shape = [*part.shape]
-    shape[SEQUENCE] = sum(lengths)
-    mask = mask_of_whole(part, shape, dropout.p)
-    return part * torch.split(mask, lengths, SEQUENCE)[group.index]
-
-
-def num_positions(part: Tensor, group: TensorGroup) -> int:
-    """How many positions a value has of which a member has some; graphs call it."""
-    return sum(group.tell(part.shape[SEQUENCE]))
-
-
-_REDUCTIONS = ("none", "mean", "sum")
-
-
-def loss_of(
-    part: Tensor,
-    group: TensorGroup,
-    num_classes: int,
-    target: Tensor,
-    weight: Tensor | None = None,
-    reduction: int = 1,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-) -> Tensor:
-    """``aten::cross_entropy_loss`` of a member's part of the logits; graphs call it."""
-    named = _REDUCTIONS[reduction]
-    return sharded_cross_entropy(
-        part, group, num_classes, target, weight, named, ignore_index, label_smoothing
-    )
 
 
 class RecordedLayouts(NamedTuple):
