@@ -1,5 +1,6 @@
-"""What the rewritten code of a captured layer calls where it needs the group (``recorded``): graphs
-name these functions, and give them the member's part of a value and its end of the group.
+"""What the rewritten code of a captured layer calls where it needs the group (``recorded_writer``).
+
+Graphs name these functions, and give them the member's part of a value and its end of the group.
 """
 
 from __future__ import annotations
