@@ -52,6 +52,34 @@ def transformer(kind, **options):
     return getattr(transformers, name)(config).double()
 
 
+class Gained(torch.nn.Module):
+    """Blocks whose own code has a weight for each feature, and one for all of them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = torch.nn.Embedding(WORDS, 16)
+        self.blocks = torch.nn.ModuleList(GainedBlock() for _ in range(2))
+        self.head = torch.nn.Linear(16, WORDS)
+
+    def forward(self, tokens):
+        value = self.words(tokens)
+        for block in self.blocks:
+            value = block(value)
+        return self.head(value)
+
+
+class GainedBlock(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gain, self.scale = (torch.nn.Parameter(torch.ones(size)) for size in (16, 1))
+        self.up_proj, self.down_proj = torch.nn.Linear(16, 24), torch.nn.Linear(24, 16)
+
+    def forward(self, value):
+        inside = self.scale * F.gelu(self.up_proj(value))
+        return value + self.gain * self.down_proj(inside) * self.scale
+
+
 def words(seed, rows=4):
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(1, WORDS, (rows, 7), generator=generator)
@@ -86,6 +114,11 @@ MODELS = {
     "chain": (demo, words, gpt.loss),
     "Llama": (lambda: captured("Llama", words(0)[0]), words, of_logits),
     "GPT2": (lambda: captured("GPT2", words(0)[0]), words, of_logits),
+    "gained": (
+        lambda: capture(Gained().double(), words(0)[0], granularity="block", verify=False),
+        words,
+        gpt.loss,
+    ),
     "Llama, own loss": (lambda: captured("Llama", labelled(0)), labelled, pk.model_loss),
     "Llama, tied": (
         lambda: captured("Llama", words(0)[0], tie_word_embeddings=True),
@@ -133,6 +166,7 @@ def assert_trains_as_one_device(ours, plan, batch, loss):
     [
         ("chain", 2, 2),
         ("Llama", 2, 2),
+        ("gained", 2, 1),
         more("chain", 4, 1),
         more("Llama", 4, 1),
         more("GPT2", 2, 1),
