@@ -52,6 +52,34 @@ def transformer(kind, **options):
     return getattr(transformers, name)(config).double()
 
 
+class Gained(torch.nn.Module):
+    """Blocks whose own code has a weight for each feature, and one for all of them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = torch.nn.Embedding(WORDS, 16)
+        self.blocks = torch.nn.ModuleList(GainedBlock() for _ in range(2))
+        self.head = torch.nn.Linear(16, WORDS)
+
+    def forward(self, tokens):
+        value = self.words(tokens)
+        for block in self.blocks:
+            value = block(value)
+        return self.head(value)
+
+
+class GainedBlock(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gain, self.scale = (torch.nn.Parameter(torch.ones(size)) for size in (16, 1))
+        self.up_proj, self.down_proj = torch.nn.Linear(16, 24), torch.nn.Linear(24, 16)
+
+    def forward(self, value):
+        inside = self.scale * F.gelu(self.up_proj(value))
+        return value + self.gain * self.down_proj(inside) * self.scale
+
+
 def words(seed, rows=4):
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(1, WORDS, (rows, 7), generator=generator)
@@ -86,6 +114,11 @@ MODELS = {
     "chain": (demo, words, gpt.loss),
     "Llama": (lambda: captured("Llama", words(0)[0]), words, of_logits),
     "GPT2": (lambda: captured("GPT2", words(0)[0]), words, of_logits),
+    "gained": (
+        lambda: capture(Gained().double(), words(0)[0], granularity="block", verify=False),
+        words,
+        gpt.loss,
+    ),
     "Llama, own loss": (lambda: captured("Llama", labelled(0)), labelled, pk.model_loss),
     "Llama, tied": (
         lambda: captured("Llama", words(0)[0], tie_word_embeddings=True),
@@ -133,6 +166,7 @@ def assert_trains_as_one_device(ours, plan, batch, loss):
     [
         ("chain", 2, 2),
         ("Llama", 2, 2),
+        ("gained", 2, 1),
         more("chain", 4, 1),
         more("Llama", 4, 1),
         more("GPT2", 2, 1),
@@ -212,16 +246,20 @@ def test_dropout_between_parts_is_that_of_one_device():
     assert_trains_as_one_device(model, plan, words, of_logits)
 
 
-def test_what_was_captured_for_any_length_is_refused_by_name():
+@pytest.mark.parametrize("kind", ["Llama", "GPT2"])
+def test_what_was_captured_for_any_length_takes_sequences_of_other_lengths(kind):
     model = capture(
-        transformer("Llama"), words(0)[0], granularity="block", verify=False, dynamic="all"
+        transformer(kind), words(0)[0], granularity="block", verify=False, dynamic="all"
     )
     plan = planned(profiled(model, words(0), of_logits), 2)
-    assert "sequence" not in plan.stages[0].splits.values()
-    splits = {**plan.stages[0].splits, "model.layers.0": "sequence"}
-    forced = plan.with_tensor_split(2, splits)
-    with (
-        pytest.raises(pk.errors.ModelError, match=r"'model.layers.0' cannot be.*any number of pos"),
-        pk.Pipeline(model, forced, loss=of_logits, optimizer=momentum) as pipeline,
-    ):
-        pipeline.step(*words(0))
+    assert "sequence" in plan.stages[0].splits.values()
+    theirs = copy.deepcopy(model)
+    batches = [tuple(part[:, :length] for part in words(length)) for length in (6, 5, 3)]
+    with pk.Pipeline(
+        model, plan, loss=of_logits, optimizer=momentum, seed=3, deadline_seconds=DEADLINE_SECONDS
+    ) as pipeline:
+        losses = [pipeline.step(*batch) for batch in batches]
+    one = SingleDevice(theirs, 4, of_logits, momentum, seed=3)
+    expected = torch.stack([one.step(*batch) for batch in batches])
+    assert same(torch.stack(losses), expected, TOLERANCE)
+    assert_same(model, theirs, TOLERANCE)

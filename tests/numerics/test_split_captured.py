@@ -13,7 +13,8 @@ from torch import nn
 import penstock as pk
 from penstock.engine.model.spine import spine_of
 from penstock.engine.run.members import Sharings
-from penstock.engine.tensor.recorded import for_member, whole_of
+from penstock.engine.tensor.recorded import for_member
+from penstock.engine.tensor.recorded_calls import whole_of
 from penstock.engine.tracing import capture
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit.examples import more

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 import penstock as pk
 from penstock import Cluster, Device, Layer, LayerGraph, Link
-from penstock.base.errors import ModelError, PlanError
+from penstock.base.errors import PlanError
 from penstock.core.cluster import Group
 from penstock.core.layer_part import LayerPart
 from penstock.planning.partition.tensor import split_layers
@@ -62,21 +62,41 @@ def test_activations_are_divided_where_the_split_divides_them():
     whole = block(llama()).activation_bytes
     inside = sum(part.activation_bytes for part in block(llama()).parts)
     assert 0.6 * whole < inside < 0.8 * whole
-    repeated_around = block(shared(8).graph).activation_bytes
+    repeated_around = block(split_of(without_positions()).graph).activation_bytes
     assert repeated_around == pytest.approx(whole - inside * 7 / 8, rel=1e-6)
+    # Other engines gather once more; here each part keeps what its columns have read, whole.
     by_positions = block(shared(8, elsewhere=True).graph).activation_bytes
     assert by_positions == pytest.approx(whole / 8, rel=1e-6)
-    assert by_positions < 0.5 * GB < repeated_around
+    read = sum(part.border_bytes for part in block(llama()).parts)
+    ours = block(shared(8).graph).activation_bytes
+    assert ours == pytest.approx(whole / 8 + read * 7 / 8, rel=1e-6)
+    assert by_positions < 0.5 * GB < ours < repeated_around
 
 
-def test_positions_and_losses_are_divided_for_another_engine_only():
-    ours, theirs = shared(8), shared(8, elsewhere=True)
-    assert "sequence" not in ours.splits.values()
-    assert theirs.splits["model.layers.3"] == "sequence"
-    assert theirs.said("model.layers.3")["model.layers.3"] == "sequence"
-    assert theirs.said("lm_head") == {"lm_head": "vocabulary"}
-    assert theirs.seconds < ours.seconds
-    assert theirs.graph.layers[-1].activation_bytes < ours.graph.layers[-1].activation_bytes / 4
+def split_of(graph):
+    return split_layers(graph, 8, NVLINK, num_microbatches=8)
+
+
+def without_positions():
+    layers = (replace(layer, by_positions=False) for layer in llama().layers)
+    return replace(llama(), layers=tuple(layers))
+
+
+def test_positions_and_the_loss_are_divided_by_default_and_pay():
+    ours, repeated = shared(8), split_of(without_positions())
+    assert "sequence" not in repeated.splits.values()
+    assert ours.splits["model.layers.3"] == ours.splits["model.norm"] == "sequence"
+    assert ours.said("model.layers.3")["model.layers.3"] == "sequence"
+    assert ours.said("lm_head") == {"lm_head": "vocabulary"}
+    assert ours.seconds < repeated.seconds
+    # Sums of norms' gradients are all that is sent more.
+    assert ours.moved_bytes == pytest.approx(repeated.moved_bytes, rel=1e-2)
+    *_, head = llama().layers
+    gathering = replace(head, parts=tuple(replace(part, loss="whole") for part in head.parts))
+    whole = split_of(replace(llama(), layers=(*llama().layers[:-1], gathering)))
+    assert whole.said("lm_head") == {"lm_head": "column"}
+    assert ours.graph.layers[-1].activation_bytes < whole.graph.layers[-1].activation_bytes / 4
+    assert ours.seconds < whole.seconds
 
 
 def test_heads_that_do_not_divide_are_repeated_and_said_so():
@@ -93,18 +113,16 @@ def test_heads_that_do_not_divide_are_repeated_and_said_so():
     )
 
 
-def test_a_plan_for_another_engine_is_refused_by_ours(tmp_path):
+def test_a_plan_for_another_engine_is_one_of_ours():
     cluster = Cluster(devices=tuple(Device(name=f"d{k}") for k in range(2)), link=NVLINK)
     plan = pk.plan(tiny(), cluster, microbatches=2, tensor_ranks=2, stages=1, engine="megatron")
     assert "vocabulary" in plan.stages[0].splits.values()
     model, batch = tiny_model()
-    with (
-        pytest.raises(ModelError, match="is for another engine"),
-        pk.Pipeline(
-            model, plan, optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1)
-        ) as pipeline,
-    ):
-        pipeline.step(batch)
+    with pk.Pipeline(
+        model, plan, optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1)
+    ) as pipeline:
+        first = float(pipeline.step(batch))
+        assert float(pipeline.step(batch)) < first
 
 
 @cache

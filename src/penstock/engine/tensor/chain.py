@@ -26,7 +26,8 @@ from penstock.engine.tensor.layouts import (
     Layouts,
 )
 from penstock.engine.tensor.membership import ModuleSharing
-from penstock.engine.tensor.recorded import RecordedLayouts, layouts_of
+from penstock.engine.tensor.recorded import layouts_of
+from penstock.engine.tensor.recorded_writer import RecordedLayouts
 from penstock.engine.tensor.splits import (
     channels,
     has_batch_statistics,

@@ -12,7 +12,8 @@ from penstock.engine.model.spine import NamedLayer
 from penstock.engine.tensor.layouts import FEATURES, SEQUENCE, WHOLE, Layouts
 from penstock.engine.tensor.membership import ModuleSharing
 from penstock.engine.tensor.parts import FoundPart, module_sharings, smallest_share
-from penstock.engine.tensor.recorded import RecordedLayouts, layouts_of
+from penstock.engine.tensor.recorded import layouts_of
+from penstock.engine.tensor.recorded_writer import RecordedLayouts
 from penstock.engine.tracing.layers import CapturedLayer
 
 

@@ -122,7 +122,7 @@ class Region:
 
 
 class RecordedRegion(Region):
-    """Of a layer whose code knows itself where values are divided (``recorded``)."""
+    """Of a layer whose code knows itself where values are divided (``recorded_writer``)."""
 
     def copies(self, value: Tensor, around: Layout, group: TensorGroup) -> Tensor:
         return value

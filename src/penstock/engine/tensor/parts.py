@@ -31,7 +31,8 @@ from penstock.engine.tensor.attention import is_block
 from penstock.engine.tensor.divided_layers import is_transposed
 from penstock.engine.tensor.group import TensorGroup
 from penstock.engine.tensor.membership import ModuleSharing
-from penstock.engine.tensor.recorded import for_member, whole_of
+from penstock.engine.tensor.recorded import for_member
+from penstock.engine.tensor.recorded_calls import whole_of
 from penstock.engine.tensor.splits import sharings_of, works_on_features
 from penstock.engine.tracing.layers import CapturedLayer
 

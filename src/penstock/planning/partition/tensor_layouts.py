@@ -200,8 +200,11 @@ class DeviceRing:
         if sharing.shares_loss:
             return self.share("features")
         around = 1.0 - sum(part.forward_share for part in sharing.parts)
+        # Around a head there is the loss, which all devices compute unless they share it.
+        has_loss = any(part.kind == "head" for part in sharing.parts)
+        share = 1.0 if has_loss else self.share(sharing.divides)
         inside = (part.forward_share * part.share(self.num_ranks) for part in sharing.parts)
-        return max(around, 0.0) * self.share(sharing.divides) + sum(inside)
+        return max(around, 0.0) * share + sum(inside)
 
     def parameter_share(self, layer: Layer, sharing: Sharing) -> float:
         """The part of a layer's parameters that a device has."""
@@ -216,13 +219,15 @@ class DeviceRing:
             return self.share(sharing.reads)
         # Without a loss on parts, what a head gives is whole again at once.
         own = [part for part in sharing.parts if part.kind != "head" or sharing.shares_loss]
-        around = layer.activation_bytes - sum(part.activation_bytes for part in own)
+        of_all = sum(part.activation_bytes for part in sharing.parts)
+        around = layer.activation_bytes - of_all
         inside = sum(part.activation_bytes * part.share(self.num_ranks) for part in own)
         gathered = 0.0
         if sharing.split == "sequence" and not sharing.regathers:
             away = 1 - self.share("sequence")
             gathered = sum(away * part.num_sums * part.border_bytes for part in own)
-        kept = max(around, 0) * self.share(sharing.divides) + inside + gathered
+        whole = of_all - sum(part.activation_bytes for part in own)
+        kept = max(around, 0) * self.share(sharing.divides) + inside + gathered + whole
         return kept / layer.activation_bytes
 
     def inside(self, sharing: Sharing) -> tuple[Traffic, Traffic]:
