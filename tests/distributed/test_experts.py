@@ -11,7 +11,7 @@ from tests.kit.launch import forked
 JOB = Path(__file__).parent / "jobs" / "experts.py"
 
 
-@pytest.mark.parametrize("case", ["own", "checkpoint", "held", "refusals"])
+@pytest.mark.parametrize("case", ["own", "split", "checkpoint", "held", "refusals"])
 def test_divided_experts_train_as_whole_ones(case):
     job = forked(JOB, 4, case)
     assert job.reports == {rank: [] for rank in range(4)}, job.output
