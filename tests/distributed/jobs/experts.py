@@ -5,8 +5,8 @@
 Cases: ``own`` trains mixtures of one's own in float64, over schedules, options and routings, also
 with experts that get no token and with a capacity; ``split`` has backwards in two halves;
 ``transformers`` trains those of that library; ``checkpoint`` goes on from one layout in another;
-``refusals`` asks for what cannot be; ``held`` weighs what ranks keep; in ``VICTIM dies`` a rank
-ends while tokens travel. Each rank reports in ``report-<rank>.json``.
+``refusals`` and ``other ways`` ask for what cannot be; ``held`` weighs what ranks keep; in ``VICTIM
+dies`` a rank ends while tokens travel. Each rank reports in ``report-<rank>.json``.
 """
 
 from __future__ import annotations
@@ -313,6 +313,30 @@ def refusals() -> list[str]:
     return report
 
 
+class Wavering(nn.Module):
+    """A mixture that even ranks leave out, and odd ones do not."""
+
+    def __init__(self, mixture):
+        super().__init__()
+        self.mixture = mixture
+
+    def forward(self, x):
+        return self.mixture(x) if dist.get_rank() % 2 else x
+
+
+def other_ways() -> list[str]:
+    """Copies that are at different mixtures say so before they learn anything."""
+    model = make_mixture()
+    model[1] = Wavering(model[1])
+    try:
+        with pipeline_of(plan_for(model, (4,), 2), model) as pipeline:
+            pipeline.step(*make_batch(24, DOUBLE))
+    except PenstockError as error:
+        wanted = "are at different mixtures" in str(error)
+        return [] if wanted else [str(error)]
+    return ["nobody has noticed"]
+
+
 def ends(victim: int) -> list[object]:
     """What a training ends with in which a rank dies before it joins an exchange of tokens."""
     calls = []
@@ -346,6 +370,7 @@ def main() -> None:
         "held": held,
         "split": split,
         "refusals": refusals,
+        "other ways": other_ways,
     }
     report = compares[case]() if case in compares else ends(int(case.split()[0]))
     (folder / f"report-{dist.get_rank()}.json").write_text(json.dumps(report))
