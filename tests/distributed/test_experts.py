@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.kit.launch import forked
+from tests.kit.launch import forked, torchrun
+from tests.kit.paths import ROOT
 
 JOB = Path(__file__).parent / "jobs" / "experts.py"
 
 
-@pytest.mark.parametrize("case", ["own", "checkpoint", "held", "refusals"])
+@pytest.mark.parametrize("case", ["own", "split", "checkpoint", "held", "refusals", "other ways"])
 def test_divided_experts_train_as_whole_ones(case):
     job = forked(JOB, 4, case)
     assert job.reports == {rank: [] for rank in range(4)}, job.output
@@ -29,3 +32,12 @@ def test_a_rank_that_is_killed_while_tokens_travel_is_missed_by_name(victim):
     for kind, text, seconds in job.reports.values():
         assert kind == "PeerError" and f"rank {victim} is gone" in text, text
         assert seconds < 20, text
+
+
+def test_the_example_learns_the_same_with_and_without_expert_ranks():
+    script = ROOT / "examples" / "mixture_of_experts.py"
+    job = torchrun(script, 4, "--steps", "2", "--width", "16", reports=False)
+    lines = [line for line in job.output.splitlines() if line.startswith("expert_ranks=")]
+    losses = [json.loads(re.search(r"\[.*?\]", line)[0]) for line in lines]
+    assert len(lines) == 2 and losses[1] == pytest.approx(losses[0], rel=1e-5), job.output
+    assert "2.experts: " in job.output and job.returncode == 0

@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, product
+from functools import partial
+from itertools import accumulate
 from typing import Literal
 
 from msgspec import field
@@ -468,11 +469,10 @@ class LayerGraph(Value, frozen=True, kw_only=True):
         def moved(layer: Layer, by: int, since: int) -> Layer:
             """With the numbers of blocks from ``since`` on so much higher."""
 
-            def text(words: str) -> str:
-                return own.sub(
-                    lambda block: f"{name}.{int(block[1]) + by * (int(block[1]) >= since)}", words
-                )
+            def number(block: re.Match[str]) -> str:
+                return f"{name}.{int(block[1]) + by * (int(block[1]) >= since)}"
 
+            text = partial(own.sub, number)
             return replace(
                 layer,
                 name=text(layer.name),
@@ -486,8 +486,8 @@ class LayerGraph(Value, frozen=True, kw_only=True):
             )
 
         start, end = numbers.index(1), len(numbers) - numbers[::-1].index(1)
-        pairs = product(range(1, more + 1), self.layers[start:end])
-        copies = (moved(layer, by, 0) for by, layer in pairs)
+        every = self.layers[start:end]
+        copies = (moved(layer, by, 0) for by in range(1, more + 1) for layer in every)
         behind = (moved(layer, more, 1) for layer in self.layers[end:])
         return replace(
             self,
@@ -505,10 +505,21 @@ class LayerGraph(Value, frozen=True, kw_only=True):
                 f"{forward * 1e3:.3f} ms, backward {backward * 1e3:.3f} ms, update "
                 f"{update * 1e3:.3f} ms",
                 str(self.contention if self.estimate is None else self.estimate),
+                *self._mixtures(),
                 *(f"! {warning}" for warning in self.warnings),
             ]
         )
         return printable(words)
+
+    def _mixtures(self) -> Iterator[str]:
+        """How evenly tokens come to experts, a line for each mixture where that was measured."""
+        for part in (part for layer in self.layers for part in layer.experts):
+            if part.loads:
+                share = max(part.loads)
+                yield (
+                    f"{part.name}: {part.num_experts} experts, of which the busiest, number "
+                    f"{part.loads.index(share)}, gets {share:.0%} of the tokens"
+                )
 
     _repr_html_ = method_provided("graph_cell")
 

@@ -3,10 +3,10 @@
     torchrun ... experts.py CASE FOLDER
 
 Cases: ``own`` trains mixtures of one's own in float64, over schedules, options and routings, also
-with experts that get no token and with a capacity; ``transformers`` those of that library;
-``checkpoint`` goes on from one layout in another; ``refusals`` asks for what cannot be; ``held``
-weighs what ranks keep; in ``VICTIM dies`` a rank ends while tokens travel. Each rank reports in
-``report-<rank>.json``.
+with experts that get no token and with a capacity; ``split`` has backwards in two halves;
+``transformers`` trains those of that library; ``checkpoint`` goes on from one layout in another;
+``refusals`` and ``other ways`` ask for what cannot be; ``held`` weighs what ranks keep; in ``VICTIM
+dies`` a rank ends while tokens travel. Each rank reports in ``report-<rank>.json``.
 """
 
 from __future__ import annotations
@@ -27,8 +27,12 @@ from torch import nn
 
 import penstock as pk
 from penstock.base.errors import PenstockError
+from penstock.engine.model.randomness import LayerStreams
+from penstock.engine.model.spine import spine_of
+from penstock.engine.stage.protocol import Keep
+from penstock.engine.stage.stage import Stage
 from penstock.planning.plans import Plan
-from tests.kit.helpers import make_batch
+from tests.kit.helpers import make_batch, make_plan
 from tests.kit.mixtures import (
     KINDS,
     ListedExperts,
@@ -106,15 +110,70 @@ def own() -> list[str]:
         "listed, groups": ((4,), 2, {"experts": ListedExperts}, {}, {}),
     }
     report = []
+    chimera = make_plan(make_mixture(), 4, 8, "chimera", cuts=[1, 3, 4])
+    batches = [make_batch(24, DOUBLE, step) for step in range(STEPS)]
+    far = far_from_one_device(chimera.with_expert_ranks(2, [1, 3]), make_mixture, batches)
+    if not far <= 1e-12:
+        report.append(f"chimera: {far}")
     for name, (replicas, size, options, planned, training) in cases.items():
         make = partial(make_mixture, **{"experts": StackedExperts, **options})
         plan = plan_for(make(), replicas, size, **planned)
-        batches = [make_batch(24, DOUBLE, step) for step in range(STEPS)]
         reducers = ("owners", "sharded") if size == max(replicas) else ("owners",)
         for reducer in reducers:
             far = far_from_one_device(plan.with_reducer(reducer), make, batches, **training)
             if not far <= 1e-12:
                 report.append(f"{name}, {reducer}: {far}")
+    return report
+
+
+class InThisJob:
+    """All ranks as copies of a stage, without an engine."""
+
+    def __init__(self) -> None:
+        self.size, self.index = dist.get_world_size(), dist.get_rank()
+
+    def exchange(self, output, own, output_sizes=None, own_sizes=None):
+        dist.all_to_all_single(output, own, output_sizes, own_sizes)
+
+    def add(self, numbers):
+        dist.all_reduce(numbers)
+
+    def take_first(self, values):
+        dist.broadcast(values, 0)
+
+    def close(self, *, failed):
+        pass
+
+
+def split() -> list[str]:
+    """Backwards in two halves, with several microbatches under way, on a stage alone."""
+    report = []
+    for experts in (StackedExperts, ListedExperts):
+        model, alone = make_mixture(experts), make_mixture(experts)
+        stage = Stage(0, spine_of(model), 0, LayerStreams(0))
+        stage.divide_experts(InThisJob(), InThisJob())
+        size = dist.get_world_size()
+        inputs, targets = make_batch(8 * size, DOUBLE)
+        parts = list(zip(inputs.chunk(2 * size), targets.chunk(2 * size), strict=True))
+        for number in range(2):
+            own, wanted = parts[2 * dist.get_rank() + number]
+            criterion = partial(F.cross_entropy, target=wanted, reduction="sum")
+            stage.forward(number, own, criterion=criterion, keep=Keep.SPLIT)
+        for number in range(2):
+            stage.backward_input(number, [torch.ones((), dtype=DOUBLE)])
+        stage.backward_weight(0, 1)
+        F.cross_entropy(alone(inputs), targets, reduction="sum").backward()
+        wanted_of = dict(alone.named_parameters())
+        whole = {id(parameter): name for name, parameter in model.named_parameters()}
+        for own in stage.experts.weights:
+            theirs = wanted_of[whole[id(own.whole)]].grad
+            rows = theirs[own.start : own.start + len(own.rows)]
+            if own.is_here and not torch.allclose(own.rows.grad, rows, rtol=0, atol=1e-12):
+                report.append(f"{whole[id(own.whole)]} of {experts.__name__}")
+        norms = torch.stack(stage.experts.norms())
+        theirs = [wanted_of[whole[id(own.whole)]].grad.norm() for own in stage.experts.weights]
+        if not torch.allclose(norms, torch.stack(theirs), rtol=1e-12):
+            report.append(f"{norms} {theirs}")
     return report
 
 
@@ -187,7 +246,7 @@ def held() -> list[str]:
     with pipeline_of(plan_for(make(), (4,), 4), make()) as pipeline:
         pipeline.step(*make_batch(24, DOUBLE))
         (stage,) = pipeline.stages.values()
-        loads = stage.experts.loads()
+        loads = pipeline.expert_loads()
         share = sum(own.rows.nbytes for own in stage.experts.weights)
         worker = pipeline._parts.workers[0]
         kept = sum(
@@ -254,6 +313,30 @@ def refusals() -> list[str]:
     return report
 
 
+class Wavering(nn.Module):
+    """A mixture that even ranks leave out, and odd ones do not."""
+
+    def __init__(self, mixture):
+        super().__init__()
+        self.mixture = mixture
+
+    def forward(self, x):
+        return self.mixture(x) if dist.get_rank() % 2 else x
+
+
+def other_ways() -> list[str]:
+    """Copies that are at different mixtures say so before they learn anything."""
+    model = make_mixture()
+    model[1] = Wavering(model[1])
+    try:
+        with pipeline_of(plan_for(model, (4,), 2), model) as pipeline:
+            pipeline.step(*make_batch(24, DOUBLE))
+    except PenstockError as error:
+        wanted = "are at different mixtures" in str(error)
+        return [] if wanted else [str(error)]
+    return ["nobody has noticed"]
+
+
 def ends(victim: int) -> list[object]:
     """What a training ends with in which a rank dies before it joins an exchange of tokens."""
     calls = []
@@ -285,7 +368,9 @@ def main() -> None:
         "transformers": from_transformers,
         "checkpoint": partial(checkpoint, folder),
         "held": held,
+        "split": split,
         "refusals": refusals,
+        "other ways": other_ways,
     }
     report = compares[case]() if case in compares else ends(int(case.split()[0]))
     (folder / f"report-{dist.get_rank()}.json").write_text(json.dumps(report))

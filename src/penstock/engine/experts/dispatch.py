@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from penstock.base.errors import ModelError
+from penstock.base.errors import ModelError, RunError
 from penstock.engine.model.experts import tokens_per_expert
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -81,8 +81,28 @@ def _exchanged(copies: ExpertCopies, value: Tensor, sent: list[int], received: l
     return output
 
 
+def _arriving(copies: ExpertCopies, number: int, counts: Tensor) -> Tensor:
+    """How many tokens come from each copy to each expert that is here, one copy's after another's.
+
+    Args:
+        counts: how many go from here to each expert.
+    """
+    parts = counts.view(copies.size, -1)
+    sent = torch.cat([parts, parts.new_full((copies.size, 1), number)], 1)
+    received = torch.empty_like(sent)
+    copies.exchange(received, sent)
+    if bool((received[:, -1] != number).any()):
+        raise RunError(
+            "copies of a stage are at different mixtures of experts in the same op, and would take "
+            "each other's tokens for their own; where layers are left out in some microbatches, "
+            "take expert_ranks=1"
+        )
+    return received[:, :-1].reshape(-1)
+
+
 def route(
     copies: ExpertCopies,
+    number: int,
     num_experts: int,
     compute: Compute,
     idle: Compute,
@@ -93,6 +113,7 @@ def route(
     """The sum, for each token, of what its experts make of it, wherever they are.
 
     Args:
+        number: that of the mixture, alike on all copies.
         num_experts: of all copies together, of which each has as many.
         compute: the experts that are here, numbered from 0.
         idle: the same where no token has come.
@@ -105,13 +126,13 @@ def route(
 
     Raises:
         ModelError: experts give something else than a row as wide as each token.
+        RunError: another copy is at another mixture.
     """
     choices = expert_index.shape[-1]
     chosen = expert_index.reshape(-1)
     counts = tokens_per_expert(chosen, num_experts)
     order = torch.argsort(chosen, stable=True)[: int(counts.sum())]
-    arriving = torch.empty_like(counts)
-    copies.exchange(arriving, counts)
+    arriving = _arriving(copies, number, counts)
     sent, received = (own.view(copies.size, -1).sum(1).tolist() for own in (counts, arriving))
     whose = torch.div(order, choices, rounding_mode="floor")
     here, weights = _AllToAll.apply(  # type: ignore[no-untyped-call]

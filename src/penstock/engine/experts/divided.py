@@ -46,7 +46,10 @@ class _RoutedExperts:
         num_routed: how many tokens of this copy have gone to each expert since the training began.
     """
 
-    def __init__(self, mixture: FoundExperts, copies: ExpertCopies, everyone: ExpertCopies) -> None:
+    def __init__(
+        self, number: int, mixture: FoundExperts, copies: ExpertCopies, everyone: ExpertCopies
+    ) -> None:
+        self._number = number
         self._module, self._copies, self._num = mixture.module, copies, mixture.num_experts
         self.num_routed = torch.zeros(mixture.num_experts, dtype=torch.int64)
         here = mixture.num_experts // copies.size
@@ -93,6 +96,7 @@ class _RoutedExperts:
         choices = expert_index.shape[-1]
         made = route(
             self._copies,
+            self._number,
             self._num,
             self._compute,
             self._idle,
@@ -147,10 +151,12 @@ class DividedExperts:
     ) -> None:
         self._copies, self._everyone = copies, everyone
         self._layers = layers
+        mixtures = [
+            (layer.key(own.path), own) for layer in layers for own in experts_in(layer.module)
+        ]
         self._routed: dict[str, _RoutedExperts] = {
-            layer.key(mixture.path): _RoutedExperts(mixture, copies, everyone)
-            for layer in layers
-            for mixture in experts_in(layer.module)
+            key: _RoutedExperts(number, mixture, copies, everyone)
+            for number, (key, mixture) in enumerate(mixtures)
         }
 
     @property

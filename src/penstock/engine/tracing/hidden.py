@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.model import tree
+from penstock.engine.model.experts import has_experts
 from penstock.engine.tracing.exports import leaves_of
 from penstock.engine.tracing.lines import because, causes_of, is_models, lines_of
 
@@ -102,7 +103,10 @@ def _module_that_failed(model: nn.Module, error: BaseException) -> str | None:
 
 def _leaves_enough(model: nn.Module, name: str) -> bool:
     whole = {id(parameter): parameter.numel() for parameter in model.parameters()}
-    own = {id(parameter) for parameter in model.get_submodule(name).parameters()}
+    module = model.get_submodule(name)
+    if has_experts(module):  # which copies can divide, whatever is left
+        return True
+    own = {id(parameter) for parameter in module.parameters()}
     return sum(whole[key] for key in own) <= _MOST_OF_THE_MODEL * sum(whole.values())
 
 

@@ -69,6 +69,19 @@ class PipelineState(RunningPipeline):
             gathered = self._parts.driver.gather(states, self._parts.feed.expected(), rank)
         return by_key(self._parts.joined(gathered))
 
+    def expert_loads(self) -> dict[str, list[float]]:
+        """The share of tokens that each expert has had so far, of all replicas, by the name of its
+        mixture: of those of this process's stages whose replicas divide experts. All processes must
+        call it, between steps."""
+        with self._exclusively():
+            divided = (stage.experts for stage in self._parts.stages.values())
+            return {
+                name: loads
+                for experts in divided
+                if experts is not None
+                for name, loads in experts.loads().items()
+            }
+
     def dtensor_state_dict(self) -> dict[str, Tensor]:
         """Copies of parameters and buffers in main memory, under the unsplit model's keys, as
         ``torch.distributed.checkpoint`` saves them and loads into them.
