@@ -49,6 +49,8 @@ STEPS = {
     "times": lambda x: x @ torch.ones(4, 4, dtype=x.dtype).tril(),
     "scores": lambda x: x @ x.transpose(-1, -2),
     "sin": torch.sin,
+    "by length": lambda x: x / x.shape[1],
+    "by root": lambda x: x * torch.tensor(float(x.shape[1]), dtype=x.dtype),
     "norms": lambda x: x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).add(1),
 }  # fmt: skip
 
@@ -96,6 +98,7 @@ def test_each_step_alone_is_told_rightly():
     """Of the steps above, those that mix positions of [rows, positions, width] are refused."""
     mixing = {
         "softmax 1", "cumsum 1", "flip 1", "roll 1", "mean 1", "amax 1", "slice 1", "halves 1",
-        "select 1", "cat 1", "norm of two", "scores", "apart",
+        "select 1", "cat 1", "norm of two", "scores", "apart", "by length",
+        "by root",
     }  # fmt: skip
     assert {name for name in STEPS if followed(Code([name])).trouble} == mixing
