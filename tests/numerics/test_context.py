@@ -302,8 +302,7 @@ def test_a_pretrained_kind_trains_as_on_one_device(build):
     )
 
 
-@pytest.mark.parametrize("recompute", ["never", "layers"])
-def test_context_ranks_keep_what_their_plan_predicts(recompute):
+def test_context_ranks_keep_what_their_plan_predicts():
     """What is saved for backwards, in unique storages; the profile is that of one device."""
     torch.manual_seed(0)
     model = GPT(vocabulary=WORDS, width=32, heads=4, layers=4, context=32)
@@ -315,7 +314,7 @@ def test_context_ranks_keep_what_their_plan_predicts(recompute):
     )  # fmt: skip
     plan = pk.plan(
         graph, pk.Cluster.local(4), microbatches=4, stages=2, schedule="1f1b", cuts=["blocks.2"],
-        recompute=recompute, context_ranks=2,
+        recompute="never", context_ranks=2,
     )  # fmt: skip
     with pk.Pipeline(
         ours, plan, loss=net_loss, optimizer=momentum, count_memory=True,
@@ -325,9 +324,7 @@ def test_context_ranks_keep_what_their_plan_predicts(recompute):
             pipeline.step(*batches)
         counted = [peak.activation_bytes for peak in pipeline.peaks]
     predicted = plan.simulate().peak_bytes(plan.sizes)
-    assert counted[0] == pytest.approx(predicted[0], rel=0.03)
-    if recompute == "never":  # else the last rank also keeps what the loss needs
-        assert counted[1] == pytest.approx(predicted[1], rel=0.03)
+    assert counted == pytest.approx(predicted, rel=0.03)
 
 
 def test_stages_that_recompute_train_as_on_one_device():

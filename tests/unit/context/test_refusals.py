@@ -102,7 +102,7 @@ def refused(model):
          "BatchNorm1d"),
         (lambda value, module: module(value), (Running(),), r"Running.*aten\.cumsum"),
         (lambda value, module: module(value), (Counting(),),
-         r"Counting.* mixes positions, or counts"),
+         r"Counting.*aten\.arange.* counts positions"),
         (by_module, (attention(dropout=0.1),), "drops out weights of attention"),
         (
             lambda value, module: value + module(value, value, value)[1].sum(),

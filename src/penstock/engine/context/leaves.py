@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from penstock.engine.context.rules import rule_of
@@ -66,62 +66,133 @@ def _is_known(module: nn.Module, from_last: int) -> bool:
 
 
 def _recorded(module: nn.Module, node: fx.Node, known: Known) -> Through:
-    """Record the code of a module, and follow positions through it."""
-    leaves, structure = tree.flatten((node.args, node.kwargs))
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    given = [_example(leaf) for leaf in leaves]
-    places = [place for place, value in enumerate(given) if isinstance(value, Tensor)]
+    """Record the code of a module, and follow positions through it.
 
-    def call(*tensors: Tensor) -> list[Any]:
-        filled = dict(zip(places, tensors, strict=True))
-        args, kwargs = tree.unflatten(
-            [filled.get(place, value) for place, value in enumerate(given)], structure
-        )
-        return tree.flatten(module(*args, **kwargs))[0]
-
+    A member runs the code as it is, and so it is recorded for a member's positions, too: it must do
+    the same there but for sizes that follow from them. What counts positions does not.
+    """
+    call = _LeafCall(module, node)
+    own = {
+        value: divided.local(call.shapes[value][divided.dim], 0)
+        for value, divided in known.items()
+        if value in call.shapes
+    }
     try:
-        with mode, torch.no_grad():
-            fakes = [
-                torch.empty(given[place].shape, dtype=given[place].dtype, device="cpu")
-                for place in places
-            ]
-        with mode:
-            graph = make_fx(call, _allow_non_fake_inputs=True)(*fakes).graph
+        whole, part = call.recorded({}), call.recorded(
+            {value: (known[value].dim, size) for value, size in own.items()}
+        )  # fmt: skip
     except Exception as error:  # whatever its code does, nobody can follow it
         reason = str(error).strip().splitlines() or [""]
         return Through(None, f"its code cannot be recorded ({type(error).__name__}: {reason[0]})")
-    inside = [node for node in graph.nodes if node.op == "placeholder"]
+    inside = [node for node in whole.graph.nodes if node.op == "placeholder"]
     carried = {
-        own: known[leaves[place]]
-        for own, place in zip(inside, places, strict=True)
-        if leaves[place] in known
+        ours: known[theirs]
+        for ours, theirs in zip(inside, call.tensors, strict=True)
+        if theirs in known
     }
-    return _followed(graph, carried)
+    return _followed(whole, part, carried)
 
 
-def _example(leaf: Any) -> Any:
-    """A value of the shape that a leaf had when it was recorded."""
+class _LeafCall:
+    """A call of a module in a recorded graph.
+
+    Attributes:
+        tensors: the tensors that it is given, in order.
+        shapes: of each.
+    """
+
+    def __init__(self, module: nn.Module, node: fx.Node) -> None:
+        self._module = module
+        self._leaves, self._structure = tree.flatten((node.args, node.kwargs))
+        self.tensors = [
+            leaf
+            for leaf in self._leaves
+            if isinstance(leaf, fx.Node) and isinstance(leaf.meta.get("val"), Tensor)
+        ]
+        self.shapes = {leaf: sizes_of(leaf.meta["val"]) for leaf in self.tensors}
+
+    def recorded(self, sizes: Mapping[fx.Node, tuple[int, int]]) -> fx.GraphModule:
+        """The operations of the call.
+
+        Args:
+            sizes: dimensions that have another size, and which, of some tensors.
+        """
+
+        def call(*tensors: Tensor) -> list[Any]:
+            given = iter(tensors)
+            leaves = [
+                next(given) if isinstance(leaf, fx.Node) and leaf in self.shapes else _number(leaf)
+                for leaf in self._leaves
+            ]
+            args, kwargs = tree.unflatten(leaves, self._structure)
+            return tree.flatten(self._module(*args, **kwargs))[0]
+
+        shapes = {leaf: [*shape] for leaf, shape in self.shapes.items()}
+        for leaf, (dim, size) in sizes.items():
+            shapes[leaf][dim] = size
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            fakes = [
+                torch.empty(shapes[leaf], dtype=leaf.meta["val"].dtype) for leaf in self.tensors
+            ]
+            graph: fx.GraphModule = make_fx(call, _allow_non_fake_inputs=True)(*fakes)
+        return graph
+
+
+def _number(leaf: Any) -> Any:
+    """A leaf that is no tensor; of a size, the number that it was."""
     if not isinstance(leaf, fx.Node):
         return leaf
     value = leaf.meta.get("val")
-    if isinstance(value, Tensor):
-        return torch.empty(sizes_of(value), dtype=value.dtype, device="meta")
     return getattr(getattr(value, "node", None), "hint", value)
 
 
-def _followed(graph: fx.Graph, carried: Mapping[fx.Node, ShardedDim]) -> Through:
-    known = dict(carried)
-    for node in graph.nodes:
+def _followed(
+    whole: fx.GraphModule, part: fx.GraphModule, carried: Mapping[fx.Node, ShardedDim]
+) -> Through:
+    """Follow positions through a module's code.
+
+    Args:
+        whole, part: recorded for all positions, and for a member's.
+        carried: how what it is given is divided.
+    """
+    known, ours = dict(carried), dict[fx.Node, fx.Node]()
+    if len(whole.graph.nodes) != len(part.graph.nodes):
+        return Through(None, "its code does something else for fewer positions")
+    outputs: list[fx.Node] = []
+    for node, own in zip(whole.graph.nodes, part.graph.nodes, strict=True):
+        ours[node] = own
+        arguments = node.args
         if node.op == "output":
-            outputs = [value for value in tree.flatten(node.args)[0] if isinstance(value, fx.Node)]
-            ways = {known.get(value) for value in outputs}
-            if len(ways) > 1:
-                return Through(None, "it gives some values by positions, and others whole")
-            return Through(next(iter(ways), None))
-        if not any(value in known for value in node.all_input_nodes):
-            continue
-        rule = rule_of(node, known, 0)
-        if rule is None or rule.divided is None or rule.cut:
-            return Through(None, f"{node.target} in it mixes positions, or counts them itself")
-        known[node] = rule.divided
-    raise AssertionError("a graph has an output")
+            outputs = node.all_input_nodes
+        elif any(value in known for value in node.all_input_nodes):
+            rule = rule_of(node, known, 0)
+            if rule is None or rule.divided is None or rule.cut:
+                return Through(None, f"{node.target} in it mixes positions, or counts them itself")
+            known[node] = rule.divided
+            arguments = node.args if rule.arguments is None else rule.arguments
+        expected = fx.node.map_arg((arguments, node.kwargs), ours.__getitem__)
+        if own.target != node.target or expected != (own.args, own.kwargs):
+            return Through(None, f"{node.target} in it counts positions")
+        if node.op == "get_attr" and not _is_same(*(_held(by, node) for by in (whole, part))):
+            return Through(None, "it makes a number of how many positions there are")
+    ways = {known.get(value) for value in outputs}
+    if len(ways) > 1:
+        return Through(None, "it gives some values by positions, and others whole")
+    return Through(next(iter(ways), None))
+
+
+def _held(code: fx.GraphModule, node: fx.Node) -> Any:
+    value: Any = code
+    for atom in str(node.target).split("."):
+        value = getattr(value, atom)
+    return value
+
+
+def _is_same(first: Any, second: Any) -> bool:
+    """Whether two recordings read the same value."""
+    if first is second:
+        return True
+    first, second = (getattr(value, "constant", None) if isinstance(value, FakeTensor) else value
+                     for value in (first, second))  # fmt: skip
+    both = isinstance(first, Tensor) and isinstance(second, Tensor)
+    return both and torch.equal(first, second)
