@@ -34,10 +34,11 @@ def train(schedule: str, compile: bool | str, num_steps: int) -> tuple[list[floa
     inputs = torch.randn(ROWS, WIDTH)
     targets = inputs.roll(1, dims=1)
     model = build_model()
-    graph = pk.profile(model, inputs[: ROWS // MICROBATCHES], loss=F.mse_loss, targets=targets[:16])
-    plan = pk.plan(
-        graph, pk.Cluster.local(2), schedule=schedule, microbatches=MICROBATCHES, replicas=1
-    )
+    rows = ROWS // MICROBATCHES
+    graph = pk.profile(model, inputs[:rows], loss=F.mse_loss, targets=targets[:rows])
+    stages = pk.schedules.build(schedule, num_ranks=2, num_microbatches=MICROBATCHES).num_stages
+    cluster = pk.Cluster.local(2)
+    plan = pk.plan(graph, cluster, schedule=schedule, microbatches=MICROBATCHES, stages=stages)
     with pk.Pipeline(
         model,
         plan,

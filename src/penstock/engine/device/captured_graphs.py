@@ -24,7 +24,9 @@ _NUM_WARM_UPS = 3
 KINDS = ("cuda",)
 """The kinds of device on which work can be captured."""
 
-UNTRIED = "replay=True captures CUDA graphs, which nobody has run on hardware yet: compare with eager"
+UNTRIED = (
+    "replay=True captures CUDA graphs, which nobody has run on hardware yet: compare with eager"
+)
 """Said where it is wanted, as long as it is true."""
 
 
