@@ -1,4 +1,4 @@
-"""Compiled passes between processes: the results of eager mode, and refusals that all ranks hear."""
+"""Compiled passes between processes: results of eager mode, and refusals that all ranks hear."""
 
 from __future__ import annotations
 

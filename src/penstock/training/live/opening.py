@@ -69,9 +69,9 @@ def stream(  # noqa: PLR0913 - everything that a user may want to say
             Never on an accelerator, where every frame would have to be waited for.
         replay: replay each stage's passes instead of running its layers: on CPUs as functions that
             torch's Inductor compiles in the first frame, which takes seconds to minutes, on
-            accelerators as graphs that torch captures there. Results are those of eager mode to rounding; what would change
-            from frame to frame is refused, as for ``Pipeline(…, compile=True)``. Frames of which
-            nothing is learned run eagerly.
+            accelerators as graphs that torch captures there. Results are those of eager mode to
+            rounding; what would change from frame to frame is refused, as for ``Pipeline(…,
+            compile=True)``. Frames that are only predicted run eagerly.
         devices, transport, seed, deadline_seconds, startup_seconds, message_types, record: as for
             ``Pipeline``.
 
