@@ -7,7 +7,9 @@ The lecture's four networks, with pictures of 32 × 32 instead of 64 × 64. In t
 1 thread     one device: forward, backward, update, one after the other
 2 threads    the same with two intra-op threads: what else two cores could do
 2 stages     ``pk.stream`` with partime on two ranks of one thread each, as fast as it takes frames
-overhead     processor time of the two ranks per frame and stage above that of one device, in µs
+replayed     the same with ``replay=True``
+overhead     processor time of the two ranks per frame and stage above that of one device, in µs:
+             of the two before
 
 Then, of the first network: the latency of single frames beside the sum of the forwards, and what
 ``when_late="drop-oldest"`` makes of a camera that is twice too fast. Run it alone on a machine.
@@ -38,29 +40,37 @@ SIZE = 32
 
 def rates(turns: int, count: int) -> None:
     """Print the table of rates."""
-    print(
-        f"{'':32}{'1 thread':>12}{'2 threads':>12}{'2 stages':>12}{'speed-up':>10}{'overhead':>12}"
-    )
+    columns = ("1 thread", "2 threads", "2 stages", "replayed")
+    print(f"{'':32}{''.join(f'{name:>12}' for name in columns)}{'speed-up':>10}{'overhead':>17}")
     for network in NETWORKS:
+        graph = profiled(network, SIZE)
         alone, threaded = OneDevice(network, 1, SIZE), OneDevice(network, 2, SIZE)
-        taken: dict[str, list[Pace]] = {"alone": [], "threaded": [], "stages": []}
-        with opened(network, profiled(network, SIZE), SIZE) as stream:
+        taken: dict[str, list[Pace]] = {"alone": [], "threaded": [], "stages": [], "replayed": []}
+        with (
+            opened(network, graph, SIZE) as stream,
+            opened(network, graph, SIZE, options={"replay": True}) as replayed,
+        ):
             for runner in (alone, threaded):
                 runner.run(WARM_UP)
             for _ in range(turns):
                 taken["alone"].append(alone.run(count))
                 taken["threaded"].append(threaded.run(count))
                 taken["stages"].append(streamed(stream, count, SIZE))
+                taken["replayed"].append(streamed(replayed, count, SIZE))
         wall = {name: median(pace.wall for pace in paces) for name, paces in taken.items()}
         speed_up = median(
             a.wall / b.wall for a, b in zip(taken["alone"], taken["stages"], strict=True)
         )
-        overhead = median(
-            (b.processor - a.processor) / 2
-            for a, b in zip(taken["alone"], taken["stages"], strict=True)
-        )
+        overheads = [
+            median(
+                (b.processor - a.processor) / 2
+                for a, b in zip(taken["alone"], taken[name], strict=True)
+            )
+            for name in ("stages", "replayed")
+        ]
+        overhead = " / ".join(f"{seconds * 1e6:.0f}" for seconds in overheads)
         cells = "".join(f"{1 / wall[name]:>8.1f} fps" for name in wall)
-        print(f"{network.title:32}{cells}{speed_up:>10.2f}{overhead * 1e6:>9.0f} µs", flush=True)
+        print(f"{network.title:32}{cells}{speed_up:>10.2f}{overhead:>14} µs", flush=True)
 
 
 def latency(count: int) -> None:

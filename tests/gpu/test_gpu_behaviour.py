@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from penstock.engine.device import captured_graphs
 from penstock.engine.device.accelerators import backend_of_accelerators
 from tests.kit.helpers import make_batch, make_mlp
 from tests.kit.launch import torchrun
+from tests.kit.live import LEARN, frames_of, live_plan, pushed, stream_of, weights_apart
 from tests.kit.on_devices import on_cpu
 from tests.kit.training import pipeline_of, sgd
 
@@ -54,6 +56,25 @@ def test_a_batch_in_pinned_memory_may_be_overwritten_at_once(places):
         return torch.stack(on_cpu(losses))
 
     places.assert_equal(run(places.of(0, 1), True), run(places.of(0)[0], False))
+
+
+def test_replayed_frames_are_those_of_eager_mode(places):
+    """As graphs that the device has captured, which no machine without one can show."""
+    if places.kind not in captured_graphs.KINDS:
+        pytest.skip(f"torch captures nothing on {places.kind}")
+
+    def run(replay):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).double()
+        plan, devices = live_plan(model, 2), places.of(0, 1)
+        with stream_of(model, plan, replay=replay, devices=devices) as stream:
+            results = pushed(stream, frames_of([LEARN] * 12))
+        return on_cpu([result.output for result in results]), model
+
+    (outputs, model), (expected, other) = run(True), run(False)
+    for ours, theirs in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert weights_apart(model, other, 1e-9) == []
 
 
 WIDTH, NUM_LAYERS, ROWS = 1024, 8, 256

@@ -13,6 +13,8 @@ by them. What a caller gives arrives on a stream that no rank's work holds up (`
 Activations are counted where autograd saves them, by unique storage; resident memory is off by a
 factor of two. Finalizers only leave a note, since they may run in any thread.
 
+``captured_graphs`` replays what a device has been asked for once.
+
 Freed memory stays in the process (``memory``): glibc is told not to return it between
 microbatches. It is the one setting that outlives a ``Pipeline``; single-device runs and profiles
 make it too, so that comparisons stay fair.

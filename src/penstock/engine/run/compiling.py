@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterable, Mapping
 import torch
 
 from penstock.base.errors import InputError
+from penstock.base.telling import tell
+from penstock.engine.device import captured_graphs
 from penstock.engine.run.assembly import Running
 from penstock.engine.run.recipe import Recipe
 from penstock.engine.stage.backends import check_compiler, replaying_on
@@ -37,6 +39,8 @@ def compile_stages(
     _check(plan, recipe, "replay=True" if running.replay else "compile=…")
     backend = running.compile or replaying_on(devices)
     check_compiler(backend, devices)
+    if backend == "cudagraphs":
+        tell(captured_graphs.UNTRIED)
     for own in stages:
         for stage in own.values():
             stage.compile(backend)

@@ -7,6 +7,10 @@ left where backwards go through the newest activations; ``deferral`` puts weight
 W, with the formulas of ``deferrable``; ``slices`` is what a slice of a sequence needs of those
 before it; ``batch_norm`` keeps the running statistics of whole minibatches.
 
+``compiled_passes`` runs a stage by functions instead of layers: ``stage_function`` is the stage as
+a function of tensors, ``passes`` what its traced graph is cut into, ``pass_compilers`` what
+compiles that (``backends`` by name), ``conditions`` what must stay as when it was traced.
+
 Decisions:
 
 A stage keeps graph edges, not outputs. Only the edge is needed to start the backward, so a sent
@@ -29,6 +33,11 @@ slice's border like a stage's input, so every kind of backward and both ways of 
 as they treat skips. A unit of work is a microbatch or a slice of one; units are numbered through,
 so messages and losses have one number. Layers say how they work on a slice (``by_position`` or
 ``forward_slice``), and what does not say so is refused by name: guessing would train another model.
+
+Compiled passes read weights from their modules when they run, and what a forward keeps is a list
+of tensors: so versions, recomputation and counted memory need to know nothing of them. The graph of
+AOTAutograd is cut here, and not run by ``torch.compile``, whose backward is one piece, and a split
+one needs two. Nothing is overwritten inside a pass; buffers are written behind it.
 
 Batch norm's tracking is switched off during microbatches where statistics are those of the
 minibatch; a momentum of 0 would let NaN into the buffers.

@@ -11,10 +11,11 @@ import torch
 
 from penstock.base.errors import InputError
 from penstock.base.values import one_of
+from penstock.engine.device import captured_graphs
 
 Backend = Literal["inductor", "aot_eager", "cudagraphs"]
 """By torch's names: Inductor, which makes fused kernels; operations as of eager mode in turn; the
-same captured in CUDA graphs."""
+same, captured on the accelerator."""
 
 CHOICES = ("inductor", "aot_eager")
 """What callers may choose."""
@@ -41,13 +42,13 @@ def replaying_on(devices: Iterable[torch.device]) -> Backend:
         InputError: there is none for them.
     """
     kinds = sorted({device.type for device in devices})
-    if kinds == ["cuda"]:
+    if len(kinds) == 1 and kinds[0] in captured_graphs.KINDS:
         return "cudagraphs"
     if kinds == ["cpu"]:
         return "inductor"
     raise InputError(
-        f"replay=True replays passes on CPUs, or as CUDA graphs, and the ranks of this process "
-        f"compute on {' and '.join(kinds)}; leave it out"
+        f"replay=True replays passes on CPUs or on {', '.join(captured_graphs.KINDS)}, and the "
+        f"ranks of this process compute on {' and '.join(kinds)}; leave it out"
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import fx
 
+from penstock.engine.device.captured_graphs import CapturedFunction
 from penstock.engine.stage.backends import Backend
 from penstock.engine.tracing.graph_parts import as_function
 from penstock.engine.tracing.joint import Decompositions
@@ -41,7 +42,5 @@ def compiled(part: fx.GraphModule, backend: Backend, num_weights: int) -> Run:
         return run
     run = as_function(part)
     if backend == "cudagraphs" and computes:
-        from penstock.engine.stage.cuda_graphs import CudaGraphPass
-
-        return CudaGraphPass(run, num_weights)
+        return CapturedFunction(run, num_weights)
     return run

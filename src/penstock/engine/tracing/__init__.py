@@ -8,6 +8,9 @@ without children stay whole (``exports``), and so do those whose code no graph c
 trace does not see is looked for (``unseen``). A model that cannot be traced is told by the line of
 its own code and what to write there instead (``lines``).
 
+``joint`` is another trace: a function's forward and backward as one graph of operations, which
+``graph_parts`` cuts into what runs one after the other.
+
 Decisions:
 
 Captured layers keep the model's own modules and keys. Modules without children stay calls, so batch

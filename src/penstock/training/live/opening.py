@@ -68,10 +68,10 @@ def stream(  # noqa: PLR0913 - everything that a user may want to say
             frame through which older gradients would come; before anything is learned through it.
             Never on an accelerator, where every frame would have to be waited for.
         replay: replay each stage's passes instead of running its layers: on CPUs as functions that
-            torch's Inductor compiles in the first frame, which takes seconds to minutes, on CUDA
-            devices as CUDA graphs. Results are those of eager mode to rounding; what would change
-            from frame to frame is refused, as for ``Pipeline(…, compile=True)``. Frames of which
-            nothing is learned run eagerly.
+            torch's Inductor compiles in the first frame, which takes seconds to minutes, on
+            accelerators as graphs that torch captures there. Results are those of eager mode to
+            rounding; what would change from frame to frame is refused, as for ``Pipeline(…,
+            compile=True)``. Frames that are only predicted run eagerly.
         devices, transport, seed, deadline_seconds, startup_seconds, message_types, record: as for
             ``Pipeline``.
 

@@ -19,14 +19,11 @@ from penstock.core.schedule import Op
 from penstock.engine.model import tree
 from penstock.engine.model.spine import NamedLayer
 from penstock.engine.stage.microbatch_graph import NotFinite
-from penstock.engine.stage.protocol import RunnableStage
+from penstock.engine.stage.protocol import LossOfTargets, RunnableStage
 from penstock.engine.tracing.lines import causes_of, lines_of
 
 _CALLS = frozenset({"_call_impl", "_wrapped_call_impl"})
 """Functions of torch by which every module is called."""
-
-CRITERION = "criterion"
-"""The function by which a rank calls the loss (``work``)."""
 
 _LIKE_THOSE = "give inputs like those that were profiled, or profile and plan with such as these"
 _TARGETS = "see whether outputs and targets are what this loss takes, as in loss(model(x), targets)"
@@ -140,11 +137,11 @@ def _of_frame(
     frame: FrameType, layers: Mapping[int, NamedLayer], profiled: Mapping[str, str]
 ) -> _CallSite | None:
     function, held = frame.f_code.co_name, frame.f_locals
-    if function == CRITERION and {"outputs", "targets", "loss"} <= {*held}:
-        outputs, targets = (tree.shapes(held[name]) for name in ("outputs", "targets"))
-        name = "the loss or a metric" if held.get("metrics") else "the loss"
-        return _CallSite(name, f"outputs {outputs} and targets {targets}", is_loss=True)
     module = held.get("self")
+    if isinstance(module, LossOfTargets) and "outputs" in held:
+        outputs, targets = tree.shapes(held["outputs"]), tree.shapes(module.targets)
+        name = "the loss" if module.look is None else "the loss or a metric"
+        return _CallSite(name, f"outputs {outputs} and targets {targets}", is_loss=True)
     layer = layers.get(id(module)) if function in _CALLS else None
     if layer is None or not isinstance(module, nn.Module):
         return None

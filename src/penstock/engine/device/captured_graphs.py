@@ -1,4 +1,4 @@
-"""Passes captured in CUDA graphs, by the rules that torch documents for ``torch.cuda.graph``.
+"""Functions captured in CUDA graphs, by the rules that torch documents for ``torch.cuda.graph``.
 
 Nobody has run this on hardware yet: ``make gpu`` has the tests.
 """
@@ -21,7 +21,16 @@ _NUM_WARM_UPS = 3
 """As torch's page says: libraries allocate and choose kernels in their first calls."""
 
 
-class CudaGraphPass:
+KINDS = ("cuda",)
+"""The kinds of device on which work can be captured."""
+
+UNTRIED = (
+    "replay=True captures CUDA graphs, which nobody has run on hardware yet: compare with eager"
+)
+"""Said where it is wanted, as long as it is true."""
+
+
+class CapturedFunction:
     """A function of tensors on one CUDA device that overwrites none of them; captured in the first
     call, and replayed from then on.
 
