@@ -48,6 +48,8 @@ class Layer(Value, frozen=True, kw_only=True):
         collective_seconds: of forward and backward, what tensor ranks exchange; 0 in a profile.
         update_seconds: the optimizer's step on its parameters, once per minibatch.
         activation_bytes: what autograd keeps from forward until backward.
+        loss_bytes: of these, what the loss behind the last layer keeps: it does not run again where
+            layers do.
         held_input_bytes: its input, if autograd does not keep that anyway; what a stage that begins
             with it holds besides.
         weight_kept_bytes: what stays between the two halves of a split backward.
@@ -91,6 +93,7 @@ class Layer(Value, frozen=True, kw_only=True):
     collective_seconds: float = 0.0
     update_seconds: float = 0.0
     activation_bytes: int = 0
+    loss_bytes: int = 0
     held_input_bytes: int = 0
     weight_kept_bytes: int = 0
     workspace_bytes: int = 0

@@ -54,6 +54,14 @@ def plan_for(name: str, model: nn.Module, recompute="none") -> Plan:
     return replace(plan, schedule=schedule, stages=tuple(stages))
 
 
+def sharded_for(name: str, model: nn.Module, kept: str, recompute="none") -> Plan:
+    """With hybrids, ranks 0 and 1 have all weights together, and 2 and 3 do."""
+    kept, *hybrid = kept.split(", ")
+    plan = plan_for(name, model, recompute).with_reducer("fully-sharded", gathered_for=kept)
+    levels = ((0, 0, 1, 1),) if hybrid else ()
+    return plan.edited(summing=replace(plan.summing, levels=levels))
+
+
 def pipeline_of(plan: Plan, model: nn.Module, **options) -> pk.Pipeline:
     return pk.Pipeline(
         model, plan, **{
@@ -73,11 +81,12 @@ def one_device() -> list[str]:
         ("chimera", "none", {}),
     ]
     found = []
-    for (name, recompute, options), kept in product(cases, EVERY):
+    hybrids = [(case, f"{kept}, hybrid") for case, kept in product(cases[4:5], EVERY)]
+    for (name, recompute, options), kept in [*product(cases, EVERY), *hybrids]:
         given = {key: make() if callable(make) else make for key, make in options.items()}
         theirs = {key: make() if callable(make) else make for key, make in options.items()}
         model, alone = (make_mlp(dropout=0.0, dtype=DOUBLE) for _ in range(2))
-        plan = plan_for(name, model, recompute).with_reducer("fully-sharded", gathered_for=kept)
+        plan = sharded_for(name, model, kept, recompute)
         reference = OneDevice(alone, plan.num_microbatches, optimizer=adamw, **theirs)
         far = 0.0
         with pipeline_of(plan, model, **given) as pipeline:
@@ -174,12 +183,17 @@ def checkpoint(folder: Path) -> list[str]:
         ("1f1b 1-3", "fully-sharded", "step"),
         ("gpipe 4", "sharded", "step"),
         ("1f1b 4", "fully-sharded", "use"),
+        ("1f1b 4", "fully-sharded", "use, hybrid"),
         ("gpipe 3-1", "owners", "step"),
     ]
     for number, (name, reducer, kept) in enumerate(layouts):
         plan = plan_for(name, make_mlp())
+        if "hybrid" in kept:  # threads add in the same order
+            plan = plan.edited(summing=replace(plan.summing, levels=((0, 0, 1, 1),)))
         expected = going_on(plan, own, 2 * number, transport="threads")
-        sharded = plan.with_reducer(reducer, gathered_for=kept)
+        sharded = plan.with_reducer(reducer)
+        if reducer == "fully-sharded":
+            sharded = sharded_for(name, make_mlp(), kept)
         got = going_on(sharded, folder / "run", 2 * number)
         found += [f"{name}: {k}" for k, v in got.items() if not torch.equal(v, expected[k])]
         dist.barrier()

@@ -289,6 +289,7 @@ def _layer_as_seen(problem: LayoutProblem, layer: Layer, sharing: Sharing, step:
         collective_seconds=step.forward.seconds + step.backward.seconds,
         update_seconds=layer.update_seconds * parameters + summed,
         activation_bytes=max(_part(layer.activation_bytes, kept), ceil(copied)),
+        loss_bytes=_part(layer.loss_bytes, kept),
         held_input_bytes=_part(layer.held_input_bytes, reads),
         weight_kept_bytes=_part(layer.weight_kept_bytes, most),
         workspace_bytes=_part(layer.workspace_bytes, most),

@@ -309,8 +309,8 @@ class Task:
         columns["recompute_seconds"] = map(_again_seconds, layers)
         columns["gradient_bytes"] = [layer.summed_bytes for layer in layers]
         columns["again_input_bytes"] = [
-            held if begins else 0.0
-            for held, begins in zip(self.input_bytes, self.begins_unit, strict=False)
+            layer.loss_bytes + (held if begins else 0.0)
+            for layer, held, begins in zip(layers, self.input_bytes, self.begins_unit, strict=False)
         ]
         return {name: list(accumulate(column, initial=0)) for name, column in columns.items()}
 
@@ -485,7 +485,7 @@ class Task:
             if index == start or self.begins_unit[index]:
                 room, held = 0.0, 0.0
             room = max(room, layer.workspace_bytes)
-            held += layer.activation_bytes if again else 0
+            held += layer.activation_bytes - layer.loss_bytes if again else 0
             most = max(most, room + held)
             needed.append(most)
         return needed

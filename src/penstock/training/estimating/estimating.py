@@ -54,6 +54,7 @@ from penstock.training.profiler.alone.measuring import found_parts, layers_of, w
 from penstock.training.profiler.alone.parts import PartsWatch
 from penstock.training.profiler.alone.passes import (
     HandedOn,
+    JudgedRun,
     Passes,
     RunLayer,
     handed_on,
@@ -361,7 +362,9 @@ class _CountingBench:
             for module, own in zip(self._modules, self._parts, strict=True)
         ]
         with self._as_on_device(), counter:
-            footprints = measure_footprints(self._modules, watched, sample.inputs, watches)
+            footprints = measure_footprints(
+                self._modules, watched, sample.inputs, watches, JudgedRun.of(self._layers, sample)
+            )
         until = [0.0, *accumulate(seconds_of_each(counter.kernels, self._pace))]
         gauge = MetaGauge()
         with self._as_on_device(), gauge:

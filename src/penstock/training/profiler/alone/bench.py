@@ -4,7 +4,7 @@ the memory that they keep or need while they run, whether they draw random numbe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -26,6 +26,7 @@ from penstock.training.profiler.alone.experts import ExpertsWatch
 from penstock.training.profiler.alone.parts import PartSizes, PartsWatch, timed_shares
 from penstock.training.profiler.alone.passes import (
     HandedOn,
+    JudgedRun,
     RunLayer,
     handed_on,
     runs_of,
@@ -122,7 +123,8 @@ class Bench:
         watches = [
             PartsWatch(*pair, self.clock.now) for pair in zip(modules, self._parts, strict=True)
         ]
-        footprints = measure_footprints(modules, watched, sample.inputs, watches)
+        judge = JudgedRun.of(self._layers, sample)
+        footprints = measure_footprints(modules, watched, sample.inputs, watches, judge)
         shares = timed_shares(self._layers, self._parts, runs, sample.inputs, self.clock)
         workspaces = [0] * len(runs)
         if self._gauge is not None:
@@ -194,6 +196,7 @@ class Footprint(NamedTuple):
 
     Attributes:
         activation: what autograd keeps from forward to backward and no earlier layer keeps.
+        loss: of these, what the loss behind the last layer keeps: it does not run again with it.
         held_input: its input, if neither it nor an earlier layer keeps that anyway. A stage that
             begins with the layer holds it, because the gradient is handed back by it.
         weight_kept: what stays from the input gradient until the weight gradient of a split
@@ -203,6 +206,7 @@ class Footprint(NamedTuple):
     """
 
     activation: int
+    loss: int
     held_input: int
     weight_kept: int
     input_shape: str
@@ -214,6 +218,7 @@ def measure_footprints(
     runs: Sequence[RunLayer],
     inputs: Any,
     watches: Sequence[PartsWatch],
+    judge: JudgedRun | None,
 ) -> list[Footprint]:
     """Run layers one after the other, and measure what each keeps.
 
@@ -221,6 +226,7 @@ def measure_footprints(
         runs: the same as functions, cut off from each other; the last may go on to the loss.
         inputs: the first layer's; they are not overwritten.
         watches: of each layer's parts.
+        judge: the last layer and the loss, if there is one.
     """
     owners = {
         tensor.untyped_storage()._cdata: _NOBODY
@@ -245,9 +251,14 @@ def measure_footprints(
             values.append(run(value))
         alive.append(value)  # so that no storage address is used twice
         kept.append(watch.kept_bytes)
+    losses = [0] * len(runs)
+    if judge is not None:
+        held = {address for address, owner in owners.items() if owner == _NOBODY}
+        losses[-1] = min(_loss_kept(judge, alive[-1], held), kept[-1])
     return [
         Footprint(
             kept[index],
+            losses[index],
             sum(
                 size
                 for address, size in _storages(tree.tensors(values[index])).items()
@@ -259,6 +270,26 @@ def measure_footprints(
         )
         for index, run in enumerate(runs)
     ]
+
+
+def _loss_kept(judge: JudgedRun, value: Any, held: Collection[int]) -> int:
+    """Bytes that the loss keeps of what the last layer makes of a value.
+
+    Args:
+        held: addresses of storages that are there anyway.
+    """
+    _, outputs = cut(without_skips(judge.last(_cloned(value))), wants_gradient=True)
+    saved: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = judge.loss(outputs, judge.targets)
+    storages = _storages(saved)
+    del result
+    return sum(size for address, size in storages.items() if address not in held)
 
 
 def _have_rows(value: Any, rows: torch.Size) -> bool:

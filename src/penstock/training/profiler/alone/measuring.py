@@ -235,6 +235,7 @@ def with_costs(blank: Layer, costs: Measured) -> Layer:
         split_seconds=times.split,
         recompute_seconds=times.recompute,
         activation_bytes=footprint.activation,
+        loss_bytes=footprint.loss,
         held_input_bytes=footprint.held_input,
         input_shape=footprint.input_shape,
         weight_kept_bytes=footprint.weight_kept,

@@ -48,6 +48,28 @@ def runs_of(layers: Sequence[NamedLayer], loss: Loss | None, targets: Any) -> li
     return runs
 
 
+class JudgedRun(NamedTuple):
+    """The last layer, and the loss behind it.
+
+    Attributes:
+        last: the layer as a function.
+        loss, targets: of one microbatch.
+    """
+
+    last: RunLayer
+    loss: Loss
+    targets: Any
+
+    @classmethod
+    def of(cls, layers: Sequence[NamedLayer], sample: Sample) -> JudgedRun | None:
+        """That of a model, if the sample has a loss."""
+        if sample.loss is None:
+            return None
+        return cls(
+            partial(_run_named, layers[-1], _run_of(layers[-1])), sample.loss, sample.targets
+        )
+
+
 def _judged(last: RunLayer, loss: Loss, targets: Any, value: Any) -> Tensor:
     """The loss of what the last layer makes of a value.
 
