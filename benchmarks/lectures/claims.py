@@ -161,8 +161,8 @@ class LargeRun(NamedTuple):
 
 LARGE_RUNS = (
     LargeRun("GPT 2.2 B", 1, 8, (64, 256), (1, 2, 4)),
-    LargeRun("GPT 2.2 B", 8, 8, (512,), (4, 8)),
-    LargeRun("GPT 3.8 B", 8, 16, (512,), (4, 8)),
+    LargeRun("GPT 2.2 B", 8, 8, (128, 512), (2, 4)),
+    LargeRun("GPT 3.8 B", 8, 16, (256, 512), (2, 4)),
 )
 LARGE_DEPTHS = (8, 16, 32)
 LARGE_OVER_GPIPE, LARGE_OVER_TENSOR = 3.2, 20

@@ -43,7 +43,7 @@ def _images(host: str, machines: int, seconds: float) -> float:
 def summation_servers() -> Iterator[Answer]:
     """Four machines: the ways to sum, and how many machines help."""
     yield _architectures()
-    yield _exchange_alone()
+    yield exchange_alone()
     for host, title in ((_NVLINK, "NVLink"), (_PCIE, "PCIe only")):
         alone = _step_seconds(host, _MACHINES, "all-reduce")
         ratios = [1.0] + [
@@ -80,7 +80,8 @@ def _architectures() -> Answer:
     )
 
 
-def _exchange_alone() -> Answer:
+def exchange_alone() -> Answer:
+    """What servers do to the time of the sums by themselves."""
     num_bytes = sum(layer.parameter_bytes for layer in graph_of(_MODEL, "v100-sxm2").layers)
     reduced = 2 * (_MACHINES - 1) / _MACHINES * num_bytes / _CARD_BYTES_PER_SECOND
     seconds = [

@@ -1,4 +1,8 @@
-"""PipeDream-2BW's transformers: GPT of 2.2 and 3.8 billion parameters over batch and depth."""
+"""PipeDream-2BW's transformers: GPT of 2.2 and 3.8 billion parameters over batch and depth.
+
+A pipeline is planned by itself. Where there are copies of it, the time of their sums is 2BW's own
+formula: 2(w−1)/w of a host's weights over its card.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +26,7 @@ from benchmarks.lectures.measured import figure
 from penstock.demo import GPT, loss
 
 _LENGTH, _VOCABULARY, _HOST = 512, 51200, "cluster-b"
+_DEVICES, _CARD_BYTES_PER_SECOND = 8, 0.77 * 3.125e9
 _MEMORY_BYTES = 16 * 10**9
 """The V100 of AWS p3.16xlarge; the catalogue's has twice as much."""
 
@@ -79,36 +84,47 @@ def pipelined(run: LargeRun, schedule: str, batch: int, depth: int | None = None
     """Rows per second of equal copies of a pipeline on all devices, with the best microbatch: the
     largest that fits where nothing is ever flushed."""
     depth = depth or run.depth
-    width = run.num_devices // depth
+    own = batch * depth // run.num_devices
     flushes = schedule != "pipedream-2bw"
     # With fewer microbatches, a pass of 2BW would need a third version.
-    least = width if flushes else width * (depth - 1)
+    least = 1 if flushes else depth - 1
     seconds: list[float] = []
     for rows in reversed(run.microbatch_rows):
-        if batch // rows < least or (seconds and not flushes):
+        if own // rows < least or (seconds and not flushes):
             continue
         try:
             plan = _plan(
-                SIZES[run.model], run.hosts, batch, schedule=schedule, replicas=(width,) * depth,
-                microbatches=batch // rows,
+                SIZES[run.model], depth // _DEVICES, own, schedule=schedule,
+                replicas=(1,) * depth, microbatches=own // rows,
             )  # fmt: skip
         except pk.PlanError:  # too large
             continue
-        seconds.append(plan.step_seconds)
+        seconds.append(_with_copies(run, plan.step_seconds, depth, hides=not flushes))
     return batch / min(seconds)
 
 
 def split_inside_layers(run: LargeRun, batch: int) -> float:
     """Rows per second of Megatron's model parallelism, with copies on all devices."""
-    copies = run.num_devices // run.depth
+    own = batch * run.depth // run.num_devices
     plans = (
         _plan(
-            SIZES[run.model], run.hosts, batch, schedule="1f1b", stages=1, tensor_ranks=run.depth,
-            replicas=(copies,), microbatches=batch // rows,
+            SIZES[run.model], run.depth // _DEVICES, own, schedule="1f1b", stages=1,
+            tensor_ranks=run.depth, microbatches=own // rows,
         )
         for rows in run.microbatch_rows
     )  # fmt: skip
-    return batch / min(plan.step_seconds for plan in plans)
+    seconds = min(plan.step_seconds for plan in plans)
+    return batch / _with_copies(run, seconds, run.depth, hides=False)
+
+
+def _with_copies(run: LargeRun, seconds: float, depth: int, hides: bool) -> float:
+    """Seconds of a step of copies, of which one alone takes ``seconds``: their sums cross the card
+    of each host behind the next minibatch, or after this one."""
+    width = run.num_devices // depth
+    num_bytes = sum(layer.parameter_bytes for layer in transformer(SIZES[run.model]).layers)
+    on_a_host = num_bytes * _DEVICES / depth
+    exchange = 2 * (width - 1) / width * on_a_host / _CARD_BYTES_PER_SECOND
+    return max(seconds, exchange) if hides else seconds + exchange
 
 
 def two_buffers() -> Iterator[Answer]:
@@ -130,6 +146,9 @@ def two_buffers() -> Iterator[Answer]:
             "more with larger batches",
             " ".join(f"{rate:.0f}" for rate in own),
             holds=never_falls(own),
+            note="2BW has nothing to flush; one host has nothing to sum."
+            if run.hosts == 1
+            else "Copies' sums are behind compute: 2(w−1)/w of a host's weights over its card.",
         )
         yield Answer(
             f"2BW over GPipe, {where}",
@@ -139,14 +158,14 @@ def two_buffers() -> Iterator[Answer]:
             measured=figure("2BW over GPipe"),
             note="Penstock's GPipe runs forward twice only where memory asks for it.",
         )
-        crosses = run.depth > 8
+        crosses = run.depth > _DEVICES
         yield Answer(
             f"2BW over Megatron's model parallelism, {where}",
             f"up to {LARGE_OVER_TENSOR}×" if crosses else "a curve",
             times(over_tensor),
             max(over_tensor) / LARGE_OVER_TENSOR if crosses else None,
             None if crosses else min(over_tensor) > 1,
-            "Sixteen ranks share each layer over two hosts, and all-reduce over their cards."
+            "Sixteen ranks share each layer over two hosts, and sum over their cards."
             if crosses else "NVLink carries the sums inside of layers.",
         )  # fmt: skip
     yield from depths(LARGE_RUNS[1])
@@ -187,7 +206,7 @@ def _fits(sizes: Sizes, run: LargeRun, batch: int, depth: int, rows: int, recomp
     own = max(batch * depth // run.num_devices, rows * (depth - 1))
     try:
         _plan(
-            sizes, depth // 8, own // rows * rows, schedule="pipedream-2bw",
+            sizes, depth // _DEVICES, own // rows * rows, schedule="pipedream-2bw",
             replicas=(1,) * depth, microbatches=own // rows, recompute=recompute,
         )  # fmt: skip
     except pk.PlanError:

@@ -35,7 +35,6 @@ WITHOUT_TIMES = {
     "benchmarks.network.shaped_network",  # a tool
     "benchmarks.predicting.published",  # times of others
     "benchmarks.predicting.published_ranks",  # likewise
-    "benchmarks.lectures.__main__",  # times of others
     "benchmarks.common.page",  # writes what others have measured
 }
 

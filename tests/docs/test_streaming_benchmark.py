@@ -12,7 +12,7 @@ from torch import nn
 from benchmarks.streaming.learners import DoubleBuffered, Learner, Seldom, Sideways, Stashed
 from benchmarks.streaming.runs import NUM_WINDOWS, Book, Setting
 from benchmarks.streaming.sources import SOURCES, change, shapes
-from benchmarks.streaming.speed_up import FRAME_SECONDS, NETWORKS, Case
+from benchmarks.streaming.speed_up import Shares
 from penstock import versions
 from penstock.trial.reference.delayed_replay import DelayedReplay
 
@@ -109,7 +109,8 @@ def test_faster_shapes_change_more():
     assert all(less < more for less, more in pairwise(changes))
 
 
-def test_hops_are_free_up_to_half_a_tick():
-    ticks = [Case(NETWORKS[1], 2, hop, "partime") for hop in (0.0, 0.5, 1.0)]
-    assert ticks[1].beat == ticks[0].beat == max(ticks[0].stages) < ticks[2].beat
-    assert sum(ticks[0].stages) == pytest.approx(FRAME_SECONDS)
+def test_a_device_has_neighbouring_layers_and_the_slowest_one_limits_the_rest():
+    shares = Shares((1.0, 1.0, 2.0, 4.0), 2)
+    assert shares.stages == (4.0, 4.0)
+    assert shares.speed_up == 2.0
+    assert shares._replace(num_devices=4).speed_up == 2.0
