@@ -19,6 +19,8 @@ from penstock.base.units import format_seconds
 
 _LOOKS_SECONDS = 0.1
 """After so long somebody looks whether a search that has an answer has time left."""
+_LEAST_SECONDS, _MOMENT_SECONDS = 2.0, 0.3
+"""For the explanation of an answer that was soon there, and where there is no time left."""
 
 
 def _tell_nobody(_: str) -> None: ...
@@ -66,6 +68,14 @@ class PlanningPatience:
             if not has_answer():
                 raise
             self._why = "when interrupted"
+
+    @property
+    def as_long_again(self) -> PlanningPatience:
+        """The time for what explains an answer: as long as it took, a few seconds at least, but
+        hardly any that this one has not."""
+        spent = monotonic() - self._began
+        left = 0.0 if self.is_over else self._seconds - spent
+        return PlanningPatience(min(max(spent, _LEAST_SECONDS), left + _MOMENT_SECONDS))
 
     def note(self, seconds: float, bound: float) -> None:
         """Say how far the search is: the best plan takes ``seconds``, none takes less than
