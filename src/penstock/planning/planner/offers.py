@@ -287,9 +287,7 @@ def _with_shapes(shapes: Sequence[ReplicaShape], constraints: Constraints) -> It
             yield Offer(family, devices, policy, counts, (), _rule(constraints, policy))
 
 
-def neighbours(
-    task: Task, setting: Setting, moves: Iterable[tuple[int, int]]
-) -> Iterator[Offer]:
+def neighbours(task: Task, setting: Setting, moves: Iterable[tuple[int, int]]) -> Iterator[Offer]:
     """Offers that differ from a setting by one replica moved from a stage to another, where devices
     keep their order; or by two unlike devices that change places, one of which may have been
     idle.

@@ -42,7 +42,8 @@ class PlanningPatience:
     def __init__(
         self, seconds: float | None = None, tell: Callable[[str], None] = _tell_nobody
     ) -> None:
-        self._seconds, self._began, self._tell = seconds or inf, monotonic(), tell
+        self._seconds = inf if seconds is None else seconds
+        self._began, self._tell = monotonic(), tell
         self._why = ""
 
     @property
@@ -60,7 +61,7 @@ class PlanningPatience:
             KeyboardInterrupt: somebody presses Ctrl-C before there is an answer.
         """
         try:
-            with _Alarm(lambda: self.is_over and has_answer(), is_set=self._seconds < inf):
+            with _Waker(lambda: self.is_over and has_answer(), is_set=self._seconds < inf):
                 search()
         except OutOfPatience:
             pass
@@ -87,7 +88,7 @@ class PlanningPatience:
         return f"stopped {self._why}{_behind(seconds, bound)}" if self._why else ""
 
 
-class _Alarm:
+class _Waker:
     """A context that its thread leaves by ``OutOfPatience`` some time after it is due.
 
     Args:

@@ -496,7 +496,10 @@ class Task:
             least = min(1.0, crowded)
             return [least / self.cluster.devices[device].speed for device in used]
         return [
-            min(self.pace((device,), used, mode).passes, crowded / self.cluster.devices[device].speed)
+            min(
+                self.pace((device,), used, mode).passes,
+                crowded / self.cluster.devices[device].speed,
+            )
             for device in used
         ]
 

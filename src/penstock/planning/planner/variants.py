@@ -219,7 +219,9 @@ def widths(task: Task) -> Iterator[int]:
     """The sizes of groups worth trying: powers of two, up to all devices; of many hosts, no more
     than one has, since groups that straddle hosts wait for their cards in every layer."""
     count, width = len(task.cluster.devices), 2
-    largest = max(Counter(host for host in task.topology.hosts if host >= 0).values(), default=count)
+    largest = max(
+        Counter(host for host in task.topology.hosts if host >= 0).values(), default=count
+    )
     while width <= min(count, max(largest, _FEW_TENSOR_RANKS)):
         yield width
         width *= 2
