@@ -53,7 +53,7 @@ CASES = {
 
 def deep_chain(num_layers: int, seed: int = 1) -> LayerGraph:
     """Random layers, each with 60 MB of weights, gradients and Adam's state in the mean, and 10 MB
-    that a microbatch keeps: 700 MiB hold a dozen, and of few of their activations more than one microbatch."""
+    that a microbatch keeps, so that 700 MiB hold few layers with what is in flight."""
     chance = random.Random(seed)
     layers = tuple(
         Layer(

@@ -3,8 +3,8 @@
     python -m benchmarks.planning.search_and_scale [--largest 4096]
 
 Builds and simulates 1F1B on p = 1,024 for growing m (each size in a process of its own, so that its
-peak memory is its own), times zb-auto for growing sizes, and compares zb-auto with the proven
-optimum on small random pipelines.
+peak memory is its own), times zb-auto for growing sizes, plans deep models on large clusters, and
+compares zb-auto with the proven optimum on small random pipelines.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common.alone import publish
+from benchmarks.planning.large_plans import print_plans
 from penstock import Costs, schedules, simulate
 
 SMALL = [(2, 2), (2, 4), (2, 8), (4, 4), (3, 4), (3, 5), (5, 3), (8, 2)]
@@ -108,6 +109,7 @@ def main() -> None:
     console = Console(width=120)
     scale(console, arguments.ranks, arguments.largest)
     search_times(console)
+    print_plans(Console(width=140))
     gaps = gaps_to_the_optimum(arguments.instances)
     mean = sum(gap for gap, *_ in gaps) / len(gaps)
     exact = sum(gap < 1e-6 for gap, *_ in gaps)

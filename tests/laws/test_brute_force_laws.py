@@ -6,14 +6,25 @@ Cases are new each time; a failure prints the seed of its case, which ``PENSTOCK
 from __future__ import annotations
 
 import os
+from dataclasses import fields
 from math import inf
 from random import SystemRandom
 
 import pytest
 
+from benchmarks.planning.large_plans import deep_chain, flat_cluster
 from penstock.base.units import format_seconds
+from penstock.planning.planner.cuts import candidates
+from penstock.planning.planner.limits import lacks_room
+from penstock.planning.planner.offers import Offer
 from penstock.planning.planner.task import Task
-from tests.kit.brute_force import any_that_fits, best_of_all, small_case, uniform_layouts
+from tests.kit.brute_force import (
+    any_that_fits,
+    best_of_all,
+    every_setting,
+    small_case,
+    uniform_layouts,
+)
 from tests.kit.examples import TIMES
 from tests.kit.planning import attempt
 
@@ -46,6 +57,31 @@ def test_a_plan_is_within_one_percent_of_the_best_there_is_and_none_is_refused_t
             slower[number] = f"{format_seconds(found.step_seconds)} for {best.seconds:.4g}: {best}"
     assert not refused
     assert not slower
+
+
+def test_what_lacks_room_or_takes_too_long_was_worth_nothing(seed):
+    """Offers are passed over for lack of room only where nothing fits, and cuts that may take so
+    long are the best ones of all where these do."""
+    for number in range(seed, seed + 2 * TIMES):
+        graph, cluster, microbatches = small_case(number, 4)
+        task = Task(graph, cluster, microbatches)
+        for setting in every_setting(task):
+            terms = {own.name: getattr(setting, own.name) for own in fields(Offer)}
+            found = candidates(task, setting)
+            assert not (found and lacks_room(task, setting.devices, setting.replicas)), number
+            for candidate in found:
+                promised = Offer(**terms).least_seconds(task)
+                assert promised <= candidate.seconds * (1 + 1e-9), number
+            least = min((candidate.seconds for candidate in found), default=inf)
+            again = candidates(task, setting, most_seconds=least)
+            assert min((own.seconds for own in again), default=inf) == least, number
+
+
+def test_a_deep_model_with_little_memory_is_never_slower_than_equal_pipelines():
+    graph, cluster = deep_chain(40), flat_cluster(8, 500)
+    layouts = uniform_layouts(Task(graph, cluster, 32))
+    best = min(layout.seconds for layout in layouts if layout.fits)
+    assert attempt(graph, cluster, microbatches=32).step_seconds <= best * WITHIN
 
 
 def test_a_plan_is_never_slower_than_equal_pipelines_of_equally_many_layers(seed):

@@ -3,6 +3,8 @@ the last bit."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -11,7 +13,7 @@ from penstock.base.errors import InputError
 from penstock.core.schedule.lower import add_recompute, add_update
 from penstock.core.schedule.op import Kind
 from penstock.core.timing.costs import Exchange
-from penstock.core.timing.simulator.step import step_of
+from penstock.core.timing.simulator.step import step_of, two_pipelines
 from tests.kit.helpers import amounts
 
 FAMILIES = (
@@ -79,6 +81,38 @@ def test_a_step_without_its_timeline_is_as_long(data):
         done = [span.end for span in spans if span.op.kind is not Kind.UPDATE]
         assert max(updates) == updated
         assert max(done) == handed_in
+
+
+@given(st.data())
+def test_two_of_equal_pipelines_beside_cards_of_their_own_take_as_long_as_all(data):
+    num_stages, width = data.draw(st.integers(1, 4)), data.draw(st.integers(3, 5))
+    num_ranks = num_stages * width
+    schedule = schedules.build(
+        data.draw(st.sampled_from(["1f1b", "gpipe"])),
+        num_ranks=num_ranks,
+        num_microbatches=data.draw(st.integers(width, 12)),
+        replicas=(width,) * num_stages,
+    )
+    near = data.draw(st.sampled_from(["pipelines", "copies", "nobody", "any"]))
+    hosts = {
+        "pipelines": [rank % width for rank in range(num_ranks)],
+        "copies": [rank // width for rank in range(num_ranks)],
+        "nobody": [*range(num_ranks)],
+        "any": data.draw(st.lists(st.integers(0, 3), min_size=num_ranks, max_size=num_ranks)),
+    }[near]
+    costs = replace(data.draw(costs_for(num_stages)), cards=tuple(range(num_ranks)), hosts=hosts)
+    two = two_pipelines(schedule, costs)
+    assert two is not None or near == "any" or schedule.num_microbatches % width
+    if two is not None:
+        assert two[0].num_ranks == 2 * num_stages
+        alone = simulate(add_update(two[0]), two[1])
+        assert alone.makespan == simulate(add_update(schedule), costs).makespan
+
+
+def test_pipelines_that_share_cards_are_not_taken_for_each_other():
+    schedule = schedules.build("1f1b", num_ranks=6, num_microbatches=6, replicas=(3, 3))
+    shared = Costs(cards=(0, 0, 1, 2, 2, 3), hosts=(0, 0, 1, 2, 2, 3))
+    assert two_pipelines(schedule, shared) is None
 
 
 def test_what_ranks_share_takes_a_whole_simulation():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from time import monotonic
+
 import pytest
 from msgspec.structs import replace
 
@@ -30,6 +33,65 @@ def test_ctrl_c_gives_the_best_so_far(monkeypatch):
     assert "(stopped when interrupted, at most " in early.reason
     bound = float(early.reason.split("at most ")[1].split("%")[0]) / 100
     assert best.step_seconds <= early.step_seconds <= (1 + bound + 0.01) * best.step_seconds
+
+
+@pytest.fixture
+def endless(monkeypatch):
+    """Whatever is entered behind the first candidate that fits takes for ever."""
+    enter = race.Race._enter
+
+    def entered(self, candidate):
+        while self.contenders:
+            sum(range(100))
+        enter(self, candidate)
+
+    monkeypatch.setattr(race.Race, "_enter", entered)
+
+
+def test_patience_ends_inside_of_what_takes_long_in_any_thread(endless):
+    request = {"microbatches": 4, "patience_seconds": 0.1}
+    assert "(stopped after 100 ms" in plan(GRAPH, devices(4), **request).reason
+    with ThreadPoolExecutor(1) as other:
+        early = other.submit(plan, GRAPH, devices(4), **request).result(timeout=60)
+    assert "(stopped after 100 ms" in early.reason
+
+
+def test_who_ends_in_time_is_not_woken_later(monkeypatch):
+    monkeypatch.setattr("penstock.planning.planner.patience._LOOKS_SECONDS", 1e-4)
+    for _ in range(50):
+        patience, ended = PlanningPatience(1e-9), monotonic() + 1e-3
+        patience.spend(lambda ended=ended: [monotonic() < ended] * 100, lambda: True)
+        while monotonic() < ended:
+            sum(range(100))
+        assert patience.is_over
+
+
+def test_without_an_answer_the_search_goes_on_and_ctrl_c_is_ctrl_c(monkeypatch):
+    monkeypatch.setattr("penstock.planning.planner.patience._LOOKS_SECONDS", 1e-4)
+    answers = []
+
+    def search():
+        began = monotonic()
+        while monotonic() < began + 0.05:
+            sum(range(100))
+        answers.append("late")
+
+    PlanningPatience(1e-9).spend(search, lambda: bool(answers))
+    assert answers == ["late"]
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        PlanningPatience().spend(interrupted, lambda: False)
+
+
+def test_an_explanation_takes_no_longer_than_the_answer(monkeypatch):
+    monkeypatch.setattr("penstock.planning.planner.patience._LEAST_SECONDS", 0.0)
+    monkeypatch.setattr("penstock.planning.planner.patience._MOMENT_SECONDS", 0.0)
+    early = plan(GRAPH, devices(4), microbatches=4, patience_seconds=1e-9)
+    assert "single device" in [row.label for row in early.alternatives]
+    assert PlanningPatience(1e-9).as_long_again.is_over
 
 
 def test_ctrl_c_before_there_is_a_plan_is_ctrl_c(monkeypatch):

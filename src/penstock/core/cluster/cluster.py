@@ -422,7 +422,8 @@ def _through(link: Link, cards: Iterable[Card | None]) -> Link:
 def only(cluster: Cluster, chosen: Collection[int]) -> Cluster:
     """A cluster with some devices of another, by their indices, in its order. Groups that have none
     of them are left out."""
-    devices = tuple(device for index, device in enumerate(cluster.devices) if index in set(chosen))
+    wanted = set(chosen)
+    devices = tuple(device for index, device in enumerate(cluster.devices) if index in wanted)
     names = {device.name for device in devices}
     members = {group.name: set(group.members) for group in cluster.groups}
     while True:

@@ -21,8 +21,11 @@ cuts are exact for each setting; lower bounds, never estimates, decide what need
 and a test holds each bound against the simulation. Replicas of the winner are then moved from stage
 to stage as long as that helps, because no proposal knows the start and the end of a step.
 
-What no memory holds is refused before anything is searched (``limits.least_excess``); a test holds
-that bound, too, against what candidates need.
+What no memory holds is refused before anything is searched (``limits.least_excess``), and offers
+whose ranks have no room for the weights are not built (``limits.lacks_room``); tests hold these
+bounds, too, against what candidates need. Of deep models, two things are guessed: a schedule that
+came nowhere near the best with more ranks is not built for fewer, and of many stages only the
+busiest give layers away.
 
 Memory is part of the cut, not a filter behind it: for every stage, first and last layer, a table
 tells how much the order of the ops keeps (``schedule.memory.loads``, exact for ranks with one

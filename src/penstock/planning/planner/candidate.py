@@ -128,9 +128,10 @@ class Candidate(CutSetting):
         time."""
         setting = self.setting
         asynchronous = setting.versions.asynchronous
-        if self._cards or (asynchronous and max(setting.all_replicas) > 1):
-            return self.num_ops
         alike = not asynchronous and setting.is_single and len({*setting.all_replicas}) == 1
+        if self._cards or (asynchronous and max(setting.all_replicas) > 1):
+            apart = alike and len({*self._cards}) == setting.num_ranks
+            return 2 * self.num_ops // max(setting.all_replicas[0], 2) if apart else self.num_ops
         return self.num_ops // ((setting.all_replicas[0] if alike else 1) * _QUICKER) + 1
 
     @cached_property

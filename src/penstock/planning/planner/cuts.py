@@ -304,16 +304,19 @@ def _balance(
     task: Task, setting: Setting, memory: MemoryLimits, most_seconds: float = inf
 ) -> list[tuple[int, ...]]:
     """Where to cut: by compute alone, and with the hops."""
-    paces = [
-        task.pace(devices, setting.devices, setting.mode).passes for devices in setting.devices_of
+    costs = [sum(task.compute_seconds[start:stop]) for start, stop in pairwise(task.places)]
+    longest = _longest(setting, memory)
+    if len(costs) < setting.num_stages or (
+        longest and (not longest[-1] or sum(longest) < len(costs))
+    ):
+        return []
+    stages, ties = range(setting.num_stages), _split_ties(task, setting)
+    speeds = [
+        setting.replicas_of(stage) / task.pace(devices, setting.devices, setting.mode).passes
+        for stage, devices in enumerate(setting.devices_of)
     ]
-    speeds = [setting.replicas_of(stage) / pace for stage, pace in enumerate(paces)]
-    hops = [_hops(task, setting, stage) for stage in range(setting.num_stages)]
-    ties = _split_ties(task, setting)
-
-    kinds = [
-        (speeds[stage], memory.kind(stage), id(hops[stage])) for stage in range(setting.num_stages)
-    ]
+    hops = [_hops(task, setting, stage) for stage in stages]
+    kinds = [(speeds[stage], memory.kind(stage), id(hops[stage])) for stage in stages]
 
     def extra(stage: int, starts: Ints, stops: Ints) -> Floats:
         parted: Floats = ties[starts, stops]
@@ -324,16 +327,6 @@ def _balance(
     def with_hop(stage: int, starts: Ints, stops: Ints) -> Floats:
         return extra(stage, starts, stops) + 2 * hops[stage][stops]
 
-    costs = [sum(task.compute_seconds[start:stop]) for start, stop in pairwise(task.places)]
-    if len(costs) < setting.num_stages:
-        return []
-    longest: list[int] = []
-    for stage in range(0 if memory.is_free else setting.num_stages):
-        longest.append(memory.longest(stage))
-        if not longest[-1]:
-            return []
-    if longest and sum(longest) < len(costs):
-        return []
     choices = []
     # Whoever has a stage works on all microbatches, or takes its turn; hops may pass meanwhile.
     most = most_seconds / task.num_microbatches * (1 + ROUNDING)
@@ -351,6 +344,17 @@ def _balance(
                 )
             )
     return [tuple(task.places[number] for number in cuts) for cuts in dict.fromkeys(choices)]
+
+
+def _longest(setting: Setting, memory: MemoryLimits) -> list[int]:
+    """The most that each stage can have, up to the first that can have nothing; empty where memory
+    has no limits."""
+    longest: list[int] = []
+    for stage in range(0 if memory.is_free else setting.num_stages):
+        longest.append(memory.longest(stage))
+        if not longest[-1]:
+            break
+    return longest
 
 
 def _hops(task: Task, setting: Setting, stage: int) -> Floats:

@@ -24,10 +24,7 @@ def least_busy_seconds(task: Task) -> float:
     """No minibatch is shorter, whatever the plan: all devices are busy all the time."""
     everywhere = range(len(task.cluster.devices))
     modes: tuple[Mode, ...] = ("whole", "split", "stream")
-    speed = max(
-        sum(1 / task.least_pace(device, everywhere, mode) for device in everywhere)
-        for mode in modes
-    )
+    speed = max(sum(1 / pace for pace in task.least_paces(everywhere, mode)) for mode in modes)
     return task.num_microbatches * sum(task.compute_seconds) / speed
 
 

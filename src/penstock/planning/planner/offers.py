@@ -60,10 +60,7 @@ class Offer(Terms):
         flushes, also with the pipeline's beginning and end."""
         # Whether the family splits backwards, only its schedule tells.
         modes: tuple[Mode, ...] = ("stream",) if self.versions.asynchronous else ("whole", "split")
-        paces = [
-            [task.least_pace(device, self.devices, mode) for device in self.devices]
-            for mode in modes
-        ]
+        paces = [task.least_paces(self.devices, mode) for mode in modes]
         speed = max(sum(1 / pace for pace in of_mode) for of_mode in paces)
         busy = task.num_microbatches * sum(task.compute_seconds) / speed
         if self.versions.asynchronous or self.num_ranks == 1:

@@ -19,6 +19,8 @@ from penstock.base.units import format_seconds
 
 _LOOKS_SECONDS = 0.1
 """After so long somebody looks whether a search that has an answer has time left."""
+_LEAST_SECONDS, _MOMENT_SECONDS = 2.0, 0.3
+"""For the explanation of an answer that was soon there, and where there is no time left."""
 
 
 def _tell_nobody(_: str) -> None: ...
@@ -40,7 +42,8 @@ class PlanningPatience:
     def __init__(
         self, seconds: float | None = None, tell: Callable[[str], None] = _tell_nobody
     ) -> None:
-        self._seconds, self._began, self._tell = seconds or inf, monotonic(), tell
+        self._seconds = inf if seconds is None else seconds
+        self._began, self._tell = monotonic(), tell
         self._why = ""
 
     @property
@@ -58,7 +61,7 @@ class PlanningPatience:
             KeyboardInterrupt: somebody presses Ctrl-C before there is an answer.
         """
         try:
-            with _Alarm(lambda: self.is_over and has_answer(), is_set=self._seconds < inf):
+            with _Waker(lambda: self.is_over and has_answer(), is_set=self._seconds < inf):
                 search()
         except OutOfPatience:
             pass
@@ -66,6 +69,14 @@ class PlanningPatience:
             if not has_answer():
                 raise
             self._why = "when interrupted"
+
+    @property
+    def as_long_again(self) -> PlanningPatience:
+        """The time for what explains an answer: as long as it took, a few seconds at least, but
+        hardly any that this one has not."""
+        spent = monotonic() - self._began
+        left = 0.0 if self.is_over else self._seconds - spent
+        return PlanningPatience(min(max(spent, _LEAST_SECONDS), left + _MOMENT_SECONDS))
 
     def note(self, seconds: float, bound: float) -> None:
         """Say how far the search is: the best plan takes ``seconds``, none takes less than
@@ -77,7 +88,7 @@ class PlanningPatience:
         return f"stopped {self._why}{_behind(seconds, bound)}" if self._why else ""
 
 
-class _Alarm:
+class _Waker:
     """A context that its thread leaves by ``OutOfPatience`` some time after it is due.
 
     Args:

@@ -130,15 +130,7 @@ class Race:
                 break
             if self._is_stopped:
                 return
-            if id(offer) in self._looked_at or (
-                self.is_sketch and not offer.may_be_one_of(constraints)
-            ):
-                continue
-            self._looked_at[id(offer)] = offer
-            if lacks_room(task, offer.devices, offer.replicas):
-                self.num_too_large += 1
-                continue
-            if self._is_behind(task, offer, promised):
+            if self._is_passed_over(promised, task, offer, constraints):
                 continue
             least = min(self._least_of(waiting), self.least)
             built = self.built(task, offer, constraints)
@@ -157,6 +149,20 @@ class Race:
                 break
         while waiting:
             self._enter(heappop(waiting)[-1])
+
+    def _is_passed_over(
+        self, promised: float, task: Task, offer: Offer, constraints: Constraints
+    ) -> bool:
+        """Whether an offer need not be built."""
+        if id(offer) in self._looked_at or (
+            self.is_sketch and not offer.may_be_one_of(constraints)
+        ):
+            return True
+        self._looked_at[id(offer)] = offer
+        if lacks_room(task, offer.devices, offer.replicas):
+            self.num_too_large += 1
+            return True
+        return self._is_behind(task, offer, promised)
 
     def _is_behind(self, task: Task, offer: Offer, promised: float) -> bool:
         """Whether an offer of a deep model would have to come nearer to its promise than the same

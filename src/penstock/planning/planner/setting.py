@@ -188,9 +188,14 @@ class Setting(Terms):
 
     @cached_property
     def peaks(self) -> tuple[float, ...]:
-        """Per rank, microbatches in flight at the worst moment."""
-        schedule = self.schedule
-        return peak_activations(schedule.rank_ops, schedule.num_slices, self.versions.activations)
+        """Per rank, microbatches in flight at the worst moment; of copies, as many as of the first,
+        since no other has more of them."""
+        schedule, activations = self.schedule, self.versions.activations
+        if not self.is_single:
+            return peak_activations(schedule.rank_ops, schedule.num_slices, activations)
+        firsts = [schedule.rank_ops[ranks[0]] for ranks in self.ranks_of]
+        of_stages = peak_activations(firsts, schedule.num_slices, activations)
+        return tuple(of_stages[stage] for (stage,) in schedule.stages_of)
 
     def loads(self, stage: int, *, again: bool = False) -> tuple[Load, ...]:
         """The loads of a stage's ranks at their worst moments; exact where every rank has one

@@ -522,12 +522,21 @@ class Task:
         contention = self.graph.contention
         return Pace(contention.of_passes(mode) / slowest, contention.of_updates(mode) / slowest)
 
-    def least_pace(self, device: int, used: Collection[int], mode: Mode) -> float:
-        """The least factor on the seconds of passes at any stage that has this device."""
-        alone = self.pace((device,), used, mode).passes
+    def least_paces(self, used: Sequence[int], mode: Mode) -> list[float]:
+        """The least factor on the seconds of passes at any stage that has each device of those that
+        are used."""
         # Who works beside one that shares its host counts as if it did, too.
-        crowded = self.graph.contention.of_passes(mode) / self.cluster.devices[device].speed
-        return min(alone, crowded)
+        crowded = self.graph.contention.of_passes(mode)
+        if not self.topology.shared_memories:
+            least = min(1.0, crowded)
+            return [least / self.cluster.devices[device].speed for device in used]
+        return [
+            min(
+                self.pace((device,), used, mode).passes,
+                crowded / self.cluster.devices[device].speed,
+            )
+            for device in used
+        ]
 
     def _is_crowded(self, devices: Collection[int], used: Collection[int]) -> bool:
         """Whether one of them shares its host's memory with another one that works."""

@@ -28,8 +28,6 @@ _BUDGET = 50_000
 """Effort to simulate for each row of the table."""
 _UNASKED_BUDGET = 12_000
 """The same, for what is not asked for."""
-_MOMENT_SECONDS = 0.3
-"""For the table of a plan whose search was ended."""
 
 
 class Rival(NamedTuple):
@@ -62,8 +60,9 @@ def rivals(
 
     Args:
         chosen: the best that constraints allow, if somebody has looked.
-        patience: when it is over, what is known of a kind has to do, and kinds of which nothing is
-            known within a moment are left out.
+        patience: of the search. When as much time again is over, or a moment where the search was
+            ended, what is known of a kind has to do, and kinds of which nothing is known are left
+            out.
     """
     split = [task for task in tasks if task.groups is not None]
     whole = list({id(task.alone): task.alone for task in tasks}.values())
@@ -81,9 +80,7 @@ def rivals(
         del kinds["data parallel"]
     answered = chosen is not None and not split and replaced(constraints, spill="where-needed")
     best: dict[str, Rival | None] = {}
-    patience = patience or PlanningPatience()
-    if patience.is_over:
-        patience = PlanningPatience(_MOMENT_SECONDS)
+    patience = (patience or PlanningPatience()).as_long_again
 
     def look() -> None:
         for label, kind in kinds.items():

@@ -10,13 +10,15 @@ from functools import cached_property
 from math import ceil, inf, lcm
 from typing import NamedTuple
 
+import numpy as np
+
 from penstock.core.schedule import Schedule
 from penstock.core.schedule.lower import add_update, add_updates
 from penstock.core.schedule.rounds import Rounds, filling
 from penstock.core.timing.costs import Costs
 from penstock.core.timing.simulator import rows_of, simulate
 from penstock.core.timing.simulator.beside import Served
-from penstock.core.timing.simulator.step import StepTimes, step_of
+from penstock.core.timing.simulator.step import StepTimes, step_in, step_of, two_pipelines
 from penstock.core.timing.spans import slowest_beat
 from penstock.core.timing.timeline import Timeline
 from penstock.core.versions import Policy, place_of, rounds_of, versions_read
@@ -215,7 +217,20 @@ class Prediction:
         to it than through that."""
         if self.spill is not None or self.offload is not None or not self.flushes:
             return None
-        return step_of(self.placement, self.costs)
+        return self._step_beside_cards() if self.cards else step_of(self.placement, self.costs)
+
+    def _step_beside_cards(self) -> StepTimes | None:
+        if any(len(stages) > 1 for stages in self.placement.stages_of):
+            return None
+        folded = two_pipelines(self.placement, self.costs)
+        if folded is None:
+            return None
+        schedule = add_update(folded[0])
+        rows = rows_of(schedule, folded[1])
+        start, end = (
+            np.concatenate([getattr(row, name) for row in rows]) for name in ("starts", "ends")
+        )
+        return step_in(schedule, start, end)
 
     @property
     def frames_per_second(self) -> float:

@@ -9,6 +9,8 @@ side by side that do the same: one of those with most to do stands for all.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -23,6 +25,7 @@ from penstock.core.timing.costs import Costs, flow_shop
 from penstock.core.timing.simulator.network import CrossingResults
 from penstock.core.timing.simulator.passage import (
     Delays,
+    Floats,
     LinkUse,
     Times,
     durations_of,
@@ -98,15 +101,20 @@ def step_of(schedule: Schedule, costs: Costs) -> StepTimes | None:
 
 def _step_of_several(schedule: Schedule, costs: Costs) -> StepTimes | None:
     """The step of ranks with several stages, whose updates stand among their ops."""
-    columns = schedule.columns
-    if costs.has_exchanges and Kind.REDUCE in columns.kinds:
+    if costs.has_exchanges and Kind.REDUCE in schedule.kinds:
         return None
     times = passed(schedule, costs)
+    return step_in(schedule, times.start, times.end)
+
+
+def step_in(schedule: Schedule, start: Floats, end: Floats) -> StepTimes:
+    """The step of a schedule with updates whose ops start and end at some times."""
+    columns = schedule.columns
     handed_in, updated = np.zeros((2, columns.num_stages))
     gradients, updates = (columns.are_of(kinds) for kinds in (RELEASING, {Kind.UPDATE}))
-    np.maximum.at(handed_in, columns.stage[gradients], times.end[gradients])
-    np.maximum.at(updated, columns.stage[updates], times.start[updates])
-    seconds = float(times.end.max(initial=0.0))
+    np.maximum.at(handed_in, columns.stage[gradients], end[gradients])
+    np.maximum.at(updated, columns.stage[updates], start[updates])
+    seconds = float(end.max(initial=0.0))
     return StepTimes(seconds, tuple(handed_in.tolist()), tuple(updated.tolist()))
 
 
@@ -124,20 +132,56 @@ def _folded(schedule: Schedule) -> Schedule:
     return folded
 
 
+def two_pipelines(schedule: Schedule, costs: Costs) -> tuple[Schedule, Costs] | None:
+    """Two of several pipelines that do the same side by side, the first and the last, which come
+    as far as all of them: where each rank has a card for itself, and copies of a stage, and stages
+    that follow one another, are on one host everywhere or nowhere. ``None`` where that is not so.
+
+    Args:
+        schedule: whose ranks have one stage each.
+        costs: with cards.
+    """
+    cards, hosts, counts = costs.cards, costs.hosts, {*schedule.columns.copies.values()}
+    if len(counts) > 1 or max(counts) < 3 or min(cards) < 0 or len({*cards}) < len(cards):
+        return None
+    ranks_of = [schedule.ranks_of(stage) for stage in range(schedule.num_stages)]
+    for ranks in ranks_of:
+        if len({hosts[rank] for rank in ranks}) > 1 and hosts[ranks[0]] == hosts[ranks[-1]]:
+            return None
+    for sources, targets in pairwise(ranks_of):
+        pairs = zip(sources, targets, strict=True)
+        if len({hosts[source] == hosts[target] for source, target in pairs}) > 1:
+            return None
+    kept = [rank for ranks in ranks_of for rank in (ranks[0], ranks[-1])]
+    if any(_strays(schedule, kept[end::2]) for end in range(2)):
+        return None
+    alone = replace(
+        costs, cards=tuple(cards[rank] for rank in kept), hosts=tuple(hosts[rank] for rank in kept)
+    )
+    return _of_ranks(schedule, kept), alone
+
+
 def _first_pipeline(schedule: Schedule) -> Schedule | None:
-    columns = schedule.columns
     first_rank: dict[int, int] = {}
     for rank, (stage,) in enumerate(schedule.stages_of):
         first_rank.setdefault(stage, rank)
-    spans = columns.spans()
-    chosen = [spans[first_rank[stage]] for stage in range(columns.num_stages)]
-    worked_on = {frozenset(columns.microbatch[span].tolist()) for span in chosen}
-    if len(worked_on) > 1:
-        return None  # microbatches do not stay within a pipeline
+    ranks = [first_rank[stage] for stage in range(schedule.num_stages)]
+    return None if _strays(schedule, ranks) else _of_ranks(schedule, ranks)
+
+
+def _strays(schedule: Schedule, ranks: Sequence[int]) -> bool:
+    """Whether microbatches leave a pipeline of some ranks."""
+    columns, spans = schedule.columns, schedule.columns.spans()
+    return len({frozenset(columns.microbatch[spans[rank]].tolist()) for rank in ranks}) > 1
+
+
+def _of_ranks(schedule: Schedule, ranks: Sequence[int]) -> Schedule:
+    """What some ranks do, alone."""
+    columns, every = schedule.columns, schedule.columns.spans()
+    chosen = [every[rank] for rank in ranks]
     ops = np.concatenate([np.arange(span.start, span.stop) for span in chosen])
     first = np.cumsum([0, *(span.stop - span.start for span in chosen)], dtype=np.int64)
-    fields = (columns.stage, columns.kind, columns.microbatch, columns.slice)
-    return schedule.with_columns(Columns(first, *(field[ops] for field in fields)))
+    return schedule.with_columns(Columns(first, *columns.fields(ops)))
 
 
 def _last_gradients(columns: Columns) -> list[list[int]]:
