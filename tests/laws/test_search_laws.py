@@ -163,3 +163,23 @@ def test_it_is_the_same_every_time():
 def test_what_it_refuses(options, message):
     with pytest.raises(InputError, match=message):
         schedules.build("zb-auto", num_ranks=2, num_microbatches=4, **options)
+
+
+@pytest.mark.parametrize(
+    ("costs", "kept", "num_microbatches", "authors"),
+    [
+        ((10.0, 9.9, 7.5, 0.35), 32 / 74, 96, 0.0036),
+        ((10.0, 9.9, 7.5, 0.35), 32 / 74, 128, 0.0027),
+        ((18.5, 18.1, 9.3, 0.6), 0.5, 128, 0.0031),
+    ],
+)
+def test_on_many_ranks_no_worse_than_the_authors_of_zero_bubble(
+    costs, kept, num_microbatches, authors
+):
+    """What their own search gives (sail-sg/zero-bubble-pipeline-parallelism, ``zb.py``) with twice
+    1F1B's memory, for p = 32: the stage bubble."""
+    schedule = schedules.build(
+        "zb-auto", num_ranks=32, num_microbatches=num_microbatches, costs=Costs(*costs),
+        sizes=Sizes([1.0] * 32, [kept] * 32), activation_limit=64, objective="stage", effort=0,
+    )  # fmt: skip
+    assert round(simulate(schedule, Costs(*costs)).stage_bubble, 4) <= authors

@@ -137,9 +137,11 @@ def swapped(task: Task, setting: Setting) -> Iterator[tuple[int, ...]]:
     """
     if are_few(task) or len(task.cluster.devices) > _MOST_SWAPPED:
         return
+    # Of some devices also equal ones on other hosts, since links may be slow.
+    paths = task.topology.paths if are_some(task) else [()] * len(task.cluster.devices)
     kinds = [
-        (device.speed, limit)
-        for device, limit in zip(task.cluster.devices, task.limits, strict=True)
+        (device.speed, limit, tuple(path))
+        for device, limit, path in zip(task.cluster.devices, task.limits, paths, strict=True)
     ]
     stages = {rank: stage for stage, ranks in enumerate(setting.ranks_of) for rank in ranks}
     for first, second in combinations(range(setting.num_ranks), 2):

@@ -15,7 +15,13 @@ from math import inf
 from typing import NamedTuple
 
 from penstock.core.schedule.search.greedy import Rules, greedy
-from penstock.core.schedule.search.problem import NUM_KINDS, OrderingProblem, Orders
+from penstock.core.schedule.search.problem import (
+    BACKWARD_INPUT,
+    FORWARD,
+    NUM_KINDS,
+    OrderingProblem,
+    Orders,
+)
 
 _MOST_CLIMBS, _MOST_MOVES = 500, 2000
 _GRID_OPS, _CLIMB_OPS, _MOVE_OPS = 600_000, 900_000, 300_000
@@ -23,9 +29,8 @@ _GRID_OPS, _CLIMB_OPS, _MOVE_OPS = 600_000, 900_000, 300_000
 _CLOSE = 1 + 1e-12
 
 _PATIENCE = (0.0, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0)
-_GAPS = (0.01, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, None)
-_GRID = tuple(product((0, 1, 2), (1.0, 0.5, 0.1, 0.01, None), (0.0, 0.2, 0.45, 0.7)))
-"""Gaps that are ``None`` are those of lenient rules."""
+_GAPS = (0.01, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
+_GRID = tuple(product((0, 1, 2), (1.0, 0.5, 0.1, 0.01), (0.0, 0.2, 0.45, 0.7, 1.0)))
 _DEEP = ((True, True), (True, False), (False, True), (False, False))
 
 
@@ -95,13 +100,27 @@ class _Climb:
     def _grid(self) -> Iterator[list[Rules]]:
         num_ranks = self.problem.num_ranks
         several = any(len(stages) > 1 for stages in self.problem.stages_of)
+        warm_ups = self._warm_ups()
         # A large problem looks at every so many of these rules only.
-        for eager, gap, patience in _GRID[:: self.grid_step]:
+        for warm_up, gap, patience in _GRID[:: self.grid_step]:
+            eager = warm_ups[warm_up]
             for deep in _DEEP if several else _DEEP[:1]:
-                yield [
-                    Rules(eager * (num_ranks - rank), patience, gap or 1.0, inf, *deep, gap is None)
-                    for rank in range(num_ranks)
-                ]
+                yield [Rules(eager[rank], patience, gap, inf, *deep) for rank in range(num_ranks)]
+
+    def _warm_ups(self) -> tuple[list[float], ...]:
+        """Forwards that each rank puts before all else: none, as many as 1F1B, and as many as it
+        can run until its first input gradient comes back."""
+        problem, left = self.problem, range(self.problem.num_ranks, 0, -1)
+        until_back, way = [], 0.0
+        for stage in reversed(range(problem.num_stages)):
+            forward = problem.taken[FORWARD][stage]
+            until_back.append(1 + way // forward if forward else inf)
+            both = FORWARD, BACKWARD_INPUT
+            way += sum(problem.taken[kind][stage] for kind in both)
+            if stage:
+                way += problem.delays[FORWARD][stage] + problem.delays[BACKWARD_INPUT][stage - 1]
+        first = [until_back[problem.num_stages - 1 - own[0]] for own in problem.stages_of]
+        return [0.0] * len(left), [float(ranks) for ranks in left], first
 
     def _changed(self, rules: Sequence[Rules]) -> list[Rules]:
         """One preference, on one rank or on some neighbouring ones, a few times over."""
@@ -120,7 +139,7 @@ class _Climb:
 
     def _gap(self, rules: list[Rules], _: int) -> list[Rules]:
         gap = self.random.choice(_GAPS)
-        return [rule._replace(gap=gap or 1.0, lenient=gap is None) for rule in rules]
+        return [rule._replace(gap=gap) for rule in rules]
 
     def _eager(self, rules: list[Rules], behind: int) -> list[Rules]:
         """``behind`` ranks, the first of these included, are left to the end of the pipeline."""

@@ -34,8 +34,6 @@ class Rules(NamedTuple):
         lag: a weight gradient goes before a forward once more than this many of them wait.
         deep_forward: of several stages, the forward of the last one; otherwise of the first.
         deep_backward: of several stages, the backward of the last one; otherwise of the first.
-        lenient: a weight gradient that is longer than a gap does not fill it as long as no rank has
-            been idle for longer, since another one will be late anyway.
     """
 
     forward_first: float = 0.0
@@ -44,7 +42,6 @@ class Rules(NamedTuple):
     lag: float = inf
     deep_forward: bool = True
     deep_backward: bool = True
-    lenient: bool = False
 
 
 class Phase(NamedTuple):
@@ -97,7 +94,6 @@ class _Run:
         self.held = [0.0] * problem.num_ranks
         self.ahead = [0] * problem.num_ranks
         self.weights_waiting = [0] * problem.num_ranks
-        self.idle = [0.0] * problem.num_ranks
         # Per kind and stage: how many have run, and when all that each needs is there, as far as
         # is known.
         self.done = [[0] * stages for _ in (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)]
@@ -150,16 +146,9 @@ class _Run:
         if self.weights_waiting[rank]:
             stage = self._oldest_weight(rank)
             lags = self.weights_waiting[rank] > rules.lag and forwards
-            if lags or self._fills(rank, gap, self.problem.taken[BACKWARD_WEIGHT][stage]):
+            if lags or gap >= rules.gap * self.problem.taken[BACKWARD_WEIGHT][stage]:
                 return self._take(BACKWARD_WEIGHT, stage, time, rank)
         return [(time + gap, rank)] if gap < inf else []
-
-    def _fills(self, rank: int, gap: float, taken: float) -> bool:
-        """Whether a weight gradient of some length fills a gap."""
-        rules = self.rules[rank]
-        if rules.lenient and gap < taken:
-            return self.idle[rank] + gap > max(self.idle)
-        return gap >= rules.gap * taken
 
     def _ready(self, kind: int, time: float, rank: int, held: float) -> tuple[list[int], float]:
         """The stages whose next op of this kind can run now, and when the next of them will."""
@@ -183,8 +172,6 @@ class _Run:
     def _take(self, kind: int, stage: int, time: float, rank: int) -> list[tuple[float, int]]:
         problem, microbatch = self.problem, self.done[kind][stage]
         self.done[kind][stage] += 1
-        if self.orders[rank]:
-            self.idle[rank] += time - self.free[rank]
         self.orders[rank].append(problem.number(kind, stage, microbatch))
         end = self.free[rank] = time + problem.taken[kind][stage]
         self._account(kind, stage, rank)
