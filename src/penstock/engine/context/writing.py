@@ -27,8 +27,8 @@ from penstock.engine.context.values import (
 )
 from penstock.engine.context.walk import ModelWalk, WholeValue
 from penstock.engine.model.spine import NamedLayer
-from penstock.engine.tensor.recorded import SHARERS
 from penstock.engine.tensor.recorded_rules import Rule, ShardedDim, shape_of
+from penstock.engine.tensor.recorded_writer import SHARERS
 from penstock.engine.tracing.graphs import leaves_of_output
 from penstock.engine.tracing.layers import CapturedLayer
 
