@@ -184,8 +184,8 @@ class TensorGroup(ABC):
                 they are.
 
         Returns:
-            A function that waits for those of the member before, which may be called later, but
-            before the next exchange; nor may what it gives be overwritten.
+            A function that waits for those of the member before. It may be called later, also
+            behind another call of this; what it gives must not be overwritten.
 
         Raises:
             PeerError, DeadlineError: a member failed, or did not come; so does the function.
