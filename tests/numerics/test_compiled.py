@@ -21,6 +21,7 @@ from tests.kit.live import (
     weights_apart,
 )
 from tests.kit.live import stream_of as live_stream_of
+from tests.kit.spilling import spilled_pipeline
 from tests.kit.streams import WIDTH as STREAM_WIDTH
 from tests.kit.streams import batches, plan_for
 from tests.kit.training import momentum, pipeline_of
@@ -188,3 +189,18 @@ def test_replayed_frames(policy):
 def test_inductor(name):
     runs = [trained(name, how, "zb-h1") for how in (True, False)]
     assert_same(*runs, tolerance=1e-7)
+
+
+@pytest.mark.parametrize("recompute", ["none", "stage"])
+def test_stages_that_come_and_go(recompute):
+    """Their weights have no memory between passes, and other addresses in the next."""
+
+    def run(compile):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(linear(), nn.Tanh()) for _ in range(4))).double()
+        options = {"loss": F.mse_loss, "optimizer": momentum, "compile": compile}
+        with spilled_pipeline(model, options=options, recompute=recompute) as pipeline:
+            losses = torch.stack([pipeline.step(*batch()) for _ in range(NUM_STEPS)])
+            return losses, pipeline.gather_state_dict()
+
+    assert_same(run("aot_eager"), run(False))

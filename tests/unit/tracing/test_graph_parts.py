@@ -11,8 +11,8 @@ from penstock.engine.tracing.joint import joint_graph
 
 
 def function(weight, value):
-    first = torch.tanh(value @ weight.t())
-    return [torch.tanh(first @ weight.t()).sum(dim=1)]
+    first = torch.tanh(value @ weight.permute(1, 0))
+    return [torch.tanh(first @ weight.permute(1, 0)).sum(dim=1)]
 
 
 @pytest.fixture
