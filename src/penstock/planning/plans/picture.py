@@ -38,6 +38,7 @@ _SPLITS = {
     "whole": "repeated",
     "features": "by features",
     "heads": "by heads",
+    "vocabulary": "by classes, with the loss",
 }
 
 
