@@ -17,6 +17,7 @@ from penstock.engine.run.members import Sharings
 from penstock.engine.stage.stage import Stage
 from penstock.engine.tensor.vocabulary import ShardedLogits
 from penstock.engine.tracing import capture
+from penstock.planning.plans.picture import picture_of
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit.examples import more
 from tests.kit.one_device import assert_same, same
@@ -142,6 +143,16 @@ def stepped(trainer, batch):
     return trainer.step(*given)
 
 
+def marks(plan):
+    """What a picture of a plan says of its stages."""
+    return [
+        mark
+        for group in picture_of(plan).groups
+        for heading in group.headings
+        for mark in heading.remarks
+    ]
+
+
 def assert_trains_as_one_device(ours, plan, batch, loss):
     theirs = copy.deepcopy(ours)
     with pk.Pipeline(
@@ -182,6 +193,9 @@ def test_what_is_planned_by_default_trains_as_one_device(name, tensor_ranks, sta
     plan = planned(profiled(ours, batch(0), loss), tensor_ranks, stages=stages, schedule="1f1b")
     said = {key: how for stage in plan.stages for key, how in stage.splits.items()}
     assert "vocabulary" in said.values()
+    divided = "with the positions between them and the classes under the loss"
+    assert f"layers over {tensor_ranks} devices {divided}" in plan.reason
+    assert any("with the loss" in mark for mark in marks(plan))
     blocks = [how for key, how in said.items() if how == "sequence"]
     assert len(blocks) >= 2
     layers = spine_of(ours)

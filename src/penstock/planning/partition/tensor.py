@@ -82,6 +82,16 @@ class TensorSplit:
     exact: bool = True
     parts: dict[str, dict[str, str]] = field(default_factory=dict)
 
+    @property
+    def besides(self) -> str:
+        """What is divided besides layers, in words that go on a sentence; empty if nothing is."""
+        modules = {how for inside in self.parts.values() for how in inside.values()}
+        divided = [
+            *["the positions between them"] * ("sequence" in self.splits.values()),
+            *["the classes under the loss"] * ("vocabulary" in modules),
+        ]
+        return f" with {' and '.join(divided)}" if divided else ""
+
     def said(self, layer: str) -> dict[str, str]:
         """How a layer and the modules in it are split, as a plan says it."""
         split, inside = self.splits[layer], self.parts.get(layer, {})

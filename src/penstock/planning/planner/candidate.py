@@ -50,7 +50,8 @@ class Candidate(CutSetting):
         if self.task.num_tensor_ranks > 1:
             alike = self.task.groups is None or self.task.groups.are_alike
             which = "layers" if alike else "the last one's layers"
-            again = f", {which} over {self.task.num_tensor_ranks} devices{again}"
+            besides = "" if self.task.groups is None else self.task.groups.tensor_split.besides
+            again = f", {which} over {self.task.num_tensor_ranks} devices{besides}{again}"
         if len(setting.replicas) == 1:
             return f"data parallelism on {count_of(setting.num_ranks, 'device')}{again}"
         return f"{count_of(len(self.recomputes), 'stage')} with {name}{again}"

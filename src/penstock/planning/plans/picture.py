@@ -39,6 +39,7 @@ _SPLITS = {
     "whole": "repeated",
     "features": "by features",
     "heads": "by heads",
+    "vocabulary": "by classes, with the loss",
 }
 
 

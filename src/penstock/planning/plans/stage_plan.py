@@ -84,7 +84,7 @@ class StagePlan(Value, frozen=True, kw_only=True):
             what is not named). Modules inside a layer are named by patterns, in which ``*`` stands
             for anything between two dots: ``"blocks.*.mlp.0": "column"``; between a ``"column"``
             and its ``"row"`` also as ``"features"`` or ``"heads"``; a head is a ``"vocabulary"``
-            where another engine computes the loss on its parts. Times are those of the group, bytes
+            where the loss is computed on its parts. Times are those of the group, bytes
             those of each of its devices.
     """
 
