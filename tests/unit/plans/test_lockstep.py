@@ -72,7 +72,7 @@ def test_pipelines_that_never_flush_and_tensor_ranks_are_refused():
 
 def test_hosts_that_have_all_weights_each_have_as_many_copies():
     plan = replicated(make_mlp(), (3,)).with_reducer("fully-sharded")
-    with pytest.raises(InputError, match="in groups of 2 and 1, .* leave levels out"):
+    with pytest.raises(InputError, match=r"in groups of 2 and 1, .* leave levels out"):
         plan.edited(summing=replace(plan.summing, levels=((0, 0, 1),)))
     wide = replicated(make_mlp(), (4,)).with_reducer("fully-sharded")
     hybrid = wide.edited(summing=replace(wide.summing, levels=((0, 1, 0, 1),)))
