@@ -51,7 +51,6 @@ def test_slices_are_gathered_for_a_step_only():
     ("change", "words"),
     [
         ({"reducer": "owners", "gathered_for": "use"}, "is for the reducer 'fully-sharded'"),
-        ({"levels": ((0, 0, 1),)}, "leave levels out"),
         ({"gathered_for": "ever"}, "gathered_for"),
     ],
 )
@@ -69,6 +68,16 @@ def test_pipelines_that_never_flush_and_tensor_ranks_are_refused():
     wide = replace(wide, stages=tuple(replace(stage, tensor_ranks=2) for stage in wide.stages))
     with pytest.raises(InputError, match="gathers whole layers"):
         wide.with_reducer("fully-sharded")
+
+
+def test_hosts_that_have_all_weights_each_have_as_many_copies():
+    plan = replicated(make_mlp(), (3,)).with_reducer("fully-sharded")
+    with pytest.raises(InputError, match=r"in groups of 2 and 1, .* leave levels out"):
+        plan.edited(summing=replace(plan.summing, levels=((0, 0, 1),)))
+    wide = replicated(make_mlp(), (4,)).with_reducer("fully-sharded")
+    hybrid = wide.edited(summing=replace(wide.summing, levels=((0, 1, 0, 1),)))
+    assert hybrid.summing.shard_groups(range(4)) == ((0, 2), (1, 3))
+    assert wide.summing.shard_groups(range(4)) == ((0, 1, 2, 3),)
 
 
 def test_levels_are_left_out_and_the_choice_is_written_down(tmp_path):

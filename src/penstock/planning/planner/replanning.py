@@ -68,16 +68,7 @@ def replan(
     expect(plan, Plan, "the plan", "make one with penstock.plan, or Plan.load a file")
     expect(cluster, Cluster, "the cluster", 'give Cluster.load("FILE") or Cluster.of("dgx-h100")')
     expect(graph, LayerGraph | None, "the graph", "give the profile of the plan, or leave it out")
-    if plan.versions.asynchronous:
-        raise InputError(
-            f"{plan.schedule} trains with weights as old as its stages are far apart, so that on "
-            "other devices it learns something else; plan anew with penstock.plan"
-        )
-    if plan.num_tensor_ranks > 1:
-        raise InputError(
-            "the plan shares layers among devices, which replan cannot do; plan anew with "
-            "penstock.plan"
-        )
+    _check_replannable(plan)
     reducer = plan.summing.reducer
     measured = _graph_of(plan) if graph is None else _measured(plan, graph)
     if reducer in {"servers", "parameter-server"} and not cluster.spares:
@@ -97,6 +88,21 @@ def replan(
         anew = _spilled(plan, plan.spill, measured, cluster, memory_bytes)
     reason = f"replanned from {plan.num_ranks} ranks: {anew.reason}"
     return replace(anew, model=plan.model, microbatch_size=plan.microbatch_size, reason=reason)
+
+
+def _check_replannable(plan: Plan) -> None:
+    """Raise ``InputError`` for a plan that trains something else on other devices, or shares
+    layers among them."""
+    if plan.versions.asynchronous:
+        raise InputError(
+            f"{plan.schedule} trains with weights as old as its stages are far apart, so that on "
+            "other devices it learns something else; plan anew with penstock.plan"
+        )
+    if plan.num_tensor_ranks > 1:
+        raise InputError(
+            "the plan shares layers among devices, which replan cannot do; plan anew with "
+            "penstock.plan"
+        )
 
 
 def _spilled(

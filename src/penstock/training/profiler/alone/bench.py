@@ -251,14 +251,12 @@ def measure_footprints(
             values.append(run(value))
         alive.append(value)  # so that no storage address is used twice
         kept.append(watch.kept_bytes)
-    losses = [0] * len(runs)
-    if judge is not None:
-        held = {address for address, owner in owners.items() if owner == _NOBODY}
-        losses[-1] = min(_loss_kept(judge, alive[-1], held), kept[-1])
+    held = {address for address, owner in owners.items() if owner == _NOBODY}
+    of_loss = 0 if judge is None else min(_loss_kept(judge, alive[-1], held), kept[-1])
     return [
         Footprint(
             kept[index],
-            losses[index],
+            of_loss if index == len(runs) - 1 else 0,
             sum(
                 size
                 for address, size in _storages(tree.tensors(values[index])).items()
