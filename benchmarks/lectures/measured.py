@@ -56,7 +56,7 @@ def servers_measured() -> str:
     path, found = RESULTS / "network.reducers.txt", []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         words = line.split()
-        if len(words) == 7 and words[1].startswith("4,"):
+        if len(words) == 8 and words[1].startswith("4,"):
             spares, measured, ring = words[1][2:], *(float(words[i][:-1]) for i in (4, 6))
             found.append(f"{ring / measured:.2f}× (k = {spares})")
     return f"the exchange: {', '.join(found)}" if found else NOT_YET
