@@ -42,8 +42,9 @@ idea.
 _FOOT = """
 ## Not here
 
-Joules: no machine here tells them. Which minibatches, and for GPT which sizes, was run: the
-lectures do not say.
+Joules: no machine here tells them. Which minibatches were run, with which microbatches, and for GPT
+and AmoebaNet of which sizes, the lectures do not say: those here are choices, and "up to" is of the
+few that were tried. Hydra's devices are taken to read 6 GB/s from main memory each.
 """
 
 

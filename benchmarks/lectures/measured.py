@@ -21,7 +21,7 @@ _ACCURACY = """PipeDream's table has the time to accuracy beside that of an epoc
 benchmarks.learning.accuracy` trains a GPT on text (to 2.8 nats per byte held out) and a CNN on
 digits (to 0.5) with four stages or copies. "foreseen" is updates times the schedule's time for one,
 in updates of one device, with messages and sums that are free."""
-_FRAMES_PER_RANK = 12
+_FRAMES_PER_RANK, _MINIBATCHES = 12, 6
 
 Figures = Iterator[tuple[str, str]]
 """By the name of an effect, what was measured."""
@@ -56,7 +56,7 @@ def servers_measured() -> str:
     path, found = RESULTS / "network.reducers.txt", []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         words = line.split()
-        if len(words) == 7 and words[1].startswith("4,"):
+        if len(words) == 8 and words[1].startswith("4,"):
             spares, measured, ring = words[1][2:], *(float(words[i][:-1]) for i in (4, 6))
             found.append(f"{ring / measured:.2f}× (k = {spares})")
     return f"the exchange: {', '.join(found)}" if found else NOT_YET
@@ -95,7 +95,7 @@ def _flushed(num_ranks: int, count: int, costs: Costs) -> float:
 
 def _streaming(name: str, num_ranks: int, count: int | None, costs: Costs) -> float:
     """Seconds per microbatch of a schedule that never flushes."""
-    length = _FRAMES_PER_RANK * num_ranks
+    length = max(_FRAMES_PER_RANK * num_ranks, _MINIBATCHES * (count or 1))
     schedule = schedules.build(name, num_ranks=num_ranks, num_microbatches=length)
     steady = rehearse(schedule, costs, steps=2, minibatch=count).steady_seconds
     assert steady is not None  # streams are long enough
@@ -129,7 +129,7 @@ def over_depth() -> Figures:
         op = 8 * _OP_SECONDS / depth
         costs = Costs(op, op, op, hop=3 * _OP_SECONDS / 10)
         copies = 8 // depth
-        rates.append(copies / _streaming("pipedream-2bw", depth, 16, costs))
+        rates.append(copies / _streaming("pipedream-2bw", depth, 8, costs))
     shown = " ".join(f"{rate / rates[0]:.2f}×" for rate in rates)
     yield "2BW over depth", f"{shown} (emulated, 2, 4, 8 stages)"
 

@@ -95,7 +95,7 @@ def gpipe_slowdowns() -> Iterator[Answer]:
             f"{loss:.0%}",
             loss / row.published,
             measured="" if row.is_deepest else figure("GPipe below PipeDream"),
-            note="As many microbatches as 16 GB hold with activation checkpointing."
+            note="As many microbatches as 16 GB hold with recompute, at most 16 times PipeDream's."
             if row.is_deepest else "",
         )  # fmt: skip
 
