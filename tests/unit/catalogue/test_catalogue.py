@@ -32,7 +32,8 @@ def test_every_number_names_a_source_that_is_listed():
 def test_what_decides_about_the_usual_devices_is_sourced():
     for name in ("a100-sxm", "h100-sxm", "h200", "b200"):
         entry = catalogue.device_named(name)
-        assert all(figure.source != catalogue.UNSOURCED for _, figure in entry.figures())
+        unsourced = {name for name, own in entry.figures() if own.source == catalogue.UNSOURCED}
+        assert unsourced <= {"allocator's slack"}
 
 
 def test_every_host_has_devices_of_the_catalogue_and_every_usual_host_is_there():

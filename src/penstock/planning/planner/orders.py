@@ -18,7 +18,7 @@ ReplicaShape = tuple[tuple[int, ...], tuple[int, ...]]
 _FEW_DEVICES, _FEW_LAYERS = 4, 8
 """Of so many, all orders are tried, and any number of replicas at each stage."""
 
-_SOME_DEVICES = 8
+_SOME_DEVICES = 6
 """Of so many, any number of replicas at each stage is tried, but not all orders."""
 
 _MOST_SWAPPED = 16
