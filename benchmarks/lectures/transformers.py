@@ -167,9 +167,9 @@ def two_buffers() -> Iterator[Answer]:
             times(over_tensor),
             max(over_tensor) / LARGE_OVER_TENSOR if crosses else None,
             None if crosses else min(over_tensor) > 1,
-            "Sixteen ranks share each layer over two hosts, and sum over their cards." + _NOT_HIDDEN
-            if crosses
-            else "NVLink carries the sums inside of layers." + (_NOT_HIDDEN if run.hosts > 1 else ""),
+            ("Sixteen ranks share each layer over two hosts, and sum over their cards."
+             if crosses else "NVLink carries the sums inside of layers.")
+            + (_NOT_HIDDEN if run.hosts > 1 else ""),
         )  # fmt: skip
     yield from depths(LARGE_RUNS[1])
 
@@ -232,6 +232,8 @@ def _largest_microbatch(run: LargeRun, batch: int, depth: int) -> int:
 def _most_blocks(run: LargeRun, batch: int, depth: int) -> int:
     sizes, most = SIZES[run.model], 0
     for blocks in (24, 48, 96, 192, 384):
+        if blocks + 2 < depth:  # fewer layers than stages
+            continue
         if not _fits(sizes._replace(blocks=blocks), run, batch, depth, 1, "stage"):
             break
         most = blocks
