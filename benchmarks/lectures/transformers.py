@@ -32,7 +32,7 @@ _MEMORY_BYTES = 16 * 10**9
 
 _NOT_HIDDEN = " Its copies' sums are taken to hide behind nothing, 2BW's behind all compute."
 _PATIENCE_SECONDS = 5.0
-_MICROBATCH_ROWS = (1, 2, 4, 8, 16, 32)
+MICROBATCH_ROWS = (1, 2, 4, 8, 16, 32)
 
 
 class Sizes(NamedTuple):
@@ -59,10 +59,10 @@ def estimated(sizes: Sizes, optimizer: Any, dtype: torch.dtype) -> pk.LayerGraph
         model = GPT(
             vocabulary=_VOCABULARY, width=sizes.width, heads=sizes.heads, layers=2, context=_LENGTH
         ).to(dtype)
-        tokens = torch.empty(_MICROBATCH_ROWS[-1], _LENGTH, dtype=torch.long)
+        tokens = torch.empty(MICROBATCH_ROWS[-1], _LENGTH, dtype=torch.long)
     graph = pk.estimate(
         model, tokens, targets=tokens, loss=loss, device="v100-sxm2", attention="formula",
-        sizes=_MICROBATCH_ROWS[:-1], optimizer=optimizer,
+        sizes=MICROBATCH_ROWS[:-1], optimizer=optimizer,
     )  # fmt: skip
     return _of_blocks(graph, sizes.blocks)
 
@@ -194,7 +194,7 @@ def depths(run: LargeRun) -> Iterator[Answer]:
         "larger with depth",
         " ".join(map(str, rows)),
         holds=never_falls(rows) and rows[-1] > rows[0],
-        note=f"Of {', '.join(map(str, _MICROBATCH_ROWS))} rows were tried, without recompute.",
+        note=f"Of {', '.join(map(str, MICROBATCH_ROWS))} rows were tried, without recompute.",
     )
     models = [_most_blocks(run, batch, depth) for depth in LARGE_DEPTHS]
     yield Answer(
@@ -222,9 +222,7 @@ def _fits(sizes: Sizes, run: LargeRun, batch: int, depth: int, rows: int, recomp
 def _largest_microbatch(run: LargeRun, batch: int, depth: int) -> int:
     sizes = SIZES[run.model]
     fitting = (
-        rows
-        for rows in reversed(_MICROBATCH_ROWS)
-        if _fits(sizes, run, batch, depth, rows, "never")
+        rows for rows in reversed(MICROBATCH_ROWS) if _fits(sizes, run, batch, depth, rows, "never")
     )
     return next(fitting, 0)
 

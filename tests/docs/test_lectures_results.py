@@ -15,7 +15,7 @@ from benchmarks.lectures.answer import Answer, never_falls, shown
 from benchmarks.lectures.answers import PARTS
 from benchmarks.lectures.claims import SPEED_UPS
 from benchmarks.lectures.gpipe import transformer_table
-from benchmarks.lectures.transformers import Sizes, estimated
+from benchmarks.lectures.transformers import MICROBATCH_ROWS, Sizes, estimated
 from penstock.demo import GPT, loss
 from tests.docs.pages import Block, run_command
 from tests.kit.paths import ROOT
@@ -87,10 +87,10 @@ def test_a_transformer_of_equal_blocks_is_estimated_as_if_each_were():
     short = estimated(Sizes(64, 4, 2), torch.optim.SGD, torch.float16)
     with torch.device("meta"):
         model = GPT(vocabulary=51200, width=64, heads=2, layers=4, context=512).half()
-        tokens = torch.empty(8, 512, dtype=torch.long)
+        tokens = torch.empty(MICROBATCH_ROWS[-1], 512, dtype=torch.long)
     whole = pk.estimate(
         model, tokens, targets=tokens, loss=loss, device="v100-sxm2", attention="formula",
-        sizes=(1, 2, 4), optimizer=torch.optim.SGD,
+        sizes=MICROBATCH_ROWS[:-1], optimizer=torch.optim.SGD,
     )  # fmt: skip
     for ours, theirs in zip((short, *short.other_sizes), (whole, *whole.other_sizes), strict=True):
         for own, other in zip(ours.layers, theirs.layers, strict=True):
