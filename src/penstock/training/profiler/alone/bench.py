@@ -129,15 +129,7 @@ class Bench:
         workspaces = [0] * len(runs)
         if self._gauge is not None:
             workspaces = measure_workspaces(runs, sample.inputs, self._gauge)
-        rounds = measure_rounds(
-            runs, sample.inputs, self.clock, self._repeats, self._undeferred, self._tell
-        )
-        self.num_rounds = min(self.num_rounds, rounds.num_rounds)
-        self.interrupted = rounds.interrupted
-        self._num_measured += 1
-        if self._done < self._num_measured * self._rounds_of_sample:
-            self._advance(self._num_measured * self._rounds_of_sample)
-        times = times_of(rounds, self._overheads, self._trains, self.clock.tick_seconds)
+        times = self._times(runs, sample)
         handed = [given[index] for index in range(len(runs))]
         flags = self._flags(times)
         drew = [draws[index] for index in range(len(runs))]
@@ -153,6 +145,17 @@ class Bench:
             times, footprints, handed, workspaces, flags, drew, parts, mixtures, strict=True
         )
         return [Measured(*row) for row in columns]
+
+    def _times(self, runs: Sequence[RunLayer], sample: Sample) -> list[LayerTimes]:
+        rounds = measure_rounds(
+            runs, sample.inputs, self.clock, self._repeats, self._undeferred, self._tell
+        )
+        self.num_rounds = min(self.num_rounds, rounds.num_rounds)
+        self.interrupted = rounds.interrupted
+        self._num_measured += 1
+        if self._done < self._num_measured * self._rounds_of_sample:
+            self._advance(self._num_measured * self._rounds_of_sample)
+        return times_of(rounds, self._overheads, self._trains, self.clock.tick_seconds)
 
     def _watched(
         self,
