@@ -194,7 +194,8 @@ def depths(run: LargeRun) -> Iterator[Answer]:
         "larger with depth",
         " ".join(map(str, rows)),
         holds=never_falls(rows) and rows[-1] > rows[0],
-        note=f"Of {', '.join(map(str, MICROBATCH_ROWS))} rows were tried, without recompute.",
+        note=f"Of {', '.join(map(str, MICROBATCH_ROWS))} rows, without recompute, where d "
+        "microbatches of a d-th of the layers are as much at any depth.",
     )
     models = [_most_blocks(run, batch, depth) for depth in LARGE_DEPTHS]
     yield Answer(
