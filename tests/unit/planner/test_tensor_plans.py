@@ -83,13 +83,17 @@ def test_a_group_is_as_slow_and_as_small_as_its_weakest_device():
         devices=(
             Device(name="a", speed=4.0),
             Device(name="b", memory_bytes=32 * KIB),
-            Device(name="c", speed=2.0, memory_bytes=64 * KIB),
         ),
     )
     found = plan(chain(), uneven, microbatches=2, tensor_ranks=2)
-    # The third has no partner.
     assert [one.name for one in found.devices] == ["a", "b"]
     assert max(found.rank_bytes) <= 32 * KIB
+    third = Device(name="c", speed=2.0, memory_bytes=64 * KIB)
+    more = plan(
+        chain(), replace(uneven, devices=(*uneven.devices, third)), microbatches=2, tensor_ranks=2
+    )
+    # One has no partner: the slowest, wherever it is listed.
+    assert sorted(device.name for device in more.devices) == ["a", "c"]
 
 
 @pytest.mark.parametrize("speed", [0.25, 1.0, 4.0])

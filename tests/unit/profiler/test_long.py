@@ -19,6 +19,7 @@ MODULES = (
     "penstock.training.profiler.calibrating",
 )
 FOOTPRINT, USUAL_ROUND, SHORT_ROUND = 2, 5, 2
+JUDGED = 1  # the last layer once more, for what the loss keeps
 """Forwards of each layer."""
 
 
@@ -74,7 +75,7 @@ def test_of_a_long_microbatch_less_is_run_and_the_profile_says_so(monkeypatch, f
     told = []
     graph = profiled(sizes=[2], progress=lambda *done: told.append(done))
     # Two rounds for each of two sizes.
-    assert len(forwards) == 2 * 2 * (FOOTPRINT + 2 * SHORT_ROUND)
+    assert len(forwards) == 2 * (2 * (FOOTPRINT + 2 * SHORT_ROUND) + JUDGED)
     (warning,) = graph.warnings
     assert "so layers were timed 2 times instead of 5; more repeats" in warning
     assert graph.at(2).warnings == graph.warnings
@@ -89,25 +90,25 @@ def test_where_there_is_time_rounds_are_as_many_as_asked_for(monkeypatch, forwar
     long_from(monkeypatch, 0.003, round_seconds=60)
     graph = profiled()
     assert not graph.warnings
-    assert len(forwards) == 2 * (FOOTPRINT + 5 * SHORT_ROUND)
+    assert len(forwards) == 2 * (FOOTPRINT + 5 * SHORT_ROUND) + JUDGED
 
 
 def test_what_is_not_long_has_all_kinds_of_passes(monkeypatch, forwards):
     long_from(monkeypatch, 60)
     assert "timed 2 times instead of 5" in profiled().warnings[0]
-    assert len(forwards) == 2 * (FOOTPRINT + (1 + 2) * USUAL_ROUND)
+    assert len(forwards) == 2 * (FOOTPRINT + (1 + 2) * USUAL_ROUND) + JUDGED
     forwards.clear()
     long_from(monkeypatch, 60, round_seconds=60)
     assert not profiled(repeats=1).warnings
-    assert len(forwards) == 2 * (FOOTPRINT + (1 + 1) * USUAL_ROUND)
+    assert len(forwards) == 2 * (FOOTPRINT + (1 + 1) * USUAL_ROUND) + JUDGED
 
 
 def test_one_slow_pass_is_no_long_microbatch(monkeypatch, forwards):
     """Something else may have had the core."""
     long_from(monkeypatch, 0.05, round_seconds=60)
-    Slow.at[2 * FOOTPRINT + 1] = lambda: time.sleep(0.1)
+    Slow.at[2 * FOOTPRINT + JUDGED + 1] = lambda: time.sleep(0.1)
     profiled(repeats=1)
-    assert len(forwards) == 2 * (FOOTPRINT + 2 * USUAL_ROUND)
+    assert len(forwards) == 2 * (FOOTPRINT + 2 * USUAL_ROUND) + JUDGED
 
 
 @pytest.mark.parametrize("long", [True, False])
@@ -127,7 +128,7 @@ def test_an_interrupt_keeps_the_rounds_that_are_complete(monkeypatch, long):
 
 
 def test_an_interrupt_before_a_round_is_complete_is_one():
-    for forward in (1, 2 * FOOTPRINT + 1, 2 * FOOTPRINT + 5):
+    for forward in (1, 2 * FOOTPRINT + JUDGED + 1, 2 * FOOTPRINT + JUDGED + 5):
         Slow.forwards.clear()
         Slow.at[forward] = interrupted
         with pytest.raises(KeyboardInterrupt):
@@ -136,7 +137,7 @@ def test_an_interrupt_before_a_round_is_complete_is_one():
 
 def test_an_interrupt_in_another_size_keeps_the_first(monkeypatch):
     long_from(monkeypatch, 0.003, round_seconds=60)
-    Slow.at[2 * (FOOTPRINT + 5 * SHORT_ROUND) + 1] = interrupted
+    Slow.at[2 * (FOOTPRINT + 5 * SHORT_ROUND) + JUDGED + 1] = interrupted
     graph = profiled(sizes=[2])
     assert graph.sizes == (4,)
     assert graph.warnings == ("interrupted: not measured with 2 rows",)

@@ -19,7 +19,7 @@ from penstock.base.units import format_seconds
 
 _LOOKS_SECONDS = 0.1
 """After so long somebody looks whether a search that has an answer has time left."""
-_LEAST_SECONDS, _MOMENT_SECONDS = 2.0, 0.3
+_LEAST_SECONDS, _MOMENT_SECONDS = 10.0, 0.3
 """For the explanation of an answer that was soon there, and where there is no time left."""
 
 
@@ -37,12 +37,19 @@ class PlanningPatience:
     Args:
         seconds: of the clock; without end by default.
         tell: gets a line each time that something better is known.
+        wakes: whether what takes long is ended in the middle; otherwise it is asked for between
+            candidates.
     """
 
     def __init__(
-        self, seconds: float | None = None, tell: Callable[[str], None] = _tell_nobody
+        self,
+        seconds: float | None = None,
+        tell: Callable[[str], None] = _tell_nobody,
+        *,
+        wakes: bool = True,
     ) -> None:
         self._seconds = inf if seconds is None else seconds
+        self._wakes = wakes and self._seconds < inf
         self._began, self._tell = monotonic(), tell
         self._why = ""
 
@@ -61,7 +68,7 @@ class PlanningPatience:
             KeyboardInterrupt: somebody presses Ctrl-C before there is an answer.
         """
         try:
-            with _Waker(lambda: self.is_over and has_answer(), is_set=self._seconds < inf):
+            with _Waker(lambda: self.is_over and has_answer(), is_set=self._wakes):
                 search()
         except OutOfPatience:
             pass
@@ -76,7 +83,9 @@ class PlanningPatience:
         hardly any that this one has not."""
         spent = monotonic() - self._began
         left = 0.0 if self.is_over else self._seconds - spent
-        return PlanningPatience(min(max(spent, _LEAST_SECONDS), left + _MOMENT_SECONDS))
+        seconds = min(max(spent, _LEAST_SECONDS), left + _MOMENT_SECONDS)
+        # Where nobody is in a hurry, nothing is torn out of the middle.
+        return PlanningPatience(seconds, wakes=self._seconds < inf or self.is_over)
 
     def note(self, seconds: float, bound: float) -> None:
         """Say how far the search is: the best plan takes ``seconds``, none takes less than
