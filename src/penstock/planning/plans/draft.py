@@ -99,9 +99,11 @@ class Draft(Value, frozen=True, kw_only=True):
     @property
     def num_ranks(self) -> int:
         """How many ranks the plan runs on."""
-        if self.given_replicas:
-            return sum(self.given_replicas)
-        return 1 + max(stage.rank for stage in self.stages)
+        counts = self.replicas
+        if self.given_replicas and self.schedule in families.UNLIKE_REPLICAS:
+            return sum(counts)
+        # A rank may have several stages; each names the first of its replicas.
+        return max(stage.rank for stage in self.stages) + max(counts)
 
     @property
     def given_replicas(self) -> tuple[int, ...]:
