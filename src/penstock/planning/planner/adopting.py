@@ -15,11 +15,12 @@ from penstock.base.values import expect
 from penstock.core.cluster import Cluster
 from penstock.core.cluster.cluster import only
 from penstock.core.graph import LayerGraph
+from penstock.core.schedule import families
 from penstock.planning.handover.capabilities import capabilities_of
 from penstock.planning.handover.described import Described
 from penstock.planning.handover.written import described, hand_over
 from penstock.planning.planner.changes import WhatIf
-from penstock.planning.planner.request import REPLICATED, PlanRequest
+from penstock.planning.planner.request import PlanRequest
 from penstock.planning.planner.search import planned
 from penstock.planning.planner.why import without_limits
 from penstock.planning.plans.plan import Plan
@@ -71,7 +72,7 @@ def _replicas(said: Described) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """(replicas of each stage, if the schedule has any here; notes)."""
     if said.copies == 1:
         return (), ()
-    if said.schedule in REPLICATED:
+    if families.has_replicas(said.schedule.partition(":")[0]):
         return (said.copies,) * (len(said.cuts) + 1), ()
     return (), (
         f"the plan is one of {said.copies} copies of the pipeline: {said.schedule} has no replicas "

@@ -140,6 +140,15 @@ def family(name: str) -> Callable[..., Schedule]:
     return FAMILIES[name]
 
 
+def has_replicas(name: str) -> bool:
+    """Whether stages of a family may have replicas.
+
+    >>> has_replicas("zb-h1"), has_replicas("partime")
+    (True, False)
+    """
+    return "replicas" in inspect.signature(family(name)).parameters
+
+
 def check_options(name: str, options: Collection[str]) -> None:
     """Raise ``InputError`` if a family does not take one of these options."""
     known = tuple(inspect.signature(family(name)).parameters)[2:]

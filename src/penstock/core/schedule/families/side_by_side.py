@@ -41,7 +41,7 @@ def replicated(name: str, function: Callable[..., Schedule]) -> Callable[..., Sc
     def build(
         num_ranks: int, num_microbatches: int, *values: Any, replicas: Replicas = "", **options: Any
     ) -> Schedule:
-        counts = _counts(name, replicas)
+        counts = read_alike(name, replicas)
         copies = counts[0] if counts else 1
         _check_shares(name, num_ranks, num_microbatches, copies)
         # As many microbatches for all, or one more for the first copies: two orders at most.
@@ -85,7 +85,26 @@ def side_by_side(pipelines: Sequence[Schedule]) -> Schedule:
     return pipelines[0].with_columns(Columns.of_fields(ranks))
 
 
-def _counts(name: str, replicas: Replicas) -> tuple[int, ...]:
+def first_pipeline(schedule: Schedule, copies: int) -> Schedule:
+    """The first of several pipelines side by side, with the microbatches that all have."""
+    columns = schedule.columns
+    fields = []
+    for span in columns.spans()[::copies]:
+        microbatch = columns.microbatch[span] // np.int32(copies)
+        fields.append((columns.stage[span], columns.kind[span], microbatch, columns.slice[span]))
+    own = Columns.of_fields(fields)
+    return schedule.with_columns(own.only(own.microbatch < schedule.num_microbatches // copies))
+
+
+def read_alike(name: str, replicas: Replicas) -> tuple[int, ...]:
+    """A count for every stage, all alike; none if nothing is said.
+
+    Args:
+        name: the family's.
+
+    Raises:
+        InputError: it is no list of counts, one is below 1, or they differ.
+    """
     try:
         counts = read_replicas(replicas)
     except InputError as error:
