@@ -11,7 +11,9 @@ from penstock.core.schedule.about import about
 from penstock.core.schedule.check import check
 from penstock.core.schedule.families.side_by_side import first_pipeline, side_by_side
 from penstock.core.schedule.lower import add_communication, add_update
+from tests.kit.helpers import make_mlp
 from tests.kit.paths import GOLDEN
+from tests.kit.reducing import side_by_side as side_by_side_plan
 
 DRAINING = [
     name
@@ -88,6 +90,11 @@ def test_the_option_is_described_and_read():
         "interleaved-1f1b",
         {"replicas": "2-2-2-2"},
     )
+
+
+def test_a_plan_has_no_more_copies_of_what_has_two():
+    with pytest.raises(InputError, match="chimera has every stage twice by itself"):
+        side_by_side_plan(make_mlp(), "chimera", 2, 2, 8)
 
 
 def test_golden_drawing(tmp_path):

@@ -88,6 +88,11 @@ class Draft(Value, frozen=True, kw_only=True):
         check_counts(0, microbatch_size=self.microbatch_size)
         check_options(self.options)
         check_layers(self.stages, any_rank=bool(self.given_replicas))
+        if self.schedule == "chimera" and max(self.replicas) > 1:
+            raise InputError(
+                "chimera has every stage twice by itself, so in a plan it has no replicas; leave "
+                "replicas out, or take another schedule"
+            )
         if self.schedule in families.SEARCHED:
             check_order_options(self.schedule, self.options)
         elif self.order:
