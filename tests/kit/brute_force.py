@@ -106,6 +106,21 @@ def _built(task: Task, num_ranks: int) -> Iterator[Setting]:
         for inner in combinations(range(1, num_ranks), num_stages - 1):
             counts = tuple(b - a for a, b in pairwise((0, *inner, num_ranks)))
             yield from _setting(task, Offer(PLAIN, tuple(range(num_ranks)), Flush(), counts))
+    for width in range(2, num_ranks // 2 + 1):
+        if num_ranks % width == 0:
+            yield from _side_by_side(task, num_ranks, width)
+
+
+def _side_by_side(task: Task, num_ranks: int, width: int) -> Iterator[Setting]:
+    """So many pipelines of several ranks."""
+    for family in set(offered_unasked()) - {*families.UNLIKE_REPLICAS}:
+        for options in _options(family):
+            depth = num_ranks // width
+            pipeline = Offer(family, tuple(range(depth)), options=options)
+            for single in _setting(task, pipeline):
+                counts = (width,) * single.num_stages
+                offer = Offer(family, tuple(range(num_ranks)), Flush(), counts, options)
+                yield from _setting(task, offer)
 
 
 def _options(family: str) -> list[tuple[tuple[str, int], ...]]:

@@ -26,6 +26,19 @@ def replicated(model, replicas, num_microbatches=6) -> Plan:
     )
 
 
+def side_by_side(model, schedule, num_ranks, copies, num_microbatches) -> Plan:
+    """A plan of equal pipelines, each on so many ranks."""
+    plan = make_plan(model, num_ranks, num_microbatches, schedule)
+    stages = [replace(stage, rank=copies * stage.rank) for stage in plan.stages]
+    return Plan(
+        model=plan.model,
+        schedule=schedule,
+        options={"replicas": [copies] * len(stages)},
+        num_microbatches=num_microbatches,
+        stages=tuple(stages),
+    )
+
+
 @contextmanager
 def served(count=1, *, job="job", environment=()):
     """(addresses, process numbers) of ``penstock serve``, so many times; ended afterwards."""

@@ -39,6 +39,15 @@ def offers(draw, task):
         first = draw(st.integers(1, len(chosen)))
         replicas = (first, len(chosen) - first) if first < len(chosen) else (first,)
     versions = USUAL.get(family, Flush())
+    if not versions.asynchronous and family not in WITH_REPLICAS and len(chosen) % 2 == 0:
+        width = draw(st.sampled_from([1, 2, len(chosen)]))
+        try:
+            pipeline = schedules.build(
+                family, num_ranks=len(chosen) // width, num_microbatches=2 * len(chosen)
+            )
+        except InputError:
+            assume(False)
+        replicas = (width,) * pipeline.num_stages if width > 1 else ()
     rules = ("where-needed", "never", "stage", "layers")
     rule = "never" if versions.asynchronous else draw(st.sampled_from(rules))
     return Offer(family, tuple(chosen), versions, replicas, (), rule)

@@ -156,7 +156,7 @@ def test_a_plan_books_one_graph_and_one_version_per_stage(num_stages):
 
 
 REFUSED = {
-    "partime has no replicas; 1f1b, gpipe": {"schedule": "partime", "replicas": "2-2"},
+    "partime has no replicas; take 1f1b": {"schedule": "partime", "replicas": "2-2"},
     "no other weights to read; leave versions out, or take stash with the schedule pipedream": {
         "schedule": "partime", "versions": versions.Stash(),
     },

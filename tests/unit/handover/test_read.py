@@ -100,8 +100,8 @@ def test_torchtitans_own_objects_and_arguments_are_read():
         training=SimpleNamespace(local_batch_size=4),
     )  # fmt: skip
     plan = pk.Plan.of("torchtitan", config, GRAPH, pk.Cluster.local(4))
-    assert (plan.schedule, plan.num_ranks) == ("zb-v", 2)
-    assert "one of 2 copies of the pipeline" in plan.warnings[0]
+    assert (plan.schedule, plan.num_ranks, plan.replicas) == ("zb-v", 4, (2, 2, 2, 2))
+    assert not plan.warnings
     flags = "--parallelism.pipeline_parallel_degree=2 --training.local_batch_size 6"
     assert pk.Plan.of("torchtitan", flags, GRAPH).num_microbatches == 6
 

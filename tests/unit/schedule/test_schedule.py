@@ -45,7 +45,7 @@ def test_a_count_below_one_is_named(count):
 
 
 def test_an_unknown_option_is_refused():
-    with pytest.raises(InputError, match="zb-h1 has no option colour; it takes no options"):
+    with pytest.raises(InputError, match="zb-h1 has no option colour; it takes replicas"):
         schedules.build("zb-h1", num_ranks=2, num_microbatches=2, colour="red")
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
 from penstock.core.schedule.families import family
+from penstock.core.schedule.families.side_by_side import MEANING
 from penstock.core.schedule.schedule import Schedule
 
 _ARXIV = re.compile(r"arXiv (\d{4}\.\d{4,5})")
@@ -166,7 +167,7 @@ def _options(function: Callable[..., Schedule], meanings: str) -> Iterator[Optio
     parameters = list(inspect.signature(function).parameters.values())[2:]
     border = "|".join(parameter.name for parameter in parameters)
     parts = re.split(rf"\b({border}): ", meanings) if border else []
-    explained = dict(zip(parts[1::2], parts[2::2], strict=True))
+    explained = {"replicas": MEANING, **dict(zip(parts[1::2], parts[2::2], strict=True))}
     for parameter in parameters:
         default = "" if parameter.default is parameter.empty else repr(parameter.default)
         yield Option(parameter.name, default, explained.get(parameter.name, "").strip())

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from penstock.core.schedule import Schedule, families
+from penstock.core.schedule.families.side_by_side import first_pipeline
 from penstock.core.schedule.memory import peak_activations
 from penstock.core.versions import Flush
 from penstock.planning.handover.capabilities import Capabilities, Property
@@ -60,25 +61,27 @@ def placement_of(stages_of: tuple[tuple[int, ...], ...]) -> Placement:
 
 def placement(plan: Plan) -> Placement:
     """How the stages of a plan lie on the ranks of one of its copies."""
-    if max(plan.replicas) > 1:
+    copies = _num_copies(plan)
+    if copies == 1 and max(plan.replicas) > 1:
         return "straight"
-    return placement_of(tuple(tuple(sorted(own)) for own in plan.placement.stages_of))
+    return placement_of(tuple(tuple(sorted(own)) for own in plan.placement.stages_of[::copies]))
+
+
+def _num_copies(plan: Plan) -> int:
+    """How many replicas every stage has; 1 where they have unlike numbers."""
+    return plan.replicas[0] if len({*plan.replicas}) == 1 else 1
+
+
+def _depth(plan: Plan) -> int:
+    """How many ranks one copy of a plan has whose stages all have as many replicas."""
+    return plan.num_ranks // _num_copies(plan)
 
 
 def one_copy(plan: Plan) -> Schedule:
     """The order of compute in one of the copies of a plan whose stages all have as many, with its
     share of the microbatches; without recomputes."""
     bare = plan.recomputing("none").offloading(None)
-    copies = max(plan.replicas)
-    if copies == 1:
-        return bare.build_schedule()
-    options = {name: value for name, value in plan.options.items() if name != "replicas"}
-    return families.build(
-        plan.schedule,
-        num_ranks=len(plan.stages),
-        num_microbatches=plan.num_microbatches // copies,
-        **options,
-    )
+    return first_pipeline(bare.build_schedule(), max(plan.replicas))
 
 
 def with_family(plan: Plan, family: str, num_ranks: int | None = None) -> Plan:
@@ -87,11 +90,12 @@ def with_family(plan: Plan, family: str, num_ranks: int | None = None) -> Plan:
     Args:
         num_ranks: of a copy; by default as many as before.
     """
-    copies = min(plan.replicas) if len({*plan.replicas}) == 1 else 1
-    ranks = num_ranks or (len(plan.stages) if max(plan.replicas) > 1 else plan.num_ranks)
+    copies = _num_copies(plan)
+    is_uneven = len({*plan.replicas}) > 1
+    ranks = num_ranks or (len(plan.stages) if is_uneven else _depth(plan))
     options: dict[str, object] = {"replicas": [copies] * len(plan.stages)} if copies > 1 else {}
     if family == _LOOPED:
-        options = {"stages_per_rank": len(plan.stages) // ranks}
+        options["stages_per_rank"] = len(plan.stages) // ranks
     return _placed(plan, family, options, ranks * copies)
 
 
@@ -136,9 +140,12 @@ def _copied(plan: Plan, copies: int) -> Plan:
     """The plan with as many replicas of every stage, each with as many microbatches."""
     while plan.num_microbatches % copies:
         copies -= 1
-    options: dict[str, object] = {"replicas": [copies] * len(plan.stages)} if copies > 1 else {}
     single = plan if copies > 1 else plan.with_reducer("owners")
-    return _placed(single, _PLAIN, options, copies * len(plan.stages))
+    replicas: dict[str, object] = {"replicas": [copies] * len(plan.stages)} if copies > 1 else {}
+    if plan.schedule in families.UNLIKE_REPLICAS:
+        return _placed(single, _PLAIN, replicas, copies * len(plan.stages))
+    kept = {name: value for name, value in plan.options.items() if name != "replicas"}
+    return _placed(single, plan.schedule, kept | replicas, copies * _depth(plan))
 
 
 def _uneven_shares(plan: Plan) -> str:
@@ -185,32 +192,35 @@ def _lies(*kinds: Placement) -> Callable[[Plan], str]:
 
 def _looped(plan: Plan) -> Plan | None:
     """The plan with stage s on rank s mod p, if each rank then has as many."""
-    ranks = plan.num_ranks
-    if len(plan.stages) % ranks or plan.num_microbatches % ranks:
+    ranks = _depth(plan)
+    if len(plan.stages) % ranks or plan.num_microbatches % plan.num_ranks:
         return None
     return with_family(plan, _LOOPED)
 
 
 def _last_round(plan: Plan) -> str:
     """The microbatches of a round with fewer than ranks, where ranks have several stages."""
-    ranks = plan.num_ranks
-    if placement(plan) == "straight" or plan.num_microbatches % ranks == 0:
+    ranks, share = _depth(plan), plan.num_microbatches // _num_copies(plan)
+    if placement(plan) == "straight" or share % ranks == 0:
         return ""
     return (
-        f"its {plan.num_microbatches} microbatches are no multiple of the {ranks} ranks that "
+        f"its {share} microbatches are no multiple of the {ranks} ranks that "
         "have several stages each"
     )
 
 
 def _merged(plan: Plan) -> Plan | None:
     """The plan with one stage per rank, each of as many neighbouring stages as ranks had before."""
-    ranks, count = plan.num_ranks, len(plan.stages)
+    ranks, copies, count = _depth(plan), _num_copies(plan), len(plan.stages)
     if count % ranks:
         return None
     width = count // ranks
     stages = tuple(_sum_of(plan.stages[first : first + width]) for first in range(0, count, width))
-    renumbered = tuple(replace(stage, rank=rank) for rank, stage in enumerate(stages))
-    merged = plan.edited(schedule=_PLAIN, options={}, order=(), versions=Flush(), stages=renumbered)
+    renumbered = tuple(replace(stage, rank=copies * place) for place, stage in enumerate(stages))
+    options = {"replicas": [copies] * ranks} if copies > 1 else {}
+    merged = plan.edited(
+        schedule=_PLAIN, options=options, order=(), versions=Flush(), stages=renumbered
+    )
     return with_family(merged, _PLAIN)
 
 

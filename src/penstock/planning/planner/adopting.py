@@ -19,7 +19,7 @@ from penstock.planning.handover.capabilities import capabilities_of
 from penstock.planning.handover.described import Described
 from penstock.planning.handover.written import described, hand_over
 from penstock.planning.planner.changes import WhatIf
-from penstock.planning.planner.request import REPLICATED, PlanRequest
+from penstock.planning.planner.request import PlanRequest
 from penstock.planning.planner.search import planned
 from penstock.planning.planner.why import without_limits
 from penstock.planning.plans.plan import Plan
@@ -32,8 +32,8 @@ def adopted(engine: str, config: object, graph: LayerGraph, cluster: Cluster | N
     expect(graph, LayerGraph, "the graph", "measure the model with penstock.profile")
     expect(cluster, Cluster | None, "the cluster", "give a penstock.Cluster")
     said = described(engine, config, graph, len(cluster.devices) if cluster else None)
-    replicas, notes = _replicas(said)
-    num_copies = max(replicas, default=1)
+    num_copies = said.copies
+    replicas = (num_copies,) * (len(said.cuts) + 1) if num_copies > 1 else ()
     expert_ranks, unsaid = _experts(said, replicas, graph)
     graph, more = _at_size(graph, said.microbatch_size)
     family = said.schedule.partition(":")[0]
@@ -63,19 +63,7 @@ def adopted(engine: str, config: object, graph: LayerGraph, cluster: Cluster | N
         reason=f"as a config of {capabilities_of(engine).title} says: {family}, "
         f"{count_of(len(plan.stages), 'stage')}",
         alternatives=(),
-        warnings=(*said.notes, *notes, *unsaid, *more, *_excesses(plan, there)),
-    )
-
-
-def _replicas(said: Described) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """(replicas of each stage, if the schedule has any here; notes)."""
-    if said.copies == 1:
-        return (), ()
-    if said.schedule in REPLICATED:
-        return (said.copies,) * (len(said.cuts) + 1), ()
-    return (), (
-        f"the plan is one of {said.copies} copies of the pipeline: {said.schedule} has no replicas "
-        "here, so how long their sums of gradients take is not counted",
+        warnings=(*said.notes, *unsaid, *more, *_excesses(plan, there)),
     )
 
 

@@ -235,7 +235,7 @@ class Candidate(CutSetting):
             setting.schedule.name,
             self.stages,
             self.task.num_microbatches,
-            dict(setting.options),
+            setting.given_options,
             [self.task.tensor_limits[device] for device in setting.devices],
         )
         ordered = replace(held, setting=replace(held.setting, schedule=searched))
@@ -263,14 +263,11 @@ class Candidate(CutSetting):
     ) -> Plan:
         """The plan that people read and the runtime runs."""
         task, setting = self.task, self.setting
-        options = dict(setting.options)
-        if setting.replicas:
-            options["replicas"] = list(setting.replicas)
         return Plan(
             model=task.graph.fingerprint,
             schedule=setting.schedule.name,
             num_microbatches=task.num_microbatches,
-            options=options,
+            options=setting.given_options,
             order=written(setting.schedule) if setting.schedule.name in SEARCHED else (),
             stages=self.stages,
             versions=setting.versions,

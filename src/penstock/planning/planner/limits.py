@@ -176,7 +176,8 @@ def lacks_room(task: Task, devices: Sequence[int], replicas: Sequence[int]) -> b
 
     Args:
         devices: of each rank.
-        replicas: of each stage, whose ranks follow one another; empty where ranks share no stage.
+        replicas: how many ranks, which follow one another, have the same stages; empty where
+            ranks share none.
     """
     limits = [task.limits[device] for device in devices]
     ends = pairwise(accumulate(replicas, initial=0))

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from itertools import chain, product
 from math import ceil
 
-from penstock.base.errors import PlanError
+from penstock.base.errors import InputError, PlanError
+from penstock.base.units import count_of
 from penstock.core.graph import Mode
 from penstock.core.schedule import Schedule, families
+from penstock.core.schedule.families.options import placed
 from penstock.core.schedule.rounds import filling
 from penstock.core.versions import USUAL, DoubleBuffer, Flush, Policy, Stash, check_policy
 from penstock.planning.partition import best_partition
@@ -25,7 +29,7 @@ from penstock.planning.planner.orders import (
     swapped,
     unlike_first,
 )
-from penstock.planning.planner.request import PLAIN, REPLICATED, Constraints, Options, RecomputeRule
+from penstock.planning.planner.request import PLAIN, Constraints, Options, RecomputeRule
 from penstock.planning.planner.setting import Setting, Terms
 from penstock.planning.planner.task import Task
 from penstock.planning.plans.lockstep import check_lockstep
@@ -56,13 +60,20 @@ class Offer(Terms):
     """A schedule on some devices, not built yet."""
 
     def least_seconds(self, task: Task) -> float:
-        """Seconds that a minibatch takes at least: with all devices busy all the time; where it
-        flushes, also with the pipeline's beginning and end."""
+        """Seconds that a minibatch takes at least: with the devices of each pipeline busy all the
+        time; where it flushes, also with the pipeline's beginning and end."""
         # Whether the family splits backwards, only its schedule tells.
         modes: tuple[Mode, ...] = ("stream",) if self.versions.asynchronous else ("whole", "split")
         paces = [task.least_paces(self.devices, mode) for mode in modes]
-        speed = max(sum(1 / pace for pace in of_mode) for of_mode in paces)
-        busy = task.num_microbatches * sum(task.compute_seconds) / speed
+        # Pipelines side by side have microbatches of their own.
+        alike = not self.versions.asynchronous and len({*self.replicas}) == 1
+        pipelines = self.replicas[0] if alike else 1
+        turns = (
+            len(range(own, task.num_microbatches, pipelines))
+            / max(sum(1 / pace for pace in of_mode[own::pipelines]) for of_mode in paces)
+            for own in range(pipelines)
+        )
+        busy = max(turns) * sum(task.compute_seconds)
         if self.versions.asynchronous or self.num_ranks == 1:
             return busy
         return max(busy, min(map(min, paces)) * self._least_with_ends(task))
@@ -148,7 +159,9 @@ def offers(task: Task, constraints: Constraints) -> list[Offer]:
     else:
         allowed = list(_straight(task, constraints))
         if _may_have_any(constraints):
-            allowed += _with_shapes(_shapes(task), constraints, task.num_microbatches)
+            shapes = _shapes(task)
+            allowed += _with_shapes(shapes, constraints, task.num_microbatches)
+            allowed += _side_by_side(task, shapes, constraints)
     return list(dict.fromkeys(allowed))
 
 
@@ -166,7 +179,8 @@ def guided(task: Task, constraints: Constraints) -> list[Offer]:
 
 
 def _may_have_any(constraints: Constraints) -> bool:
-    may_have = constraints.schedule in (None, *REPLICATED)
+    family = constraints.schedule
+    may_have = family is None or families.has_replicas(family)
     return constraints.any_replicas and may_have and not constraints.replicas
 
 
@@ -262,15 +276,18 @@ def _replicated(task: Task, constraints: Constraints) -> Iterator[Offer]:
         PlanError: too few devices or layers.
     """
     counts, num_devices = constraints.replicas, len(task.cluster.devices)
+    if len(counts) > task.num_layers:
+        raise PlanError(f"{task.num_layers} layers cannot make {len(counts)} stages")
+    family = constraints.schedule or PLAIN
+    policy = _policy(constraints, family)
+    if family not in families.UNLIKE_REPLICAS:
+        yield from _beside_one_another(task, constraints, family)
+        return
     if sum(counts) > num_devices:
         raise PlanError(
             f"replicas {'-'.join(map(str, counts))} need {sum(counts)} devices, but there are "
             f"{num_devices}"
         )
-    if len(counts) > task.num_layers:
-        raise PlanError(f"{task.num_layers} layers cannot make {len(counts)} stages")
-    family = constraints.schedule or PLAIN
-    policy = _policy(constraints, family)
     check_policy(policy, family, counts, task.num_microbatches)
     rule = _rule(constraints, policy)
     for devices in orders_for(task, counts):
@@ -280,14 +297,16 @@ def _replicated(task: Task, constraints: Constraints) -> Iterator[Offer]:
 def _with_shapes(
     shapes: Sequence[ReplicaShape], constraints: Constraints, most: int
 ) -> Iterator[Offer]:
-    """Stages with replicas, for each family that may have them.
+    """Stages with replicas, for each family in which these may be unlike.
 
     Args:
         most: replicas where pipelines drain.
     """
     pairs: Sequence[tuple[str, Policy]]
     if constraints.schedule is not None:
-        pairs = [(constraints.schedule, _policy(constraints, constraints.schedule))]
+        family = constraints.schedule
+        asked = [(family, _policy(constraints, family))]
+        pairs = asked if family in families.UNLIKE_REPLICAS else []
     else:
         never = constraints.asynchronous == "only" or (
             constraints.versions and constraints.versions.asynchronous
@@ -300,6 +319,71 @@ def _with_shapes(
             yield Offer(family, devices, policy, counts, (), _rule(constraints, policy))
 
 
+def _side_by_side(
+    task: Task, shapes: Sequence[ReplicaShape], constraints: Constraints
+) -> Iterator[Offer]:
+    """Equal pipelines of several ranks, for each family that drains and is none of
+    ``_with_shapes``.
+
+    Args:
+        shapes: of which those are taken whose ranks have as many replicas.
+    """
+    names = [
+        (family, policy)
+        for family, policy in _names(constraints, num_ranks=2)
+        if family not in families.UNLIKE_REPLICAS and families.has_replicas(family)
+    ]
+    for counts, devices in shapes:
+        width, depth = counts[0], len(counts)
+        if depth == 1 or len({*counts}) > 1 or width > task.num_microbatches:
+            continue
+        large = len(devices) * task.num_microbatches > _QUICKLY_BUILT
+        for family, policy in names:
+            if large and family in _BUILT_SLOWLY and constraints.schedule is None:
+                continue
+            for options in _variants(family, depth, task.num_layers, constraints.options):
+                num_stages = _stages_of(family, depth, options)
+                if 0 < num_stages <= task.num_layers:
+                    replicas, rule = (width,) * num_stages, _rule(constraints, policy)
+                    yield Offer(family, devices, policy, replicas, options, rule)
+
+
+def _beside_one_another(task: Task, constraints: Constraints, family: str) -> Iterator[Offer]:
+    """The offers of pipelines side by side that have the given replicas.
+
+    Raises:
+        PlanError: no number of devices makes as many stages.
+    """
+    counts, num_devices = constraints.replicas, len(task.cluster.devices)
+    width, policy = counts[0], _policy(constraints, family)
+    fits = False
+    for depth in range(1, num_devices // width + 1):
+        for options in _variants(family, depth, task.num_layers, constraints.options):
+            if _stages_of(family, depth, options) == len(counts):
+                fits = True
+                for devices in orders_for(task, (width,) * depth):
+                    rule = _rule(constraints, policy)
+                    yield Offer(family, devices, policy, counts, options, rule)
+    if not fits:
+        raise PlanError(
+            f"{family} makes no {count_of(len(counts), 'stage')} with {width} replicas each of "
+            f"{count_of(num_devices, 'device')}; give other replicas or more devices"
+        )
+
+
+@lru_cache(maxsize=1024)
+def _stages_of(family: str, num_ranks: int, options: Options) -> int:
+    """How many stages a family has on the ranks of one pipeline; 0 if it refuses."""
+    with suppress(InputError):
+        if family in families.SEARCHED:
+            return len(placed(family, num_ranks, dict(options).get("placement", "straight")))
+        few = 2 * num_ranks
+        return families.build(
+            family, num_ranks=num_ranks, num_microbatches=few, **dict(options)
+        ).num_stages
+    return 0
+
+
 def neighbours(task: Task, setting: Setting, moves: Iterable[tuple[int, int]]) -> Iterator[Offer]:
     """Offers that differ from a setting by one replica moved from a stage to another, where devices
     keep their order; or by two unlike devices that change places, one of which may have been
@@ -308,7 +392,8 @@ def neighbours(task: Task, setting: Setting, moves: Iterable[tuple[int, int]]) -
     Args:
         moves: from which stages to which others a replica may go.
     """
-    for source, target in moves if setting.replicas else ():
+    may_be_unlike = setting.replicas and setting.family in families.UNLIKE_REPLICAS
+    for source, target in moves if may_be_unlike else ():
         counts = list(setting.replicas)
         counts[source] -= 1
         counts[target] += 1

@@ -159,7 +159,7 @@ class Race:
         ):
             return True
         self._looked_at[id(offer)] = offer
-        if lacks_room(task, offer.devices, offer.replicas):
+        if lacks_room(task, offer.devices, offer.copies):
             self.num_too_large += 1
             return True
         return self._is_behind(task, offer, promised)
@@ -428,7 +428,9 @@ def _uniform(promises: Sequence[Promise]) -> list[Promise]:
     alike = [
         (seconds, task, offer)
         for seconds, task, offer in promises
-        if len({*offer.replicas}) == 1 and not lacks_room(task, offer.devices, offer.replicas)
+        if offer.is_in_turn
+        and len({*offer.replicas}) == 1
+        and not lacks_room(task, offer.devices, offer.copies)
     ]
     few = [promise for promise in alike if len(promise[2].replicas) <= _FEW_STAGES]
     return few or sorted(alike, key=lambda promise: len(promise[2].replicas))

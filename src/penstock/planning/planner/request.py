@@ -32,6 +32,7 @@ from penstock.base.values import (
 from penstock.core.graph import LayerGraph
 from penstock.core.schedule import families
 from penstock.core.schedule.families.options import Replicas, read_replicas
+from penstock.core.schedule.families.side_by_side import read_alike
 from penstock.core.versions import USUAL, Policy
 from penstock.planning.handover.capabilities import CutsBetween, capabilities_of
 from penstock.planning.partition.chain import CostModel, cost_model
@@ -59,9 +60,6 @@ Options = tuple[tuple[str, Any], ...]
 
 PLAIN = "1f1b"
 """The family whose order replicas and single stages take."""
-
-REPLICATED = (PLAIN, "gpipe", "pipedream", "pipedream-2bw")
-"""The families whose stages may have replicas."""
 
 PROPOSED = {
     "pipedream": "weight stashing learned as well as newest activations or better on every stream "
@@ -133,10 +131,11 @@ class Constraints:
                 f"{able.title} gives every stage as many replicas, and these as many microbatches"
             )
         limit = able.limits.get("a last round of microbatches")
-        if limit and family == "interleaved-1f1b" and num_microbatches % num_ranks:
+        share, depth = num_microbatches // copies, num_ranks // copies
+        if limit and family == "interleaved-1f1b" and share % depth:
             return PlanError(
-                f"{num_microbatches} microbatches are no multiple of {num_ranks} ranks, but "
-                f"{able.title} {limit.reason}"
+                f"{share} microbatches are no multiple of {depth} ranks, but {able.title} "
+                f"{limit.reason}"
             )
         return None
 
@@ -518,23 +517,26 @@ def _read_counts(
         InputError: they are no counts, or some for a family whose stages have none, or for another
             number of stages.
     """
-    may_have = schedule in (None, *REPLICATED)
+    may_have = schedule is None or families.has_replicas(schedule)
     if replicas in (None, "any") or not replicas:
         if replicas == "any" and not may_have:
             raise _no_replicas(schedule)
         return (), stages
-    counts = read_replicas(replicas)
+    is_alike = schedule is not None and schedule not in families.UNLIKE_REPLICAS
+    counts = read_alike(schedule or "", replicas) if is_alike else read_replicas(replicas)
     if stages not in (None, len(counts)):
         raise InputError(f"replicas are given for {len(counts)} stages, but stages is {stages}")
-    if may_have:
-        return counts, stages
-    if max(counts) > 1:
+    if max(counts) > 1 and not may_have:
         raise _no_replicas(schedule)
-    return (), len(counts)
+    # One of each is what every schedule has.
+    has_own = schedule is None or schedule in families.UNLIKE_REPLICAS or max(counts) > 1
+    return (counts, stages) if has_own else ((), len(counts))
 
 
 def _no_replicas(schedule: str | None) -> InputError:
-    return InputError(f"{schedule} has no replicas; {', '.join(REPLICATED)} have")
+    return InputError(
+        f"{schedule} has no replicas; take {PLAIN} or another schedule, or leave replicas out"
+    )
 
 
 def _read_cuts(graph: LayerGraph, cuts: Sequence[int | str]) -> tuple[int, ...]:

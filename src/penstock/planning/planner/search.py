@@ -21,6 +21,7 @@ from penstock.base.units import count_of
 from penstock.base.values import expect
 from penstock.core.cluster import Cluster
 from penstock.core.graph import LayerGraph
+from penstock.core.schedule import families
 from penstock.core.versions import Policy
 from penstock.planning.partition.experts import with_expert_ranks
 from penstock.planning.planner.candidate import Candidate
@@ -430,7 +431,8 @@ def _with_tensor_ranks(tasks: Sequence[Task], request: PlanRequest) -> Iterator[
     tensor_ranks, replicas = request.tensor_ranks, request.replicas
     fewest = request.stages or 1
     if replicas and not isinstance(replicas, str):
-        fewest = sum(replicas)
+        is_alike = request.family not in (None, *families.UNLIKE_REPLICAS)
+        fewest = max(replicas) if is_alike else sum(replicas)
     context = request.context_ranks
     for task in tasks:
         if context > 1:

@@ -100,6 +100,20 @@ class Terms:
         return len(self.devices)
 
     @property
+    def given_options(self) -> dict[str, Any]:
+        """All that the family is given besides ranks and microbatches."""
+        return dict(self.options) | ({"replicas": list(self.replicas)} if self.replicas else {})
+
+    @property
+    def copies(self) -> tuple[int, ...]:
+        """How many ranks, which follow one another, do the same: replicas of a stage, or of all
+        stages of a rank where pipelines stand side by side; empty where no rank has a copy."""
+        if not self.replicas or self.family in families.UNLIKE_REPLICAS:
+            return self.replicas
+        width = self.replicas[0]
+        return (width,) * (self.num_ranks // width)
+
+    @property
     def terms(self) -> Terms:
         """These alone, which are quickly compared: schedules of equal terms are equal, searched
         ones for equal costs."""
@@ -112,11 +126,9 @@ class Terms:
         Raises:
             InputError: the family refuses.
         """
-        options = dict(self.options)
+        options = self.given_options
         if self.family in families.SEARCHED:
             return stand_in(self.family, self.num_ranks, num_microbatches, options)
-        if self.replicas:
-            options["replicas"] = self.replicas
         return families.build(
             self.family, num_ranks=self.num_ranks, num_microbatches=num_microbatches, **options
         )

@@ -88,6 +88,11 @@ class Draft(Value, frozen=True, kw_only=True):
         check_counts(0, microbatch_size=self.microbatch_size)
         check_options(self.options)
         check_layers(self.stages, any_rank=bool(self.given_replicas))
+        if self.schedule == "chimera" and max(self.replicas) > 1:
+            raise InputError(
+                "chimera has every stage twice by itself, so in a plan it has no replicas; leave "
+                "replicas out, or take another schedule"
+            )
         if self.schedule in families.SEARCHED:
             check_order_options(self.schedule, self.options)
         elif self.order:
@@ -99,9 +104,11 @@ class Draft(Value, frozen=True, kw_only=True):
     @property
     def num_ranks(self) -> int:
         """How many ranks the plan runs on."""
-        if self.given_replicas:
-            return sum(self.given_replicas)
-        return 1 + max(stage.rank for stage in self.stages)
+        counts = self.replicas
+        if self.given_replicas and self.schedule in families.UNLIKE_REPLICAS:
+            return sum(counts)
+        # A rank may have several stages; each names the first of its replicas.
+        return max(stage.rank for stage in self.stages) + max(counts)
 
     @property
     def given_replicas(self) -> tuple[int, ...]:

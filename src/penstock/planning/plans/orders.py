@@ -13,9 +13,10 @@ from typing import Any
 from msgspec.structs import replace as with_fields
 
 from penstock.base.errors import InputError, ScheduleError
+from penstock.base.units import count_of
 from penstock.core.schedule import Schedule, families
 from penstock.core.schedule.check import check
-from penstock.core.schedule.families.options import one_per_rank, placed
+from penstock.core.schedule.families.options import one_per_rank, placed, read_replicas
 from penstock.core.schedule.families.searched import check_size
 from penstock.core.schedule.memory import Sizes
 from penstock.core.schedule.op import COMPUTE
@@ -36,7 +37,8 @@ def stand_in(
         InputError: the family refuses.
     """
     if family == "optimal":
-        check_size(num_ranks, num_microbatches)
+        copies = _copies(options)
+        check_size(num_ranks // copies, ceil(num_microbatches / copies))
         options = {"activation_limit": inf, **options}
         options.pop("time_limit_seconds", None)
     quick = {**options, "effort": 0}
@@ -66,9 +68,12 @@ def search_order(
     Raises:
         InputError: the family refuses, or its placement is not that of the stages.
     """
+    copies, given = _copies(options), dict(options)
+    # All pipelines side by side have the order that fits the memory of each.
+    stages = [with_fields(stage, rank=stage.rank // copies) for stage in stages]
+    limits = [min(limits[first : first + copies]) for first in range(0, len(limits), copies)]
     placement = tuple(stage.rank for stage in stages)
     num_ranks = 1 + max(placement)
-    given = dict(options)
     wanted = placed(family, num_ranks, given.pop("placement", placement))
     if wanted != placement:
         raise InputError(
@@ -92,13 +97,18 @@ def search_order(
         )
     return families.build(
         family,
-        num_ranks=num_ranks,
+        num_ranks=num_ranks * copies,
         num_microbatches=num_microbatches,
         costs=_costs(stages),
         placement=placement,
         activation_limit=room,
         **given,
     )
+
+
+def _copies(options: Mapping[str, Any]) -> int:
+    """How many pipelines stand side by side."""
+    return max(read_replicas(options.get("replicas", "")), default=1)
 
 
 def _stages_of(stages: Sequence[StagePlan], num_ranks: int) -> Iterator[list[StagePlan]]:
@@ -163,12 +173,17 @@ def check_order_options(family: str, options: Collection[str]) -> None:
 
 
 def read_order(
-    order: Sequence[str], family: str, num_ranks: int, num_microbatches: int
+    order: Sequence[str],
+    family: str,
+    num_ranks: int,
+    num_microbatches: int,
+    replicas: Sequence[int],
 ) -> Schedule:
     """The schedule of an order that a plan carries.
 
     Args:
         order: as ``written`` gives it, perhaps edited by hand.
+        replicas: of each stage.
 
     Raises:
         InputError: it is no order, or not for so many ranks and microbatches, or it cannot run.
@@ -184,10 +199,12 @@ def read_order(
         if other is not None:
             raise ScheduleError(f"{other} is no op of whole microbatches; write F, B, I and W only")
         check(schedule)
-        shared = next((stage for stage, count in schedule.copies.items() if count > 1), None)
-        if shared is not None:
-            ranks = ", ".join(map(str, schedule.ranks_of(shared)))
-            raise ScheduleError(f"stage {shared} stands on ranks {ranks}; give it one rank")
+        for stage, count in enumerate(replicas):
+            ranks = schedule.ranks_of(stage)
+            if len(ranks) > count:
+                named = ", ".join(map(str, ranks))
+                wanted = count_of(count, "rank")
+                raise ScheduleError(f"stage {stage} stands on ranks {named}; give it {wanted}")
     except ScheduleError as error:
         raise InputError(f"order: {error}; {remedy}") from None
     if schedule.num_microbatches != num_microbatches:

@@ -58,9 +58,11 @@ def picture_of(plan: Plan) -> pictured.PlanPicture:
 
 
 def _groups(plan: Plan) -> tuple[range, ...]:
-    """Ranks that stand together: the replicas of a stage."""
+    """Ranks that stand together: the replicas of a stage, or of all stages of a rank."""
     # Without replicas, a rank may have several stages, and a stage copies on several ranks.
-    counts = plan.replicas if max(plan.replicas) > 1 else (1,) * plan.num_ranks
+    counts = plan.replicas
+    if sum(counts) != plan.num_ranks:
+        counts = (counts[0],) * (plan.num_ranks // counts[0])
     return tuple(
         range(stop - count, stop) for count, stop in zip(counts, accumulate(counts), strict=True)
     )

@@ -371,7 +371,9 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
 
     def _compute_only(self, count: int) -> Schedule:
         if self.order:
-            searched = read_order(self.order, self.schedule, self.num_ranks, self.num_microbatches)
+            searched = read_order(
+                self.order, self.schedule, self.num_ranks, self.num_microbatches, self.replicas
+            )
             return with_microbatches(searched, count)
         build = partial(families.build, self.schedule, num_ranks=self.num_ranks, **self.options)
         try:

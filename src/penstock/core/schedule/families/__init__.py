@@ -40,6 +40,7 @@ from penstock.core.schedule.families.looped import (
 )
 from penstock.core.schedule.families.options import at_least
 from penstock.core.schedule.families.searched import optimal, zb_auto
+from penstock.core.schedule.families.side_by_side import replicated
 from penstock.core.schedule.families.straight import (
     eager_one_f_one_b,
     gpipe,
@@ -82,29 +83,33 @@ __all__ = [
 FAMILIES: dict[str, Callable[..., Schedule]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
-    "eager-1f1b": eager_one_f_one_b,
-    "interleaved-1f1b": interleaved,
-    "breadth-first": breadth_first,
-    "zb-h1": zb_h1,
-    "zb-h2": zb_h2,
-    "zb-v": zb_v,
-    "interleaved-zb": interleaved_zb,
-    "v-half": v_half,
-    "v-min": v_min,
-    "dualpipe-v": dualpipe_v,
-    "chimera": chimera,
-    "hanayo": hanayo,
-    "seq1f1b": seq1f1b,
-    "spilled": spilled,
+    "eager-1f1b": replicated("eager-1f1b", eager_one_f_one_b),
+    "interleaved-1f1b": replicated("interleaved-1f1b", interleaved),
+    "breadth-first": replicated("breadth-first", breadth_first),
+    "zb-h1": replicated("zb-h1", zb_h1),
+    "zb-h2": replicated("zb-h2", zb_h2),
+    "zb-v": replicated("zb-v", zb_v),
+    "interleaved-zb": replicated("interleaved-zb", interleaved_zb),
+    "v-half": replicated("v-half", v_half),
+    "v-min": replicated("v-min", v_min),
+    "dualpipe-v": replicated("dualpipe-v", dualpipe_v),
+    "chimera": replicated("chimera", chimera),
+    "hanayo": replicated("hanayo", hanayo),
+    "seq1f1b": replicated("seq1f1b", seq1f1b),
+    "spilled": replicated("spilled", spilled),
     "pipedream": pipedream,
     "pipedream-2bw": pipedream_2bw,
     "partime": partime,
-    "zb-auto": zb_auto,
-    "optimal": optimal,
+    "zb-auto": replicated("zb-auto", zb_auto),
+    "optimal": replicated("optimal", optimal),
 }
 
 SEARCHED = frozenset({"zb-auto", "optimal"})
 """Families that search for an order: they take time, and they take costs."""
+
+UNLIKE_REPLICAS = ("1f1b", "gpipe", "pipedream", "pipedream-2bw")
+"""Families whose stages may have unlike numbers of replicas: each rank has one stage. In all others
+that drain, pipelines stand side by side."""
 
 LARGEST = 100_000_000
 """The most ranks times microbatches, times the parts that an option makes of each."""
@@ -133,6 +138,15 @@ def family(name: str) -> Callable[..., Schedule]:
         hint = f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(FAMILIES)}"
         raise InputError(f"no schedule is called {name!r}{hint}")
     return FAMILIES[name]
+
+
+def has_replicas(name: str) -> bool:
+    """Whether stages of a family may have replicas.
+
+    >>> has_replicas("zb-h1"), has_replicas("partime")
+    (True, False)
+    """
+    return "replicas" in inspect.signature(family(name)).parameters
 
 
 def check_options(name: str, options: Collection[str]) -> None:
