@@ -112,9 +112,10 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
         memory_bytes: what one rank may use, on top of the cluster's own limits.
         versions: which weights passes read (``penstock.versions``); a policy that never flushes
             brings its schedule with it. By default what belongs to the schedule.
-        replicas: of each stage, as in ``(2, 1)`` or ``"2-1"``, or ``"any"``; more than one with the
-            schedules ``1f1b``, ``gpipe``, ``pipedream`` and ``pipedream-2bw``. By default any,
-            unless a schedule or a number of stages is asked for: then none.
+        replicas: of each stage, as in ``(2, 1)`` or ``"2-1"``, or ``"any"``; unlike ones with
+            the schedules ``1f1b``, ``gpipe``, ``pipedream`` and ``pipedream-2bw``, as many of all
+            stages with every other one that drains. By default any, unless a schedule or a number
+            of stages is asked for: then none.
         asynchronous: whether to propose schedules that never flush, and so train with weights of
             several ages (``docs/asynchronous.md``).
         recompute: which stages may run forward twice to save memory: ``"where-needed"``,

@@ -21,10 +21,7 @@ from penstock.core.schedule.columns import Columns
 from penstock.core.schedule.families.options import Replicas, read_replicas
 from penstock.core.schedule.schedule import Schedule
 
-MEANING = (
-    "of each stage, all alike, as in `2-2`: so many pipelines side by side, each with its share of "
-    "the microbatches; one of each by default."
-)
+MEANING = "of each stage, all alike, as in `2-2`: so many pipelines side by side; one by default."
 """What the option ``replicas`` says about such a family."""
 
 
