@@ -61,6 +61,15 @@ def test_of_many_devices_whole_hosts_and_then_single_devices():
     assert plan(model, fewer, microbatches=64).step_seconds > 3.0 * 0.99
 
 
+@pytest.mark.parametrize("wish", ["devices", "cost"])
+def test_a_search_without_time_claims_nothing_of_what_it_has_not_seen(wish):
+    request = {"microbatches": 8, "objective": wish}
+    early = plan(MODEL, ROOM, **request, patience_seconds=1e-9).reason
+    assert "were looked at in time; others may be better" in early
+    for claim in ("fewer devices than", "cost least"):
+        assert claim not in early
+
+
 def test_what_cannot_be_reached_says_what_can():
     with pytest.raises(
         PlanError, match=r"no plan takes 100 ms or less: the fastest on 8 devices"

@@ -113,13 +113,19 @@ Find = Callable[[fx.Node, Known, int], Rule | None]
 def shape_of(node: fx.Node) -> list[int] | None:
     """The whole shape that a value had when it was recorded; ``None`` if it is no tensor."""
     value = node.meta.get("val")
-    return sizes_of(value) if isinstance(value, Tensor) else None
+    if not isinstance(value, Tensor) or None in _hints(value):
+        return None  # nobody knows how long it is that depends on values
+    return sizes_of(value)
 
 
 def sizes_of(value: Tensor) -> list[int]:
     """The sizes that a value had when it was recorded, also of dimensions that may vary."""
+    return [int(hint) for hint in _hints(value)]
+
+
+def _hints(value: Tensor) -> list[Any]:
     sizes: list[Any] = [*value.shape]
-    return [int(getattr(size, "node", _Plain(size)).hint) for size in sizes]
+    return [getattr(size, "node", _Plain(size)).hint for size in sizes]
 
 
 class _Plain(NamedTuple):

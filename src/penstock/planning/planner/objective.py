@@ -222,6 +222,7 @@ class _PartSearch:
         self._parts, self._others = parts, list[Judged]()
         self._within = parts.request.within_seconds or inf
         self._tokens = 0
+        self._is_cut_short = False
         self.best: Judged | None = None
 
     def fewest(self) -> None:
@@ -253,7 +254,8 @@ class _PartSearch:
 
     @property
     def _is_over(self) -> bool:
-        return self.best is not None and self._parts.patience.is_over
+        self._is_cut_short |= self.best is not None and self._parts.patience.is_over
+        return self._is_cut_short
 
     def cheapest(self) -> None:
         """Look for the devices whose step costs least."""
@@ -325,6 +327,13 @@ class _PartSearch:
 
     def _why(self, best: Judged) -> str:
         count, request = best.num_devices, self._parts.request
+        if self._is_cut_short:
+            looked_at = sorted({other.num_devices for other in self._others} | {count})
+            sizes = ", ".join(map(str, looked_at))
+            return (
+                f"of parts of the cluster, those with {sizes} devices were looked at in time; "
+                "others may be better"
+            )
         if request.objective == "cost":
             dear = sorted(
                 (other for other in self._others if other is not best),
