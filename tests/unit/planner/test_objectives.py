@@ -63,8 +63,8 @@ def test_of_many_devices_whole_hosts_and_then_single_devices():
 
 @pytest.mark.parametrize("wish", ["devices", "cost"])
 def test_a_search_without_time_claims_nothing_of_what_it_has_not_seen(wish):
-    request = {"microbatches": 8, "objective": wish}
-    early = plan(MODEL, ROOM, **request, patience_seconds=1e-9).reason
+    cluster = hosts(5, 8, memory_bytes=16 << 20)
+    early = plan(MODEL, cluster, microbatches=8, objective=wish, patience_seconds=1e-9).reason
     assert "were looked at in time; others may be better" in early
     for claim in ("fewer devices than", "cost least"):
         assert claim not in early
