@@ -68,7 +68,7 @@ def test_what_lacks_room_or_takes_too_long_was_worth_nothing(seed):
         for setting in every_setting(task):
             terms = {own.name: getattr(setting, own.name) for own in fields(Offer)}
             found = candidates(task, setting)
-            assert not (found and lacks_room(task, setting.devices, setting.replicas)), number
+            assert not (found and lacks_room(task, setting.devices, setting.copies)), number
             for candidate in found:
                 promised = Offer(**terms).least_seconds(task)
                 assert promised <= candidate.seconds * (1 + 1e-9), number

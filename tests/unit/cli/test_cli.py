@@ -176,7 +176,7 @@ def test_demo_does_the_whole_job(tmp_path):
     [
         (("simulate", "1f1"), "did you mean '1f1b'?"),
         (("schedules", "1f1"), "did you mean '1f1b'?"),
-        (("simulate", "zb-v:waves=2"), "zb-v has no option waves; it takes no options"),
+        (("simulate", "zb-v:waves=2"), "zb-v has no option waves; it takes replicas"),
         (("simulate", "interleaved-1f1b:stages_per_rank=x"), "stages_per_rank cannot be 'x'"),
         (("simulate", "interleaved-1f1b:stages_per_rank"), "write interleaved-1f1b:name=value"),
         (("draw", "breadth-first:stages_per_rank=2,stages_per_rank=3"), "given twice"),

@@ -109,8 +109,11 @@ WRONG = {
     ),
     # Schedule, options, placement.
     "an unknown schedule": ([(("schedule",), "1f2b")], "did you mean '1f1b'?"),
+    "unlike replicas of another schedule": (
+        [(("schedule",), "zb-h1")], "zb-h1: replicas are 2-1, but its pipelines stand side by side",
+    ),
     "an option of another schedule": (
-        [(("schedule",), "zb-h1")], "zb-h1 has no option replicas; it takes no options",
+        [(("options", "waves"), 2)], "1f1b has no option waves; it takes replicas",
     ),
     "an option that is none": (
         [(("options", "replica"), "2-1")], "1f1b has no option replica; it takes replicas",
