@@ -167,15 +167,17 @@ class Race:
     def _is_behind(self, task: Task, offer: Offer, promised: float) -> bool:
         """Whether an offer of a deep model would have to come nearer to its promise than the same
         schedule did with more ranks, of which each had a part as small."""
-        reached, promise = self._reached.get((id(task), offer.family, offer.options), (0.0, 1.0))
-        return reached * promised / promise > self.least * (1 + SAME)
+        reached, promise = self._reached.get(_alike(task, offer), (0.0, 1.0))
+        # Stages with unlike replicas come nearer than any others: each has its own share of ranks.
+        is_even = len({*offer.replicas}) <= 1
+        return is_even and reached * promised / promise > self.least * (1 + SAME)
 
     def _note_reach(
         self, task: Task, offer: Offer, promised: float, built: Sequence[Candidate]
     ) -> None:
         if task.num_layers > _DEEP and not offer.is_in_turn:
             least = min((candidate.least_seconds for candidate in built), default=self.least)
-            self._reached[id(task), offer.family, offer.options] = least, promised
+            self._reached[_alike(task, offer)] = least, promised
 
     def _least_of(self, waiting: Sequence[tuple[float, int, Candidate]]) -> float:
         return waiting[0][0] if waiting else inf
@@ -366,6 +368,11 @@ class Race:
             if contender.seconds <= self.least * (1 + SAME)
         ]
         return min(ties, key=_modesty, default=None)
+
+
+def _alike(task: Task, offer: Offer) -> tuple[object, ...]:
+    """What offers have in common that may differ in their number of ranks only."""
+    return id(task), offer.family, offer.options, offer.replicas[:1]
 
 
 def _most_different(candidates: Sequence[Candidate]) -> list[Candidate]:
