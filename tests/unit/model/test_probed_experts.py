@@ -18,6 +18,8 @@ from tests.kit.mixtures import (
     make_transformer,
 )
 
+TOGETHER = "treats tokens together, as a capacity or a mean over them does.*use within_capacity"
+
 
 class Capped(StackedExperts):
     """No expert takes more than its share of the tokens, half as much again."""
@@ -74,14 +76,31 @@ def test_experts_that_treat_each_token_alone_may_be_divided(experts, dtype, num_
     assert not any(module.training for module in model.modules())
 
 
+class FirstOnly(StackedExperts):
+    """Knows of one choice: others are passed over, or, ``strict``, fail."""
+
+    strict = False
+
+    def forward(self, tokens, expert_index, expert_weights):
+        first = expert_index.squeeze(1) if self.strict else expert_index[:, 0]
+        return super().forward(tokens, first.view(len(tokens), 1), expert_weights[:, :1])
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_experts_that_take_one_choice_are_given_one(strict):
+    model = make_mixture(FirstOnly)
+    model[1].experts.strict = model[4].experts.strict = strict
+    check_apart(experts_in(model), 2)
+    experts = type("Centred", (Centred, FirstOnly), {})
+    with pytest.raises(ModelError, match=TOGETHER):
+        check_apart(experts_in(make_mixture(experts)), 2)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_experts_of_transformers_may_be_divided(kind):
     check_apart(experts_in(make_transformer(kind)), 2)
     faster = make_transformer(kind, dtype=torch.float32, implementation="grouped_mm")
     check_apart(experts_in(faster), 2)
-
-
-TOGETHER = "treats tokens together, as a capacity or a mean over them does.*use within_capacity"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ random tokens and weights, before anything is divided.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from penstock.engine.model.randomness import RandomStream
 
 _NUM_TOKENS = 64  # of each of two microbatches; enough that capacities overflow
 _BUSY_SHARE = 0.75  # of tokens whose first choice is expert 0, more than any capacity is meant for
-_CHOICES = 2
+_CHOICES = (2, 1)  # of each token; some code takes one only
 _SEED = 0
 _PLAIN = int | float | str
 
@@ -30,7 +31,7 @@ class _Batch(NamedTuple):
     """Tokens of one microbatch and their routes, as experts take them."""
 
     tokens: Tensor
-    index: Tensor
+    chosen: Tensor
     weights: Tensor
 
 
@@ -51,29 +52,38 @@ class _Probe:
             values.uniform_(-bound, bound, generator=self._generator)
         return nn.Parameter(values, requires_grad=False)
 
-    def widths(self) -> Iterator[int]:
+    def widths(self) -> Collection[int]:
         """How wide tokens may be: sizes of weights, each once."""
         first = 0 if self._mixture.is_list else 1
         sizes = (size for own in self._mixture.module.parameters() for size in own.shape[first:])
-        return iter(dict.fromkeys(sizes))
+        return dict.fromkeys(sizes)
 
-    def batch(self, width: int, mean: float) -> _Batch:
-        """Tokens of which most choose expert 0, and another; those of microbatches differ in what
-        they are on average."""
+    def batch(self, width: int, choices: int, mean: float) -> _Batch:
+        """Tokens of which most choose expert 0 first; those of microbatches differ in what they are
+        on average."""
         num, made = self._mixture.num_experts, self._generator
         firsts = torch.randint(num, (_NUM_TOKENS,), generator=made)
         firsts[torch.rand(_NUM_TOKENS, generator=made) < _BUSY_SHARE] = 0
         steps = torch.randint(1, num, (_NUM_TOKENS,), generator=made)
         return _Batch(
             (mean + torch.randn(_NUM_TOKENS, width, generator=made)).to(self.dtype),
-            torch.stack([firsts, (firsts + steps) % num], 1),
-            (0.2 + 0.8 * torch.rand(_NUM_TOKENS, _CHOICES, generator=made)).to(self.dtype),
+            torch.stack([firsts, (firsts + steps) % num], 1)[:, :choices],
+            (0.2 + 0.8 * torch.rand(_NUM_TOKENS, choices, generator=made)).to(self.dtype),
         )
 
     def whole(self, batch: _Batch) -> Tensor:
-        """All experts, of one microbatch."""
+        """All experts, of one microbatch.
+
+        Raises:
+            ValueError: it makes something of another shape, or passes over all choices but one.
+        """
         twin = twin_of(self._mixture, self._weights, range(self._mixture.num_experts)).train()
-        return self._checked(self._forward(twin, *batch), batch.tokens)
+        made = self._checked(self._forward(twin, *batch), batch.tokens)
+        if batch.chosen.shape[1] > 1:
+            firsts = batch.chosen[:, :1].expand_as(batch.chosen).contiguous()
+            if self._forward(twin, batch.tokens, firsts, batch.weights).equal(made):
+                raise ValueError("second choices do not count")
+        return made
 
     def divided(self, batches: list[_Batch], num_ranks: int) -> Tensor:
         """What so many copies make of the tokens of all microbatches, of which each comes as often
@@ -85,7 +95,9 @@ class _Probe:
         for first in range(0, self._mixture.num_experts, here):
             chosen = index.reshape(-1)[order] - first
             pairs = order[(chosen >= 0) & (chosen < here)]
-            whose = torch.div(pairs, _CHOICES, rounding_mode="floor")
+            if not len(pairs):
+                continue
+            whose = torch.div(pairs, index.shape[1], rounding_mode="floor")
             numbers = index.reshape(-1)[pairs].unsqueeze(1) - first
             own = _Batch(tokens[whose], numbers, weights.reshape(-1)[pairs].unsqueeze(1))
             twin = twin_of(self._mixture, self._rows(first, here), range(first, first + here))
@@ -136,8 +148,8 @@ def _check_one(mixture: FoundExperts, num_ranks: int) -> None:
     probe = _Probe(mixture)
     name = f"{mixture.path!r} ({type(mixture.module).__name__})"
     with torch.no_grad(), RandomStream(_SEED) as stream:
-        for width in probe.widths():
-            batches = [probe.batch(width, mean) for mean in (-1.0, 2.0)]
+        for width, choices in itertools.product(probe.widths(), _CHOICES):
+            batches = [probe.batch(width, choices, mean) for mean in (-1.0, 2.0)]
             try:
                 wanted = torch.cat([probe.whole(batch) for batch in batches])
             except Exception:  # tokens of another width, or what training will say itself
