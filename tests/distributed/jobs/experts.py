@@ -267,6 +267,11 @@ def held() -> list[str]:
     return report
 
 
+class Centred(StackedExperts):
+    def forward(self, tokens, expert_index, expert_weights):
+        return super().forward(tokens - tokens.mean(0), expert_index, expert_weights)
+
+
 def refusals() -> list[str]:
     """What is said of plans, models and minibatches that do not go with expert ranks."""
     drops = make_mixture()
@@ -275,7 +280,12 @@ def refusals() -> list[str]:
     frozen = make_mixture()
     frozen[1].experts.register_buffer("scale", torch.ones(1))
     plain = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4)).double()
+    tied = make_mixture()
+    tied[4].experts = tied[1].experts
     cases = [
+        (make_mixture(Centred), {}, "treats tokens together"),
+        (tied, {}, "tied between '1.experts.up' and '4.experts.up'"),
+        (make_mixture(), {"compile": "aot_eager"}, "expert ranks, which exchange tokens"),
         (drops, {}, "drops out features"),
         (odd, {}, "which 2 expert ranks cannot divide evenly"),
         (frozen, {}, "has buffers"),

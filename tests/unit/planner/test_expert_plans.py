@@ -164,6 +164,29 @@ def test_a_plan_that_is_edited_is_looked_at_again(change, words):
         change(planned())
 
 
+def test_by_default_stages_without_experts_divide_none():
+    plain, *others = mixture_graph().layers
+    bare = [replace(layer, experts=()) for layer in others[:1]]
+    graph = LayerGraph(layers=(plain, *bare, *others[1:]), microbatch_size=2)
+    whole, divided = planned(graph, size=1), planned(graph)
+    assert [stage.expert_ranks for stage in divided.stages] == [1, 2]
+    edited = whole.with_expert_ranks(2)
+    assert [stage.expert_ranks for stage in edited.stages] == [1, 2]
+    assert edited.with_expert_ranks(1) == whole
+    assert divided.with_expert_ranks(1).with_expert_ranks(2).stages[0].expert_ranks == 1
+    # Of a plan that was written by hand, nobody knows.
+    stages = tuple(replace(stage, expert_loads=()) for stage in whole.stages)
+    by_hand = replace(whole, stages=stages).with_expert_ranks(2)
+    assert [stage.expert_ranks for stage in by_hand.stages] == [2, 2]
+
+
+def test_where_no_stage_has_copies_none_divide_experts():
+    plan = planned(size=1, replicas="1-1", count=2)
+    with pytest.raises(InputError, match="no stage with experts of this plan has several"):
+        plan.with_expert_ranks(2)
+    assert plan.with_expert_ranks(1) == plan
+
+
 def test_replanning_keeps_whole_bytes_in_mind():
     with pytest.raises(InputError, match="give replan the model's graph"):
         pk.replan(planned(), cluster(2))

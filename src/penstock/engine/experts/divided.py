@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,6 +12,8 @@ from torch import Tensor, nn
 
 from penstock.base.errors import ModelError
 from penstock.engine.experts.dispatch import Compute, ExpertCopies, route
+from penstock.engine.experts.probing import check_apart, draws_inside
+from penstock.engine.experts.twins import twin_of
 from penstock.engine.model.experts import FoundExperts, experts_in, tokens_per_expert
 from penstock.engine.model.spine import NamedLayer
 from penstock.engine.weights.local_rows import LocalRows, PartialTensor
@@ -70,12 +71,7 @@ class _RoutedExperts:
             instead[id(weight)] = whole
             self.weights.append(ExpertWeight(whole, start, rows))
         rows_by_id = dict(zip(instead, (own.rows for own in self.weights), strict=True))
-        self._twin = _twin(mixture.module, rows_by_id)
-        if mixture.is_list:
-            kept = [self._twin._modules[number] for number in sorted(own, key=int)]
-            self._twin._modules = {str(place): child for place, child in enumerate(kept)}
-        if hasattr(self._twin, "num_experts"):
-            self._twin.__dict__["num_experts"] = here
+        self._twin = twin_of(mixture, rows_by_id, range(first, first + here))
         for module in mixture.module.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
@@ -117,20 +113,6 @@ class _RoutedExperts:
         called = self._compute(tokens, numbers, weights).to(tokens.dtype)
         wants = any(rows.requires_grad for rows in own)
         return made + called + torch.zeros((), dtype=tokens.dtype, requires_grad=wants)
-
-
-def _twin(module: nn.Module, instead: Mapping[int, nn.Parameter]) -> nn.Module:
-    """A module with the same attributes, code and buffers, and other parameters."""
-    own = copy.copy(module)
-    own._parameters = {
-        name: None if weight is None else instead[id(weight)]
-        for name, weight in module._parameters.items()
-    }
-    own._modules = {
-        name: None if child is None else _twin(child, instead)
-        for name, child in module._modules.items()
-    }
-    return own
 
 
 class DividedExperts:
@@ -225,8 +207,8 @@ def divisible(layers: Sequence[NamedLayer], num_ranks: int, stage: int) -> list[
     """The experts of a stage that so many copies divide.
 
     Raises:
-        ModelError: there are none, not as many for each, or other layers hold their weights, or
-            they drop out features, which others would draw.
+        ModelError: there are none, not as many for each, or they would compute something else:
+            they treat tokens together, draw, or have buffers.
     """
     mixtures = [own for layer in layers for own in experts_in(layer.module)]
     if not mixtures:
@@ -245,11 +227,7 @@ def divisible(layers: Sequence[NamedLayer], num_ranks: int, stage: int) -> list[
             )
         drops = [m for m in own.module.modules() if isinstance(m, nn.Dropout) and m.p > 0]
         if drops:
-            raise ModelError(
-                f"{where} ({kind}) drops out features inside experts, whose tokens are elsewhere "
-                "than on one device, so that others would be dropped; put the dropout behind the "
-                "experts, or take expert_ranks=1"
-            )
+            raise ModelError(draws_inside(f"{where} ({kind})"))
         if any(isinstance(weight, PartialTensor) for weight in own.module.parameters()):
             raise ModelError(
                 f"{where} ({kind}) has some of its experts only: an earlier Pipeline has divided "
@@ -260,4 +238,27 @@ def divisible(layers: Sequence[NamedLayer], num_ranks: int, stage: int) -> list[
                 f"{where} ({kind}) has buffers beside its weights, and only weights are divided; "
                 "put them into another module, or take expert_ranks=1"
             )
+    check_apart(mixtures, num_ranks)
     return mixtures
+
+
+def check_untied(layers: Sequence[NamedLayer], weights: Collection[int]) -> None:
+    """Raise ``ModelError`` if several modules have one weight of experts that are divided.
+
+    Args:
+        layers: of all stages.
+        weights: the ids of the experts' weights.
+    """
+    owners: dict[int, str] = {}
+    for layer in layers:
+        for path, module in layer.module.named_modules(remove_duplicate=False):
+            for name, weight in module.named_parameters(recurse=False):
+                if id(weight) not in weights:
+                    continue
+                key = layer.key(f"{path}.{name}" if path else name)
+                first = owners.setdefault(id(weight), key)
+                if first != key:
+                    raise ModelError(
+                        f"experts tied between {first!r} and {key!r} do not go with expert_ranks, "
+                        "of which each would divide its own; untie them, or take expert_ranks=1"
+                    )

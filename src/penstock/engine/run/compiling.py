@@ -52,6 +52,7 @@ def _check(plan: Plan, recipe: Recipe, argument: str) -> None:
         "the reducer 'fully-sharded', which gathers weights layer by layer": (
             plan.summing.reducer == "fully-sharded"
         ),
+        "expert ranks, which exchange tokens inside of layers": plan.divides_experts,
         "slices, of which each has another past": plan.placement.num_slices > 1,
         "activations that are offloaded between passes": plan.offload is not None,
         "batch_norm='minibatch', which follows layers from outside": (

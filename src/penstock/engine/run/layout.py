@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from penstock.base.errors import ModelError
 from penstock.engine.experts.dispatch import ExpertCopies
-from penstock.engine.experts.divided import divisible
+from penstock.engine.experts.divided import check_untied, divisible
 from penstock.engine.model.randomness import LayerStreams
 from penstock.engine.model.spine import NamedLayer
 from penstock.engine.reduce.reducer import SharedWeights
@@ -102,13 +102,16 @@ class Layout:
 
     def _expert_weights(self) -> set[int]:
         """The ids of the weights of experts that copies of their stage divide."""
-        return {
+        weights = {
             id(weight)
             for stage, planned in enumerate(self._plan.stages)
             if planned.expert_ranks > 1
             for mixture in divisible(self._layers_of[stage], planned.expert_ranks, stage)
             for weight in mixture.module.parameters()
         }
+        if weights:
+            check_untied([layer for own in self._layers_of for layer in own], weights)
+        return weights
 
     def _check_hooks(self) -> None:
         in_parts = self.sharings is not None

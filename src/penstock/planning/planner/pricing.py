@@ -365,7 +365,7 @@ class CutSetting:
             recompute=self.recomputes[index],
             tensor_ranks=width,
             expert_ranks=size,
-            expert_loads=mean_loads(experts, size) if size > 1 else (),
+            expert_loads=mean_loads(experts, size) if experts else (),
             splits={} if groups is None or width == 1 else groups.splits(names),
         )
 

@@ -3,7 +3,9 @@ same in the same order, for tokens travel between them in the middle of an op.""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+
+from msgspec.structs import replace
 
 from penstock.base.errors import InputError
 from penstock.core.schedule import Schedule
@@ -59,3 +61,33 @@ def check_experts(
         if is_asked:
             raise InputError(f"expert_ranks do not go with {words}; {remedy}, or expert_ranks=1")
     check_lockstep(schedule, EXPERTS)
+
+
+def with_expert_ranks(
+    placement: Schedule, stages: Sequence[StagePlan], expert_ranks: int, chosen: Collection[int]
+) -> tuple[StagePlan, ...]:
+    """Stages with experts divided among so many copies.
+
+    Args:
+        chosen: which ones, by number; none: those that have copies, and experts if stages say so.
+
+    Raises:
+        InputError: none has several copies.
+    """
+    # Who wrote a plan by hand need not say which stages have experts: then all count.
+    known = {k for k, own in enumerate(stages) if own.expert_loads or own.expert_ranks > 1}
+    candidates = known or range(len(stages))
+    wanted = {*chosen} or {index for index in candidates if len(placement.ranks_of(index)) > 1}
+    if expert_ranks != 1 and not wanted:
+        who = "stage with experts" if known else "stage"
+        raise InputError(
+            f"expert_ranks={expert_ranks} divides experts among copies, and no {who} of this plan "
+            "has several; plan with replicas=…, or take expert_ranks=1"
+        )
+    alone = (1.0,) if expert_ranks == 1 else ()
+    return tuple(
+        replace(own, expert_ranks=expert_ranks, expert_loads=alone if index in known else ())
+        if index in wanted
+        else own
+        for index, own in enumerate(stages)
+    )

@@ -41,7 +41,7 @@ from penstock.planning.plans.consistency import (
     with_splits,
 )
 from penstock.planning.plans.draft import Draft, completed
-from penstock.planning.plans.experts import check_experts
+from penstock.planning.plans.experts import check_experts, with_expert_ranks
 from penstock.planning.plans.handed_over import HandOver
 from penstock.planning.plans.lockstep import check_lockstep
 from penstock.planning.plans.memory_parts import MemoryParts
@@ -511,21 +511,15 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
 
         Args:
             expert_ranks: among how many copies; 1: each has all.
-            stages: which stages, by number; by default all that have copies.
+            stages: which stages, by number; by default all that have copies, and experts where the
+                plan was made from a profile with some.
 
         Raises:
-            InputError: a stage has no multiple of so many copies, or the plan does not go with
-                that (``docs/expert-parallelism.md``).
+            InputError: a stage has no multiple of so many copies, or none has several, or the plan
+                does not go with that (``docs/expert-parallelism.md``).
         """
-        ranks_of = self.placement.ranks_of
-        every = range(len(self.stages))
-        wanted = {*stages} or {stage for stage in every if len(ranks_of(stage)) > 1}
         return replace(
-            self,
-            stages=tuple(
-                replace(own, expert_ranks=expert_ranks, expert_loads=()) if index in wanted else own
-                for index, own in enumerate(self.stages)
-            ),
+            self, stages=with_expert_ranks(self.placement, self.stages, expert_ranks, stages)
         )
 
     def to(self, engine: str) -> HandOver:

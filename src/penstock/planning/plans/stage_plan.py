@@ -75,7 +75,8 @@ class StagePlan(Value, frozen=True, kw_only=True):
             as many as all of them or a divisor of that; 1: each has all experts. Bytes are those of
             one copy.
         expert_loads: the share of tokens that comes to each of the copies that together have all
-            experts, as the profile has it; none where nobody says.
+            experts, as the profile has it, so that a stage that has experts has some; none where
+            nobody says.
         splits: how they share each layer, by its name: ``"data"`` (each takes its part of the
             rows), ``"sequence"`` (of the second dimension), ``"context"`` (of the positions, in all
             layers, while keys and values of attention go round), ``"column"`` (of the outputs; of
