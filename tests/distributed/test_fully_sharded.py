@@ -20,10 +20,10 @@ def test_rows_of_weights_train_as_whole_ones(case):
     assert job.reports == {rank: [] for rank in range(4)}, job.output
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_is_killed_is_missed_by_name(victim):
+@pytest.mark.parametrize(("victim", "replicas"), [(0, "2-2"), (1, "2-2"), (2, "4")])
+def test_a_rank_that_is_killed_is_missed_by_name(victim, replicas):
     before = {*Path("/dev/shm").iterdir()}
-    job = forked(JOB, 4, f"{victim} dies")
+    job = forked(JOB, 4, f"{victim} dies {replicas}")
     assert set(job.reports) == {0, 1, 2, 3} - {victim}, job.output
     for kind, text, seconds in job.reports.values():
         assert kind == "PeerError" and f"rank {victim} is gone" in text, text
@@ -32,7 +32,7 @@ def test_a_rank_that_is_killed_is_missed_by_name(victim):
 
 
 def test_a_layer_that_raises_ends_all_copies():
-    job = forked(JOB, 4, "1 raises")
+    job = forked(JOB, 4, "1 raises 2-2")
     assert set(job.reports) == {0, 1, 2, 3}, job.output
     assert job.reports[1][0] == "StageError"
     for kind, text, _ in job.reports.values():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -360,3 +362,15 @@ def test_dropout_behind_turned_values_draws_the_masks_of_one_device(splits, size
     torch.testing.assert_close(losses, expected, rtol=TOLERANCE, atol=TOLERANCE)
     torch.testing.assert_close(outputs, told, rtol=TOLERANCE, atol=TOLERANCE)
     assert_same(ours, theirs, TOLERANCE)
+
+
+def test_a_pattern_counts_as_used_if_any_stage_has_what_it_means():
+    """'*.mlp.0' may mean a module of any layer: stages without one refused it."""
+    ours, theirs = make_net(tied=False), make_net(tied=False)
+    inside = {"*.*.mlp.0": "column", "*.*.mlp.2": "features", "*.*.mlp.3": "row"}
+    plan = make_plan(ours, 2, 2).with_tensor_split(2, {**inside, "*.logits": "column"})
+    assert "*.logits" in plan.stages[0].splits
+    losses, outputs = trained(ours, plan, partial(net_batch, 4), net_loss)
+    alone, expected = trained(theirs, make_plan(theirs, 2, 2), partial(net_batch, 4), net_loss)
+    assert same(losses, alone, TOLERANCE)
+    assert same(outputs, expected, TOLERANCE)

@@ -387,7 +387,7 @@ def other_ways() -> list[str]:
     return found
 
 
-def ends(victim: int, how: str, folder: Path) -> list[str]:
+def ends(victim: int, how: str, replicas: str, folder: Path) -> list[str]:
     """What a training ends with in which one rank dies in a layer, or raises there."""
     calls = []
 
@@ -398,7 +398,9 @@ def ends(victim: int, how: str, folder: Path) -> list[str]:
                 os.kill(os.getpid(), signal.SIGKILL)
             raise ValueError("a layer that raises")
 
-    plan = plan_for("1f1b 2-2", make_mlp()).with_reducer("fully-sharded", gathered_for="use")
+    plan = plan_for(f"1f1b {replicas}", make_mlp()).with_reducer(
+        "fully-sharded", gathered_for="use"
+    )
     start = time.monotonic()
     try:
         trained(plan, [make_batch(24, seed=k) for k in range(9)], before=fail)
@@ -424,8 +426,8 @@ def main() -> None:
     if case in compares:
         found = compares[case]()
     else:
-        victim, how = case.split()
-        found = ends(int(victim), how, folder)
+        victim, how, replicas = case.split()
+        found = ends(int(victim), how, replicas, folder)
     (folder / f"report-{dist.get_rank()}.json").write_text(json.dumps(found))
     if case in compares:
         dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 
 import pytest
@@ -13,6 +14,8 @@ import penstock as pk
 from penstock.base.errors import ModelError, PenstockError
 from penstock.engine.context.masks import kind_of
 from penstock.engine.tracing import capture
+from penstock.planning.plans.spilling import Offload
+from tests.kit.helpers import make_plan
 from tests.kit.training import momentum
 from tests.numerics.test_context import WORDS, context_plan, net_loss, words
 
@@ -103,6 +106,11 @@ def refused(model):
         (lambda value, module: module(value), (Running(),), r"Running.*aten\.cumsum"),
         (lambda value, module: module(value), (Counting(),),
          r"Counting.*aten\.arange.* counts positions"),
+        (
+            # As many positions as columns of the matrix: no shape is wrong before they are shared.
+            lambda value, linear: value + linear(value.transpose(1, 2)).transpose(1, 2),
+            (nn.Linear(9, 9),), r"Linear.*aten\.\w+.* in it mixes positions",
+        ),
         (by_module, (attention(dropout=0.1),), "drops out weights of attention"),
         (
             lambda value, module: value + module(value, value, value)[1].sum(),
@@ -114,10 +122,33 @@ def refused(model):
         ),
     ],
 )  # fmt: skip
-def test_what_mixes_positions_is_refused_by_name(mix, modules, said):
+def test_what_mixes_positions_is_refused_by_name(mix, modules, said, caplog):
     message = refused(Mixing(mix, *modules))
     assert re.search(said, message, re.DOTALL), message
     assert "plan without context ranks" in message
+    # torch logs tracebacks of what it could not record
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda plan: plan.with_reducer("fully-sharded"), "here 2 context ranks add"),
+        (lambda plan: plan.offloading(Offload()), "several context ranks share stay in memory"),
+    ],
+)
+def test_what_context_ranks_do_not_go_with_names_them(change, said):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(PenstockError, match=rf"{said}.* context_ranks=1"):
+        change(make_plan(model, 1, 2).with_context_ranks(2))
+
+
+def test_compiled_passes_do_not_go_with_context_ranks_by_their_name():
+    ours = capture(Mixing(lambda value: value), words(0)[0], granularity="block", verify=False)
+    with pytest.raises(PenstockError, match=r"compile=… and context ranks"):
+        pk.Pipeline(
+            ours, context_plan(ours, 1, 1), loss=net_loss, optimizer=momentum, compile="aot_eager"
+        )
 
 
 def test_dropout_in_attention_is_refused():

@@ -77,3 +77,17 @@ def test_the_loss_of_a_minibatch_is_summed_in_order_to_the_bit(count):
         total = outcome.weighted_sum(losses, weights)
     assert torch.equal(total, one_after_the_other)
     assert (total.dtype, total.shape, total.device.type) == (torch.float32, (), "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_losses_of_half_precision_are_weighted_and_summed_in_single(dtype):
+    """The sum of 64 losses in bfloat16 came in steps of 1/128."""
+    losses = {k: torch.tensor(1 + k / 128, dtype=dtype) for k in range(64)}
+    total = outcome.weighted_sum(losses, [1 / 64] * 64)
+    assert (total.dtype, total.item()) == (torch.float32, 1 + 63 / 256)
+
+
+def test_losses_of_double_precision_stay_so():
+    losses = {k: torch.tensor(0.1 * k, dtype=torch.float64) for k in range(5)}
+    total = outcome.weighted_sum(losses, [0.3] * 5)
+    assert torch.equal(total, reduce(operator.add, [losses[k] * 0.3 for k in range(5)]))

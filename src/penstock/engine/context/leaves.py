@@ -19,6 +19,7 @@ from penstock.engine.model import tree
 from penstock.engine.tensor.divided_layers import is_transposed
 from penstock.engine.tensor.recorded_rules import Known, ShardedDim, shape_of, sizes_of
 from penstock.engine.tensor.splits import BY_ELEMENT
+from penstock.engine.tracing.graphs import without_dumps
 
 
 class Through(NamedTuple):
@@ -78,19 +79,29 @@ def _recorded(module: nn.Module, node: fx.Node, known: Known) -> Through:
         if value in call.shapes
     }
     try:
-        whole, part = call.recorded({}), call.recorded(
-            {value: (known[value].dim, size) for value, size in own.items()}
-        )  # fmt: skip
+        whole = call.recorded({})
     except Exception as error:  # whatever its code does, nobody can follow it
-        reason = str(error).strip().splitlines() or [""]
-        return Through(None, f"its code cannot be recorded ({type(error).__name__}: {reason[0]})")
+        return Through(None, f"its code cannot be recorded ({_first_line(error)})")
     inside = [node for node in whole.graph.nodes if node.op == "placeholder"]
     carried = {
         ours: known[theirs]
         for ours, theirs in zip(inside, call.tensors, strict=True)
         if theirs in known
     }
+    try:
+        part = call.recorded({value: (known[value].dim, size) for value, size in own.items()})
+    except Exception as error:
+        # As where positions are multiplied by a matrix: what is in the way says more than shapes.
+        trouble = _in_the_way(whole, carried)
+        return Through(
+            None, trouble or f"its code fails for fewer positions ({_first_line(error)})"
+        )
     return _followed(whole, part, carried)
+
+
+def _first_line(error: Exception) -> str:
+    reason = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {reason[0]}"
 
 
 class _LeafCall:
@@ -130,7 +141,7 @@ class _LeafCall:
         shapes = {leaf: [*shape] for leaf, shape in self.shapes.items()}
         for leaf, (dim, size) in sizes.items():
             shapes[leaf][dim] = size
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with without_dumps(), FakeTensorMode(allow_non_fake_inputs=True):
             fakes = [
                 torch.empty(shapes[leaf], dtype=leaf.meta["val"].dtype) for leaf in self.tensors
             ]
@@ -165,11 +176,10 @@ def _followed(
         if node.op == "output":
             outputs = node.all_input_nodes
         elif any(value in known for value in node.all_input_nodes):
-            rule = rule_of(node, known, 0)
-            if rule is None or rule.divided is None or rule.cut:
-                return Through(None, f"{node.target} in it mixes positions, or counts them itself")
-            known[node] = rule.divided
-            arguments = node.args if rule.arguments is None else rule.arguments
+            alike = _alike(node, known)
+            if alike is None:
+                return Through(None, _mixes(node))
+            known[node], arguments = alike
         expected = fx.node.map_arg((arguments, node.kwargs), ours.__getitem__)
         if own.target != node.target or expected != (own.args, own.kwargs):
             return Through(None, f"{node.target} in it counts positions")
@@ -179,6 +189,33 @@ def _followed(
     if len(ways) > 1:
         return Through(None, "it gives some values by positions, and others whole")
     return Through(next(iter(ways), None))
+
+
+def _in_the_way(code: fx.GraphModule, carried: Mapping[fx.Node, ShardedDim]) -> str:
+    """Which operation of a module does not treat positions alike, in words; empty if none."""
+    known = dict(carried)
+    for node in code.graph.nodes:
+        if node.op != "output" and any(value in known for value in node.all_input_nodes):
+            alike = _alike(node, known)
+            if alike is None:
+                return _mixes(node)
+            known[node] = alike[0]
+    return ""
+
+
+def _alike(
+    node: fx.Node, known: Mapping[fx.Node, ShardedDim]
+) -> tuple[ShardedDim, tuple[Any, ...]] | None:
+    """How the output of an operation is divided that treats positions alike, and what a member
+    gives it; ``None`` if it may not."""
+    rule = rule_of(node, known, 0)
+    if rule is None or rule.divided is None or rule.cut:
+        return None
+    return rule.divided, node.args if rule.arguments is None else rule.arguments
+
+
+def _mixes(node: fx.Node) -> str:
+    return f"{node.target} in it mixes positions, or counts them itself"
 
 
 def _held(code: fx.GraphModule, node: fx.Node) -> Any:

@@ -131,10 +131,9 @@ class AllReducer(FlatReducer):
         return self._buffers[1]
 
     @property
-    def _others(self) -> str:
+    def _others(self) -> list[int]:
         assert self._slice is not None
-        others = (rank for rank in self._hosts.exchanging(self._slice) if rank != self._rank)
-        return " or ".join(map(str, others))
+        return [rank for rank in self._hosts.exchanging(self._slice) if rank != self._rank]
 
     def close(self, *, failed: bool) -> None:
         self.closed = True

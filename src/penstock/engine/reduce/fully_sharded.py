@@ -139,7 +139,7 @@ class CopiesOfStage:
         self.index = home.near.index(rank)
         self.closed = False
         self._home = home
-        self._others = " or ".join(str(other) for other in home.ranks if other != rank)
+        self._others = [other for other in home.ranks if other != rank]
         self._rank = rank
         self._transport = transport
         self._exchanging = exchanging

@@ -14,6 +14,7 @@ from penstock.engine.run.recipe import Recipe
 from penstock.engine.stage.backends import check_compiler, replaying_on
 from penstock.engine.stage.stage import Stage
 from penstock.planning.plans import Plan
+from penstock.planning.plans.stage_plan import sharing_ranks
 
 
 def compile_stages(
@@ -48,7 +49,9 @@ def compile_stages(
 
 def _check(plan: Plan, recipe: Recipe, argument: str) -> None:
     refusals = {
-        "tensor ranks, which exchange parts of values inside of layers": plan.num_tensor_ranks > 1,
+        f"{sharing_ranks(plan.stages)} ranks, which exchange parts of values inside of layers": (
+            plan.num_tensor_ranks > 1
+        ),
         "the reducer 'fully-sharded', which gathers weights layer by layer": (
             plan.summing.reducer == "fully-sharded"
         ),

@@ -64,11 +64,10 @@ class Sharings:
         names = [layer.name for layer in layers]
         given: list[str] = []
         inner: list[dict[str, str]] = []
-        start = 0
-        for stage in plan.stages:
-            own = layers[start : start + len(stage.layers)]
-            start += len(own)
-            check_used(own, stage.splits)
+        ends = [*accumulate(len(stage.layers) for stage in plan.stages)]
+        layers_of = [layers[start:end] for start, end in pairwise([0, *ends])]
+        check_used(zip(layers_of, (stage.splits for stage in plan.stages), strict=True))
+        for own, stage in zip(layers_of, plan.stages, strict=True):
             patterns = {key: how for key, how in stage.splits.items() if key not in names}
             inner += [inner_splits(layer, patterns) for layer in own]
             given += [own_split(layer, stage.splits) for layer in own]
@@ -85,9 +84,7 @@ class Sharings:
         self.cut_keys: dict[str, ShardSpec] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._find(layers)
-        ends = [*accumulate(len(stage.layers) for stage in plan.stages)]
-        borders = pairwise([0, *ends])
-        self.num_blocks = [self._most_blocks(layers[a:b]) for a, b in borders]
+        self.num_blocks = [self._most_blocks(own) for own in layers_of]
         self.borders = [walked[end - 1].leaves for end in ends]
         self.skips = {key: self.of(layer).gives for layer in layers for key in layer.stashes}
 

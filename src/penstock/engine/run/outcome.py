@@ -271,7 +271,7 @@ def _on_one_device(values: list[Any]) -> list[Any]:
 
 
 def weighted_sum(losses: Mapping[int, Tensor], weights: Sequence[float]) -> Tensor | None:
-    """The minibatch's loss, summed in the order of the microbatches."""
+    """The minibatch's loss, in single precision or better, summed in the microbatches' order."""
     # The mean of no terms is NaN, and NaN · 0 as well.
     counted = [microbatch for microbatch in sorted(losses) if weights[microbatch]]
     if not counted:
@@ -282,9 +282,15 @@ def weighted_sum(losses: Mapping[int, Tensor], weights: Sequence[float]) -> Tens
         terms *= np.array([weights[microbatch] for microbatch in counted], np.float32)
         total = float(np.add.accumulate(terms)[-1])
         return torch.full((), total, dtype=torch.float32, device="cpu")
-    weighted = _on_one_device([losses[index] * weights[index] for index in counted])
+    weighted = _on_one_device([_at_least_single(losses[k]) * weights[k] for k in counted])
     summed: Tensor = reduce(operator.add, weighted)
     return summed
+
+
+def _at_least_single(loss: Tensor) -> Tensor:
+    """A loss, in single precision where it is in less: a sum in bfloat16 has 8 bits."""
+    is_less = loss.is_floating_point() and loss.dtype.itemsize < torch.float32.itemsize
+    return loss.float() if is_less else loss
 
 
 def _is_plain(loss: Tensor) -> bool:

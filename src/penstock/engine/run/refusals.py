@@ -14,6 +14,7 @@ from penstock.engine.run.layout import Layout
 from penstock.engine.run.recipe import Recipe
 from penstock.engine.run.seating import RankSeat
 from penstock.planning.plans import Plan
+from penstock.planning.plans.stage_plan import sharing_ranks
 from penstock.planning.plans.summing import all_group_sizes, num_processes, server_ranks
 
 
@@ -157,11 +158,12 @@ def check_shareable(plan: Plan, recipe: Recipe) -> None:
             "gradients would be parts of the model's; give optimizer=…",
         ),
     }
+    kind = sharing_ranks(plan.stages)
     for refused, (wanted, remedy) in refusals.items():
         if wanted:
             raise InputError(
-                f"{refused}: not with {plan.num_tensor_ranks} tensor ranks; {remedy}, or plan with "
-                "tensor_ranks=1"
+                f"{refused}: not with {plan.num_tensor_ranks} {kind} ranks; {remedy}, or plan with "
+                f"{kind}_ranks=1"
             )
 
 
@@ -178,7 +180,7 @@ def check_processes(plan: Plan, count: int) -> None:
         return
     groups, sizes = "", all_group_sizes(plan)
     if plan.num_tensor_ranks > 1:
-        groups = f" of {', '.join(map(str, plan.group_sizes))} tensor ranks"
+        groups = f" of {', '.join(map(str, plan.group_sizes))} {sharing_ranks(plan.stages)} ranks"
     if servers := server_ranks(plan):
         groups += f" and {count_of(len(servers), 'parameter server')}"
         members = [sizes[rank] for rank in servers]

@@ -6,7 +6,7 @@ its parameters, and its copy on a member becomes another class.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -85,14 +85,22 @@ def named(layer: NamedLayer, path: str) -> str:
     return path if isinstance(layer.module, CapturedLayer) else f"{layer.name}.{path}"
 
 
-def check_used(layers: Sequence[NamedLayer], splits: Mapping[str, str]) -> None:
-    """Raise ``ModelError`` for a key that means no module of these layers."""
-    names = [
-        named(layer, path) if path else layer.name
-        for layer in layers
-        for path, _ in layer.module.named_modules()
-    ]
-    for pattern in splits:
+def check_used(stages: Iterable[tuple[Sequence[NamedLayer], Mapping[str, str]]]) -> None:
+    """Raise ``ModelError`` for a key that means no module of any stage that has it.
+
+    Args:
+        stages: the layers of each, and its splits.
+    """
+    names_of: dict[str, list[str]] = {}
+    for layers, splits in stages:
+        names = [
+            named(layer, path) if path else layer.name
+            for layer in layers
+            for path, _ in layer.module.named_modules()
+        ]
+        for pattern in splits:
+            names_of.setdefault(pattern, []).extend(names)
+    for pattern, names in names_of.items():
         if not any(matches(pattern, name) for name in names):
             raise ModelError(
                 f"splits: {pattern!r} means no layer and no module of these layers; they have "

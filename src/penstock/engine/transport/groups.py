@@ -11,8 +11,9 @@ next, and one whose wait has run out is broken.
 
 from __future__ import annotations
 
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
@@ -21,7 +22,7 @@ import torch.distributed as dist
 
 from penstock.base.errors import DeadlineError, PeerError
 from penstock.engine.transport.base import Patience, gone
-from penstock.engine.transport.rendezvous import translated, within
+from penstock.engine.transport.rendezvous import Process, translated, within
 
 
 class User(Protocol):
@@ -43,6 +44,12 @@ class _Lent(NamedTuple):
 # torch lists all groups of this process and keeps them alive; this names those that are ours. It
 # goes with the default group, with which torch destroys all others.
 _LENT: WeakKeyDictionary[dist.ProcessGroup, list[_Lent]] = WeakKeyDictionary()
+
+_SEEN: WeakKeyDictionary[dist.ProcessGroup, dict[int, Process]] = WeakKeyDictionary()
+"""The processes of ranks that this one can see."""
+
+_ENDING_SECONDS = 0.5
+_LOOK_AGAIN_SECONDS = 0.01
 
 
 def make_group(seconds: float) -> dist.ProcessGroup:
@@ -93,18 +100,42 @@ def make_groups(seconds: float, parts: Sequence[Sequence[int]]) -> list[dist.Pro
         return within(1.5 * seconds, lambda: [new_group(seconds, "gloo", ranks) for ranks in parts])
 
 
-def lost(waiting: str, others: str) -> PeerError:
-    """The error of a group of which a rank is gone.
+def remember(processes: Mapping[int, Process]) -> None:
+    """Note the processes of ranks that this one can see, so that who is gone can be named."""
+    assert dist.group.WORLD is not None
+    _SEEN[dist.group.WORLD] = dict(processes)
+
+
+def lost(waiting: str, others: Sequence[int]) -> PeerError:
+    """The error of a group of which a rank is gone: the one whose process has ended, or any of the
+    others where that cannot be seen, as on another host.
 
     Args:
         waiting: who waits for what.
-        others: the numbers of the other ranks, in words.
+        others: the other ranks.
     """
-    reason = gone(others)
+    reason = gone(" and ".join(map(str, _ended(others))) or _any_of(others))
     return PeerError(f"{waiting}: {reason}", reason)
 
 
-def wait(work: dist.Work, patience: Patience, others: str, waiting: str) -> None:
+def _ended(others: Sequence[int]) -> list[int]:
+    """Those whose processes have ended. The connections of a process end just before it does."""
+    seen = _SEEN.get(dist.group.WORLD, {}) if dist.group.WORLD is not None else {}
+    processes = {rank: seen[rank] for rank in others if rank in seen}
+    end = time.monotonic() + _ENDING_SECONDS
+    while processes:
+        ended = [rank for rank, process in processes.items() if process.is_gone()]
+        if ended or time.monotonic() > end:
+            return ended
+        time.sleep(_LOOK_AGAIN_SECONDS)
+    return []
+
+
+def _any_of(others: Sequence[int]) -> str:
+    return " or ".join(map(str, others))
+
+
+def wait(work: dist.Work, patience: Patience, others: Sequence[int], waiting: str) -> None:
     """Wait until what was asked of a group is done.
 
     Args:
@@ -118,8 +149,8 @@ def wait(work: dist.Work, patience: Patience, others: str, waiting: str) -> None
     except RuntimeError as error:
         if "timed out" in str(error).lower():
             raise DeadlineError(
-                f"{waiting}: rank {others} did not answer within {patience.seconds:g} s; see what "
-                f"they printed last, or raise {patience.argument}"
+                f"{waiting}: rank {_any_of(others)} did not answer within "
+                f"{patience.seconds:g} s; see what they printed last, or raise {patience.argument}"
             ) from error
         raise lost(waiting, others) from error
 

@@ -155,6 +155,7 @@ def connect(
         ]
     else:
         hosts, near, problems = _share_memory(meeting, own, deadline_seconds, codec)
+    groups.remember(meeting.processes)
     groups.destroy_unused()  # every rank has come, and so is through with what it has closed
     strangers = [rank for rank, other in enumerate(hosts) if other != hosts[0]]
     if way == "shared-memory" and strangers:

@@ -170,6 +170,7 @@ class Rendezvous:
 
     Attributes:
         rank, num_ranks: as given.
+        processes: of the ranks that this one can see and has met in an exchange.
         store: the part of the store that belongs to this attempt; without ``anew``, all of it.
 
     Raises:
@@ -193,7 +194,7 @@ class Rendezvous:
         self._seconds = seconds
         self._num_exchanges = 0
         self._own = Process.numbered(os.getpid())
-        self._processes: dict[int, Process] = {}
+        self.processes: dict[int, Process] = {}
         self._silent = False
         self._store: Store = store
         self._host: _Host | None = None
@@ -286,7 +287,7 @@ class Rendezvous:
         if store.check([_FAILURE]):
             reason = store.get(_FAILURE).decode()
             raise PeerError(f"{self._where}: cancelled because {reason}", reason)
-        for rank, process in self._processes.items():
+        for rank, process in self.processes.items():
             if process.is_gone() and not store.check([keys[rank]]):
                 reason = gone(rank)
                 raise PeerError(f"{self._where}: {reason}, before it came {asked}", reason)
@@ -302,7 +303,7 @@ class Rendezvous:
         try:
             process, value = msgspec.structs.astuple(msgspec.json.decode(text, type=_Envelope))
             if process and self._own and process.where == self._own.where:
-                self._processes[rank] = process
+                self.processes[rank] = process
             return msgspec.json.decode(value, type=kind)
         except msgspec.DecodeError as error:
             raise RunError(

@@ -21,6 +21,7 @@ from penstock.planning.handover.described import Described
 from penstock.planning.handover.properties import PROPERTIES
 from penstock.planning.plans import Plan
 from penstock.planning.plans.handed_over import HandOver
+from penstock.planning.plans.stage_plan import sharing_ranks
 from penstock.planning.plans.table import family_title
 
 _MODULES = {
@@ -94,7 +95,7 @@ def hand_over(plan: Plan, engine: str) -> HandOver:
         InputError: no such engine, or the plan's layers are none that the engine knows.
     """
     able = capabilities_of(engine)
-    if any("context" in stage.splits.values() for stage in plan.stages):
+    if sharing_ranks(plan.stages) == "context":
         raise PlanError(
             f"the plan's devices divide sequences (context_ranks), which is not written for "
             f"{able.title}; plan without context_ranks, and set its own degree"

@@ -14,7 +14,7 @@ from penstock.base.values import MOST_BYTES, whole
 from penstock.core.cluster import Device
 from penstock.core.schedule import Schedule
 from penstock.core.versions import Policy
-from penstock.planning.plans.stage_plan import StagePlan
+from penstock.planning.plans.stage_plan import StagePlan, sharing_ranks
 from penstock.planning.plans.summing import Summing
 
 MOST_THREADS = 4096
@@ -183,9 +183,10 @@ def check_replicas(replicas: Sequence[int], num_microbatches: int) -> None:
 
 
 def check_summing(
-    summing: Summing, versions: Policy, num_ranks: int, num_tensor_ranks: int
+    summing: Summing, versions: Policy, num_ranks: int, stages: Sequence[StagePlan]
 ) -> None:
     """Raise ``InputError`` for a way to sum gradients that does not go with a plan."""
+    size, kind = max(stage.tensor_ranks for stage in stages), sharing_ranks(stages)
     rates = summing.bytes_per_second
     if rates and len(rates) != num_ranks:
         raise InputError(
@@ -197,16 +198,17 @@ def check_summing(
             f"summing: levels give the groups of {len(summing.levels[0])} ranks, and there are "
             f"{num_ranks}; give one number for each"
         )
-    if num_tensor_ranks > 1 and summing.stale:
+    if size > 1 and summing.stale:
         raise InputError(
-            f"stale updates: the {num_tensor_ranks} tensor ranks of a stage compute with "
-            "weights of the same update, and servers that wait for nobody would give each of "
-            "them another; take stale=0, or tensor_ranks=1"
+            f"stale updates: the {size} {kind} ranks of a stage compute with weights of the same "
+            "update, and servers that wait for nobody would give each of them another; take "
+            f"stale=0, or {kind}_ranks=1"
         )
-    if num_tensor_ranks > 1 and summing.reducer == "fully-sharded":
+    if size > 1 and summing.reducer == "fully-sharded":
+        share = "add terms of their gradients" if kind == "context" else "have a part of each"
         raise InputError(
-            f"the reducer 'fully-sharded' gathers whole layers, and here {num_tensor_ranks} tensor "
-            "ranks have a part of each; take the reducer 'sharded', or tensor_ranks=1"
+            f"the reducer 'fully-sharded' gathers whole layers, and here {size} {kind} ranks "
+            f"{share}; take the reducer 'sharded', or {kind}_ranks=1"
         )
     if (
         summing.reducer in {"sharded", "fully-sharded", "parameter-server"}

@@ -12,7 +12,7 @@ from penstock.core.schedule import Schedule
 from penstock.core.versions import Policy
 from penstock.planning.plans.lockstep import EXPERTS, check_lockstep
 from penstock.planning.plans.spilling import Spill
-from penstock.planning.plans.stage_plan import StagePlan
+from penstock.planning.plans.stage_plan import StagePlan, sharing_ranks
 from penstock.planning.plans.summing import Summing
 
 _REDUCERS = ("owners", "sharded")
@@ -30,6 +30,7 @@ def check_experts(
     Args:
         schedule: of one minibatch.
     """
+    kind = sharing_ranks(stages)
     divided = [index for index, stage in enumerate(stages) if stage.expert_ranks > 1]
     several = False
     for index in divided:
@@ -51,9 +52,9 @@ def check_experts(
             "take 'owners', or as many expert_ranks as copies",
         ),
         "a schedule that never flushes": (versions.asynchronous, "take a synchronous schedule"),
-        "tensor_ranks": (
+        f"{kind}_ranks": (
             any(stage.tensor_ranks > 1 for stage in stages),
-            "take tensor_ranks=1",
+            f"take {kind}_ranks=1",
         ),
         "spill": (spill is not None, 'take spill="never"'),
     }

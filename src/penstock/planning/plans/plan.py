@@ -139,12 +139,12 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
         check_groups(self._sample.stages_of, self.stages)
         check_devices(self.devices, self.num_seats)
         check_cards(self.cards, self.hosts, self.num_ranks)
-        check_summing(self.summing, self.versions, self.num_ranks, self.num_tensor_ranks)
+        check_summing(self.summing, self.versions, self.num_ranks, self.stages)
         check_levels(self.summing.levels, self.hosts)
         check_policy(self.versions, self.schedule, self.replicas, self.num_microbatches)
         check_recompute(self.stages, self.schedule, self.versions)
         if self.spill is not None:
-            check_spill(self.placement, self.versions, self.num_tensor_ranks, self.summing.reducer)
+            check_spill(self.placement, self.versions, self.stages, self.summing.reducer)
         if self.summing.reducer == "fully-sharded":
             for stage in range(len(self.stages)):
                 self.summing.shard_groups(self.placement.ranks_of(stage))

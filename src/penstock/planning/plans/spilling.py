@@ -24,7 +24,7 @@ from penstock.core.schedule.op import Activations
 from penstock.core.schedule.residence import StageBytes, add_residence, resident_bytes
 from penstock.core.timing.costs import Costs
 from penstock.core.versions import Policy
-from penstock.planning.plans.stage_plan import StagePlan, sizes_of
+from penstock.planning.plans.stage_plan import StagePlan, sharing_ranks, sizes_of
 from penstock.planning.plans.summing import ReducerName
 
 
@@ -69,9 +69,10 @@ def check_offload_fits(offload: Offload, stages: Sequence[StagePlan], versions: 
                 'leave as well; take recompute="none" there, or leave it out of offload'
             )
     if max(stage.tensor_ranks for stage in stages) > 1:
+        kind = sharing_ranks(stages)
         raise InputError(
-            "activations of stages that several tensor ranks share stay in memory; leave offload "
-            "out, or plan with tensor_ranks=1"
+            f"activations of stages that several {kind} ranks share stay in memory; leave offload "
+            f"out, or plan with {kind}_ranks=1"
         )
 
 
@@ -116,7 +117,7 @@ class Spill(Value, frozen=True, kw_only=True):
 
 
 def check_spill(
-    schedule: Schedule, versions: Policy, num_tensor_ranks: int, reducer: ReducerName
+    schedule: Schedule, versions: Policy, stages: Sequence[StagePlan], reducer: ReducerName
 ) -> None:
     """Raise ``InputError`` if stages cannot come and go in a plan."""
     name, remedy = schedule.name, 'take schedule="spilled", or leave spill out'
@@ -134,10 +135,11 @@ def check_spill(
             f"{name} has stages on several ranks, whose gradients are summed; stages that come and "
             f"go have one rank each: {remedy}"
         )
-    if num_tensor_ranks > 1:
+    if (size := max(stage.tensor_ranks for stage in stages)) > 1:
+        kind = sharing_ranks(stages)
         raise InputError(
-            f"stages of {num_tensor_ranks} tensor ranks cannot come and go; leave spill out, or "
-            "plan with tensor_ranks=1"
+            f"stages of {size} {kind} ranks cannot come and go; leave spill out, or plan with "
+            f"{kind}_ranks=1"
         )
     if reducer == "fully-sharded":
         raise InputError(

@@ -250,3 +250,10 @@ def bytes_of_ranks(stages: Sequence[StagePlan], schedule: Schedule) -> tuple[int
         sum(stages[stage].state_bytes for stage in rank_stages) + ceil(held)
         for rank_stages, held in zip(schedule.stages_of, in_flight, strict=True)
     )
+
+
+def sharing_ranks(stages: Sequence[StagePlan]) -> str:
+    """The kind of ranks that share the layers of stages, as plans and errors name it:
+    ``"context"``, which have some positions of every sequence each, or ``"tensor"``."""
+    by_positions = any("context" in stage.splits.values() for stage in stages)
+    return "context" if by_positions else "tensor"

@@ -21,6 +21,7 @@ from penstock.engine.run.drive.driver import Deadlines
 from penstock.engine.run.drive.joining import TransportName
 from penstock.engine.run.recipe import Loss, Recipe
 from penstock.planning.plans import Plan
+from penstock.planning.plans.stage_plan import sharing_ranks
 from penstock.training.live.streams import Stream
 
 
@@ -121,9 +122,10 @@ def _check(plan: Plan) -> None:
             "schedule='pipedream' and versions.Stash()"
         )
     if plan.num_tensor_ranks > 1:
+        kind = sharing_ranks(plan.stages)
         raise InputError(
-            f"the plan has stages of {plan.num_tensor_ranks} tensor ranks, which share minibatches "
-            "and no live stream: plan with tensor_ranks=1"
+            f"the plan has stages of {plan.num_tensor_ranks} {kind} ranks, which share minibatches "
+            f"and no live stream: plan with {kind}_ranks=1"
         )
     if max(plan.replicas) > 1:
         raise InputError(
