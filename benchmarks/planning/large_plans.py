@@ -17,6 +17,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.alone import publish
 from penstock import Cluster, Device, Layer, LayerGraph, Link
 
 _MIB = 2**20
@@ -179,5 +180,14 @@ def print_plans(console: Console, names: tuple[str, ...] = tuple(CASES)) -> None
     console.print(table)
 
 
+def main() -> None:
+    """The table of some cases, or of all."""
+    names = tuple(sys.argv[1:]) or tuple(CASES)
+    for name in names:
+        if name not in CASES:
+            sys.exit(f"there is no case {name}; there are {', '.join(CASES)}")
+    print_plans(Console(width=140), names)
+
+
 if __name__ == "__main__":
-    print_plans(Console(width=140), tuple(sys.argv[1:]) or tuple(CASES))
+    publish(main)

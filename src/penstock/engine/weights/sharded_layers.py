@@ -333,7 +333,8 @@ class ShardedLayers:
         self._began, frees = True, num_microbatches == self._frees_with
         for unit in self._units:
             for whole, own in zip(unit.whole, unit.parameters, strict=True):
-                take_gradient_dtype(whole, own.rows)  # the optimizer knows rows only
+                # The optimizer knows rows only, and whole weights of which none are here.
+                take_gradient_dtype(whole, own.rows if own.rows.shape[0] else own.whole)
             if frees != self._frees:
                 unit.free_after_use(frees)
             if not frees:
