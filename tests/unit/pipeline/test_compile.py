@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import dataclass
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -75,6 +79,54 @@ def test_what_passes_would_not_see_is_refused(name):
         step(pipeline)
         change(model[1])
         assert_refused(model, pipeline, message)
+
+
+@dataclass
+class Settings:
+    scale: float = 1.0
+
+    def to_dict(self):
+        return {"scale": self.scale}
+
+
+class Configured(Scaled):
+    """Reads a number from settings that it was given."""
+
+    def __init__(self, settings, decay=1.0) -> None:
+        super().__init__()
+        self.settings, self.decay = settings, decay
+
+    def forward(self, value):
+        held = self.settings if isinstance(self.settings, dict | list) else vars(self.settings)
+        key = 0 if isinstance(held, list) else "scale"
+        if self.decay != 1.0:
+            held[key] *= self.decay
+        return self.inner(value) * held[key]
+
+
+SETTINGS = [{"scale": 1.0}, [1.0], SimpleNamespace(scale=1.0), Settings()]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda own: type(own).__name__)
+def test_settings_that_change_are_refused(settings):
+    model, pipeline = built(Configured(copy.deepcopy(settings)))
+    with pipeline:
+        step(pipeline)
+        step(pipeline)
+        own = model[1].settings
+        if isinstance(own, dict | list):
+            own[0 if isinstance(own, list) else "scale"] = 2.0
+        else:
+            own.scale = 2.0
+        assert_refused(model, pipeline, "in its attribute 'settings' was 1.0 .* is 2.0 now")
+
+
+def test_settings_that_a_layer_changes_itself_are_refused_before_it_learns():
+    model, pipeline = built(Configured({"scale": 1.0}, decay=0.5))
+    with pipeline:
+        assert_refused(
+            model, pipeline, r"'scale' in its attribute 'settings' was 1.0 .* is 0\.\d+ now"
+        )
 
 
 def test_modes_have_passes_of_their_own():

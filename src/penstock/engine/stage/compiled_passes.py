@@ -389,6 +389,7 @@ class CompiledStage:
                 decompositions_for(self._backend),
                 lambda: function.made.wants_gradient,
             )
+        self._conditions.check()  # what the trace has changed, every microbatch would
         traced = TracedPasses(joint, state, function.made, self._backend, recompute=self._recompute)
         tangents = {place: node.meta["val"] for place, node in joint.tangents.items()}
         return PassKind(self._index, function, traced, given, tensors, tangents)
