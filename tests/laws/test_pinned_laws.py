@@ -13,9 +13,10 @@ import pytest
 from msgspec.structs import replace
 
 from penstock.base.errors import InputError, PlanError
+from penstock.core.schedule.families import UNLIKE_REPLICAS
 from penstock.planning.planner.judged import raced
 from penstock.planning.planner.patience import PlanningPatience
-from penstock.planning.planner.request import REPLICATED, PlanRequest
+from penstock.planning.planner.request import PlanRequest
 from penstock.planning.planner.search import tasks_of
 from tests.kit.brute_force import small_case, wide_case
 from tests.kit.examples import TIMES
@@ -55,7 +56,7 @@ def all_replicas(num_devices, num_layers):
                 yield tuple(b - a for a, b in pairwise((0, *inner, used)))
 
 
-@pytest.mark.parametrize("family", REPLICATED)
+@pytest.mark.parametrize("family", UNLIKE_REPLICAS)
 def test_no_given_replicas_are_faster_than_any(family, seed):
     slower = {}
     for number in range(seed, seed + 3 * TIMES):
@@ -69,7 +70,7 @@ def test_no_given_replicas_are_faster_than_any(family, seed):
     assert not slower
 
 
-@pytest.mark.parametrize("family", REPLICATED)
+@pytest.mark.parametrize("family", UNLIKE_REPLICAS)
 def test_on_more_devices_no_given_replicas_are_faster_than_any(family, seed):
     slower = {}
     for number in range(seed, seed + 2 * TIMES):
