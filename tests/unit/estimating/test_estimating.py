@@ -422,20 +422,21 @@ def test_a_plan_for_other_devices_than_those_of_the_estimate_says_so():
 class GroupedExperts(nn.Module):
     """Rows of four experts, one after the other, as a mixture hands them on."""
 
-    def __init__(self, width):
+    def __init__(self, width, dtype):
         super().__init__()
-        self.weights = nn.Parameter(torch.empty(4, width, width, dtype=torch.bfloat16))
+        self.weights = nn.Parameter(torch.empty(4, width, width, dtype=dtype))
 
     def forward(self, rows):
         ends = torch.arange(1, 5, device=rows.device, dtype=torch.int32) * (len(rows) // 4)
         return torch._grouped_mm(rows, self.weights, offs=ends)
 
 
-def test_grouped_products_of_experts_are_priced_as_the_product_of_all_rows():
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_grouped_products_of_experts_are_priced_as_the_product_of_all_rows(dtype):
     with torch.device("meta"):
-        inputs = torch.empty(4096, 1024, dtype=torch.bfloat16)
-        experts = nn.Sequential(GroupedExperts(1024))
-        dense = nn.Sequential(nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16))
+        inputs = torch.empty(4096, 1024, dtype=dtype)
+        experts = nn.Sequential(GroupedExperts(1024, dtype))
+        dense = nn.Sequential(nn.Linear(1024, 1024, bias=False, dtype=dtype))
     mixture, plain = (
         pk.estimate(model, inputs, device="a100", software="graph") for model in (experts, dense)
     )

@@ -18,7 +18,18 @@ from penstock.training.estimating.operations import kernel_of
 META = torch.device("meta")
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _DETACH = torch.ops.aten.detach.default
+_GROUPED = torch.ops.aten._grouped_mm.default
 _SAFE_SOFTMAX = torch.ops.aten._safe_softmax.default
+
+
+def _shaped(func: Any, args: Any, named: dict[str, Any]) -> Any:
+    """The result of products of groups, of which torch says the shape for bfloat16 only."""
+
+    def narrow(tensor: Tensor) -> Tensor:
+        return tensor.bfloat16() if tensor.is_floating_point() else tensor
+
+    result = func(*tree.replace(Tensor, narrow, args), **tree.replace(Tensor, narrow, named))
+    return result.to(named.get("out_dtype") or args[0].dtype)
 
 
 def _softmax_of_masked_rows(scores: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -70,7 +81,7 @@ class OnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return _softmax_of_masked_rows(*args, **named)
         if named.get("device") is not None:
             named["device"] = META
-        result = func(*args, **named)
+        result = _shaped(func, args, named) if func is _GROUPED else func(*args, **named)
         self.note(func, args, named, result)
         return result
 
