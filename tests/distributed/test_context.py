@@ -19,7 +19,7 @@ JOB = Path(__file__).parent / "jobs" / "context.py"
         ("1f1b", "1x1x2", "process-group"),
         ("1f1b", "2x1x2", "shared-memory"),
         more("zb-h1", "2x1x2", "process-group"),
-        ("gpipe", "1x2x2", "shared-memory"),
+        more("gpipe", "1x2x2", "shared-memory"),
     ],
 )
 def test_a_sequence_shared_by_processes_trains_as_one_device(schedule, sizes, transport):
