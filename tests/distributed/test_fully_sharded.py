@@ -6,12 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.examples import more
 from tests.kit.launch import forked
 
 JOB = Path(__file__).parent / "jobs" / "fully_sharded.py"
 
 
-CASES = ("one device", "owners", "checkpoint", "held", "counted", "split", "other ways", "refusals")
+CASES = (
+    "one device", more("owners"), "checkpoint", "held", more("counted"), "split", "other ways",
+    "refusals",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from penstock.training.checkpoint import pretrained
+from tests.kit.examples import more
 from tests.kit.launch import forked, torchrun
 from tests.kit.pretrained import BATCH, built, keys_in, logits_of, pipeline_of, planned
 
@@ -19,7 +20,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "start"), [("gpt2", forked), ("llama", torchrun)])
+@pytest.mark.parametrize(("kind", "start"), [more("gpt2", forked), ("llama", torchrun)])
 def test_no_process_has_more_than_its_stages(kind, start, tmp_path, monkeypatch):
     monkeypatch.setattr(pretrained, "_MOST_ALONE_BYTES", 0)
     plan = planned(kind)
