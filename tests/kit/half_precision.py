@@ -38,7 +38,7 @@ class MixedByHand:
             for number in turn:
                 weight = len(parts[number][1]) / len(targets)
                 value = self.loss(self.model(parts[number][0]), parts[number][1])
-                losses[number] = value.detach() * weight
+                losses[number] = value.detach().float() * weight
                 gradients = torch.autograd.grad(value * (weight * self.scale), self.weights)
                 for total, gradient in zip(own, gradients, strict=True):
                     total.add_(gradient.float())

@@ -224,7 +224,7 @@ def test_a_stage_on_two_ranks_is_refused():
     moved = [op for op in lines[0] if op.endswith("1")]
     lines[0] = [op for op in lines[0] if not op.endswith("1")]
     lines[1] = moved[:1] + lines[1] + moved[1:]
-    with pytest.raises(InputError, match="order: stage 0 stands on ranks 0, 1; give it one rank"):
+    with pytest.raises(InputError, match="order: stage 0 stands on ranks 0, 1; give it 1 rank"):
         replace(found, order=tuple(map(",".join, lines)))
 
 
