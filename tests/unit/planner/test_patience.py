@@ -14,6 +14,9 @@ from penstock.planning.planner import race
 from penstock.planning.planner.patience import PlanningPatience
 from tests.kit.planning import chain, devices
 
+# Who wakes a search may meet a callback of the interpreter's, which nothing can leave.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 GRAPH = chain(12, parameter_bytes=1000)
 
 
