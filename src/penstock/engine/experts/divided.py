@@ -16,7 +16,7 @@ from penstock.engine.experts.probing import check_apart, draws_inside
 from penstock.engine.experts.twins import twin_of
 from penstock.engine.model.experts import FoundExperts, experts_in, tokens_per_expert
 from penstock.engine.model.spine import NamedLayer
-from penstock.engine.weights.local_rows import LocalRows, PartialTensor
+from penstock.engine.weights.local_rows import LocalRows, PartialTensor, whole_norms
 
 
 class ExpertWeight(NamedTuple):
@@ -160,18 +160,7 @@ class DividedExperts:
     def norms(self) -> list[Tensor]:
         """The norms of whole gradients, as ``weights``; 0 where there is none. All copies call
         it."""
-        squares = [
-            torch.zeros((), dtype=torch.float64)
-            if own.rows.grad is None
-            else torch.linalg.vector_norm(own.rows.grad).double().square()
-            for own in self.weights
-        ]
-        total = torch.stack(squares)
-        self._copies.add(total)
-        return [
-            norm.to(own.rows.dtype)
-            for norm, own in zip(total.sqrt().unbind(), self.weights, strict=True)
-        ]
+        return whole_norms([own.rows for own in self.weights], self._copies.add)
 
     def whole_state(self) -> dict[str, Tensor]:
         """Copies of the experts' weights in the model's names, made anew. All copies call it."""

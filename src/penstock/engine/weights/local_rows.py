@@ -6,12 +6,33 @@ in a model for weights that nobody gathers: each process computes with its own r
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
 from penstock.base.errors import ModelError
+from penstock.engine.masters import gradient_dtype
+
+
+def whole_norms(rows: Sequence[Tensor], add: Callable[[Tensor], None]) -> list[Tensor]:
+    """The norms of the gradients of whole tensors, of each of which some rows are here; 0 where
+    there is none.
+
+    Args:
+        add: makes each number the sum of those of all processes; all of them call this.
+    """
+    squares = [
+        torch.zeros((), dtype=torch.float64)
+        if own.grad is None
+        else torch.linalg.vector_norm(own.grad).double().square()
+        for own in rows
+    ]
+    total = torch.stack(squares)
+    add(total)
+    norms = total.sqrt().unbind()
+    return [norm.to(gradient_dtype(own)) for norm, own in zip(norms, rows, strict=True)]
 
 
 class LocalRows(NamedTuple):

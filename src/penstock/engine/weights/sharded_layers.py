@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from penstock.base.errors import ModelError, RunError
 from penstock.engine.masters import gradient_dtype, take_gradient_dtype
 from penstock.engine.model.spine import NamedLayer
-from penstock.engine.weights.local_rows import rows_of
+from penstock.engine.weights.local_rows import rows_of, whole_norms
 
 # ``fully_shard`` and its tensors take two seconds to import, and few pipelines need them.
 if TYPE_CHECKING:
@@ -413,18 +413,7 @@ class ShardedLayers:
     def norms(self) -> list[Tensor]:
         """The norms of whole gradients, as ``parameters``; 0 where there is none. All copies call
         it."""
-        squares = [
-            torch.zeros((), dtype=torch.float64)
-            if own.rows.grad is None
-            else torch.linalg.vector_norm(own.rows.grad).double().square()
-            for own in self.parameters
-        ]
-        total = torch.stack(squares)
-        self._copies.add(total)
-        return [
-            norm.to(gradient_dtype(own.rows))
-            for norm, own in zip(total.sqrt().unbind(), self.parameters, strict=True)
-        ]
+        return whole_norms([own.rows for own in self.parameters], self._copies.add)
 
     def whole_state(self) -> dict[str, Tensor]:
         """Copies of all parameters in the model's names, made anew. All copies call it."""
