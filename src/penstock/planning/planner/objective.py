@@ -221,8 +221,6 @@ class _PartSearch:
     def __init__(self, parts: PartsOfCluster) -> None:
         self._parts, self._others = parts, list[Judged]()
         self._within = parts.request.within_seconds or inf
-        self._tokens = 0
-        self._is_cut_short = False
         self.best: Judged | None = None
 
     def fewest(self) -> None:
@@ -254,8 +252,7 @@ class _PartSearch:
 
     @property
     def _is_over(self) -> bool:
-        self._is_cut_short |= self.best is not None and self._parts.patience.is_over
-        return self._is_cut_short
+        return self.best is not None and self._parts.patience.is_over
 
     def cheapest(self) -> None:
         """Look for the devices whose step costs least."""
@@ -310,12 +307,13 @@ class _PartSearch:
     def plan(self, best: Judged) -> Plan:
         """The plan of a part, with what the others were good for."""
         patience = self._parts.patience
+        why = self._why(best, is_cut_short=patience.is_over)  # before the rest takes time as well
         plan = best.plan(best.rivals(patience), patience)
         others = [other for other in self._others if other is not best]
         rows = [row for other in others for row in self._row(best, other)]
         return replace(
             plan,
-            reason=f"{plan.reason}; {self._why(best)}",
+            reason=f"{plan.reason}; {why}",
             alternatives=(*plan.alternatives, *rows),
         )
 
@@ -325,9 +323,9 @@ class _PartSearch:
             if row.label == label:
                 yield row
 
-    def _why(self, best: Judged) -> str:
+    def _why(self, best: Judged, *, is_cut_short: bool) -> str:
         count, request = best.num_devices, self._parts.request
-        if self._is_cut_short:
+        if is_cut_short:
             looked_at = sorted({other.num_devices for other in self._others} | {count})
             sizes = ", ".join(map(str, looked_at))
             return (
