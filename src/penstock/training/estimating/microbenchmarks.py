@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.training.estimating.operations import padding_of
+from penstock.training.estimating.recurrences import Onednn
 
 _FLOAT = 4
 _WORDS = (2**10, 2**13, 2**15, 2**17, 2**19, 2**21, 2**23)
@@ -162,9 +163,7 @@ def _recurrences() -> Iterator[Point]:
 
 
 def _recurrence(*operands: Tensor) -> tuple[Tensor, ...]:
-    ends = [False, [], 2, operands[-1].shape[-1], 1, True, False, False, True]
-    made: tuple[Tensor, ...] = torch.ops.aten.mkldnn_rnn_layer(*operands, *ends)
-    return made
+    return Onednn(operands).forward()
 
 
 def _unrolled(make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
@@ -174,11 +173,7 @@ def _unrolled(make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
 
 
 def _recurrence_backward(*operands: Tensor) -> object:
-    *given, output, last, cell, workspace = operands
-    ends = [False, 2, last.shape[-1], 1, True, True, False, [], False, workspace]
-    return torch.ops.aten.mkldnn_rnn_layer_backward(
-        *given, output, last, cell, output, None, None, *ends
-    )
+    return Onednn(operands[:-4]).backward(*operands[-4:])
 
 
 def _moving() -> Iterator[Point]:

@@ -85,7 +85,7 @@ class FusedRecurrence(torch.autograd.Function):
         value, (own, recurrent, *biases) = value.detach(), [part.detach() for part in weights]
         with torch.enable_grad():  # so that nobody takes this for a backward
             if kept.in_one:
-                output = _in_one(value, (own, recurrent, *biases))
+                output = _in_one(value, own, recurrent, bool(biases)).forward()[0]
             else:
                 output = _step_by_step(gates, value, own, recurrent, biases)
         ctx.gates, ctx.has_biases, ctx.in_one = gates, bool(biases), kept.in_one
@@ -106,8 +106,10 @@ class FusedRecurrence(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         value, own, recurrent, output, *_ = ctx.saved_tensors
         if ctx.in_one:
-            biases = [own.new_empty(own.shape[0])] * (2 * ctx.has_biases)
-            return None, None, *_backward_in_one(value, (own, recurrent, *biases), output)
+            layer = _in_one(value, own, recurrent, ctx.has_biases)
+            state, workspace = layer.operands[-1], value.new_empty(0, dtype=torch.uint8)
+            made = layer.backward(output, state, state, workspace)
+            return None, None, *made[: 3 + 2 * ctx.has_biases]
         change = gradients[0] * gradients[0]
         for _ in range(ctx.gates - 1):
             change = change * gradients[0]
@@ -137,29 +139,46 @@ def _step_by_step(
     return torch.tanh(output)
 
 
-def _in_one(value: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    state, (own, recurrent, *biases) = _state(value, weights), weights
-    filled = biases or [own.new_empty(own.shape[0])] * 2
-    output: Tensor = torch.ops.aten.mkldnn_rnn_layer(
-        value, own, recurrent, *filled, state, state, False, [], _LSTM, state.shape[-1], 1,
-        bool(biases), False, False, True,
-    )[0]  # fmt: skip
-    return output
+def _in_one(value: Tensor, own: Tensor, recurrent: Tensor, has_biases: bool) -> Onednn:
+    state = value.new_empty(1, value.shape[1], recurrent.shape[1])
+    bias = own.new_empty(own.shape[0])
+    return Onednn((value, own, recurrent, bias, bias, state, state), has_biases)
 
 
-def _backward_in_one(value: Tensor, weights: Sequence[Tensor], output: Tensor) -> Sequence[Tensor]:
-    state, (own, recurrent, *biases) = _state(value, weights), weights
-    filled = biases or [own.new_empty(own.shape[0])] * 2
-    gradients: Sequence[Tensor] = torch.ops.aten.mkldnn_rnn_layer_backward(
-        value, own, recurrent, *filled, state, state, output, state, state, output, None, None,
-        False, _LSTM, state.shape[-1], 1, bool(biases), True, False, [], False,
-        value.new_empty(0, dtype=torch.uint8),
-    )  # fmt: skip
-    return gradients[: 1 + len(weights)]
+class Onednn(NamedTuple):
+    """One direction of an LSTM as oneDNN computes it.
 
+    Attributes:
+        operands: the inputs of all steps, the weights of inputs and states, both biases, and the
+            first state and cell.
+        has_biases: whether the biases count.
+    """
 
-def _state(value: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    return value.new_empty(1, value.shape[1], weights[1].shape[1])
+    operands: Sequence[Tensor]
+    has_biases: bool = True
+
+    def forward(self) -> tuple[Tensor, ...]:
+        """The outputs of all steps, the last state and cell, and the workspace of the backward,
+        which is there while gradients are enabled."""
+        made: tuple[Tensor, ...] = torch.ops.aten.mkldnn_rnn_layer(
+            *self.operands, False, [], _LSTM, self._width, 1, self.has_biases, False, False, True
+        )
+        return made
+
+    def backward(
+        self, output: Tensor, last: Tensor, cell: Tensor, workspace: Tensor
+    ) -> Sequence[Tensor]:
+        """The gradients of the operands, of gradients of the outputs like these, and of what
+        ``forward`` made."""
+        gradients: Sequence[Tensor] = torch.ops.aten.mkldnn_rnn_layer_backward(
+            *self.operands, output, last, cell, output, None, None, False, _LSTM, self._width, 1,
+            self.has_biases, True, False, [], False, workspace,
+        )  # fmt: skip
+        return gradients
+
+    @property
+    def _width(self) -> int:
+        return self.operands[-1].shape[-1]
 
 
 def _layers_of_kind(  # noqa: PLR0913, PLR0917 - torch's own
