@@ -223,6 +223,16 @@ class Nested(NamedTuple):
 _ONE_TENSOR = Nested(tree.flatten(torch.empty(0))[1], (TENSOR,))
 
 
+def _each_apart(values: Mapping[str, Any]) -> tuple[list[Tensor], dict[str, Nested]]:
+    """``Nested.apart`` of each of some values: all their tensors, and the rests by name."""
+    tensors: list[Tensor] = []
+    rests: dict[str, Nested] = {}
+    for key, value in values.items():
+        more, rests[key] = Nested.apart(value)
+        tensors += more
+    return tensors, rests
+
+
 class GivenParts(NamedTuple):
     """What a forward is given beside weights and buffers, without its tensors.
 
@@ -242,12 +252,9 @@ class GivenParts(NamedTuple):
     ) -> tuple[list[Tensor], GivenParts]:
         """The tensors that a forward is given, inputs first and targets last, and the rest."""
         tensors, own = Nested.apart(inputs)
-        rests: dict[str, Nested] = {}
-        for key, skip in skips.items():
-            more, rests[key] = Nested.apart(skip)
-            tensors += more
+        of_skips, rests = _each_apart(skips)
         more, wanted = Nested.apart(targets)
-        return tensors + more, cls(own, rests, wanted)
+        return [*tensors, *of_skips, *more], cls(own, rests, wanted)
 
     def together(self, tensors: Sequence[Tensor]) -> tuple[Any, dict[str, Any], Any]:
         """(inputs, skips, targets) with these tensors in them."""
@@ -366,13 +373,10 @@ class StageFunction:
         num_borders: int,
     ) -> list[Tensor]:
         results, output_parts = Nested.apart(output)
-        stashed_parts: dict[str, Nested] = {}
-        for key, value in stashed.items():
-            more, stashed_parts[key] = Nested.apart(value)
-            results += more
+        of_skips, stashed_parts = _each_apart(stashed)
         more, seen_parts = Nested.apart(seen)
         self.made = ResultParts(output_parts, stashed_parts, seen_parts, [], replaced, num_borders)
-        return results + more
+        return [*results, *of_skips, *more]
 
 
 def _apart_from_each_other(given: Iterable[Tensor], results: Iterable[Tensor]) -> list[Tensor]:
