@@ -191,6 +191,20 @@ def test_inductor(name):
     assert_same(*runs, tolerance=1e-7)
 
 
+def test_inductor_with_layouts_of_its_own():
+    """It would rather hand channels behind pixels from pass to pass."""
+
+    def run(compile):
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Conv2d(16, 16, 5, padding=2), nn.ReLU()) for _ in range(4)]
+        frames = torch.rand(2, 4, 16, 32, 32, generator=torch.Generator().manual_seed(1))
+        options = {"loss": F.mse_loss, "optimizer": momentum, "compile": compile}
+        with pipeline_of(nn.Sequential(*layers), "1f1b", **options) as pipeline:
+            return [pipeline.step(*frames) for _ in range(NUM_STEPS)]
+
+    assert_same(run(True), run(False), tolerance=1e-5)
+
+
 @pytest.mark.parametrize("recompute", ["none", "stage"])
 def test_stages_that_come_and_go(recompute):
     """Their weights have no memory between passes, and other addresses in the next."""

@@ -38,6 +38,10 @@ def compiled(part: fx.GraphModule, backend: Backend, num_weights: int) -> Run:
         from torch._inductor.compile_fx import compile_fx_inner
 
         examples = [node.meta["val"] for node in nodes if node.op == "placeholder"]
+        # Inductor may lay out as it likes what nobody outside sees, and the next pass was compiled
+        # for the layout that autograd had.
+        output = part.graph.output_node()
+        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
         run: Run = compile_fx_inner(part, examples)
         return run
     run = as_function(part)
