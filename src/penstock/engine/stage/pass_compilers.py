@@ -41,7 +41,8 @@ def compiled(part: fx.GraphModule, backend: Backend, num_weights: int) -> Run:
         # Inductor may lay out as it likes what nobody outside sees, and the next pass was compiled
         # for the layout that autograd had.
         output = part.graph.output_node()
-        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+        given: Any = output.args[0]
+        output.meta["user_visible_output_idxs"] = list(range(len(given)))
         run: Run = compile_fx_inner(part, examples)
         return run
     run = as_function(part)
