@@ -10,6 +10,7 @@ import argparse
 import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from statistics import median
 
 import torch
@@ -26,7 +27,7 @@ def _options(microbatches: int = 4) -> argparse.Namespace:
     return argparse.Namespace(rows=64, microbatches=microbatches, share=_SHARE, tier="host")
 
 
-@dataclass(frozen=True)
+@dataclass
 class _SmallDevices:
     """Plans that keep to the memory of a device.
 
@@ -36,6 +37,9 @@ class _SmallDevices:
 
     plans: Plans
 
+    def __post_init__(self) -> None:
+        self.pipelined = cache(self._pipelined)
+
     @property
     def options(self) -> argparse.Namespace:
         return self.plans.options
@@ -43,7 +47,7 @@ class _SmallDevices:
     def of(self, number: int, spec: Spec) -> pk.Plan:
         return self.plans.spilled(spec.blocks, spec.width)
 
-    def pipelined(self, spec: Spec) -> pk.Plan:
+    def _pipelined(self, spec: Spec) -> pk.Plan:
         graph = self.plans.graph(spec.blocks, spec.width)
         held = sum(2 * layer.parameter_bytes + layer.optimizer_bytes for layer in graph.layers)
         return pk.plan(
@@ -58,11 +62,11 @@ def hydra_here() -> Iterator[tuple[str, str]]:
     torch.set_num_threads(1)
     plans, whole = Plans(_options()), Plans(_options(microbatches=1))
     wanted = {f"m{number}": Spec(8, 256, 6) for number in range(_MODELS)}
-    hydra = _SmallDevices(plans)
+    many, single = _SmallDevices(plans), _SmallDevices(whole)
     ways = {
-        "hydra": lambda: fleet_run(wanted, hydra, "longest", NUM_DEVICES),
-        "gpipe": lambda: pipelined_run(wanted, hydra),
-        "naive": lambda: pipelined_run(wanted, _SmallDevices(whole)),
+        "hydra": lambda: fleet_run(wanted, many, "longest", NUM_DEVICES),
+        "gpipe": lambda: pipelined_run(wanted, many),
+        "naive": lambda: pipelined_run(wanted, single),
     }
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(_ROUNDS):

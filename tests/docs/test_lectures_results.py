@@ -113,7 +113,7 @@ def test_figures_are_read_from_what_was_kept(tmp_path, monkeypatch):
     measured.servers_measured.cache_clear()
     try:
         assert measured.figure("2BW over GPipe") == measured.NOT_YET
-        assert measured.stream_curve("30 layers", "64") == measured.NOT_YET
+        assert measured.stream_curve("30 layers", "64", "eager") == measured.NOT_YET
         assert measured.servers_measured() == measured.NOT_YET
         assert measured.NOT_YET.capitalize() in measured.accuracy_section()
         measured._kept.cache_clear()
@@ -127,13 +127,16 @@ def test_figures_are_read_from_what_was_kept(tmp_path, monkeypatch):
         (tmp_path / "streaming.speed_up.txt").write_text(
             "| network | pixels | launch | N | emulated | measured |\n|---|--:|---|--:|--:|--:|\n"
             "| 30 layers | 64 | eager | 2 | 1.90 | 1.70 |\n"
-            "| 30 layers | 64 | eager | 4 | 3.50 |  |\n"
+            "| 30 layers | 64 | replayed | 2 |  | 2.10 |\n"
+            "| 30 layers | 64 |  | 4 | 3.50 |  |\n"
         )
         assert measured.figure("2BW over GPipe") == "2×"
         assert measured.servers_measured() == "the exchange: 1.50× (k = 2)"
-        assert measured.stream_curve("30 layers", "64") == (
-            "64 px: 2 cores eager 1.70×; emulated 1.90× 3.50×"
+        assert measured.stream_curve("30 layers", "64", "eager") == (
+            "64 px: 2 cores 1.70×; emulated 1.90× 3.50×"
         )
+        replayed = measured.stream_curve("30 layers", "64", "replayed")
+        assert replayed == "64 px: 2 cores 2.10×"
     finally:
         measured._kept.cache_clear()
         measured.servers_measured.cache_clear()
