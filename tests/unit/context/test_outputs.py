@@ -9,7 +9,7 @@ from torch import nn
 
 from penstock.engine.context.outputs import OutputPositions
 from penstock.engine.context.zigzag import PositionDim, shares, taken
-from penstock.engine.tensor.recorded_rules import ShardedDim
+from penstock.engine.following.dims import ShardedDim
 from tests.kit.groups import together
 
 ROWS, LENGTH, WORDS = 2, 7, 5

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from penstock.engine.tensor.group import ShardSpec
-from penstock.engine.tensor.recorded_rules import ShardedDim
+from penstock.engine.following.dims import ShardedDim
 from penstock.engine.tensor.vocabulary import ShardedLogits, gathers_logits
 from tests.kit.groups import together
 

@@ -21,7 +21,7 @@ from penstock.engine.context.values import all_positions, own_positions, summed_
 from penstock.engine.context.zigzag import PositionDim
 from penstock.engine.model import tree
 from penstock.engine.tensor.group import TensorGroup
-from penstock.engine.tensor.recorded_rules import ShardedDim, reshaped
+from penstock.engine.following.dims import ShardedDim, reshaped
 
 OUTPUTS = "output_positions"
 """The attribute of a model's last layer under which they stand."""

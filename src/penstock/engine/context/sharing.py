@@ -16,7 +16,7 @@ from penstock.engine.model.spine import NamedLayer
 from penstock.engine.tensor.chain import LayerSharing
 from penstock.engine.tensor.group import TensorGroup
 from penstock.engine.tensor.layouts import SEQUENCE, WHOLE
-from penstock.engine.tensor.recorded_writer import SHARERS
+from penstock.engine.following.writer import SHARERS
 from penstock.engine.tracing.layers import CapturedLayer
 
 CONTEXT = "context"

@@ -7,8 +7,8 @@ module can be divided, with ``attention`` for attention and transformer blocks, 
 in which layout each value of a model lies. ``divided_layers``
 and ``attention`` have torch's own modules with a part of the parameters; ``sharing`` makes them of
 a user's modules, and ``membership`` is what they know. ``first_run`` compares a layer's first run
-with one device. Layers of captured models are written anew by ``recorded``, with
-``recorded_writer``, its rules, what it calls and ``positions``; ``followed`` says which of them can
+with one device. Layers of captured models are written anew by ``recorded``, with ``recorded_writer``,
+what it calls and ``positions``, by the rules of ``following``; ``followed`` says which of them can
 run on some of the positions. ``vocabulary`` lets a loss see logits in parts; ``cross_entropy`` is
 what it then computes. ``unequal_groups`` is how groups of different sizes hand values to each
 other, and sum the gradients of weights that both hold.

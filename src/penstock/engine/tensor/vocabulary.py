@@ -20,7 +20,7 @@ from penstock.engine.model import tree
 from penstock.engine.tensor.cross_entropy import sharded_cross_entropy
 from penstock.engine.tensor.group import TensorGroup, sizes
 from penstock.engine.tensor.layouts import Layout, Layouts, gather, layouts_of_leaves
-from penstock.engine.tensor.recorded_rules import ShardedDim, reshaped
+from penstock.engine.following.dims import ShardedDim, reshaped
 
 
 class ShardedLogits(Tensor):
