@@ -1,7 +1,8 @@
 """Hydra beside GPipe and naive model parallelism on our own engine, where no model fits a device.
 
 Each device may use a part of a model's state. A fleet spills every model and keeps both devices
-busy; the others put half of a model on each device, one model after another, with recompute.
+busy; the others put half of a model on each device, one model after another, with recompute. Rows are
+many, so that there is more to compute than to move, as with the models that Hydra is for.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _SHARE = 0.8
 
 
 def _options(microbatches: int = 4) -> argparse.Namespace:
-    return argparse.Namespace(rows=64, microbatches=microbatches, share=_SHARE, tier="host")
+    return argparse.Namespace(rows=512, microbatches=microbatches, share=_SHARE, tier="host")
 
 
 @dataclass
@@ -61,7 +62,7 @@ def hydra_here() -> Iterator[tuple[str, str]]:
     """Two figures, medians over rounds in turns."""
     torch.set_num_threads(1)
     plans, whole = Plans(_options()), Plans(_options(microbatches=1))
-    wanted = {f"m{number}": Spec(8, 256, 6) for number in range(_MODELS)}
+    wanted = {f"m{number}": Spec(8, 256, 3) for number in range(_MODELS)}
     many, single = _SmallDevices(plans), _SmallDevices(whole)
     ways = {
         "hydra": lambda: fleet_run(wanted, many, "longest", NUM_DEVICES),
