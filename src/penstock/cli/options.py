@@ -165,6 +165,36 @@ def costs_option(verb: Verb) -> Verb:
     )(verb)
 
 
+def count_option(
+    *names: str, help: str, least: int = 1, default: int | None = None
+) -> Callable[[Verb], Verb]:
+    """An option that takes a whole number."""
+    return click.option(
+        *names, type=click.IntRange(min=least), default=default,
+        show_default=default is not None, help=help,
+    )  # fmt: skip
+
+
+def amount_option(
+    *names: str, help: str, metavar: str | None = None, default: float | None = None
+) -> Callable[[Verb], Verb]:
+    """An option that takes a number above 0."""
+    return click.option(
+        *names, type=click.FloatRange(min=0, min_open=True), metavar=metavar, default=default,
+        show_default=default is not None, help=help,
+    )  # fmt: skip
+
+
+def choice_option(
+    *names: str, among: Iterable[str], help: str, default: str | None = None
+) -> Callable[[Verb], Verb]:
+    """An option that takes a word of several."""
+    return click.option(
+        *names, type=click.Choice([*among]), default=default, show_default=default is not None,
+        help=help,
+    )  # fmt: skip
+
+
 def arrivals_option(verb: Verb) -> Verb:
     """``--arrivals RATE``."""
     return click.option(
