@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import penstock as pk
-from benchmarks.lectures.answer import Answer, times
+from benchmarks.lectures.answer import Answer, never_falls, times
 from benchmarks.lectures.claims import (
     BESIDE_INTRA_BATCH,
     GPIPE,
@@ -20,6 +20,7 @@ from benchmarks.lectures.measured import figure
 from benchmarks.lectures.works import WORKS, graph_of, learning_seconds
 
 _PATIENCE_SECONDS = 60.0
+_GENERATIONS = ("titan-x", "v100-pcie", "v100-sxm2")
 _UNLIMITED = 10**12
 """The lectures' minibatches fitted; which they were, they do not say."""
 
@@ -192,3 +193,12 @@ def faster_devices() -> Iterator[Answer]:
         " ".join(f"{share:.0%}" for share in shares),
         holds=shares[1] > shares[0],
     )
+    for name, work in WORKS.items():
+        graphs = (graph_of(name, device) for device in _GENERATIONS)
+        times_taken = [learning_seconds(graph) for graph in graphs]
+        yield Answer(
+            f"{name}, {work.rows} rows: ms on Titan X, V100 (PCIe), V100 (NVLink)",
+            "less on faster GPUs",
+            " ".join(f"{seconds * 1e3:.0f}" for seconds in times_taken),
+            holds=never_falls(times_taken[::-1]),
+        )
