@@ -26,7 +26,7 @@ Keys and values go round; every member keeps its queries. They leave for the nex
 this one computes with them.
 """
 
-from penstock.engine.context.outputs import positions_of
+from penstock.engine.context.outputs import output_positions
 from penstock.engine.context.sharing import CONTEXT, ContextSharing, context_sharings
 
-__all__ = ["CONTEXT", "ContextSharing", "context_sharings", "positions_of"]
+__all__ = ["CONTEXT", "ContextSharing", "context_sharings", "output_positions"]

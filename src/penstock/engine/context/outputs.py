@@ -19,10 +19,15 @@ from penstock.engine.context.zigzag import PositionDim
 from penstock.engine.following.dims import ShardedDim
 from penstock.engine.model import tree
 from penstock.engine.tensor.group import TensorGroup
-from penstock.engine.tensor.seen_whole import OutputSharing, ShardedValue, cross_entropy_options
+from penstock.engine.tensor.seen_whole import (
+    OutputSharing,
+    SharedOutput,
+    ShardedValue,
+    cross_entropy_options,
+)
 
 OUTPUTS = "output_positions"
-"""The attribute of a model's last layer under which they stand."""
+"""The attribute of a model's last layer that says how they are divided, by mode."""
 
 
 class PositionSharing(OutputSharing):
@@ -60,47 +65,39 @@ class PositionSharing(OutputSharing):
         )  # fmt: skip
 
 
-class OutputPositions:
-    """How one member has what the model returns.
+class OutputPositions(SharedOutput):
+    """A member has some positions of what the model returns.
 
     Args:
         group: with whom.
         ways: by mode (whether the model trains), how each leaf of the output is divided; ``None``
             for what all members have.
+        last: the last layer, which is in a mode.
     """
 
     def __init__(
-        self, group: TensorGroup, ways: Mapping[bool, Sequence[ShardedDim | None]]
+        self,
+        group: TensorGroup,
+        ways: Mapping[bool, Sequence[ShardedDim | None]],
+        last: nn.Module,
     ) -> None:
-        self._sharing = PositionSharing(group)
-        self._ways = ways
+        self._sharing, self._ways, self._last = PositionSharing(group), ways, last
 
-    def whole(self, outputs: Any, training: bool) -> Any:
-        """All positions of a member's outputs. All members call it at the same time."""
-        return self._each(outputs, training, self._sharing.whole)
+    def for_loss(self, value: Any) -> Any:
+        return self._each(value, lambda part, way: ShardedValue(part, way, self._sharing))
 
-    def scored(self, loss: Callable[[Any], Tensor], training: bool) -> Callable[[Any], Tensor]:
-        """A loss of a member's outputs, of a loss of whole ones.
+    def whole(self, value: Any) -> Any:
+        return self._each(value, self._sharing.whole)
 
-        Args:
-            loss: from outputs to a number.
-        """
-
-        def seen(part: Tensor, divided: ShardedDim) -> Tensor:
-            return ShardedValue(part, divided, self._sharing)
-
-        return lambda outputs: loss(self._each(outputs, training, seen))
-
-    def _each(
-        self, outputs: Any, training: bool, change: Callable[[Tensor, ShardedDim], Tensor]
-    ) -> Any:
-        """The outputs, with others in the place of leaves of which a member has positions."""
-        leaves, structure = tree.flatten(outputs)
-        pairs = zip(leaves, self._ways[training], strict=True)
+    def _each(self, value: Any, change: Callable[[Tensor, ShardedDim], Tensor]) -> Any:
+        """The output, with others in the place of leaves of which a member has positions."""
+        leaves, structure = tree.flatten(value)
+        pairs = zip(leaves, self._ways[self._last.training], strict=True)
         changed = [leaf if way is None else change(leaf, way) for leaf, way in pairs]
         return tree.unflatten(changed, structure)
 
 
-def positions_of(layers: Sequence[nn.Module]) -> OutputPositions | None:
-    """How a member has the output of a stage; ``None`` if it has all of it."""
-    return vars(layers[-1]).get(OUTPUTS) if layers else None
+def output_positions(last: nn.Module, group: TensorGroup) -> OutputPositions | None:
+    """How a member has the output of its last layer; ``None`` if it has all of it."""
+    ways = vars(last).get(OUTPUTS)
+    return None if ways is None else OutputPositions(group, ways, last)

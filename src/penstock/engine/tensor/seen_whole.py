@@ -124,6 +124,18 @@ class ShardedValue(Tensor):
         return func(*_made_whole(args, name), **_made_whole(kwargs or {}, name))
 
 
+class SharedOutput(ABC):
+    """How a member has the output of a model of which others have parts, too."""
+
+    @abstractmethod
+    def for_loss(self, value: Any) -> Any:
+        """The output as a loss, and metrics, are to see it."""
+
+    @abstractmethod
+    def whole(self, value: Any) -> Any:
+        """The output as on one device. All members call it at the same time."""
+
+
 def _made_whole(value: Any, by: str) -> Any:
     """Arguments, with whole values in the place of parts."""
     return tree.replace(ShardedValue, lambda mine: mine.whole(by), value)

@@ -19,7 +19,12 @@ from penstock.engine.model import tree
 from penstock.engine.tensor.cross_entropy import sharded_cross_entropy
 from penstock.engine.tensor.group import TensorGroup, sizes
 from penstock.engine.tensor.layouts import Layout, Layouts, gather, layouts_of_leaves
-from penstock.engine.tensor.seen_whole import OutputSharing, ShardedValue, cross_entropy_options
+from penstock.engine.tensor.seen_whole import (
+    OutputSharing,
+    SharedOutput,
+    ShardedValue,
+    cross_entropy_options,
+)
 
 
 class ClassSharing(OutputSharing):
@@ -73,7 +78,7 @@ def _lost(mine: ShardedValue, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return sharded_cross_entropy(mine.part, group, length, target, weight, **given)
 
 
-class DividedOutput:
+class DividedOutput(SharedOutput):
     """The output of a model of which each member has its part of the classes.
 
     Args:
@@ -85,13 +90,11 @@ class DividedOutput:
         self._layout, self._group = layout, group
 
     def for_loss(self, value: Any) -> Any:
-        """The output as a loss, and metrics, are to see it."""
         leaves, structure = tree.flatten(value)
         pairs = zip(leaves, layouts_of_leaves(self._layout, len(leaves)), strict=True)
         return tree.unflatten([self._logits(leaf, layout) for leaf, layout in pairs], structure)
 
     def whole(self, value: Any) -> Any:
-        """The output as on one device."""
         leaves, structure = tree.flatten(value)
         pairs = zip(leaves, layouts_of_leaves(self._layout, len(leaves)), strict=True)
         return tree.unflatten([self._gathered(leaf, layout) for leaf, layout in pairs], structure)
