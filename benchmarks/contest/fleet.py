@@ -206,7 +206,9 @@ def pipelined_run(wanted: Mapping[str, Spec], plans: FleetPlans) -> Measured:
     planned = {spec: plans.pipelined(spec) for spec in {*wanted.values()}}
     for name, spec in wanted.items():
         model, data = model_of(spec), data_of(spec, plans.options)
-        with pk.Pipeline(model, planned[spec], loss=F.mse_loss, optimizer=adamw, seed=0) as pipeline:
+        with pk.Pipeline(
+            model, planned[spec], loss=F.mse_loss, optimizer=adamw, seed=0
+        ) as pipeline:
             begin = time.perf_counter()
             for _ in pipeline.steps(data):
                 pass

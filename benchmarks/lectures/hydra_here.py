@@ -1,8 +1,8 @@
 """Hydra beside GPipe and naive model parallelism on our own engine, where no model fits a device.
 
 Each device may use a part of a model's state. A fleet spills every model and keeps both devices
-busy; the others put half of a model on each device, one model after another, with recompute. Rows are
-many, so that there is more to compute than to move, as with the models that Hydra is for.
+busy; the others put half of a model on each device, one model after another, with recompute. Rows
+are many, so that there is more to compute than to move, as with the models that Hydra is for.
 """
 
 from __future__ import annotations

@@ -67,7 +67,8 @@ def parse_sizes(_: click.Context, __: click.Parameter, text: str | None) -> tupl
 @click.argument("workload", default=DEFAULT_WORKLOAD)
 @options.microbatches_option(8)
 @options.count_option(
-    "--repeats", default=7,
+    "--repeats",
+    default=7,
     help="Measurements per time.",
 )
 @click.option("--sizes", callback=parse_sizes, help="Other microbatch sizes, in rows, as 2,4,8.")

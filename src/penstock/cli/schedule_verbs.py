@@ -351,7 +351,9 @@ def _draw_memory(plan: Plan, titled: Sequence[Titled], path: str) -> None:
 @options.ranks_option(4)
 @options.microbatches_option(8)
 @options.count_option(
-    "--capacity", least=0, default=1,
+    "--capacity",
+    least=0,
+    default=1,
     help="Messages a channel holds; 0: they pass in the order of their sends, one by one.",
 )
 @options.json_option

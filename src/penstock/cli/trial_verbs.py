@@ -58,9 +58,7 @@ _EPILOG = (
     "--quick/--full", default=True, show_default=True,
     help=f"{_QUICK_STEPS} minibatches each, and no new round after a minute; or {_FULL_STEPS}.",
 )  # fmt: skip
-@options.count_option(
-    "--steps", help="Minibatches that each method trains on, instead."
-)
+@options.count_option("--steps", help="Minibatches that each method trains on, instead.")
 @options.choice_option(
     "--on", "stage", among=["auto", "cores", "emulated"], default="auto",
     help="Ranks as threads and processes of this machine; or devices whose compute is a wait as "

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from penstock.engine.tensor.group import ShardSpec
 from penstock.engine.following.dims import ShardedDim
+from penstock.engine.tensor.group import ShardSpec
 from penstock.engine.tensor.seen_whole import ShardedValue
 from penstock.engine.tensor.vocabulary import ClassSharing, gathers_logits
 from tests.kit.groups import together

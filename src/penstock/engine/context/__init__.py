@@ -2,10 +2,10 @@
 
 Every member has all parameters and some of the positions. ``zigzag`` says which, so that causal
 attention is as much work for each; ``ring`` is attention over positions that members share;
-``values`` has what else graphs call for it. Rules of operations are those of ``following``; ``leaves``
-says of a module whether it treats positions alike, ``masks`` whether a mask is the causal one. ``writing``
-follows the positions through all layers of a captured model and writes these anew; ``sharing``
-makes a member's layers of them.
+``values`` has what else graphs call for it. Rules of operations are those of ``following``;
+``leaves`` says of a module whether it treats positions alike, ``masks`` whether a mask is the
+causal one. ``writing`` follows the positions through all layers of a captured model and writes
+these anew; ``sharing`` makes a member's layers of them.
 
 Decisions:
 

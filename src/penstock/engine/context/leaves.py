@@ -14,10 +14,10 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from penstock.engine.following.dims import Known, ShardedDim, shape_of, sizes_of
 from penstock.engine.following.table import position_rule
 from penstock.engine.model import tree
 from penstock.engine.tensor.divided_layers import is_transposed
-from penstock.engine.following.dims import Known, ShardedDim, shape_of, sizes_of
 from penstock.engine.tensor.splits import BY_ELEMENT
 from penstock.engine.tracing.graphs import without_dumps
 

@@ -21,8 +21,8 @@ from penstock.engine.model import tree
 from penstock.engine.tensor.group import TensorGroup
 from penstock.engine.tensor.seen_whole import (
     OutputSharing,
-    SharedOutput,
     ShardedValue,
+    SharedOutput,
     cross_entropy_options,
 )
 

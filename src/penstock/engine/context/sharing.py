@@ -12,11 +12,11 @@ from penstock.base.errors import ModelError
 from penstock.engine.context.heads import RingHeads
 from penstock.engine.context.outputs import OUTPUTS
 from penstock.engine.context.writing import LayerCode, written
+from penstock.engine.following.writer import SHARERS
 from penstock.engine.model.spine import NamedLayer
 from penstock.engine.tensor.chain import LayerSharing
 from penstock.engine.tensor.group import TensorGroup
 from penstock.engine.tensor.layouts import SEQUENCE, WHOLE
-from penstock.engine.following.writer import SHARERS
 from penstock.engine.tracing.layers import CapturedLayer
 
 CONTEXT = "context"

@@ -6,10 +6,9 @@ along a dimension, or every member has all of it. See the room for what is done 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
-import torch
 from torch import fx, nn
 
 from penstock.base.errors import ModelError
@@ -25,11 +24,11 @@ from penstock.engine.context.values import (
     summed_cross_entropy,
 )
 from penstock.engine.context.walk import ModelWalk, WholeValue
-from penstock.engine.model.spine import NamedLayer
 from penstock.engine.following.dims import ShardedDim, shape_of
 from penstock.engine.following.rule import Rule, name_of, writes
 from penstock.engine.following.table import position_rule
 from penstock.engine.following.writer import GraphWriter
+from penstock.engine.model.spine import NamedLayer
 from penstock.engine.tracing.graphs import leaves_of_output
 from penstock.engine.tracing.layers import CapturedLayer
 
@@ -109,7 +108,7 @@ class _LayerWriter(GraphWriter):
 
     def given(self, values: Sequence[Any]) -> list[Any]:
         self.outputs = values
-        return cast(list[Any], fx.node.map_arg(list(values), self.ours.__getitem__))
+        return fx.node.map_arg(list(values), self.ours.__getitem__)
 
     def own(self, value: fx.Node, divided: ShardedDim | None) -> fx.Node:
         is_so = divided is None or value in self.divided

@@ -1,5 +1,4 @@
-"""How a dimension of a value is divided over members, also where the value is seen in another shape.
-"""
+"""How a dimension of a value is divided, also where the value is seen in another shape."""
 
 from __future__ import annotations
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from penstock.engine.model.modes import Args, DispatchMode, Named
 from torch.utils.flop_counter import flop_registry
 
 from penstock.engine.model import tree
+from penstock.engine.model.modes import Args, DispatchMode, Named
 from penstock.engine.model.spine import run_spine
 
 _META = torch.device("meta")

@@ -34,6 +34,9 @@ class DispatchMode(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()  # type: ignore[no-untyped-call]
+
     @abstractmethod
     def call(self, func: Any, args: Args, named: Named) -> Any:
         """Perform an operation."""

@@ -23,10 +23,10 @@ from typing import Any, Self, TypeVar
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
-from penstock.engine.model.modes import Args, DispatchMode, FunctionMode, Named
 
 from penstock.base.errors import InputError
 from penstock.engine.device.accelerators import lent_generator
+from penstock.engine.model.modes import Args, DispatchMode, FunctionMode, Named
 
 V = TypeVar("V")
 

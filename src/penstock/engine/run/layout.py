@@ -195,8 +195,10 @@ class Layout:
                 longer.
         """
         copies = self._copies_of(rank, group, wholes)
-        return {stage: self._stage(stage, rank, group, copies)
-                for stage in stages_held(self._plan, rank)}
+        return {
+            stage: self._stage(stage, rank, group, copies)
+            for stage in stages_held(self._plan, rank)
+        }
 
     def _stage(
         self, stage: int, rank: int, group: ChannelGroup | None, copies: ModuleCopies

@@ -24,10 +24,10 @@ from penstock.engine.run.rank.program import SkipRoute
 from penstock.engine.tensor.chain import LayerSharing, walk
 from penstock.engine.tensor.group import ChannelGroup, ShardSpec
 from penstock.engine.tensor.layouts import WHOLE, Layouts
+from penstock.engine.tensor.seen_whole import SharedOutput
 from penstock.engine.tensor.sharing import cut_tensors, shared, terms
 from penstock.engine.tensor.splits import check_used, inner_splits, own_split
 from penstock.engine.tensor.unequal_groups import WholePlaceholders
-from penstock.engine.tensor.seen_whole import SharedOutput
 from penstock.engine.tensor.vocabulary import DividedOutput
 from penstock.engine.transport.base import SKIP_TAGS
 from penstock.planning.plans import Plan

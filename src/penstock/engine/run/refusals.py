@@ -66,9 +66,7 @@ def _check_full_sharding(plan: Plan, recipe: Recipe, *, one_process: bool) -> No
             "the reducer 'fully-sharded' gathers weights by torch's process groups, and all ranks "
             "are threads of one process here; start the job with torchrun, or take another reducer"
         )
-    _check_optimizer(
-        recipe, "gradients would be rows of the model's", "take the reducer 'owners'"
-    )
+    _check_optimizer(recipe, "gradients would be rows of the model's", "take the reducer 'owners'")
 
 
 def _check_experts(recipe: Recipe, *, one_process: bool) -> None:
@@ -77,7 +75,9 @@ def _check_experts(recipe: Recipe, *, one_process: bool) -> None:
             "expert_ranks send tokens by torch's process groups, and all ranks are threads of one "
             "process here; start the job with torchrun, or take expert_ranks=1"
         )
-    _check_optimizer(recipe, "gradients of experts would be those that are here", "take expert_ranks=1")
+    _check_optimizer(
+        recipe, "gradients of experts would be those that are here", "take expert_ranks=1"
+    )
     if recipe.post_validate:
         raise InputError(
             "post_validate lets a forward go on without its values, and other copies would wait "

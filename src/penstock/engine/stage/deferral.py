@@ -21,17 +21,17 @@ from __future__ import annotations
 
 import types
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from penstock.engine.model.modes import Args, FunctionMode, Named
 
 from penstock.base.errors import InputError
 from penstock.engine.masters import gradient_dtype
+from penstock.engine.model.modes import Args, FunctionMode, Named
 from penstock.engine.stage.deferrable import Deferrable, Formula, split_of
 
 _UNDEFERRED_KINDS = (

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from penstock.engine.model.modes import Args, DispatchMode, Named
 
 from penstock.base.errors import ModelError
 from penstock.engine.model import tree
+from penstock.engine.model.modes import Args, DispatchMode, Named
 from penstock.engine.model.randomness import LayerStreams, draws
 from penstock.engine.model.spine import NamedLayer, Skip
 from penstock.engine.stage.layer_runs import LayerRuns

@@ -57,6 +57,7 @@ from penstock.engine.tensor.splits import works_on_features
 
 _COLUMNS = (ColumnLinear, ColumnConv, ColumnEmbedding, ColumnTransposed)
 
+
 class RecordedLayouts(NamedTuple):
     """Where values lie in a captured layer that is shared.
 

@@ -66,9 +66,7 @@ class ShardedValue(Tensor):
     wholes: dict[bool, Tensor]
 
     @staticmethod
-    def __new__(
-        cls: type[Self], part: Tensor, divided: ShardedDim, sharing: OutputSharing
-    ) -> Self:
+    def __new__(cls: type[Self], part: Tensor, divided: ShardedDim, sharing: OutputSharing) -> Self:
         shape, mine = [*part.shape], divided.parts[sharing.group.index]
         each = shape[divided.dim] // mine if mine else divided.inner
         shape[divided.dim] = each * divided.length
@@ -164,9 +162,7 @@ def _viewed(func: Any, mine: ShardedValue, args: Sequence[Any], kwargs: Mapping[
     return mine.like(mine.part.reshape(after), divided)
 
 
-def _permuted(
-    func: Any, mine: ShardedValue, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _permuted(func: Any, mine: ShardedValue, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     # A dimension is known again by its size, where all are different.
     numbered = torch.empty(tuple(range(2, 2 + mine.dim())), device="meta")
     place = [*func(numbered, *args, **kwargs).shape].index(2 + mine.divided.dim)

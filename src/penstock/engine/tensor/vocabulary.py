@@ -21,8 +21,8 @@ from penstock.engine.tensor.group import TensorGroup, sizes
 from penstock.engine.tensor.layouts import Layout, Layouts, gather, layouts_of_leaves
 from penstock.engine.tensor.seen_whole import (
     OutputSharing,
-    SharedOutput,
     ShardedValue,
+    SharedOutput,
     cross_entropy_options,
 )
 

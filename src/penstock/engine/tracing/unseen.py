@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from penstock.engine.model.modes import Args, FunctionMode, Named
 from torch.utils.checkpoint import CheckpointFunction
 
 from penstock.base.errors import ModelError
 from penstock.engine.model import tree
+from penstock.engine.model.modes import Args, FunctionMode, Named
 from penstock.engine.tracing.lines import PAGE, CodeLine, is_models, running_line
 
 _TORCHS_OWN = frozenset({*vars(nn.Module()), "forward"})

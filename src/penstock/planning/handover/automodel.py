@@ -124,8 +124,8 @@ def read(config: object, graph: LayerGraph, num_devices: int | None) -> Describe
     family = family_of(said, "pp_schedule", ranks)
     if count < ranks:
         raise InputError(
-            f"local_batch_size {count * rows} makes {count} microbatches of {rows} rows, fewer than "
-            f"{ranks} ranks, which NeMo AutoModel refuses; raise it"
+            f"local_batch_size {count * rows} makes {count} microbatches of {rows} rows, fewer "
+            f"than {ranks} ranks, which NeMo AutoModel refuses; raise it"
         )
     names = [layer.name for layer in graph.layers]
     cuts = listed_cuts(said, names, ranks)

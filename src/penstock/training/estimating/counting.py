@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from penstock.engine.model.modes import Args, DispatchMode, Named
 
 from penstock.core.pricing import Kernel
 from penstock.engine.model import tree
+from penstock.engine.model.modes import Args, DispatchMode, Named
 from penstock.training.estimating.operations import kernel_of
 
 META = torch.device("meta")

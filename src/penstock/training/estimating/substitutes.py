@@ -7,7 +7,7 @@ kernels on both, on meta thousands of small ones (``recurrences``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from types import FunctionType
 from typing import Any, Literal
@@ -15,8 +15,8 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from penstock.engine.model.modes import Args, FunctionMode, Named
 
+from penstock.engine.model.modes import Args, FunctionMode, Named
 from penstock.engine.model.replay import autocast_here
 from penstock.training.estimating.autocast import autocast_dtype, cast
 from penstock.training.estimating.recurrences import recurrences
