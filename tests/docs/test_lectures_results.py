@@ -39,7 +39,7 @@ def test_the_command_of_a_slide_runs(command, tmp_path, monkeypatch):
     for shared in ("tests", "docs"):
         (tmp_path / shared).symlink_to(ROOT / shared)
     run_command(Block(HANDS_ON, 0, "console", command, ""), command, "")
-    for picture in re.findall(r"-o (\S+)", command):
+    for picture in re.findall(r"(?:-o|--scatter) (\S+)", command):
         assert (tmp_path / picture).stat().st_size > 0
 
 
@@ -50,6 +50,11 @@ def test_every_slide_with_a_figure_has_a_command_and_a_result():
     linked = set(re.findall(r"lectures-results\.md#([\w-]+)", text))
     assert linked <= results
     assert len(linked) >= len(PARTS)
+    for row in (line for line in text.splitlines() if line.count(" | ") == 3 and "`" in line):
+        *_, command, place = row.split(" | ")
+        drawn = re.findall(r"`([\w-]+\.svg)`", place)
+        assert drawn or ".md" in place or ".svg)" in place
+        assert all(f" {picture}" in command for picture in drawn)
 
 
 def titles():
