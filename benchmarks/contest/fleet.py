@@ -203,16 +203,18 @@ def fleet_run(
 def pipelined_run(wanted: Mapping[str, Spec], plans: FleetPlans) -> Measured:
     """One model after another, over both devices."""
     seconds, states = 0.0, {}
+    planned = {spec: plans.pipelined(spec) for spec in {*wanted.values()}}
     for name, spec in wanted.items():
         model, data = model_of(spec), data_of(spec, plans.options)
-        plan = plans.pipelined(spec)
-        with pk.Pipeline(model, plan, loss=F.mse_loss, optimizer=adamw, seed=0) as pipeline:
+        with pk.Pipeline(
+            model, planned[spec], loss=F.mse_loss, optimizer=adamw, seed=0
+        ) as pipeline:
             begin = time.perf_counter()
             for _ in pipeline.steps(data):
                 pass
             seconds += time.perf_counter() - begin
             states[name] = pipeline.state_dict()
-    predicted = sum(plans.pipelined(spec).step_seconds * spec.steps for spec in wanted.values())
+    predicted = sum(planned[spec].step_seconds * spec.steps for spec in wanted.values())
     return Measured(seconds, None, None, predicted, {}, digest(states))
 
 

@@ -109,7 +109,7 @@ def streams() -> Iterator[Answer]:
                     for pixels in PARTIME_PIXELS
                 ),
                 note="over one device, with 2, 4 and 8",
-                measured=stream_curve(_TITLES[name], "64") if way == "eager" else "",
+                measured=stream_curve(_TITLES[name], "64", way),
             )
     small, large = PARTIME_PIXELS[0], PARTIME_PIXELS[-1]
     deep, base = found["layers × 3", large], found["base", large]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 import penstock as pk
-from examples.models import alexnet, awd_lstm, gnmt, inception, resnet, s2vt, vgg
+from examples.models import alexnet, amoebanet, awd_lstm, gnmt, inception, resnet, s2vt, vgg
 from examples.models.sizes import classified
 
 
@@ -47,12 +47,14 @@ class Work(NamedTuple):
         size: one of the module's.
         rows: a GPU's share of a minibatch.
         build: makes the model; by default the module's.
+        granularity: of its layers; by default as `pk.estimate` finds best.
     """
 
     module: Any
     size: str
     rows: int
     build: Callable[[str], nn.Module] | None = None
+    granularity: Literal["module", "block"] | None = None
 
 
 WORKS = {
@@ -64,6 +66,7 @@ WORKS = {
     "GNMT-16": Work(gnmt, "sixteen", 64),
     "AWD-LM": Work(awd_lstm, "paper", 80, untied),
     "S2VT": Work(s2vt, "paper", 80),
+    "AmoebaNet-D": Work(amoebanet, "paper", 16, granularity="block"),
 }
 """The lectures name no minibatches; these are the papers' or usual ones, and part of the guess."""
 
@@ -87,6 +90,7 @@ def graph_of(name: str, device: str, software: str = "eager") -> pk.LayerGraph:
         loss=loss,
         device=device,
         software=software,
+        granularity=work.granularity,
         optimizer=momentum,
     )
 

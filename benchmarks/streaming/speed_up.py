@@ -2,7 +2,7 @@
 resolutions.
 
     python -m benchmarks.streaming.speed_up [--pixels 16 32 64] [--devices 2 4 8]
-        [--launches eager] [--seconds 1] [--quick] [--picture PATH]
+        [--launches eager replayed] [--seconds 1] [--quick] [--picture PATH]
 
 The networks keep the size of the picture: 10 layers of 16 features with 5 × 5 kernels, and three
 times as many layers, features, or pixels along a kernel's edge. One device really learns from
@@ -11,8 +11,9 @@ this machine has cores are emulated: every one is a real process that performs p
 real messages, and waits as long as its layers took on one device (profiled at that resolution). So
 small pictures show what a tick costs besides its kernels, and large ones what cuts allow.
 
-``--launches`` says how a tick's kernels are launched (``LAUNCHES``). Run it alone on a machine: the
-ranks of eight devices share its cores.
+``--launches`` says how a tick's kernels are launched on the two cores: each by itself (``eager``),
+or all of a stage's as one call (``replayed``, ``pk.stream(…, replay=True)``, which the CPU compiles
+first). Run it alone on a machine: the ranks of eight devices share its cores.
 
 one device     milliseconds to learn from a frame
 slowest        what cuts allow: all layers over the slowest stage, as profiled
@@ -50,8 +51,8 @@ from penstock.drawing.chart import line_chart
 from penstock.planning.partition import balance
 from penstock.training.rehearsal import Rehearsal, rehearse
 
-LAUNCHES: dict[str, Mapping[str, Any]] = {"eager": {}}
-"""By name, options of ``pk.stream`` that say how a tick's kernels are launched: each by itself."""
+LAUNCHES: dict[str, Mapping[str, Any]] = {"eager": {}, "replayed": {"replay": True}}
+"""By name, options of ``pk.stream`` that say how a tick's kernels are launched."""
 
 COLUMNS = (
     "network", "pixels", "launch", "N", "one device", "slowest", "emulated", "measured", "latency",
@@ -127,22 +128,42 @@ class Resolution(NamedTuple):
         with opened(self.network, self.graph, self.pixels, options=options) as stream:
             return self.seconds / streamed(stream, count + WARM_UP, self.pixels).wall
 
-    def rows(self, devices: Sequence[int], launch: str, budget_seconds: float) -> Iterator[Row]:
-        """One per number of devices."""
+    def rows(
+        self, devices: Sequence[int], launches: Sequence[str], budget_seconds: float
+    ) -> Iterator[Row]:
+        """One per number of devices; of two, one per launch."""
         for num_devices in devices:
-            shares = Shares.of(self.graph, num_devices)
-            per_device = round(budget_seconds / self.seconds / 2)
-            per_device = max(4, min(_MOST_FRAMES_PER_DEVICE, per_device))
-            emulated = shares.emulate(num_devices * per_device)
-            steady = emulated.steady_seconds
-            assert steady is not None  # streams are long enough
-            real = None
-            if num_devices == 2:
+            emulated = self._emulated(num_devices, budget_seconds)
+            if num_devices != 2:
+                yield Row(self, "", num_devices, emulated)
+                continue
+            for launch in launches:
                 real = self.on_two_cores(LAUNCHES[launch], budget_seconds)
-            yield Row(
-                self, launch, num_devices, shares.speed_up, sum(shares.layers) / steady.measured,
-                real, latency(emulated),
-            )  # fmt: skip
+                yield Row(self, launch, num_devices, emulated, real)
+                emulated = None  # it is the same however kernels are launched
+
+    def _emulated(self, num_devices: int, budget_seconds: float) -> Emulated:
+        shares = Shares.of(self.graph, num_devices)
+        per_device = round(budget_seconds / self.seconds / 2)
+        per_device = max(4, min(_MOST_FRAMES_PER_DEVICE, per_device))
+        rehearsal = shares.emulate(num_devices * per_device)
+        steady = rehearsal.steady_seconds
+        assert steady is not None  # streams are long enough
+        return Emulated(shares.speed_up, sum(shares.layers) / steady.measured, latency(rehearsal))
+
+
+class Emulated(NamedTuple):
+    """What devices that wait make of a stream.
+
+    Attributes:
+        allowed: speed-up that cuts allow.
+        speed_up: what it was.
+        latency_seconds: from a frame's arrival to its output.
+    """
+
+    allowed: float
+    speed_up: float
+    latency_seconds: float
 
 
 class Row(NamedTuple):
@@ -151,33 +172,32 @@ class Row(NamedTuple):
     resolution: Resolution
     launch: str
     num_devices: int
-    allowed: float
-    emulated: float
-    real: float | None
-    latency_seconds: float
+    emulated: Emulated | None
+    real: float | None = None
 
     @property
     def cells(self) -> list[str]:
         """As ``COLUMNS``."""
+        own = self.emulated
         return [
             self.resolution.network.title,
             f"{self.resolution.pixels}",
             self.launch,
             f"{self.num_devices}",
             f"{self.resolution.seconds * 1e3:.1f}",
-            f"{self.allowed:.2f}",
-            f"{self.emulated:.2f}",
+            "" if own is None else f"{own.allowed:.2f}",
+            "" if own is None else f"{own.speed_up:.2f}",
             "" if self.real is None else f"{self.real:.2f}",
-            f"{self.latency_seconds * 1e3:.0f}",
+            "" if own is None else f"{own.latency_seconds * 1e3:.0f}",
         ]
 
 
-def latency(found: Rehearsal) -> float:
+def latency(rehearsal: Rehearsal) -> float:
     """Seconds from the begin of a frame's forward at the first stage until its output, the mean
     over the middle half of the stream."""
     begins, ends = {}, {}
-    last = found.measured.num_ranks - 1
-    for span in found.measured.spans:
+    last = rehearsal.measured.num_ranks - 1
+    for span in rehearsal.measured.spans:
         if span.op.kind is Kind.FORWARD and span.op.stage == 0:
             begins[span.op.microbatch] = span.start
         if span.op.kind is Kind.FORWARD and span.op.stage == last:
@@ -197,9 +217,9 @@ def curves(rows: Sequence[Row]) -> list[tuple[str, list[tuple[float, float]]]]:
     largest = max(row.resolution.pixels for row in rows)
     lines: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
-        if row.resolution.pixels == largest:
+        if row.resolution.pixels == largest and row.emulated is not None:
             points = lines.setdefault(row.resolution.network.title, [])
-            points.append((row.num_devices, row.emulated))
+            points.append((row.num_devices, row.emulated.speed_up))
     return list(lines.items())
 
 
@@ -217,15 +237,15 @@ def main() -> None:
     if options.quick:
         networks, options.seconds = NETWORKS[:1], 0.1
         options.pixels, options.devices = options.pixels[:1], options.devices[:2]
+        options.launches = options.launches[:1]
     torch.set_num_threads(1)
     rows: list[Row] = []
     for network in networks:
         for pixels in options.pixels:
-            found = Resolution.measured(network, pixels, options.seconds)
-            for launch in options.launches:
-                for row in found.rows(options.devices, launch, options.seconds):
-                    rows.append(row)
-                    print(" ".join(row.cells), flush=True)
+            resolution = Resolution.measured(network, pixels, options.seconds)
+            for row in resolution.rows(options.devices, options.launches, options.seconds):
+                rows.append(row)
+                print(" ".join(row.cells), flush=True)
     print(f"\n{written(COLUMNS, [row.cells for row in rows])}")
     if options.picture:
         drawn = line_chart(curves(rows), "devices", "frames per second over one device")

@@ -39,7 +39,7 @@ def test_the_command_of_a_slide_runs(command, tmp_path, monkeypatch):
     for shared in ("tests", "docs"):
         (tmp_path / shared).symlink_to(ROOT / shared)
     run_command(Block(HANDS_ON, 0, "console", command, ""), command, "")
-    for picture in re.findall(r"-o (\S+)", command):
+    for picture in re.findall(r"(?:-o|--scatter) (\S+)", command):
         assert (tmp_path / picture).stat().st_size > 0
 
 
@@ -50,6 +50,11 @@ def test_every_slide_with_a_figure_has_a_command_and_a_result():
     linked = set(re.findall(r"lectures-results\.md#([\w-]+)", text))
     assert linked <= results
     assert len(linked) >= len(PARTS)
+    for row in (line for line in text.splitlines() if line.count(" | ") == 3 and "`" in line):
+        *_, command, place = row.split(" | ")
+        drawn = re.findall(r"`([\w-]+\.svg)`", place)
+        assert drawn or ".md" in place or ".svg)" in place
+        assert all(f" {picture}" in command for picture in drawn)
 
 
 def titles():
@@ -113,7 +118,7 @@ def test_figures_are_read_from_what_was_kept(tmp_path, monkeypatch):
     measured.servers_measured.cache_clear()
     try:
         assert measured.figure("2BW over GPipe") == measured.NOT_YET
-        assert measured.stream_curve("30 layers", "64") == measured.NOT_YET
+        assert measured.stream_curve("30 layers", "64", "eager") == measured.NOT_YET
         assert measured.servers_measured() == measured.NOT_YET
         assert measured.NOT_YET.capitalize() in measured.accuracy_section()
         measured._kept.cache_clear()
@@ -127,13 +132,16 @@ def test_figures_are_read_from_what_was_kept(tmp_path, monkeypatch):
         (tmp_path / "streaming.speed_up.txt").write_text(
             "| network | pixels | launch | N | emulated | measured |\n|---|--:|---|--:|--:|--:|\n"
             "| 30 layers | 64 | eager | 2 | 1.90 | 1.70 |\n"
-            "| 30 layers | 64 | eager | 4 | 3.50 |  |\n"
+            "| 30 layers | 64 | replayed | 2 |  | 2.10 |\n"
+            "| 30 layers | 64 |  | 4 | 3.50 |  |\n"
         )
         assert measured.figure("2BW over GPipe") == "2×"
         assert measured.servers_measured() == "the exchange: 1.50× (k = 2)"
-        assert measured.stream_curve("30 layers", "64") == (
-            "64 px: 2 cores eager 1.70×; emulated 1.90× 3.50×"
+        assert measured.stream_curve("30 layers", "64", "eager") == (
+            "64 px: 2 cores 1.70×; emulated 1.90× 3.50×"
         )
+        replayed = measured.stream_curve("30 layers", "64", "replayed")
+        assert replayed == "64 px: 2 cores 2.10×"
     finally:
         measured._kept.cache_clear()
         measured.servers_measured.cache_clear()

@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from penstock.engine.context.leaves import through
 from penstock.engine.context.zigzag import PositionDim, shares, taken
-from penstock.engine.tensor.recorded_rules import ShardedDim
+from penstock.engine.following.dims import ShardedDim
 
 ROWS, LENGTH, WIDTH, SIZE = 2, 6, 4, 3
 

@@ -15,7 +15,7 @@ from penstock.demo import gpt
 from penstock.engine.model.spine import spine_of
 from penstock.engine.run.members import Sharings
 from penstock.engine.stage.stage import Stage
-from penstock.engine.tensor.vocabulary import ShardedLogits
+from penstock.engine.tensor.seen_whole import ShardedValue
 from penstock.engine.tracing import capture
 from penstock.planning.plans.picture import picture_of
 from penstock.trial.reference.single_device import SingleDevice
@@ -233,7 +233,7 @@ def test_no_tensor_rank_keeps_anything_as_large_as_all_logits(monkeypatch):
         kept.clear()  # the first run of a layer is compared with the whole one
         pipeline.step(*words(1))
     rows, length = 1, 6
-    assert seen[0] == (ShardedLogits, (rows, length, WORDS))
+    assert seen[0] == (ShardedValue, (rows, length, WORDS))
     assert any(shape == (rows * length, WORDS // 4) for shape in kept)
     assert not any(WORDS in shape[-1:] for shape in kept)
 

@@ -241,7 +241,7 @@ def test_code_that_fails_on_a_part_of_the_features_hears_of_the_split():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"optimizer": None}, "a loss without an optimizer: not with 2 tensor ranks"),
+        ({"optimizer": None}, "without an optimizer, gradients would be parts"),
         ({"clip_norm": 1.0, "post_validate": True}, "post_validate: not with 2 tensor ranks"),
     ],
 )

@@ -163,9 +163,8 @@ def _latest(folder: str) -> Checkpoint:
 
 @checkpoint.command("export")
 @click.argument("folder", type=click.Path())
-@click.option(
-    "--to", "form", type=click.Choice(("safetensors", "dcp")), default="safetensors",
-    show_default=True,
+@options.choice_option(
+    "--to", "form", among=("safetensors", "dcp"), default="safetensors",
     help="One file with the weights, or a folder of torch.distributed.checkpoint with all.",
 )  # fmt: skip
 @click.option("-o", "--output", required=True, type=OutputPlace(), help="What to write.")

@@ -36,8 +36,8 @@ _OTHERS_SECONDS = 5.0
 @click.command()
 @click.argument("file", type=InputFile("Cluster"), required=False)
 @options.ranks_option(None)
-@click.option(
-    "--kind", type=click.Choice(get_args(DeviceKind)),
+@options.choice_option(
+    "--kind", among=get_args(DeviceKind),
     help="Cores (the default) or accelerators of this machine.",
 )  # fmt: skip
 @options.output_option("Where to write the cluster (.json).")
@@ -63,24 +63,24 @@ def cluster(
 
 
 @click.command("measure-cluster")
-@click.option(
-    "-p", "--ranks", type=click.IntRange(min=2),
+@options.count_option(
+    "-p", "--ranks", least=2,
     help="Measure between so many processes of this machine, without torchrun.",
 )  # fmt: skip
 @click.option(
     "--backend",
     help="Of torch.distributed; default: that of the accelerators if there are any, else gloo.",
 )  # fmt: skip
-@click.option(
-    "--seconds", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True,
+@options.amount_option(
+    "--seconds", default=1.0,
     help="About how long to measure each pair of ranks.",
 )  # fmt: skip
-@click.option(
-    "--most-pairs", type=click.IntRange(min=1), default=66, show_default=True,
+@options.count_option(
+    "--most-pairs", default=66,
     help="If there are more pairs, measure neighbours only: on each host, and from host to host.",
 )  # fmt: skip
-@click.option(
-    "--deadline", type=click.FloatRange(min=0, min_open=True), default=60.0, show_default=True,
+@options.amount_option(
+    "--deadline", default=60.0,
     help="Seconds that a rank may take to come, or to answer.",
 )  # fmt: skip
 @click.option(

@@ -53,9 +53,7 @@ def export(plan: str, engine: str, output: str | None, as_json: bool) -> None:
 @click.argument("graph", type=InputFile("LayerGraph"))
 @click.argument("cluster", type=InputFile("Cluster"), required=False)
 @click.option("--from", "engine", required=True, type=click.Choice(READ), help="Engine.")
-@click.option(
-    "--stages", type=click.IntRange(min=1), help="num_stages of DeepSpeed's PipelineModule."
-)
+@options.count_option("--stages", help="num_stages of DeepSpeed's PipelineModule.")
 @options.output_option("Where to write the plan that CONFIG describes (.json).")
 @options.json_option
 def adopt(

@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     "--software", default="eager", show_default=True, metavar="NAME",
     help="How kernels run: eager, compiled, graph, megatron-core …",
 )  # fmt: skip
-@click.option(
-    "--arithmetic", type=click.Choice(["tf32", "fp8", "fp4"]),
+@options.choice_option(
+    "--arithmetic", among=["tf32", "fp8", "fp4"],
     help="Of matrix products; default: that of their dtypes.",
 )  # fmt: skip
-@click.option(
-    "--attention", type=click.Choice(["fused", "causal", "formula"]), default="fused",
-    show_default=True, help="Causal: dense masks are causal ones that nobody reads.",
+@options.choice_option(
+    "--attention", among=["fused", "causal", "formula"], default="fused",
+    help="Causal: dense masks are causal ones that nobody reads.",
 )  # fmt: skip
 @options.output_option("Where to write the estimate (.json).")
 @options.json_option

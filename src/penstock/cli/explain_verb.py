@@ -46,20 +46,20 @@ _ROUNDING = 1e-9
 
 @click.command(name="explain", epilog=_EPILOG)
 @click.argument("plan", type=InputFile("Plan"))
-@click.option(
-    "--learning-rate", type=click.FloatRange(min=0, min_open=True), metavar="X",
+@options.amount_option(
+    "--learning-rate", metavar="X",
     help="Say whether it is stable.",
 )  # fmt: skip
-@click.option(
-    "--curvature", type=click.FloatRange(min=0, min_open=True), metavar="λ",
+@options.amount_option(
+    "--curvature", metavar="λ",
     help="The largest of the loss, taken for every stage.",
 )  # fmt: skip
 @click.option(
     "--workload", metavar="MODULE:FUNCTION",
     help="Estimate each stage's curvature on this workload's first minibatch.",
 )  # fmt: skip
-@click.option(
-    "--estimate-steps", type=click.IntRange(min=1), default=5, show_default=True,
+@options.count_option(
+    "--estimate-steps", default=5,
     help="Hessian-vector products per stage.",
 )  # fmt: skip
 @options.json_option

@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("file", type=InputFile("FleetFile"))
 @click.option("--simulate", "simulates", is_flag=True, help="Predict it; nothing is trained.")
-@click.option("--devices", type=click.IntRange(min=1), help="Instead of those in the file.")
+@options.count_option("--devices", help="Instead of those in the file.")
 @click.option(
     "--policy",
     type=click.Choice(POLICIES, case_sensitive=False),
     help="Instead of that in the file.",
 )
 @click.option("--folder", type=click.Path(), help="Where jobs save as they go, and go on from.")
-@click.option(
-    "--every", type=click.IntRange(min=1), default=100, show_default=True,
+@options.count_option(
+    "--every", default=100,
     help="Minibatches of a job between two checkpoints in the folder.",
 )  # fmt: skip
 @options.output_option("Where to draw which job had which device when (.svg, .pdf, .png, .txt).")

@@ -66,21 +66,19 @@ def parse_sizes(_: click.Context, __: click.Parameter, text: str | None) -> tupl
 @click.command(epilog=WORKLOAD_HELP)
 @click.argument("workload", default=DEFAULT_WORKLOAD)
 @options.microbatches_option(8)
-@click.option(
+@options.count_option(
     "--repeats",
-    type=click.IntRange(min=1),
     default=7,
-    show_default=True,
     help="Measurements per time.",
 )
 @click.option("--sizes", callback=parse_sizes, help="Other microbatch sizes, in rows, as 2,4,8.")
-@click.option(
-    "--ranks", type=click.IntRange(min=0),
+@options.count_option(
+    "--ranks", least=0,
     help="Of the pipelines that are run to see what sharing a machine costs; 0 for none. Default: "
     "as many as there are cores, at most 8.",
 )  # fmt: skip
-@click.option(
-    "--patience", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",
+@options.amount_option(
+    "--patience", metavar="SECONDS",
     help="How long to go on measuring what sharing a machine costs, until it is steady. Default: "
     "six times as long as the layers alone took, 2 to 20 s.",
 )  # fmt: skip

@@ -165,10 +165,40 @@ def costs_option(verb: Verb) -> Verb:
     )(verb)
 
 
+def count_option(
+    *names: str, help: str, least: int = 1, default: int | None = None
+) -> Callable[[Verb], Verb]:
+    """An option that takes a whole number."""
+    return click.option(
+        *names, type=click.IntRange(min=least), default=default,
+        show_default=default is not None, help=help,
+    )  # fmt: skip
+
+
+def amount_option(
+    *names: str, help: str, metavar: str | None = None, default: float | None = None
+) -> Callable[[Verb], Verb]:
+    """An option that takes a number above 0."""
+    return click.option(
+        *names, type=click.FloatRange(min=0, min_open=True), metavar=metavar, default=default,
+        show_default=default is not None, help=help,
+    )  # fmt: skip
+
+
+def choice_option(
+    *names: str, among: Iterable[str], help: str, default: str | None = None
+) -> Callable[[Verb], Verb]:
+    """An option that takes a word of several."""
+    return click.option(
+        *names, type=click.Choice([*among]), default=default, show_default=default is not None,
+        help=help,
+    )  # fmt: skip
+
+
 def arrivals_option(verb: Verb) -> Verb:
     """``--arrivals RATE``."""
-    return click.option(
-        "--arrivals", type=click.FloatRange(min=0, min_open=True),
+    return amount_option(
+        "--arrivals",
         help="How many microbatches (frames) a live source gives per unit of time; by default all "
         "are there at the beginning, or, with partime, as many come as are taken.",
     )(verb)  # fmt: skip
@@ -176,20 +206,14 @@ def arrivals_option(verb: Verb) -> Verb:
 
 def ranks_option(default: int | None) -> Callable[[Verb], Verb]:
     """``-p/--ranks``."""
-    return click.option(
-        "-p", "--ranks", type=click.IntRange(min=1),
-        default=default, show_default=default is not None,
-        help="Number of ranks (devices).",
-    )  # fmt: skip
+    return count_option("-p", "--ranks", default=default, help="Number of ranks (devices).")
 
 
 def microbatches_option(default: int | None) -> Callable[[Verb], Verb]:
     """``-m/--microbatches``."""
-    return click.option(
-        "-m", "--microbatches", type=click.IntRange(min=1),
-        default=default, show_default=default is not None,
-        help="Number of microbatches per minibatch.",
-    )  # fmt: skip
+    return count_option(
+        "-m", "--microbatches", default=default, help="Number of microbatches per minibatch."
+    )
 
 
 def _parse_json(context: click.Context, _: click.Parameter, as_json: bool) -> bool:
@@ -234,10 +258,7 @@ def width_option(verb: Verb) -> Verb:
 
 def steps_option(verb: Verb) -> Verb:
     """``--steps``."""
-    return click.option(
-        "--steps", type=click.IntRange(min=1), default=40, show_default=True,
-        help="Minibatches to train.",
-    )(verb)  # fmt: skip
+    return count_option("--steps", default=40, help="Minibatches to train.")(verb)
 
 
 def versions_options(verb: Verb) -> Verb:

@@ -54,17 +54,14 @@ def _parse_tensor_ranks(_: click.Context, __: click.Parameter, text: str) -> int
 @click.argument("cluster", type=InputFile("Cluster"), required=False)
 @options.ranks_option(None)
 @options.microbatches_option(None)
-@click.option(
-    "--minibatch",
-    type=click.IntRange(min=1),
-    help="Rows of a minibatch: tries every microbatch size profiled.",
+@options.count_option(
+    "--minibatch", help="Rows of a minibatch: tries every microbatch size profiled."
 )
-@click.option("--stages", type=click.IntRange(min=1), help="Number of stages; default: the best.")
+@options.count_option("--stages", help="Number of stages; default: the best.")
 @click.option("--schedule", type=ScheduleName(), help="Schedule family; default: the best of all.")
 @options.policy_option
-@click.option(
+@options.amount_option(
     "--rate",
-    type=click.FloatRange(min=0, min_open=True),
     help="Frames per second of a live source: the fewest devices that keep up with it, with "
     "pipedream or partime.",
 )
@@ -73,124 +70,74 @@ def _parse_tensor_ranks(_: click.Context, __: click.Parameter, text: str) -> int
 @click.option(
     "--tier", "tiers", multiple=True, help="Folder to which stages may go, or host: main memory."
 )
-@click.option(
-    "--spill",
-    type=click.Choice(get_args(SpillRule)),
-    default="where-needed",
-    show_default=True,
+@options.choice_option(
+    "--spill", among=get_args(SpillRule), default="where-needed",
     help="Whether stages may come from a tier and leave again.",
-)
+)  # fmt: skip
 @click.option("--async", "asynchronous", is_flag=True, help="Also schedules that never flush.")
-@click.option(
-    "--recompute",
-    type=click.Choice(get_args(RecomputeRule)),
-    default="where-needed",
-    show_default=True,
+@options.choice_option(
+    "--recompute", among=get_args(RecomputeRule), default="where-needed",
     help="Which stages may run forward twice to save memory.",
-)
+)  # fmt: skip
 @click.option(
-    "--tensor",
-    "tensor_ranks",
-    default="1",
-    callback=_parse_tensor_ranks,
+    "--tensor", "tensor_ranks", default="1", callback=_parse_tensor_ranks,
     help="Devices that share every layer, or any.",
-)
-@click.option(
-    "--expert-ranks",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
+)  # fmt: skip
+@options.count_option(
+    "--expert-ranks", default=1,
     help="Copies of each stage that divide the experts of its mixtures.",
-)
-@click.option(
-    "--context",
-    "context_ranks",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
+)  # fmt: skip
+@options.count_option(
+    "--context", "context_ranks", default=1,
     help="Devices that share the sequence of every microbatch.",
-)
-@click.option(
-    "--reducer",
-    type=click.Choice([*REDUCERS, "any"]),
-    default="owners",
-    show_default=True,
+)  # fmt: skip
+@options.choice_option(
+    "--reducer", among=[*REDUCERS, "any"], default="owners",
     help="How copies of a stage sum gradients.",
-)
-@click.option(
-    "--stale",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
+)  # fmt: skip
+@options.count_option(
+    "--stale", least=0, default=0,
     help="Updates by which gradients may be late, with --reducer parameter-server.",
-)
-@click.option(
-    "--gathered-for",
-    type=click.Choice(get_args(GatheredFor)),
-    default="step",
-    show_default=True,
+)  # fmt: skip
+@options.choice_option(
+    "--gathered-for", among=get_args(GatheredFor), default="step",
     help="How long weights stay gathered, with --reducer fully-sharded.",
-)
-@click.option(
-    "--cost-model",
-    type=click.Choice(COST_MODELS),
-    default="ring",
-    show_default=True,
+)  # fmt: skip
+@options.choice_option(
+    "--cost-model", among=COST_MODELS, default="ring",
     help="How exchanges of gradients are counted.",
-)
+)  # fmt: skip
 @click.option(
-    "--overlap",
-    type=click.FloatRange(0, 1),
-    default=0.0,
-    show_default=True,
+    "--overlap", type=click.FloatRange(0, 1), default=0.0, show_default=True,
     help="Share of an exchange of gradients that hides behind the backward; 0: as simulated.",
-)
-@click.option(
-    "--layer-order",
-    type=click.Choice(["execution", "any"]),
-    default="execution",
-    show_default=True,
+)  # fmt: skip
+@options.choice_option(
+    "--layer-order", among=["execution", "any"], default="execution",
     help="Where branching models may be cut.",
-)
-@click.option(
-    "--placer",
-    type=click.Choice(["exact", "reinforce"]),
-    default="exact",
-    show_default=True,
+)  # fmt: skip
+@options.choice_option(
+    "--placer", among=["exact", "reinforce"], default="exact",
     help="Exact cuts, or a learned placement of branching models.",
+)  # fmt: skip
+@options.choice_option(
+    "--engine", among=CAPABILITIES, help="Only plans that another engine runs as they are."
 )
-@click.option(
-    "--engine",
-    type=click.Choice(list(CAPABILITIES)),
-    help="Only plans that another engine runs as they are.",
-)
-@click.option(
-    "--objective",
-    type=click.Choice(get_args(Objective)),
-    default="time",
-    show_default=True,
+@options.choice_option(
+    "--objective", among=get_args(Objective), default="time",
     help="The shortest step, the fewest devices, or what a step costs.",
-)
-@click.option(
-    "--within",
-    "within_seconds",
-    type=click.FloatRange(min=0, min_open=True),
-    metavar="SECONDS",
+)  # fmt: skip
+@options.amount_option(
+    "--within", "within_seconds", metavar="SECONDS",
     help="How long a step may take, with --objective devices or cost.",
-)
-@click.option(
-    "--price-per-hour",
-    type=click.FloatRange(min=0, min_open=True),
-    metavar="X",
+)  # fmt: skip
+@options.amount_option(
+    "--price-per-hour", metavar="X",
     help="Of each device, in any currency; by default what the cluster says.",
-)
-@click.option(
-    "--patience",
-    "patience_seconds",
-    type=click.FloatRange(min=0, min_open=True),
-    metavar="SECONDS",
+)  # fmt: skip
+@options.amount_option(
+    "--patience", "patience_seconds", metavar="SECONDS",
     help="Take the best plan found by then; so does Ctrl-C.",
-)
+)  # fmt: skip
 @click.option(
     "--what-if", help='Plan again with changes, as in "hosts+1" or "bandwidth*2, memory/2".'
 )

@@ -38,28 +38,28 @@ _QUIET_SECONDS = 2.0
 @options.ranks_option(4)
 @options.microbatches_option(8)
 @options.costs_option
-@click.option(
-    "--op-ms", type=click.FloatRange(min=0, min_open=True), default=10.0, show_default=True,
+@options.amount_option(
+    "--op-ms", default=10.0,
     help="Milliseconds of a cost of 1.",
 )  # fmt: skip
-@click.option(
-    "--scale", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True,
+@options.amount_option(
+    "--scale", default=1.0,
     help="Multiplies all times: 0.1 rehearses a slow plan in a tenth of its time.",
 )  # fmt: skip
-@click.option(
-    "--steps", type=click.IntRange(min=1), default=5, show_default=True,
+@options.count_option(
+    "--steps", default=5,
     help="Minibatches; the first is warm-up.",
 )  # fmt: skip
-@click.option(
-    "--message-kib", type=click.IntRange(min=1), default=64, show_default=True,
+@options.count_option(
+    "--message-kib", default=64,
     help="Size of a message between stages.",
 )  # fmt: skip
-@click.option(
-    "--transport", type=click.Choice(get_args(RehearsalTransport)), default="shared-memory",
-    show_default=True, help="Between processes, or between threads of one process.",
+@options.choice_option(
+    "--transport", among=get_args(RehearsalTransport), default="shared-memory",
+    help="Between processes, or between threads of one process.",
 )  # fmt: skip
-@click.option(
-    "--updates", type=click.Choice(get_args(UpdateMode)), default="separate", show_default=True,
+@options.choice_option(
+    "--updates", among=get_args(UpdateMode), default="separate",
     help="Each stage for itself; when all ranks agree (clipping); or on trust, steps overlapping.",
 )  # fmt: skip
 @options.output_option(

@@ -68,8 +68,8 @@ class _Command(click.Command):
     "-n", "--ranks", type=click.IntRange(min=1), required=True,
     help="Number of ranks, each a process.",
 )  # fmt: skip
-@click.option(
-    "--restarts", type=click.IntRange(min=0), default=0, show_default=True,
+@options.count_option(
+    "--restarts", least=0, default=0,
     help="How often all ranks may be started again when one has failed.",
 )  # fmt: skip
 @click.option(

@@ -350,11 +350,10 @@ def _draw_memory(plan: Plan, titled: Sequence[Titled], path: str) -> None:
 @click.argument("source", type=Source())
 @options.ranks_option(4)
 @options.microbatches_option(8)
-@click.option(
+@options.count_option(
     "--capacity",
-    type=click.IntRange(min=0),
+    least=0,
     default=1,
-    show_default=True,
     help="Messages a channel holds; 0: they pass in the order of their sends, one by one.",
 )
 @options.json_option

@@ -58,12 +58,9 @@ _EPILOG = (
     "--quick/--full", default=True, show_default=True,
     help=f"{_QUICK_STEPS} minibatches each, and no new round after a minute; or {_FULL_STEPS}.",
 )  # fmt: skip
-@click.option(
-    "--steps", type=click.IntRange(min=1), help="Minibatches that each method trains on, instead."
-)
-@click.option(
-    "--on", "stage", type=click.Choice(["auto", "cores", "emulated"]), default="auto",
-    show_default=True,
+@options.count_option("--steps", help="Minibatches that each method trains on, instead.")
+@options.choice_option(
+    "--on", "stage", among=["auto", "cores", "emulated"], default="auto",
     help="Ranks as threads and processes of this machine; or devices whose compute is a wait as "
     "long as the profile says, which may be more than there are cores.",
 )  # fmt: skip
@@ -211,8 +208,8 @@ _VERIFY_EPILOG = (
     "--resume", is_flag=True,
     help="Train two minibatches first, save, and go on in a new pipeline that loads them.",
 )  # fmt: skip
-@click.option(
-    "--transport", type=click.Choice(["threads"]), default="threads", show_default=True,
+@options.choice_option(
+    "--transport", among=["threads"], default="threads",
     help="All ranks run in this process.",
 )  # fmt: skip
 @options.json_option

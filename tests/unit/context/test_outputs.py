@@ -9,7 +9,7 @@ from torch import nn
 
 from penstock.engine.context.outputs import OutputPositions
 from penstock.engine.context.zigzag import PositionDim, shares, taken
-from penstock.engine.tensor.recorded_rules import ShardedDim
+from penstock.engine.following.dims import ShardedDim
 from tests.kit.groups import together
 
 ROWS, LENGTH, WORDS = 2, 7, 5
@@ -80,9 +80,8 @@ def test_a_loss_by_positions_is_the_loss(loss, gathers, size):
 
     def member(group):
         part = taken(given, PositionDim(1, LENGTH), size, group.index).requires_grad_()
-        positions = OutputPositions(group, {True: [way]})
-        score = positions.scored(lambda outputs: loss(outputs, targets), True)
-        results = [score(part) for _ in range(2)]
+        positions = OutputPositions(group, {True: [way]}, nn.Identity())
+        results = [loss(positions.for_loss(part), targets) for _ in range(2)]
         back = torch.autograd.grad(results[1], part)[0]
         assert torch.equal(*results)
         return results[0].detach(), back, group.sent_bytes > 8 * part.numel()
@@ -93,17 +92,3 @@ def test_a_loss_by_positions_is_the_loss(loss, gathers, size):
         tolerance = 1e-6 if loss in (flat, with_pull) else 1e-12  # which compute in single
         torch.testing.assert_close(back, own, rtol=tolerance, atol=tolerance)
         assert sent == gathers
-
-
-def test_an_error_of_the_loss_is_its_own():
-    def broken(outputs):
-        raise KeyError("labels")
-
-    way = ShardedDim(1, LENGTH, 1, shares(LENGTH, 2))
-
-    def member(group):
-        part = torch.zeros(ROWS, 4 - group.index, WORDS)
-        OutputPositions(group, {True: [way]}).scored(broken, True)(part)
-
-    with pytest.raises(KeyError, match="labels"):
-        together(2, member)

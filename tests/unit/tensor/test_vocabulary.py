@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from penstock.engine.following.dims import ShardedDim
 from penstock.engine.tensor.group import ShardSpec
-from penstock.engine.tensor.recorded_rules import ShardedDim
-from penstock.engine.tensor.vocabulary import ShardedLogits, gathers_logits
+from penstock.engine.tensor.seen_whole import ShardedValue
+from penstock.engine.tensor.vocabulary import ClassSharing, gathers_logits
 from tests.kit.groups import together
 
 CLASSES = 7
@@ -29,7 +30,7 @@ def sharded(part, group, dim=-1):
     lengths = tuple(group.tell(part.shape[dim]))
     divided = ShardedDim(dim % part.dim(), sum(lengths), 1, lengths)
     asked = []
-    return ShardedLogits(part, divided, group, asked.append), asked
+    return ShardedValue(part, divided, ClassSharing(group, asked.append)), asked
 
 
 def on_members(size, loss, logits, target, dim=-1):

@@ -2,10 +2,10 @@
 
 Every member has all parameters and some of the positions. ``zigzag`` says which, so that causal
 attention is as much work for each; ``ring`` is attention over positions that members share;
-``values`` has what else graphs call for it. ``rules`` says of an operation whether it treats
-positions alike, ``leaves`` of a module, and ``masks`` whether a mask is the causal one. ``writing``
-follows the positions through all layers of a captured model and writes these anew; ``sharing``
-makes a member's layers of them.
+``values`` has what else graphs call for it. Rules of operations are those of ``following``;
+``leaves`` says of a module whether it treats positions alike, ``masks`` whether a mask is the
+causal one. ``writing`` follows the positions through all layers of a captured model and writes
+these anew; ``sharing`` makes a member's layers of them.
 
 Decisions:
 
@@ -26,7 +26,7 @@ Keys and values go round; every member keeps its queries. They leave for the nex
 this one computes with them.
 """
 
-from penstock.engine.context.outputs import positions_of
+from penstock.engine.context.outputs import output_positions
 from penstock.engine.context.sharing import CONTEXT, ContextSharing, context_sharings
 
-__all__ = ["CONTEXT", "ContextSharing", "context_sharings", "positions_of"]
+__all__ = ["CONTEXT", "ContextSharing", "context_sharings", "output_positions"]

@@ -14,10 +14,10 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from penstock.engine.context.rules import rule_of
+from penstock.engine.following.dims import Known, ShardedDim, shape_of, sizes_of
+from penstock.engine.following.table import position_rule
 from penstock.engine.model import tree
 from penstock.engine.tensor.divided_layers import is_transposed
-from penstock.engine.tensor.recorded_rules import Known, ShardedDim, shape_of, sizes_of
 from penstock.engine.tensor.splits import BY_ELEMENT
 from penstock.engine.tracing.graphs import without_dumps
 
@@ -208,7 +208,7 @@ def _alike(
 ) -> tuple[ShardedDim, tuple[Any, ...]] | None:
     """How the output of an operation is divided that treats positions alike, and what a member
     gives it; ``None`` if it may not."""
-    rule = rule_of(node, known, 0)
+    rule = position_rule(node, known, 0)
     if rule is None or rule.divided is None or rule.cut:
         return None
     return rule.divided, node.args if rule.arguments is None else rule.arguments

@@ -8,7 +8,7 @@ from torch import fx
 
 from penstock.engine.context.refusal import refused
 from penstock.engine.context.walk import ModelWalk
-from penstock.engine.tensor.recorded_rules import ShardedDim, shape_of
+from penstock.engine.following.dims import ShardedDim, shape_of
 
 _NAMES = ("self", "target", "weight", "reduction", "ignore_index", "label_smoothing")
 

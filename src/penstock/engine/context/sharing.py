@@ -10,13 +10,13 @@ from torch import nn
 
 from penstock.base.errors import ModelError
 from penstock.engine.context.heads import RingHeads
-from penstock.engine.context.outputs import OUTPUTS, OutputPositions
+from penstock.engine.context.outputs import OUTPUTS
 from penstock.engine.context.writing import LayerCode, written
+from penstock.engine.following.writer import SHARERS
 from penstock.engine.model.spine import NamedLayer
 from penstock.engine.tensor.chain import LayerSharing
 from penstock.engine.tensor.group import TensorGroup
 from penstock.engine.tensor.layouts import SEQUENCE, WHOLE
-from penstock.engine.tensor.recorded_writer import SHARERS
 from penstock.engine.tracing.layers import CapturedLayer
 
 CONTEXT = "context"
@@ -79,8 +79,7 @@ class ContextSharing(LayerSharing):
         ))  # fmt: skip
         vars(own)[SHARERS] = group
         if self.number == self.model.num_layers - 1:
-            ways = {mode: code.ways for mode, code in codes.items()}
-            vars(own)[OUTPUTS] = OutputPositions(group, ways)
+            vars(own)[OUTPUTS] = {mode: code.ways for mode, code in codes.items()}
         for path in {path for code in codes.values() for path in code.attentions}:
             attention = own.get_submodule(path)
             kind = type(attention)

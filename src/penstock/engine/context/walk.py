@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from penstock.engine.context.masks import FixedValues, NotFixedError
 from penstock.engine.context.refusal import refused
 from penstock.engine.context.zigzag import shares
-from penstock.engine.tensor.recorded_rules import ShardedDim, shape_of
+from penstock.engine.following.dims import ShardedDim, shape_of
 from penstock.engine.tracing.layers import CapturedLayer
 
 

@@ -6,10 +6,9 @@ along a dimension, or every member has all of it. See the room for what is done 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
-import torch
 from torch import fx, nn
 
 from penstock.base.errors import ModelError
@@ -18,7 +17,6 @@ from penstock.engine.context.leaves import through
 from penstock.engine.context.losses import loss_of
 from penstock.engine.context.refusal import refused
 from penstock.engine.context.ring import ring_attention
-from penstock.engine.context.rules import rule_of
 from penstock.engine.context.values import (
     dropped,
     dropped_by,
@@ -26,9 +24,11 @@ from penstock.engine.context.values import (
     summed_cross_entropy,
 )
 from penstock.engine.context.walk import ModelWalk, WholeValue
+from penstock.engine.following.dims import ShardedDim, shape_of
+from penstock.engine.following.rule import Rule, name_of, writes
+from penstock.engine.following.table import position_rule
+from penstock.engine.following.writer import GraphWriter
 from penstock.engine.model.spine import NamedLayer
-from penstock.engine.tensor.recorded_rules import Rule, ShardedDim, shape_of
-from penstock.engine.tensor.recorded_writer import SHARERS
 from penstock.engine.tracing.graphs import leaves_of_output
 from penstock.engine.tracing.layers import CapturedLayer
 
@@ -67,7 +67,7 @@ def written(layers: Sequence[NamedLayer], training: bool, size: int, index: int)
         graph = module.recorded(training)
         walk.enter(layer.name, module, graph, before)
         writer = _LayerWriter(walk, module, graph)
-        codes.append(writer.write())
+        codes.append(writer.code())
         before = writer.outputs
     walk.end(before or ())
     if not walk.divided:
@@ -79,98 +79,59 @@ def written(layers: Sequence[NamedLayer], training: bool, size: int, index: int)
     return codes
 
 
-class _LayerWriter:
+class _LayerWriter(GraphWriter):
     """Writes one layer.
 
     Attributes:
         outputs: the recorded values that it gives.
     """
 
-    def __init__(self, walk: ModelWalk, module: CapturedLayer, recorded: fx.Graph) -> None:
-        self.walk, self.module, self.recorded = walk, module, recorded
+    def __init__(self, walk: ModelWalk, layer: CapturedLayer, recorded: fx.Graph) -> None:
+        super().__init__(recorded, walk.divided)
+        self.walk, self.layer = walk, layer
         self.outputs: Sequence[Any] = ()
-        self.graph = fx.Graph()
-        self.ours: dict[fx.Node, fx.Node] = {}
         self.attending = Attending(walk)
         self._cuts: dict[tuple[fx.Node, ShardedDim], fx.Node] = {}
-        self._sharers: fx.Node | None = None
 
-    def write(self) -> LayerCode:
-        for node in self.recorded.nodes:
-            if node.op == "output":
-                self.outputs = cast(Sequence[Any], node.args[0])
-                self.graph.output(fx.node.map_arg(list(self.outputs), self.ours.__getitem__))
-            elif node.op == "call_module":
-                self._module(node)
-            elif node.op == "call_function":
-                self._operation(node)
-            else:
-                self._copy(node)
-                if node.op == "get_attr":
-                    self.walk.read(node)
-        ways = (self._way(value) for value in self.outputs)
-        return LayerCode(self.graph, tuple(self.attending.modules), tuple(ways))
+    def code(self) -> LayerCode:
+        """All of it."""
+        graph = self.write()
+        ways = (
+            self.divided.get(value) if isinstance(value, fx.Node) else None
+            for value in self.outputs
+        )
+        return LayerCode(graph, tuple(self.attending.modules), tuple(ways))
 
-    def _way(self, value: Any) -> ShardedDim | None:
-        return self.walk.divided.get(value) if isinstance(value, fx.Node) else None
+    def read(self, node: fx.Node) -> None:
+        if node.op == "get_attr":
+            self.walk.read(node)
 
-    # ----------------------------------------------------------------------- writing
+    def given(self, values: Sequence[Any]) -> list[Any]:
+        self.outputs = values
+        return fx.node.map_arg(list(values), self.ours.__getitem__)
 
-    def _call(self, node: fx.Node, function: Callable[..., Any], *args: Any, **kw: Any) -> None:
-        """Call a function in the place of an operation."""
-        self.ours[node] = self.graph.call_function(function, args, kw)
+    def own(self, value: fx.Node, divided: ShardedDim | None) -> fx.Node:
+        is_so = divided is None or value in self.divided
+        return self.ours[value] if is_so else self.part(value, cast(ShardedDim, divided))
 
-    def sharers(self) -> fx.Node:
-        """The group, as the layer's code reads it."""
-        if self._sharers is None:
-            self._sharers = self.graph.create_node("get_attr", SHARERS)
-        return self._sharers
-
-    def _copy(self, node: fx.Node, own: Mapping[fx.Node, fx.Node] | None = None) -> fx.Node:
-        mine = (own or self.ours).__getitem__
-        args, kwargs = fx.node.map_arg(node.args, mine), fx.node.map_arg(node.kwargs, mine)
-        made = self.graph.create_node(node.op, node.target, args, kwargs, node.name)
-        self.ours[node] = made
-        return made
-
-    def _own(self, value: fx.Node, divided: ShardedDim) -> fx.Node:
-        """A member's positions of a value, which is divided so or whole."""
-        if value in self.walk.divided:
-            return self.ours[value]
+    def part(self, value: fx.Node, divided: ShardedDim) -> fx.Node:
         key = value, divided
         if key not in self._cuts:
-            args = self.ours[value], self.sharers(), *divided[:3]
+            args = self.ours[value], self.sharers, *divided[:3]
             self._cuts[key] = self.graph.call_function(own_positions, args)
         return self._cuts[key]
 
-    def _by_positions(self, node: fx.Node, rule: Rule, known: Mapping[fx.Node, ShardedDim]) -> None:
-        """Call an operation, or a module, with a member's positions.
-
-        Args:
-            known: how values are divided that are, or are to be here.
-        """
-        divided, output = rule.divided, shape_of(node)
-        assert divided is not None
-        own = dict(self.ours)
-        for value in node.all_input_nodes:
-            if value in known:
-                own[value] = self._own(value, known[value])
-        for value in rule.cut:
-            shape = shape_of(value)
-            assert shape is not None and output is not None
-            own[value] = self._own(value, divided.at(divided.dim + len(shape) - len(output)))
-        made = self._copy(node, own)
-        if rule.arguments is not None:
-            made.args = fx.node.map_arg(rule.arguments, own.__getitem__)
-        self.walk.divided[node] = divided
+    def _call(self, node: fx.Node, function: Callable[..., Any], *args: Any) -> None:
+        """Call a function in the place of an operation."""
+        self.ours[node] = self.graph.call_function(function, args)
 
     def _refused(self, node: fx.Node, why: str) -> ModelError:
         return refused(self.walk.layer, node, why)
 
     # ----------------------------------------------------------------------- operations
 
-    def _operation(self, node: fx.Node) -> None:
-        name, walk = _name(node), self.walk
+    def operation(self, node: fx.Node) -> None:
+        name, walk = name_of(node), self.walk
         if not any(value in walk.divided for value in node.all_input_nodes):
             self._whole(node)
         elif name == "scaled_dot_product_attention":
@@ -180,24 +141,23 @@ class _LayerWriter:
         elif name == "dropout":
             value, *settings = cast(Any, node.args)
             way = walk.divided[node] = walk.divided[value]
-            self._call(node, dropped, self.ours[value], *settings, self.sharers(), *way[:3])
+            self._call(node, dropped, self.ours[value], *settings, self.sharers, *way[:3])
         elif name == "sym_size":
             self._size(node)
         elif node.target is leaves_of_output:
-            self._copy(node)
+            self.copy(node)
             walk.divided[node] = walk.divided[node.all_input_nodes[0]]
         else:
-            rule = rule_of(node, walk.divided, walk.index)
-            if rule is None or rule.divided is None or self._overwrites(node, rule):
+            rule = position_rule(node, walk.divided, walk.index)
+            if rule is None or self._overwrites(node, rule):
                 raise self._refused(
                     node, "mixes positions of the sequence, or is not known to treat them alike"
                 )
-            self._by_positions(node, rule, walk.divided)
+            self.follow(node, rule, walk.divided)
 
     def _overwrites(self, node: fx.Node, rule: Rule) -> bool:
         """Whether an operation writes into a whole value, of which it would be given a copy."""
-        schema = getattr(node.target, "_schema", None)
-        return bool(schema is not None and schema.is_mutable and node.args[0] in rule.cut)
+        return writes(node) and node.args[0] in rule.cut
 
     def _size(self, node: fx.Node) -> None:
         value, dim = cast(Any, node.args[:2])
@@ -207,7 +167,7 @@ class _LayerWriter:
                 "asks for a number of positions that may vary; capture the model for sequences of "
                 'one length (dynamic="rows")',
             )
-        self._copy(node)
+        self.copy(node)
         self.walk.whole[node] = WholeValue()
 
     def _whole(self, node: fx.Node) -> None:
@@ -215,17 +175,17 @@ class _LayerWriter:
         divides them."""
         if any(self.walk.of(value).is_learned for value in node.all_input_nodes):
             start = self.walk.start(node)
-            rule = rule_of(node, start, self.walk.index) if start else None
-            if rule is not None and rule.divided is not None:
-                self._by_positions(node, rule, start)
+            rule = position_rule(node, start, self.walk.index) if start else None
+            if rule is not None:
+                self.follow(node, rule, start)
                 return
-        self._copy(node)
+        self.copy(node)
         self.walk.made(node)
 
     def _attends(self, node: fx.Node) -> None:
         call = self.attending.operation(node)
         values = (self.ours[value] for value in call.values)
-        self._call(node, ring_attention, *values, self.sharers(), call.length, call.scale)
+        self._call(node, ring_attention, *values, self.sharers, call.length, call.scale)
         self.walk.divided[node] = call.divided
 
     def _sums(self, node: fx.Node) -> bool:
@@ -237,8 +197,8 @@ class _LayerWriter:
             node,
             summed_cross_entropy,
             self.ours[call.logits],
-            self._own(call.targets, call.targets_lie),
-            self.sharers(),
+            self.own(call.targets, call.targets_lie),
+            self.sharers,
             None if call.weight is None else self.ours[call.weight],
             *call[4:],
         )
@@ -247,8 +207,8 @@ class _LayerWriter:
 
     # ----------------------------------------------------------------------- modules
 
-    def _module(self, node: fx.Node) -> None:
-        module, walk = self.module.get_submodule(str(node.target)), self.walk
+    def module(self, node: fx.Node) -> None:
+        module, walk = self.layer.get_submodule(str(node.target)), self.walk
         known = {
             value: walk.divided[value] for value in node.all_input_nodes if value in walk.divided
         }
@@ -265,12 +225,12 @@ class _LayerWriter:
             value = node.all_input_nodes[0]
             way = walk.divided[node] = known[value]
             own = self.graph.create_node("get_attr", str(node.target))
-            self._call(node, dropped_by, self.ours[value], own, self.sharers(), *way[:3])
+            self._call(node, dropped_by, self.ours[value], own, self.sharers, *way[:3])
         else:
             after = through(module, node, known)
             if after.trouble:
                 raise self._refused(node, f"({type(module).__name__}): {after.trouble}")
-            self._copy(node)
+            self.copy(node)
             if after.divided is not None:
                 walk.divided[node] = after.divided
             else:
@@ -282,13 +242,7 @@ class _LayerWriter:
         if start and not isinstance(module, nn.MultiheadAttention):
             begun = through(module, node, start)
             if begun.divided is not None:
-                self._by_positions(node, Rule(begun.divided), start)
+                self.follow(node, Rule(begun.divided), start)
                 return
-        self._copy(node)
+        self.copy(node)
         self.walk.made(node, learned=has_parameters)
-
-
-def _name(node: fx.Node) -> str:
-    if isinstance(node.target, torch._ops.OpOverload):
-        return str(node.target._schema.name).removeprefix("aten::")
-    return getattr(node.target, "__name__", "")

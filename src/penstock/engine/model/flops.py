@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from penstock.engine.model import tree
+from penstock.engine.model.modes import Args, DispatchMode, Named
 from penstock.engine.model.spine import run_spine
 
 _META = torch.device("meta")
@@ -74,19 +74,17 @@ def _copies(modules: Sequence[nn.Module]) -> list[nn.Module]:
     return copies
 
 
-class _FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _FlopCounter(DispatchMode):
     """Adds up what each operation of this thread takes, and keeps all of them on meta."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.flops = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def call(self, func: Any, args: Args, named: Named) -> Any:
         # What a captured layer makes where it was captured, or holds beside its weights.
         args = tree.replace(Tensor, _on_meta, args)
-        named = tree.replace(Tensor, _on_meta, kwargs or {})
+        named = tree.replace(Tensor, _on_meta, named)
         if "device" in named:
             named["device"] = _META
         result = func(*args, **named)

@@ -22,18 +22,18 @@ from contextlib import AbstractContextManager
 from typing import Any, Self, TypeVar
 
 import torch
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from penstock.base.errors import InputError
 from penstock.engine.device.accelerators import lent_generator
+from penstock.engine.model.modes import Args, DispatchMode, FunctionMode, Named
 
 V = TypeVar("V")
 
 _DEFAULT_GENERATOR_LOCK = threading.Lock()
 
 
-class RandomStream(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class RandomStream(DispatchMode):
     """While active in a thread, every random operation draws from a stream of its own.
 
     Attributes:
@@ -41,20 +41,13 @@ class RandomStream(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, seed: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._seed = seed
         self._generators: dict[torch.device, torch.Generator] = {}
         self.drew = False
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def call(self, func: Any, args: Args, named: Named) -> Any:
         """Run ``func``, giving it our generator if it draws and was given none."""
-        named = dict(kwargs or {})
         if not draws(func, args, named):
             return func(*args, **named)
         self.drew = True
@@ -107,17 +100,10 @@ def current_stream() -> RandomStream | None:
     return mode if isinstance(mode, RandomStream) else None
 
 
-class _RefusingDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _RefusingDraws(DispatchMode):
     """Raises where an operation would draw."""
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        named = kwargs or {}
+    def call(self, func: Any, args: Args, named: Named) -> Any:
         if draws(func, args, named):
             raise InputError(
                 f"{func} draws random numbers during backward. Recomputing dropout (activation "
@@ -127,25 +113,19 @@ class _RefusingDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **named)
 
 
-class NoDraws(TorchFunctionMode):
+class NoDraws(FunctionMode):
     """While active, Python code that autograd calls, such as a recomputation, must not draw.
 
     Autograd's own operations do not pass through here, so an ordinary backward pays nothing.
     """
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def call(self, func: Any, args: Args, named: Named) -> Any:
         """Run ``func`` and refuse draws inside it, unless it draws from a stream of ours."""
         # A layer that we recompute ourselves draws again what it drew before.
         if isinstance(_get_current_dispatch_mode(), RandomStream):
-            return func(*args, **(kwargs or {}))
-        with _RefusingDraws():  # type: ignore[no-untyped-call]
-            return func(*args, **(kwargs or {}))
+            return func(*args, **named)
+        with _RefusingDraws():
+            return func(*args, **named)
 
 
 def stream_seed(seed: int, step: int, microbatch: int, layer: int, part: int = 0) -> int:

@@ -196,20 +196,28 @@ class Layout:
         """
         copies = self._copies_of(rank, group, wholes)
         return {
-            stage: Stage(
-                stage,
-                [self._own(layer, rank, copies) for layer in self._layers_of[stage]],
-                self._first_layers[stage],
-                self._streams,
-                self._plan.stages[stage].recompute == "layers",
-                self.num_slices,
-                self._plan.place(stage).warm_up
-                if self._plan.versions.activations == "newest"
-                else None,
-                None if self.sharings is None else self.sharings.divided_output(stage, group),
-            )
+            stage: self._stage(stage, rank, group, copies)
             for stage in stages_held(self._plan, rank)
         }
+
+    def _stage(
+        self, stage: int, rank: int, group: ChannelGroup | None, copies: ModuleCopies
+    ) -> Stage:
+        layers = [self._own(layer, rank, copies) for layer in self._layers_of[stage]]
+        shared = None
+        if self.sharings is not None:
+            shared = self.sharings.shared_output(stage, layers[-1].module, group)
+        keeps_newest = self._plan.versions.activations == "newest"
+        return Stage(
+            stage,
+            layers,
+            self._first_layers[stage],
+            self._streams,
+            self._plan.stages[stage].recompute == "layers",
+            self.num_slices,
+            self._plan.place(stage).warm_up if keeps_newest else None,
+            shared,
+        )
 
     def layers_of(self, rank: int) -> dict[int, NamedLayer]:
         """The model's layers that a rank has weights of, by their numbers."""

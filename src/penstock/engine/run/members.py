@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.base.errors import ModelError
-from penstock.engine.context import CONTEXT, ContextSharing, context_sharings
+from penstock.engine.context import CONTEXT, ContextSharing, context_sharings, output_positions
 from penstock.engine.device.crossing import moved
 from penstock.engine.model.spine import NamedLayer
 from penstock.engine.run.copies import ModuleCopies
@@ -24,6 +24,7 @@ from penstock.engine.run.rank.program import SkipRoute
 from penstock.engine.tensor.chain import LayerSharing, walk
 from penstock.engine.tensor.group import ChannelGroup, ShardSpec
 from penstock.engine.tensor.layouts import WHOLE, Layouts
+from penstock.engine.tensor.seen_whole import SharedOutput
 from penstock.engine.tensor.sharing import cut_tensors, shared, terms
 from penstock.engine.tensor.splits import check_used, inner_splits, own_split
 from penstock.engine.tensor.unequal_groups import WholePlaceholders
@@ -177,15 +178,19 @@ class Sharings:
         """How a layer is shared."""
         return self._by_name[layer.name]
 
-    def divided_output(self, stage: int, group: ChannelGroup | None) -> DividedOutput | None:
-        """The output of the last stage, if each member has some of its classes; ``None`` of others.
+    def shared_output(
+        self, stage: int, last: nn.Module, group: ChannelGroup | None
+    ) -> SharedOutput | None:
+        """The output of the last stage, if each member has a part of it; ``None`` of others.
 
         Args:
-            group: that of the member whose stage it is.
+            last: the member's last layer of the stage.
+            group: that of the member.
         """
-        is_last = stage == len(self.borders) - 1
-        if group is None or not is_last or self.borders[-1] is WHOLE:
+        if group is None or stage < len(self.borders) - 1:
             return None
+        if self.borders[-1] is WHOLE:
+            return output_positions(last, group)
         return DividedOutput(self.borders[-1], group)
 
 

@@ -40,10 +40,7 @@ def check_updates(plan: Plan, recipe: Recipe, *, one_process: bool) -> None:
         _check_experts(recipe, one_process=one_process)
     if not plan.summing.stale:
         return
-    if recipe.loss is not None and recipe.optimizer is None:
-        raise InputError(
-            "without an optimizer there is nothing to be late; give optimizer=…, or take stale=0"
-        )
+    _check_optimizer(recipe, "there is nothing to be late", "take stale=0")
     limits = (recipe.clip_norm, recipe.clip_stage_norm, recipe.loss_scale)
     if any(limit is not None for limit in limits):
         raise InputError(
@@ -51,6 +48,11 @@ def check_updates(plan: Plan, recipe: Recipe, *, one_process: bool) -> None:
             "one update, and with stale updates they come in several; leave them out, or take "
             "stale=0"
         )
+
+
+def _check_optimizer(recipe: Recipe, why: str, remedy: str) -> None:
+    if recipe.loss is not None and recipe.optimizer is None:
+        raise InputError(f"without an optimizer, {why}; give optimizer=…, or {remedy}")
 
 
 def _check_full_sharding(plan: Plan, recipe: Recipe, *, one_process: bool) -> None:
@@ -64,11 +66,7 @@ def _check_full_sharding(plan: Plan, recipe: Recipe, *, one_process: bool) -> No
             "the reducer 'fully-sharded' gathers weights by torch's process groups, and all ranks "
             "are threads of one process here; start the job with torchrun, or take another reducer"
         )
-    if recipe.loss is not None and recipe.optimizer is None:
-        raise InputError(
-            "without an optimizer, gradients would be rows of the model's, with the reducer "
-            "'fully-sharded'; give optimizer=…, or take the reducer 'owners'"
-        )
+    _check_optimizer(recipe, "gradients would be rows of the model's", "take the reducer 'owners'")
 
 
 def _check_experts(recipe: Recipe, *, one_process: bool) -> None:
@@ -77,11 +75,9 @@ def _check_experts(recipe: Recipe, *, one_process: bool) -> None:
             "expert_ranks send tokens by torch's process groups, and all ranks are threads of one "
             "process here; start the job with torchrun, or take expert_ranks=1"
         )
-    if recipe.loss is not None and recipe.optimizer is None:
-        raise InputError(
-            "without an optimizer, gradients of experts would be those that are here; give "
-            "optimizer=…, or take expert_ranks=1"
-        )
+    _check_optimizer(
+        recipe, "gradients of experts would be those that are here", "take expert_ranks=1"
+    )
     if recipe.post_validate:
         raise InputError(
             "post_validate lets a forward go on without its values, and other copies would wait "
@@ -149,22 +145,16 @@ def check_stage_norms(layout: Layout, recipe: Recipe) -> None:
 
 def check_shareable(plan: Plan, recipe: Recipe) -> None:
     """Raise ``InputError`` for what groups cannot do."""
-    refusals = {
+    kind = sharing_ranks(plan.stages)
+    remedy = f"plan with {kind}_ranks=1"
+    _check_optimizer(recipe, f"gradients would be parts of the model's on {kind} ranks", remedy)
+    if recipe.post_validate:
         # A forward that fails on weights which may not stand goes on without its values, and others
         # in its group would wait for them.
-        "post_validate": (recipe.post_validate, "leave it out"),
-        "a loss without an optimizer": (
-            recipe.loss is not None and recipe.optimizer is None,
-            "gradients would be parts of the model's; give optimizer=…",
-        ),
-    }
-    kind = sharing_ranks(plan.stages)
-    for refused, (wanted, remedy) in refusals.items():
-        if wanted:
-            raise InputError(
-                f"{refused}: not with {plan.num_tensor_ranks} {kind} ranks; {remedy}, or plan with "
-                f"{kind}_ranks=1"
-            )
+        raise InputError(
+            f"post_validate: not with {plan.num_tensor_ranks} {kind} ranks; leave it out, or "
+            f"{remedy}"
+        )
 
 
 def seats_of(plan: Plan) -> list[RankSeat]:
@@ -213,11 +203,9 @@ def check_kinds(seats: Sequence[RankSeat], kinds: Sequence[str]) -> None:
 def check_spillable(plan: Plan, recipe: Recipe, layout: Layout) -> None:
     """Raise ``InputError`` or ``ModelError`` if the stages of a plan cannot come and go."""
     remedy = 'leave spill out (spill="never" when planning)'
-    if recipe.loss is not None and recipe.optimizer is None:
-        raise InputError(
-            "gradients of stages that leave memory could not be read in .grad; give optimizer=…, "
-            f"or {remedy}"
-        )
+    _check_optimizer(
+        recipe, "gradients of stages that leave memory could not be read in .grad", remedy
+    )
     if recipe.post_validate:
         raise InputError(
             "post_validate keeps a copy of weights and optimizer state, which stages that leave "

@@ -21,17 +21,17 @@ from __future__ import annotations
 
 import types
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from penstock.base.errors import InputError
 from penstock.engine.masters import gradient_dtype
+from penstock.engine.model.modes import Args, FunctionMode, Named
 from penstock.engine.stage.deferrable import Deferrable, Formula, split_of
 
 _UNDEFERRED_KINDS = (
@@ -55,7 +55,7 @@ class _DeferredGradient(NamedTuple):
         return self.formula(self.gradient, self.saved)
 
 
-class Deferral(TorchFunctionMode):
+class Deferral(FunctionMode):
     """The deferred weight gradients of one microbatch.
 
     Active around its forward, it diverts what can be deferred. Active around its backward, it does
@@ -72,15 +72,8 @@ class Deferral(TorchFunctionMode):
         # What a diverted call gives must need a gradient even if its input needs none.
         self._anchor = torch.empty(0, requires_grad=True)
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def call(self, func: Any, args: Args, named: Named) -> Any:
         """Run ``func``, with its weight gradients deferred if that is possible."""
-        named = kwargs or {}
         if not torch.is_grad_enabled():
             return func(*args, **named)
         if func is F.multi_head_attention_forward:

@@ -59,7 +59,7 @@ from penstock.engine.stage.protocol import (
     StageGraph,
 )
 from penstock.engine.stage.slices import Relay, slice_name
-from penstock.engine.tensor.vocabulary import DividedOutput
+from penstock.engine.tensor.seen_whole import SharedOutput
 from penstock.engine.weights.sharded_layers import Copies, ShardedLayers
 
 if TYPE_CHECKING:
@@ -97,8 +97,8 @@ class Stage:
             stands for that of a slice in all functions: microbatch × ``num_slices`` + slice.
         age: how many microbatches older gradients are than the forward through which they go back:
             the newest, of which alone anything is kept. ``None``: each goes through its own.
-        divided_output: how the last layer's output is seen by a loss, or becomes whole, where a
-            tensor rank has a part of it.
+        shared_output: how the last layer's output is seen by a loss, or becomes whole, where a
+            member of a group has a part of it.
 
     Attributes:
         index: the stage's number.
@@ -121,14 +121,14 @@ class Stage:
         recompute_layers: bool = False,
         num_slices: int = 1,
         age: int | None = None,
-        divided_output: DividedOutput | None = None,
+        shared_output: SharedOutput | None = None,
     ) -> None:
         if not layers:
             raise InputError(f"stage {index} has no layers")
         self.index = index
         self._newest = None if age is None else NewestGraph(index, age)
         self._stays_finite = False
-        self._divided_output = divided_output
+        self._shared_output = shared_output
         self.layers = tuple(layers)
         self._first_layer = first_layer
         self._criterion_index = first_layer + len(self.layers)
@@ -514,10 +514,10 @@ class Stage:
 
     def _seen(self, value: Any, criterion: Criterion | None) -> Any:
         """The output of the layers as others see it, a loss on parts of it if there is one."""
-        if self._divided_output is None:
+        if self._shared_output is None:
             return value
-        divided = self._divided_output
-        return divided.whole(value) if criterion is None else divided.for_loss(value)
+        shared = self._shared_output
+        return shared.whole(value) if criterion is None else shared.for_loss(value)
 
     def _run_layers(
         self, value: Any, skips: dict[str, Skip], given: _ForwardCall, again: bool

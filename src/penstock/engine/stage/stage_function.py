@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.base.errors import ModelError
 from penstock.engine.model import tree
+from penstock.engine.model.modes import Args, DispatchMode, Named
 from penstock.engine.model.randomness import LayerStreams, draws
 from penstock.engine.model.spine import NamedLayer, Skip
 from penstock.engine.stage.layer_runs import LayerRuns
@@ -102,7 +102,7 @@ class StageSlots:
                 module._flat_weights = weights
 
 
-class _Watched(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Watched(DispatchMode):
     """Around a layer that is traced: refuses what its passes could not do again.
 
     Args:
@@ -112,18 +112,11 @@ class _Watched(TorchDispatchMode):  # type: ignore[no-untyped-call]
     drew = False
 
     def __init__(self, layer: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._layer = layer
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def call(self, func: Any, args: Args, named: Named) -> Any:
         """Run ``func`` if it can be part of a compiled pass."""
-        named = kwargs or {}
         if draws(func, args, named):
             raise self._refused(
                 f"draws random numbers ({func}), which compiled passes do not; give it no dropout, "

@@ -4,13 +4,13 @@ A plan may give a rank several tensor ranks: threads or processes that perform t
 its part of every layer. ``group`` is by which shards members share, and how they talk;
 ``layouts`` moves values between layouts, with the adjoint for gradients. ``splits`` tells how a
 module can be divided, with ``attention`` for attention and transformer blocks, and ``chain`` says
-in which layout each value of a model lies. ``divided_layers``
-and ``attention`` have torch's own modules with a part of the parameters; ``sharing`` makes them of
-a user's modules, and ``membership`` is what they know. ``first_run`` compares a layer's first run
-with one device. Layers of captured models are written anew by ``recorded``, with
-``recorded_writer``, its rules, what it calls and ``positions``; ``followed`` says which of them can
-run on some of the positions. ``vocabulary`` lets a loss see logits in parts; ``cross_entropy`` is
-what it then computes. ``unequal_groups`` is how groups of different sizes hand values to each
+in which layout each value of a model lies. ``divided_layers`` and ``attention`` have torch's own
+modules with a part of the parameters; ``sharing`` makes them of a user's modules, and
+``membership`` is what they know. ``first_run`` compares a layer's first run with one device. Layers
+of captured models are written anew by ``recorded``, with ``recorded_writer``, what it calls and
+``positions``, by the rules of ``following``; ``followed`` says which of them can run on some of the
+positions. ``seen_whole`` lets a loss see outputs in parts, ``vocabulary`` logits; ``cross_entropy``
+is what it then computes. ``unequal_groups`` is how groups of different sizes hand values to each
 other, and sum the gradients of weights that both hold.
 
 Decisions:

@@ -9,10 +9,10 @@ from typing import cast
 from torch import fx, nn
 
 from penstock.base.errors import ModelError
+from penstock.engine.following.dims import shape_of
 from penstock.engine.tensor.group import TensorGroup
 from penstock.engine.tensor.layouts import SEQUENCE, WHOLE, Layout, Layouts
 from penstock.engine.tensor.membership import ModuleSharing
-from penstock.engine.tensor.recorded_rules import shape_of
 from penstock.engine.tensor.recorded_writer import (
     ALL_WHOLE,
     MemberGraphWriter,

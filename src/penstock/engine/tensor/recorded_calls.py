@@ -12,7 +12,6 @@ from penstock.engine.tensor.cross_entropy import sharded_cross_entropy
 from penstock.engine.tensor.divided_layers import mask_of_whole
 from penstock.engine.tensor.group import TensorGroup, bounds
 from penstock.engine.tensor.layouts import SEQUENCE, gather, own_shard
-from penstock.engine.tensor.recorded_rules import ShardedDim
 
 
 def whole_of(part: Tensor, group: TensorGroup, dim: int, count: int) -> Tensor:
@@ -31,11 +30,17 @@ def part_of(whole: Tensor, group: TensorGroup, dim: int, length: int, inner: int
     return own_shard(pieces, group, dim + 1).flatten(dim, dim + 2)
 
 
-def dropped(part: Tensor, dropout: nn.Dropout, group: TensorGroup, divided: ShardedDim) -> Tensor:
-    """Dropout of a part with the mask of the whole value."""
+def dropped(
+    part: Tensor, dropout: nn.Dropout, group: TensorGroup, dim: int, length: int, inner: int,
+    *parts: int,
+) -> Tensor:  # fmt: skip
+    """Dropout of a part with the mask of the whole value.
+
+    Args:
+        dim, length, inner, parts: as of ``ShardedDim``.
+    """
     if not dropout.training or not dropout.p:
         return part
-    dim, length, inner, parts = divided
     own = parts[group.index]
     shape = [*part.shape]
     shape[dim] = shape[dim] // own * length

@@ -20,6 +20,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from penstock.base.errors import ModelError
+from penstock.engine.following.dims import ShardedDim, shape_of
+from penstock.engine.following.rule import Rule, name_of, writes
+from penstock.engine.following.table import rule_of
+from penstock.engine.following.writer import GraphWriter
 from penstock.engine.tensor.divided_layers import (
     ColumnConv,
     ColumnEmbedding,
@@ -49,13 +53,9 @@ from penstock.engine.tensor.recorded_calls import (
     part_of,
     whole_of,
 )
-from penstock.engine.tensor.recorded_rules import RULES, Rule, ShardedDim, shape_of
 from penstock.engine.tensor.splits import works_on_features
 
 _COLUMNS = (ColumnLinear, ColumnConv, ColumnEmbedding, ColumnTransposed)
-
-SHARERS = "sharers"
-"""The attribute of a shared layer that its code reads where it needs the group."""
 
 
 class RecordedLayouts(NamedTuple):
@@ -82,7 +82,7 @@ class RecordedLayouts(NamedTuple):
 ALL_WHOLE = RecordedLayouts(WHOLE, WHOLE, by_positions=False)
 
 
-class MemberGraphWriter:
+class MemberGraphWriter(GraphWriter):
     """Writes a recorded graph anew for one member.
 
     Args:
@@ -107,7 +107,8 @@ class MemberGraphWriter:
         decides: bool = False,
         keeps: Layout = None,
     ) -> None:
-        self.recorded, self.module, self.ways, self.group = recorded, module, ways, group
+        super().__init__(recorded, {})
+        self.module_of, self.ways, self.group = module, ways, group
         self.layouts, self.decides, self.keeps = layouts, decides, keeps
         self.gives: list[Layout] = []
         self.rows: set[str] = set()
@@ -115,28 +116,18 @@ class MemberGraphWriter:
         self.uses_none: set[str] = set()
         self.num_gathers = 0
         self.copied: dict[fx.Node, fx.Node] = {}
-        self.graph = fx.Graph()
-        self.ours: dict[fx.Node, fx.Node] = {}
-        self.divided: dict[fx.Node, ShardedDim] = {}
         self.joined: dict[fx.Node, fx.Node] = {}
-        self.sharers: fx.Node | None = None
+        taken = [node for node in recorded.nodes if node.op == "placeholder"]
+        reads = layouts_of_leaves(layouts.reads, len(taken))
+        self._by_positions = {
+            node for node, layout in zip(taken, reads, strict=True) if layout == SEQUENCE
+        }
 
-    def write(self) -> fx.Graph:
-        given = [node for node in self.recorded.nodes if node.op == "placeholder"]
-        reads = layouts_of_leaves(self.layouts.reads, len(given))
-        read = {node for node, layout in zip(given, reads, strict=True) if layout == SEQUENCE}
-        for node in self.recorded.nodes:
-            if node.op == "call_module":
-                self._module(node)
-            elif node.op == "output":
-                self._output(node.args[0])
-            else:
-                self._operation(node)
-                if node in read:
-                    self.divided[node] = self._positions(node)
-        return self.graph
+    def read(self, node: fx.Node) -> None:
+        if node in self._by_positions:
+            self.divided[node] = self._positions(node)
 
-    def _output(self, values: Sequence[Any]) -> None:
+    def given(self, values: Sequence[Any]) -> list[Any]:
         wanted = layouts_of_leaves(self.layouts.gives, len(values))
         given: list[Any] = []
         for value, asked in zip(values, wanted, strict=True):
@@ -146,7 +137,7 @@ class MemberGraphWriter:
                 lies = self.keeps if stays else WHOLE
             self.gives.append(lies)
             given.append(self._leaving(value, lies) if isinstance(value, fx.Node) else value)
-        self.graph.output(given)
+        return given
 
     def _leaving(self, value: fx.Node, layout: Layout) -> fx.Node:
         if layout is WHOLE:
@@ -200,39 +191,37 @@ class MemberGraphWriter:
                 self.copied[node] = self._call(enter, self.whole(node))
         return self.copied[node]
 
+    def own(self, value: fx.Node, divided: ShardedDim | None) -> fx.Node:
+        repeats = divided is None and _may_train(value)
+        return self.copies(value) if repeats else self.ours[value]
+
+    def part(self, value: fx.Node, divided: ShardedDim) -> fx.Node:
+        shape = shape_of(value)
+        assert shape is not None
+        if divided.inner == 1 and shape[divided.dim] == divided.length:
+            return self._call(own_shard, self.ours[value], divided.dim)
+        place = divided.dim, divided.length, divided.inner
+        return self._call(part_of, self.ours[value], *place)
+
     def _call(self, function: Callable[..., Any], value: fx.Node, *args: Any) -> fx.Node:
-        if self.sharers is None:
-            self.sharers = self.graph.create_node("get_attr", SHARERS)
         return self.graph.call_function(function, (value, self.sharers, *args))
 
-    def _copy(self, node: fx.Node, own: Callable[[fx.Node], Any]) -> fx.Node:
-        args, kwargs = fx.node.map_arg(node.args, own), fx.node.map_arg(node.kwargs, own)
-        made = self.graph.create_node(node.op, node.target, args, kwargs, node.name)
-        self.ours[node] = made
-        return made
-
-    def _operation(self, node: fx.Node) -> None:
-        if _name(node) == "cross_entropy_loss" and self._lose(node):
+    def operation(self, node: fx.Node) -> None:
+        name, takes_parts = name_of(node), any(map(self.divided.get, node.all_input_nodes))
+        if name == "cross_entropy_loss" and self._lose(node):
             return
-        if _name(node) == "sym_size" and self._count_positions(node):
+        if name == "sym_size" and self._count_positions(node):
             return
-        rule = self._rule(node)
-        if rule is None:
-            if any(given in self.divided for given in node.all_input_nodes) and _writes(node):
-                raise ModelError(
-                    f"the recorded operation {node.target} writes into a value of which each "
-                    "tensor rank has its part; let all tensor ranks repeat what is before it"
-                )
-            self._copy(node, self.whole)
+        rule = rule_of(node, self.divided, self.group.index) if takes_parts else None
+        if rule is not None and not self._is_for_one_length(node, rule):
+            self.follow(node, rule, self.divided)
             return
-        own = self.ours | {value: self._cut(value, node, rule) for value in rule.cut}
-        repeated = (set(node.all_input_nodes) - self.divided.keys()) - set(rule.cut)
-        own |= {value: self.copies(value) for value in repeated if _may_train(value)}
-        made = self._copy(node, own.__getitem__)
-        if rule.arguments is not None:
-            made.args = fx.node.map_arg(rule.arguments, own.__getitem__)
-        if rule.divided is not None:
-            self.divided[node] = rule.divided
+        if takes_parts and writes(node):
+            raise ModelError(
+                f"the recorded operation {node.target} writes into a value of which each "
+                "tensor rank has its part; let all tensor ranks repeat what is before it"
+            )
+        self.copy(node, self.whole)
 
     def _lose(self, node: fx.Node) -> bool:
         """A cross entropy of logits of which members have a part each, if it is one."""
@@ -251,27 +240,6 @@ class MemberGraphWriter:
         self.ours[node] = made
         return True
 
-    def _cut(self, value: fx.Node, node: fx.Node, rule: Rule) -> fx.Node:
-        """A member's part of a whole value that an operation on parts reads."""
-        shape, output, divided = shape_of(value), shape_of(node), rule.divided
-        assert shape is not None and output is not None and divided is not None
-        dim = divided.dim + len(shape) - len(output)
-        if divided.inner == 1 and shape[dim] == divided.length:
-            return self._call(own_shard, self.ours[value], dim)
-        return self._call(part_of, self.ours[value], dim, divided.length, divided.inner)
-
-    def _rule(self, node: fx.Node) -> Rule | None:
-        """The rule of an operation on parts; ``None`` if it needs whole values."""
-        if node.op != "call_function" or not any(
-            given in self.divided for given in node.all_input_nodes
-        ):
-            return None
-        find = RULES.get(_name(node))
-        if find is None and torch.Tag.pointwise in getattr(node.target, "tags", ()):
-            find = RULES["pointwise"]
-        rule = None if find is None else find(node, self.divided, self.group.index)
-        return None if rule is not None and self._is_for_one_length(node, rule) else rule
-
     def _is_for_one_length(self, node: fx.Node, rule: Rule) -> bool:
         """Whether a rule reckons with a number of positions that was recorded, and may be another:
         with other sizes as constants, or where positions are no dimension of their own."""
@@ -281,7 +249,7 @@ class MemberGraphWriter:
         stays = rule.divided is None or (
             self._has_positions(node) and rule.divided == self._positions(node)
         )
-        return not stays or (rule.arguments is not None and _name(node) != "slice")
+        return not stays or rule.arguments is not None
 
     def _count_positions(self, node: fx.Node) -> bool:
         """The number of all positions of a value, of which members have some, if it asks for it."""
@@ -291,9 +259,9 @@ class MemberGraphWriter:
         self.ours[node] = self._call(num_positions, self.ours[value])
         return True
 
-    def _module(self, node: fx.Node) -> None:
+    def module(self, node: fx.Node) -> None:
         path = str(node.target)
-        way, module = self.ways.get(path), self.module(path)
+        way, module = self.ways.get(path), self.module_of(path)
         value = node.args[0] if node.args else None
         given = self.divided.get(value) if isinstance(value, fx.Node) else None
         if way is not None and way.adds:
@@ -303,7 +271,7 @@ class MemberGraphWriter:
                 self.terms.add(path)
                 self.divided[node] = self._positions(node)
         elif way is not None and issubclass(way.kind, _COLUMNS):
-            self._copy(node, self.whole if way.kind is ColumnEmbedding else self.copies)
+            self.copy(node, self.whole if way.kind is ColumnEmbedding else self.copies)
             self.divided[node] = self._divided(node, way, module)
         elif way is not None and way.cuts and way.features is not None:
             self.divided[node] = self._take(node, way, module)
@@ -314,14 +282,14 @@ class MemberGraphWriter:
             self.ours[node] = self._drop(node, own, given)
             self.divided[node] = given
         elif (way is not None and not way.cuts) or works_on_features(module):
-            self._copy(node, self.ours.__getitem__)
+            self.copy(node, self.ours.__getitem__)
             self.divided[node] = given
         else:
             self._on_positions(node, module, given)
 
     def _whole_module(self, node: fx.Node, module: nn.Module) -> None:
         """A module that nobody divides, on whole values."""
-        self._copy(node, self.whole)
+        self.copy(node, self.whole)
         if isinstance(module, nn.Embedding) and self._has_positions(node):
             # From here on, each member has some of the positions; gradients come back whole.
             self.ours[node] = self._call(own_shard, self.ours[node], SEQUENCE)
@@ -332,9 +300,9 @@ class MemberGraphWriter:
         value, path = node.args[0], str(node.target)
         if self._asks_for_no_values(node, module):
             self.uses_none.add(path)
-            self._copy(node, lambda own: self.ours[own] if own is value else self.whole(own))
+            self.copy(node, lambda own: self.ours[own] if own is value else self.whole(own))
         elif self._acts_by_position(node, module):
-            self._copy(node, self.ours.__getitem__)
+            self.copy(node, self.ours.__getitem__)
             self.terms.add(path)
             self.divided[node] = given
         else:
@@ -367,29 +335,29 @@ class MemberGraphWriter:
         return acts_by_position(module, shape[SEQUENCE + 1 :])
 
     def _drop(self, node: fx.Node, dropout: fx.Node, given: ShardedDim) -> fx.Node:
-        if self.sharers is None:
-            self.sharers = self.graph.create_node("get_attr", SHARERS)
-        value = self.ours[node.args[0]]  # type: ignore[index]
-        drops = dropped_positions
-        if not self._lies(cast(fx.Node, node.args[0]), SEQUENCE):
-            drops = _dropper(given)
-        return self.graph.call_function(drops, (value, dropout, self.sharers))
+        value = cast(fx.Node, node.args[0])
+        own = self.ours[value], dropout, self.sharers
+        if self._lies(value, SEQUENCE):
+            return self.graph.call_function(dropped_positions, own)
+        # A graph's constants are no tuples of a class.
+        place = given.dim, given.length, given.inner, *given.parts
+        return self.graph.call_function(dropped, (*own, *place))
 
     def _take(self, node: fx.Node, way: ModuleSharing, module: nn.Module) -> ShardedDim:
         """A module takes up each member's part of its input; gives how that is divided."""
         value = node.args[0]
         assert isinstance(value, fx.Node)
         if isinstance(module, nn.Embedding):  # everybody has all tokens
-            self._copy(node, self.whole)
+            self.copy(node, self.whole)
             return ShardedDim(0, 1, 1, (1,) * self.group.size)
         wanted = self._divided(value, way, module)
         given = self.divided.get(value)
         if given is not None and given.dim == wanted.dim and given.alike(wanted):
-            self._copy(node, self.ours.__getitem__)
+            self.copy(node, self.ours.__getitem__)
             return wanted
         unit = way.cuts["weight"].unit
         part = self._call(part_of, self.whole(value), wanted.dim, wanted.length // unit, unit)
-        self._copy(node, lambda given: part if given is value else self.whole(given))
+        self.copy(node, lambda given: part if given is value else self.whole(given))
         return wanted
 
     def _divided(self, value: fx.Node, way: ModuleSharing, module: nn.Module) -> ShardedDim:
@@ -409,39 +377,15 @@ class MemberGraphWriter:
         return ShardedDim(way.features % len(shape), length, 1, parts)
 
 
-def _dropper(divided: ShardedDim) -> Callable[..., Tensor]:
-    """``dropped`` for values that are divided so: a graph's constants are no tuples of a class."""
-
-    def drop(part: Tensor, dropout: nn.Dropout, group: TensorGroup) -> Tensor:
-        return dropped(part, dropout, group, divided)
-
-    return drop
-
-
 def _sample(value: Any) -> Tensor | None:
     """A tensor like what a node has given, without values; ``None`` if it is none."""
     shape = shape_of(value) if isinstance(value, fx.Node) else None
-    return None if shape is None else torch.empty(shape, dtype=_dtype(value), device="meta")
-
-
-def _dtype(value: fx.Node) -> torch.dtype:
-    dtype: torch.dtype = value.meta["val"].dtype
-    return dtype
+    if shape is None:
+        return None
+    return torch.empty(shape, dtype=value.meta["val"].dtype, device="meta")
 
 
 def _may_train(node: fx.Node) -> bool:
     """Whether a gradient may come to a value."""
     value = node.meta.get("val")
     return isinstance(value, Tensor) and value.is_floating_point()
-
-
-def _name(node: fx.Node) -> str:
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return str(target._schema.name).removeprefix("aten::")
-    return getattr(target, "__name__", "")
-
-
-def _writes(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return bool(schema is not None and schema.is_mutable)

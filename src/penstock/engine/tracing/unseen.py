@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from penstock.base.errors import ModelError
 from penstock.engine.model import tree
+from penstock.engine.model.modes import Args, FunctionMode, Named
 from penstock.engine.tracing.lines import PAGE, CodeLine, is_models, running_line
 
 _TORCHS_OWN = frozenset({*vars(nn.Module()), "forward"})
@@ -107,7 +107,7 @@ class _DrawWatch:
         return self._stepped
 
 
-class HookWatch(TorchFunctionMode):
+class HookWatch(FunctionMode):
     """While active, notes the first line of a model that hangs a hook on a tensor.
 
     Attributes:
@@ -119,10 +119,10 @@ class HookWatch(TorchFunctionMode):
         self.line: CodeLine | None = None
         self._calm = calm
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def call(self, func: Any, args: Args, named: Named) -> Any:
         if func is Tensor.register_hook and self.line is None:
-            self.line = running_line(sys._getframe(1), self._calm)
-        return func(*args, **(kwargs or {}))
+            self.line = running_line(sys._getframe(2), self._calm)
+        return func(*args, **named)
 
 
 def check_backward(name: str, expected: Any, output: Any, hooked: CodeLine | None) -> None:

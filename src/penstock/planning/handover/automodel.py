@@ -118,15 +118,14 @@ def read(config: object, graph: LayerGraph, num_devices: int | None) -> Describe
         InputError: the recipe contradicts itself or the model, or PyYAML is wanted to read it.
     """
     said = ConfigFields(fields_of(_tree(config), _FIELDS, _OTHERS), "NeMo AutoModel")
-    ranks, batch = said.whole("pp_size", 1), said.whole("local_batch_size", 1)
-    rows = said.whole("pp_microbatch_size", 1) if ranks > 1 else batch
-    if batch % rows:
-        raise InputError(f"local_batch_size {batch} is no multiple of microbatches of {rows} rows")
-    count, family = batch // rows, family_of(said, "pp_schedule", ranks)
+    ranks = said.whole("pp_size", 1)
+    rows = said.whole("pp_microbatch_size", 1) if ranks > 1 else None
+    count, rows = said.microbatches("local_batch_size", 1, rows)
+    family = family_of(said, "pp_schedule", ranks)
     if count < ranks:
         raise InputError(
-            f"local_batch_size {batch} makes {count} microbatches of {rows} rows, fewer than "
-            f"{ranks} ranks, which NeMo AutoModel refuses; raise it"
+            f"local_batch_size {count * rows} makes {count} microbatches of {rows} rows, fewer "
+            f"than {ranks} ranks, which NeMo AutoModel refuses; raise it"
         )
     names = [layer.name for layer in graph.layers]
     cuts = listed_cuts(said, names, ranks)
@@ -145,7 +144,7 @@ def read(config: object, graph: LayerGraph, num_devices: int | None) -> Describe
         said.whole("tp_size", 1),
         is_sharded,
         "layers" if said.flag("activation_checkpointing") else "never",
-        (*notes, *_left_out(said, batch * copies)),
+        (*notes, *_left_out(said, count * rows * copies)),
         said.whole("ep_size", 1),
     )
 

@@ -84,6 +84,22 @@ class ConfigFields:
             raise InputError(f"{name} is {shown(value)}; give its value, a whole number ≥ {least}")
         return int(number)
 
+    def microbatches(self, name: str, default: int, rows: int | None) -> tuple[int, int]:
+        """How many microbatches a copy's batch makes, and their rows.
+
+        Args:
+            name, default: of the field that has the batch.
+            rows: of a microbatch; ``None`` for the whole batch.
+
+        Raises:
+            InputError: they do not divide it.
+        """
+        batch = self.whole(name, default)
+        rows = batch if rows is None else rows
+        if batch % rows:
+            raise InputError(f"{name} {batch} is no multiple of microbatches of {rows} rows")
+        return batch // rows, rows
+
     def flag(self, name: str) -> bool:
         """Whether something is switched on."""
         return self.fields.get(name) in (True, "True", "true", "1")

@@ -151,12 +151,9 @@ def read(config: object, graph: LayerGraph, num_devices: int | None) -> Describe
     said = ConfigFields(fields_of(config, _FIELDS, _OTHERS), "torchtitan")
     ranks = said.whole("pipeline_parallel_degree", 1)
     family = family_of(said, "pipeline_parallel_schedule", ranks)
-    rows = said.whole("pipeline_parallel_microbatch_size", 1) if ranks > 1 else 0
-    batch = said.whole("local_batch_size", 8)
-    if rows and batch % rows:
-        raise InputError(f"local_batch_size {batch} is no multiple of microbatches of {rows} rows")
+    rows = said.whole("pipeline_parallel_microbatch_size", 1) if ranks > 1 else None
+    count, rows = said.microbatches("local_batch_size", 8, rows)
     cuts = _cuts(said, graph, ranks, family)
-    count = batch // rows if rows else 1
     schedule, notes = named_schedule(
         said, "pipeline_parallel_schedule_csv", family, (ranks, (len(cuts) + 1) // ranks, count)
     )
@@ -166,7 +163,7 @@ def read(config: object, graph: LayerGraph, num_devices: int | None) -> Describe
         ranks,
         schedule,
         count,
-        rows or batch,
+        rows,
         copies,
         said.whole("tensor_parallel_degree", 1),
         is_sharded,

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.core.pricing import Kernel
 from penstock.engine.model import tree
+from penstock.engine.model.modes import Args, DispatchMode, Named
 from penstock.training.estimating.operations import kernel_of
 
 META = torch.device("meta")
@@ -50,7 +50,7 @@ def on_meta(value: Any) -> Any:
     )
 
 
-class OnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OnMeta(DispatchMode):
     """Keeps all operations of this thread on meta, also those that name another device or take
     what a layer holds beside its weights.
 
@@ -61,13 +61,10 @@ class OnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, *, converts: bool = True) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._converts = converts
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        named = dict(kwargs or {})
+    def call(self, func: Any, args: Args, named: Named) -> Any:
         if not self._converts:
             if func is _ITEM and args[0].is_meta:
                 return torch.ones((), dtype=args[0].dtype).item()
@@ -89,7 +86,7 @@ class OnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Called behind each operation, with what it took and gave."""
 
 
-class KernelCounter(OnMeta):  # type: ignore[no-untyped-call]
+class KernelCounter(OnMeta):
     """Lists the kernels of all operations.
 
     Args:
@@ -143,7 +140,7 @@ class KernelClock:
         return slice(start, stop)
 
 
-class MetaGauge(OnMeta):  # type: ignore[no-untyped-call]
+class MetaGauge(OnMeta):
     """Tells how much memory tensors on meta would take that were made while it was active."""
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ kernels on both, on meta thousands of small ones (``recurrences``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from types import FunctionType
 from typing import Any, Literal
@@ -15,8 +15,8 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
+from penstock.engine.model.modes import Args, FunctionMode, Named
 from penstock.engine.model.replay import autocast_here
 from penstock.training.estimating.autocast import autocast_dtype, cast
 from penstock.training.estimating.recurrences import recurrences
@@ -33,7 +33,7 @@ _ATEN = torch.ops.aten
 Attention = Literal["fused", "causal", "formula"]
 
 
-class AsOnDevice(TorchFunctionMode):
+class AsOnDevice(FunctionMode):
     """While active in a thread, calls choose kernels as on a kind of device.
 
     Args:
@@ -53,15 +53,8 @@ class AsOnDevice(TorchFunctionMode):
         self._masks_are_causal = attention == "causal"
         self._recurrences = recurrences(on_gpu=self._is_gpu)
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def call(self, func: Any, args: Args, named: Named) -> Any:
         """Run ``func``, or what stands for it."""
-        named = dict(kwargs or {})
         for narrow in autocast_here().values():
             dtype = autocast_dtype(func, narrow, on_gpu=self._is_gpu)
             if dtype is not None:

@@ -14,7 +14,6 @@ from typing import Any
 
 from penstock.core.schedule import Kind, Op
 from penstock.core.schedule.op import FORWARDS
-from penstock.engine.context import positions_of
 from penstock.engine.model.replay import autocasting
 from penstock.engine.run.rank.interpreter import Observers, RankStep
 from penstock.engine.run.rank.program import SkipChannel
@@ -99,16 +98,9 @@ class Forward(UnitStep):
 
     def _run(self, work: RankWork, unit: int, value: Any, skips: dict[str, Any]) -> Produced:
         criterion = work.criterion(unit) if self.is_last else None
-        layers = self.stage.layer_modules
-        positions = positions_of(layers) if self.is_last else None
-        if positions is not None and criterion is not None:
-            criterion = positions.scored(criterion, layers[-1].training)
-        produced = self.stage.forward(
+        return self.stage.forward(
             unit, value, work.minibatch.step, criterion, self.keep, skips, work.position.first
         )
-        if positions is not None and criterion is None:
-            return produced._replace(value=positions.whole(produced.value, layers[-1].training))
-        return produced
 
 
 class UpdatesSoFar:
