@@ -38,7 +38,12 @@ from penstock.engine.model.replay import Past, first_run_only, repeating
 from penstock.engine.model.spine import NamedLayer, Skip
 from penstock.engine.stage.backends import Backend
 from penstock.engine.stage.deferral import Deferral, undeferred_parameters
-from penstock.engine.stage.layer_runs import LayerRuns, apart_from_buffers, explain_overwritten
+from penstock.engine.stage.layer_runs import (
+    LayerRuns,
+    apart_from_buffers,
+    explain_overwritten,
+    only_reads,
+)
 from penstock.engine.stage.microbatch_graph import (
     Gradients,
     InputGradients,
@@ -402,14 +407,17 @@ class Stage:
     ) -> Produced:
         """As ``forward``, where no layer draws, recalls, stashes, carries or will run again."""
         wants = torch.is_grad_enabled()
-        leaf, value = tree.cut(inputs, wants and self._first_layer > 0)
+        if wants and self._first_layer > 0 and only_reads(self.layer_modules[0], inputs):
+            leaf = value = inputs.detach().requires_grad_()
+        else:
+            leaf, value = tree.cut(inputs, wants and self._first_layer > 0)
         deferral = Deferral(self._undeferred) if wants and keep is Keep.SPLIT else None
         with deferral or _NOTHING:
             for module in self.layer_modules:
                 value = module(value)
             value = self._seen(value, criterion)
             if criterion is not None:
-                value = scalar(criterion(value), wants).clone()
+                value = scalar(criterion(value), wants)
         graph = None
         if wants:
             graph = MicrobatchGraph.of(
@@ -504,7 +512,8 @@ class Stage:
         """A value for other stages, in memory that the next forward does not overwrite; or a loss,
         which goes to the caller."""
         if criterion is not None:
-            return value.detach()
+            # A scalar out of a fused loss can be a view that keeps a full-size tensor alive.
+            return value.detach().clone()
         if type(value) is Tensor and value.requires_grad and torch.is_grad_enabled():
             return tree.apart(value)  # as nearly all do
         own = value
@@ -534,6 +543,4 @@ class Stage:
         with self._streams.stream(index, True, *given.where) as stream:
             value = given.criterion(value)
         self._streams.learn(index, True, stream)
-        # A scalar out of a fused loss can be a view that keeps a full-size tensor alive.
-        loss = scalar(value, torch.is_grad_enabled()).clone()
-        return loss, drew or (stream is not None and stream.drew)
+        return scalar(value, torch.is_grad_enabled()), drew or (stream is not None and stream.drew)
