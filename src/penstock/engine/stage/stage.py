@@ -75,6 +75,7 @@ __all__ = ["Criterion", "Gradients", "InputGradients", "Keep", "Produced", "Stag
 K = TypeVar("K")
 _copied = partial(tree.apart, made=copy_of)
 _NOTHING = contextlib.nullcontext()
+_SPLIT, _INPUT = Keep.SPLIT, Keep.INPUT  # until Python 3.12, members take longer to look up
 
 
 @dataclass(frozen=True)
@@ -250,14 +251,14 @@ class Stage:
                 f"stage {self.index} recalls {sorted(self.recalls)} from earlier stages, but "
                 f"was given {sorted(skips)}"
             )
-        if compiled is not None and keep is not Keep.INPUT:
+        if compiled is not None and keep is not _INPUT:
             produced, left = compiled.forward(microbatch, step, inputs, skips, criterion, keep)
             self._keep(microbatch, left, produced)
             return produced
         taken = self._carried.take(microbatch)
         where = (step, *divmod(microbatch - first, self._num_slices))
         given = _ForwardCall(microbatch, inputs, where, criterion, {**skips, **taken})
-        if torch.is_grad_enabled() and keep is Keep.INPUT:
+        if torch.is_grad_enabled() and keep is _INPUT:
             produced = self._forward_keeping_input(given)
         else:
             produced, graph = self._run(given, keep)
@@ -277,7 +278,7 @@ class Stage:
         Raises:
             InputError: there is nothing to recompute.
         """
-        if keep is Keep.INPUT:
+        if keep is _INPUT:
             raise InputError("recompute must keep EVERYTHING or SPLIT; the input is kept already")
         given, past = self._take(self._past, microbatch, "recompute", "a forward that keeps INPUT")
         with torch.enable_grad(), repeating(past, self._layer_runs.formers):
@@ -397,7 +398,7 @@ class Stage:
         but the first. Looking for the rest costs more than small layers themselves."""
         return (
             type(inputs) is Tensor
-            and keep is not Keep.INPUT
+            and keep is not _INPUT
             and self._layer_runs.are_plain()
             and (criterion is None or self._streams.is_quiet(self._criterion_index, True))
         )
@@ -411,13 +412,13 @@ class Stage:
             leaf = value = inputs.detach().requires_grad_()
         else:
             leaf, value = tree.cut(inputs, wants and self._first_layer > 0)
-        deferral = Deferral(self._undeferred) if wants and keep is Keep.SPLIT else None
-        with deferral or _NOTHING:
-            for module in self.layer_modules:
-                value = module(value)
-            value = self._seen(value, criterion)
-            if criterion is not None:
-                value = scalar(criterion(value), wants)
+        deferral = None
+        if wants and keep is _SPLIT:
+            deferral = Deferral(self._undeferred)
+            with deferral:
+                value = self._called_in_turn(value, criterion)
+        else:  # nearly always, and a context that does nothing takes as long as a layer
+            value = self._called_in_turn(value, criterion)
         graph = None
         if wants:
             graph = MicrobatchGraph.of(
@@ -426,6 +427,15 @@ class Stage:
         produced = Produced(self._leaving(value, criterion), {})
         self._keep(microbatch, graph, produced)
         return produced
+
+    def _called_in_turn(self, value: Any, criterion: Criterion | None) -> Any:
+        """The output of the layers, or the loss."""
+        for module in self.layer_modules:
+            value = module(value)
+        value = self._seen(value, criterion)
+        if criterion is None:
+            return value
+        return scalar(criterion(value), torch.is_grad_enabled())
 
     def _keep(self, microbatch: int, graph: StageGraph | None, produced: Produced) -> None:
         """Keep what a forward leaves for a backward; ``None``: there will be none."""
@@ -497,7 +507,7 @@ class Stage:
         leaves, value = cut(given.inputs, wants and self._first_layer > 0)
         recalled = {key: cut(skip, wants) for key, skip in given.skips.items()}
         skips = {key: Skip.of(skip) for key, (_, skip) in recalled.items()}
-        deferral = Deferral(self._undeferred) if wants and keep is Keep.SPLIT else None
+        deferral = Deferral(self._undeferred) if wants and keep is _SPLIT else None
         with deferral or _NOTHING:
             value, drew = self._run_layers(value, skips, given, again)
         left = {key: skip.taken(key) for key, skip in skips.items()}
