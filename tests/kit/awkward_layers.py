@@ -198,23 +198,10 @@ def linear() -> nn.Module:
     return nn.Linear(WIDTH, WIDTH)
 
 
-def pictures() -> nn.Module:
-    """Convolutions with batch norm, of rows of numbers that are seen as pictures."""
-    return nn.Sequential(
-        nn.Unflatten(1, (1, 4, 4)),
-        nn.Conv2d(1, 3, 3, padding=1),
-        nn.BatchNorm2d(3),
-        nn.ReLU(),
-        nn.Conv2d(3, 1, 3, padding=1),
-        nn.Flatten(),
-    )
-
-
 MODELS = {
     "in place": lambda: [linear(), nn.ReLU(inplace=True), linear(), nn.GELU(), linear()],
     "in place first": lambda: [linear(), linear(), nn.ReLU(inplace=True), linear()],
     "batch norm": lambda: [linear(), nn.BatchNorm1d(WIDTH), linear(), nn.BatchNorm1d(WIDTH)],
-    "pictures": lambda: [linear(), pictures(), pictures(), linear()],
     "nested": lambda: [linear(), Fork(), Join(), linear()],
     "view": lambda: [linear(), Fold(), Unfold(), linear()],
     "skip across": lambda: [linear(), Stashing(), Recalling(), linear()],

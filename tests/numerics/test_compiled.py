@@ -185,7 +185,7 @@ def test_replayed_frames(policy):
     assert weights_apart(model, other, 1e-9) == []
 
 
-@pytest.mark.parametrize("name", ["pictures", "skip across"])
+@pytest.mark.parametrize("name", ["batch norm", "skip across"])
 def test_inductor(name):
     runs = [trained(name, how, "zb-h1") for how in (True, False)]
     assert_same(*runs, tolerance=1e-7)

@@ -32,26 +32,15 @@ def compiled(part: fx.GraphModule, backend: Backend, num_weights: int) -> Run:
     Args:
         num_weights: how many of its last arguments stay where they are in memory.
     """
-    computes = any(node.op == "call_function" for node in part.graph.nodes)
+    nodes = part.graph.nodes
+    computes = any(node.op == "call_function" for node in nodes)
     if backend == "inductor" and computes:
-        return _by_inductor(part)
+        from torch._inductor.compile_fx import compile_fx_inner
+
+        examples = [node.meta["val"] for node in nodes if node.op == "placeholder"]
+        run: Run = compile_fx_inner(part, examples)
+        return run
     run = as_function(part)
     if backend == "cudagraphs" and computes:
         return CapturedFunction(run, num_weights)
-    return run
-
-
-def _by_inductor(part: fx.GraphModule) -> Run:
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx_inner
-
-    examples = [node.meta["val"] for node in part.graph.nodes if node.op == "placeholder"]
-    # Others are compiled for what this part makes as it was traced, so its strides must be those.
-    ends = part.graph.output_node()
-    ends.meta["user_visible_output_idxs"] = [
-        place for place, node in enumerate(ends.args[0]) if node is not None
-    ]
-    # Else pictures would be turned to channels last, and each that is handed on back again.
-    with config.patch(layout_optimization=False):
-        run: Run = compile_fx_inner(part, examples)
     return run
