@@ -140,7 +140,7 @@ class RingReader:
         self._words[_IS_ASLEEP] = 0
 
 
-_LONGEST_LOOK_SECONDS = 1e-3
+_LONGEST_LOOK_SECONDS = 2e-3
 _SHORTEST_LOOK_SECONDS = 2e-5
 _LOOKS_PER_CLOCK = 8
 
