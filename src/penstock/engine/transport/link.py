@@ -340,9 +340,10 @@ _MOST_UNDER_WAY = 64
 class Peer:
     """One other rank, as this one deals with it."""
 
-    def __init__(self, rank: int, link: PeerLink) -> None:
+    def __init__(self, rank: int, link: PeerLink, own_rank: int) -> None:
         self.rank = rank
         self.link = link
+        self.sending = f"rank {own_rank}, sending to rank {rank}"
         self.pool = SlotPool()
         self.remote_slots: dict[int, RemoteSlot] = {}
         self.outgoing: RingWriter | None = None

@@ -192,7 +192,11 @@ class Packer:
             RunError: it holds something that cannot be sent.
         """
         tensors: list[Tensor] = []
-        signature = _signature(value, tensors)
+        if type(value) is Tensor:  # as outputs of stages are, nearly all
+            tensors.append(value)
+            signature = _tensor_signature(value)
+        else:
+            signature = _signature(value, tensors)
         last = self._sent.get(edge)
         if signature is None or last is None or last.signature != signature:
             try:
@@ -204,8 +208,8 @@ class Packer:
             self._num_layouts += 1
             last = BlockLayout.read(description, self._codec, signature, self._num_layouts)
             self._sent[edge] = last
-        # Most are detached already, and asking takes a tenth of the time of doing it again.
-        return last, [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
+        # Most are detached already.
+        return last, [tensor.detach() for tensor in tensors] if last.wanting else tensors
 
     def recognise(self, edge: Edge, description: bytes) -> BlockLayout:
         """The layout that a description tells, which is the edge's last one if it is the same.
@@ -271,6 +275,9 @@ def _signature(value: Any, tensors: list[Tensor], depth: int = 0) -> Any:
     if isinstance(value, Tensor):
         tensors.append(value)
         return _tensor_signature(value)
+    if kind is list and len(value) == 1 and type(value[0]) is Tensor:  # as gradients are
+        tensors.append(value[0])
+        return kind, (), [_tensor_signature(value[0])]
     if kind in _IN_SIGNATURES:
         return kind, value
     keys = _signed_keys(value) if kind is dict else ()

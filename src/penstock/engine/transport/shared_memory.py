@@ -99,7 +99,7 @@ class SharedMemoryTransport(Transport):
         self._rank = rank
         self._packer = Packer(codec or Codec())
         self._peers = {
-            other: Peer(other, PeerLink(rank, other, connection))
+            other: Peer(other, PeerLink(rank, other, connection), rank)
             for other, connection in connections.items()
         }
         self._rings: list[tuple[Peer, RingReader]] = []
@@ -153,8 +153,8 @@ class SharedMemoryTransport(Transport):
         return frozenset(self._peers)
 
     def send(self, edge: Edge, number: int, value: Any) -> None:
-        waiting = f"rank {edge.source}, sending to rank {edge.target}"
         peer = self._peer(edge.target)
+        waiting = peer.sending
         value, note = value if type(value) is Noted else (value, b"")
         layout, tensors = self._packer.describe(edge, value)
         if peer.farewell:
