@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks_of_all
+
 from penstock.base.errors import ModelError
 from penstock.engine.device.crossing import copy_of
 from penstock.engine.model import tree

@@ -49,11 +49,11 @@ from penstock.engine.stage.microbatch_graph import (
     InputGradients,
     MicrobatchGraph,
     Produced,
+    TrainedParameters,
     check_finite,
     cut,
     scalar,
     sent,
-    trained,
 )
 from penstock.engine.stage.newest_graph import NewestGraph
 from penstock.engine.stage.protocol import (
@@ -150,7 +150,8 @@ class Stage:
         every = (module for layer in self.layer_modules for module in layer.modules())
         self._modules = tuple({id(module): module for module in every}.values())
         self._undeferred = undeferred_parameters(self._modules)
-        self._trained: Callable[[], Sequence[Tensor]] = partial(trained, self._modules)
+        self._own_trained = TrainedParameters(self._modules)
+        self._trained: Callable[[], Sequence[Tensor]] = self._own_trained
         stashed = {key for layer in self.layers for key in layer.stashes}
         self.recalls = tuple(
             key for layer in self.layers for key in layer.recalls if key not in stashed
@@ -372,6 +373,7 @@ class Stage:
         for the step."""
         for kept in (self._graphs, self._past, self._deferred):
             kept.clear()
+        self._own_trained.forget()
         if self._newest is not None:
             self._newest.forget()
         self._carried.forget()

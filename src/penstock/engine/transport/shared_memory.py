@@ -228,11 +228,14 @@ class SharedMemoryTransport(Transport):
     def recv(self, edge: Edge, number: int, waiting: str) -> Any:
         wanted = (edge, number)
         peer = self._peer(edge.source)
-        if wanted not in self._early and not (self._rings and self._read_rings()):
-            self._read_links(0)
-        if wanted not in self._early:
-            self._await(wanted, peer, waiting)
-        slot, layout, note = self._early.pop(wanted)
+        arrival = self._early.pop(wanted, None)
+        if arrival is None:
+            if not (self._rings and self._read_rings()):
+                self._read_links(0)
+            if wanted not in self._early:
+                self._await(wanted, peer, waiting)
+            arrival = self._early.pop(wanted)
+        slot, layout, note = arrival
         slot.take()  # [6]; from here on [7]
         return self._packer.unpack(edge, slot.block, layout, note, slot.lend)
 
@@ -300,14 +303,15 @@ class SharedMemoryTransport(Transport):
         while again:
             again = False
             for peer, ring in self._rings:
-                while entry := ring.take():
+                while ring.has_news():
                     anything = True
-                    slot, tag, number, layout = entry
-                    if slot not in peer.remote_slots:
+                    index, tag, number, layout = ring.take()
+                    slot = peer.remote_slots.get(index)
+                    if slot is None:
                         self._read_notices(0)  # the slot itself was told of there, before
+                        slot = peer.remote_slots.get(index)
                         again = True
-                    edge = Edge(peer.rank, self._rank, tag)
-                    self._arrive(peer, slot, edge, number, layout)
+                    self._arrive(peer, slot, Edge(peer.rank, self._rank, tag), number, layout)
         return anything
 
     def _read_links(self, milliseconds: float) -> None:
@@ -329,7 +333,8 @@ class SharedMemoryTransport(Transport):
             return
         kind, slot, tag, number, text, descriptor = notice
         if kind is NoticeKind.MESSAGE:  # [5]
-            self._arrive(peer, slot, Edge(peer.rank, self._rank, tag), number)
+            remote = peer.remote_slots.get(slot)
+            self._arrive(peer, remote, Edge(peer.rank, self._rank, tag), number)
         elif kind is NoticeKind.WAKE:
             pass  # whoever reads links looks at the rings next
         elif kind is NoticeKind.RING:
@@ -349,9 +354,13 @@ class SharedMemoryTransport(Transport):
             self._failure = RankFailure(text, number)
 
     def _arrive(
-        self, peer: Peer, index: int, edge: Edge, number: int, layout_number: int = 0
+        self,
+        peer: Peer,
+        slot: RemoteSlot | None,
+        edge: Edge,
+        number: int,
+        layout_number: int = 0,
     ) -> None:
-        slot = peer.remote_slots.get(index)
         if slot is None:
             return  # this process could not map it, and has failed for that
         known = peer.layouts.get(edge.tag)
@@ -365,11 +374,12 @@ class SharedMemoryTransport(Transport):
         if number < self._lowest:
             slot.give_back()
             return
-        if before := self._early.pop((edge, number), None):
+        key = edge, number
+        if before := self._early.pop(key, None):
             before.slot.give_back()
         if edge == self._awaited:
             slot.take()
-        self._early[edge, number] = _Arrival(slot, layout, note)
+        self._early[key] = _Arrival(slot, layout, note)
 
     def _lose(self, peer: Peer) -> None:
         """The peer is gone; without a farewell it was killed."""
