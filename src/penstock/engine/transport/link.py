@@ -345,6 +345,18 @@ def _descriptor(ancillary: list[tuple[int, int, bytes]]) -> int:
 _MOST_UNDER_WAY = 64
 
 
+class _EdgesByTag(dict[int, Edge]):
+    """The channels from one rank to another, each made once."""
+
+    def __init__(self, source: int, target: int) -> None:
+        super().__init__()
+        self._ends = source, target
+
+    def __missing__(self, tag: int) -> Edge:
+        edge = self[tag] = Edge(*self._ends, tag)
+        return edge
+
+
 class Peer:
     """One other rank, as this one deals with it."""
 
@@ -352,6 +364,7 @@ class Peer:
         self.rank = rank
         self.link = link
         self.sending = f"rank {own_rank}, sending to rank {rank}"
+        self.edges = _EdgesByTag(rank, own_rank)
         self.pool = SlotPool()
         self.remote_slots: dict[int, RemoteSlot] = {}
         self.outgoing: RingWriter | None = None

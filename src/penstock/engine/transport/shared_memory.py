@@ -154,7 +154,7 @@ class SharedMemoryTransport(Transport):
 
     def send(self, edge: Edge, number: int, value: Any) -> None:
         peer = self._peer(edge.target)
-        waiting = peer.sending
+        pool, ring, waiting = peer.pool, peer.outgoing, peer.sending
         value, note = value if type(value) is Noted else (value, b"")
         layout, tensors = self._packer.describe(edge, value)
         if peer.farewell:
@@ -163,27 +163,23 @@ class SharedMemoryTransport(Transport):
             has_room = partial(peer.has_room, edge.tag, self._lowest)
             self._wait(has_room, peer, waiting, _LOOK_AGAIN_MILLISECONDS)
         # [2]
-        slot = peer.pool.free(layout.num_bytes) or self._new_slot(peer, layout.num_bytes, waiting)
+        slot = pool.free(layout.num_bytes) or self._new_slot(peer, layout.num_bytes, waiting)
         slot.fill(edge.tag, number, layout, tensors, note)  # [3]
         try:  # [4]
-            if peer.outgoing is None:
+            if ring is None:
                 self._tell(peer, Notice(NoticeKind.MESSAGE, slot.index, edge.tag, number), waiting)
-            else:
-                layout_number = -layout.number if note else layout.number
-                self._put(peer, peer.outgoing, slot, layout_number, waiting)
+                return
+            entry = slot.index, edge.tag, number, -layout.number if note else layout.number
+            if not ring.put(*entry):
+                self._wait(partial(ring.put, *entry), peer, waiting, _LOOK_AGAIN_MILLISECONDS)
+            if ring.must_wake():
+                self._wake(peer, slot, waiting)
         except RunError:
             slot.take_back()
             raise
 
-    def _put(
-        self, peer: Peer, ring: RingWriter, slot: Slot, layout_number: int, waiting: str
-    ) -> None:
-        """Tell of a slot in a ring, reading what comes while there is no room."""
-        entry = slot.index, slot.tag, slot.number, layout_number
-        if not ring.put(*entry):
-            self._wait(partial(ring.put, *entry), peer, waiting, _LOOK_AGAIN_MILLISECONDS)
-        if not ring.must_wake():
-            return
+    def _wake(self, peer: Peer, slot: Slot, waiting: str) -> None:
+        """Have a peer look at its ring, where it finds a slot."""
         try:
             self._tell(peer, Notice(NoticeKind.WAKE), waiting)
         except PeerError:
@@ -311,7 +307,7 @@ class SharedMemoryTransport(Transport):
                         self._read_notices(0)  # the slot itself was told of there, before
                         slot = peer.remote_slots.get(index)
                         again = True
-                    self._arrive(peer, slot, Edge(peer.rank, self._rank, tag), number, layout)
+                    self._arrive(peer, slot, peer.edges[tag], number, layout)
         return anything
 
     def _read_links(self, milliseconds: float) -> None:
@@ -334,7 +330,7 @@ class SharedMemoryTransport(Transport):
         kind, slot, tag, number, text, descriptor = notice
         if kind is NoticeKind.MESSAGE:  # [5]
             remote = peer.remote_slots.get(slot)
-            self._arrive(peer, remote, Edge(peer.rank, self._rank, tag), number)
+            self._arrive(peer, remote, peer.edges[tag], number)
         elif kind is NoticeKind.WAKE:
             pass  # whoever reads links looks at the rings next
         elif kind is NoticeKind.RING:

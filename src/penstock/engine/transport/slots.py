@@ -213,7 +213,7 @@ class SlotPool:
     def free(self, num_bytes: int) -> Slot | None:
         """The smallest free slot for a block of a size."""
         for slot in self._slots:
-            if slot.capacity_bytes >= num_bytes and slot.is_free:
+            if slot.capacity_bytes >= num_bytes and slot._state[0] == _FREE:
                 return slot
         return None
 
