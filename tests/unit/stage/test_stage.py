@@ -23,8 +23,15 @@ def stage_of(*modules, first_layer=1):
     return Stage(1, spine_of(nn.Sequential(*modules)), first_layer, LayerStreams(0))
 
 
+def overwriting_hook():
+    layer = nn.Linear(6, 6)
+    layer.register_forward_pre_hook(lambda _, args: (args[0].mul_(2),))
+    return layer
+
+
 FIRST_LAYERS = {
     "Linear": lambda: nn.Linear(6, 6),
+    "in place in a hook": overwriting_hook,
     "in place": lambda: nn.ReLU(inplace=True),
     "in place behind a view": lambda: nn.Sequential(nn.Flatten(), nn.ReLU(inplace=True)),
     "in place by hand": lambda: Lambda(lambda value: value.mul_(2)),
@@ -39,7 +46,8 @@ FIRST_LAYERS = {
 
 @pytest.mark.parametrize("last", ["nothing", "view", "Tanh"])
 @pytest.mark.parametrize("name", FIRST_LAYERS)
-def test_forward_and_backward_are_those_of_plain_autograd(name, last):
+@pytest.mark.parametrize("knows_layers", [False, True])
+def test_forward_and_backward_are_those_of_plain_autograd(name, last, knows_layers):
     tail = {"nothing": nn.Identity(), "view": Lambda(lambda v: v.reshape(-1)), "Tanh": nn.Tanh()}
     modules = [FIRST_LAYERS[name](), tail[last]]
     twins = copy.deepcopy(modules)
@@ -50,6 +58,8 @@ def test_forward_and_backward_are_those_of_plain_autograd(name, last):
     expected.backward(seed)
 
     stage = stage_of(*modules)
+    if knows_layers:
+        stage.forward(1, wanting(inputs.clone()))
     output = stage.forward(0, wanting(inputs.clone())).value
     assert torch.equal(output, expected)
     assert output.is_leaf
@@ -59,6 +69,19 @@ def test_forward_and_backward_are_those_of_plain_autograd(name, last):
     theirs = nn.Sequential(*twins).parameters()
     for mine, other in zip(stage.parameters(), theirs, strict=True):
         assert torch.equal(mine.grad, other.grad)
+
+
+@pytest.mark.parametrize("given", [torch.randn(4, 6), torch.randn(6, 4).t(), torch.randn(2, 4, 6)])
+def test_a_gradient_has_the_strides_that_its_layer_gives_it(given):
+    layer = nn.Linear(6, 6)
+    plain = given.detach().requires_grad_()
+    (expected,) = torch.autograd.grad(layer(plain).sum(), plain)
+
+    stage = stage_of(layer)
+    for microbatch in range(2):
+        output = stage.forward(microbatch, wanting(given)).value
+        (gradient,) = stage.backward(microbatch, [torch.ones_like(output)]).inputs
+        assert gradient.stride() == expected.stride()
 
 
 def test_microbatches_may_be_under_way_together_and_accumulate():

@@ -29,7 +29,8 @@ from penstock.engine.transport import Edge, Noted, Transport
 from penstock.engine.transport.base import RENEWED_TAGS, REPORT_TAG, SHARED_TAGS, OnTop
 
 _FIELDS = struct.Struct("<BBBBIqdQQ")
-_MOST_SAMPLES = 1024
+_MOST_SAMPLES = 256
+"""Each of them is a miss of the cache, on the way of a minibatch to its first forward."""
 _ARRAY_DTYPES = frozenset({torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8})
 _AUTOCAST_DTYPES = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -133,7 +134,7 @@ def modes_of(modules: Iterable[nn.Module]) -> int:
 def data_digest(value: Any) -> int:
     """A number that differs, as good as surely, for different data; never 0.
 
-    Of a tensor, shape, dtype and at most 1024 numbers count, spread evenly over all its dimensions:
+    Of a tensor, shape, dtype and at most 256 numbers count, spread evenly over all its dimensions:
     what takes 10 µs tells two minibatches apart, if not two that differ in a few numbers.
     """
     leaves, _ = tree.flatten(list(value) if isinstance(value, Microbatches) else value)

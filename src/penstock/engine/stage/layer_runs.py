@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as hooks_of_all
 
 from penstock.base.errors import ModelError
 from penstock.engine.device.crossing import copy_of
@@ -86,6 +87,22 @@ def apart_from_buffers(value: Any, modules: Iterable[nn.Module]) -> Any:
         return copy_of(tensor) if shares else tensor
 
     return tree.replace(Tensor, apart, value) if held else value
+
+
+def only_reads(layer: nn.Module, given: Tensor) -> bool:
+    """Whether a layer is known neither to overwrite what it is given nor to give it a gradient of
+    other strides, so that it may be given the leaf where that gradient will be."""
+    return (
+        type(layer) is nn.Linear
+        and type(given) is Tensor
+        and given.requires_grad
+        and given.is_contiguous()
+        and not layer._forward_pre_hooks
+        and not layer._forward_hooks
+        and not hooks_of_all._global_forward_pre_hooks
+        and not hooks_of_all._global_forward_hooks
+        and "forward" not in vars(layer)
+    )
 
 
 class LayerRuns:

@@ -272,15 +272,39 @@ def scalar(loss: Any, training: bool) -> Tensor:
     return loss.reshape(()) if loss.dim() else loss
 
 
-def trained(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """The trained parameters that modules (each alone, not those inside) hold now: the model's, or
-    what stands in their place."""
-    return [
-        parameter
-        for module in modules
-        for parameter in module._parameters.values()
-        if parameter is not None and parameter.requires_grad
-    ]
+class TrainedParameters:
+    """The trained parameters that modules hold: the model's, or what stands in their place, all of
+    them at once.
+
+    They are looked for where a minibatch begins, and where others have come in their place: between
+    two microbatches that takes longer than anything else that is no kernel.
+
+    Args:
+        modules: each alone, not those inside.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._tables = [module._parameters for module in modules]
+        self._first: tuple[Mapping[str, Tensor | None], str] = {}, ""
+        self._held: list[Tensor] = []
+
+    def __call__(self) -> Sequence[Tensor]:
+        """Those that the modules hold now."""
+        table, name = self._first
+        if not self._held or table.get(name) is not self._held[0]:
+            held = [
+                (table, name, parameter)
+                for table in self._tables
+                for name, parameter in table.items()
+                if parameter is not None and parameter.requires_grad
+            ]
+            self._first = held[0][:2] if held else ({}, "")
+            self._held = [parameter for *_, parameter in held]
+        return self._held
+
+    def forget(self) -> None:
+        """Between minibatches, some may be frozen, and others trained."""
+        self._held = []
 
 
 def _gradients(leaves: list[Any]) -> list[Tensor | None]:

@@ -38,17 +38,22 @@ from penstock.engine.model.replay import Past, first_run_only, repeating
 from penstock.engine.model.spine import NamedLayer, Skip
 from penstock.engine.stage.backends import Backend
 from penstock.engine.stage.deferral import Deferral, undeferred_parameters
-from penstock.engine.stage.layer_runs import LayerRuns, apart_from_buffers, explain_overwritten
+from penstock.engine.stage.layer_runs import (
+    LayerRuns,
+    apart_from_buffers,
+    explain_overwritten,
+    only_reads,
+)
 from penstock.engine.stage.microbatch_graph import (
     Gradients,
     InputGradients,
     MicrobatchGraph,
     Produced,
+    TrainedParameters,
     check_finite,
     cut,
     scalar,
     sent,
-    trained,
 )
 from penstock.engine.stage.newest_graph import NewestGraph
 from penstock.engine.stage.protocol import (
@@ -70,6 +75,7 @@ __all__ = ["Criterion", "Gradients", "InputGradients", "Keep", "Produced", "Stag
 K = TypeVar("K")
 _copied = partial(tree.apart, made=copy_of)
 _NOTHING = contextlib.nullcontext()
+_SPLIT, _INPUT = Keep.SPLIT, Keep.INPUT  # until Python 3.12, members take longer to look up
 
 
 @dataclass(frozen=True)
@@ -144,7 +150,8 @@ class Stage:
         every = (module for layer in self.layer_modules for module in layer.modules())
         self._modules = tuple({id(module): module for module in every}.values())
         self._undeferred = undeferred_parameters(self._modules)
-        self._trained: Callable[[], Sequence[Tensor]] = partial(trained, self._modules)
+        self._own_trained = TrainedParameters(self._modules)
+        self._trained: Callable[[], Sequence[Tensor]] = self._own_trained
         stashed = {key for layer in self.layers for key in layer.stashes}
         self.recalls = tuple(
             key for layer in self.layers for key in layer.recalls if key not in stashed
@@ -245,14 +252,14 @@ class Stage:
                 f"stage {self.index} recalls {sorted(self.recalls)} from earlier stages, but "
                 f"was given {sorted(skips)}"
             )
-        if compiled is not None and keep is not Keep.INPUT:
+        if compiled is not None and keep is not _INPUT:
             produced, left = compiled.forward(microbatch, step, inputs, skips, criterion, keep)
             self._keep(microbatch, left, produced)
             return produced
         taken = self._carried.take(microbatch)
         where = (step, *divmod(microbatch - first, self._num_slices))
         given = _ForwardCall(microbatch, inputs, where, criterion, {**skips, **taken})
-        if torch.is_grad_enabled() and keep is Keep.INPUT:
+        if torch.is_grad_enabled() and keep is _INPUT:
             produced = self._forward_keeping_input(given)
         else:
             produced, graph = self._run(given, keep)
@@ -272,7 +279,7 @@ class Stage:
         Raises:
             InputError: there is nothing to recompute.
         """
-        if keep is Keep.INPUT:
+        if keep is _INPUT:
             raise InputError("recompute must keep EVERYTHING or SPLIT; the input is kept already")
         given, past = self._take(self._past, microbatch, "recompute", "a forward that keeps INPUT")
         with torch.enable_grad(), repeating(past, self._layer_runs.formers):
@@ -366,6 +373,7 @@ class Stage:
         for the step."""
         for kept in (self._graphs, self._past, self._deferred):
             kept.clear()
+        self._own_trained.forget()
         if self._newest is not None:
             self._newest.forget()
         self._carried.forget()
@@ -392,7 +400,7 @@ class Stage:
         but the first. Looking for the rest costs more than small layers themselves."""
         return (
             type(inputs) is Tensor
-            and keep is not Keep.INPUT
+            and keep is not _INPUT
             and self._layer_runs.are_plain()
             and (criterion is None or self._streams.is_quiet(self._criterion_index, True))
         )
@@ -402,14 +410,17 @@ class Stage:
     ) -> Produced:
         """As ``forward``, where no layer draws, recalls, stashes, carries or will run again."""
         wants = torch.is_grad_enabled()
-        leaf, value = tree.cut(inputs, wants and self._first_layer > 0)
-        deferral = Deferral(self._undeferred) if wants and keep is Keep.SPLIT else None
-        with deferral or _NOTHING:
-            for module in self.layer_modules:
-                value = module(value)
-            value = self._seen(value, criterion)
-            if criterion is not None:
-                value = scalar(criterion(value), wants).clone()
+        if wants and self._first_layer > 0 and only_reads(self.layer_modules[0], inputs):
+            leaf = value = inputs.detach().requires_grad_()
+        else:
+            leaf, value = tree.cut(inputs, wants and self._first_layer > 0)
+        deferral = None
+        if wants and keep is _SPLIT:
+            deferral = Deferral(self._undeferred)
+            with deferral:
+                value = self._called_in_turn(value, criterion)
+        else:  # nearly always, and a context that does nothing takes as long as a layer
+            value = self._called_in_turn(value, criterion)
         graph = None
         if wants:
             graph = MicrobatchGraph.of(
@@ -418,6 +429,15 @@ class Stage:
         produced = Produced(self._leaving(value, criterion), {})
         self._keep(microbatch, graph, produced)
         return produced
+
+    def _called_in_turn(self, value: Any, criterion: Criterion | None) -> Any:
+        """The output of the layers, or the loss."""
+        for module in self.layer_modules:
+            value = module(value)
+        value = self._seen(value, criterion)
+        if criterion is None:
+            return value
+        return scalar(criterion(value), torch.is_grad_enabled())
 
     def _keep(self, microbatch: int, graph: StageGraph | None, produced: Produced) -> None:
         """Keep what a forward leaves for a backward; ``None``: there will be none."""
@@ -489,7 +509,7 @@ class Stage:
         leaves, value = cut(given.inputs, wants and self._first_layer > 0)
         recalled = {key: cut(skip, wants) for key, skip in given.skips.items()}
         skips = {key: Skip.of(skip) for key, (_, skip) in recalled.items()}
-        deferral = Deferral(self._undeferred) if wants and keep is Keep.SPLIT else None
+        deferral = Deferral(self._undeferred) if wants and keep is _SPLIT else None
         with deferral or _NOTHING:
             value, drew = self._run_layers(value, skips, given, again)
         left = {key: skip.taken(key) for key, skip in skips.items()}
@@ -504,7 +524,8 @@ class Stage:
         """A value for other stages, in memory that the next forward does not overwrite; or a loss,
         which goes to the caller."""
         if criterion is not None:
-            return value.detach()
+            # A scalar out of a fused loss can be a view that keeps a full-size tensor alive.
+            return value.detach().clone()
         if type(value) is Tensor and value.requires_grad and torch.is_grad_enabled():
             return tree.apart(value)  # as nearly all do
         own = value
@@ -534,6 +555,4 @@ class Stage:
         with self._streams.stream(index, True, *given.where) as stream:
             value = given.criterion(value)
         self._streams.learn(index, True, stream)
-        # A scalar out of a fused loss can be a view that keeps a full-size tensor alive.
-        loss = scalar(value, torch.is_grad_enabled()).clone()
-        return loss, drew or (stream is not None and stream.drew)
+        return scalar(value, torch.is_grad_enabled()), drew or (stream is not None and stream.drew)

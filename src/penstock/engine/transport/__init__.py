@@ -12,9 +12,9 @@ Shared memory has no name. Segments are memfds passed over Unix sockets, so noth
 a process ends, and a small ``/dev/shm`` does not matter. The sender copies once; the receiver's
 tensors lie in the slot, which is the sender's again when the last of them is dropped: memory
 follows what is in flight. A ring in shared memory tells what was sent (on x86-64; elsewhere Python
-has no fence for it), and who waits looks at it for up to a millisecond before it sleeps, if every
-rank's threads have cores of their own. One socket per pair wakes who sleeps and carries all other
-notices, and its end of file is how a killed rank is noticed.
+has no fence for it), and who waits looks at it for up to two milliseconds before it sleeps, if
+every rank's threads have cores of their own. One socket per pair wakes who sleeps and carries all
+other notices, and its end of file is how a killed rank is noticed.
 
 Between hosts a receive stands on every used edge, since gloo sends only to who is ready; on one
 host, where that costs more than it gives, it is posted when needed.

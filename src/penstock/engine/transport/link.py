@@ -119,11 +119,9 @@ class RingReader:
         """Whether there is an entry."""
         return self._words[_NUM_WRITTEN] != self._num_read
 
-    def take(self) -> RingEntry | None:
-        """The next entry, if there is one."""
+    def take(self) -> RingEntry:
+        """The next entry, of which there must be news."""
         words, count = self._words, self._num_read
-        if words[_NUM_WRITTEN] == count:
-            return None
         start = _FIRST_ENTRY + _WORDS_PER_ENTRY * (count % _NUM_ENTRIES)
         entry = RingEntry(words[start], words[start + 1], words[start + 2], words[start + 3])
         words[_NUM_READ] = self._num_read = count + 1
@@ -140,7 +138,7 @@ class RingReader:
         self._words[_IS_ASLEEP] = 0
 
 
-_LONGEST_LOOK_SECONDS = 1e-3
+_LONGEST_LOOK_SECONDS = 2e-3
 _SHORTEST_LOOK_SECONDS = 2e-5
 _LOOKS_PER_CLOCK = 8
 
@@ -160,6 +158,7 @@ class Lookout:
         self._num_ranks = num_ranks
         self._cores = usable_cores()
         self._seconds = _LONGEST_LOOK_SECONDS
+        self._began = 0.0
 
     def look(self) -> bool:
         """Look for a while, without sleeping, whether anything comes."""
@@ -167,14 +166,13 @@ class Lookout:
         if len(self.rings) < self._num_ranks - 1 or not self._has_cores():
             return False
         rings, clock = self.rings, time.perf_counter
-        end = clock() + self._seconds
+        self._began = clock()
+        end = self._began + self._seconds
         while clock() < end:
             for _ in range(_LOOKS_PER_CLOCK):
                 for ring in rings:
                     if ring.has_news():
-                        self._seconds = min(2 * self._seconds, _LONGEST_LOOK_SECONDS)
                         return True
-        self._seconds = max(self._seconds / 2, _SHORTEST_LOOK_SECONDS)
         return False
 
     @contextmanager
@@ -187,6 +185,16 @@ class Lookout:
         finally:
             for ring in self.rings:
                 ring.wake()
+            self._learn(time.perf_counter() - self._began)
+
+    def _learn(self, waited_seconds: float) -> None:
+        """It was not enough to look: how long the next wait is looked at, by how long this one was.
+        Who has learned from long waits not to look would else never learn that they have become
+        short."""
+        if waited_seconds < _LONGEST_LOOK_SECONDS:
+            self._seconds = min(2 * waited_seconds, _LONGEST_LOOK_SECONDS)
+        else:
+            self._seconds = max(self._seconds / 2, _SHORTEST_LOOK_SECONDS)
 
     def leave(self) -> None:
         """This rank will look no more; who leaves it something finds out when waking it."""
@@ -337,12 +345,26 @@ def _descriptor(ancillary: list[tuple[int, int, bytes]]) -> int:
 _MOST_UNDER_WAY = 64
 
 
+class _EdgesByTag(dict[int, Edge]):
+    """The channels from one rank to another, each made once."""
+
+    def __init__(self, source: int, target: int) -> None:
+        super().__init__()
+        self._ends = source, target
+
+    def __missing__(self, tag: int) -> Edge:
+        edge = self[tag] = Edge(*self._ends, tag)
+        return edge
+
+
 class Peer:
     """One other rank, as this one deals with it."""
 
-    def __init__(self, rank: int, link: PeerLink) -> None:
+    def __init__(self, rank: int, link: PeerLink, own_rank: int) -> None:
         self.rank = rank
         self.link = link
+        self.sending = f"rank {own_rank}, sending to rank {rank}"
+        self.edges = _EdgesByTag(rank, own_rank)
         self.pool = SlotPool()
         self.remote_slots: dict[int, RemoteSlot] = {}
         self.outgoing: RingWriter | None = None

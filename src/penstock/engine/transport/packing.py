@@ -85,6 +85,7 @@ class BlockPlace(NamedTuple):
         shape, strides: in numbers; without strides, its dimensions lie in their order.
         dtype: the tensor's.
         array_type: the same in numpy; ``None`` if it has none, or the tensor cannot be an array.
+        array_strides: strides in bytes; ``None`` if there are none.
     """
 
     offset: int
@@ -94,6 +95,7 @@ class BlockPlace(NamedTuple):
     strides: tuple[int, ...]
     dtype: torch.dtype
     array_type: np.dtype[Any] | None
+    array_strides: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, slot: wire.TensorNode, offset: int) -> Self:
@@ -102,7 +104,9 @@ class BlockPlace(NamedTuple):
         count = math.prod(slot.shape)
         is_array = count and len(slot.shape) <= _MOST_ARRAY_DIMENSIONS
         array_type = _ARRAY_TYPES.get(dtype) if is_array else None
-        return cls(offset, count, slot.num_bytes, slot.shape, slot.strides, dtype, array_type)
+        strides = tuple(stride * dtype.itemsize for stride in slot.strides) or None
+        own = offset, count, slot.num_bytes, slot.shape, slot.strides
+        return cls(*own, dtype, array_type, strides)
 
     def write_end(self, block: Tensor) -> Tensor | None:
         """The tensor in a block that is being written; ``None`` if it is empty."""
@@ -120,8 +124,7 @@ class BlockPlace(NamedTuple):
     def array(self, kind: type[A], block: Buffer) -> A:
         """The tensor in a block that has come, as an array of a class."""
         assert self.array_type is not None
-        steps = [stride * self.array_type.itemsize for stride in self.strides] or None
-        return kind(self.shape, self.array_type, block, self.offset, steps)
+        return kind(self.shape, self.array_type, block, self.offset, self.array_strides)
 
     def _shaped(self, flat: Tensor) -> Tensor:
         return flat.as_strided(self.shape, self.strides) if self.strides else flat.view(self.shape)
@@ -192,7 +195,11 @@ class Packer:
             RunError: it holds something that cannot be sent.
         """
         tensors: list[Tensor] = []
-        signature = _signature(value, tensors)
+        if type(value) is Tensor:  # as outputs of stages are, nearly all
+            tensors.append(value)
+            signature = _tensor_signature(value)
+        else:
+            signature = _signature(value, tensors)
         last = self._sent.get(edge)
         if signature is None or last is None or last.signature != signature:
             try:
@@ -204,8 +211,8 @@ class Packer:
             self._num_layouts += 1
             last = BlockLayout.read(description, self._codec, signature, self._num_layouts)
             self._sent[edge] = last
-        # Most are detached already, and asking takes a tenth of the time of doing it again.
-        return last, [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
+        # Most are detached already.
+        return last, [tensor.detach() for tensor in tensors] if last.wanting else tensors
 
     def recognise(self, edge: Edge, description: bytes) -> BlockLayout:
         """The layout that a description tells, which is the edge's last one if it is the same.
@@ -271,6 +278,9 @@ def _signature(value: Any, tensors: list[Tensor], depth: int = 0) -> Any:
     if isinstance(value, Tensor):
         tensors.append(value)
         return _tensor_signature(value)
+    if kind is list and len(value) == 1 and type(value[0]) is Tensor:  # as gradients are
+        tensors.append(value[0])
+        return kind, (), [_tensor_signature(value[0])]
     if kind in _IN_SIGNATURES:
         return kind, value
     keys = _signed_keys(value) if kind is dict else ()

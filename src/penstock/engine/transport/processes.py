@@ -56,6 +56,8 @@ class ProcessTransport(Transport):
         self.near_ranks = near.ranks if near else frozenset[int]()
         self._far = far
         self._near = near
+        if far is None and near is not None:  # nothing to choose between, with every message
+            self.send, self.recv = near.send, near.recv  # type: ignore[method-assign]
 
     @property
     def group(self) -> dist.ProcessGroup | None:

@@ -99,7 +99,7 @@ class SharedMemoryTransport(Transport):
         self._rank = rank
         self._packer = Packer(codec or Codec())
         self._peers = {
-            other: Peer(other, PeerLink(rank, other, connection))
+            other: Peer(other, PeerLink(rank, other, connection), rank)
             for other, connection in connections.items()
         }
         self._rings: list[tuple[Peer, RingReader]] = []
@@ -153,8 +153,8 @@ class SharedMemoryTransport(Transport):
         return frozenset(self._peers)
 
     def send(self, edge: Edge, number: int, value: Any) -> None:
-        waiting = f"rank {edge.source}, sending to rank {edge.target}"
         peer = self._peer(edge.target)
+        pool, ring, waiting = peer.pool, peer.outgoing, peer.sending
         value, note = value if type(value) is Noted else (value, b"")
         layout, tensors = self._packer.describe(edge, value)
         if peer.farewell:
@@ -163,27 +163,23 @@ class SharedMemoryTransport(Transport):
             has_room = partial(peer.has_room, edge.tag, self._lowest)
             self._wait(has_room, peer, waiting, _LOOK_AGAIN_MILLISECONDS)
         # [2]
-        slot = peer.pool.free(layout.num_bytes) or self._new_slot(peer, layout.num_bytes, waiting)
+        slot = pool.free(layout.num_bytes) or self._new_slot(peer, layout.num_bytes, waiting)
         slot.fill(edge.tag, number, layout, tensors, note)  # [3]
         try:  # [4]
-            if peer.outgoing is None:
+            if ring is None:
                 self._tell(peer, Notice(NoticeKind.MESSAGE, slot.index, edge.tag, number), waiting)
-            else:
-                layout_number = -layout.number if note else layout.number
-                self._put(peer, peer.outgoing, slot, layout_number, waiting)
+                return
+            entry = slot.index, edge.tag, number, -layout.number if note else layout.number
+            if not ring.put(*entry):
+                self._wait(partial(ring.put, *entry), peer, waiting, _LOOK_AGAIN_MILLISECONDS)
+            if ring.must_wake():
+                self._wake(peer, slot, waiting)
         except RunError:
             slot.take_back()
             raise
 
-    def _put(
-        self, peer: Peer, ring: RingWriter, slot: Slot, layout_number: int, waiting: str
-    ) -> None:
-        """Tell of a slot in a ring, reading what comes while there is no room."""
-        entry = slot.index, slot.tag, slot.number, layout_number
-        if not ring.put(*entry):
-            self._wait(partial(ring.put, *entry), peer, waiting, _LOOK_AGAIN_MILLISECONDS)
-        if not ring.must_wake():
-            return
+    def _wake(self, peer: Peer, slot: Slot, waiting: str) -> None:
+        """Have a peer look at its ring, where it finds a slot."""
         try:
             self._tell(peer, Notice(NoticeKind.WAKE), waiting)
         except PeerError:
@@ -228,11 +224,14 @@ class SharedMemoryTransport(Transport):
     def recv(self, edge: Edge, number: int, waiting: str) -> Any:
         wanted = (edge, number)
         peer = self._peer(edge.source)
-        if wanted not in self._early and not (self._rings and self._read_rings()):
-            self._read_links(0)
-        if wanted not in self._early:
-            self._await(wanted, peer, waiting)
-        slot, layout, note = self._early.pop(wanted)
+        arrival = self._early.pop(wanted, None)
+        if arrival is None:
+            if not (self._rings and self._read_rings()):
+                self._read_links(0)
+            if wanted not in self._early:
+                self._await(wanted, peer, waiting)
+            arrival = self._early.pop(wanted)
+        slot, layout, note = arrival
         slot.take()  # [6]; from here on [7]
         return self._packer.unpack(edge, slot.block, layout, note, slot.lend)
 
@@ -300,14 +299,15 @@ class SharedMemoryTransport(Transport):
         while again:
             again = False
             for peer, ring in self._rings:
-                while entry := ring.take():
+                while ring.has_news():
                     anything = True
-                    slot, tag, number, layout = entry
-                    if slot not in peer.remote_slots:
+                    index, tag, number, layout = ring.take()
+                    slot = peer.remote_slots.get(index)
+                    if slot is None:
                         self._read_notices(0)  # the slot itself was told of there, before
+                        slot = peer.remote_slots.get(index)
                         again = True
-                    edge = Edge(peer.rank, self._rank, tag)
-                    self._arrive(peer, slot, edge, number, layout)
+                    self._arrive(peer, slot, peer.edges[tag], number, layout)
         return anything
 
     def _read_links(self, milliseconds: float) -> None:
@@ -329,7 +329,8 @@ class SharedMemoryTransport(Transport):
             return
         kind, slot, tag, number, text, descriptor = notice
         if kind is NoticeKind.MESSAGE:  # [5]
-            self._arrive(peer, slot, Edge(peer.rank, self._rank, tag), number)
+            remote = peer.remote_slots.get(slot)
+            self._arrive(peer, remote, peer.edges[tag], number)
         elif kind is NoticeKind.WAKE:
             pass  # whoever reads links looks at the rings next
         elif kind is NoticeKind.RING:
@@ -349,9 +350,13 @@ class SharedMemoryTransport(Transport):
             self._failure = RankFailure(text, number)
 
     def _arrive(
-        self, peer: Peer, index: int, edge: Edge, number: int, layout_number: int = 0
+        self,
+        peer: Peer,
+        slot: RemoteSlot | None,
+        edge: Edge,
+        number: int,
+        layout_number: int = 0,
     ) -> None:
-        slot = peer.remote_slots.get(index)
         if slot is None:
             return  # this process could not map it, and has failed for that
         known = peer.layouts.get(edge.tag)
@@ -365,11 +370,12 @@ class SharedMemoryTransport(Transport):
         if number < self._lowest:
             slot.give_back()
             return
-        if before := self._early.pop((edge, number), None):
+        key = edge, number
+        if before := self._early.pop(key, None):
             before.slot.give_back()
         if edge == self._awaited:
             slot.take()
-        self._early[edge, number] = _Arrival(slot, layout, note)
+        self._early[key] = _Arrival(slot, layout, note)
 
     def _lose(self, peer: Peer) -> None:
         """The peer is gone; without a farewell it was killed."""

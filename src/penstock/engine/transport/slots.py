@@ -121,6 +121,9 @@ class SlotState(IntEnum):
     """The receiver has, and will free it."""
 
 
+_FREE, _WAITING, _TAKEN = (int(state) for state in SlotState)  # members take longer to look up
+
+
 class Slot:
     """The sender's end of a slot.
 
@@ -150,6 +153,11 @@ class Slot:
         """A ``SlotState``."""
         return self._state[0]
 
+    @property
+    def is_free(self) -> bool:
+        """Whether it may be filled."""
+        return self._state[0] == _FREE
+
     def fill(
         self, tag: int, number: int, layout: BlockLayout, tensors: list[Tensor], note: bytes = b""
     ) -> None:
@@ -165,7 +173,7 @@ class Slot:
         # [3] The mark is written last: who sees it finds a whole message.
         packing.write_tensors(self._places, tensors)
         self._idle_steps, self.tag, self.number = 0, tag, number
-        self._state[0] = SlotState.WAITING
+        self._state[0] = _WAITING
 
     def _places_for(self, layout: BlockLayout) -> list[Tensor | None]:
         """Where the tensors of a layout lie: finding that out takes as long as all else that a
@@ -179,12 +187,12 @@ class Slot:
 
     def take_back(self) -> None:
         """The receiver could not be told of the message."""
-        self._state[0] = SlotState.FREE
+        self._state[0] = _FREE
 
     def end_step(self) -> bool:
         """Whether it has not been needed for many steps."""
         self._idle_steps += 1
-        return self._idle_steps > _IDLE_STEPS and self.state == SlotState.FREE
+        return self._idle_steps > _IDLE_STEPS and self.is_free
 
 
 class SlotPool:
@@ -205,7 +213,7 @@ class SlotPool:
     def free(self, num_bytes: int) -> Slot | None:
         """The smallest free slot for a block of a size."""
         for slot in self._slots:
-            if slot.capacity_bytes >= num_bytes and slot.state == SlotState.FREE:
+            if slot.capacity_bytes >= num_bytes and slot._state[0] == _FREE:
                 return slot
         return None
 
@@ -221,7 +229,7 @@ class SlotPool:
 
     def largest_free(self) -> Slot | None:
         """The largest slot that is free."""
-        free = (slot for slot in reversed(self._slots) if slot.state == SlotState.FREE)
+        free = (slot for slot in reversed(self._slots) if slot.is_free)
         return next(free, None)
 
     def num_waiting(self, tag: int, lowest: int) -> int:
@@ -273,11 +281,11 @@ class RemoteSlot:
 
     def take(self) -> None:
         """Let the sender send more on the message's edge."""
-        self._state[0] = SlotState.TAKEN  # [6]
+        self._state[0] = _TAKEN  # [6]
 
     def give_back(self) -> None:
         """Nothing in it will be used."""
-        self._state[0] = SlotState.FREE
+        self._state[0] = _FREE
 
     def note(self) -> bytes:
         """The note of the message in it."""
@@ -310,4 +318,4 @@ class _Loan(np.ndarray[Any, Any]):
     def __del__(self) -> None:
         # [7] A forked child drops its copies of the tensors, but its parent still uses them.
         if os.getpid() == self.process:
-            self.state[0] = SlotState.FREE
+            self.state[0] = _FREE

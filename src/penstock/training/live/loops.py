@@ -48,10 +48,11 @@ class ThreadLoop(Loop):
     def _changed(self) -> None:
         with self._turn:
             try:
-                while self._goes_on and self._parts.feed.has_news:
-                    self._remember(self._parts.feed.retire())
                 while self._goes_on and self._has_room and len(self.intake):
                     self._begin_next()
+                # A frame that waits need not wait for this, too.
+                while self._goes_on and self._parts.feed.has_news:
+                    self._remember(self._parts.feed.retire())
             except BaseException as error:  # in the thread of a rank nobody would hear of it
                 self._fail(error)
 

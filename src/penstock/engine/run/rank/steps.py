@@ -73,12 +73,13 @@ class Forward(UnitStep):
     def perform(self, work: RankWork) -> None:
         unit, stage = work.unit(self.unit), self.op.stage
         value = work.pending.values.pop((stage, unit)) if stage else work.input(unit, copied=False)
-        skips = work.pending.skips(self.recalled, unit)
+        skips = work.pending.skips(self.recalled, unit) if self.recalled else {}
         self.hand_on(work, unit, self.compute(work, unit, value, skips))
 
     def hand_on(self, work: RankWork, unit: int, produced: Produced) -> None:
         """Let what was made go where it is wanted."""
-        work.pending.hand_skips(self.stashed, unit, produced.skips)
+        if self.stashed:
+            work.pending.hand_skips(self.stashed, unit, produced.skips)
         if not self.is_last:
             work.pending.values[self.op.stage + 1, unit] = produced.value
 
@@ -152,7 +153,7 @@ class _Back(UnitStep):
         """The gradients of the stage's output and of the skips that it stashed."""
         if not self.is_last:
             gradients = work.pending.gradients.pop((self.op.stage, unit))
-            return gradients, work.pending.skips(self.stashed, unit)
+            return gradients, work.pending.skips(self.stashed, unit) if self.stashed else {}
         # d(sum of weighted losses) / d(this loss) is its weight.
         scale = None if self.updater.loss_scale is None else self.updater.loss_scale.scale
         return [work.seed(unit, scale)], {}
@@ -161,7 +162,8 @@ class _Back(UnitStep):
         """Hand gradients to the stages before."""
         if self.op.stage > 0:
             work.pending.gradients[self.op.stage - 1, unit] = made.inputs
-        work.pending.hand_skips(self.recalled, unit, made.skips)
+        if self.recalled:
+            work.pending.hand_skips(self.recalled, unit, made.skips)
 
 
 @dataclass(frozen=True, slots=True)
