@@ -152,8 +152,13 @@ def choices(graph: LayerGraph, cluster: Cluster | None = None, **request: Any) -
             plan = whole.plan(named)
         else:
             plan = best_part(parts)
-        labelled = [] if whole is None else [*_labelled(parts, whole, named)]
-    return PlanChoices((PlanOption("chosen", plan, plan.reason), *_others(plan, labelled)))
+        labelled: list[_Labelled] = []
+        verdict = plan.reason
+        if whole is not None and not patience.as_long_again.spend(
+            lambda: labelled.extend(_labelled(parts, whole, named)), lambda: True
+        ):
+            verdict += "; there was no time to look at all that there is to choose from"
+    return PlanChoices((PlanOption("chosen", plan, verdict), *_others(plan, labelled)))
 
 
 class _Labelled(NamedTuple):
