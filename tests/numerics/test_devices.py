@@ -381,7 +381,9 @@ def test_weights_that_layers_share_take_as_much_as_planned(accelerator):
             taken = [accelerator.memory_allocated(rank) for rank in range(plan.num_ranks)]
         for parts, now, then in zip(plan.memory_parts, taken, before, strict=True):
             print("state", cuts, now - then, parts)
-            assert now - then == pytest.approx(parts.weights + parts.gradients + parts.optimizer, rel=0.05)
+            assert now - then == pytest.approx(
+                parts.weights + parts.gradients + parts.optimizer, rel=0.05
+            )
 
 
 def test_a_plan_is_proven_there_for_weights_that_layers_share():

@@ -19,7 +19,9 @@ HOLDERS = (0, 2, 5)
 
 def shared_by(holders=HOLDERS, **fields):
     given = {"parameter_bytes": 6 * KIB, "gradient_bytes": 12 * KIB, "optimizer_bytes": 24 * KIB}
-    return LayerGraph(layers=with_tie(chain(6, update_seconds=0.003, **(given | fields)).layers, holders))
+    return LayerGraph(
+        layers=with_tie(chain(6, update_seconds=0.003, **(given | fields)).layers, holders)
+    )
 
 
 def stages_of(graph, cuts):

@@ -169,8 +169,14 @@ class WhatIf:
             ("recompute", _recomputing(before), _recomputing(after), ""),
             *([("figures", marks[0].mark, marks[1].mark, "")] if marks[0] and marks[1] else []),
             *self._cost(),
-            *([("search", *map(_search, self.ends), "")] if any(self.ends) else []),
+            *self._searches(),
         ]
+
+    def _searches(self) -> Iterator[tuple[str, str, str, str]]:
+        """When the searches ended, if one was cut short."""
+        first, second = (f"stopped {end}" if end else "to its end" for end in self.ends)
+        if any(self.ends):
+            yield "search", first, second, ""
 
     def _cost(self) -> Iterator[tuple[str, str, str, str]]:
         """What a step costs, where that changes."""
@@ -227,10 +233,6 @@ def _summary(plan: Plan) -> str:
     replicas = plan.replicas if max(plan.replicas) > 1 else ()
     stages, ranks = count_of(len(plan.stages), "stage"), count_of(plan.num_ranks, "rank")
     return f"{family_title(plan.schedule, replicas, plan.versions)}, {stages} on {ranks}"
-
-
-def _search(end: str) -> str:
-    return f"stopped {end}" if end else "to its end"
 
 
 def _layers(plan: Plan) -> str:

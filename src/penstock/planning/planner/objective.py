@@ -9,7 +9,7 @@ its devices worked all the time, or that lacks the memory, is not planned.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from dataclasses import replace as replaced
 from math import inf
@@ -200,18 +200,34 @@ def _nothing(parts: PartsOfCluster) -> Plan:
     fastest = planned(parts.graph, parts.cluster, timed, parts.patience)
     within = parts.request.within_seconds or inf
     if fastest.step_seconds <= within:
-        return fastest
+        early = _seen_of_parts([len(parts.cluster.devices)]) if parts.patience.end else ""
+        return replace(fastest, reason="; ".join(filter(None, (fastest.reason, early))))
     reached = fastest.step_seconds
     enough = max(float(f"{reached * 1.005:.3g}"), reached)  # not one that is rounded down
     verdict = f"no plan takes {format_seconds(within)} or less: the fastest"
     if parts.patience.end:
         spent = format_seconds(parts.patience.seconds_spent)
-        verdict = f"no plan that takes {format_seconds(within)} or less was found in {spent}: so far"
+        verdict = (
+            f"no plan that takes {format_seconds(within)} or less was found in {spent}: so far"
+        )
         verdict += ", the fastest"
     raise PlanError(
         f"{verdict} on {count_of(len(parts.cluster.devices), 'device')} takes "
         f"{format_seconds(reached)}; allow that long (within_seconds={enough:.4g}, --within), or "
         "give it more devices"
+    )
+
+
+def _seen_of_parts(sizes: Iterable[int]) -> str:
+    """What is known where there was no time to look at all parts of a cluster.
+
+    Args:
+        sizes: of those that have a plan.
+    """
+    numbers = ", ".join(map(str, sorted(sizes)))
+    return (
+        f"of parts of the cluster, those with {numbers} devices were looked at in time; others may "
+        "be better"
     )
 
 
@@ -332,12 +348,7 @@ class _PartSearch:
     def _why(self, best: Judged, *, is_cut_short: bool) -> str:
         count, request = best.num_devices, self._parts.request
         if is_cut_short:
-            looked_at = sorted({other.num_devices for other in self._others} | {count})
-            sizes = ", ".join(map(str, looked_at))
-            return (
-                f"of parts of the cluster, those with {sizes} devices were looked at in time; "
-                "others may be better"
-            )
+            return _seen_of_parts({other.num_devices for other in self._others} | {count})
         if request.objective == "cost":
             dear = sorted(
                 (other for other in self._others if other is not best),

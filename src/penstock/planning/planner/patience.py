@@ -161,8 +161,7 @@ class PlanningPatience:
         return PlanningPatience(seconds, self._tell)
 
     def _with(self, seconds: float, *, wakes: bool = True) -> PlanningPatience:
-        """Another time, which is over when somebody interrupts this one; and the other way round.
-        """
+        """Another time: whoever interrupts one of the two interrupts both."""
         other = PlanningPatience(seconds, self._tell, wakes=wakes)
         other._interrupted, other.about = self._interrupted, self.about
         return other

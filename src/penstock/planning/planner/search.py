@@ -464,9 +464,7 @@ def _with_tensor_ranks(tasks: Sequence[Task], request: PlanRequest) -> Iterator[
                 yield from enough or grouped
 
 
-def _solve(
-    tasks: Sequence[Task], constraints: Constraints, patience: PlanningPatience
-) -> Plan:
+def _solve(tasks: Sequence[Task], constraints: Constraints, patience: PlanningPatience) -> Plan:
     race = raced(tasks, constraints, patience)
     chosen = race.winner
     if chosen is None:

@@ -1,5 +1,5 @@
-"""``Shortfall``: why no plan was found: what is over by how much, and the smallest change that would
-do. That nothing fits is said only where that is known.
+"""``Shortfall``: why no plan was found, with what is over by how much and the smallest change that
+would do. That nothing fits is said only where that is known.
 """
 
 from __future__ import annotations

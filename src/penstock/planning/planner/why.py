@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace as replaced
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from penstock.core.cluster import Cluster
 from penstock.core.schedule.op import Kind
 from penstock.planning.planner.candidate import Candidate
 from penstock.planning.planner.patience import PlanningPatience
-from penstock.planning.planner.race import SAME, fastest, sketched
+from penstock.planning.planner.race import SAME, sketched
 from penstock.planning.planner.request import PLAIN, Constraints
 from penstock.planning.planner.task import Task
 from penstock.planning.plans.table import Alternative
