@@ -36,7 +36,7 @@ def num_rows(value: Any, name: str) -> int:
     tensors = tree.tensors(value)
     if not tensors:
         raise InputError(
-            f"{name} hold no tensor, but {shown(value)}; give one, as torch.tensor(list)"
+            f"{name} hold no tensor, but {shown(value)}; give tensors, as torch.tensor(list)"
         )
     check_dense(tensors, name)
     counts = {tensor.shape[0] if tensor.dim() else None for tensor in tensors}

@@ -54,8 +54,8 @@ def check_factory(name: str, make: Any) -> None:
     example = f"{name}={_EXAMPLES[name]}"
     if isinstance(make, torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler):
         raise InputError(
-            f"{name} is a {type(make).__name__} that is made already, and each stage makes its "
-            f"own; give the function that makes it, as in {example}"
+            f"{name} is made already ({type(make).__name__}), and each stage makes its own; give "
+            f"the function that does, as in {example}"
         )
     if make is not None:
         expect(make, Callable, name, f"give a function, as in {example}")
