@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from penstock.base.units import format_seconds
 from penstock.planning.planner.candidate import Candidate
 from penstock.planning.planner.doubts import doubts_about
 from penstock.planning.planner.offloading import weighed
@@ -54,6 +55,8 @@ def raced(
     )
     race.end = patience.end
     race.is_complete = is_done and not race.end
+    if not race.is_complete and not race.end:
+        race.end = f"after {format_seconds(patience.seconds_spent)}"
     return race
 
 
