@@ -47,12 +47,23 @@ links = st.builds(
 )
 
 
+def with_tie(graph_layers, holders, name="shared"):
+    """Some layers, of which the holders share as much of their parameters as each can."""
+    size = min(graph_layers[index].parameter_bytes for index in holders)
+    return tuple(
+        replace(layer, shared_parameters={name: size} if index in holders else {})
+        for index, layer in enumerate(graph_layers)
+    )
+
+
 @st.composite
-def graphs(draw, most=7):
+def graphs(draw, most=7, tied=False):
     chain = draw(st.lists(layers, min_size=1, max_size=most))
-    named = (replace(layer, name=f"layer{index}") for index, layer in enumerate(chain))
+    named = tuple(replace(layer, name=f"layer{index}") for index, layer in enumerate(chain))
+    if tied and len(named) > 1:
+        named = with_tie(named, draw(st.sets(st.integers(0, len(named) - 1), min_size=2)))
     return LayerGraph(
-        layers=tuple(named),
+        layers=named,
         input_bytes=draw(sizes),
         hop_seconds=draw(milliseconds),
         op_seconds=draw(st.sampled_from([0.0, 0.001])),

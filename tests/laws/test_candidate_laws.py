@@ -61,7 +61,8 @@ def tasks(draw):
         names = tuple(device.name for device in cluster.devices[:2])
         host = Group(name="host", members=names, link=Link(), memory_bytes=10**9)
         cluster = replace(cluster, groups=(host,))
-    return Task(draw(graphs(most=6)), cluster, draw(st.integers(1, 6)))
+    graph = draw(graphs(most=6, tied=draw(st.booleans())))
+    return Task(graph, cluster, draw(st.integers(1, 6)))
 
 
 def setting_of(offer, task):

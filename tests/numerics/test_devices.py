@@ -5,6 +5,7 @@ a keep-alive is missing. ``pytest -p tests.kit.accelerator.everywhere`` runs oth
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 
 import pytest
@@ -16,6 +17,7 @@ from torch import nn
 import penstock as pk
 from penstock import versions
 from penstock.base.errors import InputError, StageError
+from penstock.demo import gpt
 from penstock.engine.device.accelerators import accelerators
 from penstock.engine.device.queue import Stamps
 from penstock.trial import Workload, prove
@@ -359,6 +361,28 @@ def test_a_plan_for_accelerators_is_proven_there(accelerator, policy):
     proof = prove(workload(), replace(plan, devices=places))
     assert proof.equal and proof.exact
     assert accelerator.max_memory_allocated(2)
+
+
+def test_weights_that_layers_share_take_as_much_as_planned(accelerator):
+    """A head that is tied to the embedding is most of what there is, and counted once a stage."""
+    torch.manual_seed(0)
+    model = gpt.GPT(vocabulary=8192, width=64, heads=2, layers=2, context=8)
+    model.head.logits.weight = model.embedding.tokens.weight
+    batch = torch.randint(0, 8192, (2, 4, 8)).unbind()
+    options = {"loss": gpt.loss, "optimizer": adamw}
+    graph = pk.profile(model, batch[0], targets=batch[1], repeats=1, ranks=0, **options)
+    for stages in (1, 2):
+        cluster = pk.Cluster.local(stages)
+        plan = pk.plan(graph, cluster, microbatches=2, schedule="1f1b", stages=stages)
+        gc.collect()  # what tests before this one have left
+        before = [accelerator.memory_allocated(rank) for rank in range(stages)]
+        devices = [f"emu:{rank}" for rank in range(stages)]
+        with pk.Pipeline(copy.deepcopy(model), plan, devices=devices, **options) as pipeline:
+            pipeline.step(*batch)  # behind which there are no gradients
+            taken = [accelerator.memory_allocated(rank) for rank in range(stages)]
+        for parts, now, then in zip(plan.memory_parts, taken, before, strict=True):
+            assert now - then == pytest.approx(parts.weights + parts.optimizer, rel=0.01)
+            assert parts.gradients == parts.weights
 
 
 def test_a_plan_is_proven_there_for_weights_that_layers_share():

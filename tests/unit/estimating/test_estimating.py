@@ -615,6 +615,15 @@ def test_code_that_needs_more_than_shapes_is_named_with_a_remedy(code, said):
         pk.estimate(model, inputs, device="a100")
 
 
+def test_a_loss_that_looks_at_values_is_named_with_a_remedy():
+    model, inputs = nn.Sequential(nn.Linear(8, 8)), torch.ones(4, 8)
+    said = r"the loss: .*<lambda> \(test_estimating\.py, line \d+\) looks at .*no item\(\)"
+    with pytest.raises(pk.ModelError, match=said):
+        pk.estimate(
+            model, inputs, device="a100", targets=inputs, loss=lambda out, _: out.sum().item()
+        )
+
+
 def test_an_optimizer_that_wants_numbers_of_tensors_is_counted_by_its_operations(cpu):
     model, inputs = nn.Sequential(nn.Linear(8, 16)), torch.randn(4, 8)
     options = {"optimizer": torch.optim.Adafactor}

@@ -45,7 +45,7 @@ def test_in_a_terminal_a_table_elsewhere_a_line_per_job(capsys, monkeypatch):
     assert table[0].split() == ["job", "status", "steps", "loss", "device", "time"]
     assert table[1].split()[:3] == ["good", "done", "2"]
     assert table[2].split()[:4] == ["bad", "failed", "0", "–"]
-    assert table[2].endswith("inputs hold no tensor")
+    assert "inputs hold no tensor" in table[2]
     assert "× the bound" in table[3]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 import penstock as pk
-from penstock.core.graph import Contention
+from penstock.core.graph import Contention, Estimate
 from tests.kit.planning import chain, devices, in_one_line
 
 CROWD = replace(devices(2), memory_bytes=10**12)
@@ -49,6 +49,16 @@ def test_what_the_profile_warns_of_counts_where_ranks_share_a_machine():
     assert planned(2.0, 0.0, warnings=("busy",)).warnings == ("busy",)
     apart = planned(2.0, 0.2, devices(2), warnings=("busy",))
     assert not apart.warnings and "share a machine" not in str(apart)
+
+
+def test_an_estimate_for_an_accelerator_on_cores_is_doubted():
+    estimates = (Estimate(device=name, basis="nothing") for name in ("h100-sxm", "mine"))
+    known, own = (replace(chain(4), estimate=estimate) for estimate in estimates)
+    *_, warning = pk.plan(known, pk.Cluster.local(2), microbatches=4).warnings
+    assert "but the cluster has CPU cores" in warning and 'pk.Cluster.of("h100-sxm")' in warning
+    for graph, cluster in ((known, pk.Cluster.of("h100-sxm")), (own, pk.Cluster.local(2))):
+        warnings = pk.plan(graph, cluster, microbatches=4).warnings
+        assert not any("but the cluster has" in warning for warning in warnings)
 
 
 def uneven(spreads):

@@ -9,8 +9,9 @@ import pytest
 from msgspec.structs import replace
 
 from penstock import Cluster, Device, LayerGraph, Link, plan
-from penstock.base.errors import InputError
-from penstock.planning.planner import race
+from penstock.base.errors import InputError, PlanError
+from penstock.planning.planner import choices, race, what_if
+from penstock.planning.planner.objective import PartsOfCluster
 from penstock.planning.planner.patience import PlanningPatience
 from tests.kit.planning import chain, devices
 
@@ -97,6 +98,30 @@ def test_an_explanation_takes_no_longer_than_the_answer(monkeypatch):
     assert PlanningPatience(1e-9).as_long_again.is_over
 
 
+@pytest.mark.parametrize(
+    ("memory_bytes", "verdict"),
+    [
+        (28_431, r"no plan that fits was found in .*, in which \d+ schedules on some devices were"),
+        (100, "no plan fits in memory: at least 9.86 KiB are missing on some device, whatever the"),
+    ],
+)
+def test_where_nothing_fits_the_search_ends_and_claims_no_more_than_it_knows(
+    monkeypatch, memory_bytes, verdict
+):
+    candidates, tried = race.candidates, []
+
+    def endless(*args, **options):
+        tried.append(options)
+        while "slack" not in options and len(tried) > 8:
+            sum(range(100))
+        return candidates(*args, **options)
+
+    monkeypatch.setattr(race, "candidates", endless)
+    request = {"microbatches": 4, "memory_bytes": memory_bytes, "spill": "never"}
+    with pytest.raises(PlanError, match=f"{verdict}.*; the closest, .* more time"):
+        plan(GRAPH, devices(4), patience_seconds=0.5, **request)
+
+
 def test_ctrl_c_before_there_is_a_plan_is_ctrl_c(monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
@@ -104,6 +129,66 @@ def test_ctrl_c_before_there_is_a_plan_is_ctrl_c(monkeypatch):
     monkeypatch.setattr(race.Race, "_enter", interrupted)
     with pytest.raises(KeyboardInterrupt):
         plan(GRAPH, devices(2), microbatches=4)
+
+
+@pytest.fixture
+def interrupting(monkeypatch):
+    """A function after which somebody presses Ctrl-C once, behind so many more candidates."""
+    enter, left = race.Race._enter, [-1]
+
+    def entered(self, candidate):
+        left[0] -= not self.is_sketch
+        if not left[0] and not self.is_sketch:
+            left[0] = -1
+            raise KeyboardInterrupt
+        enter(self, candidate)
+
+    monkeypatch.setattr(race.Race, "_enter", entered)
+    return lambda count: left.__setitem__(0, count)
+
+
+def test_a_what_if_compares_like_efforts_and_says_what_was_cut_short(interrupting):
+    whole = what_if("devices-1", GRAPH, devices(4), microbatches=4)
+    assert whole.ends == ("", "") and "search" not in str(whole)
+    interrupting(3)
+    cut = what_if("devices-1", GRAPH, devices(4), microbatches=4)
+    assert cut.ends[0] == "when interrupted"
+    assert cut.rows()[-1][:2] == ("search", "stopped when interrupted")
+    assert cut.before.step_seconds >= whole.before.step_seconds
+    given = PlanningPatience(5.0)
+    assert given.for_comparison._seconds == 5.0
+    with pytest.raises(KeyboardInterrupt):
+        given.spend(_interrupt, lambda: False)
+    given.spend(_interrupt, lambda: True)
+    assert given.end == "when interrupted" and given.for_comparison._seconds < 5.0
+
+
+def _interrupt():
+    raise KeyboardInterrupt
+
+
+def test_the_page_of_choices_has_what_was_found_when_interrupted(monkeypatch):
+    best = PartsOfCluster.best
+
+    def interrupted(self, part, limit):
+        if part.size < 4:
+            raise KeyboardInterrupt
+        return best(self, part, limit)
+
+    everything = choices(GRAPH, devices(4), microbatches=4).options
+    monkeypatch.setattr(PartsOfCluster, "best", interrupted)
+    chosen, *others = choices(GRAPH, devices(4), microbatches=4).options
+    assert chosen.plan == everything[0].plan
+    assert "there was no time to look at all" in chosen.verdict
+    assert 0 < len(others) < len(everything) - 1
+
+
+def test_the_time_of_several_searches_is_divided_and_an_interrupt_ends_all():
+    patience = PlanningPatience(4.0)
+    first, second = patience.divided(2)
+    assert first._seconds < 2.0 + 1e-6 and second._seconds < 4.0 and not second.is_over
+    first.spend(_interrupt, lambda: True)
+    assert second.is_over and patience.is_over and patience.end == "when interrupted"
 
 
 def test_with_no_patience_there_is_a_plan_all_the_same():

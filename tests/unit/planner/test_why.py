@@ -148,6 +148,9 @@ def test_the_size_of_microbatches_is_chosen():
     assert (given.microbatch_size, given.num_microbatches) == (1, 64)
     odd = plan(both, devices(2), minibatch=5, stages=2)
     assert (odd.microbatch_size, odd.num_microbatches) == (1, 5)
+    # Three stages of double-buffered weights need two microbatches.
+    late = plan(both, devices(3), minibatch=2, schedule="pipedream-2bw", replicas=(1, 1, 1))
+    assert (late.microbatch_size, late.num_microbatches) == (1, 2)
 
 
 @dataclass(frozen=True)

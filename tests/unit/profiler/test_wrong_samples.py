@@ -18,6 +18,9 @@ class Unreached(nn.Linear):
         raise AssertionError("measured")
 
 
+MADE = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+
+
 def raising(*_):
     raise ValueError("boom")
 
@@ -33,6 +36,12 @@ def raising(*_):
         ({"loss": None}, "loss=… is missing"),
         ({"inputs": [(INPUTS, TARGETS)], "targets": None}, "a list with one batch; give the batch"),
         ({"inputs": DataLoader(TensorDataset(INPUTS))}, "a DataLoader; give the batch itself"),
+        (
+            {"inputs": INPUTS.tolist()},
+            r"inputs hold no tensor, but \[\[1.0, .{50,90}as torch.tensor",
+        ),
+        ({"inputs": [INPUTS.numpy()] * 2}, "inputs hold an array of numpy, which cannot be cut"),
+        ({"optimizer": MADE}, r"optimizer is made already \(SGD\), .* as in optimizer=lambda"),
     ],
 )
 def test_it_is_named_before_anything_is_measured(options, message):
@@ -46,6 +55,7 @@ def test_it_is_named_before_anything_is_measured(options, message):
     [
         (raising, r"the loss failed on outputs \(4, 3\) float32 and targets \(4,\) int64: .*boom"),
         (lambda outputs, _: outputs, r"the loss must be one number, but it has shape \(4, 3\)"),
+        (lambda outputs, _: outputs.sum().item(), "the loss is a plain float, .* without .item()"),
     ],
 )
 def test_the_last_layer_is_not_blamed_for_the_loss(loss, message):
@@ -54,9 +64,17 @@ def test_the_last_layer_is_not_blamed_for_the_loss(loss, message):
     assert "layer" not in str(refused.value)
 
 
+def test_a_list_of_tensors_is_named_where_a_layer_cannot_take_it():
+    with pytest.raises(pk.ModelError, match=r"failed on a list of 4 parts: .*as torch.stack"):
+        pk.profile(nn.Sequential(nn.Linear(8, 3)), list(INPUTS), ranks=0)
+
+
 def test_a_pipeline_refuses_them_too():
     model = nn.Sequential(nn.Linear(8, 3), nn.Linear(3, 3))
     plan = pk.plan(pk.profile(model, INPUTS, ranks=0, repeats=1), microbatches=2)
     for loss in (nn.CrossEntropyLoss, nn.CrossEntropyLoss(reduction="none")):
         with pytest.raises(pk.InputError, match="CrossEntropyLoss"):
             pk.Pipeline(model, plan, loss=loss)
+    scheduler = torch.optim.lr_scheduler.LinearLR(MADE)
+    with pytest.raises(pk.InputError, match=r"lr_scheduler is made already \(LinearLR\)"):
+        pk.Pipeline(model, plan, loss=cross_entropy, optimizer=type(MADE), lr_scheduler=scheduler)

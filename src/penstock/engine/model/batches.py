@@ -90,7 +90,7 @@ def plain(value: Any, name: str) -> Any:
     leaves, structure = tree.flatten(value)
     if all(isinstance(leaf, Tensor) for leaf in leaves):
         return value
-    if leaves == [value] and tree.is_leaf(structure):
+    if tree.is_leaf(structure):
         return _opened(value, name)
     return tree.unflatten([plain(leaf, name) for leaf in leaves], structure)
 

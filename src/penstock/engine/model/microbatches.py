@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.base.errors import InputError
-from penstock.base.values import expect, one_of
+from penstock.base.values import expect, one_of, shown
 from penstock.engine.device.crossing import copy_of
 from penstock.engine.model import tree
 
@@ -35,7 +35,9 @@ def num_rows(value: Any, name: str) -> int:
         return value.shape[0]
     tensors = tree.tensors(value)
     if not tensors:
-        raise InputError(f"{name} hold no tensor")
+        raise InputError(
+            f"{name} hold no tensor, but {shown(value)}; give tensors, as torch.tensor(list)"
+        )
     check_dense(tensors, name)
     counts = {tensor.shape[0] if tensor.dim() else None for tensor in tensors}
     if None in counts:

@@ -45,6 +45,22 @@ def check_loss(loss: Any) -> None:
         )
 
 
+def check_factory(name: str, make: Any) -> None:
+    """Raise ``InputError`` for what is no function that makes optimizers, or schedulers.
+
+    Args:
+        name: ``"optimizer"`` or ``"lr_scheduler"``.
+    """
+    example = f"{name}={_EXAMPLES[name]}"
+    if isinstance(make, torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler):
+        raise InputError(
+            f"{name} is made already ({type(make).__name__}), and each stage makes its own; give "
+            f"the function that does, as in {example}"
+        )
+    if make is not None:
+        expect(make, Callable, name, f"give a function, as in {example}")
+
+
 @dataclass(frozen=True)
 class LossScale:
     """The state of ``torch.amp.GradScaler`` as a value, with its rule.
@@ -175,10 +191,8 @@ class Recipe:
 
     def __post_init__(self) -> None:
         check_loss(self.loss)
-        for name in ("optimizer", "lr_scheduler"):
-            if getattr(self, name) is not None:
-                example = f"give a function, as in {name}={_EXAMPLES[name]}"
-                expect(getattr(self, name), Callable, name, example)
+        check_factory("optimizer", self.optimizer)
+        check_factory("lr_scheduler", self.lr_scheduler)
         one_of("batch_norm", self.batch_norm, get_args(BatchNormStatistics))
         for name in ("clip_norm", "clip_stage_norm"):
             limit = getattr(self, name)

@@ -258,6 +258,11 @@ def scalar(loss: Any, training: bool) -> Tensor:
     Raises:
         InputError: it is no number, or is to be trained on and has no gradient.
     """
+    if isinstance(loss, int | float):
+        raise InputError(
+            f"the loss is a plain {type(loss).__name__}, which has no gradient; let the loss "
+            "function give a tensor, without .item() or float(…)"
+        )
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         given = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise InputError(

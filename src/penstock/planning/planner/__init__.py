@@ -1,12 +1,12 @@
 """From a profile and a cluster to a plan.
 
 ``request`` is what somebody asks for, and the ``constraints`` that follow for a model. ``task`` is
-what is planned, ``variants`` the same in other words: layers in another order, devices in groups.
-``offers`` are the schedules and devices worth building, in the ``orders`` in which devices become
-ranks, a ``setting`` is one that is built, with the memory that it has; ``cuts`` is where its stages
-begin, a ``candidate`` both together: ``pricing`` says what its stages cost, ``limits`` what it may
-need and takes at least. ``race``
-finds the best, ``why`` says what decided, or why there is none; ``doubts`` what makes it uncertain.
+what is planned, ``ties`` what of it layers share, ``variants`` the same in other words: layers in
+another order, devices in groups. ``offers`` are the schedules and devices worth building, in the
+``orders`` in which devices become ranks, a ``setting`` is one that is built, with the memory that
+it has; ``cuts`` is where its stages begin, a ``candidate`` both together: ``pricing`` says what its
+stages cost, ``limits`` what it may need and takes at least. ``race`` finds the best, ``why`` says
+what decided, ``shortfall`` why there is none; ``doubts`` what makes it uncertain.
 ``live`` finds the fewest devices that keep up with a source, ``objective`` the fewest that do, or
 cost least; ``choosing`` what there is to choose from. ``spilling`` plans for stages that
 come from a tier and leave again, where nothing fits otherwise; ``offloading`` holds activations

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from penstock.base.errors import InputError, PlanError
 from penstock.base.lazily import method_loaded_when_used
+from penstock.base.telling import Telling
 from penstock.base.units import (
     count_of,
     format_bytes,
@@ -27,6 +28,7 @@ from penstock.core.cluster.cluster import only
 from penstock.core.cluster.parts import MOST_DEVICES
 from penstock.core.graph import LayerGraph
 from penstock.planning.planner.objective import hosts_of
+from penstock.planning.planner.patience import PlanningPatience
 from penstock.planning.planner.request import PlanRequest
 from penstock.planning.planner.search import planned
 from penstock.planning.plans.plan import Plan
@@ -121,11 +123,13 @@ class WhatIf:
     Attributes:
         changes: in words.
         before, after: the plans.
+        ends: when the search for each was stopped, in words; empty where it came to its end.
     """
 
     changes: str
     before: Plan
     after: Plan
+    ends: tuple[str, str] = ("", "")
 
     def __str__(self) -> str:
         return self.text()
@@ -165,7 +169,14 @@ class WhatIf:
             ("recompute", _recomputing(before), _recomputing(after), ""),
             *([("figures", marks[0].mark, marks[1].mark, "")] if marks[0] and marks[1] else []),
             *self._cost(),
+            *self._searches(),
         ]
+
+    def _searches(self) -> Iterator[tuple[str, str, str, str]]:
+        """When the searches ended, if one was cut short."""
+        first, second = (f"stopped {end}" if end else "to its end" for end in self.ends)
+        if any(self.ends):
+            yield "search", first, second, ""
 
     def _cost(self) -> Iterator[tuple[str, str, str, str]]:
         """What a step costs, where that changes."""
@@ -187,7 +198,9 @@ def what_if(
             ``=``, with units behind the last three.
         graph: the profiled model.
         cluster: devices; by default this machine's cores.
-        request: what else ``plan`` is question.
+        request: what else ``plan`` can be asked; both plans have ``patience_seconds``. If the
+            search for the first is interrupted (Ctrl-C), that for the second gets as long as it
+            had; if the second is, what it has found is compared.
 
     Raises:
         InputError: no such change, or it would change nothing.
@@ -204,11 +217,16 @@ def what_if(
             f"{changes!r} changes nothing: what it changes has no limit here; give it one, as in "
             "bandwidth=10Gbit/s or memory=16GiB"
         )
-    before = planned(graph, *question)
-    try:
-        return WhatIf(changes, before, planned(graph, *changed))
-    except PlanError as error:
-        raise PlanError(f"with {changes}: {error}") from None
+    with Telling("planning") as telling:
+        patience = PlanningPatience(question.request.patience_seconds, telling.update)
+        before, end = planned(graph, *question, patience), patience.end
+        patience = patience.for_comparison
+        patience.about = f"with {changes}: ".__str__
+        try:
+            after = planned(graph, *changed, patience)
+        except PlanError as error:
+            raise PlanError(f"with {changes}: {error}") from None
+    return WhatIf(changes, before, after, (end, patience.end))
 
 
 def _summary(plan: Plan) -> str:

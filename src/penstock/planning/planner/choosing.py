@@ -30,7 +30,7 @@ from penstock.planning.planner.patience import PlanningPatience
 from penstock.planning.planner.race import SAME
 from penstock.planning.planner.request import PlanRequest
 from penstock.planning.planner.search import checked, planned, priced
-from penstock.planning.planner.why import Rival
+from penstock.planning.planner.why import CUT_SHORT, Rival
 from penstock.planning.plans.picture import fold_of, memory_of_stages
 from penstock.planning.plans.plan import Plan
 from penstock.planning.plans.seconds import MEANINGS, SecondsOfRank, seconds_of_ranks, slowest_of
@@ -147,19 +147,25 @@ def choices(graph: LayerGraph, cluster: Cluster | None = None, **request: Any) -
         whole = parts.best(ClusterPart(cluster), inf)
         named = {} if whole is None else whole.rivals(patience)
         if whole is None:
-            plan = planned(graph, cluster, asked)  # whose stages come and go, or none
+            plan = planned(graph, cluster, asked, patience)  # whose stages come and go, or none
         elif asked.objective == "time":
-            plan = whole.plan(named, patience)
+            plan = whole.plan(named)
         else:
             plan = best_part(parts)
-        labelled = [] if whole is None else [*_labelled(parts, whole, named)]
-    return PlanChoices((PlanOption("chosen", plan, plan.reason), *_others(plan, labelled)))
+        labelled: list[_Labelled] = []
+        verdict = plan.reason
+        if whole is not None and not patience.as_long_again.spend(
+            lambda: labelled.extend(_labelled(parts, whole, named)), lambda: True
+        ):
+            verdict += "; there was no time to look at all that there is to choose from"
+    return PlanChoices((PlanOption("chosen", plan, verdict), *_others(plan, labelled)))
 
 
 class _Labelled(NamedTuple):
     label: str
     candidate: Candidate
     is_wanted: bool = True
+    is_cut_short: bool = False
 
 
 def _labelled(
@@ -176,12 +182,16 @@ def _labelled(
             late = rival.candidate.setting.versions.asynchronous
             is_wanted = not late or whole.constraints.asynchronous != "no"
             # Rivals that fit nowhere were found where memory does not count.
-            yield _Labelled(label, rival.candidate.limited_like(whole.chosen), is_wanted)
+            own = rival.candidate.limited_like(whole.chosen)
+            yield _Labelled(label, own, is_wanted, rival.is_cut_short)
     for size in _sizes(parts):
+        if parts.patience.is_interrupted:  # whoever waits wants to see what there is
+            break
         judged = [parts.best(part, inf) for part in parts.of_size(size)]
         for each in judged:
             if each is not None:
-                yield _Labelled(f"on {count_of(each.num_devices, 'device')}", each.chosen)
+                label = f"on {count_of(each.num_devices, 'device')}"
+                yield _Labelled(label, each.chosen, is_cut_short=bool(each.end))
     for candidate in _frugal(whole):
         yield _Labelled("less memory", candidate)
 
@@ -216,12 +226,14 @@ _WORTH = 0.1
 def _others(plan: Plan, labelled: Sequence[_Labelled]) -> list[PlanOption]:
     """All but the plan itself, each once, the fastest first."""
     seen, options = {_essence(plan)}, list[PlanOption]()
-    for label, candidate, is_wanted in labelled:
+    for label, candidate, is_wanted, is_cut_short in labelled:
         excess, other = candidate.excess, candidate.to_plan()
         if _essence(other) in seen or len(options) >= _MOST_OPTIONS - 1:
             continue
         seen.add(_essence(other))
         verdict = _verdict(other, plan)
+        if is_cut_short:
+            verdict = f"{verdict} ({CUT_SHORT})"
         if excess.num_bytes > 0:
             over = format_bytes(excess.num_bytes)
             verdict = f"does not fit, {over} over {excess.place}; {verdict}"

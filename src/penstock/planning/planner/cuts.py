@@ -399,7 +399,8 @@ def _split_ties(task: Task, setting: Setting) -> Table:
     table = np.zeros((count, count))
     if setting.versions.asynchronous:
         starts, stops = np.array(task.places)[:, None], np.array(task.places)
-        for _, _, first, last in task.ties:
+        for tie in task.ties:
+            first, last = tie.first, tie.last
             parted = ((first < starts) & (starts <= last)) | ((first < stops) & (stops <= last))
             table[parted] = inf
     return table

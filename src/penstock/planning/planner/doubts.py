@@ -10,6 +10,8 @@ from math import hypot
 from msgspec.structs import replace
 
 from penstock.base.units import format_seconds
+from penstock.core.catalogue import devices
+from penstock.core.cluster import Cluster
 from penstock.planning.planner.candidate import Candidate
 from penstock.planning.planner.cuts import with_layers_moved
 from penstock.planning.planner.race import SAME
@@ -40,18 +42,26 @@ def doubts_about(chosen: Candidate, rivals: Sequence[Candidate]) -> Iterator[str
     if graph.estimate is not None:
         yield str(graph.estimate)
         yield from graph.warnings
-        hardware = chosen.task.topology.cluster.hardware
-        if hardware not in {"", graph.estimate.device}:
-            yield (
-                f"the graph was estimated for {graph.estimate.device}, but the cluster has "
-                f"{hardware}: estimate again with device={hardware!r}, or take a cluster of "
-                f"{graph.estimate.device}"
-            )
+        yield from _about_hardware(graph.estimate.device, chosen.task.topology.cluster)
     if contention.num_ranks and chosen.task.topology.shared_memories:
         yield from chosen.task.graph.warnings
         yield from _about_contention(chosen, rivals)
     if not chosen.task.marks:  # else it was asked for these cuts
         yield from _about_layers(chosen)
+
+
+def _about_hardware(estimated: str, cluster: Cluster) -> Iterator[str]:
+    """Whether a graph was estimated for other hardware than a cluster has."""
+    if cluster.hardware not in {"", estimated}:
+        yield (
+            f"the graph was estimated for {estimated}, but the cluster has {cluster.hardware}: "
+            f"estimate again with device={cluster.hardware!r}, or take a cluster of {estimated}"
+        )
+    elif any(device.kind == "cpu" for device in cluster.devices) and estimated in devices():
+        yield (
+            f"the graph was estimated for {estimated}, but the cluster has CPU cores, as this "
+            f'machine does: name one, as in pk.Cluster.of("{estimated}") (8x{estimated})'
+        )
 
 
 def _about_contention(chosen: Candidate, rivals: Sequence[Candidate]) -> Iterator[str]:

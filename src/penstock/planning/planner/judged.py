@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from penstock.base.units import format_seconds
 from penstock.planning.planner.candidate import Candidate
 from penstock.planning.planner.doubts import doubts_about
 from penstock.planning.planner.offloading import weighed
-from penstock.planning.planner.patience import PlanningPatience
+from penstock.planning.planner.patience import PlanningPatience, verdict
 from penstock.planning.planner.race import Race
 from penstock.planning.planner.request import Constraints
 from penstock.planning.planner.task import Task
@@ -49,7 +50,13 @@ def raced(
         if constraints.engine is None:  # others have one degree of tensor parallelism
             race.enter(mixed(tasks, constraints))
 
-    patience.spend(search, lambda: race.winner is not None)
+    is_done = patience.spend(
+        search, lambda: race.winner is not None, is_in_vain=lambda: race.num_missed > 0
+    )
+    race.end = patience.end
+    race.is_complete = is_done and not race.end
+    if not race.is_complete and not race.end:
+        race.end = f"after {format_seconds(patience.seconds_spent)}"
     return race
 
 
@@ -63,6 +70,7 @@ class Judged(NamedTuple):
         constraints: under which.
         num_skipped: candidates that were not simulated.
         bound: seconds that no plan undercuts; 0 where nobody knows.
+        end: when the search was stopped, in words; empty where it came to its end.
     """
 
     chosen: Candidate
@@ -71,6 +79,7 @@ class Judged(NamedTuple):
     constraints: Constraints
     num_skipped: int = 0
     bound: float = 0.0
+    end: str = ""
 
     @property
     def num_devices(self) -> int:
@@ -109,10 +118,10 @@ class Judged(NamedTuple):
         doubts = tuple(doubts_about(chosen, others))
         return chosen.to_plan(reason, alternatives_of(chosen, named, constraints), doubts)
 
-    def plan(self, labelled: Mapping[str, Rival], patience: PlanningPatience) -> Plan:
+    def plan(self, labelled: Mapping[str, Rival]) -> Plan:
         """The plan that is answered: ``explained``, with activations that leave where that is
         faster, and with why the search ended early, if it did."""
         plan = self.explained(labelled)
-        if ended := patience.verdict(self.chosen.seconds, self.bound):
+        if ended := verdict(self.end, self.chosen.seconds, self.bound):
             plan = replace(plan, reason=f"{plan.reason} ({ended})")
         return weighed(plan, self.chosen.task, self.constraints)

@@ -148,22 +148,23 @@ def least_excess(task: Task) -> float:
     """Bytes by which any candidate misses a limit, at least; ≤ 0 where one may fit.
 
     Whoever has a layer has its weights, a gradient of them, its optimizer state and buffers, and at
-    some moment all that a microbatch keeps there, room to work included. All layers are somewhere.
+    some moment all that a microbatch keeps there, room to work included. All layers are somewhere;
+    what several of them hold may be there once.
     """
     if not has_limits(task):
         return -inf
-    state = [layer.trained_bytes + layer.buffer_bytes for layer in task.graph.layers]
     largest = max(
-        held + layer.activation_bytes + layer.workspace_bytes
-        for held, layer in zip(state, task.graph.layers, strict=True)
+        layer.trained_bytes + layer.buffer_bytes + layer.activation_bytes + layer.workspace_bytes
+        for layer in task.graph.layers
     )
     roomiest = sorted(task.tensor_limits, reverse=True)
     # On the k devices with most memory, one has at least its share of what is missing.
     spread = min(
-        (sum(state) - room) / count for count, room in enumerate(accumulate(roomiest), start=1)
+        (task.state_bytes - room) / count
+        for count, room in enumerate(accumulate(roomiest), start=1)
     )
     everywhere = [
-        task.num_tensor_ranks * sum(state) - limit
+        task.num_tensor_ranks * task.state_bytes - limit
         for host, limit in task.topology.shared_memories
         if len(host) == len(task.limits)
     ]

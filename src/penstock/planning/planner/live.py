@@ -12,8 +12,8 @@ from penstock.planning.planner.candidate import Candidate
 from penstock.planning.planner.offers import offers
 from penstock.planning.planner.race import fastest
 from penstock.planning.planner.request import Constraints
+from penstock.planning.planner.shortfall import with_more_devices
 from penstock.planning.planner.task import Task
-from penstock.planning.planner.why import with_more_devices
 
 _ROUNDING = 1e-9
 _TIMES_AS_MANY = (2, 4, 8)

@@ -9,7 +9,7 @@ its devices worked all the time, or that lacks the memory, is not planned.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from dataclasses import replace as replaced
 from math import inf
@@ -18,7 +18,6 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from penstock.base.errors import InputError, PlanError
-from penstock.base.telling import Telling
 from penstock.base.units import count_of, format_seconds
 from penstock.core.cluster import Cluster, Topology
 from penstock.core.cluster.cluster import only
@@ -74,6 +73,7 @@ class PartsOfCluster:
         patience: when it is over, what is there has to do.
         size: devices of the part that is being planned, for whoever waits.
         judged: the fastest plans of the parts that were looked at.
+        num_missed: how many were looked at in vain.
     """
 
     graph: LayerGraph
@@ -82,6 +82,7 @@ class PartsOfCluster:
     patience: PlanningPatience = field(default_factory=PlanningPatience)
     size: int = 0
     judged: dict[ClusterPart, Judged] = field(default_factory=dict)
+    num_missed: int = 0
 
     def of_size(self, size: int) -> list[ClusterPart]:
         """The different parts with so many devices."""
@@ -141,14 +142,18 @@ class PartsOfCluster:
         race = raced(able, constraints, self.patience, limit)
         final = [c for c in race.contenders if c.seconds <= limit and c.setting.is_final]
         if not final:
+            self.num_missed += 1
             return None
         winner = race.winner
         chosen = winner if winner in final else min(final, key=lambda c: c.seconds)
         assert chosen is not None
-        return Judged(chosen, race.contenders, tasks, constraints, len(race.skipped))
+        skipped = len(race.skipped)
+        return Judged(chosen, race.contenders, tasks, constraints, skipped, end=race.end)
 
 
-def sought(graph: LayerGraph, cluster: Cluster, request: PlanRequest) -> Plan:
+def sought(
+    graph: LayerGraph, cluster: Cluster, request: PlanRequest, patience: PlanningPatience
+) -> Plan:
     """The plan for a request that asks for another objective than time.
 
     Raises:
@@ -156,13 +161,9 @@ def sought(graph: LayerGraph, cluster: Cluster, request: PlanRequest) -> Plan:
         InputError: some of the devices have a price, and others none.
     """
     check_prices(cluster, request)
-    with Telling("planning") as telling:
-        parts = PartsOfCluster(graph, cluster, request)
-        parts.patience = PlanningPatience(
-            request.patience_seconds,
-            lambda words: telling.update(f"on {count_of(parts.size, 'device')}: {words}"),
-        )
-        return best_part(parts)
+    parts = PartsOfCluster(graph, cluster, request, patience)
+    patience.about = lambda: f"on {count_of(parts.size, 'device')}: "
+    return best_part(parts)
 
 
 def check_prices(cluster: Cluster, request: PlanRequest) -> None:
@@ -185,29 +186,48 @@ def best_part(parts: PartsOfCluster) -> Plan:
     search, request = _PartSearch(parts), parts.request
     look = search.fewest if request.objective == "devices" else search.cheapest
     parts.patience.spend(look, lambda: search.best is not None)
-    if search.best is None:
-        return _nothing(parts.graph, parts.cluster, request)
-    return search.plan(search.best)
+    return _nothing(parts) if search.best is None else search.plan(search.best)
 
 
-def _nothing(graph: LayerGraph, cluster: Cluster, request: PlanRequest) -> Plan:
-    """The plan whose stages come and go, where nothing else fits; otherwise why there is none.
+def _nothing(parts: PartsOfCluster) -> Plan:
+    """The plan on all devices where nothing else was found: with stages that come and go, or
+    because there was no time to look at fewer devices. Otherwise why there is none.
 
     Raises:
-        PlanError: nothing fits, or nothing is so fast.
+        PlanError: nothing fits, or nothing is so fast, as far as there was time to look.
     """
-    timed = replaced(request, objective="time", within_seconds=None)
-    fastest = planned(graph, cluster, timed)
-    within = request.within_seconds or inf
+    timed = replaced(parts.request, objective="time", within_seconds=None)
+    fastest = planned(parts.graph, parts.cluster, timed, parts.patience)
+    within = parts.request.within_seconds or inf
     if fastest.step_seconds <= within:
-        return fastest
+        early = _seen_of_parts([len(parts.cluster.devices)]) if parts.patience.end else ""
+        return replace(fastest, reason="; ".join(filter(None, (fastest.reason, early))))
     reached = fastest.step_seconds
     enough = max(float(f"{reached * 1.005:.3g}"), reached)  # not one that is rounded down
+    verdict = f"no plan takes {format_seconds(within)} or less: the fastest"
+    if parts.patience.end:
+        spent = format_seconds(parts.patience.seconds_spent)
+        verdict = (
+            f"no plan that takes {format_seconds(within)} or less was found in {spent}: so far"
+        )
+        verdict += ", the fastest"
     raise PlanError(
-        f"no plan takes {format_seconds(within)} or less: the fastest on "
-        f"{count_of(len(cluster.devices), 'device')} takes "
+        f"{verdict} on {count_of(len(parts.cluster.devices), 'device')} takes "
         f"{format_seconds(reached)}; allow that long (within_seconds={enough:.4g}, --within), or "
         "give it more devices"
+    )
+
+
+def _seen_of_parts(sizes: Iterable[int]) -> str:
+    """What is known where there was no time to look at all parts of a cluster.
+
+    Args:
+        sizes: of those that have a plan.
+    """
+    numbers = ", ".join(map(str, sorted(sizes)))
+    return (
+        f"of parts of the cluster, those with {numbers} devices were looked at in time; others may "
+        "be better"
     )
 
 
@@ -252,7 +272,9 @@ class _PartSearch:
 
     @property
     def _is_over(self) -> bool:
-        return self.best is not None and self._parts.patience.is_over
+        if self.best is None:
+            return self._parts.patience.is_late and self._parts.num_missed > 0
+        return self._parts.patience.is_over
 
     def cheapest(self) -> None:
         """Look for the devices whose step costs least."""
@@ -308,7 +330,7 @@ class _PartSearch:
         """The plan of a part, with what the others were good for."""
         patience = self._parts.patience
         why = self._why(best, is_cut_short=patience.is_over)  # before the rest takes time as well
-        plan = best.plan(best.rivals(patience), patience)
+        plan = best.plan(best.rivals(patience))
         others = [other for other in self._others if other is not best]
         rows = [row for other in others for row in self._row(best, other)]
         return replace(
@@ -326,12 +348,7 @@ class _PartSearch:
     def _why(self, best: Judged, *, is_cut_short: bool) -> str:
         count, request = best.num_devices, self._parts.request
         if is_cut_short:
-            looked_at = sorted({other.num_devices for other in self._others} | {count})
-            sizes = ", ".join(map(str, looked_at))
-            return (
-                f"of parts of the cluster, those with {sizes} devices were looked at in time; "
-                "others may be better"
-            )
+            return _seen_of_parts({other.num_devices for other in self._others} | {count})
         if request.objective == "cost":
             dear = sorted(
                 (other for other in self._others if other is not best),

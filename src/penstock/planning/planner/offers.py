@@ -288,7 +288,6 @@ def _replicated(task: Task, constraints: Constraints) -> Iterator[Offer]:
             f"replicas {'-'.join(map(str, counts))} need {sum(counts)} devices, but there are "
             f"{num_devices}"
         )
-    check_policy(policy, family, counts, task.num_microbatches)
     rule = _rule(constraints, policy)
     for devices in orders_for(task, counts):
         yield Offer(family, devices, policy, counts, (), rule)

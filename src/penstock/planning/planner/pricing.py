@@ -4,6 +4,7 @@ of each way to sum gradients.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -466,16 +467,16 @@ class CutSetting:
         return _Reduced(seconds)
 
     def _tied_seconds(self, index: int, start: int, stop: int) -> float:
-        task, setting = self.task, self.setting
+        task, devices = self.task, self.setting.devices_of
         total = 0.0
         for tie in task.ties:
             if tie.is_parted(start, stop):
-                elsewhere = tie.last if start <= tie.first else tie.first
-                other = setting.devices_of[self._stage_with(elsewhere)]
-                # One half goes there to be summed, and comes back as a sum.
-                half = (tie.num_bytes + 1) // 2
-                link = task.link_between(setting.devices_of[index], other, half)
-                total += 2 * link.seconds(half)
+                holders = {bisect_right(self.cuts, layer) - 1 for layer in tie.holders}
+                # Each sums an equal slice for all: it goes there, and comes back as a sum.
+                share = ceil(tie.num_bytes / len(holders))
+                for other in holders - {index}:
+                    link = task.link_between(devices[index], devices[other], share)
+                    total += 2 * link.seconds(share)
         return total
 
     def _sum_bytes(self, index: int, start: int, stop: int) -> int:
@@ -485,7 +486,4 @@ class CutSetting:
             sizes = numbers["gradient_bytes"], numbers["largest_gradient_bytes"]
             room: float = room_to_sum(self.way.reducer, *sizes)
             return ceil(room)
-        return sum(tie.num_bytes for tie in self.task.ties if tie.is_parted(start, stop))
-
-    def _stage_with(self, layer: int) -> int:
-        return next(stage for stage, stop in enumerate(self.cuts[1:]) if layer < stop)
+        return int(self.task.numbers(start, stop)["tied_bytes"])

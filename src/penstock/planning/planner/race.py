@@ -76,6 +76,9 @@ class Race:
         bound: seconds that no plan undercuts, once the race runs.
         failure: why the last order that was searched in vain was not found.
         num_too_large: how many offers were not built, for lack of memory.
+        num_missed: how many offers were built of which nothing did.
+        is_complete: whether the race came to its end.
+        end: when it was stopped otherwise, in words, if its time was over.
     """
 
     budget: int = 250_000
@@ -90,6 +93,9 @@ class Race:
     num_stages: set[int] = field(default_factory=set)
     failure: InputError | None = None
     num_too_large: int = 0
+    num_missed: int = 0
+    is_complete: bool = True
+    end: str = ""
     _reached: dict[object, tuple[float, float]] = field(default_factory=dict)
     _looked_at: dict[int, Offer] = field(default_factory=dict)
 
@@ -302,6 +308,7 @@ class Race:
             return []
         num_stages, candidates_ = outcome
         self.num_stages.add(num_stages)
+        self.num_missed += not candidates_
         return candidates_ if constraints.allows(num_stages) else []
 
     def _is_barred(self, task: Task, offer: Offer, constraints: Constraints) -> bool:
@@ -476,8 +483,9 @@ def sketched(
     return race
 
 
-def closest(tasks: Sequence[Task], constraints: Constraints) -> Candidate | None:
-    """The candidate that misses its limits by the fewest bytes; ``None`` if nothing can be built.
+def ever_closer(tasks: Sequence[Task], constraints: Constraints) -> Iterator[Candidate]:
+    """Candidates of which each misses its limits by fewer bytes than those before, the last one by
+    the fewest; none if nothing can be built.
 
     Each candidate tightens the slack for the next, so that what remains is the least excess. Where
     the search does not cut between all layers, it then looks at those near the cuts, and may find
@@ -495,10 +503,12 @@ def closest(tasks: Sequence[Task], constraints: Constraints) -> Candidate | None
                     over = candidate.excess.num_bytes
                     if over < least:
                         least, nearest, again = over, candidate, True
-    return nearest if nearest is None or constraints.cuts else _closer(nearest)
+                        yield candidate
+    if nearest is not None and not constraints.cuts:
+        yield from _with_finer_cuts(nearest)
 
 
-def _closer(nearest: Candidate) -> Candidate:
+def _with_finer_cuts(nearest: Candidate) -> Iterator[Candidate]:
     """With cuts between other layers near by, as long as these miss the limits by less."""
     for _ in range(_MOST_MOVES):
         slack = nearest.excess.num_bytes - 1
@@ -506,4 +516,4 @@ def _closer(nearest: Candidate) -> Candidate:
         if nearest.fits or not finer:
             break
         nearest = min(finer, key=lambda candidate: candidate.excess.num_bytes)
-    return nearest
+        yield nearest

@@ -31,7 +31,7 @@ from penstock.planning.planner.live import Kept, keeping, missing
 from penstock.planning.planner.offloading import weighed
 from penstock.planning.planner.orders import in_canonical_order
 from penstock.planning.planner.patience import PlanningPatience
-from penstock.planning.planner.race import Race, closest, fastest
+from penstock.planning.planner.race import Race, ever_closer, fastest
 from penstock.planning.planner.request import (
     PROPOSED,
     Constraints,
@@ -40,10 +40,11 @@ from penstock.planning.planner.request import (
     RecomputeRule,
     SpillRule,
 )
+from penstock.planning.planner.shortfall import Shortfall
 from penstock.planning.planner.spilling import offered, spilled_plan
 from penstock.planning.planner.task import Task
 from penstock.planning.planner.variants import in_groups, in_other_orders, learned, widths
-from penstock.planning.planner.why import Rival, alternatives_of, rivals, shortfall
+from penstock.planning.planner.why import Rival, alternatives_of, rivals
 from penstock.planning.plans.plan import Plan
 from penstock.planning.plans.summing import GatheredFor, ReducerName
 
@@ -207,20 +208,34 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
     return planned(graph, cluster, request)
 
 
-def planned(graph: LayerGraph, cluster: Cluster | None, request: PlanRequest) -> Plan:
-    """The best plan for a request, as ``plan`` finds it."""
+def planned(
+    graph: LayerGraph,
+    cluster: Cluster | None,
+    request: PlanRequest,
+    patience: PlanningPatience | None = None,
+) -> Plan:
+    """The best plan for a request, as ``plan`` finds it.
+
+    Args:
+        patience: in place of that which the request says.
+    """
     checked(graph, cluster)
     cluster = cluster or Cluster.local()
     cluster = priced(cluster, request.price_per_hour)
+    if patience is None:
+        with Telling("planning") as telling:
+            patience = PlanningPatience(request.patience_seconds, telling.update)
+            return planned(graph, cluster, request, patience)
     if request.objective != "time":
         from penstock.planning.planner.objective import sought  # which plans by this module
 
-        return sought(graph, cluster, request)
+        return sought(graph, cluster, request, patience)
     plans: list[Plan] = []
     failure: PlanError | None = None
-    for rule in with_rules(cluster, request):
+    rules = with_rules(cluster, request)
+    for rule, part in zip(rules, patience.divided(len(rules)), strict=True):
         try:
-            plans.append(_planned(graph, cluster, rule))
+            plans.append(_planned(graph, cluster, rule, part))
         except PlanError as error:
             failure = failure or error
     if not plans:
@@ -291,7 +306,9 @@ def _single_tasks(
     ]
 
 
-def _planned(graph: LayerGraph, cluster: Cluster, request: PlanRequest) -> Plan:
+def _planned(
+    graph: LayerGraph, cluster: Cluster, request: PlanRequest, patience: PlanningPatience
+) -> Plan:
     constraints = request.constraints(graph)
     tasks = tasks_of(graph, cluster, request, constraints)
     if request.spill == "always":
@@ -299,9 +316,7 @@ def _planned(graph: LayerGraph, cluster: Cluster, request: PlanRequest) -> Plan:
     if request.placer == "reinforce":
         return _learned(tasks, constraints)
     if request.rate is None:
-        with Telling("planning") as telling:
-            patience = PlanningPatience(request.patience_seconds, telling.update)
-            return _solve(tasks, constraints, patience)
+        return _solve(tasks, constraints, patience)
     for_rate = _proposed_for_rate if request.proposes_stream else _solve_for_rate
     return for_rate(tasks, constraints, float(request.rate))
 
@@ -328,7 +343,7 @@ def _solve_for_rate(tasks: Sequence[Task], constraints: Constraints, rate: float
     if kept is None:
         best = fastest(tasks, constraints)
         if best is None:
-            return _solve(tasks, constraints)  # which says why there is none
+            return _solve(tasks, constraints, PlanningPatience())  # which says why there is none
         if best.frames_per_second < rate:
             raise missing(tasks, constraints, rate, best)
         kept = Kept(best, ())
@@ -449,36 +464,39 @@ def _with_tensor_ranks(tasks: Sequence[Task], request: PlanRequest) -> Iterator[
                 yield from enough or grouped
 
 
-def _solve(
-    tasks: Sequence[Task], constraints: Constraints, patience: PlanningPatience | None = None
-) -> Plan:
-    race = raced(tasks, constraints, patience or PlanningPatience())
+def _solve(tasks: Sequence[Task], constraints: Constraints, patience: PlanningPatience) -> Plan:
+    race = raced(tasks, constraints, patience)
     chosen = race.winner
     if chosen is None:
-        _check_built(race, tasks[0], constraints)
+        if race.is_complete:
+            _check_built(race, tasks[0], constraints)
         if race.failure is not None:
             raise race.failure
-        nearest = closest(tasks, constraints)
+        misses: list[Candidate] = []
+        race.is_complete &= patience.spend(
+            lambda: misses.extend(ever_closer(tasks, constraints)), lambda: True
+        )
+        nearest = misses[-1] if misses else None
         if nearest is None or not nearest.fits:
-            return _fits_nowhere(nearest, tasks, constraints)
+            return _fits_nowhere(Shortfall(nearest, tasks, constraints, race))
         chosen = nearest if nearest.setting.is_final else nearest.with_final_order()
     elif not chosen.setting.is_final:  # there was no time to search its order
         chosen = chosen.as_it_stands()
     skipped = len(race.skipped)
-    judged = Judged(chosen, race.contenders, tasks, constraints, skipped, race.bound)
-    return judged.plan(judged.rivals(race.patience), race.patience)
+    judged = Judged(chosen, race.contenders, tasks, constraints, skipped, race.bound, race.end)
+    return judged.plan(judged.rivals(patience))
 
 
-def _fits_nowhere(
-    nearest: Candidate | None, tasks: Sequence[Task], constraints: Constraints
-) -> Plan:
+def _fits_nowhere(shortfall: Shortfall) -> Plan:
     """A plan whose stages come and go, if it may be one; else what would have to change."""
+    tasks, constraints = shortfall.tasks, shortfall.constraints
     if constraints.spill == "never" or not constraints.may_spill:
-        raise PlanError(shortfall(nearest, tasks, constraints))
+        raise PlanError(str(shortfall))
     if tasks[0].cluster.tiers:
         plan = spilled_plan(tasks, constraints, tasks[0].cluster.tiers)
         return weighed(plan, tasks[0], constraints)
-    raise PlanError(shortfall(nearest, tasks, constraints) + offered(tasks, constraints))
+    offer = "" if shortfall.race.patience.is_over else offered(tasks, constraints)
+    raise PlanError(f"{shortfall}{offer}")
 
 
 def _check_built(race: Race, task: Task, constraints: Constraints) -> None:

@@ -171,8 +171,8 @@ def _is_hopeless(task: Task, num_ranks: int, count: int) -> bool:
     """Whether so many stages per rank need not be built, since one of them alone is too large; the
     most that there can be are, for what is then told."""
     most = task.num_layers // num_ranks
-    sizes, cuts = _layer_bytes(task), _even_cuts(task, num_ranks * count)
-    largest = max(sum(sizes[start:stop]) for start, stop in pairwise(cuts))
+    cuts = _even_cuts(task, num_ranks * count)
+    largest = max(task.trained_bytes(start, stop) for start, stop in pairwise(cuts))
     return count < most and largest > max(_limits(task, num_ranks))
 
 
@@ -300,8 +300,7 @@ def _plan(best: Spilled) -> Plan:
 
 def _in_memory_bytes(task: Task) -> int:
     """Of one device that has all layers, with as many microbatches in flight as one."""
-    state = sum(_layer_bytes(task)) + sum(layer.buffer_bytes for layer in task.graph.layers)
-    return state + task.activation_bytes(0, task.num_layers)
+    return task.state_bytes + task.activation_bytes(0, task.num_layers)
 
 
 def _traffic(best: Spilled) -> tuple[int, int]:
@@ -344,14 +343,14 @@ def _too_little(nearest: Spilled | None) -> str:
     if nearest is None:
         return "no plan fits in memory, and none whose stages come and go can be built"
     task = nearest.candidate.task
-    sizes = _layer_bytes(task)
+    sizes, whole = _layer_bytes(task), task.trained_bytes(0, task.num_layers)
     largest = max(range(len(sizes)), key=sizes.__getitem__)
     least = min(nearest.limits)
     name, needs = task.graph.layers[largest].name, format_bytes(sizes[largest])
     return (
         f"no plan fits in memory, also with {count_of(len(nearest.stages), 'stage')} that come "
         f"from {nearest.spill.tier} and leave again: layer {name!r} alone needs {needs} for "
-        f"weights, gradients and optimizer state ({sizes[largest] / sum(sizes):.0%} of the "
+        f"weights, gradients and optimizer state ({sizes[largest] / whole:.0%} of the "
         f"model's); the least budget is {format_bytes(nearest.excess + least)} on a rank, so "
         "allow that, split that layer, or take smaller microbatches"
     )

@@ -27,6 +27,7 @@ from penstock.planning.partition.chain import (
     least_slowest,
 )
 from penstock.planning.partition.layers import places_near, spread_places
+from penstock.planning.planner.ties import OF_PARAMETERS, Tie, ties_of
 from penstock.planning.plans.stage_plan import Split
 from penstock.planning.plans.summing import GatheredFor, ReducerName
 
@@ -44,27 +45,6 @@ class Pace(NamedTuple):
 
     passes: float
     updates: float
-
-
-class Tie(NamedTuple):
-    """A parameter that several layers hold.
-
-    Attributes:
-        num_bytes: size of the parameter.
-        first, last: the outermost layers that hold it.
-    """
-
-    name: str
-    num_bytes: int
-    first: int
-    last: int
-
-    def is_parted(self, starts: Any, stops: Any) -> Any:
-        """Whether a stage with layers ``[start, stop)`` shares the parameter with another stage;
-        for arrays of starts and stops, elementwise."""
-        has_first = (starts <= self.first) & (self.first < stops)
-        has_last = (starts <= self.last) & (self.last < stops)
-        return has_first ^ has_last
 
 
 @dataclass(frozen=True)
@@ -329,9 +309,27 @@ class Task:
         return (speed / split.speed - 1) * sum(own)
 
     def sum(self, name: str, start: int, stop: int) -> float:
-        """The sum of one number of a layer over layers ``[start, stop)``."""
+        """The sum of one number of a layer over layers ``[start, stop)``; what parameters have that
+        several of these layers hold counts once."""
         column = self.sums[name]
-        return column[stop] - column[start]
+        whole = column[stop] - column[start]
+        if not self.ties or name not in OF_PARAMETERS:
+            return whole
+        place = OF_PARAMETERS.index(name)
+        return whole - sum(
+            max(tie.num_holders(start, stop) - 1, 0) * tie.counted[place] for tie in self.ties
+        )
+
+    def trained_bytes(self, start: int, stop: int) -> float:
+        """Bytes of parameters, gradients and optimizer state of layers ``[start, stop)``."""
+        names = "parameter_bytes", "gradient_bytes", "optimizer_bytes"
+        return sum(self.sum(name, start, stop) for name in names)
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Bytes of all parameters, gradients, optimizer state and buffers."""
+        whole = 0, self.num_layers
+        return int(self.trained_bytes(*whole) + self.sum("buffer_bytes", *whole))
 
     @cached_property
     def input_bytes(self) -> tuple[int, ...]:
@@ -454,7 +452,7 @@ class Task:
                     [0.0] * (start + 1) + self._workspaces(start, self.num_layers, again)
                 )
                 tables[name][row, row + 1 :] = most[places[row + 1 :]]
-        tables["tied_bytes"] = self._tied_bytes()
+        self._count_ties_once(tables)
         layers = self.graph.layers
         tables["largest_bytes"] = self._largest([layer.parameter_bytes for layer in layers])
         tables["largest_gradient_bytes"] = self._largest([layer.summed_bytes for layer in layers])
@@ -469,12 +467,14 @@ class Task:
             table[row, row + 1 :] = most[np.array(self.places[row + 1 :]) - start - 1]
         return table
 
-    def _tied_bytes(self) -> Table:
-        starts, stops = np.array(self.places)[:, None], np.array(self.places)
-        table = np.zeros((len(self.places), len(self.places)))
+    def _count_ties_once(self, tables: dict[str, Table]) -> None:
+        tables["tied_bytes"] = np.zeros_like(tables["parameter_bytes"])
         for tie in self.ties:
-            table += tie.num_bytes * tie.is_parted(starts, stops)
-        return table
+            holders = tie.num_holders_between(self.places)
+            is_parted = (holders > 0) & (holders < len(tie.holders))
+            tables["tied_bytes"] += tie.num_bytes * is_parted
+            for name, counted in zip(OF_PARAMETERS, tie.counted, strict=True):
+                tables[name] -= counted * np.maximum(holders - 1, 0)
 
     def _workspaces(self, start: int, stop: int, again: bool) -> list[float]:
         """Room to work, in bytes, of the stages that begin with layer ``start``, for each layer
@@ -502,13 +502,7 @@ class Task:
     @cached_property
     def ties(self) -> tuple[Tie, ...]:
         """Parameters that several layers hold."""
-        holders: dict[str, list[int]] = {}
-        sizes: dict[str, int] = {}
-        for index, layer in enumerate(self.graph.layers):
-            for name, num_bytes in layer.shared_parameters.items():
-                holders.setdefault(name, []).append(index)
-                sizes[name] = num_bytes
-        return tuple(Tie(name, sizes[name], own[0], own[-1]) for name, own in holders.items())
+        return ties_of(self.graph)
 
     def pace(self, devices: Collection[int], used: Collection[int], mode: Mode) -> Pace:
         """The factors on the profile's seconds on the slowest of a stage's devices.

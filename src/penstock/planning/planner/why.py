@@ -1,10 +1,8 @@
-"""Why a plan was chosen: what else there was, and what decided. Where nothing fits: what is over by
-how much, and the smallest change that would do (``shortfall``).
-"""
+"""Why a plan was chosen: what else there was, and what decided."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace as replaced
 from typing import NamedTuple
 
@@ -15,10 +13,13 @@ from penstock.core.cluster import Cluster
 from penstock.core.schedule.op import Kind
 from penstock.planning.planner.candidate import Candidate
 from penstock.planning.planner.patience import PlanningPatience
-from penstock.planning.planner.race import SAME, fastest, sketched
+from penstock.planning.planner.race import SAME, sketched
 from penstock.planning.planner.request import PLAIN, Constraints
 from penstock.planning.planner.task import Task
 from penstock.planning.plans.table import Alternative
+
+CUT_SHORT = "its search was cut short"
+"""Said of plans beside another one, if a longer search might find better ones of their kind."""
 
 _MATTERS = 0.1
 """A share of the step that is worth a word."""
@@ -37,10 +38,12 @@ class Rival(NamedTuple):
         candidate: the best of its kind.
         is_bound: whether it was not simulated, because that takes long, and only what it takes at
             least is known.
+        is_cut_short: whether there may be a better one of its kind, for which there was no time.
     """
 
     candidate: Candidate
     is_bound: bool = False
+    is_cut_short: bool = False
 
     @property
     def seconds(self) -> float:
@@ -111,7 +114,7 @@ def _sketched(
     race = sketched(tasks, constraints, budget, patience)
     skipped, winner = race.most_promising, race.winner
     if winner is not None:
-        return Rival(winner)
+        return Rival(winner, is_cut_short=patience.is_over)
     return None if skipped is None else Rival(skipped, is_bound=True)
 
 
@@ -151,7 +154,7 @@ def alternatives_of(
             memory_bytes=max(rival.candidate.rank_bytes),
             moved_bytes=rival.candidate.moved_bytes,
             delay=rival.candidate.prediction.delay + rival.candidate.way.most_stale,
-            remark=_remark(rival.candidate, chosen, constraints),
+            remark=_remark(rival, chosen, constraints),
         )
         for label, rival in rows.items()
     )
@@ -162,15 +165,16 @@ def simulated(labelled: dict[str, Rival]) -> list[Candidate]:
     return [rival.candidate for rival in labelled.values() if not rival.is_bound]
 
 
-def _remark(rival: Candidate, chosen: Candidate, constraints: Constraints) -> str:
-    if _is_same(rival, chosen):
+def _remark(rival: Rival, chosen: Candidate, constraints: Constraints) -> str:
+    candidate = rival.candidate
+    if _is_same(candidate, chosen):
         return "chosen"
-    over = rival.limited_like(chosen).excess
+    over = candidate.limited_like(chosen).excess
     if over.num_bytes > 0:
         return f"does not fit: {format_bytes(over.num_bytes)} over {over.place}"
-    if rival.setting.versions.asynchronous and constraints.asynchronous == "no":
+    if candidate.setting.versions.asynchronous and constraints.asynchronous == "no":
         return "old weights: not asked for"
-    return ""
+    return CUT_SHORT if rival.is_cut_short else ""
 
 
 def _is_same(first: Candidate, second: Candidate) -> bool:
@@ -327,104 +331,3 @@ def _again_seconds(candidate: Candidate) -> float:
         if stage.recompute != "none"
     )
     return candidate.task.num_microbatches * max(again, default=0.0)
-
-
-_TIMES_AS_MANY = (2, 4)
-
-
-def shortfall(nearest: Candidate | None, tasks: Sequence[Task], constraints: Constraints) -> str:
-    """The message for a request that no memory limit allows.
-
-    Args:
-        nearest: the candidate that misses its limits by the fewest bytes, if there is any.
-        tasks: one per microbatch size.
-    """
-    if nearest is None:
-        ties = tasks[0].ties
-        if ties and constraints.never_flushes:
-            layers = tasks[0].graph.layers
-            first, last = layers[ties[0].first].name, layers[ties[0].last].name
-            return (
-                f"no plan can be built: {first} and {last} share weights, and where weights are "
-                "old, what shares them has to be in one stage; ask for fewer stages, take a "
-                "schedule that flushes, or give each layer weights of its own"
-            )
-        return "no plan fits in memory: nothing that was asked for can be built"
-    coarse = nearest.task.is_coarse and not constraints.cuts
-    where = f" of those {coarsely(nearest.task)}" if coarse else ""
-    missed = f"no plan fits in memory; the closest{where}, {nearest}, needs {nearest.excess}"
-    for change, candidate in _changes(tasks, constraints):
-        fits = f"{candidate} fits ({format_bytes(max(candidate.rank_bytes))} on a rank)"
-        return f"{missed}: allow that much more, or {change}, and {fits}"
-    return f"{missed}: allow that much, or profile smaller microbatches"
-
-
-def _changes(tasks: Sequence[Task], constraints: Constraints) -> Iterator[tuple[str, Candidate]]:
-    """(what to change, what then fits), the smallest change first."""
-    free = replaced(
-        constraints, schedule=None, options=(), stages=None, cuts=(), replicas=(), any_replicas=True
-    )
-    smaller = [
-        replaced(
-            task,
-            graph=task.graph.at(size),
-            num_microbatches=task.num_microbatches * task.graph.microbatch_size // size,
-        )
-        for task in tasks
-        for size in task.graph.sizes
-        if size < task.graph.microbatch_size and task.graph.microbatch_size % size == 0
-    ]
-    steps = (
-        ("allow recomputing", tasks, replaced(constraints, recompute="where-needed")),
-        ("leave schedule, stages and cuts to the planner", tasks, free),
-        ("leave recomputing to it too", tasks, replaced(free, recompute="where-needed")),
-        ("take smaller microbatches", smaller, replaced(free, recompute="where-needed")),
-    )
-    for change, chosen, relaxed in steps:
-        if chosen and (relaxed != constraints or chosen is not tasks):
-            candidate = fastest(chosen, relaxed)
-            if candidate is not None:
-                yield change, candidate
-    for times in _TIMES_AS_MANY:
-        more = [with_more_devices(task, times) for task in tasks]
-        candidate = fastest(more, replaced(free, recompute="where-needed"))
-        if candidate is not None:
-            count = len(more[0].cluster.devices) * more[0].num_tensor_ranks
-            yield f"give it {count} devices like these", candidate
-
-
-def with_more_devices(task: Task, times: int) -> Task:
-    """The same cluster several times over, servers and all; memory that the whole cluster shares
-    does not grow."""
-    cluster = task.cluster
-    turns = range(2, times + 1)
-    devices = [
-        replace(device, name=_again(device.name, turn))
-        for turn in turns
-        for device in cluster.devices
-    ]
-    groups = [
-        replace(
-            group,
-            name=_again(group.name, turn),
-            members=tuple(_again(name, turn) for name in group.members),
-        )
-        for turn in turns
-        for group in cluster.groups
-    ]
-    wires = [
-        replace(wire, between=(_again(wire.between[0], turn), _again(wire.between[1], turn)))
-        for turn in turns
-        for wire in cluster.wires
-    ]
-    grown = replace(
-        cluster,
-        devices=(*cluster.devices, *devices),
-        groups=(*cluster.groups, *groups),
-        wires=(*cluster.wires, *wires),
-    )
-    return replaced(task, cluster=grown)
-
-
-def _again(name: str, turn: int) -> str:
-    return f"{name} ({turn})"

@@ -33,7 +33,7 @@ from penstock.engine.model import tree
 from penstock.engine.model.batches import parted_if_inside, plain
 from penstock.engine.model.optimizer_factory import OptimizerFactory
 from penstock.engine.model.spine import NamedLayer, names_a_spine, spine_of
-from penstock.engine.run.recipe import Loss
+from penstock.engine.run.recipe import Loss, check_factory, check_loss
 from penstock.engine.stage.deferral import undeferred_parameters
 from penstock.engine.tensor.parts import FoundPart
 from penstock.training.estimating.blocks import RepeatedBlocks, repeated_blocks, shortened
@@ -146,6 +146,8 @@ def estimate(  # noqa: PLR0913 - as profile
         one_of("granularity", granularity, ("module", "block"))
     expect(model, nn.Module, "the model", "give an nn.Module")
     expect(sizes, Iterable, "sizes", "give a list of numbers of rows")
+    check_loss(loss)
+    check_factory("optimizer", optimizer)
     if loss is not None and targets is None:
         targets = inputs if isinstance(inputs, torch.Tensor) else None
         if targets is None:

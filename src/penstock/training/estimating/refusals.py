@@ -27,7 +27,7 @@ def code_that_needs_more_than_shapes() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        cause = error.__cause__ if isinstance(error, ModelError) else error
+        cause = error.__cause__ if isinstance(error, PenstockError) else error
         if cause is None or isinstance(cause, PenstockError):
             raise
         refusal = _refusal(cause)

@@ -40,7 +40,7 @@ from penstock.engine.model.spine import (
     spine_of,
     uncompiled,
 )
-from penstock.engine.run.recipe import Loss, check_loss
+from penstock.engine.run.recipe import Loss, check_factory, check_loss
 from penstock.training.profiler.alone import WARM_UP, Progress, Sample, measure_alone
 from penstock.training.profiler.alone.heads import with_loss_of_head
 from penstock.training.profiler.calibrating import (
@@ -147,6 +147,7 @@ def profile(  # noqa: PLR0913 - each has a default that most callers keep
     """
     _check(repeats, num_threads, ranks, sizes, progress)
     check_loss(loss)
+    check_factory("optimizer", optimizer)
     _check_one_batch(inputs, has_targets=loss is None or targets is not None)
     if patience_seconds is not None:
         number("patience_seconds", patience_seconds, positive=True)

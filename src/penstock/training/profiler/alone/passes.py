@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.base.errors import InputError, ModelError
+from penstock.base.units import count_of
 from penstock.engine.model import tree
 from penstock.engine.model.spine import NamedLayer, Skip, run_layer, spine_of
 from penstock.engine.run.recipe import Loss
@@ -172,10 +173,14 @@ def _run_named(layer: NamedLayer, run: RunLayer, value: Any) -> Any:
     try:
         return run(value)
     except Exception as error:
-        shapes = tree.shapes(without_skips(value))
+        given, remedy = without_skips(value), ""
+        words = f"an input of shape {tree.shapes(given)}"
+        if isinstance(given, list):
+            words = f"a list of {count_of(len(given), 'part')}"
+            remedy = "; where these are rows, give one tensor of them, as torch.stack(list)"
         raise ModelError(
-            f"layer {layer.name!r} ({type(layer.module).__name__}) failed on an input of shape "
-            f"{shapes}: {type(error).__name__}: {error}"
+            f"layer {layer.name!r} ({type(layer.module).__name__}) failed on {words}: "
+            f"{type(error).__name__}: {error}{remedy}"
         ) from error
 
 
