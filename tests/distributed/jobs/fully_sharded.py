@@ -260,8 +260,8 @@ class InThisJob:
     def gather(self, output, own):
         return dist.all_gather_into_tensor(output, own, async_op=True)
 
-    def exchange(self, output, own):
-        dist.all_to_all_single(output, own)
+    def exchange(self, output, own, output_sizes, own_sizes):
+        dist.all_to_all_single(output, own, output_sizes, own_sizes)
 
     def sum_between(self, shard):
         return shard

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 import penstock as pk
 from penstock.demo.gpt import GPT, loss
 from penstock.planning.plans import Plan
-from tests.kit.half_precision import MixedByHand, bytes_of, turns_of
+from tests.kit.half_precision import MixedByHand, bytes_of, bytes_per_parameter, turns_of
 from tests.kit.helpers import make_batch, make_mlp
 from tests.kit.reducing import replicated
 from tests.kit.training import adamw
@@ -228,10 +228,27 @@ def weighed(plan: Plan, dtype) -> list[str]:
     wanted["activations"] += wanted["recomputed"]
     if uses:  # the next layer's rows come meanwhile, into memory that is no parameter's
         wanted["weights"] -= max(bytes_of(own.parameters()) for own in gpt(dtype).spine())
-    return [
+    found = [
         f"{name}: {held}, planned {wanted[name]}"
         for name, held in seen.items()
         if abs(held - wanted[name]) > 0.03 * wanted[name]
+    ]
+    return found + (differs_from_page(plan, layers, seen) if dtype == HALF else [])
+
+
+def differs_from_page(plan: Plan, layers, seen) -> list[str]:
+    """Where what a rank holds is not what the page says."""
+    sizes = [sum(own.numel() for own in layer.parameters()) for layer in layers]
+    copies = len(plan.placement.ranks_of(plan.placement.stages_of[dist.get_rank()][0]))
+    reducer, uses = plan.summing.reducer, plan.summing.gathered_for == "use"
+    if reducer == "fully-sharded":
+        reducer += f' "{plan.summing.gathered_for}"'
+    told = bytes_per_parameter(reducer, copies, max(sizes) / sum(sizes))
+    told["weights"] -= uses * 2 * max(sizes) / sum(sizes)  # as above
+    return [
+        f"{name}: {seen[name] / sum(sizes):.2f} bytes per parameter, the page says {size:.2f}"
+        for name, size in told.items()
+        if abs(seen[name] - size * sum(sizes)) > 0.03 * size * sum(sizes)
     ]
 
 

@@ -59,8 +59,11 @@ class Copies(Protocol):
         """Begin to fill ``output`` with what each of the group has, one after the other; who waits
         for it learns who is missing."""
 
-    def exchange(self, output: Tensor, own: Tensor) -> None:
-        """Give row i of ``own`` to copy i of the group, and take row j of ``output`` from j."""
+    def exchange(
+        self, output: Tensor, own: Tensor, output_sizes: Sequence[int], own_sizes: Sequence[int]
+    ) -> None:
+        """Give each copy of the group so many numbers of ``own``, one after the other, and take as
+        many as ``output_sizes`` says from each."""
 
     def sum_between(self, shard: Tensor) -> Tensor:
         """The sum of a vector and those of the copies that have the same shard on other hosts."""
@@ -243,25 +246,51 @@ class _Unit:
             return
         size = self._copies.size
         lengths = [_most_numbers(whole, size) for whole, _ in due]
-        sent = torch.zeros(size, sum(lengths), dtype=gradient_dtype(due[0][0]))
-        for (whole, _), column in zip(due, torch.split(sent, lengths, 1), strict=True):
-            if whole.grad is not None:
-                numbers = whole.grad.reshape(-1)
-                for row, part in zip(
-                    column, torch.split(numbers, max(column.shape[1], 1)), strict=False
-                ):
-                    row[: len(part)] = part
-            whole.grad = None
-        received = torch.empty_like(sent)
-        self._copies.exchange(received, sent)
-        total = received[0].clone()
-        for term in received[1:]:
-            total += term
+        total = self._total([whole for whole, _ in due], lengths)
         total = self._copies.sum_between(total)
         for (whole, rows), numbers in zip(due, torch.split(total, lengths), strict=True):
             fresh = numbers[: rows.numel()].view_as(rows)
             take_gradient_dtype(rows, whole)
             rows.grad = fresh if rows.grad is None else rows.grad + fresh
+
+    def _total(self, wholes: Sequence[nn.Parameter], lengths: Sequence[int]) -> Tensor:
+        """The sums of this copy's rows of gradients, one behind the other; whole ones go meanwhile.
+
+        Args:
+            lengths: how many numbers a copy has at most of each parameter.
+        """
+        size, index, length = self._copies.size, self._copies.index, sum(lengths)
+        # Its own rows do not travel, so they are where the sum will be.
+        total = wholes[0].new_empty(length, dtype=gradient_dtype(wholes[0]))
+        sent = total.new_empty(size - 1, length)
+        rooms = [*sent[:index], total, *sent[index:]]
+        for whole, *columns in zip(
+            wholes, *(torch.split(room, lengths) for room in rooms), strict=True
+        ):
+            _take_gradient(whole, columns)
+        received = torch.empty_like(sent)
+        sizes = [0 if other == index else length for other in range(size)]
+        self._copies.exchange(received.view(-1), sent.view(-1), sizes, sizes)
+        if index:
+            first = received[0]
+            for term in received[1:index]:
+                first += term
+            total += first
+        for term in received[index:]:
+            total += term
+        return total
+
+
+def _take_gradient(whole: nn.Parameter, columns: Sequence[Tensor]) -> None:
+    """Move a parameter's gradient, 0 if it has none, to where each copy's rows of it are."""
+    numbers = whole.new_empty(0) if whole.grad is None else whole.grad.reshape(-1)
+    start = 0
+    for column in columns:
+        part = numbers[start : start + len(column)]
+        column[: len(part)] = part
+        column[len(part) :] = 0.0
+        start += len(column)
+    whole.grad = None
 
 
 def _most_numbers(whole: Tensor, size: int) -> int:

@@ -57,8 +57,14 @@ from penstock.planning.plans.spilling import (
     check_spill,
     with_offload,
 )
-from penstock.planning.plans.stage_plan import RecomputeWay, Split
-from penstock.planning.plans.summing import GatheredFor, ReducerName, Summing, served_by
+from penstock.planning.plans.stage_plan import RecomputeWay, Split, StagePlan
+from penstock.planning.plans.summing import (
+    GatheredFor,
+    ReducerName,
+    Summing,
+    in_shards,
+    served_by,
+)
 from penstock.planning.plans.table import WIDTH, argued, render, title
 
 _UNPRICED = (
@@ -218,7 +224,9 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
     def edited(self, **changes: Any) -> Plan:
         """This plan with other values of some fields. What follows from them is worked out anew, as
         for a file that is edited: how many versions of its weights a stage has, and the order if it
-        is taken out. Predicted times of stages stay; of other sums, ``warnings`` say it.
+        is taken out. Predicted times of stages stay; of other sums, ``warnings`` say it. Where
+        levels say anew which copies of a fully sharded stage have its weights together, so do the
+        bytes that its ranks keep.
 
         Raises:
             InputError: no such field, or the parts then contradict each other.
@@ -228,7 +236,20 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
             raise InputError(f"a plan has no field {unknown[0]}")
         if "summing" in changes and "warnings" not in changes:
             changes["warnings"] = (*self.warnings, *self._unpriced(changes["summing"]))
-        return Plan(**{**asdict(self), **changes})
+        made = Plan(**{**asdict(self), **changes})
+        if "summing" in changes and "stages" not in changes:
+            return replace(made, stages=made._in_shards_of(self.summing))
+        return made
+
+    def _in_shards_of(self, before: Summing) -> tuple[StagePlan, ...]:
+        """The stages, of which each copy has had the shard that another way to sum gives it."""
+        if not before.reducer == self.summing.reducer == "fully-sharded":
+            return self.stages
+        ranks = map(self.placement.ranks_of, range(len(self.stages)))
+        return tuple(
+            in_shards(stage, before.num_shards(own), self.summing.num_shards(own))
+            for stage, own in zip(self.stages, ranks, strict=True)
+        )
 
     def _unpriced(self, summing: Summing) -> tuple[str, ...]:
         """A warning of times that are those of other sums, if they are."""
