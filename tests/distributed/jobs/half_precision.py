@@ -3,7 +3,7 @@ what ranks hold, beside what their plan says.
 
     torchrun ... half_precision.py CASE FOLDER
 
-Cases: ``by hand`` compares losses and weights, reducer by reducer; ``checkpoint`` goes on from one
+Cases: ``by hand`` compares losses and weights, reducer by reducer, and with torch's own policy; ``checkpoint`` goes on from one
 layout in another; ``memory`` weighs weights, gradients, optimizer state and activations. Each rank
 reports in ``report-<rank>.json``.
 """
@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from msgspec.structs import replace
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import penstock as pk
@@ -100,7 +102,35 @@ def by_hand() -> list[str]:
             weights = pipeline.gather_state_dict()
         exact = name not in {"all-reduce", "servers", "hybrid"}  # which add in another order
         found += differences(f"{name} {dtype}", losses, weights, wanted, model.state_dict(), exact)
-    return found
+    return found + by_policy()
+
+
+def by_policy() -> list[str]:
+    """A loop around ``fully_shard`` with torch's policy trains the same; gloo adds in any order."""
+    copies, losses = dist.get_world_size(), []
+    policy = MixedPrecisionPolicy(param_dtype=HALF, reduce_dtype=torch.float32)
+    model = model_of().float()
+    for module in (*(own for own in model if [*own.parameters()]), model):
+        fully_shard(module, mesh=init_device_mesh("cpu", (copies,)), mp_policy=policy)
+    optimizer = adamw(model.parameters())
+    batches = [make_batch(24, HALF, step) for step in range(STEPS)]
+    for batch in batches:
+        inputs, targets = (own.chunk(copies)[dist.get_rank()] for own in batch)
+        value = F.cross_entropy(model(inputs), targets)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = value.detach().float()
+        dist.all_reduce(total)
+        losses.append(total.item() / copies)
+    wanted = {key: own.full_tensor().to(HALF) for key, own in model.state_dict().items()}
+    plan = WAYS["freed behind each use"](replicated(model_of(), (copies,), copies))
+    with pipeline_of(plan, model_of()) as pipeline:
+        ours = [pipeline.step(*batch).item() for batch in batches]
+        weights = pipeline.gather_state_dict()
+    far = max(abs(own - other) for own, other in zip(ours, losses, strict=True))
+    found = [f"torch's policy: losses {ours}, wanted {losses}"] * (far > 2**-7)
+    return found + differences("torch's policy", ours, weights, losses, wanted, exact=False)
 
 
 def checkpoint(folder: Path) -> list[str]:
