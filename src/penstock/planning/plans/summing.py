@@ -65,7 +65,7 @@ def room_to_sum(reducer: ReducerName, gradient_bytes: N, largest_bytes: N) -> N:
         largest_bytes: of the layer that has most of them.
     """
     if reducer == "fully-sharded":
-        return largest_bytes  # what of a layer is sent; then it goes, and what is received comes
+        return 2 * largest_bytes  # what is on its way of one layer, and is sent of the next
     return COPIES_OF_GRADIENTS[reducer] * gradient_bytes
 
 
