@@ -5,7 +5,7 @@ of each way to sum gradients.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, inf
@@ -91,13 +91,12 @@ class SummedSetting:
         return self.reducer == "fully-sharded" and self.task.gathered_for == "use"
 
     def gather_seconds(self, num_bytes: float, ranks: Sequence[int]) -> float:
-        """How long a pass of a microbatch waits for the weights of its layers: an all-gather, which
-        is half of an exchange.
+        """How long it takes to gather weights: half of an exchange; 0 where copies keep them all.
 
         Args:
-            num_bytes: of the stage's weights.
+            num_bytes: of the weights.
         """
-        if not self.gathers_each_use or len(ranks) < 2:
+        if self.reducer != "fully-sharded" or len(ranks) < 2 or not num_bytes:
             return 0.0
         return self.exchange(num_bytes, ranks).total / 2
 
@@ -119,9 +118,7 @@ class SummedSetting:
         if any(device.kind == "gpu" for device in devices_here) or model.name != RING:
             return 1  # an accelerator's gradients leave when all have been asked for
         if self.reducer == "fully-sharded":
-            return (
-                1  # weights come before the first forward, sums are made behind the last backward
-            )
+            return 1  # what hides is counted layer by layer
         # Whoever says what share hides has said it all; nothing that takes no time can hide.
         if model.overlap or not exchange.total:
             return 1
@@ -253,6 +250,23 @@ def _spares_of(task: Task) -> tuple[SpareMachine, ...]:
     """The machines that parameter servers run on: where they need not wait for all, one decides
     what each update gets."""
     return task.cluster.spares[:1] if task.stale else task.cluster.spares
+
+
+def exposed_seconds(steps: Iterable[tuple[float, float]]) -> float:
+    """How long steps wait in all for what each of them needs, which is asked for when the last one
+    before it that needed something has begun.
+
+    >>> exposed_seconds([(2.0, 5.0), (4.0, 1.0), (0.0, 1.0), (3.0, 1.0)])
+    3.0
+
+    Args:
+        steps: of each, the seconds until what it needs is there, and those that it takes then.
+    """
+    waited = hidden = 0.0
+    for fetch, compute in steps:
+        waited += max(fetch - hidden, 0.0)
+        hidden = compute if fetch else hidden + compute
+    return waited
 
 
 def rate_of(task: Task, device: int, others: Sequence[int]) -> float:
@@ -387,13 +401,13 @@ class CutSetting:
         prepares = seconds("split_forward_seconds") if setting.schedule.splits_backward else 0.0
         update = seconds("update_seconds", pace.updates)
         reduced = self._reduced(index, start, stop)
-        weights = task.sum("parameter_bytes", start, stop)
-        gather = self.way.gather_seconds(weights, setting.ranks_of[index])
+        waits = self._waits(index, start, stop)
+        ahead, back = waits[:2] if self.way.gathers_each_use else (0.0, 0.0)
         # What runs again inside a backward finds its layer gathered.
-        again = gather if self.recomputes[index] == "stage" else 0.0
+        again = ahead if self.recomputes[index] == "stage" else 0.0
         return {
-            "forward_seconds": seconds("forward_seconds") + prepares + more + gather,
-            "backward_input_seconds": seconds("backward_input_seconds") + more + gather,
+            "forward_seconds": seconds("forward_seconds") + prepares + more + ahead,
+            "backward_input_seconds": seconds("backward_input_seconds") + more + back,
             "backward_weight_seconds": seconds("backward_weight_seconds"),
             "split_seconds": seconds("split_seconds") + more,
             "recompute_seconds": seconds("recompute_seconds") + more + again,
@@ -406,6 +420,28 @@ class CutSetting:
             "hop_seconds": hop,
             "link_seconds": busy,
         }
+
+    def _waits(self, index: int, start: int, stop: int) -> tuple[float, float, float]:
+        """How long a fully sharded stage waits for weights in a forward and in a backward, and for
+        the sums of gradients behind the last one: while a layer computes, the weights of the next
+        one come, and the sums of the one before are made."""
+        task, setting = self.task, self.setting
+        pace = task.pace(setting.devices_of[index], setting.devices, setting.mode).passes
+        layers, ranks = task.graph.layers[start:stop], setting.ranks_of[index]
+        if self.way.reducer != "fully-sharded" or len(ranks) < 2:
+            return 0.0, 0.0, 0.0
+        sizes = {size for own in layers for size in (own.parameter_bytes, own.summed_bytes)}
+        half = {size: self.way.gather_seconds(size, ranks) for size in sizes}
+        weights = [half[layer.parameter_bytes] for layer in layers]
+        sums = [half[layer.summed_bytes] for layer in layers]
+        ahead = [pace * layer.forward_seconds for layer in layers]
+        back = [pace * layer.backward_seconds for layer in layers]
+        return (
+            exposed_seconds(zip(weights, ahead, strict=True)),
+            exposed_seconds(zip(weights[::-1], back[::-1], strict=True)),
+            # A sum begins behind its layer's backward, and ends while the layers before compute.
+            exposed_seconds(zip(sums, back, strict=True)),
+        )
 
     def _bytes(self, index: int, start: int, stop: int) -> dict[str, Any]:
         """The fields of a stage that say what it holds and hands on."""
@@ -458,7 +494,11 @@ class CutSetting:
         # Each replica adds what all others have of its own share.
         added = self.way.added_bytes(gradients, devices) / rate if rate else 0.0
         seconds = exchange.total - hidden + added + self._tied_seconds(index, start, stop)
-        seconds -= self.way.gather_seconds(weights, ranks)  # weights come when they are used
+        if self.way.reducer == "fully-sharded" and len(ranks) > 1:
+            ahead, _, sums = self._waits(index, start, stop)
+            if self.way.gathers_each_use:
+                return _Reduced(added + sums)
+            return _Reduced(added + ahead + self.way.gather_seconds(gradients, ranks))
         num_parts = self.way.num_parts(num_bytes, ranks, exchange)
         steps = tuple(step for step in (exchange.inside, added, exchange.back) if step)
         if num_parts > 1 or (self.way.passes_cards(ranks) and not model.overlap):
