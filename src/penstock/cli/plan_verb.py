@@ -132,6 +132,9 @@ def _parse_tensor_ranks(_: click.Context, __: click.Parameter, text: str) -> int
     help="How long weights stay gathered, with --reducer fully-sharded.",
 )
 @click.option(
+    "--hybrid", is_flag=True, help="Shard weights inside hosts only, with --reducer fully-sharded."
+)
+@click.option(
     "--cost-model",
     type=click.Choice(COST_MODELS),
     default="ring",

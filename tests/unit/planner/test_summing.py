@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 import penstock as pk
 from penstock.base.errors import InputError
-from penstock.core.cluster import Link, SpareMachine
+from penstock.core.cluster import Group, Link, SpareMachine
 from penstock.core.summation.split import best_split
 from penstock.planning.plans.explanation import explain
 from tests.kit.planning import chain, devices, in_one_line
@@ -176,3 +176,30 @@ def test_weights_that_are_freed_behind_each_use_are_gathered_for_each_pass():
     assert use.reduce_seconds == pytest.approx(back)
     with pytest.raises(InputError, match="is for reducer='fully-sharded'"):
         copies(cluster(4, 0), "sharded", gathered_for="use")
+
+
+def test_shards_inside_hosts_are_gathered_there_and_held_by_fewer():
+    inside = Link(bytes_per_second=100 * RATE)
+    there = cluster(4, 0)
+    names = [device.name for device in there.devices]
+    card = Link(bytes_per_second=RATE)
+    groups = tuple(
+        Group(name=name, members=tuple(members), link=inside, card=card)
+        for name, members in (("left", names[:2]), ("right", names[2:]))
+    )
+    there = replace(there, groups=groups)
+    flat = copies(there, "fully-sharded", gathered_for="use")
+    hybrid = copies(there, "fully-sharded", gathered_for="use", hybrid=True)
+    assert (flat.summing.levels, hybrid.summing.levels) == ((), ((0, 0, 1, 1),))
+    stage, other = hybrid.stages[0], flat.stages[0]
+    assert stage.optimizer_bytes == 2 * other.optimizer_bytes
+    assert stage.weight_bytes - other.weight_bytes == stage.parameter_bytes // 4
+    assert stage.forward_seconds < other.forward_seconds, "nothing passes between hosts"
+    edited = flat.edited(summing=hybrid.summing)
+    assert edited.memory_parts == hybrid.memory_parts
+    again = pk.replan(hybrid, there)
+    assert again.summing.levels and again.stages[0].optimizer_bytes == stage.optimizer_bytes
+    with pytest.raises(InputError, match="does not say which devices share one"):
+        copies(cluster(4, 0), "fully-sharded", hybrid=True)
+    with pytest.raises(InputError, match="hybrid=True is for reducer='fully-sharded'"):
+        copies(there, "sharded", hybrid=True)

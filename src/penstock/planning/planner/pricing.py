@@ -79,11 +79,18 @@ class SummedSetting:
     num_sums: int = 1
     levels: Levels = ()
 
-    def optimizer_bytes(self, whole: float, num_replicas: int) -> int:
+    def optimizer_bytes(self, whole: float, ranks: Sequence[int]) -> int:
         """Bytes of optimizer state on each copy of a stage that needs ``whole`` in all."""
-        if self.reducer == "parameter-server" and num_replicas > 1:
+        if self.reducer == "parameter-server" and len(ranks) > 1:
             return 0
-        return ceil(whole / num_replicas) if self.reducer in BY_SHARE else ceil(whole)
+        return ceil(whole / len(self.sharing(ranks))) if self.reducer in BY_SHARE else ceil(whole)
+
+    def sharing(self, ranks: Sequence[int]) -> Sequence[int]:
+        """Copies of a stage that update it together: all, or those on the host of the first one
+        where weights are fully sharded inside hosts."""
+        if self.reducer != "fully-sharded":
+            return ranks
+        return SumTree.of(ranks, self.levels[-1:]).levels[0][0]
 
     @property
     def gathers_each_use(self) -> bool:
@@ -96,15 +103,29 @@ class SummedSetting:
         Args:
             num_bytes: of the weights.
         """
-        if self.reducer != "fully-sharded" or len(ranks) < 2 or not num_bytes:
+        if self.reducer != "fully-sharded" or len(self.sharing(ranks)) < 2 or not num_bytes:
             return 0.0
-        return self.exchange(num_bytes, ranks).total / 2
+        return self.exchange(num_bytes, self.sharing(ranks)).total / 2
 
-    def update_seconds(self, whole: float, num_replicas: int) -> float:
+    def shard_seconds(self, num_bytes: float, ranks: Sequence[int]) -> float:
+        """How long it takes until each of fully sharded copies has the sum of its shard: the other
+        half of an exchange, and all of that between hosts which have the same shards.
+
+        Args:
+            num_bytes: of the gradients.
+        """
+        if len(ranks) < 2 or not num_bytes:
+            return 0.0
+        exchange = self.exchange(num_bytes, ranks)
+        if not self.levels:
+            return exchange.total / 2
+        return exchange.between + exchange.inside / 2 + exchange.latency
+
+    def update_seconds(self, whole: float, ranks: Sequence[int]) -> float:
         """Seconds of an update where a copy that updates everything takes ``whole``."""
-        if self.reducer == "parameter-server" and num_replicas > 1:
+        if self.reducer == "parameter-server" and len(ranks) > 1:
             return whole / self._num_servers
-        return whole / num_replicas if self.reducer in BY_SHARE else whole
+        return whole / len(self.sharing(ranks)) if self.reducer in BY_SHARE else whole
 
     def num_parts(self, num_bytes: float, ranks: Sequence[int], exchange: ExchangeSeconds) -> int:
         """In how many parts gradients leave while the last backward makes them; 1 where they leave
@@ -334,7 +355,9 @@ class CutSetting:
         flat = SummedSetting(
             task, setting.reducer_of(task), setting.devices, num_sums=max(len(shared), 1)
         )
-        if not shared or task.communication.name != RING or flat.reducer == "fully-sharded":
+        if flat.reducer == "fully-sharded":
+            return replace(flat, levels=setting.host_levels(task))
+        if not shared or task.communication.name != RING:
             return flat
         choices = levels_worth_trying(task.topology, setting.devices, task.straddling)
         if len(choices) == 1:
@@ -413,7 +436,7 @@ class CutSetting:
             "recompute_seconds": seconds("recompute_seconds") + more + again,
             "launch_seconds": more,
             "collective_seconds": seconds("collective_seconds"),
-            "update_seconds": self.way.update_seconds(update, len(devices)),
+            "update_seconds": self.way.update_seconds(update, setting.ranks_of[index]),
             "reduce_seconds": reduced.seconds,
             "reduce_parts": reduced.num_parts,
             "reduce_steps": reduced.steps,
@@ -431,9 +454,10 @@ class CutSetting:
         if self.way.reducer != "fully-sharded" or len(ranks) < 2:
             return 0.0, 0.0, 0.0
         sizes = {size for own in layers for size in (own.parameter_bytes, own.summed_bytes)}
-        half = {size: self.way.gather_seconds(size, ranks) for size in sizes}
-        weights = [half[layer.parameter_bytes] for layer in layers]
-        sums = [half[layer.summed_bytes] for layer in layers]
+        gather = {size: self.way.gather_seconds(size, ranks) for size in sizes}
+        spread = {size: self.way.shard_seconds(size, ranks) for size in sizes}
+        weights = [gather[layer.parameter_bytes] for layer in layers]
+        sums = [spread[layer.summed_bytes] for layer in layers]
         ahead = [pace * layer.forward_seconds for layer in layers]
         back = [pace * layer.backward_seconds for layer in layers]
         return (
@@ -445,13 +469,13 @@ class CutSetting:
 
     def _bytes(self, index: int, start: int, stop: int) -> dict[str, Any]:
         """The fields of a stage that say what it holds and hands on."""
-        task, replicas = self.task, len(self.setting.ranks_of[index])
+        task, ranks = self.task, self.setting.ranks_of[index]
         optimizer_bytes = task.sum("optimizer_bytes", start, stop)
         again = self.recomputes[index] == "layers"
         return {
             "transfer_bytes": task.crossing_bytes[stop] if stop < task.num_layers else 0,
             **self._weight_bytes(index, start, stop),
-            "optimizer_bytes": self.way.optimizer_bytes(optimizer_bytes, replicas),
+            "optimizer_bytes": self.way.optimizer_bytes(optimizer_bytes, ranks),
             "buffer_bytes": int(task.sum("buffer_bytes", start, stop)),
             "sum_bytes": self._sum_bytes(index, start, stop),
             "workspace_bytes": task.workspace_bytes(start, stop, again=again),
@@ -463,12 +487,12 @@ class CutSetting:
 
     def _weight_bytes(self, index: int, start: int, stop: int) -> dict[str, int | None]:
         """The fields of a stage that say what its weights and gradients take."""
-        numbers, replicas = self.task.numbers(start, stop), len(self.setting.ranks_of[index])
+        numbers, ranks = self.task.numbers(start, stop), self.setting.ranks_of[index]
         weights, gradients = int(numbers["parameter_bytes"]), int(numbers["gradient_bytes"])
         held = None
-        if self.way.reducer == "fully-sharded" and replicas > 1:
-            largest = numbers["largest_bytes"]
-            held = ceil(weights_held(self.task.gathered_for, weights, largest, replicas))
+        if self.way.reducer == "fully-sharded" and len(ranks) > 1:
+            largest, shards = numbers["largest_bytes"], len(self.way.sharing(ranks))
+            held = ceil(weights_held(self.task.gathered_for, weights, largest, shards))
         return {
             "parameter_bytes": weights,
             "weight_bytes": held,
@@ -498,7 +522,7 @@ class CutSetting:
             ahead, _, sums = self._waits(index, start, stop)
             if self.way.gathers_each_use:
                 return _Reduced(added + sums)
-            return _Reduced(added + ahead + self.way.gather_seconds(gradients, ranks))
+            return _Reduced(added + ahead + self.way.shard_seconds(gradients, ranks))
         num_parts = self.way.num_parts(num_bytes, ranks, exchange)
         steps = tuple(step for step in (exchange.inside, added, exchange.back) if step)
         if num_parts > 1 or (self.way.passes_cards(ranks) and not model.overlap):

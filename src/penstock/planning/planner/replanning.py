@@ -79,6 +79,7 @@ def replan(
         reducer=reducer,
         stale=plan.summing.stale if reducer == "parameter-server" else 0,
         gathered_for=plan.summing.gathered_for,
+        hybrid=reducer == "fully-sharded" and len(plan.summing.levels) > 0,
     )
     if plan.offload is not None and not cluster.tiers:
         cluster = replace(cluster, tiers=(plan.offload.tier,))
@@ -169,6 +170,8 @@ def _graph_of(plan: Plan) -> LayerGraph:
             default=1.0,
         )
         shards = plan.replicas[index] if plan.summing.reducer in BY_SHARE else 1
+        if plan.summing.reducer == "fully-sharded":
+            shards = plan.summing.num_shards(plan.placement.ranks_of(index))
         layers += _layers_of(stage, speed, shards)
     return LayerGraph(
         layers=tuple(layers),

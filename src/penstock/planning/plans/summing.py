@@ -75,15 +75,16 @@ that computes, and the next one, whose rows come meanwhile."""
 
 
 def weights_held(
-    gathered_for: GatheredFor, parameter_bytes: N, largest_bytes: N, num_replicas: int
+    gathered_for: GatheredFor, parameter_bytes: N, largest_bytes: N, num_shards: int
 ) -> N:
     """Bytes of weights that a copy of a fully sharded stage keeps at most.
 
     Args:
         parameter_bytes: of all weights.
         largest_bytes: of the layer that has most of them.
+        num_shards: of the weights.
     """
-    rows = parameter_bytes / num_replicas
+    rows = parameter_bytes / num_shards
     return rows + (parameter_bytes if gathered_for == "step" else GATHERED_LAYERS * largest_bytes)
 
 
