@@ -182,9 +182,8 @@ def test_shards_inside_hosts_are_gathered_there_and_held_by_fewer():
     inside = Link(bytes_per_second=100 * RATE)
     there = cluster(4, 0)
     names = [device.name for device in there.devices]
-    card = Link(bytes_per_second=RATE)
     groups = tuple(
-        Group(name=name, members=tuple(members), link=inside, card=card)
+        Group(name=name, members=tuple(members), link=inside, kind="shared-memory")
         for name, members in (("left", names[:2]), ("right", names[2:]))
     )
     there = replace(there, groups=groups)
