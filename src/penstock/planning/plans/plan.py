@@ -57,7 +57,7 @@ from penstock.planning.plans.spilling import (
     check_spill,
     with_offload,
 )
-from penstock.planning.plans.stage_plan import RecomputeWay, Split, StagePlan
+from penstock.planning.plans.stage_plan import RecomputeWay, Split
 from penstock.planning.plans.summing import (
     GatheredFor,
     ReducerName,
@@ -237,19 +237,21 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
         if "summing" in changes and "warnings" not in changes:
             changes["warnings"] = (*self.warnings, *self._unpriced(changes["summing"]))
         made = Plan(**{**asdict(self), **changes})
-        if "summing" in changes and "stages" not in changes:
-            return replace(made, stages=made._in_shards_of(self.summing))
-        return made
+        return made if "stages" in changes else made._in_other_shards(self.summing)
 
-    def _in_shards_of(self, before: Summing) -> tuple[StagePlan, ...]:
-        """The stages, of which each copy has had the shard that another way to sum gives it."""
+    def _in_other_shards(self, before: Summing) -> Plan:
+        """This plan, with stages whose bytes are those of other shards, if weights are fully
+        sharded, and were before."""
         if not before.reducer == self.summing.reducer == "fully-sharded":
-            return self.stages
+            return self
+        if before.levels == self.summing.levels:
+            return self
         ranks = map(self.placement.ranks_of, range(len(self.stages)))
-        return tuple(
+        stages = (
             in_shards(stage, before.num_shards(own), self.summing.num_shards(own))
             for stage, own in zip(self.stages, ranks, strict=True)
         )
+        return replace(self, stages=tuple(stages))
 
     def _unpriced(self, summing: Summing) -> tuple[str, ...]:
         """A warning of times that are those of other sums, if they are."""
@@ -524,7 +526,7 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
             levels=self.summing.levels if has_levels else (),
             gathered_for=gathered_for,
         )
-        return replace(self, summing=summing)
+        return replace(self, summing=summing)._in_other_shards(self.summing)
 
     def with_expert_ranks(self, expert_ranks: int, stages: Collection[int] = ()) -> Plan:
         """This plan with the experts of mixtures divided among copies of their stages; times are
