@@ -3,11 +3,14 @@
     python -m benchmarks.predicting.spread [--ways hybrid experts] [--rounds 3] [--steps 5]
 
 Each way is planned from a profile of its model on one process, and from what `penstock
-measure-cluster` says of as many processes of this machine; then these train, rounds of all ways in
-turns. Weights are sharded, kept for a step or freed behind each use; positions between tensor ranks
-("sequence"); experts of a mixture; positions of a sequence between context ranks. Two processes
-compute as they are; where there are four, on two cores, a layer computes its true values, and then
-waits as long as it would take alone on a core of its own (``shaped_training``).
+measure-cluster` says of as many processes; then these train, rounds of all ways in turns. Weights
+are sharded, kept for a step or freed behind each use, over all processes or inside hosts only
+("hybrid"); positions between tensor ranks ("sequence"); experts of a mixture; positions of a
+sequence between context ranks.
+
+Two processes compute on a core each. Four are two each on two hosts (``shaped_network``), and share
+this machine's two cores, which real ones do not: a layer computes its true values, and then waits
+until as much time has passed as an accelerator of a given speed would take (``shaped_training``).
 
 The goal is a difference of at most 10 %.
 """
@@ -17,18 +20,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -36,7 +39,8 @@ from torch.nn.functional import mse_loss
 
 import penstock as pk
 from benchmarks.common.alone import publish
-from benchmarks.network.shaped_training import SlowLinear
+from benchmarks.network.shaped_network import ShapedNetwork, end_on_signals, missing
+from benchmarks.network.shaped_training import SlowLinear, expect_success
 from examples.mixture_of_experts import Mixture
 from penstock.demo import gpt
 
@@ -101,7 +105,6 @@ class Way(NamedTuple):
         loss: of a microbatch.
         processes: that share a stage.
         asked: of ``pk.plan``, besides one stage.
-        levels: which copies have weights together, where not all do.
     """
 
     model: Callable[[], nn.Module]
@@ -109,7 +112,6 @@ class Way(NamedTuple):
     loss: Callable[[Any, Any], Tensor]
     processes: int
     asked: Mapping[str, Any]
-    levels: tuple[int, ...] = ()
 
     def plan(self, cluster: pk.Cluster) -> pk.Plan:
         """From a profile of a microbatch on this process alone."""
@@ -118,18 +120,17 @@ class Way(NamedTuple):
             self.model(), inputs, targets=targets, loss=self.loss, optimizer=adamw,
             ranks=0 if self.processes > 2 else 2,
         )  # fmt: skip
-        plan = pk.plan(
+        return pk.plan(
             graph, cluster, microbatches=_MICROBATCHES, stages=1, schedule="1f1b",
             recompute="never", **self.asked,
         )  # fmt: skip
-        if not self.levels:
-            return plan
-        return plan.edited(summing=replace(plan.summing, levels=(self.levels,)))
 
 
-def sharded(copies: int, kept: str) -> dict[str, Any]:
+def sharded(copies: int, kept: str, *, hybrid: bool = False) -> dict[str, Any]:
     """What is asked for of shards."""
-    return {"replicas": (copies,), "reducer": "fully-sharded", "gathered_for": kept}
+    return {
+        "replicas": (copies,), "reducer": "fully-sharded", "gathered_for": kept, "hybrid": hybrid
+    }  # fmt: skip
 
 
 def rows_of_mixtures() -> Batch:
@@ -150,7 +151,7 @@ WAYS: dict[str, Way] = {
     "context": Way(captured_gpt, lambda: tokens(256), gpt.loss, 2, {"context_ranks": 2}),
     "sharded-4": Way(slow_layers, rows_of_slow_layers, mse_loss, 4, sharded(4, "use")),
     "hybrid": Way(
-        slow_layers, rows_of_slow_layers, mse_loss, 4, sharded(4, "use"), levels=(0, 0, 1, 1)
+        slow_layers, rows_of_slow_layers, mse_loss, 4, sharded(4, "use", hybrid=True)
     ),
 }
 
@@ -174,52 +175,95 @@ def train(way: Way, plan: pk.Plan, steps: int) -> list[float]:
     return seconds[_WARM_UP:]
 
 
-def in_processes(folder: Path, name: str, steps: int) -> list[float]:
-    """What a way takes in processes of its own."""
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *(f"--nproc-per-node={WAYS[name].processes}", "-m", "benchmarks.predicting.spread"),
-            *("--job", str(folder), "--ways", name, "--steps", str(steps)),
-        ],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=True,
-    )
-    seconds: list[float] = json.loads((folder / f"{name}.seconds.json").read_text())
-    return seconds
+class Processes:
+    """As many processes as a way has: two of this machine, or four on two hosts.
+
+    Args:
+        folder: for what they tell.
+        network: of the hosts, where there are some.
+    """
+
+    def __init__(self, folder: Path, network: ShapedNetwork | None = None) -> None:
+        self._folder, self._network = folder, network
+
+    def cluster(self) -> pk.Cluster:
+        """The processes, and how fast they are joined."""
+        path = self._folder / f"{'processes' if self._network is None else 'hosts'}.json"
+        words = [sys.executable, "-m", "penstock.cli", "measure-cluster", "-o", str(path)]
+        if self._network is None:
+            subprocess.run([*words, "--ranks", "2"], check=True, stdout=subprocess.DEVNULL)
+        else:
+            quiet = ["sh", "-c", f"exec {shlex.join(words)} > /dev/null"]
+            expect_success(self._network.run(quiet, per_host=2))
+        return pk.Cluster.load(path)
+
+    def seconds(self, name: str, steps: int) -> list[float]:
+        """What a way takes."""
+        words = ["-m", "benchmarks.predicting.spread", "--job", str(self._folder)]
+        words += ["--ways", name, "--steps", str(steps)]
+        if self._network is None:
+            launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            subprocess.run(
+                [*launch, "--nproc-per-node=2", *words],
+                env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True,
+            )  # fmt: skip
+        else:
+            one_thread = {"OMP_NUM_THREADS": "1"}
+            command = [sys.executable, *words]
+            expect_success(self._network.run(command, environment=one_thread, per_host=2))
+        taken: list[float] = json.loads((self._folder / f"{name}.seconds.json").read_text())
+        return taken
 
 
-def measured_cluster(folder: Path, processes: int) -> pk.Cluster:
-    """So many processes of this machine, and how fast they are joined."""
-    path = folder / f"cluster-{processes}.json"
-    if not path.exists():
-        words = ["measure-cluster", "--ranks", str(processes), "-o", str(path)]
-        command = [sys.executable, "-m", "penstock.cli", *words]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return pk.Cluster.load(path)
+def beside_predictions(
+    processes: Processes, folder: Path, ways: Sequence[str], options: argparse.Namespace
+) -> list[Row]:
+    """What some ways take on the same processes, in turns."""
+    if not ways:
+        return []
+    cluster = processes.cluster()
+    plans = {name: WAYS[name].plan(cluster) for name in ways}
+    measured: dict[str, list[float]] = {name: [] for name in ways}
+    for name, plan in plans.items():
+        plan.save(folder / f"{name}.json")
+    for _ in range(options.rounds):
+        for name in ways:
+            measured[name] += processes.seconds(name, options.steps)
+    return [Row(name, plan.step_seconds, measured[name]) for name, plan in plans.items()]
 
 
-def show(plans: Mapping[str, pk.Plan], measured: Mapping[str, list[float]]) -> None:
+class Row(NamedTuple):
+    """A way, its predicted seconds and those that were measured."""
+
+    name: str
+    predicted: float
+    measured: list[float]
+
+    @property
+    def difference(self) -> float:
+        """Of the prediction, as a share of what is usual."""
+        return self.predicted / statistics.median(self.measured) - 1
+
+
+def show(rows: Sequence[Row]) -> None:
     """A line for each way."""
     table = Table("", "processes", "measured ms", "best ms", "predicted ms", "difference")
-    wrong = []
-    for name, plan in plans.items():
-        usual = statistics.median(measured[name])
-        wrong.append(abs(plan.step_seconds / usual - 1))
+    for row in rows:
         table.add_row(
-            name, str(WAYS[name].processes), f"{usual * 1e3:.1f}",
-            f"{min(measured[name]) * 1e3:.1f}", f"{plan.step_seconds * 1e3:.1f}",
-            f"{plan.step_seconds / usual - 1:+.1%}",
+            row.name, str(WAYS[row.name].processes), f"{statistics.median(row.measured) * 1e3:.1f}",
+            f"{min(row.measured) * 1e3:.1f}", f"{row.predicted * 1e3:.1f}",
+            f"{row.difference:+.1%}",
         )  # fmt: skip
     Console(width=110).print(table)
-    within = sum(own <= MOST_WRONG for own in wrong)
-    print(f"{within} of {len(wrong)} within {MOST_WRONG:.0%}")
+    within = sum(abs(row.difference) <= MOST_WRONG for row in rows)
+    print(f"{within} of {len(rows)} within {MOST_WRONG:.0%}")
 
 
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--mbit", type=float, default=400.0, help="of the link of each host")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)
@@ -235,18 +279,20 @@ def main() -> None:
             (options.job / f"{name}.seconds.json").write_text(json.dumps(seconds))
         return
     torch.set_num_threads(1)
-    plans: dict[str, pk.Plan] = {}
-    measured: dict[str, list[float]] = {name: [] for name in options.ways}
+    end_on_signals()
+    here = [name for name in options.ways if WAYS[name].processes == 2]
+    on_hosts = [name for name in options.ways if WAYS[name].processes == 4]
+    if on_hosts and (reason := missing()) is not None:
+        print(f"left out {' and '.join(on_hosts)}: {reason}")
+        on_hosts = []
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
-        for name in options.ways:
-            way = WAYS[name]
-            plans[name] = way.plan(measured_cluster(folder, way.processes))
-            plans[name].save(folder / f"{name}.json")
-        for _ in range(options.rounds):
-            for name in options.ways:
-                measured[name] += in_processes(folder, name, options.steps)
-    show(plans, measured)
+        rows = beside_predictions(Processes(folder), folder, here, options)
+        if on_hosts:
+            with ShapedNetwork(2, options.mbit) as network:
+                hosts = Processes(folder, network)
+                rows += beside_predictions(hosts, folder, on_hosts, options)
+    show(rows)
 
 
 if __name__ == "__main__":
