@@ -203,9 +203,7 @@ def on_hosts(sizes: Sizes, options: argparse.Namespace) -> dict[str, float]:
         job = [sys.executable, "-m", "benchmarks.contest.sharded_stages", "--job", name]
         job += ["--rounds", str(options.rounds)]
         per_host = STAGES * COPIES // options.hosts
-        expect_success(
-            network.run(job, per_host=per_host, environment={"OMP_NUM_THREADS": "1"})
-        )
+        expect_success(network.run(job, per_host=per_host, environment={"OMP_NUM_THREADS": "1"}))
         seconds: dict[str, float] = json.loads((folder / "seconds.json").read_text())
     return seconds
 

@@ -145,14 +145,10 @@ WAYS: dict[str, Way] = {
     "sharded-step": Way(small_gpt, lambda: tokens(64), gpt.loss, 2, sharded(2, "step")),
     "sharded-use": Way(small_gpt, lambda: tokens(64), gpt.loss, 2, sharded(2, "use")),
     "sequence": Way(small_gpt, lambda: tokens(64), gpt.loss, 2, {"tensor_ranks": 2}),
-    "experts": Way(
-        mixtures, rows_of_mixtures, mse_loss, 2, {"replicas": (2,), "expert_ranks": 2}
-    ),
+    "experts": Way(mixtures, rows_of_mixtures, mse_loss, 2, {"replicas": (2,), "expert_ranks": 2}),
     "context": Way(captured_gpt, lambda: tokens(256), gpt.loss, 2, {"context_ranks": 2}),
     "sharded-4": Way(slow_layers, rows_of_slow_layers, mse_loss, 4, sharded(4, "use")),
-    "hybrid": Way(
-        slow_layers, rows_of_slow_layers, mse_loss, 4, sharded(4, "use", hybrid=True)
-    ),
+    "hybrid": Way(slow_layers, rows_of_slow_layers, mse_loss, 4, sharded(4, "use", hybrid=True)),
 }
 
 

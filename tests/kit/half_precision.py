@@ -78,7 +78,9 @@ def bytes_per_parameter(reducer: str, copies: int, largest_share: float) -> dict
     """The row of a reducer, as ``fully-sharded "use"``, in the table of bytes per parameter in
     ``docs/data-parallelism.md``."""
     page = (ROOT / "docs" / "data-parallelism.md").read_text(encoding="utf-8")
-    _, _, table = page.partition("| reducer | weight | gradient | master, moments |\n|---|---|---|---|\n")
+    _, _, table = page.partition(
+        "| reducer | weight | gradient | master, moments |\n|---|---|---|---|\n"
+    )
     for line in table.partition("\n\n")[0].splitlines():
         first, *cells = line.strip("| ").split(" | ")
         names = re.findall("`(.+?)`", first)

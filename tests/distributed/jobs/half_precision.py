@@ -3,9 +3,9 @@ what ranks hold, beside what their plan says.
 
     torchrun ... half_precision.py CASE FOLDER
 
-Cases: ``by hand`` compares losses and weights, reducer by reducer, and with torch's own policy; ``checkpoint`` goes on from one
-layout in another; ``memory`` weighs weights, gradients, optimizer state and activations. Each rank
-reports in ``report-<rank>.json``.
+Cases: ``by hand`` compares losses and weights, reducer by reducer, and with torch's own policy;
+``checkpoint`` goes on from one layout in another; ``memory`` weighs weights, gradients, optimizer
+state and activations. Each rank reports in ``report-<rank>.json``.
 """
 
 from __future__ import annotations
