@@ -86,7 +86,7 @@ def bytes_per_parameter(reducer: str, copies: int, largest_share: float) -> dict
         names = re.findall("`(.+?)`", first)
         names = [" ".join(names)] if names[-1].startswith('"') else names
         if reducer in names:
-            known = {"__builtins__": {}, "r": copies, "ℓ": largest_share}
+            known = {"__builtins__": {}, "r": copies, "l": largest_share}  # Python reads ℓ as l
             values = [eval(cell.replace("·", "*"), known) for cell in cells]
             return dict(zip(("weights", "gradients", "optimizer"), values, strict=True))
     raise AssertionError(f"the page has no row of {reducer}")

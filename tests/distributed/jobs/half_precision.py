@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 import penstock as pk
 from penstock.demo.gpt import GPT, loss
 from penstock.planning.plans import Plan
+from penstock.planning.plans.summing import server_ranks
 from tests.kit.half_precision import MixedByHand, bytes_of, bytes_per_parameter, turns_of
 from tests.kit.helpers import make_batch, make_mlp
 from tests.kit.reducing import replicated
@@ -180,6 +181,7 @@ CASES = [
         ["gpipe 2-2 never", "1f1b 2-2 layers", "1f1b 2-2 stage"],
     ),
     *itertools.product(["owners"], ["zb-h1 1-1-1-1 never", "interleaved-1f1b 1-1-1-1 layers"]),
+    ("parameter-server", "1f1b 2-1 never"),
 ]
 
 
@@ -222,7 +224,13 @@ def plan_for(graph, reducer, schedule, replicas, recompute) -> Plan:
 
 def weighed(plan: Plan, dtype) -> list[str]:
     """Where what a rank holds is not as planned."""
-    parts, rank = plan.memory_parts[dist.get_rank()], dist.get_rank()
+    rank = dist.get_rank()
+    if rank in server_ranks(plan):
+        with pipeline_of(plan, gpt(dtype), loss=loss, count_memory=True) as pipeline:
+            for _ in range(2):
+                pipeline.step(*tokens(8 * ROWS))
+        return []
+    parts = plan.memory_parts[rank]
     uses, model = plan.summing.gathered_for == "use", gpt(dtype)
     stages = [plan.stages[index] for index in plan.placement.stages_of[rank]]
     layers = [model.get_submodule(name) for stage in stages for name in stage.layers]
