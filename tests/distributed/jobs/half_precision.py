@@ -25,6 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import penstock as pk
+from penstock.core.cluster import SpareMachine
 from penstock.demo.gpt import GPT, loss
 from penstock.planning.plans import Plan
 from penstock.planning.plans.summing import server_ranks
@@ -215,8 +216,11 @@ def plan_for(graph, reducer, schedule, replicas, recompute) -> Plan:
     name, *kept = reducer.split()
     copies = tuple(map(int, replicas.split("-")))
     stages = 8 if schedule.startswith("interleaved") else 4
+    cluster = pk.Cluster.local(4)
+    if name == "parameter-server":
+        cluster = replace(cluster, spares=(SpareMachine(name="here", bytes_per_second=1e9),))
     return pk.plan(
-        graph, pk.Cluster.local(4), microbatches=8, schedule=schedule, recompute=recompute,
+        graph, cluster, microbatches=8, schedule=schedule, recompute=recompute,
         **({"replicas": copies, "cuts": [4]} if max(copies) > 1 else {"stages": stages}),
         **({"reducer": name, "gathered_for": kept[0]} if kept else {"reducer": name}),
     )  # fmt: skip
@@ -279,6 +283,7 @@ def differs_from_page(plan: Plan, layers, seen) -> list[str]:
     sizes = [sum(own.numel() for own in layer.parameters()) for layer in layers]
     copies = len(plan.placement.ranks_of(plan.placement.stages_of[dist.get_rank()][0]))
     reducer, uses = plan.summing.reducer, plan.summing.gathered_for == "use"
+    reducer = reducer if copies > 1 else "owners"  # a row with that of no reducer
     if reducer == "fully-sharded":
         reducer += f' "{plan.summing.gathered_for}"'
     told = bytes_per_parameter(reducer, copies, max(sizes) / sum(sizes))
