@@ -4,14 +4,17 @@
 
 Four processes train the same layers by 1F1B: a pipeline of two stages, of each of which two copies
 have a shard. torch has a ``Schedule1F1B`` for each pair of ranks, and ``fully_shard`` around every
-layer of a stage; Penstock has the reducer "fully-sharded". Weights stay gathered for a step, or are
-freed behind each use. They take turns, A B C D, in the same processes; before, all make the same
-steps, and losses and weights must be those of the others.
+layer of a stage; Penstock has the reducer "fully-sharded". They take turns, A B C D, in the same
+processes; before, all make the same steps, and weights must be those of the others.
+
+The goal is 1.05 of torch's speed with weights that stay gathered for a step. torch's pipelines keep
+what a backward has gathered, so with ``reshard_after_forward`` they gather once per microbatch, and
+hold as much; the faster of both counts. Penstock's gathered_for="use" gathers twice and holds two
+layers, which torch has nothing like; it is there to be seen.
 
 The four hosts (``shaped_network``) share this machine's few cores, which real ones do not. So a
 layer computes its true values and gradients, and then waits until as much time has passed as an
-accelerator of a given speed would take (``shaped_training``). The goal is 1.05 of torch's speed, of
-what does the same.
+accelerator of a given speed would take (``shaped_training``).
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,7 +47,6 @@ from penstock.planning.plans.summing import GatheredFor
 
 STAGES, COPIES = 2, 2
 GOAL_SPEED = 1.05
-KEPT: dict[GatheredFor, str] = {"step": "kept for a step", "use": "freed behind each use"}
 _SAME_STEPS = 2
 
 
@@ -93,7 +95,7 @@ class Contestant(NamedTuple):
     close: Callable[[], None] = lambda: None
 
 
-def of_torch(sizes: Sizes, kept: GatheredFor) -> Contestant:
+def of_torch(sizes: Sizes, *, frees: bool) -> Contestant:
     """Pipelining × FSDP2, as users write it."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -104,7 +106,7 @@ def of_torch(sizes: Sizes, kept: GatheredFor) -> Contestant:
     layers = sizes.model()
     part: Any = layers[: sizes.depth // 2] if index == 0 else layers[sizes.depth // 2 :]
     for module in (*part, part):
-        fully_shard(module, mesh=mesh["data"], reshard_after_forward=kept == "use")
+        fully_shard(module, mesh=mesh["data"], reshard_after_forward=frees)
     value = torch.empty(sizes.rows, sizes.width)
     stage = PipelineStage(
         part, index, STAGES, torch.device("cpu"), value.requires_grad_(index > 0),
@@ -159,17 +161,20 @@ def _stage() -> int:
     return dist.get_rank() // COPIES
 
 
+WAYS: dict[str, Callable[[Sizes], Contestant]] = {
+    "torch 1F1B × FSDP2": partial(of_torch, frees=False),
+    "torch 1F1B × FSDP2, reshard_after_forward": partial(of_torch, frees=True),
+    "Penstock 1F1B, fully sharded": partial(of_penstock, kept="step"),
+    "Penstock 1F1B, fully sharded, for each use": partial(of_penstock, kept="use"),
+}
+
+
 def on_one_rank(sizes: Sizes, rounds: int) -> dict[str, float]:
     """What each process does: seconds of a step of each contestant."""
     torch.set_num_threads(1)
     keep_freed_pages()
     dist.init_process_group("gloo")
-    ways = {"torch 1F1B × FSDP2": of_torch, "Penstock 1F1B, fully sharded": of_penstock}
-    made = {
-        f"{name}, {words}": build(sizes, kept)
-        for kept, words in KEPT.items()
-        for name, build in ways.items()
-    }
+    made = {name: build(sizes) for name, build in WAYS.items()}
     weights = []
     for way in made.values():
         for _ in range(_SAME_STEPS):
@@ -209,15 +214,14 @@ def on_hosts(sizes: Sizes, options: argparse.Namespace) -> dict[str, float]:
 
 
 def show(seconds: dict[str, float], mbit: float) -> None:
-    """A line for each contestant, and the ratios that are the goal."""
+    """A line for each contestant, and the ratio that is the goal."""
     table = Table("", "s/step", title=f"{mbit:g} Mbit/s", title_justify="left")
     for name, own in seconds.items():
         table.add_row(name, f"{own:.3f}")
     Console(width=100).print(table)
-    times: Sequence[float] = [*seconds.values()]
-    for words, theirs, ours in zip(KEPT.values(), times[::2], times[1::2], strict=True):
-        reached = "met" if theirs / ours >= GOAL_SPEED else "missed"
-        print(f"{words}: {theirs / ours:.2f} of torch's speed (goal {GOAL_SPEED}): {reached}")
+    theirs, ours = min([*seconds.values()][:2]), [*seconds.values()][2]
+    reached = "met" if theirs / ours >= GOAL_SPEED else "missed"
+    print(f"{theirs / ours:.2f} of torch's speed (goal {GOAL_SPEED}): {reached}")
 
 
 def arguments() -> argparse.Namespace:

@@ -305,7 +305,11 @@ def test_a_pretrained_kind_trains_as_on_one_device(build):
 @pytest.mark.parametrize(
     ("build", "loss", "cut"),
     [
-        (lambda: GPT(vocabulary=WORDS, width=32, heads=4, layers=4, context=32), net_loss, "blocks.2"),
+        (
+            lambda: GPT(vocabulary=WORDS, width=32, heads=4, layers=4, context=32),
+            net_loss,
+            "blocks.2",
+        ),
         # It hands attention a mask, which one device keeps and a ring does not.
         (lambda: llama(width=48, length=32).float(), of_logits, "model.layers.1"),
     ],
