@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from penstock.engine.model import microbatches
+from tests.kit.paths import ROOT
 
 
 class MixedByHand:
@@ -70,6 +72,24 @@ def turns_of(plan) -> list[list[int]]:
 
 def _backwards(ops) -> Iterator:
     return (op for op in ops if op.stage == 0 and op.kind.value in "BW")
+
+
+def bytes_per_parameter(reducer: str, copies: int, largest_share: float) -> dict[str, float]:
+    """The row of a reducer, as ``fully-sharded "use"``, in the table of bytes per parameter in
+    ``docs/data-parallelism.md``."""
+    page = (ROOT / "docs" / "data-parallelism.md").read_text(encoding="utf-8")
+    _, _, table = page.partition(
+        "| reducer | weight | gradient | master, moments |\n|---|---|---|---|\n"
+    )
+    for line in table.partition("\n\n")[0].splitlines():
+        first, *cells = line.strip("| ").split(" | ")
+        names = re.findall("`(.+?)`", first)
+        names = [" ".join(names)] if names[-1].startswith('"') else names
+        if reducer in names:
+            known = {"__builtins__": {}, "r": copies, "l": largest_share}  # Python reads ℓ as l
+            values = [eval(cell.replace("·", "*"), known) for cell in cells]
+            return dict(zip(("weights", "gradients", "optimizer"), values, strict=True))
+    raise AssertionError(f"the page has no row of {reducer}")
 
 
 def bytes_of(tensors) -> int:

@@ -212,13 +212,13 @@ def test_a_shared_sequence_trains_as_on_one_device(build, loss, batch, ranks, si
     check(ours, plan, loss, [batch(seed) for seed in range(2)], batch(5)[0])
 
 
-def llama():
+def llama(width=16, layers=2, length=16):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=WORDS, max_position_embeddings=16, use_cache=False,
-        bos_token_id=0, eos_token_id=0,
+        hidden_size=width, intermediate_size=3 * width // 2, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, vocab_size=WORDS,
+        max_position_embeddings=length, use_cache=False, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config).double()
 
@@ -302,22 +302,33 @@ def test_a_pretrained_kind_trains_as_on_one_device(build):
     )
 
 
-def test_context_ranks_keep_what_their_plan_predicts():
+@pytest.mark.parametrize(
+    ("build", "loss", "cut"),
+    [
+        (
+            lambda: GPT(vocabulary=WORDS, width=32, heads=4, layers=4, context=32),
+            net_loss,
+            "blocks.2",
+        ),
+        # It hands attention a mask, which one device keeps and a ring does not.
+        (lambda: llama(width=48, length=32).float(), of_logits, "model.layers.1"),
+    ],
+)
+def test_context_ranks_keep_what_their_plan_predicts(build, loss, cut):
     """What is saved for backwards, in unique storages; the profile is that of one device."""
     torch.manual_seed(0)
-    model = GPT(vocabulary=WORDS, width=32, heads=4, layers=4, context=32)
     batches = words(0, rows=16, length=32)
-    ours = capture(model, batches[0][:4], granularity="block", verify=False)
+    ours = capture(build(), batches[0][:4], granularity="block", verify=False)
     graph = pk.profile(
-        copy.deepcopy(ours), batches[0][:4], loss=net_loss, targets=batches[1][:4], repeats=1,
+        copy.deepcopy(ours), batches[0][:4], loss=loss, targets=batches[1][:4], repeats=1,
         ranks=0,
     )  # fmt: skip
     plan = pk.plan(
-        graph, pk.Cluster.local(4), microbatches=4, stages=2, schedule="1f1b", cuts=["blocks.2"],
+        graph, pk.Cluster.local(4), microbatches=4, stages=2, schedule="1f1b", cuts=[cut],
         recompute="never", context_ranks=2,
     )  # fmt: skip
     with pk.Pipeline(
-        ours, plan, loss=net_loss, optimizer=momentum, count_memory=True,
+        ours, plan, loss=loss, optimizer=momentum, count_memory=True,
         deadline_seconds=DEADLINE_SECONDS,
     ) as pipeline:  # fmt: skip
         for _ in range(2):

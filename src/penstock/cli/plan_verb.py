@@ -103,6 +103,9 @@ def _parse_tensor_ranks(_: click.Context, __: click.Parameter, text: str) -> int
     "--gathered-for", among=get_args(GatheredFor), default="step",
     help="How long weights stay gathered, with --reducer fully-sharded.",
 )  # fmt: skip
+@click.option(
+    "--hybrid", is_flag=True, help="Shard weights inside hosts only, with --reducer fully-sharded."
+)
 @options.choice_option(
     "--cost-model", among=COST_MODELS, default="ring",
     help="How exchanges of gradients are counted.",

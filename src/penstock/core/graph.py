@@ -50,6 +50,8 @@ class Layer(Value, frozen=True, kw_only=True):
         activation_bytes: what autograd keeps from forward until backward.
         loss_bytes: of these, what the loss behind the last layer keeps: it does not run again where
             layers do.
+        mask_bytes: of these, masks that attention keeps: context ranks, among which keys and values
+            go round, keep none.
         held_input_bytes: its input, if autograd does not keep that anyway; what a stage that begins
             with it holds besides.
         weight_kept_bytes: what stays between the two halves of a split backward.
@@ -94,6 +96,7 @@ class Layer(Value, frozen=True, kw_only=True):
     update_seconds: float = 0.0
     activation_bytes: int = 0
     loss_bytes: int = 0
+    mask_bytes: int = 0
     held_input_bytes: int = 0
     weight_kept_bytes: int = 0
     workspace_bytes: int = 0

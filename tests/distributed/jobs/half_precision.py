@@ -3,9 +3,9 @@ what ranks hold, beside what their plan says.
 
     torchrun ... half_precision.py CASE FOLDER
 
-Cases: ``by hand`` compares losses and weights, reducer by reducer; ``checkpoint`` goes on from one
-layout in another; ``memory`` weighs weights, gradients, optimizer state and activations. Each rank
-reports in ``report-<rank>.json``.
+Cases: ``by hand`` compares losses and weights, reducer by reducer, and with torch's own policy;
+``checkpoint`` goes on from one layout in another; ``memory`` weighs weights, gradients, optimizer
+state and activations. Each rank reports in ``report-<rank>.json``.
 """
 
 from __future__ import annotations
@@ -20,12 +20,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from msgspec.structs import replace
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import penstock as pk
+from penstock.core.cluster import SpareMachine
 from penstock.demo.gpt import GPT, loss
 from penstock.planning.plans import Plan
-from tests.kit.half_precision import MixedByHand, bytes_of, turns_of
+from penstock.planning.plans.summing import server_ranks
+from tests.kit.half_precision import MixedByHand, bytes_of, bytes_per_parameter, turns_of
 from tests.kit.helpers import make_batch, make_mlp
 from tests.kit.reducing import replicated
 from tests.kit.training import adamw
@@ -100,7 +104,35 @@ def by_hand() -> list[str]:
             weights = pipeline.gather_state_dict()
         exact = name not in {"all-reduce", "servers", "hybrid"}  # which add in another order
         found += differences(f"{name} {dtype}", losses, weights, wanted, model.state_dict(), exact)
-    return found
+    return found + by_policy()
+
+
+def by_policy() -> list[str]:
+    """A loop around ``fully_shard`` with torch's policy trains the same; gloo adds in any order."""
+    copies, losses = dist.get_world_size(), []
+    policy = MixedPrecisionPolicy(param_dtype=HALF, reduce_dtype=torch.float32)
+    model = model_of().float()
+    for module in (*(own for own in model if [*own.parameters()]), model):
+        fully_shard(module, mesh=init_device_mesh("cpu", (copies,)), mp_policy=policy)
+    optimizer = adamw(model.parameters())
+    batches = [make_batch(24, HALF, step) for step in range(STEPS)]
+    for batch in batches:
+        inputs, targets = (own.chunk(copies)[dist.get_rank()] for own in batch)
+        value = F.cross_entropy(model(inputs), targets)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = value.detach().float()
+        dist.all_reduce(total)
+        losses.append(total.item() / copies)
+    wanted = {key: own.full_tensor().to(HALF) for key, own in model.state_dict().items()}
+    plan = WAYS["freed behind each use"](replicated(model_of(), (copies,), copies))
+    with pipeline_of(plan, model_of()) as pipeline:
+        ours = [pipeline.step(*batch).item() for batch in batches]
+        weights = pipeline.gather_state_dict()
+    far = max(abs(own - other) for own, other in zip(ours, losses, strict=True))
+    found = [f"torch's policy: losses {ours}, wanted {losses}"] * (far > 2**-7)
+    return found + differences("torch's policy", ours, weights, losses, wanted, exact=False)
 
 
 def checkpoint(folder: Path) -> list[str]:
@@ -150,6 +182,7 @@ CASES = [
         ["gpipe 2-2 never", "1f1b 2-2 layers", "1f1b 2-2 stage"],
     ),
     *itertools.product(["owners"], ["zb-h1 1-1-1-1 never", "interleaved-1f1b 1-1-1-1 layers"]),
+    ("parameter-server", "1f1b 2-1 never"),
 ]
 
 
@@ -183,8 +216,11 @@ def plan_for(graph, reducer, schedule, replicas, recompute) -> Plan:
     name, *kept = reducer.split()
     copies = tuple(map(int, replicas.split("-")))
     stages = 8 if schedule.startswith("interleaved") else 4
+    cluster = pk.Cluster.local(4)
+    if name == "parameter-server":
+        cluster = replace(cluster, spares=(SpareMachine(name="here", bytes_per_second=1e9),))
     return pk.plan(
-        graph, pk.Cluster.local(4), microbatches=8, schedule=schedule, recompute=recompute,
+        graph, cluster, microbatches=8, schedule=schedule, recompute=recompute,
         **({"replicas": copies, "cuts": [4]} if max(copies) > 1 else {"stages": stages}),
         **({"reducer": name, "gathered_for": kept[0]} if kept else {"reducer": name}),
     )  # fmt: skip
@@ -192,7 +228,13 @@ def plan_for(graph, reducer, schedule, replicas, recompute) -> Plan:
 
 def weighed(plan: Plan, dtype) -> list[str]:
     """Where what a rank holds is not as planned."""
-    parts, rank = plan.memory_parts[dist.get_rank()], dist.get_rank()
+    rank = dist.get_rank()
+    if rank in server_ranks(plan):
+        with pipeline_of(plan, gpt(dtype), loss=loss, count_memory=True) as pipeline:
+            for _ in range(2):
+                pipeline.step(*tokens(8 * ROWS))
+        return []
+    parts = plan.memory_parts[rank]
     uses, model = plan.summing.gathered_for == "use", gpt(dtype)
     stages = [plan.stages[index] for index in plan.placement.stages_of[rank]]
     layers = [model.get_submodule(name) for stage in stages for name in stage.layers]
@@ -228,10 +270,28 @@ def weighed(plan: Plan, dtype) -> list[str]:
     wanted["activations"] += wanted["recomputed"]
     if uses:  # the next layer's rows come meanwhile, into memory that is no parameter's
         wanted["weights"] -= max(bytes_of(own.parameters()) for own in gpt(dtype).spine())
-    return [
+    found = [
         f"{name}: {held}, planned {wanted[name]}"
         for name, held in seen.items()
         if abs(held - wanted[name]) > 0.03 * wanted[name]
+    ]
+    return found + (differs_from_page(plan, layers, seen) if dtype == HALF else [])
+
+
+def differs_from_page(plan: Plan, layers, seen) -> list[str]:
+    """Where what a rank holds is not what the page says."""
+    sizes = [sum(own.numel() for own in layer.parameters()) for layer in layers]
+    copies = len(plan.placement.ranks_of(plan.placement.stages_of[dist.get_rank()][0]))
+    reducer, uses = plan.summing.reducer, plan.summing.gathered_for == "use"
+    reducer = reducer if copies > 1 else "owners"  # a row with that of no reducer
+    if reducer == "fully-sharded":
+        reducer += f' "{plan.summing.gathered_for}"'
+    told = bytes_per_parameter(reducer, copies, max(sizes) / sum(sizes))
+    told["weights"] -= uses * 2 * max(sizes) / sum(sizes)  # as above
+    return [
+        f"{name}: {seen[name] / sum(sizes):.2f} bytes per parameter, the page says {size:.2f}"
+        for name, size in told.items()
+        if abs(seen[name] - size * sum(sizes)) > 0.03 * size * sum(sizes)
     ]
 
 

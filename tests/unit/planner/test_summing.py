@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 import penstock as pk
 from penstock.base.errors import InputError
-from penstock.core.cluster import Link, SpareMachine
+from penstock.core.cluster import Group, Link, SpareMachine
 from penstock.core.summation.split import best_split
 from penstock.planning.plans.explanation import explain
 from tests.kit.planning import chain, devices, in_one_line
@@ -151,8 +151,9 @@ def test_rows_of_weights_save_memory_and_are_priced():
     assert stage.optimizer_bytes == other.optimizer_bytes
     assert stage.sum_bytes == 2 * largest
     assert stage.weight_bytes == stage.parameter_bytes * 5 // 4, "rows, and all while they compute"
-    assert stage.reduce_parts == 1 and stage.exchange is None, "nothing hides behind backwards"
-    assert stage.reduce_seconds == other.reduce_seconds, "weights come as sums would"
+    assert stage.reduce_parts == 1 and stage.exchange is None, "what hides is counted already"
+    hidden = sum(layer.forward_seconds for layer in graph().layers[:-1])
+    assert stage.reduce_seconds == pytest.approx(other.reduce_seconds - hidden)
     again = pk.replan(plan, cluster(2, 0))
     assert again.stages[0].optimizer_bytes == 2 * stage.optimizer_bytes
     with pytest.raises(InputError, match="gathers whole layers, of which tensor ranks have parts"):
@@ -165,9 +166,39 @@ def test_weights_that_are_freed_behind_each_use_are_gathered_for_each_pass():
     largest = max(layer.parameter_bytes for layer in graph().layers)
     assert use.weight_bytes == use.parameter_bytes // 4 + 2 * largest
     # An exchange of gradients is two halves; the second one, weights, now comes with each pass.
-    gather = step.reduce_seconds - use.reduce_seconds
-    assert gather > 0
-    assert use.forward_seconds - step.forward_seconds == pytest.approx(gather)
-    assert use.backward_input_seconds - step.backward_input_seconds == pytest.approx(gather)
+    # While a layer computes, the next one's weights come, and the sums of the one before.
+    half = copies(cluster(4, 0), "sharded").stages[0].reduce_seconds / 2
+    ahead = half - sum(layer.forward_seconds for layer in graph().layers[:-1])
+    back = half - sum(layer.backward_seconds for layer in graph().layers[:-1])
+    assert min(ahead, back) > 0
+    assert use.forward_seconds - step.forward_seconds == pytest.approx(ahead)
+    assert use.backward_input_seconds - step.backward_input_seconds == pytest.approx(back)
+    assert use.reduce_seconds == pytest.approx(back)
     with pytest.raises(InputError, match="is for reducer='fully-sharded'"):
         copies(cluster(4, 0), "sharded", gathered_for="use")
+
+
+def test_shards_inside_hosts_are_gathered_there_and_held_by_fewer():
+    inside = Link(bytes_per_second=100 * RATE)
+    there = cluster(4, 0)
+    names = [device.name for device in there.devices]
+    groups = tuple(
+        Group(name=name, members=tuple(members), link=inside, kind="shared-memory")
+        for name, members in (("left", names[:2]), ("right", names[2:]))
+    )
+    there = replace(there, groups=groups)
+    flat = copies(there, "fully-sharded", gathered_for="use")
+    hybrid = copies(there, "fully-sharded", gathered_for="use", hybrid=True)
+    assert (flat.summing.levels, hybrid.summing.levels) == ((), ((0, 0, 1, 1),))
+    stage, other = hybrid.stages[0], flat.stages[0]
+    assert stage.optimizer_bytes == 2 * other.optimizer_bytes
+    assert stage.weight_bytes - other.weight_bytes == stage.parameter_bytes // 4
+    assert stage.forward_seconds < other.forward_seconds, "nothing passes between hosts"
+    edited = flat.edited(summing=hybrid.summing)
+    assert edited.memory_parts == hybrid.memory_parts
+    again = pk.replan(hybrid, cluster(4, 0))
+    assert sum(own.optimizer_bytes for own in again.stages) == 2 * stage.optimizer_bytes
+    with pytest.raises(InputError, match="does not say which devices share one"):
+        copies(cluster(4, 0), "fully-sharded", hybrid=True)
+    with pytest.raises(InputError, match="hybrid=True is for reducer='fully-sharded'"):
+        copies(there, "sharded", hybrid=True)

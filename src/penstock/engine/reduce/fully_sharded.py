@@ -175,8 +175,17 @@ class CopiesOfStage:
         output_sizes: Sequence[int] | None = None,
         own_sizes: Sequence[int] | None = None,
     ) -> None:
+        self.begin_exchange(output, own, output_sizes, own_sizes)()
+
+    def begin_exchange(
+        self,
+        output: Tensor,
+        own: Tensor,
+        output_sizes: Sequence[int] | None = None,
+        own_sizes: Sequence[int] | None = None,
+    ) -> Callable[[], None]:
         ask = partial(dist.all_to_all_single, output, own, output_sizes, own_sizes)
-        self._asked(ask, self._exchanging, self.group)()
+        return self._asked(ask, self._exchanging, self.group)
 
     def sum_between(self, shard: Tensor) -> Tensor:
         between = self._home.between

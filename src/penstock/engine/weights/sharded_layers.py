@@ -11,8 +11,8 @@ their own.
 Gradients stay whole, in the gathered parameters, until the last microbatch comes back, since copies
 meet for sums once per update, whatever runs backward: whole, split, or a forward a second time.
 Where layers are gathered for each use, a layer is summed as soon as that has made all of its
-gradients; else all are behind it. While a layer computes, the next one's rows come already, forward
-and backward.
+gradients, while those of the next one are made; else all are behind it. While a layer computes, the
+next one's rows come already, forward and backward.
 
 Copies may be shared out over hosts (hybrid): those of a host have a shard each, which the same ones
 on the other hosts have as well, so that only sums of shards pass between hosts.
@@ -21,7 +21,7 @@ on the other hosts have as well, so that only sums of shards pass between hosts.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -59,8 +59,11 @@ class Copies(Protocol):
         """Begin to fill ``output`` with what each of the group has, one after the other; who waits
         for it learns who is missing."""
 
-    def exchange(self, output: Tensor, own: Tensor) -> None:
-        """Give row i of ``own`` to copy i of the group, and take row j of ``output`` from j."""
+    def begin_exchange(
+        self, output: Tensor, own: Tensor, output_sizes: Sequence[int], own_sizes: Sequence[int]
+    ) -> Callable[[], None]:
+        """Begin to give each copy of the group so many numbers of ``own``, one after the other, and
+        to take as many as ``output_sizes`` says from each; what is given back waits for it."""
 
     def sum_between(self, shard: Tensor) -> Tensor:
         """The sum of a vector and those of the copies that have the same shard on other hosts."""
@@ -139,6 +142,24 @@ class ShardedParameter(NamedTuple):
     rows: nn.Parameter
 
 
+class _Sum(NamedTuple):
+    """A sum of a layer's gradients that has begun.
+
+    Attributes:
+        due: whole parameters, and their rows that are here.
+        lengths: how many numbers a copy has at most of each.
+        total: this copy's rows of its own gradients; the sum will be there.
+        received: the other copies', in their order.
+        wait: until they are here.
+    """
+
+    due: Sequence[tuple[nn.Parameter, nn.Parameter]]
+    lengths: Sequence[int]
+    total: Tensor
+    received: Tensor
+    wait: Callable[[], None]
+
+
 class _Unit:
     """One layer, which is gathered and freed as a whole."""
 
@@ -166,6 +187,7 @@ class _Unit:
         self.sharded.set_reshard_after_backward(False)
         self.whole: list[nn.Parameter] = []
         self.is_summed = False
+        self._sum: _Sum | None = None
         with self.gathered():  # settles where rows lie in memory
             self._note()
         self.parameters = [_sharded(whole) for whole in layer.module.parameters()]
@@ -220,19 +242,14 @@ class _Unit:
         """The whole parameters that gradients come to."""
         return [parameter for parameter in self.whole if parameter.requires_grad]
 
-    def sum_early(self) -> None:
-        """Sum while the last backward goes on; all copies have all gradients of the layer."""
-        self._gather.note_sum()
-        self.sum([True] * len(self.trained))
-        self.is_summed = True
-
     @torch.no_grad()
-    def sum(self, there: Sequence[bool]) -> None:
-        """Make the gradient of each row the sum over all copies, in their order.
+    def begin_sum(self, there: Sequence[bool]) -> None:
+        """Begin to sum gradients over all copies; ``end_sum`` follows. Whole ones go.
 
         Args:
             there: of each trained parameter, whether any copy has a gradient.
         """
+        self.is_summed = True
         pairs = [
             (whole, own.rows)
             for whole, own in zip(self.whole, self.parameters, strict=True)
@@ -241,27 +258,62 @@ class _Unit:
         due = [pair for pair, is_there in zip(pairs, there, strict=True) if is_there]
         if not due:
             return
-        size = self._copies.size
+        size, index = self._copies.size, self._copies.index
         lengths = [_most_numbers(whole, size) for whole, _ in due]
-        sent = torch.zeros(size, sum(lengths), dtype=gradient_dtype(due[0][0]))
-        for (whole, _), column in zip(due, torch.split(sent, lengths, 1), strict=True):
-            if whole.grad is not None:
-                numbers = whole.grad.reshape(-1)
-                for row, part in zip(
-                    column, torch.split(numbers, max(column.shape[1], 1)), strict=False
-                ):
-                    row[: len(part)] = part
-            whole.grad = None
+        # Its own rows do not travel, so they are where the sum will be.
+        total = torch.empty(sum(lengths), dtype=gradient_dtype(due[0][0]))
+        sent = total.new_empty(size - 1, len(total))
+        rooms = [torch.split(room, lengths) for room in (*sent[:index], total, *sent[index:])]
+        for (whole, _), *columns in zip(due, *rooms, strict=True):
+            _take_gradient(whole, columns)
         received = torch.empty_like(sent)
-        self._copies.exchange(received, sent)
-        total = received[0].clone()
-        for term in received[1:]:
+        sizes = [0 if other == index else len(total) for other in range(size)]
+        wait = self._copies.begin_exchange(received.view(-1), sent.view(-1), sizes, sizes)
+        self._sum = _Sum(due, lengths, total, received, wait)
+
+    def note_sum(self) -> None:
+        """Its layer is summed at this point of the order in which copies meet."""
+        self._gather.note_sum()
+
+    @torch.no_grad()
+    def end_sum(self) -> None:
+        """Make the gradient of each row the sum over all copies, in their order, if that has
+        begun."""
+        if self._sum is None:
+            return
+        due, lengths, total, received, wait = self._sum
+        self._sum = None
+        wait()
+        index = self._copies.index
+        if index:
+            first = received[0]
+            for term in received[1:index]:
+                first += term
+            total += first
+        for term in received[index:]:
             total += term
+        del received
         total = self._copies.sum_between(total)
         for (whole, rows), numbers in zip(due, torch.split(total, lengths), strict=True):
             fresh = numbers[: rows.numel()].view_as(rows)
             take_gradient_dtype(rows, whole)
             rows.grad = fresh if rows.grad is None else rows.grad + fresh
+
+    def drop_sum(self) -> None:
+        """Forget a sum that has begun."""
+        self.is_summed, self._sum = False, None
+
+
+def _take_gradient(whole: nn.Parameter, columns: Sequence[Tensor]) -> None:
+    """Move a parameter's gradient, 0 if it has none, to where each copy's rows of it are."""
+    numbers = whole.new_empty(0) if whole.grad is None else whole.grad.reshape(-1)
+    start = 0
+    for column in columns:
+        part = numbers[start : start + len(column)]
+        column[: len(part)] = part
+        column[len(part) :] = 0.0
+        start += len(column)
+    whole.grad = None
 
 
 def _most_numbers(whole: Tensor, size: int) -> int:
@@ -303,6 +355,7 @@ class ShardedLayers:
         self._frees_with = frees_with
         self._frees = self._began = False
         self._seen = Gathered()
+        self._summing: _Unit | None = None
         self._units = [
             _Unit(layer, copies, mesh, number, self._seen)
             for number, layer in enumerate(layers)
@@ -338,7 +391,7 @@ class ShardedLayers:
             if frees != self._frees:
                 unit.free_after_use(frees)
             if not frees:
-                unit.sharded.unshard()
+                unit.sharded.unshard(async_op=True)  # it is waited for where the layer computes
         if frees != self._frees:
             around = [None, *self._units, None] if frees else [None] * (len(self._units) + 2)
             for unit, before, after in zip(self._units, around, around[2:], strict=False):
@@ -356,8 +409,17 @@ class ShardedLayers:
         return [number for number, unit in enumerate(self._units) for _ in unit.trained]
 
     def sum_layer(self, number: int) -> None:
-        """Sum a layer whose gradients are all there, on all copies."""
-        self._units[number].sum_early()
+        """Sum a layer whose gradients are all there, on all copies, while the backward goes on."""
+        unit = self._units[number]
+        self._end_sum()  # before, so that no two layers' gradients are twice in memory
+        unit.note_sum()
+        unit.begin_sum([True] * len(unit.trained))
+        self._summing = unit
+
+    def _end_sum(self) -> None:
+        if self._summing is not None:
+            self._summing.end_sum()
+        self._summing = None
 
     def sum(self) -> None:
         """Make the gradients of rows the sums over all copies, and keep no whole ones. All copies
@@ -386,9 +448,12 @@ class ShardedLayers:
         for unit in self._units:
             due = [next(there) for _ in unit.trained]
             if not unit.is_summed:
-                unit.sum(due)
+                unit.begin_sum(due)
+                self._end_sum()  # of the layer before, while this one's gradients travel
+                self._summing = unit
             unit.is_summed = False
             unit.free()
+        self._end_sum()
 
     def free(self) -> None:
         """Keep no gathered values."""
@@ -403,10 +468,11 @@ class ShardedLayers:
         """Forget gradients, and what a failed step was at."""
         self._seen.digest = 0
         self._copies.abandon()
+        self._summing = None
         for unit in self._units:
             if self._began:  # before, there is nothing to reset, and torch is not ready to
                 unit.reset()
-            unit.is_summed = False
+            unit.drop_sum()
             for parameter in unit.trained:
                 parameter.grad = None
 

@@ -134,6 +134,7 @@ class Offer(Terms):
         counts = self.replicas or (1,) * setting.num_stages
         if task.reducer == "fully-sharded" and task.gathered_for == "use":
             check_lockstep(schedule)
+        setting.copy_sums(task)
         check_policy(self.versions, self.family, counts, task.num_microbatches)
         if setting.num_stages > task.num_layers:
             raise PlanError(

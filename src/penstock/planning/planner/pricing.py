@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, inf
@@ -80,11 +80,18 @@ class SummedSetting:
     num_sums: int = 1
     levels: Levels = ()
 
-    def optimizer_bytes(self, whole: float, num_replicas: int) -> int:
+    def optimizer_bytes(self, whole: float, ranks: Sequence[int]) -> int:
         """Bytes of optimizer state on each copy of a stage that needs ``whole`` in all."""
-        if self.reducer == "parameter-server" and num_replicas > 1:
+        if self.reducer == "parameter-server" and len(ranks) > 1:
             return 0
-        return ceil(whole / num_replicas) if self.reducer in BY_SHARE else ceil(whole)
+        return ceil(whole / len(self.sharing(ranks))) if self.reducer in BY_SHARE else ceil(whole)
+
+    def sharing(self, ranks: Sequence[int]) -> Sequence[int]:
+        """Copies of a stage that update it together: all, or those on the host of the first one
+        where weights are fully sharded inside hosts."""
+        if self.reducer != "fully-sharded":
+            return ranks
+        return SumTree.of(ranks, self.levels[-1:]).levels[0][0]
 
     @property
     def gathers_each_use(self) -> bool:
@@ -92,21 +99,34 @@ class SummedSetting:
         return self.reducer == "fully-sharded" and self.task.gathered_for == "use"
 
     def gather_seconds(self, num_bytes: float, ranks: Sequence[int]) -> float:
-        """How long a pass of a microbatch waits for the weights of its layers: an all-gather, which
-        is half of an exchange.
+        """How long it takes to gather weights: half of an exchange; 0 where copies keep them all.
 
         Args:
-            num_bytes: of the stage's weights.
+            num_bytes: of the weights.
         """
-        if not self.gathers_each_use or len(ranks) < 2:
+        if self.reducer != "fully-sharded" or len(self.sharing(ranks)) < 2 or not num_bytes:
             return 0.0
-        return self.exchange(num_bytes, ranks).total / 2
+        return self.exchange(num_bytes, self.sharing(ranks)).total / 2
 
-    def update_seconds(self, whole: float, num_replicas: int) -> float:
+    def shard_seconds(self, num_bytes: float, ranks: Sequence[int]) -> float:
+        """How long it takes until each of fully sharded copies has the sum of its shard: the other
+        half of an exchange, and all of that between hosts which have the same shards.
+
+        Args:
+            num_bytes: of the gradients.
+        """
+        if len(ranks) < 2 or not num_bytes:
+            return 0.0
+        exchange = self.exchange(num_bytes, ranks)
+        if not self.levels:
+            return exchange.total / 2
+        return exchange.between + exchange.inside / 2 + exchange.latency
+
+    def update_seconds(self, whole: float, ranks: Sequence[int]) -> float:
         """Seconds of an update where a copy that updates everything takes ``whole``."""
-        if self.reducer == "parameter-server" and num_replicas > 1:
+        if self.reducer == "parameter-server" and len(ranks) > 1:
             return whole / self._num_servers
-        return whole / num_replicas if self.reducer in BY_SHARE else whole
+        return whole / len(self.sharing(ranks)) if self.reducer in BY_SHARE else whole
 
     def num_parts(self, num_bytes: float, ranks: Sequence[int], exchange: ExchangeSeconds) -> int:
         """In how many parts gradients leave while the last backward makes them; 1 where they leave
@@ -120,9 +140,7 @@ class SummedSetting:
         if any(device.kind == "gpu" for device in devices_here) or model.name != RING:
             return 1  # an accelerator's gradients leave when all have been asked for
         if self.reducer == "fully-sharded":
-            return (
-                1  # weights come before the first forward, sums are made behind the last backward
-            )
+            return 1  # what hides is counted layer by layer
         # Whoever says what share hides has said it all; nothing that takes no time can hide.
         if model.overlap or not exchange.total:
             return 1
@@ -256,6 +274,23 @@ def _spares_of(task: Task) -> tuple[SpareMachine, ...]:
     return task.cluster.spares[:1] if task.stale else task.cluster.spares
 
 
+def exposed_seconds(steps: Iterable[tuple[float, float]]) -> float:
+    """How long steps wait in all for what each of them needs, which is asked for when the last one
+    before it that needed something has begun.
+
+    >>> exposed_seconds([(2.0, 5.0), (4.0, 1.0), (0.0, 1.0), (3.0, 1.0)])
+    3.0
+
+    Args:
+        steps: of each, the seconds until what it needs is there, and those that it takes then.
+    """
+    waited = hidden = 0.0
+    for fetch, compute in steps:
+        waited += max(fetch - hidden, 0.0)
+        hidden = compute if fetch else hidden + compute
+    return waited
+
+
 def rate_of(task: Task, device: int, others: Sequence[int]) -> float:
     """Bytes per second of a device's slowest link to others; infinite where links cost nothing."""
     links = (task.topology.link(device, other) for other in others if other != device)
@@ -321,7 +356,9 @@ class CutSetting:
         flat = SummedSetting(
             task, setting.reducer_of(task), setting.devices, num_sums=max(len(shared), 1)
         )
-        if not shared or task.communication.name != RING or flat.reducer == "fully-sharded":
+        if flat.reducer == "fully-sharded":
+            return replace(flat, levels=setting.host_levels(task))
+        if not shared or task.communication.name != RING:
             return flat
         choices = levels_worth_trying(task.topology, setting.devices, task.straddling)
         if len(choices) == 1:
@@ -388,19 +425,19 @@ class CutSetting:
         prepares = seconds("split_forward_seconds") if setting.schedule.splits_backward else 0.0
         update = seconds("update_seconds", pace.updates)
         reduced = self._reduced(index, start, stop)
-        weights = task.sum("parameter_bytes", start, stop)
-        gather = self.way.gather_seconds(weights, setting.ranks_of[index])
+        waits = self._waits(index, start, stop)
+        ahead, back = waits[:2] if self.way.gathers_each_use else (0.0, 0.0)
         # What runs again inside a backward finds its layer gathered.
-        again = gather if self.recomputes[index] == "stage" else 0.0
+        again = ahead if self.recomputes[index] == "stage" else 0.0
         return {
-            "forward_seconds": seconds("forward_seconds") + prepares + more + gather,
-            "backward_input_seconds": seconds("backward_input_seconds") + more + gather,
+            "forward_seconds": seconds("forward_seconds") + prepares + more + ahead,
+            "backward_input_seconds": seconds("backward_input_seconds") + more + back,
             "backward_weight_seconds": seconds("backward_weight_seconds"),
             "split_seconds": seconds("split_seconds") + more,
             "recompute_seconds": seconds("recompute_seconds") + more + again,
             "launch_seconds": more,
             "collective_seconds": seconds("collective_seconds"),
-            "update_seconds": self.way.update_seconds(update, len(devices)),
+            "update_seconds": self.way.update_seconds(update, setting.ranks_of[index]),
             "reduce_seconds": reduced.seconds,
             "reduce_parts": reduced.num_parts,
             "reduce_steps": reduced.steps,
@@ -408,15 +445,38 @@ class CutSetting:
             "link_seconds": busy,
         }
 
+    def _waits(self, index: int, start: int, stop: int) -> tuple[float, float, float]:
+        """How long a fully sharded stage waits for weights in a forward and in a backward, and for
+        the sums of gradients behind the last one: while a layer computes, the weights of the next
+        one come, and the sums of the one before are made."""
+        task, setting = self.task, self.setting
+        pace = task.pace(setting.devices_of[index], setting.devices, setting.mode).passes
+        layers, ranks = task.graph.layers[start:stop], setting.ranks_of[index]
+        if self.way.reducer != "fully-sharded" or len(ranks) < 2:
+            return 0.0, 0.0, 0.0
+        sizes = {size for own in layers for size in (own.parameter_bytes, own.summed_bytes)}
+        gather = {size: self.way.gather_seconds(size, ranks) for size in sizes}
+        spread = {size: self.way.shard_seconds(size, ranks) for size in sizes}
+        weights = [gather[layer.parameter_bytes] for layer in layers]
+        sums = [spread[layer.summed_bytes] for layer in layers]
+        ahead = [pace * layer.forward_seconds for layer in layers]
+        back = [pace * layer.backward_seconds for layer in layers]
+        return (
+            exposed_seconds(zip(weights, ahead, strict=True)),
+            exposed_seconds(zip(weights[::-1], back[::-1], strict=True)),
+            # A sum begins behind its layer's backward, and ends while the layers before compute.
+            exposed_seconds(zip(sums, back, strict=True)),
+        )
+
     def _bytes(self, index: int, start: int, stop: int) -> dict[str, Any]:
         """The fields of a stage that say what it holds and hands on."""
-        task, replicas = self.task, len(self.setting.ranks_of[index])
+        task, ranks = self.task, self.setting.ranks_of[index]
         optimizer_bytes = task.sum("optimizer_bytes", start, stop)
         again = self.recomputes[index] == "layers"
         return {
             "transfer_bytes": task.crossing_bytes[stop] if stop < task.num_layers else 0,
             **self._weight_bytes(index, start, stop),
-            "optimizer_bytes": self.way.optimizer_bytes(optimizer_bytes, replicas),
+            "optimizer_bytes": self.way.optimizer_bytes(optimizer_bytes, ranks),
             "buffer_bytes": int(task.sum("buffer_bytes", start, stop)),
             "sum_bytes": self._sum_bytes(index, start, stop),
             "workspace_bytes": task.workspace_bytes(start, stop, again=again),
@@ -428,12 +488,12 @@ class CutSetting:
 
     def _weight_bytes(self, index: int, start: int, stop: int) -> dict[str, int | None]:
         """The fields of a stage that say what its weights and gradients take."""
-        numbers, replicas = self.task.numbers(start, stop), len(self.setting.ranks_of[index])
+        numbers, ranks = self.task.numbers(start, stop), self.setting.ranks_of[index]
         weights, gradients = int(numbers["parameter_bytes"]), int(numbers["gradient_bytes"])
         held = None
-        if self.way.reducer == "fully-sharded" and replicas > 1:
-            largest = numbers["largest_bytes"]
-            held = ceil(weights_held(self.task.gathered_for, weights, largest, replicas))
+        if self.way.reducer == "fully-sharded" and len(ranks) > 1:
+            largest, shards = numbers["largest_bytes"], len(self.way.sharing(ranks))
+            held = ceil(weights_held(self.task.gathered_for, weights, largest, shards))
         return {
             "parameter_bytes": weights,
             "weight_bytes": held,
@@ -459,7 +519,11 @@ class CutSetting:
         # Each replica adds what all others have of its own share.
         added = self.way.added_bytes(gradients, devices) / rate if rate else 0.0
         seconds = exchange.total - hidden + added + self._tied_seconds(index, start, stop)
-        seconds -= self.way.gather_seconds(weights, ranks)  # weights come when they are used
+        if self.way.reducer == "fully-sharded" and len(ranks) > 1:
+            ahead, _, sums = self._waits(index, start, stop)
+            if self.way.gathers_each_use:
+                return _Reduced(added + sums)
+            return _Reduced(added + ahead + self.way.shard_seconds(gradients, ranks))
         num_parts = self.way.num_parts(num_bytes, ranks, exchange)
         steps = tuple(step for step in (exchange.inside, added, exchange.back) if step)
         if num_parts > 1 or (self.way.passes_cards(ranks) and not model.overlap):

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from penstock.base.arguments import public
 from penstock.base.errors import InputError, ModelError, PlanError
 from penstock.base.values import expect
-from penstock.core.cluster import Cluster
+from penstock.core.cluster import Cluster, Topology
 from penstock.core.graph import Layer, LayerGraph
 from penstock.planning.planner.request import PlanRequest
 from penstock.planning.planner.search import planned
@@ -79,6 +79,7 @@ def replan(
         reducer=reducer,
         stale=plan.summing.stale if reducer == "parameter-server" else 0,
         gathered_for=plan.summing.gathered_for,
+        hybrid=_stays_hybrid(plan, cluster),
     )
     if plan.offload is not None and not cluster.tiers:
         cluster = replace(cluster, tiers=(plan.offload.tier,))
@@ -88,6 +89,13 @@ def replan(
         anew = _spilled(plan, plan.spill, measured, cluster, memory_bytes)
     reason = f"replanned from {plan.num_ranks} ranks: {anew.reason}"
     return replace(anew, model=plan.model, microbatch_size=plan.microbatch_size, reason=reason)
+
+
+def _stays_hybrid(plan: Plan, cluster: Cluster) -> bool:
+    """Whether weights that are sharded inside hosts can be so on a cluster."""
+    summing = plan.summing
+    has_levels = summing.reducer == "fully-sharded" and len(summing.levels) > 0
+    return has_levels and max(Topology(cluster).hosts) >= 0
 
 
 def _check_replannable(plan: Plan) -> None:
@@ -169,6 +177,8 @@ def _graph_of(plan: Plan) -> LayerGraph:
             default=1.0,
         )
         shards = plan.replicas[index] if plan.summing.reducer in BY_SHARE else 1
+        if plan.summing.reducer == "fully-sharded":
+            shards = plan.summing.num_shards(plan.placement.ranks_of(index))
         layers += _layers_of(stage, speed, shards)
     return LayerGraph(
         layers=tuple(layers),

@@ -201,6 +201,7 @@ class PlanRequest:
     reducer: ReducerName | Literal["any"] = "owners"
     stale: int = 0
     gathered_for: GatheredFor = "step"
+    hybrid: bool = False
     layer_order: Literal["execution", "any"] = "execution"
     placer: Literal["exact", "reinforce"] = "exact"
     rate: float | None = None
@@ -345,6 +346,12 @@ class PlanRequest:
             raise InputError(
                 f"gathered_for={self.gathered_for!r} is for reducer='fully-sharded', and the "
                 f"reducer is {self.reducer!r}; name that one, or leave gathered_for out"
+            )
+        flag("hybrid", self.hybrid)
+        if self.hybrid and self.reducer != "fully-sharded":
+            raise InputError(
+                "hybrid=True is for reducer='fully-sharded', whose weights are then sharded inside "
+                f"hosts, and the reducer is {self.reducer!r}; name that one, or leave hybrid out"
             )
         if self.reducer == "fully-sharded" and self.tensor_ranks != 1:
             raise InputError(

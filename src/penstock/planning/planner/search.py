@@ -78,6 +78,7 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
     reducer: ReducerName | Literal["any"] = "owners",
     stale: int = 0,
     gathered_for: GatheredFor = "step",
+    hybrid: bool = False,
     layer_order: Literal["execution", "any"] = "execution",
     placer: Literal["exact", "reinforce"] = "exact",
     rate: float | None = None,
@@ -141,6 +142,8 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
             the cluster's first spare machine is then the server.
         gathered_for: with ``"fully-sharded"``, whether weights stay gathered for a ``"step"``
             (ZeRO-2), or are for each ``"use"`` of a layer (ZeRO-3).
+        hybrid: with ``"fully-sharded"``, whether weights are sharded over the replicas of each host
+            (HSDP), and not over all of them.
         layer_order: ``"any"`` also cuts branching models where no prefix of their execution order
             ends; the plan then lists layers in another order (``Captured.ordered`` puts a model's
             into it).
@@ -195,6 +198,7 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
         reducer=reducer,
         stale=stale,
         gathered_for=gathered_for,
+        hybrid=hybrid,
         layer_order=layer_order,
         placer=placer,
         rate=rate,
@@ -437,9 +441,15 @@ def _with_reducers(tasks: Sequence[Task], request: PlanRequest) -> Iterator[Task
                 yield replaced(task, reducer="servers")
                 yield replaced(task, reducer="parameter-server")
         else:
+            if request.hybrid and max(task.topology.hosts, default=-1) < 0:
+                raise InputError(
+                    "hybrid=True shards weights inside hosts, and the cluster does not say which "
+                    "devices share one; give it groups with cards, or leave hybrid out"
+                )
             yield replaced(
-                task, reducer=reducer, stale=request.stale, gathered_for=request.gathered_for
-            )
+                task, reducer=reducer, stale=request.stale, gathered_for=request.gathered_for,
+                hybrid=request.hybrid,
+            )  # fmt: skip
 
 
 def _with_tensor_ranks(tasks: Sequence[Task], request: PlanRequest) -> Iterator[Task]:

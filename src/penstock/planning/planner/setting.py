@@ -28,6 +28,7 @@ from penstock.planning.plans.summing import (
     BY_SHARE,
     GatheredFor,
     ReducerName,
+    Summing,
     room_to_sum,
     weights_held,
 )
@@ -191,6 +192,29 @@ class Setting(Terms):
         steps = task.reducer in {*BY_SHARE, "parameter-server"}
         return task.reducer if has_copies and (drains or not steps) else "owners"
 
+    def host_levels(self, task: Task) -> tuple[tuple[int, ...], ...]:
+        """Which ranks share a host, where a task wants weights to be sharded inside hosts only; as
+        ``Summing.levels``."""
+        if not task.hybrid or self.reducer_of(task) != "fully-sharded":
+            return ()
+        hosts = [task.topology.hosts[device] for device in self.devices]
+        numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+        return (tuple(numbers[host] for host in hosts),) if len(numbers) > 1 else ()
+
+    def copy_sums(self, task: Task) -> tuple[CopySums, ...]:
+        """How the copies of each stage sum gradients.
+
+        Raises:
+            InputError: hosts that would have all weights of a stage have other numbers of copies.
+        """
+        reducer, levels = self.reducer_of(task), self.host_levels(task)
+        summing = Summing(reducer=reducer, levels=levels)
+        shards = [summing.num_shards(own) if levels else len(own) for own in self.ranks_of]
+        return tuple(
+            CopySums(len(ranks), count, reducer, task.gathered_for)
+            for ranks, count in zip(self.ranks_of, shards, strict=True)
+        )
+
     def weight_versions(self, stage: int, num_microbatches: int) -> int:
         """Copies of a stage's weights."""
         if isinstance(self.versions, Flush):
@@ -290,9 +314,9 @@ class MemoryLimits:
     ) -> None:
         self._task = task
         self._setting = setting
-        self._reducer = setting.reducer_of(task)
         stages = range(setting.num_stages)
         self._copies = [setting.weight_versions(stage, task.num_microbatches) for stage in stages]
+        self._sums = setting.copy_sums(task)
         self._slack, self._shared = slack, shared
         self._looked_up: dict[int, tuple[Ints, dict[str, Floats]]] = {}
         self._at_rest: dict[Hashable, Floats] = {}
@@ -384,21 +408,18 @@ class MemoryLimits:
         known = self._task.cache.held
         if key not in known:
             numbers, inputs = self._task.numbers(start, stop), self._task.input_bytes[start]
-            copies, replicas, loads, *_ = key
-            summing = self._summing(replicas)
-            known[key] = int(_needed(numbers, inputs, copies, summing, loads, how))
+            copies, sums, loads, *_ = key
+            known[key] = int(_needed(numbers, inputs, copies, sums, loads, how))
         return known[key]
 
     def state_bytes(self, stage: int, how: RecomputeWay, start: int, stop: int) -> int:
         """Bytes that a rank needs for a stage with layers ``[start, stop)`` while nothing is in
         flight."""
-        replicas = len(self._setting.ranks_of[stage])
-        key = self._copies[stage], replicas, how == "layers", self._reducer, start, stop
+        key = self._copies[stage], self._sums[stage], how == "layers", start, stop
         known = self._task.cache.held
         if key not in known:
             numbers = self._task.numbers(start, stop)
-            summing = self._summing(replicas)
-            known[key] = int(_at_rest(numbers, self._copies[stage], summing, how))
+            known[key] = int(_at_rest(numbers, self._copies[stage], self._sums[stage], how))
         return known[key]
 
     def lightest(self, stage: int) -> tuple[Table, ...]:
@@ -417,16 +438,13 @@ class MemoryLimits:
 
     def num_bytes(self, stage: int, how: RecomputeWay, starts: Ints, stops: Ints) -> Floats:
         """Bytes that a rank of a stage needs between each of some places and another."""
-        copies, replicas, loads, *_ = self._key(stage, how)
+        copies, sums, loads, _ = self._key(stage, how)
         numbers = self._numbers(starts, stops)
-        key = id(starts), copies, replicas, how == "layers"
+        key = id(starts), copies, sums, how == "layers"
         if key not in self._at_rest:
-            self._at_rest[key] = _at_rest(numbers, copies, self._summing(replicas), how)
+            self._at_rest[key] = _at_rest(numbers, copies, sums, how)
         needed: Floats = _in_flight(numbers, numbers["input_bytes"], loads, how)
         return needed + self._at_rest[key]
-
-    def _summing(self, num_replicas: int) -> CopySums:
-        return CopySums(num_replicas, self._reducer, self._task.gathered_for)
 
     def _numbers(self, starts: Ints, stops: Ints) -> dict[str, Floats]:
         """``Task.tables`` at some starts and stops; many stages ask for the same."""
@@ -443,10 +461,9 @@ class MemoryLimits:
 
     def _key(
         self, stage: int, how: RecomputeWay
-    ) -> tuple[int, int, tuple[Load, ...], RecomputeWay, ReducerName]:
+    ) -> tuple[int, CopySums, tuple[Load, ...], RecomputeWay]:
         """All of a stage that decides, with its layers, what it needs."""
-        replicas = len(self._setting.ranks_of[stage])
-        return self._copies[stage], replicas, self._loads(stage, how), how, self._reducer
+        return self._copies[stage], self._sums[stage], self._loads(stage, how), how
 
     def _loads(self, stage: int, how: RecomputeWay) -> tuple[Load, ...]:
         return self._setting.loads(stage, again=how == "stage")
@@ -458,10 +475,12 @@ class CopySums(NamedTuple):
 
     Attributes:
         num_replicas, reducer: as said.
+        num_shards: in how many shards weights are where they are fully sharded.
         gathered_for: as ``Summing`` has it.
     """
 
     num_replicas: int
+    num_shards: int
     reducer: ReducerName
     gathered_for: GatheredFor
 
@@ -472,10 +491,10 @@ class CopySums(NamedTuple):
             numbers: sums over the stage's layers, as numbers or tables (``Task.tables``).
             copies: of the weights.
         """
-        count, reducer = self.num_replicas, self.reducer
+        count, reducer = self.num_shards, self.reducer
         held, gradients = numbers["parameter_bytes"], numbers["gradient_bytes"]
         optimizer, room = numbers["optimizer_bytes"], numbers["tied_bytes"]
-        if count > 1:
+        if self.num_replicas > 1:
             if reducer == "fully-sharded":
                 held = weights_held(self.gathered_for, held, numbers["largest_bytes"], count)
             room = room_to_sum(reducer, gradients, numbers["largest_gradient_bytes"])

@@ -185,6 +185,7 @@ class Task:
         reducer: how copies of a stage sum gradients.
         stale: by how many updates the gradients of a copy may be late.
         gathered_for: how long fully sharded weights stay gathered.
+        hybrid: whether they are sharded inside hosts only.
         cuts_between: which parts of the model, where another engine is to run it.
         expert_ranks: how many copies of a stage divide its experts; the graph says what that costs.
         undivided: the task in which each has all of them.
@@ -201,6 +202,7 @@ class Task:
     reducer: ReducerName = "owners"
     stale: int = 0
     gathered_for: GatheredFor = "step"
+    hybrid: bool = False
     cuts_between: CutsBetween = "layers"
     expert_ranks: int = 1
     undivided: Task | None = None

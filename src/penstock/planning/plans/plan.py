@@ -58,7 +58,13 @@ from penstock.planning.plans.spilling import (
     with_offload,
 )
 from penstock.planning.plans.stage_plan import RecomputeWay, Split
-from penstock.planning.plans.summing import GatheredFor, ReducerName, Summing, served_by
+from penstock.planning.plans.summing import (
+    GatheredFor,
+    ReducerName,
+    Summing,
+    in_shards,
+    served_by,
+)
 from penstock.planning.plans.table import WIDTH, argued, render, title
 
 _UNPRICED = (
@@ -218,7 +224,9 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
     def edited(self, **changes: Any) -> Plan:
         """This plan with other values of some fields. What follows from them is worked out anew, as
         for a file that is edited: how many versions of its weights a stage has, and the order if it
-        is taken out. Predicted times of stages stay; of other sums, ``warnings`` say it.
+        is taken out. Predicted times of stages stay; of other sums, ``warnings`` say it. Where
+        levels say anew which copies of a fully sharded stage have its weights together, so do the
+        bytes that its ranks keep.
 
         Raises:
             InputError: no such field, or the parts then contradict each other.
@@ -228,7 +236,22 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
             raise InputError(f"a plan has no field {unknown[0]}")
         if "summing" in changes and "warnings" not in changes:
             changes["warnings"] = (*self.warnings, *self._unpriced(changes["summing"]))
-        return Plan(**{**asdict(self), **changes})
+        made = Plan(**{**asdict(self), **changes})
+        return made if "stages" in changes else made._in_other_shards(self.summing)
+
+    def _in_other_shards(self, before: Summing) -> Plan:
+        """This plan, with stages whose bytes are those of other shards, if weights are fully
+        sharded, and were before."""
+        if not before.reducer == self.summing.reducer == "fully-sharded":
+            return self
+        if before.levels == self.summing.levels:
+            return self
+        ranks = map(self.placement.ranks_of, range(len(self.stages)))
+        stages = (
+            in_shards(stage, before.num_shards(own), self.summing.num_shards(own))
+            for stage, own in zip(self.stages, ranks, strict=True)
+        )
+        return replace(self, stages=tuple(stages))
 
     def _unpriced(self, summing: Summing) -> tuple[str, ...]:
         """A warning of times that are those of other sums, if they are."""
@@ -503,7 +526,7 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
             levels=self.summing.levels if has_levels else (),
             gathered_for=gathered_for,
         )
-        return replace(self, summing=summing)
+        return replace(self, summing=summing)._in_other_shards(self.summing)
 
     def with_expert_ranks(self, expert_ranks: int, stages: Collection[int] = ()) -> Plan:
         """This plan with the experts of mixtures divided among copies of their stages; times are

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from math import ceil
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
+
+from msgspec.structs import replace
 
 from penstock.base.errors import InputError
 from penstock.base.values import Value, number, one_of, whole
@@ -62,7 +65,7 @@ def room_to_sum(reducer: ReducerName, gradient_bytes: N, largest_bytes: N) -> N:
         largest_bytes: of the layer that has most of them.
     """
     if reducer == "fully-sharded":
-        return 2 * largest_bytes  # what of a layer is sent and received
+        return 2 * largest_bytes  # what is on its way of one layer, and is sent of the next
     return COPIES_OF_GRADIENTS[reducer] * gradient_bytes
 
 
@@ -72,16 +75,30 @@ that computes, and the next one, whose rows come meanwhile."""
 
 
 def weights_held(
-    gathered_for: GatheredFor, parameter_bytes: N, largest_bytes: N, num_replicas: int
+    gathered_for: GatheredFor, parameter_bytes: N, largest_bytes: N, num_shards: int
 ) -> N:
     """Bytes of weights that a copy of a fully sharded stage keeps at most.
 
     Args:
         parameter_bytes: of all weights.
         largest_bytes: of the layer that has most of them.
+        num_shards: of the weights.
     """
-    rows = parameter_bytes / num_replicas
+    rows = parameter_bytes / num_shards
     return rows + (parameter_bytes if gathered_for == "step" else GATHERED_LAYERS * largest_bytes)
+
+
+def in_shards(stage: StagePlan, before: int, after: int) -> StagePlan:
+    """A fully sharded stage of which a copy has one of ``after`` shards, and not of ``before``;
+    where nobody has counted the bytes of shards, as it is."""
+    if stage.weight_bytes is None or before == after:
+        return stage
+    rows = stage.parameter_bytes / after - stage.parameter_bytes / before
+    return replace(
+        stage,
+        weight_bytes=ceil(stage.weight_bytes + rows),
+        optimizer_bytes=ceil(stage.optimizer_bytes * before / after),
+    )
 
 
 def exchanged_bytes(reducer: ReducerName, gradient_bytes: N, parameter_bytes: N) -> N:
@@ -224,6 +241,11 @@ class Summing(Value, frozen=True, kw_only=True):
                 "groups of one size, or leave levels out"
             )
         return together
+
+    def num_shards(self, ranks: Sequence[int]) -> int:
+        """In how many shards the weights of a fully sharded stage are; arguments and errors as for
+        ``shard_groups``."""
+        return len(self.shard_groups(ranks)[0])
 
     def tree(self, ranks: Sequence[int], owners: Sequence[int] | None = None) -> SumTree:
         """The tree in which some ranks sum the weights that they hold.

@@ -30,6 +30,10 @@ _FACTORY = (
 )
 _PLANNED = "the plan says it: pk.plan(graph, cluster, microbatches=…, stages=…, schedule=…)"
 _AUTOCAST = "run steps under torch.autocast, or convert the model before it is profiled"
+_MASTERS = (
+    "convert the model to bfloat16 and wrap the optimizer's function: "
+    "optimizer=pk.optimizers.master_weights(…) keeps float32 masters and sums, in every reducer"
+)
 ARGUMENTS = {
     "lr": _FACTORY,
     "learning_rate": _FACTORY,
@@ -54,6 +58,8 @@ ARGUMENTS = {
     "amp": _AUTOCAST,
     "dtype": _AUTOCAST,
     "precision": _AUTOCAST,
+    "mp_policy": _MASTERS,
+    "mixed_precision": _MASTERS,
     "backend": "transport= says how messages travel",
     "recompute": "the plan says it: plan.recomputing(…)",
     "checkpoint": "the plan says it: plan.recomputing(…); saving is pipeline.save(folder)",

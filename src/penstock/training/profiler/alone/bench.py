@@ -200,6 +200,7 @@ class Footprint(NamedTuple):
     Attributes:
         activation: what autograd keeps from forward to backward and no earlier layer keeps.
         loss: of these, what the loss behind the last layer keeps: it does not run again with it.
+        masks: of these, masks of attention.
         held_input: its input, if neither it nor an earlier layer keeps that anyway. A stage that
             begins with the layer holds it, because the gradient is handed back by it.
         weight_kept: what stays from the input gradient until the weight gradient of a split
@@ -210,6 +211,7 @@ class Footprint(NamedTuple):
 
     activation: int
     loss: int
+    masks: int
     held_input: int
     weight_kept: int
     input_shape: str
@@ -236,7 +238,7 @@ def measure_footprints(
         for module in modules
         for tensor in (*module.parameters(), *module.buffers())
     }
-    alive, kept, values = [], [], [_cloned(inputs)]
+    alive, kept, masks, values = [], [], [], [_cloned(inputs)]
     rows = tree.tensors(inputs)[0].shape[:1]
     for index, run in enumerate(runs):
         watch = watches[index]
@@ -254,12 +256,15 @@ def measure_footprints(
             values.append(run(value))
         alive.append(value)  # so that no storage address is used twice
         kept.append(watch.kept_bytes)
+        kept_masks = _storages(_masks_behind(values[-1])).items()
+        masks.append(sum(size for address, size in kept_masks if owners.get(address) == index))
     held = {address for address, owner in owners.items() if owner == _NOBODY}
     of_loss = 0 if judge is None else min(_loss_kept(judge, alive[-1], held), kept[-1])
     return [
         Footprint(
             kept[index],
             of_loss if index == len(runs) - 1 else 0,
+            masks[index],
             sum(
                 size
                 for address, size in _storages(tree.tensors(values[index])).items()
@@ -271,6 +276,21 @@ def measure_footprints(
         )
         for index, run in enumerate(runs)
     ]
+
+
+def _masks_behind(value: Any) -> Iterator[Tensor]:
+    """The masks that calls of attention in a value's graph keep for their backwards."""
+    waiting = [tensor.grad_fn for tensor in tree.tensors(value) if tensor.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        for name in ("_saved_attn_mask", "_saved_attn_bias"):  # of torch's kernels, by their names
+            mask = getattr(node, name, None)
+            if isinstance(mask, Tensor):
+                yield mask
+        others = {other for other, _ in node.next_functions if other is not None} - seen
+        seen |= others
+        waiting += others
 
 
 def _loss_kept(judge: JudgedRun, value: Any, held: Collection[int]) -> int:

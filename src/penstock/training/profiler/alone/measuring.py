@@ -236,6 +236,7 @@ def with_costs(blank: Layer, costs: Measured) -> Layer:
         recompute_seconds=times.recompute,
         activation_bytes=footprint.activation,
         loss_bytes=footprint.loss,
+        mask_bytes=footprint.masks,
         held_input_bytes=footprint.held_input,
         input_shape=footprint.input_shape,
         weight_kept_bytes=footprint.weight_kept,
