@@ -4,7 +4,7 @@ and how many seconds a minibatch takes at least.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import ceil, inf, lcm
@@ -114,18 +114,21 @@ NO_EXCESS = Excess(-inf, 0, inf, "")
 """Where nothing is limited."""
 
 
-def worst_excess(task: Task, setting: Setting, rank_bytes: Sequence[int]) -> Excess:
-    """The limit of a task that is missed most if each rank of a setting needs ``rank_bytes``."""
-    limits = [task.limits[device] for device in setting.devices]
-    missed = [held - limit for held, limit in zip(rank_bytes, limits, strict=True)]
-    worst = max(range(setting.num_ranks), key=missed.__getitem__)
+def worst_excess(task: Task, setting: Setting, held: Mapping[int, int]) -> Excess:
+    """The limit of a task that is missed most.
+
+    Args:
+        held: bytes that ranks of a setting need: of ``Setting.unlike_ranks``.
+    """
+    limits = {rank: task.limits[setting.devices[rank]] for rank in held}
+    worst = max(held, key=lambda rank: held[rank] - limits[rank])
     place = f"on rank {worst} ({task.cluster.devices[setting.devices[worst]].name})"
-    excesses = [_excess(rank_bytes[worst], limits[worst], place)._replace(rank=worst)]
+    excesses = [_excess(held[worst], limits[worst], place)._replace(rank=worst)]
     for host, limit in task.topology.shared_memories:
         # Who shares layers with a rank shares its host's memory, too.
         on_host = [
-            held * task.num_devices_at(device)
-            for held, device in zip(rank_bytes, setting.devices, strict=True)
+            held[rank] * task.num_devices_at(device)
+            for rank, device in enumerate(setting.devices)
             if device in host
         ]
         place = "on all ranks together, which share memory"

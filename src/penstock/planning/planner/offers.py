@@ -64,19 +64,10 @@ class Offer(Terms):
         time; where it flushes, also with the pipeline's beginning and end."""
         # Whether the family splits backwards, only its schedule tells.
         modes: tuple[Mode, ...] = ("stream",) if self.versions.asynchronous else ("whole", "split")
-        paces = [task.least_paces(self.devices, mode) for mode in modes]
-        # Pipelines side by side have microbatches of their own.
-        alike = not self.versions.asynchronous and len({*self.replicas}) == 1
-        pipelines = self.replicas[0] if alike else 1
-        turns = (
-            len(range(own, task.num_microbatches, pipelines))
-            / max(sum(1 / pace for pace in of_mode[own::pipelines]) for of_mode in paces)
-            for own in range(pipelines)
-        )
-        busy = max(turns) * sum(task.compute_seconds)
+        busy, least_pace = task.least_busy(self.devices, modes, self.num_pipelines)
         if self.versions.asynchronous or self.num_ranks == 1:
             return busy
-        return max(busy, min(map(min, paces)) * self._least_with_ends(task))
+        return max(busy, least_pace * self._least_with_ends(task))
 
     @property
     def is_in_turn(self) -> bool:
@@ -144,10 +135,11 @@ class Offer(Terms):
 
     def _schedule(self, task: Task, num_microbatches: int) -> Schedule:
         # The same on all devices.
-        key = self.family, self.num_ranks, self.replicas, num_microbatches, self.options
+        terms, count = self.folded(num_microbatches)
+        key = terms.family, terms.num_ranks, terms.replicas, count, terms.options
         schedule = task.cache.orders.get(key)
         if schedule is None:
-            schedule = self.build(num_microbatches)
+            schedule = terms.build(count)
             task.cache.keep_order(key, schedule)
         return schedule
 

@@ -360,7 +360,7 @@ class CutSetting:
             rank=rank,
             **self._seconds(index, start, stop),
             **self._bytes(index, start, stop),
-            peak_activations=setting.peaks[rank],
+            peak_activations=setting.peaks[setting.scheduled(rank)],
             weight_versions=setting.weight_versions(index, task.num_microbatches),
             recompute=self.recomputes[index],
             tensor_ranks=width,

@@ -5,9 +5,9 @@ which layers its stages have memory for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import inf
 from typing import Any, NamedTuple
 
@@ -114,6 +114,28 @@ class Terms:
         return (width,) * (self.num_ranks // width)
 
     @property
+    def num_pipelines(self) -> int:
+        """How many pipelines stand side by side and do the same, but that the first ones may have a
+        microbatch more; 1 where that is not so, or where the order of all is searched at once."""
+        alike = len({*self.replicas}) == 1 and not self.versions.asynchronous
+        return self.replicas[0] if alike and self.family not in families.SEARCHED else 1
+
+    def folded(self, num_microbatches: int) -> tuple[Terms, int]:
+        """(the terms of the first and the last of many pipelines side by side, and the microbatches
+        of these two); themselves, and all microbatches, where there are no more than two.
+
+        The first and the last come as far as all of them: what 16,384 devices do is told by 16.
+        """
+        width = self.num_pipelines
+        if width <= 2:
+            return self, num_microbatches
+        own = -(-num_microbatches // width) + num_microbatches // width
+        few = self.devices[: 2 * self.num_ranks // width]
+        replicas = (2,) * len(self.replicas)
+        terms = Terms(self.family, few, self.versions, replicas, self.options, self.recompute)
+        return terms, own
+
+    @property
     def terms(self) -> Terms:
         """These alone, which are quickly compared: schedules of equal terms are equal, searched
         ones for equal costs."""
@@ -134,12 +156,21 @@ class Terms:
         )
 
 
+@lru_cache(maxsize=64)
+def _blocks(devices: tuple[int, ...], width: int) -> tuple[tuple[int, ...], ...]:
+    """The devices of ranks that do the same, which follow one another; kept once for all settings
+    on the same devices."""
+    return tuple(devices[first : first + width] for first in range(0, len(devices), width))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setting(Terms):
     """A schedule on some devices, built.
 
     Attributes:
-        schedule: of one minibatch; of a stream, as long as shows how much is in flight.
+        schedule: of one minibatch; of a stream, as long as shows how much is in flight. Of more
+            than two pipelines side by side, the first and the last alone (``folded``); what ranks
+            of a copy hold is then counted as for the first, since no other holds more.
         is_final: whether the schedule is the one that runs, and none that holds the place of an
             order still to be searched.
     """
@@ -152,14 +183,63 @@ class Setting(Terms):
         """How many stages the schedule cuts the model into."""
         return self.schedule.num_stages
 
+    @property
+    def is_folded(self) -> bool:
+        """Whether the schedule has two of more pipelines side by side."""
+        return self.schedule.num_ranks < self.num_ranks
+
+    def first_of(self, rank: int) -> int:
+        """The rank of the first pipeline that does what a rank does; of a schedule that has all
+        ranks, the rank itself."""
+        return rank - rank % self.num_pipelines if self.is_folded else rank
+
+    def scheduled(self, rank: int) -> int:
+        """The rank of the schedule that stands for a rank."""
+        return 2 * (rank // self.num_pipelines) if self.is_folded else rank
+
+    @property
+    def first_ranks(self) -> range:
+        """The ranks of the first pipeline; of a schedule that has all ranks, all."""
+        return range(0, self.num_ranks, self.num_pipelines if self.is_folded else 1)
+
+    def unlike_ranks(self, task: Task) -> Sequence[int]:
+        """One of all ranks that have the same stages and as much memory, which they share with no
+        others; worked out once."""
+        known: tuple[Task, Sequence[int]] | None = vars(self).get("unlike")
+        if known is None or known[0] is not task:
+            vars(self)["unlike"] = known = task, self._unlike_ranks(task)
+        return known[1]
+
+    def _unlike_ranks(self, task: Task) -> Sequence[int]:
+        if not self.is_folded or task.topology.shared_memories:
+            return range(self.num_ranks)
+        if len({*task.memories}) == 1:
+            return self.first_ranks
+        chosen: dict[Hashable, int] = {}
+        for rank, device in enumerate(self.devices):
+            chosen.setdefault((self.first_of(rank), task.memories[device]), rank)
+        return tuple(chosen.values())
+
+    def stages_on(self, rank: int) -> tuple[int, ...]:
+        """The stages of a rank."""
+        return self.schedule.stages_of[self.scheduled(rank)]
+
     @cached_property
-    def ranks_of(self) -> tuple[tuple[int, ...], ...]:
+    def ranks_of(self) -> tuple[Sequence[int], ...]:
         """The ranks of each stage."""
-        return tuple(self.schedule.ranks_of(stage) for stage in range(self.num_stages))
+        own = [self.schedule.ranks_of(stage) for stage in range(self.num_stages)]
+        if not self.is_folded:
+            return tuple(own)
+        # A pipeline may have no copies of its own, so that a stage is on ranks in a row.
+        width = self.num_pipelines
+        return tuple(range(ranks[0] // 2 * width, (ranks[0] // 2 + 1) * width) for ranks in own)
 
     @cached_property
     def devices_of(self) -> tuple[tuple[int, ...], ...]:
         """The devices of each stage."""
+        if self.is_folded:
+            blocks = _blocks(self.devices, self.num_pipelines)
+            return tuple(blocks[ranks[0] // self.num_pipelines] for ranks in self.ranks_of)
         return tuple(tuple(self.devices[rank] for rank in ranks) for ranks in self.ranks_of)
 
     @cached_property
@@ -200,12 +280,13 @@ class Setting(Terms):
 
     @cached_property
     def peaks(self) -> tuple[float, ...]:
-        """Per rank, microbatches in flight at the worst moment; of copies, as many as of the first,
-        since no other has more of them."""
+        """Per rank of the schedule, microbatches in flight at the worst moment; of copies, as many
+        as of the first, since no other has more of them."""
         schedule, activations = self.schedule, self.versions.activations
         if not self.is_single:
             return peak_activations(schedule.rank_ops, schedule.num_slices, activations)
-        firsts = [schedule.rank_ops[ranks[0]] for ranks in self.ranks_of]
+        every = range(self.num_stages)
+        firsts = [schedule.rank_ops[schedule.ranks_of(stage)[0]] for stage in every]
         of_stages = peak_activations(firsts, schedule.num_slices, activations)
         return tuple(of_stages[stage] for (stage,) in schedule.stages_of)
 
@@ -216,7 +297,7 @@ class Setting(Terms):
         Args:
             again: whether it runs forward a second time.
         """
-        ranks = self.ranks_of[stage]
+        ranks = self.schedule.ranks_of(stage)
         if not self.is_exact:
             held = max(self.peaks[rank] for rank in ranks)
             return (Load(inputs=held, whole=1) if again else Load(whole=held),)
@@ -256,18 +337,29 @@ class Setting(Terms):
         """Whether ``loads`` are exact: every rank has one stage, and microbatches are whole."""
         return self.is_single and self.schedule.num_slices == 1
 
-    def with_recomputes(self, stages: tuple[int, ...]) -> Schedule:
-        """The schedule, in which some stages run forward a second time; made once for all cuts, of
-        large ones for those that follow one another."""
-        if not stages:
+    def whole(self, num_microbatches: int) -> Schedule:
+        """The schedule with the ranks of all pipelines, for who must look at them."""
+        if not self.is_folded:
             return self.schedule
-        kept = self._kept("with_recomputes")
-        if stages not in kept:
-            if self.schedule.num_ops > _MANY_OPS:
-                kept.clear()
-            kept[stages] = add_recompute(self.schedule, stages)
-        schedule: Schedule = kept[stages]
+        kept, key = self._kept("whole"), (self.num_pipelines, num_microbatches)
+        if key not in kept:
+            kept[key] = self.build(num_microbatches)
+        schedule: Schedule = kept[key]
         return schedule
+
+    def with_recomputes(self, stages: tuple[int, ...], schedule: Schedule | None = None) -> Schedule:
+        """The schedule, or the ``whole`` one, in which some stages run forward a second time; made
+        once for all cuts, of large ones for those that follow one another."""
+        plain = schedule or self.schedule
+        if not stages:
+            return plain
+        kept: dict[Any, Any] = vars(plain.columns).setdefault("with_recomputes", {})
+        if stages not in kept:
+            if plain.num_ops > _MANY_OPS:
+                kept.clear()
+            kept[stages] = add_recompute(plain, stages)
+        recomputing: Schedule = kept[stages]
+        return recomputing
 
 
 def _recomputed(schedule: Schedule, ops: RankOps) -> RankOps:
@@ -316,7 +408,7 @@ class MemoryLimits:
         per_rank = (
             (self._task.limits[device] + self._slack)
             / (1 + self._task.cluster.devices[device].allocator_slack)
-            / len(setting.schedule.stages_of[rank])
+            / len(setting.stages_on(rank))
             for rank, device in zip(setting.ranks_of[stage], setting.devices_of[stage], strict=True)
         )
         return min(per_rank)

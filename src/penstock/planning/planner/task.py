@@ -17,6 +17,7 @@ from penstock.base.units import count_of
 from penstock.core.cluster import Cluster, Device, Link, Topology
 from penstock.core.graph import Layer, LayerGraph, Mode
 from penstock.core.schedule import Schedule
+from penstock.core.timing.simulator.step import are_apart
 from penstock.planning.handover.capabilities import CutsBetween
 from penstock.planning.handover.modules import places_inside
 from penstock.planning.partition.chain import (
@@ -27,6 +28,7 @@ from penstock.planning.partition.chain import (
     least_slowest,
 )
 from penstock.planning.partition.layers import places_near, spread_places
+from penstock.planning.planner.hosts import RankPlaces
 from penstock.planning.plans.stage_plan import Split
 from penstock.planning.plans.summing import GatheredFor, ReducerName
 
@@ -166,6 +168,9 @@ class Cache:
         held: bytes of a rank, by all that they depend on.
         hops: their seconds at each place, by the links that they may go over.
         links: the different ones between stages, by their devices.
+        rank_places: where ranks are, by their devices.
+        apart: ``Task.are_apart``, by the devices and how many pipelines there are.
+        busy: ``Task.least_busy``, by what that depends on.
     """
 
     cuts: dict[object, list[tuple[int, ...]]] = field(default_factory=dict)
@@ -177,6 +182,9 @@ class Cache:
     held: dict[object, int] = field(default_factory=dict)
     hops: dict[object, Floats] = field(default_factory=dict)
     links: dict[object, tuple[Link, ...]] = field(default_factory=dict)
+    rank_places: dict[object, RankPlaces] = field(default_factory=dict)
+    apart: dict[object, bool] = field(default_factory=dict)
+    busy: dict[object, tuple[float, float]] = field(default_factory=dict)
 
     def keep_order(self, key: object, schedule: Schedule) -> None:
         """Keep a schedule that was built, and no more of the oldest than memory has room for."""
@@ -286,6 +294,32 @@ class Task:
             limit / (1 + device.allocator_slack)
             for limit, device in zip(self.limits, self.cluster.devices, strict=True)
         )
+
+    @cached_property
+    def memories(self) -> tuple[tuple[float, float], ...]:
+        """(bytes that each device may use, what its allocator takes besides): all of a device that
+        decides what fits."""
+        slacks = (device.allocator_slack for device in self.cluster.devices)
+        return tuple(zip(self.limits, slacks, strict=True))
+
+    def rank_places(self, devices: tuple[int, ...]) -> RankPlaces:
+        """Where ranks on these devices are."""
+        if devices not in self.cache.rank_places:
+            places = RankPlaces.on(self.topology, devices, self.straddling)
+            self.cache.rank_places[devices] = places
+        return self.cache.rank_places[devices]
+
+    def are_apart(self, devices: tuple[int, ...], num_pipelines: int) -> bool:
+        """Whether pipelines side by side never wait for each other on their way.
+
+        Args:
+            devices: of each rank; copies of a rank follow one another.
+        """
+        key = devices, num_pipelines
+        if key not in self.cache.apart:
+            cards, hosts = self.rank_places(devices)
+            self.cache.apart[key] = not cards or are_apart(cards, hosts, num_pipelines)
+        return self.cache.apart[key]
 
     @cached_property
     def crossing_bytes(self) -> tuple[int, ...]:
@@ -521,6 +555,28 @@ class Task:
             return Pace(1 / slowest, 1 / slowest)
         contention = self.graph.contention
         return Pace(contention.of_passes(mode) / slowest, contention.of_updates(mode) / slowest)
+
+    def least_busy(
+        self, devices: tuple[int, ...], modes: tuple[Mode, ...], num_pipelines: int
+    ) -> tuple[float, float]:
+        """(seconds that a minibatch takes at least, however its stages are cut, with all of these
+        devices busy all the time; the least factor on the seconds of passes on any of them).
+
+        Args:
+            modes: in one of which ranks work.
+            num_pipelines: side by side, each with microbatches of its own.
+        """
+        key = devices, modes, num_pipelines
+        if key not in self.cache.busy:
+            paces = [self.least_paces(devices, mode) for mode in modes]
+            turns = (
+                len(range(own, self.num_microbatches, num_pipelines))
+                / max(sum(1 / pace for pace in of_mode[own::num_pipelines]) for of_mode in paces)
+                for own in range(num_pipelines)
+            )
+            busy = max(turns) * sum(self.compute_seconds)
+            self.cache.busy[key] = busy, min(map(min, paces))
+        return self.cache.busy[key]
 
     def least_paces(self, used: Sequence[int], mode: Mode) -> list[float]:
         """The least factor on the seconds of passes at any stage that has each device of those that
