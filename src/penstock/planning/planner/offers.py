@@ -329,7 +329,7 @@ def _side_by_side(
         width, depth = counts[0], len(counts)
         if depth == 1 or len({*counts}) > 1 or width > task.num_microbatches:
             continue
-        large = len(devices) * task.num_microbatches > _QUICKLY_BUILT
+        large = depth * ceil(task.num_microbatches / width) > _QUICKLY_BUILT
         for family, policy in names:
             if large and family in _BUILT_SLOWLY and constraints.schedule is None:
                 continue
@@ -369,10 +369,12 @@ def _stages_of(family: str, num_ranks: int, options: Options) -> int:
     with suppress(InputError):
         if family in families.SEARCHED:
             return len(placed(family, num_ranks, dict(options).get("placement", "straight")))
-        few = 2 * num_ranks
-        return families.build(
-            family, num_ranks=num_ranks, num_microbatches=few, **dict(options)
-        ).num_stages
+        # As many per rank on any number of them, and two are quickly built.
+        few = min(num_ranks, 2)
+        pipeline = families.build(
+            family, num_ranks=few, num_microbatches=2 * few, **dict(options)
+        )
+        return pipeline.num_stages * num_ranks // few
     return 0
 
 
