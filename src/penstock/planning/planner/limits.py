@@ -144,15 +144,22 @@ def _excess(held: float, limit: float, place: str) -> Excess:
 
 def has_limits(task: Task) -> bool:
     """Whether any memory is limited."""
-    return min(task.limits) < inf or bool(task.topology.shared_memories)
+    return min(task.different_limits) < inf or bool(task.topology.shared_memories)
 
 
 def least_excess(task: Task) -> float:
-    """Bytes by which any candidate misses a limit, at least; ≤ 0 where one may fit.
+    """Bytes by which any candidate misses a limit, at least; ≤ 0 where one may fit. Worked out
+    once.
 
     Whoever has a layer has its weights, a gradient of them, its optimizer state and buffers, and at
     some moment all that a microbatch keeps there, room to work included. All layers are somewhere.
     """
+    if not task.cache.excess:
+        task.cache.excess.append(_least_excess(task))
+    return task.cache.excess[0]
+
+
+def _least_excess(task: Task) -> float:
     if not has_limits(task):
         return -inf
     state = [layer.trained_bytes + layer.buffer_bytes for layer in task.graph.layers]
@@ -182,10 +189,7 @@ def lacks_room(task: Task, devices: Sequence[int], replicas: Sequence[int]) -> b
         replicas: how many ranks, which follow one another, have the same stages; empty where
             ranks share none.
     """
-    limits = [task.limits[device] for device in devices]
-    ends = pairwise(accumulate(replicas, initial=0))
-    room = sum(min(limits[start:stop]) for start, stop in ends) if replicas else sum(limits)
-    if room == inf:
+    if not has_limits(task) or (room := _room(task, devices, replicas)) == inf:
         return False
     parameters, optimizer, buffers = (
         task.sum(name, 0, task.num_layers)
@@ -199,8 +203,29 @@ def lacks_room(task: Task, devices: Sequence[int], replicas: Sequence[int]) -> b
     return 2 * parameters + optimizer + buffers > room
 
 
+def _room(task: Task, devices: Sequence[int], replicas: Sequence[int]) -> float:
+    """Bytes that one copy of all stages has, on some ranks."""
+    if len(task.different_limits) == 1:
+        count = len(replicas) if replicas else len(devices)
+        return count * task.limits[0]
+    limits = [task.limits[device] for device in devices]
+    ends = pairwise(accumulate(replicas, initial=0))
+    return sum(min(limits[start:stop]) for start, stop in ends) if replicas else sum(limits)
+
+
 def limited_like(task: Task, like: Task) -> Task:
-    """A task under the memory limits of another task's cluster, which has the same devices."""
+    """A task under the memory limits of another task's cluster, which has the same devices; itself
+    where it has these limits, and worked out once where it has not."""
+    own, others = task.alone, like.alone
+    if own.cluster is others.cluster and own.memory_bytes == others.memory_bytes:
+        return task
+    known: tuple[Task, Task] | None = vars(task).get("limited")
+    if known is None or known[0] is not like:
+        vars(task)["limited"] = known = like, _limited_like(task, like)
+    return known[1]
+
+
+def _limited_like(task: Task, like: Task) -> Task:
     ranks = range(len(like.cluster.devices))
     limits = {
         device.name: device.memory_bytes for rank in ranks for device in like.devices_at(rank)

@@ -171,6 +171,7 @@ class Cache:
         rank_places: where ranks are, by their devices.
         apart: ``Task.are_apart``, by the devices and how many pipelines there are.
         busy: ``Task.least_busy``, by what that depends on.
+        excess: bytes by which any candidate misses a limit, in one entry when that is known.
     """
 
     cuts: dict[object, list[tuple[int, ...]]] = field(default_factory=dict)
@@ -185,6 +186,7 @@ class Cache:
     rank_places: dict[object, RankPlaces] = field(default_factory=dict)
     apart: dict[object, bool] = field(default_factory=dict)
     busy: dict[object, tuple[float, float]] = field(default_factory=dict)
+    excess: list[float] = field(default_factory=list)
 
     def keep_order(self, key: object, schedule: Schedule) -> None:
         """Keep a schedule that was built, and no more of the oldest than memory has room for."""
@@ -286,6 +288,11 @@ class Task:
         """Bytes that each device may use."""
         everywhere = self.memory_bytes or inf
         return tuple(min(device.memory_bytes or inf, everywhere) for device in self.cluster.devices)
+
+    @cached_property
+    def different_limits(self) -> frozenset[float]:
+        """The ``limits``, each once."""
+        return frozenset(self.limits)
 
     @cached_property
     def tensor_limits(self) -> tuple[float, ...]:
