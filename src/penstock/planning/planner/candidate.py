@@ -232,7 +232,8 @@ class Candidate(CutSetting):
 
     def limited_like(self, other: Candidate) -> Candidate:
         """This candidate's cuts under the memory limits of another candidate's cluster."""
-        return replace(self, task=limited_like(self.task, other.task))
+        task = limited_like(self.task, other.task)
+        return self if task is self.task else replace(self, task=task)
 
     @property
     def fits(self) -> bool:

@@ -5,7 +5,7 @@ of each way to sum gradients.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, inf
@@ -25,7 +25,6 @@ from penstock.planning.planner.hosts import (
     Levels,
     LevelSeconds,
     level_seconds,
-    levels_worth_trying,
 )
 from penstock.planning.planner.setting import Setting
 from penstock.planning.planner.task import Task
@@ -135,7 +134,24 @@ class SummedSetting:
         return len(hosts) > 1 and has_cards and self.task.communication.name == RING
 
     def exchange(self, num_bytes: float, ranks: Sequence[int]) -> ExchangeSeconds:
-        """How long one exchange among copies takes."""
+        """How long one exchange among copies takes; worked out once for all that are alike."""
+        known = self.task.cache.exchanges
+        key = num_bytes, self._looks_of(ranks)
+        if key not in known:
+            known[key] = self._exchange(num_bytes, ranks)
+        seconds: ExchangeSeconds = known[key]
+        return seconds
+
+    def _looks_of(self, ranks: Sequence[int]) -> Hashable:
+        """All by which exchanges of some ranks differ from those of others, but their bytes."""
+        levels = []
+        for level in self.levels:
+            numbers: dict[int, int] = {}
+            levels.append(tuple(numbers.setdefault(level[k], len(numbers)) for k in ranks))
+        devices = self.task.kind_of(self._devices_of(ranks))
+        return devices, tuple(levels), self.reducer, self.num_sums
+
+    def _exchange(self, num_bytes: float, ranks: Sequence[int]) -> ExchangeSeconds:
         task, devices = self.task, self._devices_of(ranks)
         link = task.topology.slowest_link(devices, num_bytes)
         if self.reducer == "parameter-server" and len(devices) > 1:
@@ -211,8 +227,10 @@ class SummedSetting:
     def _device_of(self) -> dict[int, int]:
         return dict(enumerate(self.devices))
 
-    def _devices_of(self, ranks: Sequence[int]) -> list[int]:
-        return [self.devices[rank] for rank in ranks]
+    def _devices_of(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        if isinstance(ranks, range):
+            return self.devices[ranks.start : ranks.stop]
+        return tuple(self.devices[rank] for rank in ranks)
 
     @property
     def most_stale(self) -> int:
@@ -322,7 +340,7 @@ class CutSetting:
         )
         if not shared or task.communication.name != RING or flat.reducer == "fully-sharded":
             return flat
-        choices = levels_worth_trying(task.topology, setting.devices, task.straddling)
+        choices = task.levels(setting.devices)
         if len(choices) == 1:
             return replace(flat, levels=choices[0])
 
@@ -354,7 +372,7 @@ class CutSetting:
         experts = [part for layer in layers for part in layer.experts]
         size = task.expert_ranks if experts else 1
         rank = setting.ranks_of[index][0]
-        width, groups = task.num_devices_at(setting.devices_of[index][0]), task.groups
+        width = task.num_devices_at(setting.devices_of[index][0])
         return StagePlan(
             layers=names,
             rank=rank,
@@ -366,7 +384,7 @@ class CutSetting:
             tensor_ranks=width,
             expert_ranks=size,
             expert_loads=mean_loads(experts, size) if experts else (),
-            splits={} if groups is None or width == 1 else groups.splits(names),
+            splits={} if width == 1 else task.splits(start, stop),
         )
 
     def _seconds(self, index: int, start: int, stop: int) -> dict[str, Any]:
@@ -378,7 +396,7 @@ class CutSetting:
             turns = bool(setting.replicas)
             hop, busy = task.hop(stop, devices, setting.devices_of[index + 1], in_turns=turns)
 
-        slowest = min(task.cluster.devices[device].speed for device in devices)
+        slowest = task.slowest_speed(devices)
 
         def seconds(name: str, factor: float = pace.passes) -> float:
             own = task.sum(name, start, stop)

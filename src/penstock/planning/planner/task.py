@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, cycle, islice, pairwise, product
@@ -28,7 +28,7 @@ from penstock.planning.partition.chain import (
     least_slowest,
 )
 from penstock.planning.partition.layers import places_near, spread_places
-from penstock.planning.planner.hosts import RankPlaces
+from penstock.planning.planner.hosts import Levels, RankPlaces, levels_worth_trying
 from penstock.planning.plans.stage_plan import Split
 from penstock.planning.plans.summing import GatheredFor, ReducerName
 
@@ -172,6 +172,11 @@ class Cache:
         apart: ``Task.are_apart``, by the devices and how many pipelines there are.
         busy: ``Task.least_busy``, by what that depends on.
         excess: bytes by which any candidate misses a limit, in one entry when that is known.
+        splits: ``Task.splits``, by a stage's first layer and the one behind its last.
+        speeds: the slowest of some devices.
+        kinds: ``Task.kind_of``, by the devices, and by their ``Task.appearance``.
+        exchanges: how long copies exchange, by all that this depends on.
+        levels: the ways to sum near ranks first, by the devices.
     """
 
     cuts: dict[object, list[tuple[int, ...]]] = field(default_factory=dict)
@@ -187,6 +192,11 @@ class Cache:
     apart: dict[object, bool] = field(default_factory=dict)
     busy: dict[object, tuple[float, float]] = field(default_factory=dict)
     excess: list[float] = field(default_factory=list)
+    splits: dict[tuple[int, int], dict[str, Split]] = field(default_factory=dict)
+    speeds: dict[object, float] = field(default_factory=dict)
+    kinds: dict[object, int] = field(default_factory=dict)
+    exchanges: dict[object, Any] = field(default_factory=dict)
+    levels: dict[object, list[Levels]] = field(default_factory=dict)
 
     def keep_order(self, key: object, schedule: Schedule) -> None:
         """Keep a schedule that was built, and no more of the oldest than memory has room for."""
@@ -309,12 +319,68 @@ class Task:
         slacks = (device.allocator_slack for device in self.cluster.devices)
         return tuple(zip(self.limits, slacks, strict=True))
 
+    def appearance(self, devices: Iterable[int]) -> Hashable:
+        """All by which devices in an order differ from others: equal ones in equal groups may stand
+        for each other."""
+        places: dict[int, int] = {}
+        return tuple(
+            (
+                self._looks[device],
+                *(places.setdefault(number, len(places)) for number in self.topology.paths[device]),
+            )
+            for device in devices
+        )
+
+    @cached_property
+    def _looks(self) -> tuple[int, ...]:
+        """A number for each device that it has in common with those that are like it, and in groups
+        like its own."""
+        groups, known = self.cluster.groups, dict[Hashable, int]()
+        wired = {device for pair in self.topology.wires for device in pair}
+        looks = (
+            (
+                device.speed,
+                device.kind,
+                self.memories[index],
+                self.num_devices_at(index),
+                index if index in wired else -1,
+                *(
+                    (group.link, group.kind, group.memory_bytes, group.card)
+                    for group in map(groups.__getitem__, self.topology.paths[index])
+                ),
+            )
+            for index, device in enumerate(self.cluster.devices)
+        )
+        return tuple(known.setdefault(look, len(known)) for look in looks)
+
+    def kind_of(self, devices: tuple[int, ...]) -> int:
+        """A number that some devices have in common with all that look like them."""
+        kinds = self.cache.kinds
+        if devices not in kinds:
+            looks = "looks", self.appearance(devices)
+            kinds[devices] = kinds.setdefault(looks, len(kinds))
+        return kinds[devices]
+
+    def slowest_speed(self, devices: tuple[int, ...]) -> float:
+        """The speed of the slowest of some devices."""
+        if devices not in self.cache.speeds:
+            slowest = min(self.cluster.devices[device].speed for device in devices)
+            self.cache.speeds[devices] = slowest
+        return self.cache.speeds[devices]
+
     def rank_places(self, devices: tuple[int, ...]) -> RankPlaces:
         """Where ranks on these devices are."""
         if devices not in self.cache.rank_places:
             places = RankPlaces.on(self.topology, devices, self.straddling)
             self.cache.rank_places[devices] = places
         return self.cache.rank_places[devices]
+
+    def levels(self, devices: tuple[int, ...]) -> list[Levels]:
+        """The ways to sum near ranks first, where ranks are on these devices."""
+        if devices not in self.cache.levels:
+            ways = levels_worth_trying(self.topology, devices, self.straddling)
+            self.cache.levels[devices] = ways
+        return self.cache.levels[devices]
 
     def are_apart(self, devices: tuple[int, ...], num_pipelines: int) -> bool:
         """Whether pipelines side by side never wait for each other on their way.
@@ -327,6 +393,16 @@ class Task:
             cards, hosts = self.rank_places(devices)
             self.cache.apart[key] = not cards or are_apart(cards, hosts, num_pipelines)
         return self.cache.apart[key]
+
+    def splits(self, start: int, stop: int) -> dict[str, Split]:
+        """How a group shares the layers ``[start, stop)``, as a plan says it; nothing is shared
+        where devices stand for themselves."""
+        if self.groups is None:
+            return {}
+        if (start, stop) not in self.cache.splits:
+            names = [layer.name for layer in self.graph.layers[start:stop]]
+            self.cache.splits[start, stop] = self.groups.splits(names)
+        return self.cache.splits[start, stop]
 
     @cached_property
     def crossing_bytes(self) -> tuple[int, ...]:
@@ -551,13 +627,13 @@ class Task:
                 sizes[name] = num_bytes
         return tuple(Tie(name, sizes[name], own[0], own[-1]) for name, own in holders.items())
 
-    def pace(self, devices: Collection[int], used: Collection[int], mode: Mode) -> Pace:
+    def pace(self, devices: tuple[int, ...], used: Collection[int], mode: Mode) -> Pace:
         """The factors on the profile's seconds on the slowest of a stage's devices.
 
         Args:
             used: by the whole plan.
         """
-        slowest = min(self.cluster.devices[device].speed for device in devices)
+        slowest = self.slowest_speed(devices)
         if not self._is_crowded(devices, used):
             return Pace(1 / slowest, 1 / slowest)
         contention = self.graph.contention
