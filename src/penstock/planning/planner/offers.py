@@ -35,6 +35,8 @@ from penstock.planning.planner.task import Task
 from penstock.planning.plans.lockstep import check_lockstep
 
 _STAGES_PER_RANK = (2, 3, 4)
+_IDLE = 0.03
+"""A share of a step that is worth more stages per rank."""
 _UNASKED_NEVER = frozenset({*families.SEARCHED, *USUAL, "chimera", "seq1f1b", "spilled"})
 """Searched orders take time; Chimera needs two copies of each stage; not every model is capable of
 slices; what never flushes changes what is learned; what brings weights in and out again is planned
@@ -222,7 +224,10 @@ def _straight(task: Task, constraints: Constraints) -> Iterator[Offer]:
         ]
         for devices in orders(task, num_ranks):
             for family, policy in names:
-                for options in _variants(family, num_ranks, task.num_layers, constraints.options):
+                count = task.num_microbatches
+                for options in _variants(
+                    family, num_ranks, count, task.num_layers, constraints.options
+                ):
                     yield Offer(family, devices, policy, (), options, _rule(constraints, policy))
 
 
@@ -234,20 +239,35 @@ def _numbers(most: int) -> list[int]:
     return sorted(fractions | {1 << power for power in range(most.bit_length())})
 
 
-def _variants(family: str, num_ranks: int, num_layers: int, given: Options) -> Iterator[Options]:
+def _variants(
+    family: str, num_ranks: int, num_microbatches: int, num_layers: int, given: Options
+) -> Iterator[Options]:
     """The options worth trying beside those that are given: the family's own, and other numbers of
-    stages per rank; of a family that searches, limits on what is in flight."""
-    usual = _searches if family in families.SEARCHED else _stage_counts
-    for options in usual(family, num_ranks, num_layers):
+    stages per rank; of a family that searches, limits on what is in flight.
+
+    Args:
+        num_ranks, num_microbatches: of one pipeline.
+    """
+    usual: Iterable[Options] = _searches(family, num_ranks, num_layers)
+    if family not in families.SEARCHED:
+        usual = _stage_counts(family, num_ranks, num_microbatches, num_layers)
+    for options in usual:
         yield tuple({**dict(options), **dict(given)}.items())
 
 
-def _stage_counts(family: str, num_ranks: int, num_layers: int) -> Iterator[Options]:
+def _stage_counts(
+    family: str, num_ranks: int, num_microbatches: int, num_layers: int
+) -> Iterator[Options]:
     yield ()
-    if "stages_per_rank" in inspect.signature(families.family(family)).parameters:
-        for count in _STAGES_PER_RANK[1:]:
-            if num_ranks > 1 and count * num_ranks <= num_layers:
-                yield (("stages_per_rank", count),)
+    if "stages_per_rank" not in inspect.signature(families.family(family)).parameters:
+        return
+    counts, most = [*_STAGES_PER_RANK[1:]], num_layers // num_ranks
+    # More, as long as beginning and end of a step would leave much of it.
+    while num_ranks - 1 > _IDLE * counts[-1] * num_microbatches and counts[-1] < most:
+        counts.append(2 * counts[-1])
+    for count in counts:
+        if num_ranks > 1 and count <= most:
+            yield (("stages_per_rank", count),)
 
 
 def _searches(family: str, num_ranks: int, num_layers: int) -> Iterator[Options]:
@@ -329,11 +349,12 @@ def _side_by_side(
         width, depth = counts[0], len(counts)
         if depth == 1 or len({*counts}) > 1 or width > task.num_microbatches:
             continue
-        large = depth * ceil(task.num_microbatches / width) > _QUICKLY_BUILT
+        own = ceil(task.num_microbatches / width)
+        large = depth * own > _QUICKLY_BUILT
         for family, policy in names:
             if large and family in _BUILT_SLOWLY and constraints.schedule is None:
                 continue
-            for options in _variants(family, depth, task.num_layers, constraints.options):
+            for options in _variants(family, depth, own, task.num_layers, constraints.options):
                 num_stages = _stages_of(family, depth, options)
                 if 0 < num_stages <= task.num_layers:
                     replicas, rule = (width,) * num_stages, _rule(constraints, policy)
@@ -348,9 +369,11 @@ def _beside_one_another(task: Task, constraints: Constraints, family: str) -> It
     """
     counts, num_devices = constraints.replicas, len(task.cluster.devices)
     width, policy = counts[0], _policy(constraints, family)
-    fits = False
+    fits, own = False, ceil(task.num_microbatches / width)
     for depth in range(1, num_devices // width + 1):
-        for options in _variants(family, depth, task.num_layers, constraints.options):
+        exact = _with_stages(family, len(counts) / depth, constraints.options)
+        usual = _variants(family, depth, own, task.num_layers, constraints.options)
+        for options in dict.fromkeys([*usual, *exact]):
             if _stages_of(family, depth, options) == len(counts):
                 fits = True
                 for devices in orders_for(task, (width,) * depth):
@@ -361,6 +384,13 @@ def _beside_one_another(task: Task, constraints: Constraints, family: str) -> It
             f"{family} makes no {count_of(len(counts), 'stage')} with {width} replicas each of "
             f"{count_of(num_devices, 'device')}; give other replicas or more devices"
         )
+
+
+def _with_stages(family: str, stages_per_rank: float, given: Options) -> Iterator[Options]:
+    """The options with which a family has so many stages on each rank, if it takes any number."""
+    takes = "stages_per_rank" in inspect.signature(families.family(family)).parameters
+    if takes and stages_per_rank > _STAGES_PER_RANK[-1] and stages_per_rank == int(stages_per_rank):
+        yield tuple({"stages_per_rank": int(stages_per_rank), **dict(given)}.items())
 
 
 @lru_cache(maxsize=1024)

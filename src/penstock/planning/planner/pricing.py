@@ -362,7 +362,18 @@ class CutSetting:
     @cached_property
     def stages(self) -> tuple[StagePlan, ...]:
         """The plan of each stage, with its predicted costs, in execution order."""
-        return tuple(self._stage(index) for index in range(len(self.recomputes)))
+        return tuple(map(self._known_stage, range(len(self.recomputes))))
+
+    def _known_stage(self, index: int) -> StagePlan:
+        """The plan of a stage, made once for all cuts that give it the same layers. (What sums of
+        tied weights take depends on where the other halves are.)"""
+        if self.task.ties:
+            return self._stage(index)
+        known = self.setting.stage_plans(self.task)
+        key = index, *self.cuts[index : index + 2], self.recomputes[index], self.way.levels
+        if key not in known:
+            known[key] = self._stage(index)
+        return known[key]
 
     def _stage(self, index: int) -> StagePlan:
         start, stop = self.cuts[index : index + 2]

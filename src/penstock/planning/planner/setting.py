@@ -23,7 +23,7 @@ from penstock.planning.partition.chain import Floats, Ints, Table
 from penstock.planning.planner.request import RecomputeRule
 from penstock.planning.planner.task import Task
 from penstock.planning.plans.orders import stand_in
-from penstock.planning.plans.stage_plan import RecomputeWay
+from penstock.planning.plans.stage_plan import RecomputeWay, StagePlan
 from penstock.planning.plans.summing import (
     BY_SHARE,
     GatheredFor,
@@ -202,13 +202,21 @@ class Setting(Terms):
         """The ranks of the first pipeline; of a schedule that has all ranks, all."""
         return range(0, self.num_ranks, self.num_pipelines if self.is_folded else 1)
 
+    def _known_for(self, task: Task) -> dict[str, Any]:
+        """Results of a task, as long as it is the one that was last asked for."""
+        known: tuple[Task, dict[str, Any]] | None = vars(self).get("known")
+        if known is None or known[0] is not task:
+            vars(self)["known"] = known = task, {}
+        return known[1]
+
     def unlike_ranks(self, task: Task) -> Sequence[int]:
         """One of all ranks that have the same stages and as much memory, which they share with no
         others; worked out once."""
-        known: tuple[Task, Sequence[int]] | None = vars(self).get("unlike")
-        if known is None or known[0] is not task:
-            vars(self)["unlike"] = known = task, self._unlike_ranks(task)
-        return known[1]
+        known = self._known_for(task)
+        if "unlike ranks" not in known:
+            known["unlike ranks"] = self._unlike_ranks(task)
+        ranks: Sequence[int] = known["unlike ranks"]
+        return ranks
 
     def _unlike_ranks(self, task: Task) -> Sequence[int]:
         if not self.is_folded or task.topology.shared_memories:
@@ -322,10 +330,16 @@ class Setting(Terms):
 
     def memory_for(self, task: Task) -> MemoryLimits:
         """The memory that stages of a task have; made once for all cuts."""
-        known: tuple[Task, MemoryLimits] | None = vars(self).get("memory")
-        if known is None or known[0] is not task:
-            vars(self)["memory"] = known = task, MemoryLimits(task, self)
-        return known[1]
+        known = self._known_for(task)
+        if "memory" not in known:
+            known["memory"] = MemoryLimits(task, self)
+        memory: MemoryLimits = known["memory"]
+        return memory
+
+    def stage_plans(self, task: Task) -> dict[Hashable, StagePlan]:
+        """The plans of stages that were made, by all that they depend on."""
+        plans: dict[Hashable, StagePlan] = self._known_for(task).setdefault("stages", {})
+        return plans
 
     def _kept(self, name: str) -> dict[Any, Any]:
         """Results that follow from the ops alone, whatever the devices."""
