@@ -51,6 +51,11 @@ _WHOLE_IN_TURN = frozenset({"1f1b", "eager-1f1b", "gpipe"})
 _SPLIT_IN_TURN = frozenset({"zb-h1", "zb-h2"})
 """Families whose ranks have one stage each, with backwards in halves."""
 
+_WHOLE = _WHOLE_IN_TURN | {"interleaved-1f1b", "breadth-first"}
+"""Families whose backwards are whole."""
+_OTHER_WAYS = frozenset({"seq1f1b", "chimera"})
+"""Families in which a microbatch comes in slices, or at both ends."""
+
 _QUICKLY_BUILT = 2_000
 """Ranks times microbatches beyond which some orders take seconds to build."""
 _DAPPLE_LIMIT = 5_000
@@ -69,7 +74,8 @@ class Offer(Terms):
         busy, least_pace = task.least_busy(self.devices, modes, self.num_pipelines)
         if self.versions.asynchronous or self.num_ranks == 1:
             return busy
-        return max(busy, least_pace * self._least_with_ends(task))
+        ends = max(self._least_with_ends(task), self._least_with_ways_in(task))
+        return max(busy, least_pace * ends)
 
     @property
     def is_in_turn(self) -> bool:
@@ -102,6 +108,24 @@ class Offer(Terms):
         # Layers are not divided, so one stage may have more than its share.
         turns = ceil(task.num_microbatches / max(counts))
         return max(least, turns * task.least_slowest(len(counts)))
+
+    def _least_with_ways_in(self, task: Task) -> float:
+        """Seconds of a minibatch on devices of the profile's speed, however the model is cut, where
+        ranks may have several stages.
+
+        The first stages of p ranks are p different ones, so before that of the k-th of them there
+        are k layers at least, through which the first microbatch must come; and where backwards are
+        whole, the last gradient must go back. Besides, ranks do all the work.
+        """
+        if self.family in _OTHER_WAYS or len({*self.replicas}) > 1:
+            return 0.0
+        width = self.replicas[0] if self.replicas else 1
+        depth = self.num_ranks // width
+        names = ("forward_seconds", "backward_input_seconds")
+        ways = names if self.family in _WHOLE else names[:1]
+        outside = sum(task.ways_in(name, depth) for name in ways)
+        own = ceil(task.num_microbatches / width)
+        return (own * sum(task.compute_seconds) + outside) / depth
 
     def setting(self, task: Task) -> Setting:
         """Build the offer's schedule for a task.

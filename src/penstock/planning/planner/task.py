@@ -450,6 +450,15 @@ class Task:
         column = self.sums[name]
         return column[stop] - column[start]
 
+    def ways_in(self, name: str, count: int) -> float:
+        """The seconds of no layer, of the first, of the first two, and so on, together: of so many
+        ways, each of which has a layer more.
+
+        Args:
+            name: of the seconds.
+        """
+        return sum(self.sums[name][:count])
+
     @cached_property
     def input_bytes(self) -> tuple[int, ...]:
         """Bytes of the input of a stage that begins with each layer; 0 behind the last one."""
