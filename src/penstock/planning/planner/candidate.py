@@ -120,7 +120,7 @@ class Candidate(CutSetting):
         if self.setting.is_exact:
             (stage,) = self.setting.stages_on(rank)
             return memory.held_bytes(stage, self.recomputes[stage], *self.cuts[stage : stage + 2])
-        own = self.setting.moments(self._run_twice)[self.setting.scheduled(rank)]
+        own = self.setting.moments_on(rank, self._run_twice)
         state = (
             memory.state_bytes(stage, self.recomputes[stage], *self.cuts[stage : stage + 2])
             for stage in own.stages

@@ -5,7 +5,7 @@ which layers its stages have memory for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
 from math import inf
@@ -54,18 +54,6 @@ class Moments(NamedTuple):
         keeps at a stage."""
         flat = [size for stage in self.stages for size in sizes(stage)]
         return float((self.counts @ flat).max())
-
-
-def moments_of(schedule: Schedule) -> tuple[Moments, ...]:
-    """The moments of each rank.
-
-    Args:
-        schedule: compute only, of whole microbatches, perhaps with recomputes.
-    """
-    return tuple(
-        Moments(stages, moments(ops).astype(np.float64))
-        for ops, stages in zip(schedule.rank_ops, schedule.stages_of, strict=True)
-    )
 
 
 _RECOMPUTES: tuple[RecomputeWay, ...] = ("none", "layers", "stage")
@@ -315,18 +303,22 @@ class Setting(Terms):
         if key not in kept:
             # Later replicas have no more microbatches than the first.
             ops = self.schedule.rank_ops[ranks[0]]
-            kept[key] = loads(_recomputed(self.schedule, ops) if again else ops, activations)
+            twice = (stage,) if again else ()
+            kept[key] = loads(_recomputed(self.schedule, ops, twice), activations)
         of_stage: tuple[Load, ...] = kept[key]
         return of_stage
 
-    def moments(self, again: tuple[int, ...] = ()) -> tuple[Moments, ...]:
-        """The moments of each rank where some stages run forward a second time; made once for all
-        cuts."""
-        kept = self._kept("moments")
-        if again not in kept:
-            kept[again] = moments_of(self.with_recomputes(again))
-        of_ranks: tuple[Moments, ...] = kept[again]
-        return of_ranks
+    def moments_on(self, rank: int, again: Collection[int] = ()) -> Moments:
+        """The moments of a rank where some stages run forward a second time; made once for all
+        cuts, and for whatever other ranks do."""
+        stages, number = self.stages_on(rank), self.scheduled(rank)
+        own = tuple(stage for stage in stages if stage in again)
+        kept, key = self._kept("moments"), (number, own)
+        if key not in kept:
+            ops = _recomputed(self.schedule, self.schedule.rank_ops[number], own)
+            kept[key] = Moments(stages, moments(ops).astype(np.float64))
+        of_rank: Moments = kept[key]
+        return of_rank
 
     def memory_for(self, task: Task) -> MemoryLimits:
         """The memory that stages of a task have; made once for all cuts."""
@@ -376,10 +368,12 @@ class Setting(Terms):
         return recomputing
 
 
-def _recomputed(schedule: Schedule, ops: RankOps) -> RankOps:
-    """The ops of one rank of a schedule, if it runs all forwards a second time."""
+def _recomputed(schedule: Schedule, ops: RankOps, again: Collection[int]) -> RankOps:
+    """The ops of one rank of a schedule, if some of its stages run forward a second time."""
+    if not again:
+        return ops
     alone = schedule.with_columns(Columns.of_fields([ops.columns.fields(ops.span)]))
-    return add_recompute(alone, ops.stages).rank_ops[0]
+    return add_recompute(alone, again).rank_ops[0]
 
 
 class MemoryLimits:
