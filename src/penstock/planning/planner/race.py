@@ -318,6 +318,8 @@ class Race:
         few."""
         if self.is_sketch or constraints.cuts or self._is_barred(task, offer, constraints):
             return
+        if not has_few_cuts(task, num_stages=1):  # into more stages there are more ways
+            return
         try:
             setting = offer.setting(task)
         except (InputError, PlanError):
