@@ -120,18 +120,15 @@ def beside_one_another(draw):
     depth, width = draw(st.integers(1, 2)), draw(st.integers(3, 4))
     family = draw(st.sampled_from(("1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-v")))
     graph, count = draw(graphs(most=6)), draw(st.integers(width, 2 * width + 1))
-    there = devices(depth * width)
-    size = draw(st.sampled_from([0, 1, 2, width]))  # of hosts, each of which has a card
+    names = [f"d{k}" for k in range(depth * width)]
+    size = draw(st.sampled_from([1, 2, width]))
     hosts = tuple(
-        Group(
-            name=f"host{first}",
-            members=tuple(f"d{k}" for k in range(first, min(first + size, depth * width))),
-            link=Link(),
-            card=Card(bytes_per_second=1e4),
-        )
-        for first in range(0, depth * width, size or depth * width)
+        Group(name=f"host{k}", members=names[k : k + size], card=Card(bytes_per_second=1e4))
+        for k in range(0, len(names), size)
     )
-    there = replace(there, link=draw(links), groups=hosts if size else ())
+    there = replace(
+        devices(len(names)), link=draw(links), groups=hosts if draw(st.booleans()) else ()
+    )
     num_stages = depth * (2 if family in ("interleaved-1f1b", "zb-v") else 1)
     assume(num_stages <= len(graph.layers))
     task, replicas = Task(graph, there, count), (width,) * num_stages

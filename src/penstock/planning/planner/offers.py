@@ -425,9 +425,7 @@ def _stages_of(family: str, num_ranks: int, options: Options) -> int:
             return len(placed(family, num_ranks, dict(options).get("placement", "straight")))
         # As many per rank on any number of them, and two are quickly built.
         few = min(num_ranks, 2)
-        pipeline = families.build(
-            family, num_ranks=few, num_microbatches=2 * few, **dict(options)
-        )
+        pipeline = families.build(family, num_ranks=few, num_microbatches=2 * few, **dict(options))
         return pipeline.num_stages * num_ranks // few
     return 0
 

@@ -353,7 +353,9 @@ class Setting(Terms):
         schedule: Schedule = kept[key]
         return schedule
 
-    def with_recomputes(self, stages: tuple[int, ...], schedule: Schedule | None = None) -> Schedule:
+    def with_recomputes(
+        self, stages: tuple[int, ...], schedule: Schedule | None = None
+    ) -> Schedule:
         """The schedule, or the ``whole`` one, in which some stages run forward a second time; made
         once for all cuts, of large ones for those that follow one another."""
         plain = schedule or self.schedule

@@ -156,9 +156,7 @@ def two_pipelines(schedule: Schedule, costs: Costs) -> tuple[Schedule, Costs] | 
     kept = [rank for first in firsts for rank in (first, first + width - 1)]
     if any(_strays(schedule, kept[end::2]) for end in range(2)):
         return None
-    cards, hosts = (
-        tuple(own[rank] for rank in kept if own) for own in (costs.cards, costs.hosts)
-    )
+    cards, hosts = (tuple(own[rank] for rank in kept if own) for own in (costs.cards, costs.hosts))
     return _of_ranks(schedule, kept), replace(costs, cards=cards, hosts=hosts)
 
 
