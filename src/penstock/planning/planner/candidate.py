@@ -63,7 +63,7 @@ class Candidate(CutSetting):
         whole = setting.whole(count) if setting.is_folded and self._shows_all else None
         return setting.with_recomputes(self._run_twice, whole)
 
-    @property
+    @cached_property
     def _run_twice(self) -> tuple[int, ...]:
         """The stages that run forward a second time as a whole."""
         return tuple(stage for stage, how in enumerate(self.recomputes) if how == "stage")

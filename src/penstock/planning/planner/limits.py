@@ -144,7 +144,7 @@ def _excess(held: float, limit: float, place: str) -> Excess:
 
 def has_limits(task: Task) -> bool:
     """Whether any memory is limited."""
-    return min(task.different_limits) < inf or bool(task.topology.shared_memories)
+    return min(task.different_memories)[0] < inf or bool(task.topology.shared_memories)
 
 
 def least_excess(task: Task) -> float:
@@ -205,7 +205,7 @@ def lacks_room(task: Task, devices: Sequence[int], replicas: Sequence[int]) -> b
 
 def _room(task: Task, devices: Sequence[int], replicas: Sequence[int]) -> float:
     """Bytes that one copy of all stages has, on some ranks."""
-    if len(task.different_limits) == 1:
+    if len(task.different_memories) == 1:
         count = len(replicas) if replicas else len(devices)
         return count * task.limits[0]
     limits = [task.limits[device] for device in devices]

@@ -147,7 +147,8 @@ class Offer(Terms):
         fills = 1 if flushes else filling(counts, self.versions.ahead)
         schedule = self._schedule(task, max(task.num_microbatches, fills))
         is_final = self.family not in families.SEARCHED
-        setting = Setting(**vars(self), schedule=schedule, is_final=is_final)
+        terms = {field.name: getattr(self, field.name) for field in fields(Terms)}
+        setting = Setting(**terms, schedule=schedule, is_final=is_final)
         counts = self.replicas or (1,) * setting.num_stages
         if task.reducer == "fully-sharded" and task.gathered_for == "use":
             check_lockstep(schedule)

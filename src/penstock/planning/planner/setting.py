@@ -101,7 +101,7 @@ class Terms:
         width = self.replicas[0]
         return (width,) * (self.num_ranks // width)
 
-    @property
+    @cached_property
     def num_pipelines(self) -> int:
         """How many pipelines stand side by side and do the same, but that the first ones may have a
         microbatch more; 1 where that is not so, or where the order of all is searched at once."""
@@ -171,7 +171,7 @@ class Setting(Terms):
         """How many stages the schedule cuts the model into."""
         return self.schedule.num_stages
 
-    @property
+    @cached_property
     def is_folded(self) -> bool:
         """Whether the schedule has two of more pipelines side by side."""
         return self.schedule.num_ranks < self.num_ranks
@@ -209,7 +209,7 @@ class Setting(Terms):
     def _unlike_ranks(self, task: Task) -> Sequence[int]:
         if not self.is_folded or task.topology.shared_memories:
             return range(self.num_ranks)
-        if len({*task.memories}) == 1:
+        if len(task.different_memories) == 1:
             return self.first_ranks
         chosen: dict[Hashable, int] = {}
         for rank, device in enumerate(self.devices):
@@ -308,10 +308,11 @@ class Setting(Terms):
         of_stage: tuple[Load, ...] = kept[key]
         return of_stage
 
-    def moments_on(self, rank: int, again: Collection[int] = ()) -> Moments:
+    def moments_on(self, rank: int, again: Collection[int]) -> Moments:
         """The moments of a rank where some stages run forward a second time; made once for all
         cuts, and for whatever other ranks do."""
-        stages, number = self.stages_on(rank), self.scheduled(rank)
+        number = self.scheduled(rank)
+        stages = self.schedule.stages_of[number]
         own = tuple(stage for stage in stages if stage in again)
         kept, key = self._kept("moments"), (number, own)
         if key not in kept:
@@ -415,13 +416,12 @@ class MemoryLimits:
         setting = self._setting
         if not setting.is_single and not self._shared:
             return inf
-        per_rank = (
-            (self._task.limits[device] + self._slack)
-            / (1 + self._task.cluster.devices[device].allocator_slack)
-            / len(setting.stages_on(rank))
-            for rank, device in zip(setting.ranks_of[stage], setting.devices_of[stage], strict=True)
+        stages_of = setting.schedule.stages_of
+        count = max(len(stages_of[rank]) for rank in setting.schedule.ranks_of(stage))
+        return min(
+            (limit + self._slack) / (1 + allocator) / count
+            for limit, allocator in self._task.memories_of(setting.devices_of[stage])
         )
-        return min(per_rank)
 
     def kind(self, stage: int) -> Hashable:
         """Stages of one kind have the same tables."""

@@ -300,11 +300,6 @@ class Task:
         return tuple(min(device.memory_bytes or inf, everywhere) for device in self.cluster.devices)
 
     @cached_property
-    def different_limits(self) -> frozenset[float]:
-        """The ``limits``, each once."""
-        return frozenset(self.limits)
-
-    @cached_property
     def tensor_limits(self) -> tuple[float, ...]:
         """The ``limits`` without what allocators take besides tensors."""
         return tuple(
@@ -318,6 +313,17 @@ class Task:
         decides what fits."""
         slacks = (device.allocator_slack for device in self.cluster.devices)
         return tuple(zip(self.limits, slacks, strict=True))
+
+    @cached_property
+    def different_memories(self) -> frozenset[tuple[float, float]]:
+        """The ``memories``, each once."""
+        return frozenset(self.memories)
+
+    def memories_of(self, devices: tuple[int, ...]) -> Collection[tuple[float, float]]:
+        """The ``memories`` of some devices, each once, or more often."""
+        if len(self.different_memories) == 1:
+            return self.different_memories
+        return [self.memories[device] for device in devices]
 
     def appearance(self, devices: Iterable[int]) -> Hashable:
         """All by which devices in an order differ from others: equal ones in equal groups may stand
