@@ -102,7 +102,7 @@ def level_seconds(
     Args:
         device_of: the device of each holder.
         num_bytes: of the gradients on each device.
-        width: tensor ranks of each holder, which sum at the same time behind the same card.
+        width: tensor ranks of each holder that sum at the same time behind the same card.
     """
     return [
         _of_level(topology, tree, level, device_of, num_bytes, width)

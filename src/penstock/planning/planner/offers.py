@@ -474,9 +474,7 @@ def _all_but_some(task: Task) -> Iterator[ReplicaShape]:
 
 def _width_by_depth(task: Task) -> Iterator[ReplicaShape]:
     """As many pipelines side by side as there are devices for; of depth 1, data parallelism."""
-    devices, cluster = task.cluster.devices, task.topology.cluster
-    are_alike = len({*zip((device.speed for device in devices), task.limits, strict=True)}) == 1
-    is_flat = are_alike and not (cluster.groups or cluster.wires)
+    devices = task.cluster.devices
     # Replicas take turns, so slow devices may do better without any work.
     for least in sorted({device.speed for device in devices}):
         pool = [index for index, device in enumerate(devices) if device.speed >= least]
@@ -487,7 +485,7 @@ def _width_by_depth(task: Task) -> Iterator[ReplicaShape]:
                 across = pipeline_by_pipeline((width,) * depth)
                 for order in unlike_first(task, pool):
                     yield (width,) * depth, tuple(order[: width * depth])
-                    if not is_flat:
+                    if not task.is_flat:
                         yield (width,) * depth, tuple(order[number] for number in across)
 
 

@@ -76,7 +76,7 @@ def orders_for(task: Task, counts: Sequence[int]) -> list[tuple[int, ...]]:
     choices = []
     for order in unlike_first(task, range(len(task.cluster.devices))):
         choices.append(tuple(order[: sum(counts)]))
-        if task.topology.cluster.groups:  # else all devices are as near
+        if not task.is_flat:
             choices.append(tuple(order[number] for number in pipeline_by_pipeline(counts)))
     return list(dict.fromkeys(choices))
 

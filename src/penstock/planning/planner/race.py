@@ -121,7 +121,7 @@ class Race:
         if that is said."""
         waiting: list[tuple[float, int, Candidate]] = []
         numbers = count()  # candidates themselves have no order
-        idle = 0
+        idle, lowest = 0, self.least
         for promised, task, offer in promises:
             # Who cannot be slower than what the next offers promise runs first.
             while waiting and waiting[0][0] <= promised:
@@ -136,8 +136,9 @@ class Race:
             built = self.built(task, offer, constraints)
             self._note_reach(task, offer, promised, built)
             for candidate in built:
-                is_best = candidate.least_seconds < min(self._least_of(waiting), self.least)
+                is_best = candidate.least_seconds < min(self._least_of(waiting), lowest)
                 if is_best or candidate.effort <= _LITTLE:
+                    lowest = min(candidate.least_seconds, lowest)
                     self._enter(candidate)  # which may spare building others
                 else:
                     heappush(waiting, (candidate.least_seconds, next(numbers), candidate))

@@ -262,6 +262,23 @@ class Task:
             return 1
         return len(self.groups.devices[index % len(self.groups.devices)])
 
+    def num_on_card(self, index: int) -> int:
+        """How many of the devices that one device of the cluster stands for share a network
+        card, of that which most share."""
+        if self.groups is None:
+            return 1
+        return self._on_cards[index % len(self._on_cards)]
+
+    @cached_property
+    def _on_cards(self) -> tuple[int, ...]:
+        assert self.groups is not None, "nobody asks who stands for himself"
+        single = self.groups.single
+        names = (device.name for device in single.cluster.devices)
+        card_of = dict(zip(names, single.topology.cards, strict=True))
+        cards = ([card_of[part.name] for part in own] for own in self.groups.devices)
+        # Where nobody says, they share one.
+        return tuple(max(Counter(own).values()) for own in cards)
+
     def devices_at(self, index: int) -> tuple[Device, ...]:
         """The devices that one device of the cluster stands for."""
         return (self.cluster.devices[index],) if self.groups is None else self.groups.devices[index]
@@ -349,6 +366,7 @@ class Task:
                 device.kind,
                 self.memories[index],
                 self.num_devices_at(index),
+                self.num_on_card(index),
                 index if index in wired else -1,
                 *(
                     (group.link, group.kind, group.memory_bytes, group.card)
@@ -358,6 +376,12 @@ class Task:
             for index, device in enumerate(self.cluster.devices)
         )
         return tuple(known.setdefault(look, len(known)) for look in looks)
+
+    @cached_property
+    def is_flat(self) -> bool:
+        """Whether all devices look alike, and none is nearer to another one than to the rest."""
+        alone = Counter(number for path in self.topology.paths for number in path)
+        return len({*self._looks}) == 1 and {*alone.values()} <= {1, len(self._looks)}
 
     def kind_of(self, devices: tuple[int, ...]) -> int:
         """A number that some devices have in common with all that look like them."""
