@@ -11,10 +11,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from penstock import Cluster, Link, schedules
+from penstock import Cluster, Link, schedules, simulate
 from penstock.base.errors import InputError, PlanError
-from penstock.core.cluster import Group
+from penstock.core.cluster import Card, Group
 from penstock.core.graph import Contention
+from penstock.core.schedule.lower import add_update
 from penstock.core.versions import USUAL, Flush
 from penstock.planning.planner.candidate import Candidate
 from penstock.planning.planner.cuts import candidates
@@ -23,7 +24,7 @@ from penstock.planning.planner.offers import Offer
 from penstock.planning.planner.offers import offers as every_offer
 from penstock.planning.planner.request import Constraints
 from penstock.planning.planner.task import Task
-from tests.kit.planning import all_cuts, chain, clusters, devices, graphs, held_bytes
+from tests.kit.planning import all_cuts, chain, clusters, devices, graphs, held_bytes, links
 
 FAMILIES = [name for name in schedules.names() if name not in {"zb-auto", "optimal", "chimera"}]
 WITH_REPLICAS = ("1f1b", "gpipe", "pipedream", "pipedream-2bw")
@@ -112,6 +113,47 @@ def test_memory_is_what_the_ops_of_the_plan_keep(pair):
         assert candidate.rank_bytes == found.rank_bytes
     assert all(a >= b for a, b in zip(candidate.rank_bytes, found.rank_bytes, strict=True))
     assert candidate.seconds == pytest.approx(found.step_seconds)
+
+
+@st.composite
+def beside_one_another(draw):
+    """(the pipelines' number, a candidate of three or four of them, on hosts with cards or not)."""
+    depth, width = draw(st.integers(1, 2)), draw(st.integers(3, 4))
+    family = draw(st.sampled_from(("1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-v")))
+    graph, count = draw(graphs(most=6)), draw(st.integers(width, 2 * width + 1))
+    names = [f"d{k}" for k in range(depth * width)]
+    size = draw(st.sampled_from([1, 2, width]))
+    hosts = tuple(
+        Group(name=f"host{k}", members=names[k : k + size], card=Card(bytes_per_second=1e4))
+        for k in range(0, len(names), size)
+    )
+    there = replace(
+        devices(len(names)), link=draw(links), groups=hosts if draw(st.booleans()) else ()
+    )
+    num_stages = depth * (2 if family in ("interleaved-1f1b", "zb-v") else 1)
+    assume(num_stages <= len(graph.layers))
+    task, replicas = Task(graph, there, count), (width,) * num_stages
+    setting = Offer(family, tuple(range(depth * width)), replicas=replicas).setting(task)
+    cuts = draw(st.sampled_from(list(all_cuts(task.num_layers, num_stages))))
+    how = tuple(draw(st.sampled_from(("none", "stage", "layers"))) for _ in range(num_stages))
+    return width, Candidate(task, setting, cuts, how)
+
+
+@settings(max_examples=80)
+@given(beside_one_another())
+def test_the_first_and_the_last_of_many_pipelines_tell_what_all_do(pair):
+    width, candidate = pair
+    plan, setting = candidate.to_plan(), candidate.setting
+    assert setting.schedule.num_ranks * width == 2 * setting.num_ranks
+    placed = plan.placement
+    assert tuple(map(placed.ranks_of, range(setting.num_stages))) == tuple(
+        map(tuple, setting.ranks_of)
+    )
+    step = simulate(add_update(placed), plan.costs).makespan
+    assert step == pytest.approx(candidate.seconds) == pytest.approx(plan.step_seconds)
+    assert all(a >= b for a, b in zip(candidate.rank_bytes, plan.rank_bytes, strict=True))
+    if candidate.task.num_microbatches % width == 0:
+        assert candidate.rank_bytes == plan.rank_bytes
 
 
 @settings(max_examples=60)

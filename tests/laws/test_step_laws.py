@@ -83,12 +83,17 @@ def test_a_step_without_its_timeline_is_as_long(data):
         assert max(done) == handed_in
 
 
+SIDE_BY_SIDE = ("1f1b", "gpipe", "zb-h1", "interleaved-1f1b", "interleaved-zb", "zb-v", "v-half")
+
+
 @given(st.data())
 def test_two_of_equal_pipelines_beside_cards_of_their_own_take_as_long_as_all(data):
-    num_stages, width = data.draw(st.integers(1, 4)), data.draw(st.integers(3, 5))
-    num_ranks = num_stages * width
+    depth, width = data.draw(st.integers(1, 3)), data.draw(st.integers(3, 5))
+    family, num_ranks = data.draw(st.sampled_from(SIDE_BY_SIDE)), depth * width
+    alone = schedules.build(family, num_ranks=depth, num_microbatches=2)
+    num_stages = alone.num_stages
     schedule = schedules.build(
-        data.draw(st.sampled_from(["1f1b", "gpipe"])),
+        family,
         num_ranks=num_ranks,
         num_microbatches=data.draw(st.integers(width, 12)),
         replicas=(width,) * num_stages,
@@ -100,11 +105,13 @@ def test_two_of_equal_pipelines_beside_cards_of_their_own_take_as_long_as_all(da
         "nobody": [*range(num_ranks)],
         "any": data.draw(st.lists(st.integers(0, 3), min_size=num_ranks, max_size=num_ranks)),
     }[near]
-    costs = replace(data.draw(costs_for(num_stages)), cards=tuple(range(num_ranks)), hosts=hosts)
+    costs = data.draw(costs_for(num_stages))
+    if data.draw(st.booleans()):
+        costs = replace(costs, cards=tuple(range(num_ranks)), hosts=hosts)
     two = two_pipelines(schedule, costs)
     assert two is not None or near == "any" or schedule.num_microbatches % width
     if two is not None:
-        assert two[0].num_ranks == 2 * num_stages
+        assert two[0].num_ranks == 2 * depth
         alone = simulate(add_update(two[0]), two[1])
         assert alone.makespan == simulate(add_update(schedule), costs).makespan
 

@@ -420,8 +420,9 @@ class LayoutProblem:
                 work = self._work_seconds(layer, sharing)
                 if seconds_per_byte:
                     work += seconds_per_byte * self.device_bytes(layer, sharing)
+                inside = self.ring.inside(sharing)
                 for state, (seconds, trail) in best.items():
-                    step = self._step(state, index, sharing)
+                    step = self._step(state, index, sharing, inside)
                     talk = step.forward.seconds + step.backward.seconds
                     total = seconds + work + self.num_microbatches * talk
                     if step.state not in reached or total < reached[step.state][0]:
@@ -453,7 +454,7 @@ class LayoutProblem:
         """The layers in execution order, each with its choice and what that takes."""
         state: State = ()
         for index, (layer, sharing) in enumerate(zip(self.graph.layers, sharings, strict=True)):
-            step = self._step(state, index, sharing)
+            step = self._step(state, index, sharing, self.ring.inside(sharing))
             yield layer, sharing, step
             state = step.state
 
@@ -483,8 +484,14 @@ class LayoutProblem:
         update = layer.update_seconds * self.ring.parameter_share(layer, sharing)
         return compute + update + self.reduction(layer, sharing).seconds
 
-    def _step(self, state: State, index: int, sharing: Sharing) -> Step:
-        """Let a layer read its inputs and hand on its outputs."""
+    def _step(
+        self, state: State, index: int, sharing: Sharing, inside: tuple[Traffic, Traffic]
+    ) -> Step:
+        """Let a layer read its inputs and hand on its outputs.
+
+        Args:
+            inside: ``DeviceRing.inside`` of the sharing.
+        """
         forward, backward, copied = NOTHING, NOTHING, 0.0
         after: list[_Live] = []
         for live in state:
@@ -500,7 +507,7 @@ class LayoutProblem:
             num_bytes = self.graph.layers[index].output_bytes
             forward += self.ring.convert("partial", sharing.gives, num_bytes)
             backward += self.ring.convert(sharing.gives, "whole", num_bytes)
-        there, back = self.ring.inside(sharing)
+        there, back = inside
         forward, backward = forward + there, backward + back
         for number in self._made_by[index]:
             if self._values[number].last > index:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, inf
@@ -58,38 +58,69 @@ class Candidate(CutSetting):
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The setting's schedule with the recomputes that the stages want."""
-        return self.setting.with_recomputes(self._run_twice)
+        """The schedule that is simulated, with the recomputes that the stages want."""
+        count, setting = self.task.num_microbatches, self.setting
+        whole = setting.whole(count) if setting.is_folded and self._shows_all else None
+        return setting.with_recomputes(self._run_twice, whole)
 
-    @property
+    @cached_property
     def _run_twice(self) -> tuple[int, ...]:
         """The stages that run forward a second time as a whole."""
         return tuple(stage for stage, how in enumerate(self.recomputes) if how == "stage")
 
+    @property
+    def _shows_all(self) -> bool:
+        """Whether the ranks of all pipelines side by side are simulated: where there are no more
+        than two, and where they wait for each other."""
+        task, setting = self.task, self.setting
+        width = setting.num_pipelines
+        return not (setting.is_folded and task.are_apart(setting.devices, width))
+
+    @property
+    def _shown_ranks(self) -> Sequence[int]:
+        """The ranks that are simulated."""
+        setting = self.setting
+        if self._shows_all:
+            return range(setting.num_ranks)
+        last = setting.num_pipelines - 1
+        return [rank for first in setting.first_ranks for rank in (first, first + last)]
+
     @cached_property
     def rank_bytes(self) -> tuple[int, ...]:
         """Predicted bytes of memory of each rank."""
-        if self.setting.schedule.num_slices == 1:
-            return tuple(map(self.bytes_on, range(self.setting.num_ranks)))
-        return allocated(bytes_of_ranks(self.stages, self.schedule), self._slacks)
+        every, first_of = range(self.setting.num_ranks), self.setting.first_of
+        tensors = [self.tensor_bytes[first_of(rank)] for rank in every]
+        return allocated(tensors, self._slacks(every))
 
     @cached_property
-    def _slacks(self) -> tuple[float, ...]:
+    def held(self) -> dict[int, int]:
+        """As ``rank_bytes``, of the ranks that differ by their stages or what their devices have
+        (``Setting.unlike_ranks``)."""
+        ranks, first_of = self.setting.unlike_ranks(self.task), self.setting.first_of
+        tensors = [self.tensor_bytes[first_of(rank)] for rank in ranks]
+        return dict(zip(ranks, allocated(tensors, self._slacks(ranks)), strict=True))
+
+    def _slacks(self, ranks: Iterable[int]) -> tuple[float, ...]:
         devices = self.task.cluster.devices
-        return tuple(devices[device].allocator_slack for device in self.setting.devices)
+        return tuple(devices[self.setting.devices[rank]].allocator_slack for rank in ranks)
 
-    def bytes_on(self, rank: int) -> int:
-        """As ``rank_bytes``, of one rank where microbatches are whole, without a walk through all
-        ops for each way to cut the model."""
-        (needed,) = allocated([self._tensor_bytes_on(rank)], [self._slacks[rank]])
-        return needed
+    @cached_property
+    def tensor_bytes(self) -> dict[int, int]:
+        """Predicted bytes of tensors on each of ``Setting.first_ranks``."""
+        setting = self.setting
+        if setting.schedule.num_slices == 1:
+            return {rank: self.tensor_bytes_on(rank) for rank in setting.first_ranks}
+        held = bytes_of_ranks(self.stages, setting.with_recomputes(self._run_twice))
+        return {rank: held[setting.scheduled(rank)] for rank in setting.first_ranks}
 
-    def _tensor_bytes_on(self, rank: int) -> int:
+    def tensor_bytes_on(self, rank: int) -> int:
+        """Predicted bytes of tensors on a rank where microbatches are whole, without a walk through
+        all ops for each way to cut the model."""
         memory = self.setting.memory_for(self.task)
         if self.setting.is_exact:
-            (stage,) = self.setting.schedule.stages_of[rank]
+            (stage,) = self.setting.stages_on(rank)
             return memory.held_bytes(stage, self.recomputes[stage], *self.cuts[stage : stage + 2])
-        own = self.setting.moments(self._run_twice)[rank]
+        own = self.setting.moments_on(rank, self._run_twice)
         state = (
             memory.state_bytes(stage, self.recomputes[stage], *self.cuts[stage : stage + 2])
             for stage in own.stages
@@ -119,7 +150,9 @@ class Candidate(CutSetting):
         """How many ops a simulation goes through."""
         setting = self.setting
         if not setting.versions.asynchronous:
-            return self.schedule.num_ops
+            few = setting.with_recomputes(self._run_twice).num_ops
+            folded = setting.is_folded and self._shows_all
+            return few * setting.num_pipelines // 2 if folded else few
         count = num_simulated(setting.versions, self.task.num_microbatches, setting.all_replicas)
         return count * 2 * setting.num_stages
 
@@ -129,16 +162,18 @@ class Candidate(CutSetting):
         time."""
         setting = self.setting
         asynchronous = setting.versions.asynchronous
-        alike = not asynchronous and setting.is_single and len({*setting.all_replicas}) == 1
-        if self._cards or (asynchronous and max(setting.all_replicas) > 1):
-            apart = alike and len({*self._cards}) == setting.num_ranks
-            return 2 * self.num_ops // max(setting.all_replicas[0], 2) if apart else self.num_ops
-        return self.num_ops // ((setting.all_replicas[0] if alike else 1) * _QUICKER) + 1
+        in_turn = asynchronous and max(setting.all_replicas) > 1
+        if in_turn or self.task.rank_places(setting.devices).cards:
+            return self.num_ops
+        # Of pipelines side by side whose ranks have one stage each, one does.
+        does = 2 if setting.is_single and setting.num_pipelines > 1 else 1
+        return self.num_ops // (does * _QUICKER) + 1
 
     @cached_property
     def prediction(self) -> Prediction:
         """The prediction for the stages in the order of the schedule's ops."""
-        setting = self.setting
+        setting, ranks = self.setting, self._shown_ranks
+        places = self.task.rank_places(setting.devices).of(ranks)
         return Prediction(
             self.stages,
             self.task.num_microbatches,
@@ -146,28 +181,10 @@ class Candidate(CutSetting):
             setting.all_replicas,
             self.schedule,
             setting.build,
-            cards=self._cards,
-            hosts=self._hosts,
-            slacks=self._slacks,
+            cards=places.cards,
+            hosts=places.hosts,
+            slacks=self._slacks(ranks),
         )
-
-    @cached_property
-    def _cards(self) -> tuple[int, ...]:
-        """The card of each rank, none where no rank has one; of a rank on several hosts, −1."""
-        known, apart = self.task.topology.cards, self.task.straddling
-        cards = [-1 if device in apart else known[device] for device in self.setting.devices]
-        return _numbered(cards) if max(cards) >= 0 else ()
-
-    @cached_property
-    def _hosts(self) -> tuple[int, ...]:
-        """The host of each rank, where ranks have cards; of a rank on several, a number of its
-        own."""
-        known, apart = self.task.topology.hosts, self.task.straddling
-        hosts = [
-            (known[device], device if device in apart else -1) for device in self.setting.devices
-        ]
-        places = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
-        return tuple(places[host] for host in hosts) if self._cards else ()
 
     @property
     def seconds(self) -> float:
@@ -211,11 +228,12 @@ class Candidate(CutSetting):
             return Excess(inf, inf, 0, "in a part that is not cut")
         if not has_limits(self.task):
             return NO_EXCESS
-        return worst_excess(self.task, self.setting, self.rank_bytes)
+        return worst_excess(self.task, self.setting, self.held)
 
     def limited_like(self, other: Candidate) -> Candidate:
         """This candidate's cuts under the memory limits of another candidate's cluster."""
-        return replace(self, task=limited_like(self.task, other.task))
+        task = limited_like(self.task, other.task)
+        return self if task is self.task else replace(self, task=task)
 
     @property
     def fits(self) -> bool:
@@ -249,7 +267,8 @@ class Candidate(CutSetting):
     def _summing(self) -> Summing:
         setting = self.setting
         groups: dict[int, list[int]] = {}
-        for ranks in setting.ranks_of:
+        # Only who adds up on servers asks with whom.
+        for ranks in setting.ranks_of if self.way.reducer == "servers" else ():
             for rank in ranks:
                 groups.setdefault(rank, []).extend(setting.devices[other] for other in ranks)
         devices = [[setting.devices[rank], *groups[rank]] for rank in sorted(groups)]
@@ -263,6 +282,7 @@ class Candidate(CutSetting):
     ) -> Plan:
         """The plan that people read and the runtime runs."""
         task, setting = self.task, self.setting
+        places = task.rank_places(setting.devices)
         return Plan(
             model=task.graph.fingerprint,
             schedule=setting.schedule.name,
@@ -274,8 +294,8 @@ class Candidate(CutSetting):
             num_threads=task.graph.num_threads,
             microbatch_size=task.graph.microbatch_size,
             devices=tuple(part for device in setting.devices for part in task.devices_at(device)),
-            hosts=self._hosts,
-            cards=self._cards,
+            hosts=places.hosts,
+            cards=places.cards,
             summing=self._summing(),
             cost_model=task.communication.name,
             reason=reason,
@@ -288,11 +308,3 @@ class Candidate(CutSetting):
                 layer.name: layer.input_shape for layer in task.graph.layers if layer.input_shape
             },
         )
-
-
-def _numbered(numbers: Sequence[int]) -> tuple[int, ...]:
-    """Numbers from 0 in the order in which they first come; those below 0 are −1."""
-    places = {
-        number: place for place, number in enumerate(dict.fromkeys(n for n in numbers if n >= 0))
-    }
-    return tuple(places.get(number, -1) for number in numbers)

@@ -122,14 +122,15 @@ def _patterns(plain: Candidate, slack: float) -> dict[tuple[int, ...], list[Reco
     """What the stages of a rank may recompute so that it keeps its limit, that which takes least
     first; by the stages of the rank. All ranks try the same at once."""
     task, setting = plain.task, plain.setting
-    stages_of = setting.schedule.stages_of
+    stages_of = dict.fromkeys(setting.schedule.stages_of)
     missed: dict[tuple[int, ...], dict[Recomputes, float]] = {stages: {} for stages in stages_of}
     for pattern in _every_pattern(setting):
         place = {stage: pattern[k] for stages in stages_of for k, stage in enumerate(stages)}
         how = tuple(place[stage] for stage in range(setting.num_stages))
-        held = replace(plain, recomputes=how).rank_bytes
-        for stages, needed, device in zip(stages_of, held, setting.devices, strict=True):
-            own, over = pattern[: len(stages)], needed - task.limits[device] - slack
+        held = replace(plain, recomputes=how).held
+        for rank, needed in held.items():
+            stages, limit = setting.stages_on(rank), task.limits[setting.devices[rank]]
+            own, over = pattern[: len(stages)], needed - limit - slack
             missed[stages][own] = max(over, missed[stages].get(own, -inf))
     shared = bool(task.topology.shared_memories)
 
@@ -261,19 +262,19 @@ def _lightened(candidate: Candidate) -> Iterator[Candidate]:
     """The candidates with one layer of this one on the other side of a cut, which may miss the
     limit by less that this one misses most; of ranks that move nothing, nothing is counted again.
     """
-    setting, stages_of = candidate.setting, candidate.setting.schedule.stages_of
-    rank = candidate.excess.rank
-    for cuts in _moves(candidate.cuts, None if rank is None else stages_of[rank]):
+    setting, rank = candidate.setting, candidate.excess.rank
+    for cuts in _moves(candidate.cuts, None if rank is None else setting.stages_on(rank)):
         moved = replace(candidate, cuts=cuts)
         if setting.schedule.num_slices == 1:
             stages = {
                 k for k in range(setting.num_stages) if cuts[k : k + 2] != candidate.cuts[k : k + 2]
             }
-            held = [
-                moved.bytes_on(own) if stages.intersection(stages_of[own]) else num_bytes
-                for own, num_bytes in enumerate(candidate.rank_bytes)
-            ]
-            vars(moved)["rank_bytes"] = tuple(held)
+            vars(moved)["tensor_bytes"] = {
+                own: moved.tensor_bytes_on(own)
+                if stages.intersection(setting.stages_on(own))
+                else num_bytes
+                for own, num_bytes in candidate.tensor_bytes.items()
+            }
         yield moved
 
 

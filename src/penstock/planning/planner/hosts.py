@@ -18,6 +18,43 @@ from penstock.core.summation.tree import SumTree
 Levels = tuple[tuple[int, ...], ...]
 
 
+class RankPlaces(NamedTuple):
+    """Where the ranks of a plan are; nothing is said where none of them has a card.
+
+    Attributes:
+        cards: the card of each rank, numbered from 0; −1 of one that has none, or several.
+        hosts: the host of each rank, numbered from 0; of a rank on several, a number of its own.
+    """
+
+    cards: tuple[int, ...] = ()
+    hosts: tuple[int, ...] = ()
+
+    @classmethod
+    def on(
+        cls, topology: Topology, devices: Sequence[int], straddling: Collection[int]
+    ) -> RankPlaces:
+        """The places of ranks on these devices.
+
+        Args:
+            straddling: those that stand for devices of several hosts.
+        """
+        cards = [-1 if device in straddling else topology.cards[device] for device in devices]
+        if max(cards) < 0:
+            return cls()
+        hosts = [(topology.hosts[k], k if k in straddling else -1) for k in devices]
+        number = {host: place for place, host in enumerate(dict.fromkeys(hosts))}
+        there = dict.fromkeys(card for card in cards if card >= 0)
+        card_number = {card: place for place, card in enumerate(there)}
+        return cls(
+            tuple(card_number.get(card, -1) for card in cards),
+            tuple(number[host] for host in hosts),
+        )
+
+    def of(self, ranks: Sequence[int]) -> RankPlaces:
+        """Those of some ranks."""
+        return RankPlaces(*(tuple(own[rank] for rank in ranks) if own else () for own in self))
+
+
 class LevelSeconds(NamedTuple):
     """How long the copies of a stage exchange at one level of their tree.
 
@@ -65,7 +102,7 @@ def level_seconds(
     Args:
         device_of: the device of each holder.
         num_bytes: of the gradients on each device.
-        width: tensor ranks of each holder, which sum at the same time behind the same card.
+        width: tensor ranks of each holder that sum at the same time behind the same card.
     """
     return [
         _of_level(topology, tree, level, device_of, num_bytes, width)

@@ -4,7 +4,7 @@ and how many seconds a minibatch takes at least.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import ceil, inf, lcm
@@ -114,18 +114,21 @@ NO_EXCESS = Excess(-inf, 0, inf, "")
 """Where nothing is limited."""
 
 
-def worst_excess(task: Task, setting: Setting, rank_bytes: Sequence[int]) -> Excess:
-    """The limit of a task that is missed most if each rank of a setting needs ``rank_bytes``."""
-    limits = [task.limits[device] for device in setting.devices]
-    missed = [held - limit for held, limit in zip(rank_bytes, limits, strict=True)]
-    worst = max(range(setting.num_ranks), key=missed.__getitem__)
+def worst_excess(task: Task, setting: Setting, held: Mapping[int, int]) -> Excess:
+    """The limit of a task that is missed most.
+
+    Args:
+        held: bytes that ranks of a setting need: of ``Setting.unlike_ranks``.
+    """
+    limits = {rank: task.limits[setting.devices[rank]] for rank in held}
+    worst = max(held, key=lambda rank: held[rank] - limits[rank])
     place = f"on rank {worst} ({task.cluster.devices[setting.devices[worst]].name})"
-    excesses = [_excess(rank_bytes[worst], limits[worst], place)._replace(rank=worst)]
+    excesses = [_excess(held[worst], limits[worst], place)._replace(rank=worst)]
     for host, limit in task.topology.shared_memories:
         # Who shares layers with a rank shares its host's memory, too.
         on_host = [
-            held * task.num_devices_at(device)
-            for held, device in zip(rank_bytes, setting.devices, strict=True)
+            held[rank] * task.num_devices_at(device)
+            for rank, device in enumerate(setting.devices)
             if device in host
         ]
         place = "on all ranks together, which share memory"
@@ -141,16 +144,23 @@ def _excess(held: float, limit: float, place: str) -> Excess:
 
 def has_limits(task: Task) -> bool:
     """Whether any memory is limited."""
-    return min(task.limits) < inf or bool(task.topology.shared_memories)
+    return min(task.different_memories)[0] < inf or bool(task.topology.shared_memories)
 
 
 def least_excess(task: Task) -> float:
-    """Bytes by which any candidate misses a limit, at least; ≤ 0 where one may fit.
+    """Bytes by which any candidate misses a limit, at least; ≤ 0 where one may fit. Worked out
+    once.
 
     Whoever has a layer has its weights, a gradient of them, its optimizer state and buffers, and at
     some moment all that a microbatch keeps there, room to work included. All layers are somewhere;
     what several of them hold may be there once.
     """
+    if not task.cache.excess:
+        task.cache.excess.append(_least_excess(task))
+    return task.cache.excess[0]
+
+
+def _least_excess(task: Task) -> float:
     if not has_limits(task):
         return -inf
     largest = max(
@@ -180,10 +190,7 @@ def lacks_room(task: Task, devices: Sequence[int], replicas: Sequence[int]) -> b
         replicas: how many ranks, which follow one another, have the same stages; empty where
             ranks share none.
     """
-    limits = [task.limits[device] for device in devices]
-    ends = pairwise(accumulate(replicas, initial=0))
-    room = sum(min(limits[start:stop]) for start, stop in ends) if replicas else sum(limits)
-    if room == inf:
+    if not has_limits(task) or (room := _room(task, devices, replicas)) == inf:
         return False
     parameters, optimizer, buffers = (
         task.sum(name, 0, task.num_layers)
@@ -197,8 +204,29 @@ def lacks_room(task: Task, devices: Sequence[int], replicas: Sequence[int]) -> b
     return 2 * parameters + optimizer + buffers > room
 
 
+def _room(task: Task, devices: Sequence[int], replicas: Sequence[int]) -> float:
+    """Bytes that one copy of all stages has, on some ranks."""
+    if len(task.different_memories) == 1:
+        count = len(replicas) if replicas else len(devices)
+        return count * task.limits[0]
+    limits = [task.limits[device] for device in devices]
+    ends = pairwise(accumulate(replicas, initial=0))
+    return sum(min(limits[start:stop]) for start, stop in ends) if replicas else sum(limits)
+
+
 def limited_like(task: Task, like: Task) -> Task:
-    """A task under the memory limits of another task's cluster, which has the same devices."""
+    """A task under the memory limits of another task's cluster, which has the same devices; itself
+    where it has these limits, and worked out once where it has not."""
+    own, others = task.alone, like.alone
+    if own.cluster is others.cluster and own.memory_bytes == others.memory_bytes:
+        return task
+    known: tuple[Task, Task] | None = vars(task).get("limited")
+    if known is None or known[0] is not like:
+        vars(task)["limited"] = known = like, _limited_like(task, like)
+    return known[1]
+
+
+def _limited_like(task: Task, like: Task) -> Task:
     ranks = range(len(like.cluster.devices))
     limits = {
         device.name: device.memory_bytes for rank in ranks for device in like.devices_at(rank)

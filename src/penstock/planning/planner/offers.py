@@ -35,6 +35,8 @@ from penstock.planning.planner.task import Task
 from penstock.planning.plans.lockstep import check_lockstep
 
 _STAGES_PER_RANK = (2, 3, 4)
+_IDLE = 0.03
+"""A share of a step that is worth more stages per rank."""
 _UNASKED_NEVER = frozenset({*families.SEARCHED, *USUAL, "chimera", "seq1f1b", "spilled"})
 """Searched orders take time; Chimera needs two copies of each stage; not every model is capable of
 slices; what never flushes changes what is learned; what brings weights in and out again is planned
@@ -48,6 +50,11 @@ _WHOLE_IN_TURN = frozenset({"1f1b", "eager-1f1b", "gpipe"})
 
 _SPLIT_IN_TURN = frozenset({"zb-h1", "zb-h2"})
 """Families whose ranks have one stage each, with backwards in halves."""
+
+_WHOLE = _WHOLE_IN_TURN | {"interleaved-1f1b", "breadth-first"}
+"""Families whose backwards are whole."""
+_OTHER_WAYS = frozenset({"seq1f1b", "chimera"})
+"""Families in which a microbatch comes in slices, or at both ends."""
 
 _QUICKLY_BUILT = 2_000
 """Ranks times microbatches beyond which some orders take seconds to build."""
@@ -64,19 +71,11 @@ class Offer(Terms):
         time; where it flushes, also with the pipeline's beginning and end."""
         # Whether the family splits backwards, only its schedule tells.
         modes: tuple[Mode, ...] = ("stream",) if self.versions.asynchronous else ("whole", "split")
-        paces = [task.least_paces(self.devices, mode) for mode in modes]
-        # Pipelines side by side have microbatches of their own.
-        alike = not self.versions.asynchronous and len({*self.replicas}) == 1
-        pipelines = self.replicas[0] if alike else 1
-        turns = (
-            len(range(own, task.num_microbatches, pipelines))
-            / max(sum(1 / pace for pace in of_mode[own::pipelines]) for of_mode in paces)
-            for own in range(pipelines)
-        )
-        busy = max(turns) * sum(task.compute_seconds)
+        busy, least_pace = task.least_busy(self.devices, modes, self.num_pipelines)
         if self.versions.asynchronous or self.num_ranks == 1:
             return busy
-        return max(busy, min(map(min, paces)) * self._least_with_ends(task))
+        ends = max(self._least_with_ends(task), self._least_with_ways_in(task))
+        return max(busy, least_pace * ends)
 
     @property
     def is_in_turn(self) -> bool:
@@ -110,6 +109,24 @@ class Offer(Terms):
         turns = ceil(task.num_microbatches / max(counts))
         return max(least, turns * task.least_slowest(len(counts)))
 
+    def _least_with_ways_in(self, task: Task) -> float:
+        """Seconds of a minibatch on devices of the profile's speed, however the model is cut, where
+        ranks may have several stages.
+
+        The first stages of p ranks are p different ones, so before that of the k-th of them there
+        are k layers at least, through which the first microbatch must come; and where backwards are
+        whole, the last gradient must go back. Besides, ranks do all the work.
+        """
+        if self.family in _OTHER_WAYS or len({*self.replicas}) > 1:
+            return 0.0
+        width = self.replicas[0] if self.replicas else 1
+        depth = self.num_ranks // width
+        names = ("forward_seconds", "backward_input_seconds")
+        ways = names if self.family in _WHOLE else names[:1]
+        outside = sum(task.ways_in(name, depth) for name in ways)
+        own = ceil(task.num_microbatches / width)
+        return (own * sum(task.compute_seconds) + outside) / depth
+
     def setting(self, task: Task) -> Setting:
         """Build the offer's schedule for a task.
 
@@ -130,7 +147,8 @@ class Offer(Terms):
         fills = 1 if flushes else filling(counts, self.versions.ahead)
         schedule = self._schedule(task, max(task.num_microbatches, fills))
         is_final = self.family not in families.SEARCHED
-        setting = Setting(**vars(self), schedule=schedule, is_final=is_final)
+        terms = {field.name: getattr(self, field.name) for field in fields(Terms)}
+        setting = Setting(**terms, schedule=schedule, is_final=is_final)
         counts = self.replicas or (1,) * setting.num_stages
         if task.reducer == "fully-sharded" and task.gathered_for == "use":
             check_lockstep(schedule)
@@ -145,10 +163,11 @@ class Offer(Terms):
 
     def _schedule(self, task: Task, num_microbatches: int) -> Schedule:
         # The same on all devices.
-        key = self.family, self.num_ranks, self.replicas, num_microbatches, self.options
+        terms, count = self.folded(num_microbatches)
+        key = terms.family, terms.num_ranks, terms.replicas, count, terms.options
         schedule = task.cache.orders.get(key)
         if schedule is None:
-            schedule = self.build(num_microbatches)
+            schedule = terms.build(count)
             task.cache.keep_order(key, schedule)
         return schedule
 
@@ -231,7 +250,10 @@ def _straight(task: Task, constraints: Constraints) -> Iterator[Offer]:
         ]
         for devices in orders(task, num_ranks):
             for family, policy in names:
-                for options in _variants(family, num_ranks, task.num_layers, constraints.options):
+                count = task.num_microbatches
+                for options in _variants(
+                    family, num_ranks, count, task.num_layers, constraints.options
+                ):
                     yield Offer(family, devices, policy, (), options, _rule(constraints, policy))
 
 
@@ -243,20 +265,35 @@ def _numbers(most: int) -> list[int]:
     return sorted(fractions | {1 << power for power in range(most.bit_length())})
 
 
-def _variants(family: str, num_ranks: int, num_layers: int, given: Options) -> Iterator[Options]:
+def _variants(
+    family: str, num_ranks: int, num_microbatches: int, num_layers: int, given: Options
+) -> Iterator[Options]:
     """The options worth trying beside those that are given: the family's own, and other numbers of
-    stages per rank; of a family that searches, limits on what is in flight."""
-    usual = _searches if family in families.SEARCHED else _stage_counts
-    for options in usual(family, num_ranks, num_layers):
+    stages per rank; of a family that searches, limits on what is in flight.
+
+    Args:
+        num_ranks, num_microbatches: of one pipeline.
+    """
+    usual: Iterable[Options] = _searches(family, num_ranks, num_layers)
+    if family not in families.SEARCHED:
+        usual = _stage_counts(family, num_ranks, num_microbatches, num_layers)
+    for options in usual:
         yield tuple({**dict(options), **dict(given)}.items())
 
 
-def _stage_counts(family: str, num_ranks: int, num_layers: int) -> Iterator[Options]:
+def _stage_counts(
+    family: str, num_ranks: int, num_microbatches: int, num_layers: int
+) -> Iterator[Options]:
     yield ()
-    if "stages_per_rank" in inspect.signature(families.family(family)).parameters:
-        for count in _STAGES_PER_RANK[1:]:
-            if num_ranks > 1 and count * num_ranks <= num_layers:
-                yield (("stages_per_rank", count),)
+    if "stages_per_rank" not in inspect.signature(families.family(family)).parameters:
+        return
+    counts, most = [*_STAGES_PER_RANK[1:]], num_layers // num_ranks
+    # More, as long as beginning and end of a step would leave much of it.
+    while num_ranks - 1 > _IDLE * counts[-1] * num_microbatches and counts[-1] < most:
+        counts.append(2 * counts[-1])
+    for count in counts:
+        if num_ranks > 1 and count <= most:
+            yield (("stages_per_rank", count),)
 
 
 def _searches(family: str, num_ranks: int, num_layers: int) -> Iterator[Options]:
@@ -337,11 +374,12 @@ def _side_by_side(
         width, depth = counts[0], len(counts)
         if depth == 1 or len({*counts}) > 1 or width > task.num_microbatches:
             continue
-        large = len(devices) * task.num_microbatches > _QUICKLY_BUILT
+        own = ceil(task.num_microbatches / width)
+        large = depth * own > _QUICKLY_BUILT
         for family, policy in names:
             if large and family in _BUILT_SLOWLY and constraints.schedule is None:
                 continue
-            for options in _variants(family, depth, task.num_layers, constraints.options):
+            for options in _variants(family, depth, own, task.num_layers, constraints.options):
                 num_stages = _stages_of(family, depth, options)
                 if 0 < num_stages <= task.num_layers:
                     replicas, rule = (width,) * num_stages, _rule(constraints, policy)
@@ -356,9 +394,11 @@ def _beside_one_another(task: Task, constraints: Constraints, family: str) -> It
     """
     counts, num_devices = constraints.replicas, len(task.cluster.devices)
     width, policy = counts[0], _policy(constraints, family)
-    fits = False
+    fits, own = False, ceil(task.num_microbatches / width)
     for depth in range(1, num_devices // width + 1):
-        for options in _variants(family, depth, task.num_layers, constraints.options):
+        exact = _with_stages(family, len(counts) / depth, constraints.options)
+        usual = _variants(family, depth, own, task.num_layers, constraints.options)
+        for options in dict.fromkeys([*usual, *exact]):
             if _stages_of(family, depth, options) == len(counts):
                 fits = True
                 for devices in orders_for(task, (width,) * depth):
@@ -371,16 +411,23 @@ def _beside_one_another(task: Task, constraints: Constraints, family: str) -> It
         )
 
 
+def _with_stages(family: str, stages_per_rank: float, given: Options) -> Iterator[Options]:
+    """The options with which a family has so many stages on each rank, if it takes any number."""
+    takes = "stages_per_rank" in inspect.signature(families.family(family)).parameters
+    if takes and stages_per_rank > _STAGES_PER_RANK[-1] and stages_per_rank == int(stages_per_rank):
+        yield tuple({"stages_per_rank": int(stages_per_rank), **dict(given)}.items())
+
+
 @lru_cache(maxsize=1024)
 def _stages_of(family: str, num_ranks: int, options: Options) -> int:
     """How many stages a family has on the ranks of one pipeline; 0 if it refuses."""
     with suppress(InputError):
         if family in families.SEARCHED:
             return len(placed(family, num_ranks, dict(options).get("placement", "straight")))
-        few = 2 * num_ranks
-        return families.build(
-            family, num_ranks=num_ranks, num_microbatches=few, **dict(options)
-        ).num_stages
+        # As many per rank on any number of them, and two are quickly built.
+        few = min(num_ranks, 2)
+        pipeline = families.build(family, num_ranks=few, num_microbatches=2 * few, **dict(options))
+        return pipeline.num_stages * num_ranks // few
     return 0
 
 
@@ -427,9 +474,7 @@ def _all_but_some(task: Task) -> Iterator[ReplicaShape]:
 
 def _width_by_depth(task: Task) -> Iterator[ReplicaShape]:
     """As many pipelines side by side as there are devices for; of depth 1, data parallelism."""
-    devices, cluster = task.cluster.devices, task.topology.cluster
-    are_alike = len({*zip((device.speed for device in devices), task.limits, strict=True)}) == 1
-    is_flat = are_alike and not (cluster.groups or cluster.wires)
+    devices = task.cluster.devices
     # Replicas take turns, so slow devices may do better without any work.
     for least in sorted({device.speed for device in devices}):
         pool = [index for index, device in enumerate(devices) if device.speed >= least]
@@ -440,7 +485,7 @@ def _width_by_depth(task: Task) -> Iterator[ReplicaShape]:
                 across = pipeline_by_pipeline((width,) * depth)
                 for order in unlike_first(task, pool):
                     yield (width,) * depth, tuple(order[: width * depth])
-                    if not is_flat:
+                    if not task.is_flat:
                         yield (width,) * depth, tuple(order[number] for number in across)
 
 

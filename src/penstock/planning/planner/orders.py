@@ -76,7 +76,7 @@ def orders_for(task: Task, counts: Sequence[int]) -> list[tuple[int, ...]]:
     choices = []
     for order in unlike_first(task, range(len(task.cluster.devices))):
         choices.append(tuple(order[: sum(counts)]))
-        if task.topology.cluster.groups:  # else all devices are as near
+        if not task.is_flat:
             choices.append(tuple(order[number] for number in pipeline_by_pipeline(counts)))
     return list(dict.fromkeys(choices))
 
@@ -84,30 +84,8 @@ def orders_for(task: Task, counts: Sequence[int]) -> list[tuple[int, ...]]:
 def _all_orders(task: Task, num_ranks: int) -> list[tuple[int, ...]]:
     different: dict[Hashable, tuple[int, ...]] = {}
     for order in permutations(range(len(task.cluster.devices)), num_ranks):
-        different.setdefault(_appearance(task, order), order)
+        different.setdefault(task.appearance(order), order)
     return list(different.values())
-
-
-def _appearance(task: Task, order: Sequence[int]) -> Hashable:
-    """All by which devices in an order differ from others: equal ones in equal groups may stand for
-    each other."""
-    groups, places = task.cluster.groups, dict[int, int]()
-    wired = {device for pair in task.topology.wires for device in pair}
-    return tuple(
-        (
-            task.cluster.devices[device].speed,
-            task.limits[device],
-            task.tensor_limits[device],
-            task.num_devices_at(device),
-            device if device in wired else -1,
-            *(
-                (places.setdefault(number, len(places)), group.link, group.memory_bytes, group.card)
-                for number in task.topology.paths[device]
-                for group in (groups[number],)
-            ),
-        )
-        for device in order
-    )
 
 
 def unlike_first(task: Task, pool: Sequence[int]) -> list[list[int]]:

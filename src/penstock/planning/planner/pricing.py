@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, inf
@@ -26,7 +26,6 @@ from penstock.planning.planner.hosts import (
     Levels,
     LevelSeconds,
     level_seconds,
-    levels_worth_trying,
 )
 from penstock.planning.planner.setting import Setting
 from penstock.planning.planner.task import Task
@@ -154,7 +153,24 @@ class SummedSetting:
         return len(hosts) > 1 and has_cards and self.task.communication.name == RING
 
     def exchange(self, num_bytes: float, ranks: Sequence[int]) -> ExchangeSeconds:
-        """How long one exchange among copies takes."""
+        """How long one exchange among copies takes; worked out once for all that are alike."""
+        known = self.task.cache.exchanges
+        key = num_bytes, self._looks_of(ranks)
+        if key not in known:
+            known[key] = self._exchange(num_bytes, ranks)
+        seconds: ExchangeSeconds = known[key]
+        return seconds
+
+    def _looks_of(self, ranks: Sequence[int]) -> Hashable:
+        """All by which exchanges of some ranks differ from those of others, but their bytes."""
+        levels = []
+        for level in self.levels:
+            numbers: dict[int, int] = {}
+            levels.append(tuple(numbers.setdefault(level[k], len(numbers)) for k in ranks))
+        devices = self.task.kind_of(self._devices_of(ranks))
+        return devices, tuple(levels), self.reducer, self.num_sums
+
+    def _exchange(self, num_bytes: float, ranks: Sequence[int]) -> ExchangeSeconds:
         task, devices = self.task, self._devices_of(ranks)
         link = task.topology.slowest_link(devices, num_bytes)
         if self.reducer == "parameter-server" and len(devices) > 1:
@@ -179,7 +195,7 @@ class SummedSetting:
 
     def _by_levels(self, num_bytes: float, ranks: Sequence[int]) -> list[LevelSeconds]:
         tree = SumTree.of(ranks, self.levels)
-        width = self.task.num_devices_at(self.devices[ranks[0]])
+        width = self.task.num_on_card(self.devices[ranks[0]])
         return level_seconds(self.task.topology, tree, self._device_of, num_bytes, width)
 
     def _served(self, num_bytes: float, ranks: Sequence[int], link: Link) -> ExchangeSeconds | None:
@@ -211,7 +227,7 @@ class SummedSetting:
     def _rate_of_machine(self, group: Sequence[int], ranks: Sequence[int]) -> float:
         """What devices can send together, each no faster than its link; of a card that others share
         they have their part."""
-        topology, width = self.task.topology, self.task.num_devices_at(self.devices[group[0]])
+        topology, width = self.task.topology, self.task.num_on_card(self.devices[group[0]])
         devices, everywhere = self._devices_of(group), self._devices_of(ranks)
         own: dict[int, float] = {}
         for device in devices:
@@ -230,8 +246,10 @@ class SummedSetting:
     def _device_of(self) -> dict[int, int]:
         return dict(enumerate(self.devices))
 
-    def _devices_of(self, ranks: Sequence[int]) -> list[int]:
-        return [self.devices[rank] for rank in ranks]
+    def _devices_of(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        if isinstance(ranks, range):
+            return self.devices[ranks.start : ranks.stop]
+        return tuple(self.devices[rank] for rank in ranks)
 
     @property
     def most_stale(self) -> int:
@@ -360,7 +378,7 @@ class CutSetting:
             return replace(flat, levels=setting.host_levels(task))
         if not shared or task.communication.name != RING:
             return flat
-        choices = levels_worth_trying(task.topology, setting.devices, task.straddling)
+        choices = task.levels(setting.devices)
         if len(choices) == 1:
             return replace(flat, levels=choices[0])
 
@@ -382,7 +400,18 @@ class CutSetting:
     @cached_property
     def stages(self) -> tuple[StagePlan, ...]:
         """The plan of each stage, with its predicted costs, in execution order."""
-        return tuple(self._stage(index) for index in range(len(self.recomputes)))
+        return tuple(map(self._known_stage, range(len(self.recomputes))))
+
+    def _known_stage(self, index: int) -> StagePlan:
+        """The plan of a stage, made once for all cuts that give it the same layers. (What sums of
+        tied weights take depends on where the other halves are.)"""
+        if self.task.ties:
+            return self._stage(index)
+        known = self.setting.stage_plans(self.task)
+        key = index, *self.cuts[index : index + 2], self.recomputes[index], self.way.levels
+        if key not in known:
+            known[key] = self._stage(index)
+        return known[key]
 
     def _stage(self, index: int) -> StagePlan:
         start, stop = self.cuts[index : index + 2]
@@ -392,19 +421,19 @@ class CutSetting:
         experts = [part for layer in layers for part in layer.experts]
         size = task.expert_ranks if experts else 1
         rank = setting.ranks_of[index][0]
-        width, groups = task.num_devices_at(setting.devices_of[index][0]), task.groups
+        width = task.num_devices_at(setting.devices_of[index][0])
         return StagePlan(
             layers=names,
             rank=rank,
             **self._seconds(index, start, stop),
             **self._bytes(index, start, stop),
-            peak_activations=setting.peaks[rank],
+            peak_activations=setting.peaks[setting.scheduled(rank)],
             weight_versions=setting.weight_versions(index, task.num_microbatches),
             recompute=self.recomputes[index],
             tensor_ranks=width,
             expert_ranks=size,
             expert_loads=mean_loads(experts, size) if experts else (),
-            splits={} if groups is None or width == 1 else groups.splits(names),
+            splits={} if width == 1 else task.splits(start, stop),
         )
 
     def _seconds(self, index: int, start: int, stop: int) -> dict[str, Any]:
@@ -416,7 +445,7 @@ class CutSetting:
             turns = bool(setting.replicas)
             hop, busy = task.hop(stop, devices, setting.devices_of[index + 1], in_turns=turns)
 
-        slowest = min(task.cluster.devices[device].speed for device in devices)
+        slowest = task.slowest_speed(devices)
 
         def seconds(name: str, factor: float = pace.passes) -> float:
             own = task.sum(name, start, stop)

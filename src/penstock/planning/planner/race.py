@@ -127,7 +127,7 @@ class Race:
         if that is said."""
         waiting: list[tuple[float, int, Candidate]] = []
         numbers = count()  # candidates themselves have no order
-        idle = 0
+        idle, lowest = 0, self.least
         for promised, task, offer in promises:
             # Who cannot be slower than what the next offers promise runs first.
             while waiting and waiting[0][0] <= promised:
@@ -142,8 +142,9 @@ class Race:
             built = self.built(task, offer, constraints)
             self._note_reach(task, offer, promised, built)
             for candidate in built:
-                is_best = candidate.least_seconds < min(self._least_of(waiting), self.least)
+                is_best = candidate.least_seconds < min(self._least_of(waiting), lowest)
                 if is_best or candidate.effort <= _LITTLE:
+                    lowest = min(candidate.least_seconds, lowest)
                     self._enter(candidate)  # which may spare building others
                 else:
                     heappush(waiting, (candidate.least_seconds, next(numbers), candidate))
@@ -324,6 +325,8 @@ class Race:
         """Let all ways to cut the model compete that may be faster than the best, where there are
         few."""
         if self.is_sketch or constraints.cuts or self._is_barred(task, offer, constraints):
+            return
+        if not has_few_cuts(task, num_stages=1):  # into more stages there are more ways
             return
         try:
             setting = offer.setting(task)

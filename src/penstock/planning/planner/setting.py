@@ -5,9 +5,9 @@ which layers its stages have memory for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import inf
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from penstock.planning.partition.chain import Floats, Ints, Table
 from penstock.planning.planner.request import RecomputeRule
 from penstock.planning.planner.task import Task
 from penstock.planning.plans.orders import stand_in
-from penstock.planning.plans.stage_plan import RecomputeWay
+from penstock.planning.plans.stage_plan import RecomputeWay, StagePlan
 from penstock.planning.plans.summing import (
     BY_SHARE,
     GatheredFor,
@@ -55,18 +55,6 @@ class Moments(NamedTuple):
         keeps at a stage."""
         flat = [size for stage in self.stages for size in sizes(stage)]
         return float((self.counts @ flat).max())
-
-
-def moments_of(schedule: Schedule) -> tuple[Moments, ...]:
-    """The moments of each rank.
-
-    Args:
-        schedule: compute only, of whole microbatches, perhaps with recomputes.
-    """
-    return tuple(
-        Moments(stages, moments(ops).astype(np.float64))
-        for ops, stages in zip(schedule.rank_ops, schedule.stages_of, strict=True)
-    )
 
 
 _RECOMPUTES: tuple[RecomputeWay, ...] = ("none", "layers", "stage")
@@ -114,6 +102,28 @@ class Terms:
         width = self.replicas[0]
         return (width,) * (self.num_ranks // width)
 
+    @cached_property
+    def num_pipelines(self) -> int:
+        """How many pipelines stand side by side and do the same, but that the first ones may have a
+        microbatch more; 1 where that is not so, or where the order of all is searched at once."""
+        alike = len({*self.replicas}) == 1 and not self.versions.asynchronous
+        return self.replicas[0] if alike and self.family not in families.SEARCHED else 1
+
+    def folded(self, num_microbatches: int) -> tuple[Terms, int]:
+        """(the terms of the first and the last of many pipelines side by side, and the microbatches
+        of these two); themselves, and all microbatches, where there are no more than two.
+
+        The first and the last come as far as all of them: what 16,384 devices do is told by 16.
+        """
+        width = self.num_pipelines
+        if width <= 2:
+            return self, num_microbatches
+        own = -(-num_microbatches // width) + num_microbatches // width
+        few = self.devices[: 2 * self.num_ranks // width]
+        replicas = (2,) * len(self.replicas)
+        terms = Terms(self.family, few, self.versions, replicas, self.options, self.recompute)
+        return terms, own
+
     @property
     def terms(self) -> Terms:
         """These alone, which are quickly compared: schedules of equal terms are equal, searched
@@ -135,12 +145,21 @@ class Terms:
         )
 
 
+@lru_cache(maxsize=64)
+def _blocks(devices: tuple[int, ...], width: int) -> tuple[tuple[int, ...], ...]:
+    """The devices of ranks that do the same, which follow one another; kept once for all settings
+    on the same devices."""
+    return tuple(devices[first : first + width] for first in range(0, len(devices), width))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setting(Terms):
     """A schedule on some devices, built.
 
     Attributes:
-        schedule: of one minibatch; of a stream, as long as shows how much is in flight.
+        schedule: of one minibatch; of a stream, as long as shows how much is in flight. Of more
+            than two pipelines side by side, the first and the last alone (``folded``); what ranks
+            of a copy hold is then counted as for the first, since no other holds more.
         is_final: whether the schedule is the one that runs, and none that holds the place of an
             order still to be searched.
     """
@@ -154,13 +173,70 @@ class Setting(Terms):
         return self.schedule.num_stages
 
     @cached_property
-    def ranks_of(self) -> tuple[tuple[int, ...], ...]:
+    def is_folded(self) -> bool:
+        """Whether the schedule has two of more pipelines side by side."""
+        return self.schedule.num_ranks < self.num_ranks
+
+    def first_of(self, rank: int) -> int:
+        """The rank of the first pipeline that does what a rank does; of a schedule that has all
+        ranks, the rank itself."""
+        return rank - rank % self.num_pipelines if self.is_folded else rank
+
+    def scheduled(self, rank: int) -> int:
+        """The rank of the schedule that stands for a rank."""
+        return 2 * (rank // self.num_pipelines) if self.is_folded else rank
+
+    @property
+    def first_ranks(self) -> range:
+        """The ranks of the first pipeline; of a schedule that has all ranks, all."""
+        return range(0, self.num_ranks, self.num_pipelines if self.is_folded else 1)
+
+    def _known_for(self, task: Task) -> dict[str, Any]:
+        """Results of a task, as long as it is the one that was last asked for."""
+        known: tuple[Task, dict[str, Any]] | None = vars(self).get("known")
+        if known is None or known[0] is not task:
+            vars(self)["known"] = known = task, {}
+        return known[1]
+
+    def unlike_ranks(self, task: Task) -> Sequence[int]:
+        """One of all ranks that have the same stages and as much memory, which they share with no
+        others; worked out once."""
+        known = self._known_for(task)
+        if "unlike ranks" not in known:
+            known["unlike ranks"] = self._unlike_ranks(task)
+        ranks: Sequence[int] = known["unlike ranks"]
+        return ranks
+
+    def _unlike_ranks(self, task: Task) -> Sequence[int]:
+        if not self.is_folded or task.topology.shared_memories:
+            return range(self.num_ranks)
+        if len(task.different_memories) == 1:
+            return self.first_ranks
+        chosen: dict[Hashable, int] = {}
+        for rank, device in enumerate(self.devices):
+            chosen.setdefault((self.first_of(rank), task.memories[device]), rank)
+        return tuple(chosen.values())
+
+    def stages_on(self, rank: int) -> tuple[int, ...]:
+        """The stages of a rank."""
+        return self.schedule.stages_of[self.scheduled(rank)]
+
+    @cached_property
+    def ranks_of(self) -> tuple[Sequence[int], ...]:
         """The ranks of each stage."""
-        return tuple(self.schedule.ranks_of(stage) for stage in range(self.num_stages))
+        own = [self.schedule.ranks_of(stage) for stage in range(self.num_stages)]
+        if not self.is_folded:
+            return tuple(own)
+        # A pipeline may have no copies of its own, so that a stage is on ranks in a row.
+        width = self.num_pipelines
+        return tuple(range(ranks[0] // 2 * width, (ranks[0] // 2 + 1) * width) for ranks in own)
 
     @cached_property
     def devices_of(self) -> tuple[tuple[int, ...], ...]:
         """The devices of each stage."""
+        if self.is_folded:
+            blocks = _blocks(self.devices, self.num_pipelines)
+            return tuple(blocks[ranks[0] // self.num_pipelines] for ranks in self.ranks_of)
         return tuple(tuple(self.devices[rank] for rank in ranks) for ranks in self.ranks_of)
 
     @cached_property
@@ -224,12 +300,13 @@ class Setting(Terms):
 
     @cached_property
     def peaks(self) -> tuple[float, ...]:
-        """Per rank, microbatches in flight at the worst moment; of copies, as many as of the first,
-        since no other has more of them."""
+        """Per rank of the schedule, microbatches in flight at the worst moment; of copies, as many
+        as of the first, since no other has more of them."""
         schedule, activations = self.schedule, self.versions.activations
         if not self.is_single:
             return peak_activations(schedule.rank_ops, schedule.num_slices, activations)
-        firsts = [schedule.rank_ops[ranks[0]] for ranks in self.ranks_of]
+        every = range(self.num_stages)
+        firsts = [schedule.rank_ops[schedule.ranks_of(stage)[0]] for stage in every]
         of_stages = peak_activations(firsts, schedule.num_slices, activations)
         return tuple(of_stages[stage] for (stage,) in schedule.stages_of)
 
@@ -240,7 +317,7 @@ class Setting(Terms):
         Args:
             again: whether it runs forward a second time.
         """
-        ranks = self.ranks_of[stage]
+        ranks = self.schedule.ranks_of(stage)
         if not self.is_exact:
             held = max(self.peaks[rank] for rank in ranks)
             return (Load(inputs=held, whole=1) if again else Load(whole=held),)
@@ -250,25 +327,36 @@ class Setting(Terms):
         if key not in kept:
             # Later replicas have no more microbatches than the first.
             ops = self.schedule.rank_ops[ranks[0]]
-            kept[key] = loads(_recomputed(self.schedule, ops) if again else ops, activations)
+            twice = (stage,) if again else ()
+            kept[key] = loads(_recomputed(self.schedule, ops, twice), activations)
         of_stage: tuple[Load, ...] = kept[key]
         return of_stage
 
-    def moments(self, again: tuple[int, ...] = ()) -> tuple[Moments, ...]:
-        """The moments of each rank where some stages run forward a second time; made once for all
-        cuts."""
-        kept = self._kept("moments")
-        if again not in kept:
-            kept[again] = moments_of(self.with_recomputes(again))
-        of_ranks: tuple[Moments, ...] = kept[again]
-        return of_ranks
+    def moments_on(self, rank: int, again: Collection[int]) -> Moments:
+        """The moments of a rank where some stages run forward a second time; made once for all
+        cuts, and for whatever other ranks do."""
+        number = self.scheduled(rank)
+        stages = self.schedule.stages_of[number]
+        own = tuple(stage for stage in stages if stage in again)
+        kept, key = self._kept("moments"), (number, own)
+        if key not in kept:
+            ops = _recomputed(self.schedule, self.schedule.rank_ops[number], own)
+            kept[key] = Moments(stages, moments(ops).astype(np.float64))
+        of_rank: Moments = kept[key]
+        return of_rank
 
     def memory_for(self, task: Task) -> MemoryLimits:
         """The memory that stages of a task have; made once for all cuts."""
-        known: tuple[Task, MemoryLimits] | None = vars(self).get("memory")
-        if known is None or known[0] is not task:
-            vars(self)["memory"] = known = task, MemoryLimits(task, self)
-        return known[1]
+        known = self._known_for(task)
+        if "memory" not in known:
+            known["memory"] = MemoryLimits(task, self)
+        memory: MemoryLimits = known["memory"]
+        return memory
+
+    def stage_plans(self, task: Task) -> dict[Hashable, StagePlan]:
+        """The plans of stages that were made, by all that they depend on."""
+        plans: dict[Hashable, StagePlan] = self._known_for(task).setdefault("stages", {})
+        return plans
 
     def _kept(self, name: str) -> dict[Any, Any]:
         """Results that follow from the ops alone, whatever the devices."""
@@ -280,24 +368,39 @@ class Setting(Terms):
         """Whether ``loads`` are exact: every rank has one stage, and microbatches are whole."""
         return self.is_single and self.schedule.num_slices == 1
 
-    def with_recomputes(self, stages: tuple[int, ...]) -> Schedule:
-        """The schedule, in which some stages run forward a second time; made once for all cuts, of
-        large ones for those that follow one another."""
-        if not stages:
+    def whole(self, num_microbatches: int) -> Schedule:
+        """The schedule with the ranks of all pipelines, for who must look at them."""
+        if not self.is_folded:
             return self.schedule
-        kept = self._kept("with_recomputes")
-        if stages not in kept:
-            if self.schedule.num_ops > _MANY_OPS:
-                kept.clear()
-            kept[stages] = add_recompute(self.schedule, stages)
-        schedule: Schedule = kept[stages]
+        kept, key = self._kept("whole"), (self.num_pipelines, num_microbatches)
+        if key not in kept:
+            kept[key] = self.build(num_microbatches)
+        schedule: Schedule = kept[key]
         return schedule
 
+    def with_recomputes(
+        self, stages: tuple[int, ...], schedule: Schedule | None = None
+    ) -> Schedule:
+        """The schedule, or the ``whole`` one, in which some stages run forward a second time; made
+        once for all cuts, of large ones for those that follow one another."""
+        plain = schedule or self.schedule
+        if not stages:
+            return plain
+        kept: dict[Any, Any] = vars(plain.columns).setdefault("with_recomputes", {})
+        if stages not in kept:
+            if plain.num_ops > _MANY_OPS:
+                kept.clear()
+            kept[stages] = add_recompute(plain, stages)
+        recomputing: Schedule = kept[stages]
+        return recomputing
 
-def _recomputed(schedule: Schedule, ops: RankOps) -> RankOps:
-    """The ops of one rank of a schedule, if it runs all forwards a second time."""
+
+def _recomputed(schedule: Schedule, ops: RankOps, again: Collection[int]) -> RankOps:
+    """The ops of one rank of a schedule, if some of its stages run forward a second time."""
+    if not again:
+        return ops
     alone = schedule.with_columns(Columns.of_fields([ops.columns.fields(ops.span)]))
-    return add_recompute(alone, ops.stages).rank_ops[0]
+    return add_recompute(alone, again).rank_ops[0]
 
 
 class MemoryLimits:
@@ -337,13 +440,12 @@ class MemoryLimits:
         setting = self._setting
         if not setting.is_single and not self._shared:
             return inf
-        per_rank = (
-            (self._task.limits[device] + self._slack)
-            / (1 + self._task.cluster.devices[device].allocator_slack)
-            / len(setting.schedule.stages_of[rank])
-            for rank, device in zip(setting.ranks_of[stage], setting.devices_of[stage], strict=True)
+        stages_of = setting.schedule.stages_of
+        count = max(len(stages_of[rank]) for rank in setting.schedule.ranks_of(stage))
+        return min(
+            (limit + self._slack) / (1 + allocator) / count
+            for limit, allocator in self._task.memories_of(setting.devices_of[stage])
         )
-        return min(per_rank)
 
     def kind(self, stage: int) -> Hashable:
         """Stages of one kind have the same tables."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, cycle, islice, pairwise, product
@@ -17,6 +17,7 @@ from penstock.base.units import count_of
 from penstock.core.cluster import Cluster, Device, Link, Topology
 from penstock.core.graph import Layer, LayerGraph, Mode
 from penstock.core.schedule import Schedule
+from penstock.core.timing.simulator.step import are_apart
 from penstock.planning.handover.capabilities import CutsBetween
 from penstock.planning.handover.modules import places_inside
 from penstock.planning.partition.chain import (
@@ -27,6 +28,7 @@ from penstock.planning.partition.chain import (
     least_slowest,
 )
 from penstock.planning.partition.layers import places_near, spread_places
+from penstock.planning.planner.hosts import Levels, RankPlaces, levels_worth_trying
 from penstock.planning.planner.ties import OF_PARAMETERS, Tie, ties_of
 from penstock.planning.plans.stage_plan import Split
 from penstock.planning.plans.summing import GatheredFor, ReducerName
@@ -146,6 +148,15 @@ class Cache:
         held: bytes of a rank, by all that they depend on.
         hops: their seconds at each place, by the links that they may go over.
         links: the different ones between stages, by their devices.
+        rank_places: where ranks are, by their devices.
+        apart: ``Task.are_apart``, by the devices and how many pipelines there are.
+        busy: ``Task.least_busy``, by what that depends on.
+        excess: bytes by which any candidate misses a limit, in one entry when that is known.
+        splits: ``Task.splits``, by a stage's first layer and the one behind its last.
+        speeds: the slowest of some devices.
+        kinds: ``Task.kind_of``, by the devices, and by their ``Task.appearance``.
+        exchanges: how long copies exchange, by all that this depends on.
+        levels: the ways to sum near ranks first, by the devices.
     """
 
     cuts: dict[object, list[tuple[int, ...]]] = field(default_factory=dict)
@@ -157,6 +168,15 @@ class Cache:
     held: dict[object, int] = field(default_factory=dict)
     hops: dict[object, Floats] = field(default_factory=dict)
     links: dict[object, tuple[Link, ...]] = field(default_factory=dict)
+    rank_places: dict[object, RankPlaces] = field(default_factory=dict)
+    apart: dict[object, bool] = field(default_factory=dict)
+    busy: dict[object, tuple[float, float]] = field(default_factory=dict)
+    excess: list[float] = field(default_factory=list)
+    splits: dict[tuple[int, int], dict[str, Split]] = field(default_factory=dict)
+    speeds: dict[object, float] = field(default_factory=dict)
+    kinds: dict[object, int] = field(default_factory=dict)
+    exchanges: dict[object, Any] = field(default_factory=dict)
+    levels: dict[object, list[Levels]] = field(default_factory=dict)
 
     def keep_order(self, key: object, schedule: Schedule) -> None:
         """Keep a schedule that was built, and no more of the oldest than memory has room for."""
@@ -224,6 +244,23 @@ class Task:
             return 1
         return len(self.groups.devices[index % len(self.groups.devices)])
 
+    def num_on_card(self, index: int) -> int:
+        """How many of the devices that one device of the cluster stands for share a network
+        card, of that which most share."""
+        if self.groups is None:
+            return 1
+        return self._on_cards[index % len(self._on_cards)]
+
+    @cached_property
+    def _on_cards(self) -> tuple[int, ...]:
+        assert self.groups is not None, "nobody asks who stands for himself"
+        single = self.groups.single
+        names = (device.name for device in single.cluster.devices)
+        card_of = dict(zip(names, single.topology.cards, strict=True))
+        cards = ([card_of[part.name] for part in own] for own in self.groups.devices)
+        # Where nobody says, they share one.
+        return tuple(max(Counter(own).values()) for own in cards)
+
     def devices_at(self, index: int) -> tuple[Device, ...]:
         """The devices that one device of the cluster stands for."""
         return (self.cluster.devices[index],) if self.groups is None else self.groups.devices[index]
@@ -268,6 +305,116 @@ class Task:
             limit / (1 + device.allocator_slack)
             for limit, device in zip(self.limits, self.cluster.devices, strict=True)
         )
+
+    @cached_property
+    def memories(self) -> tuple[tuple[float, float], ...]:
+        """(bytes that each device may use, what its allocator takes besides): all of a device that
+        decides what fits."""
+        slacks = (device.allocator_slack for device in self.cluster.devices)
+        return tuple(zip(self.limits, slacks, strict=True))
+
+    @cached_property
+    def different_memories(self) -> frozenset[tuple[float, float]]:
+        """The ``memories``, each once."""
+        return frozenset(self.memories)
+
+    def memories_of(self, devices: tuple[int, ...]) -> Collection[tuple[float, float]]:
+        """The ``memories`` of some devices, each once, or more often."""
+        if len(self.different_memories) == 1:
+            return self.different_memories
+        return [self.memories[device] for device in devices]
+
+    def appearance(self, devices: Iterable[int]) -> Hashable:
+        """All by which devices in an order differ from others: equal ones in equal groups may stand
+        for each other."""
+        places: dict[int, int] = {}
+        return tuple(
+            (
+                self._looks[device],
+                *(places.setdefault(number, len(places)) for number in self.topology.paths[device]),
+            )
+            for device in devices
+        )
+
+    @cached_property
+    def _looks(self) -> tuple[int, ...]:
+        """A number for each device that it has in common with those that are like it, and in groups
+        like its own."""
+        groups, known = self.cluster.groups, dict[Hashable, int]()
+        wired = {device for pair in self.topology.wires for device in pair}
+        looks = (
+            (
+                device.speed,
+                device.kind,
+                self.memories[index],
+                self.num_devices_at(index),
+                self.num_on_card(index),
+                index if index in wired else -1,
+                *(
+                    (group.link, group.kind, group.memory_bytes, group.card)
+                    for group in map(groups.__getitem__, self.topology.paths[index])
+                ),
+            )
+            for index, device in enumerate(self.cluster.devices)
+        )
+        return tuple(known.setdefault(look, len(known)) for look in looks)
+
+    @cached_property
+    def is_flat(self) -> bool:
+        """Whether all devices look alike, and none is nearer to another one than to the rest."""
+        alone = Counter(number for path in self.topology.paths for number in path)
+        return len({*self._looks}) == 1 and {*alone.values()} <= {1, len(self._looks)}
+
+    def kind_of(self, devices: tuple[int, ...]) -> int:
+        """A number that some devices have in common with all that look like them."""
+        kinds = self.cache.kinds
+        if devices not in kinds:
+            looks = "looks", self.appearance(devices)
+            kinds[devices] = kinds.setdefault(looks, len(kinds))
+        return kinds[devices]
+
+    def slowest_speed(self, devices: tuple[int, ...]) -> float:
+        """The speed of the slowest of some devices."""
+        if devices not in self.cache.speeds:
+            slowest = min(self.cluster.devices[device].speed for device in devices)
+            self.cache.speeds[devices] = slowest
+        return self.cache.speeds[devices]
+
+    def rank_places(self, devices: tuple[int, ...]) -> RankPlaces:
+        """Where ranks on these devices are."""
+        if devices not in self.cache.rank_places:
+            places = RankPlaces.on(self.topology, devices, self.straddling)
+            self.cache.rank_places[devices] = places
+        return self.cache.rank_places[devices]
+
+    def levels(self, devices: tuple[int, ...]) -> list[Levels]:
+        """The ways to sum near ranks first, where ranks are on these devices."""
+        if devices not in self.cache.levels:
+            ways = levels_worth_trying(self.topology, devices, self.straddling)
+            self.cache.levels[devices] = ways
+        return self.cache.levels[devices]
+
+    def are_apart(self, devices: tuple[int, ...], num_pipelines: int) -> bool:
+        """Whether pipelines side by side never wait for each other on their way.
+
+        Args:
+            devices: of each rank; copies of a rank follow one another.
+        """
+        key = devices, num_pipelines
+        if key not in self.cache.apart:
+            cards, hosts = self.rank_places(devices)
+            self.cache.apart[key] = not cards or are_apart(cards, hosts, num_pipelines)
+        return self.cache.apart[key]
+
+    def splits(self, start: int, stop: int) -> dict[str, Split]:
+        """How a group shares the layers ``[start, stop)``, as a plan says it; nothing is shared
+        where devices stand for themselves."""
+        if self.groups is None:
+            return {}
+        if (start, stop) not in self.cache.splits:
+            names = [layer.name for layer in self.graph.layers[start:stop]]
+            self.cache.splits[start, stop] = self.groups.splits(names)
+        return self.cache.splits[start, stop]
 
     @cached_property
     def crossing_bytes(self) -> tuple[int, ...]:
@@ -332,6 +479,15 @@ class Task:
         """Bytes of all parameters, gradients, optimizer state and buffers."""
         whole = 0, self.num_layers
         return int(self.trained_bytes(*whole) + self.sum("buffer_bytes", *whole))
+
+    def ways_in(self, name: str, count: int) -> float:
+        """The seconds of no layer, of the first, of the first two, and so on, together: of so many
+        ways, each of which has a layer more.
+
+        Args:
+            name: of the seconds.
+        """
+        return sum(self.sums[name][:count])
 
     @cached_property
     def input_bytes(self) -> tuple[int, ...]:
@@ -506,17 +662,39 @@ class Task:
         """Parameters that several layers hold."""
         return ties_of(self.graph)
 
-    def pace(self, devices: Collection[int], used: Collection[int], mode: Mode) -> Pace:
+    def pace(self, devices: tuple[int, ...], used: Collection[int], mode: Mode) -> Pace:
         """The factors on the profile's seconds on the slowest of a stage's devices.
 
         Args:
             used: by the whole plan.
         """
-        slowest = min(self.cluster.devices[device].speed for device in devices)
+        slowest = self.slowest_speed(devices)
         if not self._is_crowded(devices, used):
             return Pace(1 / slowest, 1 / slowest)
         contention = self.graph.contention
         return Pace(contention.of_passes(mode) / slowest, contention.of_updates(mode) / slowest)
+
+    def least_busy(
+        self, devices: tuple[int, ...], modes: tuple[Mode, ...], num_pipelines: int
+    ) -> tuple[float, float]:
+        """(seconds that a minibatch takes at least, however its stages are cut, with all of these
+        devices busy all the time; the least factor on the seconds of passes on any of them).
+
+        Args:
+            modes: in one of which ranks work.
+            num_pipelines: side by side, each with microbatches of its own.
+        """
+        key = devices, modes, num_pipelines
+        if key not in self.cache.busy:
+            paces = [self.least_paces(devices, mode) for mode in modes]
+            turns = (
+                len(range(own, self.num_microbatches, num_pipelines))
+                / max(sum(1 / pace for pace in of_mode[own::num_pipelines]) for of_mode in paces)
+                for own in range(num_pipelines)
+            )
+            busy = max(turns) * sum(self.compute_seconds)
+            self.cache.busy[key] = busy, min(map(min, paces))
+        return self.cache.busy[key]
 
     def least_paces(self, used: Sequence[int], mode: Mode) -> list[float]:
         """The least factor on the seconds of passes at any stage that has each device of those that

@@ -15,7 +15,7 @@ another order first (``in_other_orders``, ``learned``).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace as with_fields
 
 from penstock.base.errors import InputError, PlanError
-from penstock.core.cluster import Cluster, Device, Link
+from penstock.core.cluster import Cluster, Device, Link, Topology
 from penstock.core.cluster.cluster import only
 from penstock.core.schedule import families
 from penstock.core.schedule.lower import add_update
@@ -164,7 +164,7 @@ def _shared_by(task: Task, members: Sequence[range], *, elsewhere: bool) -> Iter
         speed=_slowest_speed(task, members),
         elsewhere=elsewhere,
     )
-    shared = partial(_of_groups, task, members)
+    shared = _of_groups(task, members)
     chosen = [split()]
     yield shared(chosen[0])
     limit = min(task.tensor_limits) * len(members)
@@ -186,7 +186,7 @@ def _positions_shared_by(task: Task, members: Sequence[range]) -> Iterator[Task]
         num_microbatches=task.num_microbatches,
         speed=_slowest_speed(task, members),
     )
-    yield _of_groups(task, members, split)
+    yield _of_groups(task, members)(split)
 
 
 def _slowest_link(task: Task, members: Sequence[range]) -> Link:
@@ -199,15 +199,21 @@ def _slowest_speed(task: Task, members: Sequence[range]) -> float:
     return min(devices[index].speed for group in members for index in group)
 
 
-def _of_groups(task: Task, members: Sequence[range], split: TensorSplit) -> Task:
-    """A task whose devices are groups that share layers by a split."""
+def _of_groups(task: Task, members: Sequence[range]) -> Callable[[TensorSplit], Task]:
+    """For a split, the task whose devices are groups that share layers by it. How groups are joined
+    is worked out once for all splits."""
     groups = tuple(tuple(task.cluster.devices[index] for index in group) for group in members)
-    return replace(
-        task,
-        graph=split.graph,
-        cluster=_of_leaders(task.cluster, members, groups),
-        groups=TensorGroups(groups, split, task),
-    )
+    cluster = _of_leaders(task.cluster, members, groups)
+    topology = Topology(cluster)
+
+    def shared(split: TensorSplit) -> Task:
+        made = replace(
+            task, graph=split.graph, cluster=cluster, groups=TensorGroups(groups, split, task)
+        )
+        vars(made)["topology"] = topology
+        return made
+
+    return shared
 
 
 _SHORT = 0.5

@@ -130,7 +130,8 @@ class Prediction:
         versions: which weights passes read.
         replicas: how many ranks hold each stage.
         placement: a schedule in which every rank has something to do: of one minibatch where the
-            pipeline drains, of a stream as long as fills it where it never does.
+            pipeline drains, of a stream as long as fills it where it never does. Of pipelines side
+            by side it may have two alone (``two_pipelines``).
         build: makes the schedule of another number of microbatches.
         spill: where stages are while they are not in memory, if they leave it.
         offload: where activations are meanwhile, if any leave; the placement says which.
@@ -217,16 +218,14 @@ class Prediction:
         to it than through that."""
         if self.spill is not None or self.offload is not None or not self.flushes:
             return None
-        return self._step_beside_cards() if self.cards else step_of(self.placement, self.costs)
+        return step_of(self.placement, self.costs) or self._step_of_two()
 
-    def _step_beside_cards(self) -> StepTimes | None:
-        if any(len(stages) > 1 for stages in self.placement.stages_of):
+    def _step_of_two(self) -> StepTimes | None:
+        alone = two_pipelines(self.placement, self.costs)
+        if alone is None:
             return None
-        folded = two_pipelines(self.placement, self.costs)
-        if folded is None:
-            return None
-        schedule = add_update(folded[0])
-        rows = rows_of(schedule, folded[1])
+        schedule = add_update(alone[0])
+        rows = rows_of(schedule, alone[1])
         start, end = (
             np.concatenate([getattr(row, name) for row in rows]) for name in ("starts", "ends")
         )
@@ -261,7 +260,13 @@ class Prediction:
         """The bubble of a minibatch that takes so long."""
         if not seconds:
             return 0.0
-        return max(0.0, 1 - self.work_seconds / (seconds * self.placement.num_ranks))
+        return max(0.0, 1 - self.work_seconds / (seconds * self.num_ranks))
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks there are, also those that do what others do and are not placed."""
+        placed = sum(self.placement.copies.values())
+        return self.placement.num_ranks * sum(self.replicas) // placed
 
     @cached_property
     def work_seconds(self) -> float:

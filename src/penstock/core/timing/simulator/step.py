@@ -73,7 +73,7 @@ def passed(schedule: Schedule, costs: Costs) -> Times:
 
 def step_of(schedule: Schedule, costs: Costs) -> StepTimes | None:
     """The step of a minibatch after which all stages update; ``None`` where that takes a whole
-    simulation: where ranks share cards, or have several stages with copies whose sums take parts.
+    simulation: where ranks have cards, or several stages with copies whose sums take parts.
 
     Args:
         schedule: compute only, perhaps with recomputes; of one minibatch.
@@ -83,7 +83,8 @@ def step_of(schedule: Schedule, costs: Costs) -> StepTimes | None:
     if costs.cards or columns.kinds - COMPUTE - {Kind.RECOMPUTE}:
         return None
     if any(len(stages) > 1 for stages in schedule.stages_of):
-        return _step_of_several(add_update(schedule), costs)
+        alone, own_costs = two_pipelines(schedule, costs) or (schedule, costs)
+        return _step_of_several(add_update(alone), own_costs)
     folded = _folded(schedule)
     times, made = passed(folded, costs), _last_gradients(folded.columns)
     copies, handed_in, updated = columns.copies, [], []
@@ -133,32 +134,53 @@ def _folded(schedule: Schedule) -> Schedule:
 
 
 def two_pipelines(schedule: Schedule, costs: Costs) -> tuple[Schedule, Costs] | None:
-    """Two of several pipelines that do the same side by side, the first and the last, which come
-    as far as all of them: where each rank has a card for itself, and copies of a stage, and stages
-    that follow one another, are on one host everywhere or nowhere. ``None`` where that is not so.
+    """Two of several pipelines that do the same side by side, the first and the last, which come as
+    far as all of them; ``None`` where ranks have no copies, or not all equally many, or where
+    pipelines wait for each other at cards (``are_apart``).
 
     Args:
-        schedule: whose ranks have one stage each.
-        costs: with cards.
+        schedule: in which the copies of a rank follow one another.
+        costs: of its stages.
     """
-    cards, hosts, counts = costs.cards, costs.hosts, {*schedule.columns.copies.values()}
-    if len(counts) > 1 or max(counts) < 3 or min(cards) < 0 or len({*cards}) < len(cards):
+    counts = {*schedule.columns.copies.values()}
+    width = max(counts)
+    if len(counts) > 1 or width < 2 or schedule.num_ranks % width:
         return None
-    ranks_of = [schedule.ranks_of(stage) for stage in range(schedule.num_stages)]
-    for ranks in ranks_of:
-        if len({hosts[rank] for rank in ranks}) > 1 and hosts[ranks[0]] == hosts[ranks[-1]]:
-            return None
-    for sources, targets in pairwise(ranks_of):
-        pairs = zip(sources, targets, strict=True)
-        if len({hosts[source] == hosts[target] for source, target in pairs}) > 1:
-            return None
-    kept = [rank for ranks in ranks_of for rank in (ranks[0], ranks[-1])]
+    if width == 2:
+        return schedule, costs
+    firsts, stages_of = range(0, schedule.num_ranks, width), schedule.stages_of
+    if any(len({*stages_of[first : first + width]}) > 1 for first in firsts):
+        return None
+    if costs.cards and not are_apart(costs.cards, costs.hosts, width):
+        return None
+    kept = [rank for first in firsts for rank in (first, first + width - 1)]
     if any(_strays(schedule, kept[end::2]) for end in range(2)):
         return None
-    alone = replace(
-        costs, cards=tuple(cards[rank] for rank in kept), hosts=tuple(hosts[rank] for rank in kept)
-    )
-    return _of_ranks(schedule, kept), alone
+    cards, hosts = (tuple(own[rank] for rank in kept if own) for own in (costs.cards, costs.hosts))
+    return _of_ranks(schedule, kept), replace(costs, cards=cards, hosts=hosts)
+
+
+def are_apart(cards: Sequence[int], hosts: Sequence[int], width: int) -> bool:
+    """Whether pipelines side by side have cards that no others share, and the first and the last of
+    them tell what all do: copies of a rank, and the ranks of a pipeline, are on one host everywhere
+    or nowhere.
+
+    Args:
+        cards, hosts: of each rank, as ``Costs`` has them; the copies of a rank follow one another.
+        width: how many pipelines there are.
+    """
+    if min(cards) < 0 or len({*cards}) < len(cards):
+        return False
+    copies = [hosts[first : first + width] for first in range(0, len(hosts), width)]
+    if any(own[0] == own[-1] and len({*own}) > 1 for own in copies):
+        return False
+    return len({*map(_pattern, zip(*copies, strict=True))}) == 1
+
+
+def _pattern(hosts: Sequence[int]) -> tuple[int, ...]:
+    """Which of some ranks are on one host."""
+    numbers: dict[int, int] = {}
+    return tuple(numbers.setdefault(host, len(numbers)) for host in hosts)
 
 
 def _first_pipeline(schedule: Schedule) -> Schedule | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
 from itertools import repeat
 from math import ceil, inf
 
@@ -178,16 +179,16 @@ class _FlatSearch:
         """Give what devices are left to the slowest stages, as long as that makes them faster."""
         pieces = list(best.pieces)
         left = self.task.num_devices - sum(piece.replicas for piece in pieces)
-        waiting = list(range(len(pieces)))
+        waiting = [(-self._stage_seconds(piece), index) for index, piece in enumerate(pieces)]
+        heapify(waiting)
         while left and waiting:
-            slowest = max(waiting, key=lambda index: self._stage_seconds(pieces[index]))
+            _, slowest = heappop(waiting)
             piece = pieces[slowest]
             more = replace(piece, replicas=piece.replicas + 1)
             tried = [*pieces[:slowest], more, *pieces[slowest + 1 :]]
             if self._is_faster(more, piece) and self._all_fit(tried):
                 pieces, left = tried, left - 1
-            else:
-                waiting.remove(slowest)
+                heappush(waiting, (-self._stage_seconds(more), slowest))
         return FlatResult(tuple(pieces), max(self._beats(pieces)))
 
     def _is_faster(self, more: Piece, piece: Piece) -> bool:
