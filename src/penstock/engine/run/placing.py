@@ -86,6 +86,8 @@ def evicted(setup: SwapSetup, rank: int, stages: Mapping[int, Stage]) -> Residen
             for layer in range(first[index], first[index + 1]):
                 setup.values.draw(layer)
             residence.take_in(index)
+            if plan.stages[index].recompute != "layers":
+                stages[index].write_gradients_to(residence.slots(index, stages[index].modules))
         sizes = _reserved(setup, rank, stages, residence)
         check_budget(plan, recipe, rank, sizes)
     except BaseException:
