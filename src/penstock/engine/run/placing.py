@@ -21,6 +21,7 @@ from penstock.base.errors import InputError
 from penstock.base.units import format_bytes
 from penstock.core.schedule.residence import StageBytes, resident_bytes
 from penstock.engine.device.accelerators import accelerator_kind, is_on_host
+from penstock.engine.device.memory import keep_freed_pages
 from penstock.engine.device.queue import DeviceQueue, moments_of_caller, taken_up
 from penstock.engine.masters import gradient_dtype, take_gradient_dtype
 from penstock.engine.model.optimizer_factory import Parameters, make_optimizer
@@ -90,6 +91,7 @@ def evicted(setup: SwapSetup, rank: int, stages: Mapping[int, Stage]) -> Residen
                 stages[index].write_gradients_to(residence.slots(index, stages[index].modules))
         sizes = _reserved(setup, rank, stages, residence)
         check_budget(plan, recipe, rank, sizes)
+        residence.keeps_freed = _has_room_for_freed(plan, recipe, rank, sizes, weights)
     except BaseException:
         residence.close()
         raise
@@ -141,6 +143,28 @@ def check_budget(plan: Plan, recipe: Recipe, rank: int, sizes: StageBytes) -> No
             f"{format_bytes(limit)}; plan again with this model and optimizer profiled, or with "
             "more memory_bytes"
         )
+
+
+_TEMPORARIES = 2
+"""Of the largest weight, that an optimizer makes and frees for each."""
+
+
+def _has_room_for_freed(
+    plan: Plan,
+    recipe: Recipe,
+    rank: int,
+    sizes: StageBytes,
+    weights: Mapping[int, Sequence[nn.Parameter]],
+) -> bool:
+    """Whether freed memory of activations and of optimizers may be kept for what is like it: new
+    pages would cost a fault each."""
+    assert plan.spill is not None
+    limit, agrees = plan.spill.memory_bytes, recipe.needs_agreement
+    held = most_held(
+        plan.stages, plan.placement, plan.spill, sizes, rank, agrees=agrees, keeps_freed=True
+    )
+    every = (weight.numel() * weight.itemsize for own in weights.values() for weight in own)
+    return not limit or held + _TEMPORARIES * max(every, default=0) <= limit
 
 
 def state_bytes(
@@ -262,6 +286,8 @@ def place(
             residences[seat.rank] = evicted(setup, seat.rank, own)
     if queues:  # what is left: buffers, and what is tied
         place_all(setup.layout, stages, queues)
+    if all(residence.keeps_freed for residence in residences.values()):
+        keep_freed_pages()
     return residences
 
 

@@ -52,6 +52,7 @@ class Residency:
         store: the rank's tier.
         buffers: as given.
         transfers: what is on its way between them.
+        keeps_freed: whether the rank may keep freed memory for later use beside its buffers.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Residency:
     ) -> None:
         self.store, self.buffers = path.space, buffers
         self.transfers = Transfers(path, buffers)
+        self.keeps_freed = False
         self._optimizers: Mapping[int, torch.optim.Optimizer] = {}
         self._owed: Container[int] = ()
         self._parameters = weights

@@ -205,11 +205,18 @@ def most_held(
     rank: int,
     *,
     agrees: bool,
+    keeps_freed: bool = False,
 ) -> int:
-    """As ``bytes_of_spilled_ranks``, for one rank, of whose stages somebody knows the bytes."""
+    """As ``bytes_of_spilled_ranks``, for one rank, of whose stages somebody knows the bytes.
+
+    Args:
+        keeps_freed: whether memory of activations is kept for later ones, so that what comes and
+            goes never lies there.
+    """
     ops = with_residence(schedule, spill, agrees=agrees).ranks[rank]
-    held = held_by_op(ops, sizes_of(stages), own_bytes, schedule.num_slices)
-    worst = max((while_it_runs for while_it_runs, _ in held), default=0)
+    worst: float = max(resident_bytes(ops, own_bytes), default=0) if keeps_freed else 0
+    held = held_by_op(ops, sizes_of(stages), None if keeps_freed else own_bytes, schedule.num_slices)
+    worst += max((while_it_runs for while_it_runs, _ in held), default=0)
     own = [stages[stage] for stage in schedule.stages_of[rank]]
     always = sum(stage.buffer_bytes + stage.sum_bytes for stage in own)
     return ceil(worst) + always + max(stage.workspace_bytes for stage in own)
