@@ -246,7 +246,12 @@ def _spilled(task: Task, tier: Tier, num_ranks: int, count: int, how: How) -> Sp
     candidate = Candidate(task, setting, cuts, how.recomputes(num_stages))
     limits = _limits(task, num_ranks)
     least = min(limits)
-    spill = Spill(tier=tier, memory_bytes=int(least) if least < inf else 0, ahead=how.ahead)
+    spill = Spill(
+        tier=tier,
+        memory_bytes=int(least) if least < inf else 0,
+        ahead=how.ahead,
+        moved_bytes_per_second=task.graph.moved_bytes_per_second,
+    )
     return Spilled(candidate, spill, limits, how)
 
 

@@ -105,11 +105,14 @@ class Spill(Value, frozen=True, kw_only=True):
         memory_bytes: what a rank may hold of weights, gradients, optimizer state and activations; 0
             where there is no limit.
         ahead: how many visits before its own a stage begins to come.
+        moved_bytes_per_second: as the model's profile has it, for cores that compute while their
+            threads move stages.
     """
 
     tier: Tier = Tier()
     memory_bytes: int = 0
     ahead: int = 1
+    moved_bytes_per_second: float = 0.0
 
     def __post_init__(self) -> None:
         self.check_fields("spill")
@@ -248,12 +251,20 @@ def held_by_op(
 
 
 def spilled_costs(costs: Costs, stages: Sequence[StagePlan], spill: Spill) -> Costs:
-    """The costs of a plan with those of its transfers."""
+    """The costs of a plan with those of its transfers: each on its own, and what compute loses by
+    them, which counts as a part of the stage's update."""
     weights = [stage.parameter_bytes for stage in stages]
     state = [stage.optimizer_bytes for stage in stages]
     tier = spill.tier
+    # Weights come twice and go once with the state.
+    moved = [3 * own + 2 * its for own, its in zip(weights, state, strict=True)]
+    rate = spill.moved_bytes_per_second
+    lost = [num_bytes / rate if rate else 0.0 for num_bytes in moved]
     return replace(
         costs,
+        update=[
+            stage.update_seconds + seconds for stage, seconds in zip(stages, lost, strict=True)
+        ],
         fetch=[*map(tier.read_seconds, weights)],
         fetch_state=[*map(tier.read_seconds, state)],
         leave=[*map(tier.write_seconds, weights)],
