@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate
+from math import inf
 
 import torch
 from torch import Tensor, nn
@@ -91,12 +92,15 @@ def evicted(setup: SwapSetup, rank: int, stages: Mapping[int, Stage]) -> Residen
                 stages[index].write_gradients_to(residence.slots(index, stages[index].modules))
         sizes = _reserved(setup, rank, stages, residence)
         check_budget(plan, recipe, rank, sizes)
-        residence.keeps_freed = _has_room_for_freed(plan, recipe, rank, sizes, weights)
+        room = _room_beside_freed(plan, recipe, rank, sizes, residence)
     except BaseException:
         residence.close()
         raise
     schedule = with_residence(plan.placement, plan.spill, agrees=recipe.needs_agreement)
     residence.buffers.budget_bytes = max(resident_bytes(schedule.ranks[rank], sizes), default=0)
+    residence.keeps_freed = room >= 0
+    if plan.spill.memory_bytes:
+        residence.buffers.slack_bytes = max(0.0, room)
     return residence
 
 
@@ -149,22 +153,21 @@ _TEMPORARIES = 2
 """Of the largest weight, that an optimizer makes and frees for each."""
 
 
-def _has_room_for_freed(
-    plan: Plan,
-    recipe: Recipe,
-    rank: int,
-    sizes: StageBytes,
-    weights: Mapping[int, Sequence[nn.Parameter]],
-) -> bool:
-    """Whether freed memory of activations and of optimizers may be kept for what is like it: new
-    pages would cost a fault each."""
+def _room_beside_freed(
+    plan: Plan, recipe: Recipe, rank: int, sizes: StageBytes, residence: Residency
+) -> float:
+    """Bytes that a plan allows a rank beyond what it holds if freed memory of activations,
+    gradients and optimizers is kept for what is like it, since new pages would cost a fault each;
+    negative if it lacks them."""
     assert plan.spill is not None
     limit, agrees = plan.spill.memory_bytes, recipe.needs_agreement
     held = most_held(
         plan.stages, plan.placement, plan.spill, sizes, rank, agrees=agrees, keeps_freed=True
     )
-    every = (weight.numel() * weight.itemsize for own in weights.values() for weight in own)
-    return not limit or held + _TEMPORARIES * max(every, default=0) <= limit
+    every = (weight for stage in residence.stages for weight in residence.parameters(stage))
+    largest = max((weight.numel() * weight.itemsize for weight in every), default=0)
+    kept = residence.most_made_bytes + _TEMPORARIES * largest
+    return limit - held - kept if limit else inf
 
 
 def state_bytes(

@@ -126,6 +126,7 @@ class BufferPool:
 
     Attributes:
         budget_bytes, device: as given.
+        slack_bytes: what free ones may have beyond the budget.
         peak_bytes: the most that they have had.
         used_peak_bytes: the most that has been in use at once.
         spare: where free buffers may come from and go to, if other ranks have some.
@@ -134,6 +135,7 @@ class BufferPool:
 
     def __init__(self, budget_bytes: float, device: torch.device = HOST) -> None:
         self.budget_bytes = budget_bytes
+        self.slack_bytes = 0.0
         self.device = device
         self._free: dict[int, list[MemoryBuffer]] = defaultdict(list)
         self._mapped = self._used = 0
@@ -169,11 +171,16 @@ class BufferPool:
             self.reclaim()
 
     def _make_room(self, size: int, whose: str) -> None:
-        for other in sorted((size for size, free in self._free.items() if free), reverse=True):
-            while self._mapped + size > self.budget_bytes and self._free[other]:
-                self._free[other].pop()
-                self._mapped -= other
-        if self._mapped + size > self.budget_bytes:
+        most = self.budget_bytes + self.slack_bytes
+        while (lacking := self._mapped + size - most) > 0:
+            free = [other for other, buffers in self._free.items() if buffers]
+            if not free:
+                break
+            # What is mapped anew costs a fault for each page.
+            other = min((other for other in free if other >= lacking), default=max(free))
+            self._free[other].pop()
+            self._mapped -= other
+        if self._used + size > self.budget_bytes:
             raise RunError(
                 f"no room for {format_bytes(size)} of {whose}: of the "
                 f"{format_bytes(self.budget_bytes)} for stages that come and go, "

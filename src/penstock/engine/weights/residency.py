@@ -258,6 +258,12 @@ class Residency:
             # Who failed may still see them, or who keeps gradients behind an update.
             (self.buffers.drop if buffer.is_held else self.buffers.give)(buffer)
 
+    @property
+    def most_made_bytes(self) -> int:
+        """The most that gradients of a stage have that are added up where autograd makes them."""
+        made = (self.gradient_bytes(stage) for stage in self.stages if stage not in self._slots)
+        return max(made, default=0)
+
     def gradient_bytes(self, stage: int) -> int:
         """Bytes of the gradients of a stage's trained weights."""
         return sum(group.num_bytes for group in self._weights[stage] if group.is_trained)
