@@ -22,6 +22,10 @@ _LEAST_SHARE = 0.75
 """Of a stage's bytes whose gradients can be written anywhere; others are made first, and copied."""
 
 
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+
+
 class SpareGradient:
     """Memory for one gradient at a time, as large as the largest so far. It takes the place of what
     autograd would make for as long, so it counts as little as that."""
@@ -31,7 +35,7 @@ class SpareGradient:
 
     def like(self, weight: Tensor) -> Tensor:
         """Memory for a gradient of this weight, with anything in it."""
-        size = whole_pages(weight.numel() * weight.itemsize)
+        size = whole_pages(_bytes_of([weight]))
         if self._buffer is None or self._buffer.num_bytes < size:
             self._buffer = MemoryBuffer(size)
         return self._buffer.tensor(0, weight.dtype, weight.size(), weight.stride())
@@ -66,14 +70,15 @@ class GradientSlots:
         Args:
             modules: all that the stage consists of.
         """
-        linear = {id(own.weight) for own in modules if isinstance(own, nn.Linear)}
-        written = sum(
-            place.tensor.numel() * place.tensor.itemsize
+        linear = {id(own._parameters["weight"]) for own in modules if type(own) is nn.Linear}
+        written = [
+            place.tensor
             for place in weights.places
             if id(place.tensor) in linear and place.stride == (place.size[1], 1)
-        )
+        ]
         alike = all(gradient_dtype(own) is own.dtype for own in weights.tensors)
-        return cls(weights, spare) if alike and written >= _LEAST_SHARE * weights.num_bytes else None
+        enough = _bytes_of(written) >= _LEAST_SHARE * _bytes_of(weights.tensors)
+        return cls(weights, spare) if alike and enough else None
 
     def memory_for(self, weight: Tensor) -> Tensor | None:
         """Where the next gradient of a weight is to be written: where it stays, if it is the first;
