@@ -108,11 +108,28 @@ class Spilled:
     def excess(self) -> float:
         """Bytes by which the rank that misses its limit most does; ≤ 0 if all fit, whether
         gradients will be clipped or not: a plan is for both."""
-        clipped = bytes_of_spilled_ranks(
-            self.stages, self.candidate.schedule, self.spill, agrees=True
+        return self._beyond(keeps_freed=False)
+
+    @property
+    def leaves_room(self) -> bool:
+        """Whether it fits if what activations, gradients of one layer and its update leave is kept
+        for later: new pages would take time that nobody predicts."""
+        of_a_layer = max(layer.parameter_bytes for layer in self.candidate.task.graph.layers)
+        return self._beyond(keeps_freed=True) + of_a_layer <= 0
+
+    def _beyond(self, *, keeps_freed: bool) -> float:
+        held = (
+            bytes_of_spilled_ranks(
+                self.stages,
+                self.candidate.schedule,
+                self.spill,
+                agrees=agrees,
+                keeps_freed=keeps_freed,
+            )
+            for agrees in (False, True)
         )
-        held = map(max, self.rank_bytes, clipped)
-        return max(most - limit for most, limit in zip(held, self.limits, strict=True))
+        worst = map(max, zip(*held, strict=True))
+        return max(most - limit for most, limit in zip(worst, self.limits, strict=True))
 
     @cached_property
     def prediction(self) -> Prediction:
@@ -194,14 +211,14 @@ def _fitting(task: Task, tier: Tier, num_ranks: int, how: How) -> Iterator[Spill
 
 
 def _running_once(spilled: Spilled) -> Spilled:
-    """A candidate that fits, with as few stages as that allows whose forwards run twice."""
+    """A candidate that fits, with as few stages whose forwards run twice as leaves room."""
     low, high = spilled.how.num_once, len(spilled.candidate.stages)
     if spilled.how.recompute == "none":
         return spilled
     while low < high:
         middle = (low + high + 1) // 2
         other = spilled.running_once(middle)
-        if other.excess <= 0:
+        if other.leaves_room:
             spilled, low = other, middle
         else:
             high = middle - 1

@@ -185,7 +185,12 @@ def stage_bytes(stages: Sequence[StagePlan]) -> StageBytes:
 
 
 def bytes_of_spilled_ranks(
-    stages: Sequence[StagePlan], schedule: Schedule, spill: Spill, *, agrees: bool = False
+    stages: Sequence[StagePlan],
+    schedule: Schedule,
+    spill: Spill,
+    *,
+    agrees: bool = False,
+    keeps_freed: bool = False,
 ) -> tuple[int, ...]:
     """Predicted memory of each rank at its worst moment: the stages that are there, what the order
     of its ops keeps of activations, buffers of all its stages and room to work.
@@ -193,9 +198,12 @@ def bytes_of_spilled_ranks(
     Args:
         schedule: with the recomputes that the stages want.
         agrees: whether updates depend on all gradients, and so come late.
+        keeps_freed: whether memory of activations is kept for later ones, so that what comes and
+            goes never lies there.
     """
+    own_bytes, how = stage_bytes(stages), {"agrees": agrees, "keeps_freed": keeps_freed}
     return tuple(
-        most_held(stages, schedule, spill, stage_bytes(stages), rank, agrees=agrees)
+        most_held(stages, schedule, spill, own_bytes, rank, **how)
         for rank in range(schedule.num_ranks)
     )
 
@@ -210,12 +218,7 @@ def most_held(
     agrees: bool,
     keeps_freed: bool = False,
 ) -> int:
-    """As ``bytes_of_spilled_ranks``, for one rank, of whose stages somebody knows the bytes.
-
-    Args:
-        keeps_freed: whether memory of activations is kept for later ones, so that what comes and
-            goes never lies there.
-    """
+    """As ``bytes_of_spilled_ranks``, for one rank, of whose stages somebody knows the bytes."""
     ops = with_residence(schedule, spill, agrees=agrees).ranks[rank]
     worst: float = max(resident_bytes(ops, own_bytes), default=0) if keeps_freed else 0
     held = held_by_op(ops, sizes_of(stages), None if keeps_freed else own_bytes, schedule.num_slices)
