@@ -110,7 +110,7 @@ class GradientSlots:
         """Let a group have the buffer, if its tensors are the gradients in it, and all of them;
         whether they are."""
         buffer = self.buffer
-        if buffer is None or buffer.num_bytes != gradients.num_bytes or not gradients.is_in(buffer):
+        if buffer is None or buffer.num_bytes < gradients.num_bytes or not gradients.is_in(buffer):
             return False
         gradients.buffer, self.buffer = buffer, None
         return True

@@ -323,7 +323,7 @@ class Residency:
             buffer, known.buffer = known.buffer, None
             if known.extent is not None and known.extent.num_bytes >= group.num_bytes:
                 group.extent, group.writing = known.extent, known.writing
-        if buffer is not None and buffer.num_bytes != group.num_bytes:
+        if buffer is not None and buffer.taken_bytes != group.num_bytes:
             self.buffers.drop(buffer)  # some of the tensors may lie there still
             buffer = None
         if group.extent is None or group.extent.num_bytes != group.num_bytes:
