@@ -32,8 +32,8 @@ The second form trains with more and more microbatches per step, in memory and o
 the time of a step over its tokens: spilling is free behind the knee, where computing takes as long
 as the longer one of the two transfers.
 
-The third form trains within several budgets, given as ``--share`` is, and beside them in other ways,
-by default none; it draws the time of a step over the memory that each has resident.
+The third form trains within several budgets, given as ``--share`` is, and beside them in other
+ways, by default none; it draws the time of a step over the memory that each has resident.
 """
 
 from __future__ import annotations

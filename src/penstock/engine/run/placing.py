@@ -149,10 +149,6 @@ def check_budget(plan: Plan, recipe: Recipe, rank: int, sizes: StageBytes) -> No
         )
 
 
-_TEMPORARIES = 2
-"""Of the largest weight, that an optimizer makes and frees for each."""
-
-
 def _room_beside_freed(
     plan: Plan, recipe: Recipe, rank: int, sizes: StageBytes, residence: Residency
 ) -> float:
@@ -164,10 +160,7 @@ def _room_beside_freed(
     held = most_held(
         plan.stages, plan.placement, plan.spill, sizes, rank, agrees=agrees, keeps_freed=True
     )
-    every = (weight for stage in residence.stages for weight in residence.parameters(stage))
-    largest = max((weight.numel() * weight.itemsize for weight in every), default=0)
-    kept = residence.most_made_bytes + _TEMPORARIES * largest
-    return limit - held - kept if limit else inf
+    return limit - held - residence.most_made_bytes if limit else inf
 
 
 def state_bytes(

@@ -16,9 +16,9 @@ A full backward sums all uses of a parameter in one microbatch, in the order in 
 before it adds to ``.grad``. So that a split one does the same to the bit, other uses of a parameter
 that might also be deferred are queued as well, as finished gradients (``_Use``).
 
-Where a stage comes and goes, whole backwards go the same way, but put nothing off: the gradient of a
-weight that is used once is written where it is added up (``GradientSlots``), as soon as it can be.
-Autograd would make a new tensor for each, whose pages are new where memory goes back as it is freed.
+Where a stage comes and goes, whole backwards go the same way, but put nothing off: the gradient of
+a weight that is used once is written where it is added up (``GradientSlots``), as soon as it can
+be. Autograd would make a new tensor for each, and new pages cost more than what is computed.
 """
 
 from __future__ import annotations
@@ -238,9 +238,7 @@ class _Use(torch.autograd.Function):
     """Stands for a parameter and queues the gradient that it would get."""
 
     @staticmethod
-    def forward(
-        ctx: Any, anchor: Tensor, entries: _Entries, parameters: tuple[Tensor]
-    ) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, entries: _Entries, parameters: tuple[Tensor]) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.entries, ctx.parameters = entries, parameters
         return parameters[0].detach()

@@ -61,8 +61,8 @@ class How(NamedTuple):
 
     def recomputes(self, num_stages: int) -> tuple[RecomputeWay, ...]:
         """What runs forward twice of each stage."""
-        once: tuple[RecomputeWay, ...] = ("none",) * self.num_once
-        return (self.recompute,) * (num_stages - self.num_once) + once
+        none: RecomputeWay = "none"
+        return (self.recompute,) * (num_stages - self.num_once) + (none,) * self.num_once
 
 
 @dataclass(frozen=True)
@@ -110,26 +110,21 @@ class Spilled:
         gradients will be clipped or not: a plan is for both."""
         return self._beyond(keeps_freed=False)
 
-    @property
-    def leaves_room(self) -> bool:
-        """Whether it fits if what activations, gradients of one layer and its update leave is kept
-        for later: new pages would take time that nobody predicts."""
-        of_a_layer = max(layer.parameter_bytes for layer in self.candidate.task.graph.layers)
-        return self._beyond(keeps_freed=True) + of_a_layer <= 0
-
     def _beyond(self, *, keeps_freed: bool) -> float:
+        how = {"keeps_freed": keeps_freed}
         held = (
             bytes_of_spilled_ranks(
-                self.stages,
-                self.candidate.schedule,
-                self.spill,
-                agrees=agrees,
-                keeps_freed=keeps_freed,
+                self.stages, self.candidate.schedule, self.spill, agrees=agrees, **how
             )
             for agrees in (False, True)
         )
-        worst = map(max, zip(*held, strict=True))
-        return max(most - limit for most, limit in zip(worst, self.limits, strict=True))
+        pairs = zip(*held, self.limits, strict=True)
+        return max(max(most, clipped) - limit for most, clipped, limit in pairs)
+
+    @property
+    def keeps_freed(self) -> bool:
+        """Whether it fits if freed memory is kept for later, clipped or not."""
+        return self._beyond(keeps_freed=True) <= 0
 
     @cached_property
     def prediction(self) -> Prediction:
@@ -218,7 +213,7 @@ def _running_once(spilled: Spilled) -> Spilled:
     while low < high:
         middle = (low + high + 1) // 2
         other = spilled.running_once(middle)
-        if other.leaves_room:
+        if other.keeps_freed:
             spilled, low = other, middle
         else:
             high = middle - 1
@@ -268,6 +263,7 @@ def _spilled(task: Task, tier: Tier, num_ranks: int, count: int, how: How) -> Sp
         memory_bytes=int(least) if least < inf else 0,
         ahead=how.ahead,
         moved_bytes_per_second=task.graph.moved_bytes_per_second,
+        new_bytes_per_second=task.graph.new_bytes_per_second,
     )
     return Spilled(candidate, spill, limits, how)
 

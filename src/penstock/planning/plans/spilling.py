@@ -105,14 +105,15 @@ class Spill(Value, frozen=True, kw_only=True):
         memory_bytes: what a rank may hold of weights, gradients, optimizer state and activations; 0
             where there is no limit.
         ahead: how many visits before its own a stage begins to come.
-        moved_bytes_per_second: as the model's profile has it, for cores that compute while their
-            threads move stages.
+        moved_bytes_per_second, new_bytes_per_second: as the model's profile has them, for cores
+            that compute while their threads move stages.
     """
 
     tier: Tier = Tier()
     memory_bytes: int = 0
     ahead: int = 1
     moved_bytes_per_second: float = 0.0
+    new_bytes_per_second: float = 0.0
 
     def __post_init__(self) -> None:
         self.check_fields("spill")
@@ -198,8 +199,9 @@ def bytes_of_spilled_ranks(
     Args:
         schedule: with the recomputes that the stages want.
         agrees: whether updates depend on all gradients, and so come late.
-        keeps_freed: whether memory of activations is kept for later ones, so that what comes and
-            goes never lies there.
+        keeps_freed: whether memory that activations and updates leave is kept for later ones, so
+            that what comes and goes never lies there. An update makes up to two tensors for a
+            weight, which has half of a layer's at most in nearly all models.
     """
     own_bytes, how = stage_bytes(stages), {"agrees": agrees, "keeps_freed": keeps_freed}
     return tuple(
@@ -220,8 +222,12 @@ def most_held(
 ) -> int:
     """As ``bytes_of_spilled_ranks``, for one rank, of whose stages somebody knows the bytes."""
     ops = with_residence(schedule, spill, agrees=agrees).ranks[rank]
-    worst: float = max(resident_bytes(ops, own_bytes), default=0) if keeps_freed else 0
-    held = held_by_op(ops, sizes_of(stages), None if keeps_freed else own_bytes, schedule.num_slices)
+    worst: float = 0
+    if keeps_freed:
+        worst = max(resident_bytes(ops, own_bytes), default=0) + max(own_bytes.weights, default=0)
+    held = held_by_op(
+        ops, sizes_of(stages), None if keeps_freed else own_bytes, schedule.num_slices
+    )
     worst += max((while_it_runs for while_it_runs, _ in held), default=0)
     own = [stages[stage] for stage in schedule.stages_of[rank]]
     always = sum(stage.buffer_bytes + stage.sum_bytes for stage in own)
@@ -253,16 +259,19 @@ def held_by_op(
         yield there + kept - (0 if at_start else min(change, 0)), there + kept
 
 
-def spilled_costs(costs: Costs, stages: Sequence[StagePlan], spill: Spill) -> Costs:
+def spilled_costs(
+    costs: Costs, stages: Sequence[StagePlan], spill: Spill, schedule: Schedule
+) -> Costs:
     """The costs of a plan with those of its transfers: each on its own, and what compute loses by
-    them, which counts as a part of the stage's update."""
+    them and by new pages, which counts as a part of the stage's update.
+
+    Args:
+        schedule: with the recomputes that the stages want.
+    """
     weights = [stage.parameter_bytes for stage in stages]
     state = [stage.optimizer_bytes for stage in stages]
     tier = spill.tier
-    # Weights come twice and go once with the state.
-    moved = [3 * own + 2 * its for own, its in zip(weights, state, strict=True)]
-    rate = spill.moved_bytes_per_second
-    lost = [num_bytes / rate if rate else 0.0 for num_bytes in moved]
+    lost = _lost_seconds(stages, spill, schedule)
     return replace(
         costs,
         update=[
@@ -273,6 +282,25 @@ def spilled_costs(costs: Costs, stages: Sequence[StagePlan], spill: Spill) -> Co
         leave=[*map(tier.write_seconds, weights)],
         leave_state=[*map(tier.write_seconds, state)],
     )
+
+
+def _lost_seconds(stages: Sequence[StagePlan], spill: Spill, schedule: Schedule) -> Iterator[float]:
+    """What each stage's compute loses in a step."""
+    limit, pages = spill.memory_bytes, spill.new_bytes_per_second
+    goes_back = (
+        limit
+        and pages
+        and limit < max(bytes_of_spilled_ranks(stages, schedule, spill, keeps_freed=True))
+    )
+    for stage in stages:
+        # Weights come twice, and go once with the state.
+        moved = 3 * stage.parameter_bytes + 2 * stage.optimizer_bytes
+        seconds = moved / spill.moved_bytes_per_second if spill.moved_bytes_per_second else 0.0
+        if goes_back:
+            # What an update makes for each weight, and what each microbatch keeps.
+            new = 2 * stage.parameter_bytes + schedule.num_microbatches * stage.kept_bytes
+            seconds += new / pages
+        yield seconds
 
 
 def traffic(
