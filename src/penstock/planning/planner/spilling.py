@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from math import ceil, inf
 from typing import NamedTuple
@@ -111,15 +111,15 @@ class Spilled:
         return self._beyond(keeps_freed=False)
 
     def _beyond(self, *, keeps_freed: bool) -> float:
-        how = {"keeps_freed": keeps_freed}
-        held = (
-            bytes_of_spilled_ranks(
-                self.stages, self.candidate.schedule, self.spill, agrees=agrees, **how
-            )
-            for agrees in (False, True)
+        held = partial(
+            bytes_of_spilled_ranks,
+            self.stages,
+            self.candidate.schedule,
+            self.spill,
+            keeps_freed=keeps_freed,
         )
-        pairs = zip(*held, self.limits, strict=True)
-        return max(max(most, clipped) - limit for most, clipped, limit in pairs)
+        worst = map(max, held(), held(agrees=True))
+        return max(most - limit for most, limit in zip(worst, self.limits, strict=True))
 
     @property
     def keeps_freed(self) -> bool:
