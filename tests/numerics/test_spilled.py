@@ -304,6 +304,17 @@ class Descending(nn.Module):
         return self.linear(value) - 0.01 * slope
 
 
+class LookingUp(nn.Module):
+    """Has an embedding, whose gradients are no products."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.linear = nn.Embedding(2, 24), nn.Linear(24, 24)
+
+    def forward(self, value):
+        return self.linear(value) + self.rows((value[:, :1] > 0).long()).squeeze(1)
+
+
 def make_linear(inner=None):
     """A linear layer with more around it, between linear layers."""
     torch.manual_seed(0)
@@ -335,7 +346,7 @@ def test_gradients_are_written_where_they_are_added_up(monkeypatch, recompute, c
 
 
 @pytest.mark.parametrize("update", [True, False])
-@pytest.mark.parametrize("inner", [Twice, Descending])
+@pytest.mark.parametrize("inner", [Twice, Descending, LookingUp])
 def test_gradients_that_wait_for_others_or_are_taken_in_a_forward(inner, update):
     def train(spill):
         with spilled_pipeline(make_linear(inner()), spill) as pipeline:

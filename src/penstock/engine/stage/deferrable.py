@@ -213,14 +213,14 @@ def _embedding(
 ) -> Deferrable | None:
     if not _trained(weight) or max_norm is not None or sparse:
         return None
-    fixed = weight.detach()
+    fixed, num_rows = weight.detach(), weight.shape[0]
     ignored = -1 if padding_idx is None else padding_idx % weight.shape[0]
 
     def gradients(
         gradient: Tensor, given: Tensor, *, into: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         weight_gradient: Tensor = torch.ops.aten.embedding_backward(
-            gradient, given, fixed.shape[0], ignored, scale_grad_by_freq, False
+            gradient, given, num_rows, ignored, scale_grad_by_freq, False
         )
         return (weight_gradient,)
 
