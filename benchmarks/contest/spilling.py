@@ -4,6 +4,8 @@
         [--rows 1 --threads 1 --share 0.25] [--rounds 8] [--folder /scratch]
         [--ways memory,spilled,…]
     python -m benchmarks.contest.spilling --knee 1,2,4,8,16 --picture knee.svg [--width 512 …]
+    python -m benchmarks.contest.spilling --budgets .3,.4,.6,.8 --picture budgets.svg
+        [--ways memory,peer:deepspeed-memory,…]
 
 Every way is a process of its own, because memory is what they differ in; they take turns, step by
 step, so that all meet the same machine. Run it alone.
@@ -23,12 +25,15 @@ peer:NAME another library's way (``benchmarks.contest.spilling_peers``), or what
 
 Columns: seconds of a step, ÷ those in memory of the same round; predicted ÷ measured; thousands of
 page faults of a step; MB read and written in a step, and by the formula; the most that slabs and
-gradients took, beside the budget and beside what the order of the ops says; resident memory beyond
-that of an empty process.
+gradients took, beside the budget and beside what the order of the ops says; the most resident
+memory beyond that of an empty process, as seen twenty times a second.
 
 The second form trains with more and more microbatches per step, in memory and out of it, and draws
 the time of a step over its tokens: spilling is free behind the knee, where computing takes as long
 as the longer one of the two transfers.
+
+The third form trains within several budgets, given as ``--share`` is, and beside them in other
+ways, by default none; it draws the time of a step over the memory that each has resident.
 """
 
 from __future__ import annotations
@@ -41,9 +46,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +73,11 @@ _MEGA = 1e6
 _WARM = 2
 _READY = "ready"
 _SPARE_BYTES = 60 << 20
+_LOOK_SECONDS = 0.05
+HEADER = (
+    "way", "s a step", "÷ memory", "predicted ÷ measured", "thousand faults", "read / written MB",
+    "formula", "counted MB", "as ordered", "budget", "resident MB",
+)  # fmt: skip
 
 
 def model_of(options: argparse.Namespace, device: str = "meta") -> GPT:
@@ -131,6 +142,25 @@ def memory_of_process() -> int:
     return status_bytes("RssAnon", "RssShmem")
 
 
+@contextmanager
+def looking_at_memory() -> Iterator[Callable[[], int]]:
+    """Gives what tells the most memory that this process has had since, and has at its end."""
+    most, ended = memory_of_process(), threading.Event()
+
+    def look() -> None:
+        nonlocal most
+        while not ended.wait(_LOOK_SECONDS):
+            most = max(most, memory_of_process())
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield lambda: most
+    finally:
+        ended.set()
+        thread.join()
+
+
 def warm_up() -> None:
     """Load what is no model: torch's compiler comes with the first optimizer."""
     layer = torch.nn.Linear(2, 2)
@@ -150,18 +180,18 @@ def timed(
     torch.manual_seed(1)
     size = options.microbatches * options.rows, options.tokens
     batches = [(torch.randint(0, 256, size), torch.randint(0, 256, size)) for _ in range(2)]
-    most, last, faults = 0, None, 0
-    print(_READY, flush=True)
-    for number, _ in enumerate(sys.stdin):
-        begun, start = resource.getrusage(resource.RUSAGE_SELF).ru_minflt, time.perf_counter()
-        last = step(*batches[number % 2])
-        seconds = time.perf_counter() - start
-        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - begun
-        most = max(most, memory_of_process())
-        after_step()
-        print(json.dumps(seconds), flush=True)
-    loss_of_last = None if last is None else last.item()
-    return {"resident": most - before, "loss": loss_of_last, "faults": faults}
+    last, faults = None, 0
+    with looking_at_memory() as most:
+        print(_READY, flush=True)
+        for number, _ in enumerate(sys.stdin):
+            begun, start = resource.getrusage(resource.RUSAGE_SELF).ru_minflt, time.perf_counter()
+            last = step(*batches[number % 2])
+            seconds = time.perf_counter() - start
+            faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - begun
+            after_step()
+            print(json.dumps(seconds), flush=True)
+        loss_of_last = None if last is None else last.item()
+        return {"resident": most() - before, "loss": loss_of_last, "faults": faults}
 
 
 def run_peer(options: argparse.Namespace, name: str) -> dict[str, Any]:
@@ -253,12 +283,14 @@ class Process:
     that the next one measures its tier alone.
 
     Attributes:
+        way: which.
         seconds: of the steps so far.
         report: what it said at its end; of one that cannot train, the error.
     """
 
     def __init__(self, way: str, graph: Path, *more: str) -> None:
         command = [sys.executable, "-m", "benchmarks.contest.spilling", *sys.argv[1:]]
+        self.way = way
         self._process = subprocess.Popen(
             [*command, "--way", way, "--graph", str(graph), *more],
             stdin=subprocess.PIPE,
@@ -289,6 +321,11 @@ class Process:
         with suppress(OSError):  # only who is confined has one
             group_of(self._process.pid).rmdir()
         return self
+
+    @property
+    def point(self) -> tuple[float, float]:
+        """MB that it had resident, and seconds of a step in the median."""
+        return self.report["resident"] / _MEGA, statistics.median(self.seconds[_WARM:])
 
     def _listen(self) -> None:
         assert self._process.stdout is not None
@@ -372,9 +409,53 @@ def knee(options: argparse.Namespace, graph: Path) -> None:
     Path(options.picture).write_text(line_chart(series, "tokens a step", "seconds a step"))
 
 
+def in_turns(processes: Collection[Process], rounds: int) -> None:
+    """Let ways train step by step in turns, and come to their ends."""
+    for _ in range(_WARM + rounds):
+        for process in processes:
+            process.step()
+    for process in processes:
+        process.end()
+
+
+def budgets(options: argparse.Namespace, graph: Path) -> None:
+    """Time steps within larger and larger budgets, beside other ways, and draw them."""
+    spilled = {
+        share: Process("spilled", graph, "--share", share) for share in options.budgets.split(",")
+    }
+    others = [Process(way, graph) for way in options.ways.split(",") if way]
+    in_turns([*spilled.values(), *others], options.rounds)
+    alone = next((process for process in others if process.way == "memory"), None)
+    print_table(HEADER, [
+        *(row(f"spilled, {share}", process, alone) for share, process in spilled.items()),
+        *(row(process.way, process, alone) for process in others),
+    ])  # fmt: skip
+    tell_errors([*spilled.values(), *others])
+    trained_ones = [process for process in spilled.values() if "resident" in process.report]
+    lines: list[tuple[str, list[tuple[float, float]]]] = [
+        ("spilled", [process.point for process in trained_ones]),
+        (
+            "predicted",
+            [(process.point[0], process.report["predicted"]) for process in trained_ones],
+        ),
+    ]
+    lines += [(process.way, [process.point]) for process in others if "resident" in process.report]
+    picture = line_chart(lines, "MB resident", "seconds a step")
+    Path(options.picture).write_text(picture)
+
+
+def tell_errors(processes: Iterable[Process]) -> None:
+    """Print the words of those that cannot train."""
+    for process in processes:
+        if "error" in process.report:
+            print(f"{process.way}: {process.report['error'][:200]}")
+
+
 def compare(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Let the ways take turns, and print the table; or look for the knee."""
-    ways = options.ways.split(",")
+    """Let the ways take turns, and print the table; or draw times over tokens or memory."""
+    if options.ways is None:
+        options.ways = "" if options.budgets else ",".join(WAYS)
+    ways = options.ways.split(",") if options.ways else []
     known = [*WAYS, *CONFINED, *(_PEER + name for name in PEERS)]
     if unknown := set(ways) - set(known):
         parser.error(f"no such ways: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
@@ -387,22 +468,15 @@ def compare(options: argparse.Namespace, parser: argparse.ArgumentParser) -> Non
         if options.knee:
             knee(options, graph)
             return
+        if options.budgets:
+            budgets(options, graph)
+            return
         processes = {way: Process(way, graph) for way in ways}
-        for _ in range(_WARM + options.rounds):
-            for process in processes.values():
-                process.step()
-        for process in processes.values():
-            process.end()
-    header = (
-        "way", "s a step", "÷ memory", "predicted ÷ measured", "thousand faults",
-        "read / written MB", "formula", "counted MB", "as ordered", "budget", "resident MB",
-    )  # fmt: skip
+        in_turns(processes.values(), options.rounds)
     alone = processes.get("memory")
-    print_table(header, [row(way, process, alone) for way, process in processes.items()])
+    print_table(HEADER, [row(way, process, alone) for way, process in processes.items()])
+    tell_errors(processes.values())
     reports = {way: process.report for way, process in processes.items()}
-    for way, report in reports.items():
-        if "error" in report:
-            print(f"{way}: {report['error'][:200]}")
     own = [way for way in ways if way != "clipped" and not way.startswith(_PEER)]
     losses = {reports[way]["loss"] for way in own if "loss" in reports[way]}
     print("the same loss in memory and out of it:", len(losses) == 1)
@@ -420,8 +494,9 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.25, help="budget over all state")
     parser.add_argument("--rounds", type=int, default=8, help="steps of each way that count")
     parser.add_argument("--folder", default=tempfile.gettempdir())
-    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--ways", help=f"by default {','.join(WAYS)}")
     parser.add_argument("--knee", help="numbers of microbatches, as in 1,2,4,8")
+    parser.add_argument("--budgets", help="over all state, as in .3,.4,.6: times over memory")
     parser.add_argument("--picture", default="knee.svg")
     parser.add_argument("--way", help=argparse.SUPPRESS)
     parser.add_argument("--graph", help="the profile's file; written if it is not there")

@@ -82,7 +82,9 @@ def test_the_system_allows_a_part_of_what_is_trained(tmp_path, way):
         assert "allocate memory" in report["error"]
         return
     assert report["peak"] <= report["allowed"]
-    assert len(report["losses"]) == 3
+    assert len(report["losses"]) == 4
+    # Gradients of two microbatches and what the optimizer makes are four times the weights.
+    assert report["faults"] < report["pages"] / 2
     assert not list(tmp_path.iterdir())
 
 

@@ -17,6 +17,7 @@ from torch import nn
 import penstock as pk
 from penstock.base.errors import DeadlineError, FileError, InputError, ModelError, StageError
 from penstock.engine.weights.data_paths import HostDataPath
+from penstock.engine.weights.gradient_slots import GradientSlots
 from penstock.engine.weights.tiers import HostStore
 from penstock.planning.plans import StagePlan
 from penstock.planning.plans.spilling import Spill, Tier, traffic
@@ -275,6 +276,102 @@ def test_counted_memory_is_what_the_order_says(clip):
         buffers = residence_of(pipeline).buffers
         assert buffers.used_peak_bytes == buffers.budget_bytes
         assert buffers.peak_bytes <= buffers.budget_bytes
+
+
+class Twice(nn.Module):
+    """Goes through the same weights two times."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(24, 24)
+
+    def forward(self, value):
+        return self.linear(self.linear(value).tanh()) + self.linear.weight.mean()
+
+
+class Descending(nn.Module):
+    """Takes a gradient in its forward, and goes on with it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(24, 24)
+
+    def forward(self, value):
+        if not torch.is_grad_enabled():
+            return value
+        there = value.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.linear(there).square().sum(), there, create_graph=True)
+        return self.linear(value) - 0.01 * slope
+
+
+class LookingUp(nn.Module):
+    """Has an embedding, whose gradients are no products."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.linear = nn.Embedding(2, 24), nn.Linear(24, 24)
+
+    def forward(self, value):
+        return self.linear(value) + self.rows((value[:, :1] > 0).long()).squeeze(1)
+
+
+def make_linear(inner=None):
+    """A linear layer with more around it, between linear layers."""
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(24, 24), nn.GELU()) if inner is None else inner
+    block = nn.Sequential(nn.LayerNorm(24), inner, nn.Dropout(0.2), nn.Linear(24, 24))
+    return nn.Sequential(nn.Linear(16, 24), block, nn.Linear(24, 4))
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("recompute", ["none", "stage"])
+def test_gradients_are_written_where_they_are_added_up(monkeypatch, recompute, clip):
+    places, memory_for = [], GradientSlots.memory_for
+
+    def noted(self, weight):
+        place = memory_for(self, weight)
+        places.append((weight.grad is None, place is not None))
+        return place
+
+    how = {"options": {"clip_norm": clip}, "recompute": recompute}
+    stays = trained(make_linear(), None, **how)
+    monkeypatch.setattr(GradientSlots, "memory_for", noted)
+    assert_alike(trained(make_linear(), Spill(tier=HOST), **how), stays)
+    # Autograd makes those that go through a stage's first forward: there are four linear layers,
+    # one of which is in the last stage, whose forward never runs again.
+    made = 1 if recompute == "stage" else 4
+    assert len(places) == 16 * len(BATCHES) - made
+    assert places.count((True, True)) == 4 * len(BATCHES) - made
+    assert all(has_place for _, has_place in places)
+
+
+@pytest.mark.parametrize("update", [True, False])
+@pytest.mark.parametrize("inner", [Twice, Descending, LookingUp])
+def test_gradients_that_wait_for_others_or_are_taken_in_a_forward(inner, update):
+    def train(spill):
+        with spilled_pipeline(make_linear(inner()), spill) as pipeline:
+            for last in (False, True) * 2:
+                pipeline.step(*BATCHES[0], update=update or last)
+            return pipeline.state_dict()
+
+    torch.manual_seed(1)
+    ours = train(Spill(tier=HOST))
+    torch.manual_seed(1)
+    assert_same_values(ours, train(None))
+
+
+def test_a_hook_of_a_linear_layers_weight_is_called_as_ever():
+    def train(spill):
+        model, norms = make_linear(), []
+        model[1][3].weight.register_hook(lambda gradient: gradient * 0.5)
+        model[2].weight.register_post_accumulate_grad_hook(
+            lambda weight: norms.append(weight.grad.norm())
+        )
+        return trained(model, spill), norms
+
+    (ours, norms), (theirs, same_norms) = train(Spill(tier=HOST)), train(None)
+    assert_alike(ours, theirs)
+    assert len(norms) == 4 * len(BATCHES) and all(map(torch.equal, norms, same_norms))
 
 
 def test_a_plan_that_allows_too_little_is_refused_before_the_first_step():

@@ -44,7 +44,15 @@ def test_the_fingerprint_tells_architectures_apart_and_nothing_else():
 
 
 @pytest.mark.parametrize(
-    "field", ["input_bytes", "hop_seconds", "op_seconds", "sum_bytes_per_second"]
+    "field",
+    [
+        "input_bytes",
+        "hop_seconds",
+        "op_seconds",
+        "sum_bytes_per_second",
+        "moved_bytes_per_second",
+        "new_bytes_per_second",
+    ],
 )
 @pytest.mark.parametrize("value", [-1, float("nan"), float("inf")])
 def test_overheads_are_not_negative_and_finite(field, value):

@@ -305,6 +305,10 @@ class LayerGraph(Value, frozen=True, kw_only=True):
         op_seconds: measured overhead of one op (F, B, I or W) of a stage beyond its layers, or 0.
         sum_bytes_per_second: measured: gradients of another holder of the same weights that a
             worker adds to its own; 0 where nobody says, and then it costs nothing.
+        moved_bytes_per_second: measured: bytes that another thread adds up and moves until what is
+            computed meanwhile has lost a second; 0 where nobody says, and then nothing is lost.
+        new_bytes_per_second: measured: bytes of new memory whose pages the system makes in a
+            second; 0 where nobody says, and then it costs nothing.
         contention: how many times longer everything takes on ranks that share a machine.
         num_threads: intra-op threads it was measured with; a worker gets as many.
         device: what it was measured on, for people.
@@ -322,6 +326,8 @@ class LayerGraph(Value, frozen=True, kw_only=True):
     hop_seconds: float = 0.0
     op_seconds: float = 0.0
     sum_bytes_per_second: float = 0.0
+    moved_bytes_per_second: float = 0.0
+    new_bytes_per_second: float = 0.0
     contention: Contention = Contention()
     num_threads: int = 1
     device: str = ""

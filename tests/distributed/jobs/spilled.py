@@ -122,9 +122,14 @@ def capped(folder, way):
     options = {"loss": F.cross_entropy, "optimizer": slowly, "init": "per-layer", "seed": 1}
     try:
         with pk.Pipeline(model, plan, **options) as pipeline:
-            losses = [pipeline.step(*batch(step, WIDTH, 9)).item() for step in range(3)]
+            losses, faults = [], 0
+            for step in range(4):
+                begun = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+                losses.append(pipeline.step(*batch(step, WIDTH, 9)).item())
+                faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - begun
             slabs = pipeline._parts.workers[0].residence.buffers
-            return {"losses": losses, "peak": slabs.peak_bytes, "allowed": allowed}
+            report = {"losses": losses, "peak": slabs.peak_bytes, "allowed": allowed}
+            return report | {"faults": faults, "pages": NUM_LAYERS * each // resource.getpagesize()}
     except (PenstockError, RuntimeError, MemoryError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
 

@@ -88,6 +88,22 @@ def test_forwards_run_twice_only_where_activations_do_not_fit():
     assert max(found[1].rank_bytes) <= 80 * MIB
 
 
+def test_with_more_memory_fewer_forwards_run_twice():
+    graph, before = model(*[4] * 8, activation=3 * MIB), None
+    for budget in (60, 70, 80, 100, 120):
+        found = plan(graph, one_device(DISK), microbatches=4, memory_bytes=budget * MIB)
+        ways = [stage.recompute for stage in found.stages]
+        once = ways.count("none")
+        assert max(found.rank_bytes) <= budget * MIB
+        assert ways == ["stage"] * (len(ways) - once) + ["none"] * once
+        if once < len(ways) - 1:
+            assert f"forwards of the first {len(ways) - once} stages run twice" in found.reason
+        if before is not None:
+            assert found.step_seconds <= before
+        before = found.step_seconds
+    assert "run twice" not in plan(graph, one_device(DISK), microbatches=4).reason
+
+
 def test_a_slow_disk_is_waited_for_and_a_fast_one_is_not():
     graph, budget = model(*[4] * 8), {"microbatches": 4, "memory_bytes": 60 * MIB}
     slow = Tier(folder="/slow", read_bytes_per_second=3e7, write_bytes_per_second=3e7)

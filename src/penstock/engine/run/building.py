@@ -218,7 +218,7 @@ def build(
     with joined(transport, deadlines.start.seconds, num_processes(plan)) as meeting:
         if plan.spill is None:
             keep_freed_pages()
-        else:  # kept pages would be missing in a budget
+        else:  # kept pages would be missing in a budget, unless that turns out to have room
             return_freed_pages()
         given, model = model, in_layers(model, plan)
         layers = spine_of(model)

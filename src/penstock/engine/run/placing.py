@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate
+from math import inf
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from penstock.base.errors import InputError
 from penstock.base.units import format_bytes
 from penstock.core.schedule.residence import StageBytes, resident_bytes
 from penstock.engine.device.accelerators import accelerator_kind, is_on_host
+from penstock.engine.device.memory import keep_freed_pages
 from penstock.engine.device.queue import DeviceQueue, moments_of_caller, taken_up
 from penstock.engine.masters import gradient_dtype, take_gradient_dtype
 from penstock.engine.model.optimizer_factory import Parameters, make_optimizer
@@ -86,13 +88,19 @@ def evicted(setup: SwapSetup, rank: int, stages: Mapping[int, Stage]) -> Residen
             for layer in range(first[index], first[index + 1]):
                 setup.values.draw(layer)
             residence.take_in(index)
+            if plan.stages[index].recompute != "layers":
+                stages[index].write_gradients_to(residence.slots(index, stages[index].modules))
         sizes = _reserved(setup, rank, stages, residence)
         check_budget(plan, recipe, rank, sizes)
+        room = _room_beside_freed(plan, recipe, rank, sizes, residence)
     except BaseException:
         residence.close()
         raise
     schedule = with_residence(plan.placement, plan.spill, agrees=recipe.needs_agreement)
     residence.buffers.budget_bytes = max(resident_bytes(schedule.ranks[rank], sizes), default=0)
+    residence.keeps_freed = room >= 0
+    if plan.spill.memory_bytes:
+        residence.buffers.slack_bytes = max(0.0, room)
     return residence
 
 
@@ -139,6 +147,20 @@ def check_budget(plan: Plan, recipe: Recipe, rank: int, sizes: StageBytes) -> No
             f"{format_bytes(limit)}; plan again with this model and optimizer profiled, or with "
             "more memory_bytes"
         )
+
+
+def _room_beside_freed(
+    plan: Plan, recipe: Recipe, rank: int, sizes: StageBytes, residence: Residency
+) -> float:
+    """Bytes that a plan allows a rank beyond what it holds if freed memory of activations,
+    gradients and optimizers is kept for what is like it, since new pages would cost a fault each;
+    negative if it lacks them."""
+    assert plan.spill is not None
+    limit, agrees = plan.spill.memory_bytes, recipe.needs_agreement
+    held = most_held(
+        plan.stages, plan.placement, plan.spill, sizes, rank, agrees=agrees, keeps_freed=True
+    )
+    return limit - held - residence.most_made_bytes if limit else inf
 
 
 def state_bytes(
@@ -260,6 +282,8 @@ def place(
             residences[seat.rank] = evicted(setup, seat.rank, own)
     if queues:  # what is left: buffers, and what is tied
         place_all(setup.layout, stages, queues)
+    if all(residence.keeps_freed for residence in residences.values()):
+        keep_freed_pages()
     return residences
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +17,19 @@ from torch import Tensor
 
 from penstock.engine.device.crossing import PLAIN_TENSORS
 
-Formula = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
-"""From the output's gradient and the input to the gradients of the parameters."""
+
+class Formula(Protocol):
+    """From the output's gradient and the input to the gradients of the parameters."""
+
+    def __call__(
+        self, gradient: Tensor, given: Tensor, *, into: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """The gradients.
+
+        Args:
+            into: memory for the first of them, in which it then is if the formula can write it
+                anywhere.
+        """
 
 
 class Deferrable(NamedTuple):
@@ -98,12 +109,13 @@ def _run_linear(weight: Tensor, bias: Tensor | None, given: Tensor) -> Tensor:
 
 
 def _linear_gradients(
-    dtypes: Sequence[torch.dtype], gradient: Tensor, given: Tensor
+    dtypes: Sequence[torch.dtype], gradient: Tensor, given: Tensor, *, into: Tensor | None = None
 ) -> tuple[Tensor, ...]:
     if gradient.dim() != 2:
         gradient = gradient.reshape(-1, gradient.shape[-1])
         given = given.reshape(-1, given.shape[-1])
-    weight = gradient.t().mm(given)
+    fits = into is not None and into.dtype is gradient.dtype and into.is_contiguous()
+    weight = torch.mm(gradient.t(), given, out=into if fits else None)
     if weight.dtype is not dtypes[0]:
         weight = weight.to(dtypes[0])
     return (weight,) if len(dtypes) == 1 else (weight, gradient.sum(0).to(dtypes[1]))
@@ -170,7 +182,12 @@ def _run_convolution(
 
 
 def _convolution_gradients(
-    parameters: tuple[Tensor, ...], shape: tuple[Any, ...], gradient: Tensor, given: Tensor
+    parameters: tuple[Tensor, ...],
+    shape: tuple[Any, ...],
+    gradient: Tensor,
+    given: Tensor,
+    *,
+    into: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     weight, biases = parameters[0], [list(bias.shape) for bias in parameters[1:]]
     _, *gradients = torch.ops.aten.convolution_backward(
@@ -196,12 +213,14 @@ def _embedding(
 ) -> Deferrable | None:
     if not _trained(weight) or max_norm is not None or sparse:
         return None
-    fixed = weight.detach()
+    fixed, num_rows = weight.detach(), weight.shape[0]
     ignored = -1 if padding_idx is None else padding_idx % weight.shape[0]
 
-    def gradients(gradient: Tensor, given: Tensor) -> tuple[Tensor, ...]:
+    def gradients(
+        gradient: Tensor, given: Tensor, *, into: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         weight_gradient: Tensor = torch.ops.aten.embedding_backward(
-            gradient, given, fixed.shape[0], ignored, scale_grad_by_freq, False
+            gradient, given, num_rows, ignored, scale_grad_by_freq, False
         )
         return (weight_gradient,)
 

@@ -15,12 +15,16 @@ parameters, so that autograd itself gives the gradient of ``x`` and none else. B
 A full backward sums all uses of a parameter in one microbatch, in the order in which they arrive,
 before it adds to ``.grad``. So that a split one does the same to the bit, other uses of a parameter
 that might also be deferred are queued as well, as finished gradients (``_Use``).
+
+Where a stage comes and goes, whole backwards go the same way, but put nothing off: the gradient of
+a weight that is used once is written where it is added up (``GradientSlots``), as soon as it can
+be. Autograd would make a new tensor for each, and new pages cost more than what is computed.
 """
 
 from __future__ import annotations
 
 import types
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from functools import cache
 from typing import Any, NamedTuple
@@ -33,6 +37,7 @@ from penstock.base.errors import InputError
 from penstock.engine.masters import gradient_dtype
 from penstock.engine.model.modes import Args, FunctionMode, Named
 from penstock.engine.stage.deferrable import Deferrable, Formula, split_of
+from penstock.engine.weights.gradient_slots import GradientSlots
 
 _UNDEFERRED_KINDS = (
     nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.RNNBase,
@@ -55,6 +60,46 @@ class _DeferredGradient(NamedTuple):
         return self.formula(self.gradient, self.saved)
 
 
+class _Entries(deque[_DeferredGradient]):
+    """The gradients of one microbatch that wait, in the order in which they have arrived.
+
+    Args:
+        slots: where gradients are added up that need not wait; ``None`` if all of them do.
+
+    Attributes:
+        goes_back: whether the forward has ended, so that what arrives is of the backward.
+    """
+
+    def __init__(self, slots: GradientSlots | None) -> None:
+        super().__init__()
+        self._slots = slots
+        self._uses: Counter[int] = Counter()
+        self.goes_back = False
+
+    def note(self, parameters: Iterable[Tensor]) -> None:
+        """The forward uses parameters: so many gradients of each will arrive."""
+        if self._slots is not None:
+            self._uses.update(map(id, parameters))
+
+    def put(self, entry: _DeferredGradient) -> None:
+        """Take a gradient that has arrived: add it at once, or let it wait."""
+        if self._slots is None or not self.goes_back or not self._added(entry, self._slots):
+            self.append(entry)
+
+    def _added(self, entry: _DeferredGradient, slots: GradientSlots) -> bool:
+        """Add gradients at once, if nothing else has to be summed with them before."""
+        if entry.formula is None or entry.saved is None:
+            return False
+        if any(self._uses[id(own)] > 1 or _has_hooks(own) for own in entry.parameters):
+            return False
+        with torch.no_grad():
+            into = slots.memory_for(entry.parameters[0])
+            gradients = entry.formula(entry.gradient, entry.saved, into=into)
+            for parameter, gradient in zip(entry.parameters, gradients, strict=True):
+                accumulate(parameter, gradient, owned=True)
+        return True
+
+
 class Deferral(FunctionMode):
     """The deferred weight gradients of one microbatch.
 
@@ -63,12 +108,15 @@ class Deferral(FunctionMode):
 
     Args:
         undeferred: ids of parameters of which no use is ever deferred.
+        slots: where gradients of a whole backward are added up, none of which is put off unless
+            others are to be summed with it; ``None`` for a split one.
     """
 
-    def __init__(self, undeferred: frozenset[int]) -> None:
+    def __init__(self, undeferred: frozenset[int], slots: GradientSlots | None = None) -> None:
         super().__init__()
         self._undeferred = undeferred
-        self._entries: deque[_DeferredGradient] = deque()
+        self._puts_off = slots is None
+        self._entries = _Entries(slots)
         # What a diverted call gives must need a gradient even if its input needs none.
         self._anchor = torch.empty(0, requires_grad=True)
 
@@ -88,6 +136,7 @@ class Deferral(FunctionMode):
         return func(*args, **named)
 
     def _divert(self, split: Deferrable) -> Tensor:
+        self._entries.note(split.parameters)
         given = split.cast(self._use(split.input))
         output: Tensor = _Tap.apply(  # type: ignore[no-untyped-call]
             self._anchor, split.run(given), given, self._entries, split.parameters, split.formula
@@ -101,6 +150,7 @@ class Deferral(FunctionMode):
             return kind([self._use(item) for item in value])
         if kind is not nn.Parameter or not value.requires_grad or id(value) in self._undeferred:
             return value
+        self._entries.note((value,))
         # In a tuple, since the hooks of a parameter that autograd sees would fire, with None.
         return _Use.apply(self._anchor, self._entries, (value,))  # type: ignore[no-untyped-call]
 
@@ -111,12 +161,19 @@ class Deferral(FunctionMode):
             InputError: it did, through weights whose gradients are deferred: these would be taken
                 for those of the backward, and gradients of such gradients would lack a part.
         """
+        self._entries.goes_back = True
         if self._entries:
             self._entries.clear()
-            raise InputError(
-                "a layer goes backward inside its forward (torch.autograd.grad or backward there), "
+            remedy = (
                 "through weights whose gradients this schedule puts off; take one whose backwards "
                 'are whole, such as "1f1b"'
+                if self._puts_off
+                else "as it did not in its first one; let it do so always or never, where stages "
+                "come and go"
+            )
+            raise InputError(
+                "a layer goes backward inside its forward (torch.autograd.grad or backward there), "
+                f"{remedy}"
             )
 
     def settle(self) -> None:
@@ -151,7 +208,7 @@ class _Tap(torch.autograd.Function):
         anchor: Tensor,
         output: Tensor,
         given: Tensor,
-        entries: deque[_DeferredGradient],
+        entries: _Entries,
         parameters: tuple[Tensor, ...],
         formula: Formula,
     ) -> Tensor:
@@ -166,7 +223,7 @@ class _Tap(torch.autograd.Function):
         (gradient,) = gradients
         if gradient is not None:
             (given,) = ctx.saved_tensors
-            ctx.entries.append(_DeferredGradient(ctx.parameters, ctx.formula, gradient, given))
+            ctx.entries.put(_DeferredGradient(ctx.parameters, ctx.formula, gradient, given))
         return None, gradient, None, None, None, None
 
 
@@ -174,9 +231,7 @@ class _Use(torch.autograd.Function):
     """Stands for a parameter and queues the gradient that it would get."""
 
     @staticmethod
-    def forward(
-        ctx: Any, anchor: Tensor, entries: deque[_DeferredGradient], parameters: tuple[Tensor]
-    ) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, entries: _Entries, parameters: tuple[Tensor]) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.entries, ctx.parameters = entries, parameters
         return parameters[0].detach()
@@ -185,7 +240,7 @@ class _Use(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
         if gradient is not None:
-            ctx.entries.append(_DeferredGradient(ctx.parameters, None, gradient, None))
+            ctx.entries.put(_DeferredGradient(ctx.parameters, None, gradient, None))
         return None, None, None
 
 
@@ -224,7 +279,7 @@ def accumulate(parameter: Tensor, gradient: Tensor, owned: bool) -> None:
     """Add to ``.grad`` as autograd does; a first gradient that nobody else has is adopted."""
     if not parameter.requires_grad:
         return
-    hooked = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+    hooked = _has_hooks(parameter)
     if not hooked and parameter.grad is not None:
         parameter.grad.add_(gradient)
     elif not hooked and owned and gradient.stride() == parameter.stride():
@@ -232,6 +287,29 @@ def accumulate(parameter: Tensor, gradient: Tensor, owned: bool) -> None:
     else:
         torch.autograd.backward([parameter], [gradient])
 
+
+def _has_hooks(parameter: Tensor) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+class GradientsInForward(FunctionMode):
+    """Looks, around a forward, whether a layer takes gradients in it.
+
+    Attributes:
+        any: whether one has.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.any = False
+
+    def call(self, func: Any, args: Args, named: Named) -> Any:
+        """Run ``func``, and look whether it goes back."""
+        self.any = self.any or func in _GOES_BACK
+        return func(*args, **named)
+
+
+_GOES_BACK = (torch.autograd.grad, Tensor.backward)
 
 _LOOKS_AT_A_TENSOR = frozenset({
     "__get__", "__set__", "requires_grad_", "register_hook", "retain_grad",

@@ -37,7 +37,11 @@ from penstock.engine.model.randomness import LayerStreams
 from penstock.engine.model.replay import Past, first_run_only, repeating
 from penstock.engine.model.spine import NamedLayer, Skip
 from penstock.engine.stage.backends import Backend
-from penstock.engine.stage.deferral import Deferral, undeferred_parameters
+from penstock.engine.stage.deferral import (
+    Deferral,
+    GradientsInForward,
+    undeferred_parameters,
+)
 from penstock.engine.stage.layer_runs import (
     LayerRuns,
     apart_from_buffers,
@@ -65,6 +69,7 @@ from penstock.engine.stage.protocol import (
 )
 from penstock.engine.stage.slices import Relay, slice_name
 from penstock.engine.tensor.seen_whole import SharedOutput
+from penstock.engine.weights.gradient_slots import GradientSlots
 from penstock.engine.weights.sharded_layers import Copies, ShardedLayers
 
 if TYPE_CHECKING:
@@ -160,6 +165,18 @@ class Stage:
         self._graphs: dict[int, StageGraph] = {}
         self._past: dict[int, tuple[_ForwardCall, Past]] = {}
         self._deferred: dict[int, DeferredGradients] = {}
+        self._slots: GradientSlots | None = None
+        self._has_looked = False
+
+    def write_gradients_to(self, slots: GradientSlots | None) -> None:
+        """Write gradients of whole backwards where they are added up, from the second forward on:
+        in the first one it is seen whether a layer takes gradients by itself, which forbids it."""
+        self._slots = slots
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """All that its layers consist of, each once."""
+        return self._modules
 
     def shard(self, copies: Copies, *, frees_with: int | None) -> None:
         """Keep rows of the layers' weights from now on; arguments as for ``ShardedLayers``.
@@ -414,13 +431,13 @@ class Stage:
             leaf = value = inputs.detach().requires_grad_()
         else:
             leaf, value = tree.cut(inputs, wants and self._first_layer > 0)
-        deferral = None
-        if wants and keep is _SPLIT:
-            deferral = Deferral(self._undeferred)
-            with deferral:
-                value = self._called_in_turn(value, criterion)
-        else:  # nearly always, and a context that does nothing takes as long as a layer
+        deferral = self._deferral(keep) if wants else None
+        if deferral is None and (self._slots is None or self._has_looked):
+            # Nearly always, and a context that does nothing takes as long as a layer.
             value = self._called_in_turn(value, criterion)
+        else:
+            with deferral or self._look():
+                value = self._called_in_turn(value, criterion)
         graph = None
         if wants:
             graph = MicrobatchGraph.of(
@@ -438,6 +455,25 @@ class Stage:
         if criterion is None:
             return value
         return scalar(criterion(value), torch.is_grad_enabled())
+
+    def _deferral(self, keep: Keep) -> Deferral | None:
+        """What diverts weight gradients of a forward, if anything does."""
+        if keep is _SPLIT:
+            return Deferral(self._undeferred)
+        slots = self._slots if self._has_looked else None
+        return None if slots is None else Deferral(self._undeferred, slots)
+
+    @contextlib.contextmanager
+    def _look(self) -> Iterator[None]:
+        """Around a forward: see in the first one that learns whether a layer goes back in it."""
+        if self._slots is None or self._has_looked or not torch.is_grad_enabled():
+            yield
+            return
+        with GradientsInForward() as seen:
+            yield
+        self._has_looked = True
+        if seen.any:
+            self._slots = None
 
     def _keep(self, microbatch: int, graph: StageGraph | None, produced: Produced) -> None:
         """Keep what a forward leaves for a backward; ``None``: there will be none."""
@@ -509,8 +545,8 @@ class Stage:
         leaves, value = cut(given.inputs, wants and self._first_layer > 0)
         recalled = {key: cut(skip, wants) for key, skip in given.skips.items()}
         skips = {key: Skip.of(skip) for key, (_, skip) in recalled.items()}
-        deferral = Deferral(self._undeferred) if wants and keep is _SPLIT else None
-        with deferral or _NOTHING:
+        deferral = self._deferral(keep) if wants and not again else None
+        with deferral or self._look():
             value, drew = self._run_layers(value, skips, given, again)
         left = {key: skip.taken(key) for key, skip in skips.items()}
         recalled_leaves = {key: skip_leaves for key, (skip_leaves, _) in recalled.items()}

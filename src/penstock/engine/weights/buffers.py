@@ -39,13 +39,14 @@ class MemoryBuffer:
 
     Attributes:
         num_bytes: its size.
+        taken_bytes: of these, what it was taken for.
         view: the memory, for reading and writing; empty on an accelerator.
         bytes: the same as a tensor.
         free_after: moments on an accelerator before which nobody may write to it.
     """
 
     def __init__(self, num_bytes: int, device: torch.device = HOST) -> None:
-        self.num_bytes = num_bytes
+        self.num_bytes = self.taken_bytes = num_bytes
         self.free_after: list[torch.Event] = []
         if is_on_host(device):
             memory = mmap.mmap(-1, num_bytes)
@@ -117,6 +118,9 @@ class SpareBuffers:
                 self._free[buffer.num_bytes].append(buffer)
 
 
+_HARDLY_LARGER = 1.125
+
+
 class BufferPool:
     """The buffers of one rank, within a budget.
 
@@ -126,6 +130,8 @@ class BufferPool:
 
     Attributes:
         budget_bytes, device: as given.
+        slack_bytes: what free ones may have beyond the budget, and what others may be larger than
+            they need be.
         peak_bytes: the most that they have had.
         used_peak_bytes: the most that has been in use at once.
         spare: where free buffers may come from and go to, if other ranks have some.
@@ -134,9 +140,10 @@ class BufferPool:
 
     def __init__(self, budget_bytes: float, device: torch.device = HOST) -> None:
         self.budget_bytes = budget_bytes
+        self.slack_bytes = 0.0
         self.device = device
         self._free: dict[int, list[MemoryBuffer]] = defaultdict(list)
-        self._mapped = self._used = 0
+        self._mapped = self._used = self._unused = 0
         self.peak_bytes = self.used_peak_bytes = 0
         self.spare: SpareBuffers | None = None
         self.reclaim: Callable[[], None] | None = None
@@ -149,17 +156,28 @@ class BufferPool:
         """
         size = max(whole_pages(num_bytes), whole_pages(1))
         self._wait_for_room(size)
-        if self._free[size]:
-            buffer = self._free[size].pop()
-        else:
+        buffer = self._free[size].pop() if self._free[size] else self._like(size)
+        if buffer is None:
             self._make_room(size, whose)
             spare = None if self.spare is None else self.spare.take(size)
             buffer = spare or MemoryBuffer(size, self.device)
             self._mapped += size
+        buffer.taken_bytes = size
+        self._unused += buffer.num_bytes - size
         self._used += size
         self.peak_bytes = max(self.peak_bytes, self._mapped)
         self.used_peak_bytes = max(self.used_peak_bytes, self._used)
         return buffer
+
+    def _like(self, size: int) -> MemoryBuffer | None:
+        """A free buffer that is hardly larger, if there is slack for that: stages with other layers
+        beside the same blocks differ by little, and what is mapped anew costs a fault for each
+        page."""
+        most = min(size * _HARDLY_LARGER, size + self.slack_bytes - self._unused)
+        fitting = [other for other, free in self._free.items() if free and size < other <= most]
+        if not fitting or not is_on_host(self.device):
+            return None
+        return self._free[min(fitting)].pop()
 
     def _wait_for_room(self, size: int) -> None:
         """A leaving group keeps its buffer until it is written, unless the room is needed sooner:
@@ -169,11 +187,15 @@ class BufferPool:
             self.reclaim()
 
     def _make_room(self, size: int, whose: str) -> None:
-        for other in sorted((size for size, free in self._free.items() if free), reverse=True):
-            while self._mapped + size > self.budget_bytes and self._free[other]:
-                self._free[other].pop()
-                self._mapped -= other
-        if self._mapped + size > self.budget_bytes:
+        most = self.budget_bytes + self.slack_bytes
+        while (lacking := self._mapped + size - most) > 0:
+            free = [other for other, buffers in self._free.items() if buffers]
+            if not free:
+                break
+            other = min((other for other in free if other >= lacking), default=max(free))
+            self._free[other].pop()
+            self._mapped -= other
+        if self._used + size > self.budget_bytes:
             raise RunError(
                 f"no room for {format_bytes(size)} of {whose}: of the "
                 f"{format_bytes(self.budget_bytes)} for stages that come and go, "
@@ -196,13 +218,17 @@ class BufferPool:
 
     def give(self, buffer: MemoryBuffer) -> None:
         """Take a buffer back."""
-        self._used -= buffer.num_bytes
+        self._release(buffer)
         self._free[buffer.num_bytes].append(buffer)
 
     def drop(self, buffer: MemoryBuffer) -> None:
         """Let a buffer go for good: somebody may still see it, so it must not be used again."""
-        self._used -= buffer.num_bytes
+        self._release(buffer)
         self._mapped -= buffer.num_bytes
+
+    def _release(self, buffer: MemoryBuffer) -> None:
+        self._used -= buffer.taken_bytes
+        self._unused -= buffer.num_bytes - buffer.taken_bytes
 
     @property
     def mapped_bytes(self) -> int:

@@ -17,13 +17,14 @@ The life of a stage that comes and goes; the numbers stand at the lines below:
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor, nn
 
 from penstock.core.schedule.residence import StageResidency
+from penstock.engine.device.accelerators import is_on_host
 from penstock.engine.device.crossing import moved
 from penstock.engine.weights.buffers import (
     BufferPool,
@@ -33,6 +34,7 @@ from penstock.engine.weights.buffers import (
     state_tensors,
 )
 from penstock.engine.weights.data_paths import DataPath
+from penstock.engine.weights.gradient_slots import GradientSlots, SpareGradient
 from penstock.engine.weights.store import Instead
 from penstock.engine.weights.tiers import whole_pages
 from penstock.engine.weights.transfers import Shelved, Transfers, shelved
@@ -50,6 +52,7 @@ class Residency:
         store: the rank's tier.
         buffers: as given.
         transfers: what is on its way between them.
+        keeps_freed: whether the rank may keep freed memory for later use beside its buffers.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Residency:
     ) -> None:
         self.store, self.buffers = path.space, buffers
         self.transfers = Transfers(path, buffers)
+        self.keeps_freed = False
         self._optimizers: Mapping[int, torch.optim.Optimizer] = {}
         self._owed: Container[int] = ()
         self._parameters = weights
@@ -66,7 +70,9 @@ class Residency:
         self._spent: dict[int, SwapGroup] = {}
         """Gradients that are used up, whose extents the next ones get."""
         self._adding: dict[int, int] = {}
-        """Bytes of gradients that are being added up, by stage."""
+        """Bytes of gradients that are being added up where autograd makes them, by stage."""
+        self._slots: dict[int, GradientSlots] = {}
+        self._spare_gradient = SpareGradient()
         self._stays: dict[int, StageResidency] = {}
         self._changed: set[int] = set()
 
@@ -136,6 +142,21 @@ class Residency:
         group = self._spent[stage] = SwapGroup(f"gradients of stage {stage}", [], stage)
         group.num_bytes = self.gradient_bytes(stage)
         group.extent = self.store.reserve(group.whose, group.num_bytes)
+
+    def slots(self, stage: int, modules: Iterable[nn.Module]) -> GradientSlots | None:
+        """Where a stage's gradients are added up from now on, if the rank computes in main memory
+        and most of them can be written there.
+
+        Args:
+            modules: all that the stage consists of.
+        """
+        trained = [group for group in self._weights[stage] if group.is_trained]
+        if not trained or not is_on_host(self.buffers.device):
+            return None
+        slots = GradientSlots.of(trained[0], modules, self._spare_gradient)
+        if slots is not None:
+            self._slots[stage] = slots
+        return slots
 
     @property
     def stages(self) -> Sequence[int]:
@@ -215,13 +236,33 @@ class Residency:
             self.transfers.begin(self._state[stage], stay.updated_at)
         if stage in self._gradients:
             return self.bring_gradients(stage)
-        if stage not in self._adding:
-            self._adding[stage] = self.gradient_bytes(stage)
-            self.buffers.count(self._adding[stage], f"gradients of stage {stage}")
+        num_bytes, whose = self.gradient_bytes(stage), f"gradients of stage {stage}"
+        slots = self._slots.get(stage)
+        if slots is not None:
+            slots.buffer = slots.buffer or self.buffers.take(num_bytes, whose)
+        elif stage not in self._adding:
+            self._adding[stage] = num_bytes
+            self.buffers.count(num_bytes, whose)
         return False
+
+    def added(self, stage: int) -> None:
+        """Behind a backward: let all gradients lie together."""
+        if stage in self._slots:
+            self._slots[stage].gather()
 
     def _add_no_more(self, stage: int) -> None:
         self.buffers.count(-self._adding.pop(stage, 0))
+        slots = self._slots.get(stage)
+        if slots is not None and slots.buffer is not None:
+            buffer, slots.buffer = slots.buffer, None
+            # Who failed may still see them, or who keeps gradients behind an update.
+            (self.buffers.drop if buffer.is_held else self.buffers.give)(buffer)
+
+    @property
+    def most_made_bytes(self) -> int:
+        """The most that gradients of a stage have that are added up where autograd makes them."""
+        made = (self.gradient_bytes(stage) for stage in self.stages if stage not in self._slots)
+        return max(made, default=0)
 
     def gradient_bytes(self, stage: int) -> int:
         """Bytes of the gradients of a stage's trained weights."""
@@ -282,7 +323,7 @@ class Residency:
             buffer, known.buffer = known.buffer, None
             if known.extent is not None and known.extent.num_bytes >= group.num_bytes:
                 group.extent, group.writing = known.extent, known.writing
-        if buffer is not None and buffer.num_bytes != group.num_bytes:
+        if buffer is not None and buffer.taken_bytes != group.num_bytes:
             self.buffers.drop(buffer)  # some of the tensors may lie there still
             buffer = None
         if group.extent is None or group.extent.num_bytes != group.num_bytes:
@@ -329,8 +370,9 @@ class Residency:
                 group.extent = self.store.reserve(group.whose, group.num_bytes)
             if known is not None and known[0].buffer is not None:
                 self.buffers.drop(known[0].buffer)
-            self._add_no_more(stage)  # what is moved in is free at once
-            group.move_in(self.buffers.take(group.num_bytes, group.whose))
+            if stage not in self._slots or not self._slots[stage].hand_over(group):
+                self._add_no_more(stage)  # what is moved in is free at once
+                group.move_in(self.buffers.take(group.num_bytes, group.whose))
         self._gradients[stage] = group, parameters
         for parameter in parameters:
             parameter.grad = None
@@ -410,6 +452,7 @@ class Residency:
         self.forget()
         self.transfers.close()
         self.buffers.clear()
+        self._spare_gradient.free()
         self.store.close()
 
 

@@ -17,7 +17,7 @@ from penstock.base.units import count_of, format_bytes, format_seconds
 from penstock.core.cluster import Tier
 from penstock.core.schedule.memory import Sizes, peaks
 from penstock.planning.planner.request import Constraints
-from penstock.planning.planner.spilling import TWICE
+from penstock.planning.planner.spilling import run_twice
 from penstock.planning.planner.task import Task
 from penstock.planning.plans.memory_parts import allocated
 from penstock.planning.plans.plan import Plan
@@ -121,7 +121,7 @@ def _told(best: Plan, before: Plan) -> Plan:
         bubble=before.prediction.bubble,
         memory_bytes=max(before.rank_bytes),
     )
-    said = best.reason.replace(f"; {TWICE}", "")  # of the plan before it got something better
+    said = best.reason.replace(f"; {run_twice(before.stages)}", "")  # nothing better was known
     offloaded = replace(best, stages=_with_peaks(best), alternatives=(*rows, twice), reason=said)
     return _with_reason(
         offloaded,

@@ -184,6 +184,8 @@ def _graph_of(plan: Plan) -> LayerGraph:
         layers=tuple(layers),
         microbatch_size=max(1, plan.microbatch_size),
         input_bytes=plan.stages[0].input_bytes,
+        moved_bytes_per_second=0.0 if plan.spill is None else plan.spill.moved_bytes_per_second,
+        new_bytes_per_second=0.0 if plan.spill is None else plan.spill.new_bytes_per_second,
         num_threads=plan.num_threads,
     )
 

@@ -3,14 +3,15 @@
 With many stages on each rank, only two or three of them are in memory at once: the one that works,
 the one that comes next, and what of the last is still being written. More stages need less memory
 and move the same bytes. Of all numbers of stages, the smallest few that fit are simulated; a second
-forward is weighed against activations, and bringing stages in ahead against the room it takes.
+forward is weighed against activations, and bringing stages in ahead against the room it takes. As
+many of the last stages as there is room for run forward once: what they keep is the first to go.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from math import ceil, inf
 from typing import NamedTuple
@@ -33,7 +34,35 @@ from penstock.planning.plans.table import Alternative
 _FAMILY = "spilled"
 _MOST_COUNTS = 32
 _SIMULATED = 3
-"""So many numbers of stages that fit are simulated for each way; more stages move the same."""
+"""So many of the smallest numbers of stages that fit are simulated for each way; more of them move
+the same, and leave more room."""
+
+
+class How(NamedTuple):
+    """How stages come and go.
+
+    Attributes:
+        recompute: what runs forward twice.
+        ahead: stages that are brought in while another one works.
+        options: (name, value) pairs that the schedule's family is given.
+        num_once: how many of the last stages run forward once, whatever the others do.
+    """
+
+    recompute: RecomputeWay
+    ahead: int
+    options: Options
+    num_once: int = 0
+
+    @classmethod
+    def of(cls, recompute: RecomputeWay, ahead: int, options: Options) -> How:
+        """With as few stages that run forward once as the way has: where whole stages run twice,
+        the last one turns round at once, so that there is nothing to keep."""
+        return cls(recompute, ahead, options, int(recompute == "stage"))
+
+    def recomputes(self, num_stages: int) -> tuple[RecomputeWay, ...]:
+        """What runs forward twice of each stage."""
+        none: RecomputeWay = "none"
+        return (self.recompute,) * (num_stages - self.num_once) + (none,) * self.num_once
 
 
 @dataclass(frozen=True)
@@ -43,6 +72,14 @@ class Spilled:
     candidate: Candidate
     spill: Spill
     limits: tuple[float, ...]
+    how: How
+
+    def running_once(self, num_stages: int) -> Spilled:
+        """The same where so many of the last stages run forward once."""
+        how, own = self.how._replace(num_once=num_stages), self.candidate
+        recomputes = how.recomputes(len(own.recomputes))
+        candidate = Candidate(own.task, own.setting, own.cuts, recomputes)
+        return Spilled(candidate, self.spill, self.limits, how)
 
     @cached_property
     def stages(self) -> tuple[StagePlan, ...]:
@@ -71,11 +108,23 @@ class Spilled:
     def excess(self) -> float:
         """Bytes by which the rank that misses its limit most does; ≤ 0 if all fit, whether
         gradients will be clipped or not: a plan is for both."""
-        clipped = bytes_of_spilled_ranks(
-            self.stages, self.candidate.schedule, self.spill, agrees=True
+        return self._beyond(keeps_freed=False)
+
+    def _beyond(self, *, keeps_freed: bool) -> float:
+        held = partial(
+            bytes_of_spilled_ranks,
+            self.stages,
+            self.candidate.schedule,
+            self.spill,
+            keeps_freed=keeps_freed,
         )
-        held = map(max, self.rank_bytes, clipped)
-        return max(most - limit for most, limit in zip(held, self.limits, strict=True))
+        worst = map(max, held(), held(agrees=True))
+        return max(most - limit for most, limit in zip(worst, self.limits, strict=True))
+
+    @property
+    def keeps_freed(self) -> bool:
+        """Whether it fits if freed memory is kept for later, clipped or not."""
+        return self._beyond(keeps_freed=True) <= 0
 
     @cached_property
     def prediction(self) -> Prediction:
@@ -96,20 +145,6 @@ class Spilled:
     def seconds(self) -> float:
         """The predicted step."""
         return self.prediction.step_seconds
-
-
-class How(NamedTuple):
-    """How stages come and go.
-
-    Attributes:
-        recompute: what runs forward twice.
-        ahead: stages that are brought in while another one works.
-        options: (name, value) pairs that the schedule's family is given.
-    """
-
-    recompute: RecomputeWay
-    ahead: int
-    options: Options
 
 
 def spilled_plan(tasks: Sequence[Task], constraints: Constraints, tiers: Sequence[Tier]) -> Plan:
@@ -138,33 +173,51 @@ def spilled_plan(tasks: Sequence[Task], constraints: Constraints, tiers: Sequenc
 def _promising(task: Task, constraints: Constraints, tier: Tier) -> Iterator[Spilled]:
     """Candidates of each way that fit, ahead if there is room for that; of a way in which none
     does, the one with most stages."""
+    chooses = constraints.recompute == "where-needed"
     for num_ranks in sorted({1, len(task.cluster.devices)}):
         for ahead in (1, 0):
             fitting = False
             for recompute in _ways(constraints):
-                how = How(recompute, ahead, constraints.options)
+                how = How.of(recompute, ahead, constraints.options)
                 for spilled in _fitting(task, tier, num_ranks, how):
                     fitting = fitting or spilled.excess <= 0
-                    yield spilled
+                    yield _running_once(spilled) if chooses and spilled.excess <= 0 else spilled
             if fitting:
                 break
 
 
 def _fitting(task: Task, tier: Tier, num_ranks: int, how: How) -> Iterator[Spilled]:
-    """The candidates with the fewest stages that fit; if none does, the one with most."""
+    """The candidates with the fewest stages that fit, and the one with most, which leaves most room
+    for activations; if none does, the one with most."""
     number, last = 0, None
     asked = dict(how.options).get("stages_per_rank")
-    for count in [asked] if asked else _counts(task.num_layers // num_ranks):
+    counts = [asked] if asked else _counts(task.num_layers // num_ranks)
+    for count in counts:
         if not asked and _is_hopeless(task, num_ranks, count):
+            continue
+        if number >= _SIMULATED and count < counts[-1]:
             continue
         last = _spilled(task, tier, num_ranks, count, how)
         if last is not None and last.excess <= 0:
             yield last
             number += 1
-        if number == _SIMULATED:
-            break
     if not number and last is not None:
         yield last
+
+
+def _running_once(spilled: Spilled) -> Spilled:
+    """A candidate that fits, with as few stages whose forwards run twice as leaves room."""
+    low, high = spilled.how.num_once, len(spilled.candidate.stages)
+    if spilled.how.recompute == "none":
+        return spilled
+    while low < high:
+        middle = (low + high + 1) // 2
+        other = spilled.running_once(middle)
+        if other.keeps_freed:
+            spilled, low = other, middle
+        else:
+            high = middle - 1
+    return spilled
 
 
 def _is_hopeless(task: Task, num_ranks: int, count: int) -> bool:
@@ -201,14 +254,18 @@ def _spilled(task: Task, tier: Tier, num_ranks: int, count: int, how: How) -> Sp
     except (InputError, PlanError):
         return None
     num_stages = setting.num_stages
-    # The last stage turns round at once: there is nothing to keep.
-    recompute = how.recompute
-    recomputes = (recompute,) * (num_stages - 1) + ("none" if recompute == "stage" else recompute,)
-    candidate = Candidate(task, setting, _even_cuts(task, num_stages), recomputes)
+    cuts = _even_cuts(task, num_stages)
+    candidate = Candidate(task, setting, cuts, how.recomputes(num_stages))
     limits = _limits(task, num_ranks)
     least = min(limits)
-    spill = Spill(tier=tier, memory_bytes=int(least) if least < inf else 0, ahead=how.ahead)
-    return Spilled(candidate, spill, limits)
+    spill = Spill(
+        tier=tier,
+        memory_bytes=int(least) if least < inf else 0,
+        ahead=how.ahead,
+        moved_bytes_per_second=task.graph.moved_bytes_per_second,
+        new_bytes_per_second=task.graph.new_bytes_per_second,
+    )
+    return Spilled(candidate, spill, limits, how)
 
 
 def _limits(task: Task, num_ranks: int) -> tuple[float, ...]:
@@ -310,8 +367,11 @@ def _traffic(best: Spilled) -> tuple[int, int]:
     return sum(read for read, _ in totals), sum(written for _, written in totals)
 
 
-TWICE = "forwards run twice, since their activations would not fit or take longer"
-"""Said of plans, as long as nothing better is known."""
+def run_twice(stages: Sequence[StagePlan]) -> str:
+    """Said of plans with forwards that run twice, as long as nothing better is known."""
+    count = sum(stage.recompute != "none" for stage in stages)
+    which = f" of the first {count_of(count, 'stage')}" if count < len(stages) - 1 else ""
+    return f"forwards{which} run twice, since their activations would not fit or take longer"
 
 
 def _reason(best: Spilled, in_memory_seconds: float) -> str:
@@ -327,7 +387,7 @@ def _reason(best: Spilled, in_memory_seconds: float) -> str:
     if best.spill.ahead == 0:
         parts.append("there is no room to bring a stage in ahead")
     if any(stage.recompute != "none" for stage in best.stages):
-        parts.append(TWICE)
+        parts.append(run_twice(best.stages))
     seconds = max(tier.read_seconds(read), tier.write_seconds(written))
     rows = task.num_microbatches * task.graph.microbatch_size
     if seconds and rows and in_memory_seconds:

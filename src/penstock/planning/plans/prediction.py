@@ -164,7 +164,9 @@ class Prediction:
         costs = replace(costs_of(self.stages), cards=self.cards, hosts=self.hosts)
         if self.offload is not None:
             costs = offloading_costs(costs, self.stages, self.offload)
-        return costs if self.spill is None else spilled_costs(costs, self.stages, self.spill)
+        if self.spill is None:
+            return costs
+        return spilled_costs(costs, self.stages, self.spill, self.placement)
 
     @cached_property
     def timeline(self) -> Timeline:

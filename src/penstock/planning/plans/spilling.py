@@ -105,11 +105,15 @@ class Spill(Value, frozen=True, kw_only=True):
         memory_bytes: what a rank may hold of weights, gradients, optimizer state and activations; 0
             where there is no limit.
         ahead: how many visits before its own a stage begins to come.
+        moved_bytes_per_second, new_bytes_per_second: as the model's profile has them, for cores
+            that compute while their threads move stages.
     """
 
     tier: Tier = Tier()
     memory_bytes: int = 0
     ahead: int = 1
+    moved_bytes_per_second: float = 0.0
+    new_bytes_per_second: float = 0.0
 
     def __post_init__(self) -> None:
         self.check_fields("spill")
@@ -182,7 +186,12 @@ def stage_bytes(stages: Sequence[StagePlan]) -> StageBytes:
 
 
 def bytes_of_spilled_ranks(
-    stages: Sequence[StagePlan], schedule: Schedule, spill: Spill, *, agrees: bool = False
+    stages: Sequence[StagePlan],
+    schedule: Schedule,
+    spill: Spill,
+    *,
+    agrees: bool = False,
+    keeps_freed: bool = False,
 ) -> tuple[int, ...]:
     """Predicted memory of each rank at its worst moment: the stages that are there, what the order
     of its ops keeps of activations, buffers of all its stages and room to work.
@@ -190,9 +199,13 @@ def bytes_of_spilled_ranks(
     Args:
         schedule: with the recomputes that the stages want.
         agrees: whether updates depend on all gradients, and so come late.
+        keeps_freed: whether memory that activations and updates leave is kept for later ones, so
+            that what comes and goes never lies there. An update makes up to two tensors for a
+            weight, which has half of a layer's at most in nearly all models.
     """
+    own_bytes, how = stage_bytes(stages), {"agrees": agrees, "keeps_freed": keeps_freed}
     return tuple(
-        most_held(stages, schedule, spill, stage_bytes(stages), rank, agrees=agrees)
+        most_held(stages, schedule, spill, own_bytes, rank, **how)
         for rank in range(schedule.num_ranks)
     )
 
@@ -205,11 +218,17 @@ def most_held(
     rank: int,
     *,
     agrees: bool,
+    keeps_freed: bool = False,
 ) -> int:
     """As ``bytes_of_spilled_ranks``, for one rank, of whose stages somebody knows the bytes."""
     ops = with_residence(schedule, spill, agrees=agrees).ranks[rank]
-    held = held_by_op(ops, sizes_of(stages), own_bytes, schedule.num_slices)
-    worst = max((while_it_runs for while_it_runs, _ in held), default=0)
+    worst: float = 0
+    if keeps_freed:
+        worst = max(resident_bytes(ops, own_bytes), default=0) + max(own_bytes.weights, default=0)
+    held = held_by_op(
+        ops, sizes_of(stages), None if keeps_freed else own_bytes, schedule.num_slices
+    )
+    worst += max((while_it_runs for while_it_runs, _ in held), default=0)
     own = [stages[stage] for stage in schedule.stages_of[rank]]
     always = sum(stage.buffer_bytes + stage.sum_bytes for stage in own)
     return ceil(worst) + always + max(stage.workspace_bytes for stage in own)
@@ -240,18 +259,48 @@ def held_by_op(
         yield there + kept - (0 if at_start else min(change, 0)), there + kept
 
 
-def spilled_costs(costs: Costs, stages: Sequence[StagePlan], spill: Spill) -> Costs:
-    """The costs of a plan with those of its transfers."""
+def spilled_costs(
+    costs: Costs, stages: Sequence[StagePlan], spill: Spill, schedule: Schedule
+) -> Costs:
+    """The costs of a plan with those of its transfers: each on its own, and what compute loses by
+    them and by new pages, which counts as a part of the stage's update.
+
+    Args:
+        schedule: with the recomputes that the stages want.
+    """
     weights = [stage.parameter_bytes for stage in stages]
     state = [stage.optimizer_bytes for stage in stages]
     tier = spill.tier
+    lost = _lost_seconds(stages, spill, schedule)
     return replace(
         costs,
+        update=[
+            stage.update_seconds + seconds for stage, seconds in zip(stages, lost, strict=True)
+        ],
         fetch=[*map(tier.read_seconds, weights)],
         fetch_state=[*map(tier.read_seconds, state)],
         leave=[*map(tier.write_seconds, weights)],
         leave_state=[*map(tier.write_seconds, state)],
     )
+
+
+def _lost_seconds(stages: Sequence[StagePlan], spill: Spill, schedule: Schedule) -> Iterator[float]:
+    """What each stage's compute loses in a step."""
+    limit, pages = spill.memory_bytes, spill.new_bytes_per_second
+    goes_back = (
+        limit
+        and pages
+        and limit < max(bytes_of_spilled_ranks(stages, schedule, spill, keeps_freed=True))
+    )
+    for stage in stages:
+        # Weights come twice, and go once with the state.
+        moved = 3 * stage.parameter_bytes + 2 * stage.optimizer_bytes
+        seconds = moved / spill.moved_bytes_per_second if spill.moved_bytes_per_second else 0.0
+        if goes_back:
+            # What an update makes for each weight, and what each microbatch keeps.
+            new = 2 * stage.parameter_bytes + schedule.num_microbatches * stage.kept_bytes
+            seconds += new / pages
+        yield seconds
 
 
 def traffic(

@@ -69,6 +69,8 @@ class SwappedCompute(UnitStep):
             work.waited()
         around = None if self.offloading is None else self.offloading.around((stage, unit))
         self.observers.watch(self.step, work, unit, instead, around)
+        if self.op.kind in BACKWARD:
+            self.residence.added(stage)
 
 
 @dataclass(frozen=True, slots=True)

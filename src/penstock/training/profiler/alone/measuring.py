@@ -12,6 +12,7 @@ from torch import nn
 
 from penstock.base.units import format_seconds
 from penstock.core.graph import Layer, LayerGraph
+from penstock.engine.device.accelerators import is_on_host
 from penstock.engine.model.optimizer_factory import OptimizerFactory
 from penstock.engine.model.spine import NamedLayer, spine_of
 from penstock.engine.tensor.followed import FoundParts, followed
@@ -29,6 +30,8 @@ from penstock.training.profiler.alone.conditions import (
 from penstock.training.profiler.alone.overheads import (
     Update,
     measure_hand_over,
+    measure_moving,
+    measure_new_pages,
     measure_op,
     measure_sum,
     measure_updates,
@@ -84,6 +87,9 @@ def measure_alone(
         hop_seconds = measure_hand_over()
         op_seconds = measure_op(bench.clock, device)
         sum_bytes_per_second = measure_sum(bench.clock, device)
+        on_host = is_on_host(device)
+        moved_bytes_per_second = measure_moving() if on_host else 0.0
+        new_bytes_per_second = measure_new_pages() if on_host else 0.0
         measured = bench.measure(sample)
         graph = LayerGraph(
             layers=tuple(layers_of(model, layers, parts, measured, updates)),
@@ -92,6 +98,8 @@ def measure_alone(
             hop_seconds=hop_seconds,
             op_seconds=op_seconds,
             sum_bytes_per_second=sum_bytes_per_second,
+            moved_bytes_per_second=moved_bytes_per_second,
+            new_bytes_per_second=new_bytes_per_second,
             num_threads=num_threads,
             device=name_of(device),
             dtype=", ".join(sorted({str(parameter.dtype)[6:] for parameter in model.parameters()})),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import mmap
 import queue
 import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -211,3 +213,90 @@ def measure_sum(clock: Clock, device: torch.device, repeats: int = 5) -> float:
         laps.append((start, clock.now()))
     clock.settle()
     return _GRADIENT_BYTES / statistics.median(clock.seconds(*lap) for lap in laps[1:])
+
+
+def measure_moving(rounds: int = 7) -> float:
+    """Measure how many bytes another thread adds up and moves until what is computed meanwhile has
+    lost a second, as the threads of stages that come and go do it; 0 if nothing is lost.
+
+    What is multiplied is read from memory each time, like weights of stages that come and go.
+    """
+    rows, weights = torch.ones(_ROWS, _FEATURES), torch.ones(_FEATURES, 2 * _FEATURES)
+    moving = _Moving()
+    alone, beside, speeds = [], [], []
+    for _ in range(rounds):
+        alone.append(_products_per_second(rows, weights))
+        with moving as mover:
+            beside.append(_products_per_second(rows, weights))
+        speeds.append(mover.bytes_per_second)
+    lost = 1.0 - statistics.median(beside) / statistics.median(alone)
+    return statistics.median(speeds) / lost if lost > 0 else 0.0
+
+
+_ROWS, _FEATURES = 128, 1024
+_LAP_SECONDS = 0.03
+
+
+def _products_per_second(rows: Tensor, weights: Tensor) -> float:
+    start, count = time.perf_counter(), 0
+    while (seconds := time.perf_counter() - start) < _LAP_SECONDS:
+        rows.mm(weights)
+        count += 1
+    return count / seconds
+
+
+class _Moving:
+    """A thread that adds up memory and copies it, for as long as it is entered.
+
+    Attributes:
+        bytes_per_second: that it has moved when it was entered last.
+    """
+
+    def __init__(self) -> None:
+        self._source = np.ones(_GRADIENT_BYTES // 8, np.uint64)
+        self._target = np.empty_like(self._source)
+        self._ended = threading.Event()
+        self._thread = threading.Thread()
+        self.bytes_per_second = 0.0
+
+    def __enter__(self) -> Self:
+        self._ended.clear()
+        self._thread = threading.Thread(target=self._move, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _move(self) -> None:
+        start, moved, size = time.perf_counter(), 0, _MOVED_BYTES // 8
+        while not self._ended.is_set():
+            first = moved // 8 % len(self._source)
+            piece = self._source[first : first + size]
+            np.add.reduce(piece.reshape(-1, 512), axis=1)
+            np.copyto(self._target[first : first + size], piece)
+            moved += _MOVED_BYTES
+        self.bytes_per_second = moved / (time.perf_counter() - start)
+
+
+_MOVED_BYTES = 4 * 2**20
+
+
+def measure_new_pages(repeats: int = 5) -> float:
+    """Measure how many bytes of new memory the system makes pages of in a second, beyond what it
+    takes to write to them."""
+    laps = []
+    for _ in range(repeats):
+        own = np.frombuffer(mmap.mmap(-1, _GRADIENT_BYTES, **_PRIVATE), np.uint64)
+        start = time.perf_counter()
+        own.fill(1)
+        middle = time.perf_counter()
+        own.fill(2)
+        laps.append(2 * middle - start - time.perf_counter())
+    seconds = statistics.median(laps)
+    return _GRADIENT_BYTES / seconds if seconds > 0 else 0.0
+
+
+_PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+"""As allocators ask for memory."""
