@@ -43,6 +43,11 @@ class OutputPositions:
         self._ways = ways
         self._takes_whole = False
 
+    def renew(self) -> None:
+        """A step has failed, in which some members may have come to whole outputs and others not:
+        none does at once."""
+        self._takes_whole = False
+
     def whole(self, outputs: Any, training: bool) -> Any:
         """All positions of a member's outputs. All members call it at the same time."""
         leaves, structure = tree.flatten(outputs)
