@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import signal
@@ -31,6 +32,12 @@ os.environ.setdefault("PENSTOCK_TRACEBACK", "full")
 
 # A shell without job control lets what it starts in the background ignore Ctrl-C; tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish():
+    """What is loaded now stays: no collection need look through it, of which tests ask for many."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

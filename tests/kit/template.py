@@ -9,7 +9,9 @@ a process of its own keeps, and an interpreter that ends as after any script.
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import gc
 import json
 import os
 import runpy
@@ -35,12 +37,25 @@ def main() -> None:
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     while line := sys.stdin.readline():
         request = json.loads(line)
+        load_for(request["script"])
         job = os.fork()
         if job == 0:
             be_job(request)
             return  # in a rank: the interpreter ends as it would after a script
         os.waitpid(job, 0)
         print("done", flush=True)
+
+
+def load_for(script: str) -> None:
+    """Import what a script imports first: once, and not in each of its ranks."""
+    loaded = len(sys.modules)
+    tree = ast.parse(Path(script).read_text())
+    tree.body = [part for part in tree.body if isinstance(part, ast.Import | ast.ImportFrom)]
+    with contextlib.suppress(Exception):  # the ranks tell it
+        exec(compile(tree, script, "exec"), {})
+    if len(sys.modules) > loaded:
+        gc.collect()
+        gc.freeze()  # a rank that looks through all objects would copy the memory of them
 
 
 def be_job(request: dict) -> None:
