@@ -18,7 +18,7 @@ INSTALL = if [ ! -t 2 ]; then \
 	-c $(CONSTRAINTS) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick soak soak-long soak-devices soak-laws soak-frozen soak-mutations engines cpus versions on-this-torch gpu lint format gallery docs clean
+.PHONY: help demo test quick oldest-cpu soak soak-long soak-devices soak-laws soak-frozen soak-mutations engines cpus versions on-this-torch gpu lint format gallery docs clean
 
 help:
 	@echo 'make demo     plan, train and draw a small pipeline (installs into $(VENV) on first use)'
@@ -51,16 +51,21 @@ demo: $(VENV)/.installed
 # Without groups, loadgroup hands out test by test, so that long ones do not queue up. Jobs of several processes
 # are no group: they mostly wait, and a worker that ran all of them would be the last by far. Dozens of processes load
 # the package: what is compiled is kept, also where the environment says otherwise.
-test: lint
+# While types are checked by one core, the other one plays another CPU.
+test: $(VENV)/.installed-dev
+	+$(if $(PYTEST_ARGS),$(MAKE) lint,$(MAKE) -j2 $(if $(filter output-sync,$(.FEATURES)),-O) lint oldest-cpu)
 	PYTHONDONTWRITEBYTECODE= $(VENV)/bin/pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
-	$(if $(PYTEST_ARGS),,$(OLDEST_CPU) $(VENV)/bin/pytest -q -n 2 --dist loadgroup $(SHORT_ELSEWHERE))
+
+oldest-cpu: $(VENV)/.installed-dev
+	$(OLDEST_CPU) $(VENV)/bin/pytest -q $(SHORT_ELSEWHERE)
 
 # Other kernels round otherwise: what is compared to the bit must be one computation, on any CPU.
 OLDEST_CPU = ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2
 OLDER_CPU = ATEN_CPU_CAPABILITY=avx2
 
 SHORT_ELSEWHERE = tests/unit/stage tests/unit/test_rotated_adam.py \
-	tests/unit/pipeline tests/unit/interop/test_lightning.py tests/numerics/test_strides.py \
+	tests/unit/pipeline/test_pipeline.py tests/unit/pipeline/test_compile.py \
+	tests/unit/interop/test_lightning.py tests/numerics/test_strides.py \
 	tests/numerics/test_orders_of_sums.py \
 	tests/numerics/test_same_as_one_device.py::test_dropout_depends_on_neither_partition_nor_schedule_but_on_the_seed
 

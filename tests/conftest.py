@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import signal
@@ -31,6 +32,14 @@ os.environ.setdefault("PENSTOCK_TRACEBACK", "full")
 
 # A shell without job control lets what it starts in the background ignore Ctrl-C; tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish(session):
+    """What is loaded now stays: no collection need look through it, of which tests ask for many."""
+    if len(session.items) > 1000:  # some of them make torch load what its first optimizer needs
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import re
 import runpy
 import sys
 
-from tests.kit.launch import torchrun
+from tests.kit.launch import forked, torchrun
 from tests.kit.paths import ROOT
 
 SCRIPT = ROOT / "examples" / "train_lm.py"
@@ -37,9 +37,8 @@ def test_the_example_fits_on_a_screen():
 
 
 def test_the_loop_of_accelerate_is_refused_as_one_of_several_processes():
-    processes = torchrun(ROOT / "examples" / "accelerate_loop.py", 2, reports=False)
+    processes = forked(ROOT / "examples" / "accelerate_loop.py", 2, reports=False)
     assert processes.returncode == 1
-    # torchrun ends the second process when the first has failed, perhaps before it could say so.
     assert (
         "prepare has its ranks as threads of one process, and this is one of 2; start it with "
         "plain python, or train with penstock.Pipeline under torchrun"

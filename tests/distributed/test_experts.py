@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.kit.examples import more
-from tests.kit.launch import forked, torchrun
+from tests.kit.launch import forked
 from tests.kit.paths import ROOT
 
 JOB = Path(__file__).parent / "jobs" / "experts.py"
@@ -40,7 +40,7 @@ def test_a_rank_that_is_killed_while_tokens_travel_is_missed_by_name(victim):
 
 def test_the_example_learns_the_same_with_and_without_expert_ranks():
     script = ROOT / "examples" / "mixture_of_experts.py"
-    job = torchrun(script, 4, "--steps", "2", "--width", "16", reports=False)
+    job = forked(script, 4, "--steps", "2", "--width", "16", reports=False)
     lines = [line for line in job.output.splitlines() if line.startswith("expert_ranks=")]
     losses = [json.loads(re.search(r"\[.*?\]", line)[0]) for line in lines]
     assert len(lines) == 2 and losses[1] == pytest.approx(losses[0], rel=1e-5), job.output

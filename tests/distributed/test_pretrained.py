@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "start"), [more("gpt2", forked), ("llama", torchrun)])
+@pytest.mark.parametrize(("kind", "start"), [("llama", forked), more("gpt2", torchrun)])
 def test_no_process_has_more_than_its_stages(kind, start, tmp_path, monkeypatch):
     monkeypatch.setattr(pretrained, "_MOST_ALONE_BYTES", 0)
     plan = planned(kind)

@@ -23,6 +23,9 @@ from tests.kit.supervised import (
     wait_until_gone,
 )
 
+# Each worker would load what supervisors are forked from.
+pytestmark = pytest.mark.xdist_group("supervised")
+
 JOB = Path(__file__).parent / "jobs" / "restarting.py"
 STRANGER = Path(__file__).parent / "jobs" / "stranger.py"
 NUM_RANKS = 3

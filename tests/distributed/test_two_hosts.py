@@ -93,8 +93,10 @@ torchrun --nnodes 2 --node-rank $SLURM_NODEID --nproc-per-node 2 --master-addr 1
 @pytest.mark.skipif(reason is not None, reason=str(reason))
 @pytest.mark.parametrize(
     "script",
-    [["-c", BY_HAND, "by-hand"], [str(ROOT / "examples" / "two_hosts.sbatch")]],
-    ids=["torchrun", "slurm"],
+    [
+        pytest.param(["-c", BY_HAND, "by-hand"], id="torchrun", marks=pytest.mark.soak),
+        pytest.param([str(ROOT / "examples" / "two_hosts.sbatch")], id="slurm"),  # torchrun, too
+    ],
 )
 def test_two_hosts_train_as_one_process_and_load_their_own_rows(of_threads, script, tmp_path):
     with ShapedNetwork(2, 200) as network:

@@ -2,6 +2,7 @@
 run does run."""
 
 import re
+import shlex
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from benchmarks.lectures.claims import SPEED_UPS
 from benchmarks.lectures.gpipe import transformer_table
 from benchmarks.lectures.transformers import MICROBATCH_ROWS, Sizes, estimated
 from penstock.demo import GPT, loss
+from penstock.trial.contest import chosen_methods
 from tests.docs.pages import Block, run_command
 from tests.kit.paths import ROOT
 
@@ -32,8 +34,22 @@ def page_commands():
     return [*dict.fromkeys(found)]
 
 
+def contests():
+    """Words of the page's contests, of which ``QUICK`` replaces the methods and steps."""
+    return [words for own in page_commands() if (words := shlex.split(own))[1] == "contest"]
+
+
+def cases():
+    """Commands that differ in what they do when they are made quick."""
+    quick = {}
+    for command in page_commands():
+        kept = re.sub(r"--(methods|steps) \S+", "", command) if " contest " in command else command
+        quick.setdefault(kept, command)
+    return [*quick.values()]
+
+
 @pytest.mark.usefixtures("small_demo")
-@pytest.mark.parametrize("command", page_commands())
+@pytest.mark.parametrize("command", cases())
 def test_the_command_of_a_slide_runs(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for shared in ("tests", "docs"):
@@ -41,6 +57,13 @@ def test_the_command_of_a_slide_runs(command, tmp_path, monkeypatch):
     run_command(Block(HANDS_ON, 0, "console", command, ""), command, "")
     for picture in re.findall(r"(?:-o|--scatter) (\S+)", command):
         assert (tmp_path / picture).stat().st_size > 0
+
+
+def test_contests_of_slides_are_between_methods_that_there_are():
+    for words in contests():
+        methods = words[words.index("--methods") + 1].split(",")
+        devices = int(words[words.index("-p") + 1]) if "-p" in words else 2
+        assert {own.key for own in chosen_methods(methods, devices)} >= {*methods}, words
 
 
 def test_every_slide_with_a_figure_has_a_command_and_a_result():

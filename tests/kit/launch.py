@@ -65,7 +65,9 @@ def torchrun(
         )
 
 
-def forked(script: str | Path, num_ranks: int, *arguments: str, limit_seconds=380) -> Finished:
+def forked(
+    script: str | Path, num_ranks: int, *arguments: str, reports=True, limit_seconds=380
+) -> Finished:
     """The same without torchrun: ranks are forked from a process that has loaded everything.
 
     For all that is not about how ranks are launched: torchrun and each of its ranks load torch for
@@ -78,7 +80,7 @@ def forked(script: str | Path, num_ranks: int, *arguments: str, limit_seconds=38
         request = {
             "script": str(script),
             "num_ranks": num_ranks,
-            "arguments": [*arguments, name],
+            "arguments": [*arguments, *([name] if reports else [])],
             "folder": name,
             "output": str(output),
         }

@@ -3,22 +3,28 @@
     python -m tests.kit.template
 
 ``launch.forked`` starts it and asks it for jobs, one after another. A rank begins in milliseconds
-where one under torchrun loads torch for three seconds; it has the same environment, a store that
-a process of its own keeps, and an interpreter that ends as after any script.
+where one under torchrun loads torch for three seconds; it has the same environment, and a store
+that a process of its own keeps. At its end it does what an interpreter does, but for taking apart
+all modules, by which each would copy the memory of everything that was loaded.
 """
 
 from __future__ import annotations
 
+import ast
+import atexit
 import contextlib
+import gc
 import json
 import os
 import runpy
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -35,16 +41,28 @@ def main() -> None:
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     while line := sys.stdin.readline():
         request = json.loads(line)
+        load_for(request["script"])
         job = os.fork()
         if job == 0:
             be_job(request)
-            return  # in a rank: the interpreter ends as it would after a script
         os.waitpid(job, 0)
         print("done", flush=True)
 
 
+def load_for(script: str) -> None:
+    """Import what a script imports first: once, and not in each of its ranks."""
+    loaded = len(sys.modules)
+    tree = ast.parse(Path(script).read_text())
+    tree.body = [part for part in tree.body if isinstance(part, ast.Import | ast.ImportFrom)]
+    with contextlib.suppress(Exception):  # the ranks tell it
+        exec(compile(tree, script, "exec"), {})
+    if len(sys.modules) > loaded:
+        gc.collect()
+        gc.freeze()  # a rank that looks through all objects would copy the memory of them
+
+
 def be_job(request: dict) -> None:
-    """Start the ranks of a job and wait for them; returns in ranks only."""
+    """Start the ranks of a job and wait for them."""
     os.setsid()  # whoever gives the job up ends this whole group of processes
     redirect(request["output"])
     Path(request["folder"], "job").write_text(str(os.getpid()))
@@ -59,8 +77,7 @@ def be_job(request: dict) -> None:
     for rank in range(request["num_ranks"]):
         child = os.fork()
         if child == 0:
-            be_rank(request, rank, port)
-            return
+            end(be_rank(request, rank, port))
         ranks.append(child)
     exits = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in ranks]
     os.kill(keeper, signal.SIGKILL)
@@ -87,8 +104,8 @@ def keep_store(channel: socket.socket) -> None:
         time.sleep(1000)
 
 
-def be_rank(request: dict, rank: int, port: int) -> None:
-    """Run the script as torchrun would."""
+def be_rank(request: dict, rank: int, port: int) -> int:
+    """Run the script as torchrun would; gives its exit code."""
     place = {
         "RANK": rank,
         "LOCAL_RANK": rank,
@@ -102,13 +119,23 @@ def be_rank(request: dict, rank: int, port: int) -> None:
     sys.argv = [request["script"], *request["arguments"]]
     try:
         runpy.run_path(request["script"], run_name="__main__")
-    except Exception:
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
         print(f"rank {rank} of {Path(request['script']).name}:", file=sys.stderr)
         traceback.print_exc()
-        raise SystemExit(1) from None
-    finally:
-        with contextlib.suppress(ValueError):
-            sys.stdout.flush()
+        return 1
+    return 0
+
+
+def end(code: int) -> NoReturn:
+    """End this process."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(ValueError):  # the script has closed it
+            stream.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

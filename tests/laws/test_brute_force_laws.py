@@ -28,7 +28,7 @@ from tests.kit.brute_force import (
 from tests.kit.examples import TIMES
 from tests.kit.planning import attempt
 
-CASES = 25 if TIMES == 1 else 20 * TIMES
+CASES = 15 if TIMES == 1 else 20 * TIMES
 MOST_LAYERS = 5 if TIMES == 1 else 6
 WITHIN = 1.01
 """No prediction tells plans this close apart."""

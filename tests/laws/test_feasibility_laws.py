@@ -17,6 +17,7 @@ from penstock.base.errors import InputError, PlanError
 from penstock.planning.planner.candidate import Candidate
 from penstock.planning.planner.offers import Offer
 from penstock.planning.planner.task import Task
+from tests.kit.examples import examples
 from tests.kit.planning import all_cuts, clusters, devices, graphs, held_bytes
 
 SINGLE = ("gpipe", "1f1b", "eager-1f1b", "zb-h1", "zb-h2")
@@ -52,7 +53,7 @@ REQUESTS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=30)
+@examples(10)
 @given(graphs(most=5), clusters(most=3), REQUESTS, st.sampled_from(["where-needed", "never"]))
 def test_no_simulated_rank_holds_more_than_its_limit(graph, cluster, request, recompute):
     try:
@@ -74,7 +75,7 @@ def test_where_nothing_fits_there_is_nothing(graph, cluster, request):
             assert not keeps_limits(found, cluster, request.get("memory_bytes"))
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(graphs(most=5), clusters(most=3), REQUESTS, st.booleans())
 def test_what_a_refusal_proposes_fits(graph, cluster, request, pinned):
     more = {"schedule": "1f1b", "stages": 1, "recompute": "never"} if pinned else {}
@@ -100,7 +101,7 @@ def test_what_a_refusal_proposes_fits(graph, cluster, request, pinned):
             plan(graph, cluster, **request)
 
 
-@settings(max_examples=40)
+@examples(15)
 @given(st.data(), graphs(most=5), st.integers(1, 3), st.integers(1, 5))
 def test_devices_with_what_some_plan_needs_have_a_plan(data, graph, num_ranks, count):
     num_ranks = min(num_ranks, len(graph.layers))

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from penstock.base.errors import InputError, PlanError
 from penstock.core.cluster import Tier
 from penstock.planning.planner import plan
+from tests.kit.examples import examples
 from tests.kit.planning import clusters, graphs
 
 FAMILIES = (
@@ -18,6 +19,7 @@ FAMILIES = (
 )  # fmt: skip
 
 
+@examples(15)
 @given(
     graph=graphs(most=8),
     cluster=clusters(),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections import Counter
 from functools import lru_cache, partial
 
 import pytest
@@ -229,6 +232,51 @@ def test_a_member_that_fails_ends_the_step_and_the_next_one_works(where):
         with pytest.raises(pk.errors.StageError, match="the third call fails"):
             pipeline.step(*batches()[0])
         hook.remove()
+        for batch in batches():
+            pipeline.step(*batch)
+    assert_same(model, on_one_device()[1], TOLERANCE)
+
+
+def wait_until(is_so):
+    end = time.monotonic() + DEADLINE_SECONDS
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_members_of_whom_one_has_come_through_a_first_run_and_one_has_not_start_over_alike():
+    """The other rank fails while one of them waits for the last part of the other's output, so that
+    this one has compared the layer with one device, and that one will have to."""
+    model = make_net()
+    calls, armed, held = Counter(), True, threading.Event()
+    plan = mesh(model, "1f1b", 2, 1, 2)
+    with pk.Pipeline(
+        model, plan, loss=net_loss, optimizer=momentum, clip_norm=CLIP, seed=3,
+        deadline_seconds=DEADLINE_SECONDS,
+    ) as pipeline:  # fmt: skip
+        inboxes = pipeline._parts.workers[0].channels._exchange.inboxes
+        under_way = pipeline._parts.feed._driver._under_way
+
+        def hold(module, *_):
+            calls[module] += 1
+            if armed and calls[module] == 2 and module.membership.group.index == 0:
+                held.set()
+                (ticket,) = under_way
+                wait_until(ticket.futures[3].done)
+
+        def fail(module, *_):
+            calls[module] += 1
+            if armed and calls[module] == 2:
+                held.wait(DEADLINE_SECONDS)
+                wait_until(lambda: not inboxes[2].empty())
+                raise ValueError("in the second microbatch")
+
+        # Behind its last call, a layer has only its output to put together.
+        model.blocks[1].dropout.register_forward_hook(hold)
+        model.embed.dropout.register_forward_hook(fail)
+        with pytest.raises(pk.errors.StageError, match="in the second microbatch"):
+            pipeline.step(*batches()[0])
+        armed = False
         for batch in batches():
             pipeline.step(*batch)
     assert_same(model, on_one_device()[1], TOLERANCE)

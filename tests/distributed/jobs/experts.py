@@ -11,7 +11,6 @@ dies`` a rank ends while tokens travel. Each rank reports in ``report-<rank>.jso
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -32,6 +31,7 @@ from penstock.engine.model.spine import spine_of
 from penstock.engine.stage.protocol import Keep
 from penstock.engine.stage.stage import Stage
 from penstock.planning.plans import Plan
+from tests.kit.cases import run_case
 from tests.kit.helpers import make_batch, make_plan
 from tests.kit.mixtures import (
     KINDS,
@@ -347,9 +347,9 @@ def other_ways() -> list[str]:
     return ["nobody has noticed"]
 
 
-def ends(victim: int) -> list[object]:
+def ends(case: str) -> list[object]:
     """What a training ends with in which a rank dies before it joins an exchange of tokens."""
-    calls = []
+    victim, calls = int(case.split(maxsplit=1)[0]), []
 
     def fail(*_) -> None:
         calls.append(None)
@@ -369,24 +369,16 @@ def ends(victim: int) -> list[object]:
     return []
 
 
-def main() -> None:
-    case, folder = sys.argv[1], Path(sys.argv[-1])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    compares = {
-        "own": own,
-        "transformers": from_transformers,
-        "checkpoint": partial(checkpoint, folder),
-        "held": held,
-        "split": split,
-        "refusals": refusals,
-        "other ways": other_ways,
-    }
-    report = compares[case]() if case in compares else ends(int(case.split()[0]))
-    (folder / f"report-{dist.get_rank()}.json").write_text(json.dumps(report))
-    if case in compares:
-        dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    run_case(
+        {
+            "own": own,
+            "transformers": from_transformers,
+            "checkpoint": partial(checkpoint, Path(sys.argv[-1])),
+            "held": held,
+            "split": split,
+            "refusals": refusals,
+            "other ways": other_ways,
+        },
+        ends,
+    )

@@ -12,7 +12,6 @@ a rank ends, or one of its layers. Each rank reports in ``report-<rank>.json``.
 from __future__ import annotations
 
 import gc
-import json
 import os
 import signal
 import sys
@@ -36,6 +35,7 @@ from penstock.engine.model.spine import spine_of
 from penstock.engine.stage.protocol import Keep
 from penstock.engine.stage.stage import Stage
 from penstock.planning.plans import Plan
+from tests.kit.cases import run_case
 from tests.kit.helpers import make_batch, make_mlp, make_plan
 from tests.kit.one_device import OneDevice
 from tests.kit.reducing import replicated
@@ -392,13 +392,13 @@ def other_ways() -> list[str]:
     return found
 
 
-def ends(victim: int, how: str, replicas: str, folder: Path) -> list[str]:
+def ends(case: str) -> list[str]:
     """What a training ends with in which one rank dies in a layer, or raises there."""
-    calls = []
+    (victim, how, replicas), calls = case.split(), []
 
     def fail(*_) -> None:
         calls.append(None)
-        if len(calls) == 8 and dist.get_rank() == victim:
+        if len(calls) == 8 and dist.get_rank() == int(victim):
             if how == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise ValueError("a layer that raises")
@@ -414,29 +414,17 @@ def ends(victim: int, how: str, replicas: str, folder: Path) -> list[str]:
     return []
 
 
-def main() -> None:
-    case, folder = sys.argv[1], Path(sys.argv[-1])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    compares = {
-        "one device": one_device,
-        "owners": owners,
-        "checkpoint": partial(checkpoint, folder),
-        "held": held,
-        "counted": counted,
-        "other ways": other_ways,
-        "refusals": refusals,
-        "split": split,
-    }
-    if case in compares:
-        found = compares[case]()
-    else:
-        victim, how, replicas = case.split()
-        found = ends(int(victim), how, replicas, folder)
-    (folder / f"report-{dist.get_rank()}.json").write_text(json.dumps(found))
-    if case in compares:
-        dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    run_case(
+        {
+            "one device": one_device,
+            "owners": owners,
+            "checkpoint": partial(checkpoint, Path(sys.argv[-1])),
+            "held": held,
+            "counted": counted,
+            "other ways": other_ways,
+            "refusals": refusals,
+            "split": split,
+        },
+        ends,
+    )

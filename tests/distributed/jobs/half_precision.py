@@ -5,13 +5,12 @@ what ranks hold, beside what their plan says.
 
 Cases: ``by hand`` compares losses and weights, reducer by reducer, and with torch's own policy;
 ``checkpoint`` goes on from one layout in another; ``memory`` weighs weights, gradients, optimizer
-state and activations. Each rank reports in ``report-<rank>.json``.
+state and activations, ``all memory`` in every case. Each rank reports in ``report-<rank>.json``.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import sys
 from functools import partial
 from pathlib import Path
@@ -29,6 +28,7 @@ from penstock.core.cluster import SpareMachine
 from penstock.demo.gpt import GPT, loss
 from penstock.planning.plans import Plan
 from penstock.planning.plans.summing import server_ranks
+from tests.kit.cases import run_case
 from tests.kit.half_precision import MixedByHand, bytes_of, bytes_per_parameter, turns_of
 from tests.kit.helpers import make_batch, make_mlp
 from tests.kit.reducing import replicated
@@ -176,22 +176,31 @@ def tokens(rows):
     return torch.randint(0, 64, (2, rows, LENGTH), generator=generator).unbind()
 
 
-CASES = [
-    *itertools.product(
-        ["owners", "sharded", "all-reduce", "fully-sharded step", "fully-sharded use"],
-        ["gpipe 2-2 never", "1f1b 2-2 layers", "1f1b 2-2 stage"],
-    ),
-    *itertools.product(["owners"], ["zb-h1 1-1-1-1 never", "interleaved-1f1b 1-1-1-1 layers"]),
-    ("parameter-server", "1f1b 2-1 never"),
-]
+REDUCERS = ["owners", "sharded", "all-reduce", "fully-sharded step", "fully-sharded use"]
+COPIED = ["gpipe 2-2 never", "1f1b 2-2 layers", "1f1b 2-2 stage"]
+ALONE = ["zb-h1 1-1-1-1 never", "interleaved-1f1b 1-1-1-1 layers"]
+SERVED = "parameter-server", "1f1b 2-1 never"
 
 
-def memory() -> list[str]:
+def cases(turn: int, every: bool) -> list[tuple[str, str]]:
+    """Reducers, and how the plan is besides. Unless it is to be every case, each reducer meets one
+    way, in the next turn another one."""
+    if every:
+        return [
+            *itertools.product(REDUCERS, COPIED),
+            *itertools.product(REDUCERS[:1], ALONE),
+            SERVED,
+        ]
+    ways = itertools.islice(itertools.cycle(COPIED), turn, None)
+    return [*zip(REDUCERS, ways, strict=False), (REDUCERS[0], ALONE[turn]), SERVED]
+
+
+def memory(*, every: bool = False) -> list[str]:
     """What each rank holds of everything is what the plan says, within 3 %."""
     found = []
-    for dtype in (torch.float32, HALF):
+    for turn, dtype in enumerate((torch.float32, HALF)):
         graph = profiled(dtype)
-        for reducer, how in CASES:
+        for reducer, how in cases(turn, every):
             plan = plan_for(graph, reducer, *how.split())
             found += [f"{reducer} {dtype} {how}: {wrong}" for wrong in weighed(plan, dtype)]
     return found
@@ -299,19 +308,12 @@ def local(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def main() -> None:
-    case, folder = sys.argv[1], Path(sys.argv[-1])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    compares = {
-        "by hand": by_hand,
-        "checkpoint": partial(checkpoint, folder / "run"),
-        "memory": memory,
-    }
-    found = compares[case]()
-    (folder / f"report-{dist.get_rank()}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    run_case(
+        {
+            "by hand": by_hand,
+            "checkpoint": partial(checkpoint, Path(sys.argv[-1]) / "run"),
+            "memory": memory,
+            "all memory": partial(memory, every=True),
+        }
+    )

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from transformers import LlamaForCausalLM  # noqa: F401 - is loaded once for all ranks
 
 import penstock as pk
 from penstock.base.errors import FileError, PenstockError

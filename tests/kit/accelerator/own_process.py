@@ -3,9 +3,8 @@
 A process cannot take up an accelerator late, nor put it down. Torch's autograd starts one thread
 for each device at the first backward of the process, whichever device that is on, and none later:
 an accelerator that comes after it fails in its first backward. And once it is there, torch tells
-everybody who asks that this machine has one. Hence the tests of a folder that use the fixture
-``accelerator`` are run together by a second pytest, and its reports become those of the first. A
-folder, since such a process takes seconds to start.
+everybody who asks that this machine has one. Hence all tests that use the fixture ``accelerator``
+are run together by a second pytest, and its reports become those of the first.
 
 ``PENSTOCK_ACCELERATOR=here pytest FILE`` runs them in this process, as debuggers want it.
 """
@@ -28,12 +27,10 @@ from tests.kit.accelerator import building
 
 VARIABLE = "PENSTOCK_ACCELERATOR"  # a file for reports, or "here"
 _NODE_ID = pytest.StashKey[str]()
-_REPORTS = pytest.StashKey[dict[Path, dict[str, list[dict]]]]()
+_REPORTS = pytest.StashKey[dict[str, list[dict]]]()
 
 _MEMORY_BYTES = 16 << 30  # of each device, unless a test gives it less
-_PATIENCE_SECONDS = (
-    1200  # for the first test of a folder: it waits for all others, maybe for a build
-)
+_PATIENCE_SECONDS = 1200  # for the first test: it waits for all others, maybe for a build
 
 
 @pytest.fixture
@@ -79,7 +76,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing = building.why_not() if concerned else None
     for item in concerned:
         item.stash[_NODE_ID] = item.nodeid  # xdist adds the group to it
-        item.add_marker(pytest.mark.xdist_group(f"accelerator in {item.path.parent.name}"))
+        item.add_marker(pytest.mark.xdist_group("accelerator"))
         if VARIABLE not in os.environ:
             item.add_marker(pytest.mark.timeout(_PATIENCE_SECONDS))
         if missing:
@@ -88,21 +85,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    """Gives what the other process reported, which runs at the first test of its folder."""
+    """Gives what the other process reported, which runs at the first such test."""
     is_skipped = item.get_closest_marker("skip") is not None
     if not _uses_accelerator(item) or VARIABLE in os.environ or is_skipped:
         return None
-    folders = item.session.stash.setdefault(_REPORTS, {})
-    folder = item.path.parent
-    if folder not in folders:
-        together = [
-            other
-            for other in item.session.items
-            if other.path.parent == folder and _uses_accelerator(other)
-        ]
-        folders[folder] = _reports_of_another_process(together)
+    stash = item.session.stash
+    if _REPORTS not in stash:
+        together = [other for other in item.session.items if _uses_accelerator(other)]
+        stash[_REPORTS] = _reports_of_another_process(together)
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    for data in folders[folder][item.stash[_NODE_ID]]:
+    for data in stash[_REPORTS][item.stash[_NODE_ID]]:
         report = item.config.hook.pytest_report_from_serializable(config=item.config, data=data)
         report.nodeid = item.nodeid
         item.ihook.pytest_runtest_logreport(report=report)

@@ -18,7 +18,7 @@ from penstock.planning.plans.spending import spending_of
 from tests.kit.command_line import refused, run
 from tests.kit.planning import chain, devices
 
-MODEL = chain(16, parameter_bytes=1 << 20, activation_bytes=1 << 20)
+MODEL = chain(12, parameter_bytes=1 << 20, activation_bytes=1 << 20)
 ROOM = devices(8, memory_bytes=16 << 20)
 
 
@@ -52,13 +52,13 @@ def test_the_fewest_devices_that_are_fast_enough(within):
 
 
 def test_of_many_devices_whole_hosts_and_then_single_devices():
-    cluster = hosts(5, 8)
-    model = chain(48)
-    fewest = plan(model, cluster, microbatches=64, objective="devices", within_seconds=3.0)
-    assert fewest.step_seconds <= 3.0 < plan(model, cluster, microbatches=64).step_seconds * 3
-    assert fewest.num_ranks > 16
+    cluster = hosts(4, 4)
+    model = chain(24)
+    fewest = plan(model, cluster, microbatches=32, objective="devices", within_seconds=2.6)
+    assert fewest.step_seconds <= 2.6 < plan(model, cluster, microbatches=32).step_seconds * 3
+    assert 8 < fewest.num_ranks < 12
     fewer = objective.only(cluster, range(fewest.num_ranks - 1))
-    assert plan(model, fewer, microbatches=64).step_seconds > 3.0 * 0.99
+    assert plan(model, fewer, microbatches=32).step_seconds > 2.6 * 0.99
 
 
 # Who wakes a search may meet a callback of the interpreter's, which nothing can leave.
@@ -93,10 +93,10 @@ def test_parts_that_cannot_do_it_are_not_planned(monkeypatch):
         return raced(tasks, *others)
 
     monkeypatch.setattr(objective, "raced", watched)
-    found = plan(MODEL, devices(8), microbatches=8, objective="devices", within_seconds=1.0)
-    # 16 layers of 30 ms, 8 times, are 3.84 s of work: three devices cannot do it in one.
+    found = plan(MODEL, devices(8), microbatches=8, objective="devices", within_seconds=0.9)
+    # 12 layers of 30 ms, 8 times, are 2.88 s of work: three devices cannot do it in 0.9 s.
     assert min(min(sizes) for sizes in planned_sizes) == 4
-    assert found.step_seconds <= 1.0
+    assert found.step_seconds <= 0.9
 
 
 def test_the_cheapest_by_hours_of_devices_and_by_price():
@@ -106,7 +106,7 @@ def test_the_cheapest_by_hours_of_devices_and_by_price():
     assert spending_of(priced).amount == pytest.approx(2 * spending_of(hours).amount)
     assert "device-hours a step" in hours.reason and "cost: " in str(priced)
     others = [
-        plan(MODEL, pk.Cluster(devices=ROOM.devices[:n]), microbatches=8) for n in range(3, 9)
+        plan(MODEL, pk.Cluster(devices=ROOM.devices[:n]), microbatches=8) for n in (2, 3, 4, 8)
     ]
     for other in others:
         assert spending_of(hours).amount <= spending_of(other).amount * 1.0001
@@ -119,9 +119,9 @@ def test_slow_devices_may_be_cheaper():
     cluster = Cluster(devices=(*fast, *slow))
     cheapest = plan(MODEL, cluster, microbatches=8, objective="cost")
     assert {device.name[:3] for device in cheapest.devices} == {"old"}
-    hurried = plan(MODEL, cluster, microbatches=8, objective="cost", within_seconds=1.5)
+    hurried = plan(MODEL, cluster, microbatches=8, objective="cost", within_seconds=1.2)
     assert any(device.name.startswith("new") for device in hurried.devices)
-    assert hurried.step_seconds <= 1.5
+    assert hurried.step_seconds <= 1.2
 
 
 def test_a_price_for_tokens():
@@ -182,11 +182,11 @@ def test_one_more_host():
 
 
 def test_one_more_host_of_the_catalogue_has_cards_of_its_own():
-    cluster = Cluster.of("dgx-h100", hosts=2)
-    assert [len(host) for host in hosts_of(cluster)] == [8, 8]
-    more = what_if("hosts+1", chain(24), cluster, microbatches=48)
-    assert more.after.num_seats == 24
-    assert len({*more.after.hosts}) == 3
+    cluster = Cluster.of("dgx-h100", hosts=1)
+    assert [len(host) for host in hosts_of(cluster)] == [8]
+    more = what_if("hosts+1", chain(16), cluster, microbatches=32)
+    assert more.after.num_seats == 16
+    assert len({*more.after.hosts}) == 2
 
 
 def test_one_more_device_costs_more():
@@ -201,7 +201,7 @@ def test_the_command_line_asks_the_same(tmp_path):
     ROOM.save(tmp_path / "c.json")
     words = ("plan", str(tmp_path / "g.json"), str(tmp_path / "c.json"), "-m", "8")
     shown = run(*words, "--objective", "devices", "--within", "1")
-    assert "takes 1 s or less" in shown
+    assert "takes 1 s or less" in " ".join(shown.split())
     shown = run(*words, "--objective", "cost", "--price-per-hour", "2")
     assert "cost least, 0.00" in shown and "cost: 0.00" in shown
     assert "hosts+1" in run(*words, "--what-if", "hosts+1")

@@ -79,7 +79,6 @@ __all__ = ["Criterion", "Gradients", "InputGradients", "Keep", "Produced", "Stag
 
 K = TypeVar("K")
 _copied = partial(tree.apart, made=copy_of)
-_NOTHING = contextlib.nullcontext()
 _SPLIT, _INPUT = Keep.SPLIT, Keep.INPUT  # until Python 3.12, members take longer to look up
 
 

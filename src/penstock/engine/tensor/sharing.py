@@ -49,10 +49,15 @@ class FirstRun:
 
     def __init__(self, original: nn.Module, *, due: bool) -> None:
         self._original = original
-        self._due = due
+        self._compares = self._due = due
         self._expected: Expected | None = None
         self._dim: Layout = None
         self._refusal = ""
+
+    def renew(self) -> None:
+        """A step has failed, in which some members may have compared and others not: all do so
+        again, since who compares and who does not would take each other's messages for others."""
+        self._due, self._expected = self._compares, None
 
     def begin(self, layer: SharedLayer, value: Any, recalled: Mapping[str, Any]) -> None:
         """The layer is called with what comes to it.

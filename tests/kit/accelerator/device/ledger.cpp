@@ -136,6 +136,7 @@ bool Ledger::is_complete(const Clock& event) {
 }
 
 void Ledger::complete(const Clock& event) {
+  Lock seen(seen_by_host_);
   std::vector<Pending> done;
   {
     Lock lock(mutex_);
@@ -273,6 +274,7 @@ void Ledger::add_pending(Pending copy) {
 }
 
 void Ledger::settle(Block* pinned, const Extent& extent) {
+  Lock seen(seen_by_host_);
   std::vector<Pending> done;
   {
     Lock lock(mutex_);
@@ -291,6 +293,7 @@ void Ledger::settle(Block* pinned, const Extent& extent) {
 }
 
 void Ledger::with_pending_shown(Block* pinned, const std::function<void()>& run) {
+  Lock seen(seen_by_host_);
   std::vector<Pending> shown;
   {
     Lock lock(mutex_);

@@ -113,6 +113,9 @@ class Ledger {
   void finish(std::vector<Pending> done);
   std::vector<Pending> take_pending(const std::function<bool(const Pending&)>& wanted);
 
+  // Taken before `mutex_` by whoever changes what the host sees of a copy under way: a thread that waits lets
+  // copies of all streams arrive that are behind, also those that another thread is showing and will hide again.
+  std::mutex seen_by_host_;
   std::mutex mutex_;
   std::vector<Clock> clocks_{kNumDevices};
   std::vector<c10::DeviceIndex> device_of_lane_{0, 1, 2, 3};

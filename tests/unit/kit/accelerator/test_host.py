@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -207,3 +208,17 @@ def test_a_fork_before_the_first_use_is_a_fresh_start_and_after_it_none(numbers,
             os._exit(7 if "before this process was forked" in str(error) else 1)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_another_threads_wait_disturbs_no_stream_that_passes_pinned_memory_on(accelerator):
+    """What has arrived for who waits must not be hidden again by who reads it just then."""
+    there = torch.arange(1 << 20, device=DEVICE)
+    here = torch.zeros(len(there), dtype=torch.long, pin_memory=True)
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(20):
+            here.copy_(there, non_blocking=True)
+            waiting = pool.submit(torch.accelerator.synchronize, DEVICE)
+            there.copy_(here, non_blocking=True)
+            waiting.result()
+            torch.accelerator.synchronize(DEVICE)
+    assert torch.equal(here, torch.arange(1 << 20))

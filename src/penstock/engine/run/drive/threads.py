@@ -308,7 +308,7 @@ class ThreadDriver(Driver[ThreadTicket]):
         num_attempts = max(worker.num_attempts for worker in self._workers)
         for worker in self._workers:
             worker.num_attempts = num_attempts  # one may have failed when another began anew
-            worker.forget()
+            worker.start_over()
             if trained:  # also where all went well
                 worker.updater.drop_gradients()
             worker.transport.reset()

@@ -30,6 +30,7 @@ from penstock.engine.run.rank.work import (
 from penstock.engine.run.recipe import Recipe
 from penstock.engine.run.seating import MeshTransport, seated
 from penstock.engine.stage.protocol import RunnableStage
+from penstock.engine.tensor.sharing import SharedLayer
 from penstock.engine.transport import Edge, Transport
 from penstock.engine.weights.store import HeldVersions
 
@@ -304,6 +305,15 @@ class Worker:
         self._journal.end()
         if self.offloading is not None:
             self.offloading.forget()
+
+    def start_over(self) -> None:
+        """A minibatch has failed on some rank: drop everything of it, and of what members of a
+        group do once, since some of them may have come to it."""
+        self.forget()
+        for stage in self.stages.values():
+            for module in stage.layer_modules:
+                if isinstance(module, SharedLayer):
+                    module.first_run.renew()
 
     @contextmanager
     def visiting(self, stage: int, *, changes: bool = False) -> Iterator[None]:
