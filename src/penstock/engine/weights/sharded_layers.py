@@ -142,7 +142,7 @@ class ShardedParameter(NamedTuple):
     rows: nn.Parameter
 
 
-class _Sum(NamedTuple):
+class _PendingSum(NamedTuple):
     """A sum of a layer's gradients that has begun.
 
     Attributes:
@@ -154,7 +154,7 @@ class _Sum(NamedTuple):
     """
 
     due: Sequence[tuple[nn.Parameter, nn.Parameter]]
-    lengths: Sequence[int]
+    lengths: list[int]
     total: Tensor
     received: Tensor
     wait: Callable[[], None]
@@ -187,7 +187,7 @@ class _Unit:
         self.sharded.set_reshard_after_backward(False)
         self.whole: list[nn.Parameter] = []
         self.is_summed = False
-        self._sum: _Sum | None = None
+        self._sum: _PendingSum | None = None
         with self.gathered():  # settles where rows lie in memory
             self._note()
         self.parameters = [_sharded(whole) for whole in layer.module.parameters()]
@@ -269,7 +269,7 @@ class _Unit:
         received = torch.empty_like(sent)
         sizes = [0 if other == index else len(total) for other in range(size)]
         wait = self._copies.begin_exchange(received.view(-1), sent.view(-1), sizes, sizes)
-        self._sum = _Sum(due, lengths, total, received, wait)
+        self._sum = _PendingSum(due, lengths, total, received, wait)
 
     def note_sum(self) -> None:
         """Its layer is summed at this point of the order in which copies meet."""

@@ -4,7 +4,7 @@ the memory that they keep or need while they run, whether they draw random numbe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -238,7 +238,7 @@ def measure_footprints(
         for module in modules
         for tensor in (*module.parameters(), *module.buffers())
     }
-    alive, kept, masks, values = [], [], [], [_cloned(inputs)]
+    alive, values = [], [_cloned(inputs)]
     rows = tree.tensors(inputs)[0].shape[:1]
     for index, run in enumerate(runs):
         watch = watches[index]
@@ -255,16 +255,13 @@ def measure_footprints(
         with watch, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             values.append(run(value))
         alive.append(value)  # so that no storage address is used twice
-        kept.append(watch.kept_bytes)
-        kept_masks = _storages(_masks_behind(values[-1])).items()
-        masks.append(sum(size for address, size in kept_masks if owners.get(address) == index))
     held = {address for address, owner in owners.items() if owner == _NOBODY}
-    of_loss = 0 if judge is None else min(_loss_kept(judge, alive[-1], held), kept[-1])
+    of_loss = 0 if judge is None else min(_loss_kept(judge, alive[-1], held), watch.kept_bytes)
     return [
         Footprint(
-            kept[index],
+            watches[index].kept_bytes,
             of_loss if index == len(runs) - 1 else 0,
-            masks[index],
+            _masks_kept(values[index + 1], owners, index),
             sum(
                 size
                 for address, size in _storages(tree.tensors(values[index])).items()
@@ -276,6 +273,16 @@ def measure_footprints(
         )
         for index, run in enumerate(runs)
     ]
+
+
+def _masks_kept(value: Any, owners: Mapping[int, int], layer: int) -> int:
+    """Bytes of masks of attention that a layer keeps behind its output.
+
+    Args:
+        owners: of each storage that is kept, by its address, the layer that keeps it.
+    """
+    masks = _storages(_masks_behind(value)).items()
+    return sum(size for address, size in masks if owners.get(address) == layer)
 
 
 def _masks_behind(value: Any) -> Iterator[Tensor]:
