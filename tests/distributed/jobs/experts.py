@@ -4,9 +4,10 @@
 
 Cases: ``own`` trains mixtures of one's own in float64, over schedules, options and routings, also
 with experts that get no token and with a capacity, ``own in every way`` with every reducer;
-``split`` has backwards in two halves; ``transformers`` trains those of that library; ``checkpoint`` goes on from one layout in another;
-``refusals`` and ``other ways`` ask for what cannot be; ``held`` weighs what ranks keep; in ``VICTIM
-dies`` a rank ends while tokens travel. Each rank reports in ``report-<rank>.json``.
+``split`` has backwards in two halves; ``transformers`` trains those of that library;
+``checkpoint`` goes on from one layout in another; ``refusals`` and ``other ways`` ask for what
+cannot be; ``held`` weighs what ranks keep; in ``VICTIM dies`` a rank ends while tokens travel. Each
+rank reports in ``report-<rank>.json``.
 """
 
 from __future__ import annotations
