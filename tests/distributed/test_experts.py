@@ -16,7 +16,16 @@ JOB = Path(__file__).parent / "jobs" / "experts.py"
 
 
 @pytest.mark.parametrize(
-    "case", ["own", "split", "checkpoint", "held", "refusals", more("other ways")]
+    "case",
+    [
+        "own",
+        "split",
+        "checkpoint",
+        "held",
+        "refusals",
+        more("other ways"),
+        more("own in every way"),
+    ],
 )
 def test_divided_experts_train_as_whole_ones(case):
     job = forked(JOB, 4, case)

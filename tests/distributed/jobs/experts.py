@@ -3,10 +3,11 @@
     torchrun ... experts.py CASE FOLDER
 
 Cases: ``own`` trains mixtures of one's own in float64, over schedules, options and routings, also
-with experts that get no token and with a capacity; ``split`` has backwards in two halves;
-``transformers`` trains those of that library; ``checkpoint`` goes on from one layout in another;
-``refusals`` and ``other ways`` ask for what cannot be; ``held`` weighs what ranks keep; in ``VICTIM
-dies`` a rank ends while tokens travel. Each rank reports in ``report-<rank>.json``.
+with experts that get no token and with a capacity, ``own in every way`` with every reducer;
+``split`` has backwards in two halves; ``transformers`` trains those of that library;
+``checkpoint`` goes on from one layout in another; ``refusals`` and ``other ways`` ask for what
+cannot be; ``held`` weighs what ranks keep; in ``VICTIM dies`` a rank ends while tokens travel. Each
+rank reports in ``report-<rank>.json``.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from penstock.engine.model.spine import spine_of
 from penstock.engine.stage.protocol import Keep
 from penstock.engine.stage.stage import Stage
 from penstock.planning.plans import Plan
-from tests.kit.cases import run_case
+from tests.kit.cases import of_first, run_case
 from tests.kit.helpers import make_batch, make_plan
 from tests.kit.mixtures import (
     KINDS,
@@ -70,31 +71,39 @@ def pipeline_of(plan: Plan, model: nn.Module, **options) -> pk.Pipeline:
 
 def far_from_one_device(plan: Plan, make, batches, **options) -> float:
     """How far losses, outputs and weights are from those of one device, at most."""
-    model, alone = make(), make()
+    updates = [step != 1 for step in range(len(batches))]  # two minibatches make one update
+
+    def alone():
+        model = make()
+        theirs = {key: made() if callable(made) else made for key, made in options.items()}
+        device = OneDevice(model, plan.num_microbatches, optimizer=adamw, **theirs)
+        losses, outputs = [], []
+        for batch, update in zip(batches, updates, strict=True):
+            losses.append(device.step(*batch, update=update).detach())
+            with torch.no_grad():
+                outputs.append(torch.cat([model(part) for part in device.cut(batch[0])]))
+        return losses, outputs, model.state_dict()
+
+    losses, outputs, wanted_state = of_first(alone)
+    model = make()
     if dist.get_rank():
         nn.init.zeros_(next(model.parameters()))  # the first copy's values count
-    theirs = {key: made() if callable(made) else made for key, made in options.items()}
     ours = {key: made() if callable(made) else made for key, made in options.items()}
-    reference = OneDevice(alone, plan.num_microbatches, optimizer=adamw, **theirs)
     far = 0.0
     with pipeline_of(plan, model, **ours) as pipeline:
-        for step, batch in enumerate(batches):
-            updates = step != 1  # the gradients of two minibatches make one update
-            loss = pipeline.step(*batch, update=updates)
-            wanted = reference.step(*batch, update=updates)
-            far = max(far, abs(loss - wanted).item())
-            with torch.no_grad():
-                there = torch.cat([alone(part) for part in reference.cut(batch[0])])
+        for batch, update, loss, there in zip(batches, updates, losses, outputs, strict=True):
+            far = max(far, abs(pipeline.step(*batch, update=update) - loss).item())
             far = max(far, (pipeline.evaluate(batch[0]) - there).abs().max().item())
         state = pipeline.gather_state_dict()
-    wanted_state = alone.state_dict()
     if state.keys() != wanted_state.keys():
         return float("inf")
     differences = ((state[key] - own).abs().max().item() for key, own in wanted_state.items())
     return max([far, *differences])
 
 
-def own() -> list[str]:
+def own(*, every: bool = False) -> list[str]:
+    """Beside one device. Where both reducers can be, cases take turns, unless every way is asked
+    for."""
     scaler = partial(torch.amp.GradScaler, "cpu", init_scale=64.0)
     cases = {
         "all copies": ((4,), 4, {}, {}, {}),
@@ -115,10 +124,12 @@ def own() -> list[str]:
     far = far_from_one_device(chimera.with_expert_ranks(2, [1, 3]), make_mixture, batches)
     if not far <= 1e-12:
         report.append(f"chimera: {far}")
-    for name, (replicas, size, options, planned, training) in cases.items():
+    for turn, (name, (replicas, size, options, planned, training)) in enumerate(cases.items()):
         make = partial(make_mixture, **{"experts": StackedExperts, **options})
         plan = plan_for(make(), replicas, size, **planned)
-        reducers = ("owners", "sharded") if size == max(replicas) else ("owners",)
+        reducers = ["owners", "sharded"] if size == max(replicas) else ["owners"]
+        if not every and "all" not in name:
+            reducers = reducers[turn % len(reducers) :][:1]
         for reducer in reducers:
             far = far_from_one_device(plan.with_reducer(reducer), make, batches, **training)
             if not far <= 1e-12:
@@ -225,11 +236,12 @@ def checkpoint(folder: Path) -> list[str]:
         ((4,), 2, "owners"), ((1, 3), 1, "owners"),
     ]  # fmt: skip
     for experts in (StackedExperts, ListedExperts):
-        own = folder / f"own-{experts.__name__}-{dist.get_rank()}"
+        own = folder / f"own-{experts.__name__}"
         for number, (replicas, size, reducer) in enumerate(layouts):
             plan = plan_for(make_mixture(experts), replicas, size).with_reducer(reducer)
             whole = plan.with_expert_ranks(1)
-            wanted = going_on(whole, own, 2 * number, transport="threads", experts=experts)
+            alone = partial(going_on, whole, own, 2 * number, transport="threads", experts=experts)
+            wanted = of_first(alone)
             state = going_on(plan, folder / experts.__name__, 2 * number, experts=experts)
             far = max((state[key] - value).abs().max().item() for key, value in wanted.items())
             if not far <= 1e-12:
@@ -349,7 +361,7 @@ def other_ways() -> list[str]:
 
 def ends(case: str) -> list[object]:
     """What a training ends with in which a rank dies before it joins an exchange of tokens."""
-    victim, calls = int(case.split(maxsplit=1)[0]), []
+    victim, calls = int(case.partition(" ")[0]), []
 
     def fail(*_) -> None:
         calls.append(None)
@@ -373,6 +385,7 @@ if __name__ == "__main__":
     run_case(
         {
             "own": own,
+            "own in every way": partial(own, every=True),
             "transformers": from_transformers,
             "checkpoint": partial(checkpoint, Path(sys.argv[-1])),
             "held": held,

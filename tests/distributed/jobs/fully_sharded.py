@@ -35,7 +35,7 @@ from penstock.engine.model.spine import spine_of
 from penstock.engine.stage.protocol import Keep
 from penstock.engine.stage.stage import Stage
 from penstock.planning.plans import Plan
-from tests.kit.cases import run_case
+from tests.kit.cases import of_first, run_case
 from tests.kit.helpers import make_batch, make_mlp, make_plan
 from tests.kit.one_device import OneDevice
 from tests.kit.reducing import replicated
@@ -85,33 +85,37 @@ def one_device() -> list[str]:
     hybrids = [(case, f"{kept}, hybrid") for case, kept in product(cases[4:5], EVERY)]
     for (name, recompute, options), kept in [*product(cases, EVERY), *hybrids]:
         given = {key: make() if callable(make) else make for key, make in options.items()}
-        theirs = {key: make() if callable(make) else make for key, make in options.items()}
-        model, alone = (make_mlp(dropout=0.0, dtype=DOUBLE) for _ in range(2))
+        model = make_mlp(dropout=0.0, dtype=DOUBLE)
         plan = sharded_for(name, model, kept, recompute)
-        reference = OneDevice(alone, plan.num_microbatches, optimizer=adamw, **theirs)
+        losses, outputs, wanted = of_first(partial(alone, plan.num_microbatches, options))
         far = 0.0
         with pipeline_of(plan, model, **given) as pipeline:
-            for step in range(STEPS):
+            for step, (loss, there) in enumerate(zip(losses, outputs, strict=True)):
                 batch = make_batch(24, DOUBLE, step)
-                updates = step != 1  # the gradients of two minibatches make one update
-                loss = pipeline.step(*batch, update=updates)
-                wanted = reference.step(*batch, update=updates)
-                far = max(far, abs(loss - wanted).item())
-                with torch.no_grad():
-                    there = alone(batch[0][:7])
+                far = max(far, abs(pipeline.step(*batch, update=step != 1) - loss).item())
                 far = max(far, (pipeline.evaluate(batch[0][:7]) - there).abs().max().item())
             state = pipeline.gather_state_dict()
-        if state.keys() != alone.state_dict().keys():
+        if state.keys() != wanted.keys():
             found.append(f"{name} {kept}: other keys")
-        far = max(
-            [
-                far,
-                *((state[key] - own).abs().max().item() for key, own in alone.state_dict().items()),
-            ]
-        )
+        far = max([far, *((state[key] - own).abs().max().item() for key, own in wanted.items())])
         if far > 1e-12:
             found.append(f"{name} {recompute} {kept}: {far}")
     return found
+
+
+def alone(num_microbatches: int, options: dict) -> tuple[list, list, dict[str, torch.Tensor]]:
+    """Losses, outputs and weights of one device; the gradients of two minibatches make one
+    update."""
+    given = {key: make() if callable(make) else make for key, make in options.items()}
+    model = make_mlp(dropout=0.0, dtype=DOUBLE)
+    device = OneDevice(model, num_microbatches, optimizer=adamw, **given)
+    losses, outputs = [], []
+    for step in range(STEPS):
+        batch = make_batch(24, DOUBLE, step)
+        losses.append(device.step(*batch, update=step != 1).detach())
+        with torch.no_grad():
+            outputs.append(model(batch[0][:7]))
+    return losses, outputs, model.state_dict()
 
 
 def trained(
@@ -178,7 +182,7 @@ def going_on(plan: Plan, folder: Path, first: int, **options) -> dict[str, torch
 
 def checkpoint(folder: Path) -> list[str]:
     """One run in one layout after another, beside one in threads that goes on likewise."""
-    own, found = folder / f"own-{dist.get_rank()}", []
+    own, found = folder / "own", []
     layouts = [
         ("1f1b 2-2", "fully-sharded", "use"),
         ("1f1b 1-3", "fully-sharded", "step"),
@@ -191,7 +195,7 @@ def checkpoint(folder: Path) -> list[str]:
         plan = plan_for(name, make_mlp())
         if "hybrid" in kept:  # threads add in the same order
             plan = plan.edited(summing=replace(plan.summing, levels=((0, 0, 1, 1),)))
-        expected = going_on(plan, own, 2 * number, transport="threads")
+        expected = of_first(partial(going_on, plan, own, 2 * number, transport="threads"))
         sharded = plan.with_reducer(reducer)
         if reducer == "fully-sharded":
             sharded = sharded_for(name, make_mlp(), kept)

@@ -28,7 +28,7 @@ from penstock.core.cluster import SpareMachine
 from penstock.demo.gpt import GPT, loss
 from penstock.planning.plans import Plan
 from penstock.planning.plans.summing import server_ranks
-from tests.kit.cases import run_case
+from tests.kit.cases import of_first, run_case
 from tests.kit.half_precision import MixedByHand, bytes_of, bytes_per_parameter, turns_of
 from tests.kit.helpers import make_batch, make_mlp
 from tests.kit.reducing import replicated
@@ -199,26 +199,18 @@ def memory(*, every: bool = False) -> list[str]:
     """What each rank holds of everything is what the plan says, within 3 %."""
     found = []
     for turn, dtype in enumerate((torch.float32, HALF)):
-        graph = profiled(dtype)
+        graph = of_first(partial(profiled, dtype))
         for reducer, how in cases(turn, every):
-            plan = plan_for(graph, reducer, *how.split())
+            plan = of_first(partial(plan_for, graph, reducer, *how.split()))
             found += [f"{reducer} {dtype} {how}: {wrong}" for wrong in weighed(plan, dtype)]
     return found
 
 
 def profiled(dtype) -> pk.LayerGraph:
-    """The profile of the first rank, for all."""
-    own: list = [None]
-    if not dist.get_rank():
-        inputs, targets = tokens(ROWS)
-        own = [
-            pk.profile(
-                gpt(dtype), inputs, targets=targets, loss=loss, repeats=1, ranks=0,
-                optimizer=mixed,
-            )
-        ]  # fmt: skip
-    dist.broadcast_object_list(own)
-    return own[0]
+    inputs, targets = tokens(ROWS)
+    return pk.profile(
+        gpt(dtype), inputs, targets=targets, loss=loss, repeats=1, ranks=0, optimizer=mixed
+    )
 
 
 def plan_for(graph, reducer, schedule, replicas, recompute) -> Plan:
