@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate, combinations, islice, pairwise, product
@@ -62,30 +62,35 @@ def candidates(
     fitting = [candidate for candidate in chosen if candidate.excess.num_bytes <= slack]
     if fitting or not (task.topology.shared_memories or not setting.is_single):
         return fitting
-    others = [] if setting.is_single else [_squeezed(task, setting, slack)]
+    others = [] if setting.is_single else _as_needed(_squeezed(task, setting, slack), slack)
     others += _lightest(task, setting, slack) if task.topology.shared_memories else []
     if slack and has_few_cuts(task, setting.num_stages):  # else who races looks at them
         others += (with_cuts(task, setting, cuts) for _, cuts in ways_to_cut(task, setting))
-    return [
-        candidate
-        for candidate in others
-        if candidate is not None and candidate.excess.num_bytes <= slack
-    ]
+    return [candidate for candidate in others if candidate.excess.num_bytes <= slack]
 
 
 def _of_shared_memory(
     task: Task, setting: Setting, memory: MemoryLimits, slack: float, most_seconds: float
 ) -> list[Candidate]:
-    """The candidates where several stages of a rank share its memory: cut without regard to it,
-    with as much recomputing as they need then; and cut for even shares of it."""
+    """The candidates where several stages of a rank share its memory: cut without regard to it, and
+    cut for even shares of it; with no more recomputing than they need together."""
     chosen = []
     for candidate in _balanced(task, setting, MemoryLimits(task, setting, slack, shared=False)):
         chosen += recomputing(task, setting, candidate.cuts, slack)
         if not chosen or chosen[-1].recomputes != candidate.recomputes:
-            chosen += _balanced(task, setting, memory, most_seconds)
+            chosen += _as_needed(_balanced(task, setting, memory, most_seconds), slack)
     return list(
         {(candidate.cuts, candidate.recomputes): candidate for candidate in chosen}.values()
     )
+
+
+def _as_needed(wasteful: Iterable[Candidate], slack: float) -> list[Candidate]:
+    """Candidates in whose place others with the same cuts do as well that recompute less."""
+    return [
+        candidate
+        for own in wasteful
+        for candidate in recomputing(own.task, own.setting, own.cuts, slack) or [own]
+    ]
 
 
 def recomputing(
@@ -238,24 +243,24 @@ def _moves(
             yield (*cuts[:index], cuts[index] + step, *cuts[index + 1 :])
 
 
-def _squeezed(task: Task, setting: Setting, slack: float) -> Candidate | None:
+def _squeezed(task: Task, setting: Setting, slack: float) -> Iterator[Candidate]:
     """Where ranks have several stages, no table tells what fits: from even cuts, layers move to
     where most is free until everything does, or nothing helps any more."""
     free = replace(setting, recompute="never")
     start = next(iter(_balanced(task, free, MemoryLimits(task, free, inf))), None)
     if start is None:
-        return None
+        return
     for how in _SQUEEZES[setting.recompute]:
         best = replace(start, setting=setting, recomputes=(how,) * setting.num_stages)
         for _ in range(_MOST_MOVES):
             if best.excess.num_bytes <= slack:
-                return best
+                yield best
+                return
             moved = [*_lightened(best)]
             nearest = min(moved, key=lambda candidate: candidate.excess.num_bytes, default=best)
             if nearest.excess.num_bytes >= best.excess.num_bytes:
                 break
             best = nearest
-    return None
 
 
 def _lightened(candidate: Candidate) -> Iterator[Candidate]:
