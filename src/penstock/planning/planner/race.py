@@ -426,9 +426,7 @@ def _by_promise(
 ) -> list[Promise]:
     """All offers of some kinds, the most promising first; of equals, those of few stages, which are
     quickly built."""
-    every = [
-        (task, offer) for task in tasks for kind in kinds for offer in kind(task, constraints)
-    ]
+    every = [(task, offer) for task in tasks for kind in kinds for offer in kind(task, constraints)]
     if len(every) > _MOST_BUILT and all(task.num_layers > _DEEP for task in tasks):
         every = sorted(every, key=lambda pair: guessed_seconds(*pair))[:_MOST_BUILT]
     return sorted(((offer.least_seconds(task), task, offer) for task, offer in every), key=_place)
