@@ -433,7 +433,9 @@ def only(cluster: Cluster, chosen: Collection[int]) -> Cluster:
             break
         members = kept
     groups = tuple(
-        replace(group, members=tuple(name for name in group.members if name in members[group.name]))
+        group
+        if len(group.members) == len(members[group.name])
+        else replace(group, members=tuple(m for m in group.members if m in members[group.name]))
         for group in cluster.groups
         if group.name in members
     )

@@ -161,7 +161,22 @@ def peaks(
 ) -> tuple[float, ...]:
     """Per rank, the most that is held at once. It follows from the order of the ops, and from which
     activations backwards go through."""
-    return tuple(_most_held(ops, sizes, num_slices, activations) for ops in ranks)
+    known: dict[tuple[bytes, ...], float] = {}
+    most = []
+    for ops in ranks:
+        own = RankOps.of(ops)
+        does = _does(own)
+        if does not in known:
+            known[does] = _most_held(own, sizes, num_slices, activations)
+        most.append(known[does])
+    return tuple(most)
+
+
+def _does(ops: RankOps) -> tuple[bytes, ...]:
+    """All of some ops but how their microbatches are numbered: copies of a rank do the same."""
+    stage, kind, microbatch, part = ops.columns.fields(ops.span)
+    order = np.unique(microbatch, return_inverse=True)[1]
+    return stage.tobytes(), kind.tobytes(), order.tobytes(), part.tobytes()
 
 
 def _most_held(ops: Sequence[Op], sizes: Sizes, num_slices: int, activations: Activations) -> float:

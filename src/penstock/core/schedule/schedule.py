@@ -247,10 +247,11 @@ class Schedule:
     @cached_property
     def _ranks_of(self) -> dict[int, tuple[int, ...]]:
         """The ranks of every stage that is computed."""
-        ranks: dict[int, tuple[int, ...]] = {}
+        ranks: dict[int, list[int]] = {}
         for rank, stages in enumerate(self.stages_of):
-            ranks |= {stage: (*ranks.get(stage, ()), rank) for stage in stages}
-        return ranks
+            for stage in stages:
+                ranks.setdefault(stage, []).append(rank)
+        return {stage: tuple(own) for stage, own in ranks.items()}
 
     @property
     def weight_copies(self) -> int:

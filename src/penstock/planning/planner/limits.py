@@ -192,6 +192,16 @@ def lacks_room(task: Task, devices: Sequence[int], replicas: Sequence[int]) -> b
     """
     if not has_limits(task) or (room := _room(task, devices, replicas)) == inf:
         return False
+    return least_state_bytes(task, replicas) > room
+
+
+def least_state_bytes(task: Task, replicas: Sequence[int]) -> float:
+    """Bytes of weights, gradients, optimizer state and buffers that one copy of all stages has, at
+    least.
+
+    Args:
+        replicas: as ``lacks_room`` has them.
+    """
     parameters, optimizer, buffers = (
         task.sum(name, 0, task.num_layers)
         for name in ("parameter_bytes", "optimizer_bytes", "buffer_bytes")
@@ -201,7 +211,7 @@ def lacks_room(task: Task, devices: Sequence[int], replicas: Sequence[int]) -> b
         optimizer /= copies
     elif task.reducer == "parameter-server" and copies > 1:
         optimizer = 0
-    return 2 * parameters + optimizer + buffers > room
+    return 2 * parameters + optimizer + buffers
 
 
 def _room(task: Task, devices: Sequence[int], replicas: Sequence[int]) -> float:

@@ -380,7 +380,7 @@ def _side_by_side(
             if large and family in _BUILT_SLOWLY and constraints.schedule is None:
                 continue
             for options in _variants(family, depth, own, task.num_layers, constraints.options):
-                num_stages = _stages_of(family, depth, options)
+                num_stages = stages_of_pipeline(family, depth, options)
                 if 0 < num_stages <= task.num_layers:
                     replicas, rule = (width,) * num_stages, _rule(constraints, policy)
                     yield Offer(family, devices, policy, replicas, options, rule)
@@ -399,7 +399,7 @@ def _beside_one_another(task: Task, constraints: Constraints, family: str) -> It
         exact = _with_stages(family, len(counts) / depth, constraints.options)
         usual = _variants(family, depth, own, task.num_layers, constraints.options)
         for options in dict.fromkeys([*usual, *exact]):
-            if _stages_of(family, depth, options) == len(counts):
+            if stages_of_pipeline(family, depth, options) == len(counts):
                 fits = True
                 for devices in orders_for(task, (width,) * depth):
                     rule = _rule(constraints, policy)
@@ -419,7 +419,7 @@ def _with_stages(family: str, stages_per_rank: float, given: Options) -> Iterato
 
 
 @lru_cache(maxsize=1024)
-def _stages_of(family: str, num_ranks: int, options: Options) -> int:
+def stages_of_pipeline(family: str, num_ranks: int, options: Options) -> int:
     """How many stages a family has on the ranks of one pipeline; 0 if it refuses."""
     with suppress(InputError):
         if family in families.SEARCHED:

@@ -20,6 +20,7 @@ from penstock.planning.planner.cuts import (
     with_cuts,
     with_layers_moved,
 )
+from penstock.planning.planner.guesses import guessed_seconds
 from penstock.planning.planner.limits import lacks_room, least_busy_seconds, least_excess
 from penstock.planning.planner.offers import Offer, guided, neighbours, offers
 from penstock.planning.planner.patience import PlanningPatience
@@ -50,6 +51,8 @@ _BUSIEST = 3
 """Of many stages, those that layers and replicas are moved from and to."""
 _FEW_STAGES, _MOST_UNIFORM = 8, 4
 """Of uniform layouts, which come first: their stages, and how many such layouts there are."""
+_MOST_BUILT = 200
+"""Offers of deep models, of which there may be thousands."""
 _MOST_IDLE = 12
 """Offers that a sketch builds in vain, one after another, before it has seen enough."""
 
@@ -430,13 +433,10 @@ def _by_promise(
 ) -> list[Promise]:
     """All offers of some kinds, the most promising first; of equals, those of few stages, which are
     quickly built."""
-    promises = [
-        (offer.least_seconds(task), task, offer)
-        for task in tasks
-        for kind in kinds
-        for offer in kind(task, constraints)
-    ]
-    return sorted(promises, key=_place)
+    every = [(task, offer) for task in tasks for kind in kinds for offer in kind(task, constraints)]
+    if len(every) > _MOST_BUILT and all(task.num_layers > _DEEP for task in tasks):
+        every = sorted(every, key=lambda pair: guessed_seconds(*pair))[:_MOST_BUILT]
+    return sorted(((offer.least_seconds(task), task, offer) for task, offer in every), key=_place)
 
 
 def _uniform(promises: Sequence[Promise]) -> list[Promise]:

@@ -231,17 +231,17 @@ def _of_leaders(
     """A cluster with one device for each group: its first one, as slow and as small as the weakest
     in it."""
     leaders = only(cluster, [group[0] for group in members])
-    devices = tuple(
-        with_fields(
-            leader,
-            speed=min(device.speed for device in group),
-            memory_bytes=min(
-                (device.memory_bytes for device in group if device.memory_bytes), default=0
-            ),
-        )
-        for leader, group in zip(leaders.devices, groups, strict=True)
-    )
-    return with_fields(leaders, devices=devices)
+    devices = tuple(map(_weakest, leaders.devices, groups))
+    return leaders if devices == leaders.devices else with_fields(leaders, devices=devices)
+
+
+def _weakest(leader: Device, group: Sequence[Device]) -> Device:
+    """The first device of a group, as slow and as small as the weakest in it."""
+    speed = min(device.speed for device in group)
+    memory = min((device.memory_bytes for device in group if device.memory_bytes), default=0)
+    if (speed, memory) == (leader.speed, leader.memory_bytes):
+        return leader
+    return with_fields(leader, speed=speed, memory_bytes=memory)
 
 
 def widths(task: Task) -> Iterator[int]:

@@ -119,9 +119,13 @@ def _sketched(
 
 
 def _roomy(task: Task) -> Task:
-    """The same task with so much memory that it does not count."""
-    roomy = replaced(task, cluster=without_limits(task.cluster), memory_bytes=None)
-    roomy.cache.shapes.extend(task.cache.shapes)
+    """The same task with so much memory that it does not count; made once."""
+    kept = vars(task)
+    if "roomy" not in kept:
+        kept["roomy"] = replaced(task, cluster=without_limits(task.cluster), memory_bytes=None)
+    roomy: Task = kept["roomy"]
+    if not roomy.cache.shapes:
+        roomy.cache.shapes.extend(task.cache.shapes)
     return roomy
 
 
