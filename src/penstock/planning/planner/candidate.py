@@ -11,6 +11,7 @@ from penstock.base.units import count_of
 from penstock.core.graph import Contention
 from penstock.core.schedule import Schedule
 from penstock.core.schedule.families import SEARCHED
+from penstock.core.schedule.lower import add_recompute
 from penstock.planning.planner.limits import (
     NO_EXCESS,
     Excess,
@@ -145,11 +146,15 @@ class Candidate(CutSetting):
             setting.versions,
             setting.all_replicas,
             self.schedule,
-            setting.build,
+            self._build,
             cards=self._cards,
             hosts=self._hosts,
             slacks=self._slacks,
         )
+
+    def _build(self, num_microbatches: int) -> Schedule:
+        schedule = self.setting.build(num_microbatches)
+        return add_recompute(schedule, self._run_twice) if self._run_twice else schedule
 
     @cached_property
     def _cards(self) -> tuple[int, ...]:

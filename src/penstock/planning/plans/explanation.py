@@ -185,7 +185,7 @@ def _walk(
     count = len(plan.stages)
     forwards, backwards, in_flight = [0] * count, [0] * count, [0] * count
     if not plan.versions.asynchronous:
-        schedule = plan.build_schedule()
+        schedule = plan.placement
         for ops in schedule.ranks:
             in_flight = list(map(max, in_flight, map(partial(_most_in_flight, ops), range(count))))
         ranks = [schedule.ranks_of(stage) for stage in range(count)]

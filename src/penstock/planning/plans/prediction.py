@@ -10,15 +10,19 @@ from functools import cached_property
 from math import ceil, inf, lcm
 from typing import NamedTuple
 
-import numpy as np
-
 from penstock.core.schedule import Schedule
 from penstock.core.schedule.lower import add_update, add_updates
+from penstock.core.schedule.repetition import repetitions_of, with_turns
 from penstock.core.schedule.rounds import Rounds, filling
 from penstock.core.timing.costs import Costs
 from penstock.core.timing.simulator import rows_of, simulate
 from penstock.core.timing.simulator.beside import Served
-from penstock.core.timing.simulator.step import StepTimes, step_in, step_of, two_pipelines
+from penstock.core.timing.simulator.step import (
+    StepTimes,
+    step_in_timeline,
+    step_of,
+    two_pipelines,
+)
 from penstock.core.timing.spans import slowest_beat
 from penstock.core.timing.timeline import Timeline
 from penstock.core.versions import Policy, place_of, rounds_of, versions_read
@@ -104,6 +108,12 @@ def _shown_size(versions: Policy, num_microbatches: int) -> int:
 _SHOWN_TICKS = 8
 """Of a live stream's steady state, in pictures."""
 
+_FILLINGS = 8
+"""So many times the stages are microbatches that show a middle, with a beginning and an end."""
+
+_MOST_TURNS = 10_000
+"""Of an abridged schedule, until all that ranks share has its rhythm."""
+
 
 class Latency(NamedTuple):
     """How long a frame takes from the first stage to its output.
@@ -130,7 +140,8 @@ class Prediction:
         versions: which weights passes read.
         replicas: how many ranks hold each stage.
         placement: a schedule in which every rank has something to do: of one minibatch where the
-            pipeline drains, of a stream as long as fills it where it never does.
+            pipeline drains, of a stream as long as fills it where it never does; abridged where
+            there are very many microbatches.
         build: makes the schedule of another number of microbatches.
         spill: where stages are while they are not in memory, if they leave it.
         offload: where activations are meanwhile, if any leave; the placement says which.
@@ -157,6 +168,12 @@ class Prediction:
         """Whether the pipeline drains at the end of each minibatch."""
         return not self.versions.asynchronous
 
+    @property
+    def left_out(self) -> int:
+        """How many microbatches of a minibatch the placement leaves out of its middle."""
+        missing = self.num_microbatches - self.placement.num_microbatches
+        return max(missing, 0) if self.flushes else 0
+
     @cached_property
     def costs(self) -> Costs:
         """The duration of each op, stage by stage."""
@@ -172,7 +189,8 @@ class Prediction:
         if self.spill is not None:
             return simulate(with_residence(self.placement, self.spill), self.costs)
         if self.flushes:
-            return self.served.shown_in(simulate(add_update(self.placement), self.costs))
+            whole = self.build(self.num_microbatches) if self.left_out else self.placement
+            return self.served.shown_in(simulate(add_update(whole), self.costs))
         if self.is_live:
             frames = _SHOWN_TICKS + 4 * len(self.stages)
             return self.stream(ceil(frames / self.num_microbatches))
@@ -199,8 +217,21 @@ class Prediction:
     @property
     def shown(self) -> Timeline:
         """The part of ``timeline`` that is shown: of a live stream a few ticks in the middle, since
-        its beginning and its end are not what it looks like while it goes on."""
+        its beginning and its end are not what it looks like while it goes on; of very many
+        microbatches, as many in the middle as there are ranks."""
+        if self.left_out:
+            return self._middle
         return self.timeline.steady(self.num_shown) if self.is_live else self.timeline
+
+    @property
+    def _middle(self) -> Timeline:
+        from penstock.drawing.timeline.excerpt import steady_part  # a plan that runs is not drawn
+
+        (repetition,) = repetitions_of(self.placement.columns)
+        fills = ceil(_FILLINGS * len(self.stages) / repetition.microbatches)
+        longer = with_turns(self.placement, repetition, fills)
+        shown = max(repetition.microbatches, self.placement.num_ranks)
+        return steady_part(simulate(add_update(longer), self.costs), shown)
 
     @cached_property
     def step_seconds(self) -> float:
@@ -217,20 +248,38 @@ class Prediction:
         to it than through that."""
         if self.spill is not None or self.offload is not None or not self.flushes:
             return None
-        return self._step_beside_cards() if self.cards else step_of(self.placement, self.costs)
+        quick = None if self.cards else step_of(self.placement, self.costs, self.left_out)
+        if quick is not None or not (self.cards or self.left_out):
+            return quick
+        return self._step_beside(self.placement) if not self.left_out else self._abridged_step()
 
-    def _step_beside_cards(self) -> StepTimes | None:
-        if any(len(stages) > 1 for stages in self.placement.stages_of):
+    def _abridged_step(self) -> StepTimes | None:
+        """The step of a schedule with so many more turns that the last ones are alike; ``None`` if
+        they still are not where there are many."""
+        (repetition,) = repetitions_of(self.placement.columns)
+        more = 0
+        while more * repetition.microbatches < self.left_out and more < _MOST_TURNS:
+            longer = with_turns(self.placement, repetition, more)
+            step = self._step_beside(longer, self.left_out - more * repetition.microbatches)
+            if step is not None:
+                return step
+            more = 2 * more + repetition.turns
+        return None
+
+    def _step_beside(self, schedule: Schedule, left_out: int = 0) -> StepTimes | None:
+        """The step where ranks share cards, from a simulation of two of equal pipelines; where
+        something is left out, from one of as few ranks as can be.
+
+        Args:
+            left_out: how many microbatches the schedule leaves out.
+        """
+        are_single = all(len(stages) == 1 for stages in schedule.stages_of)
+        folded = two_pipelines(schedule, self.costs) if self.cards and are_single else None
+        if folded is None and not left_out:
             return None
-        folded = two_pipelines(self.placement, self.costs)
-        if folded is None:
-            return None
-        schedule = add_update(folded[0])
-        rows = rows_of(schedule, folded[1])
-        start, end = (
-            np.concatenate([getattr(row, name) for row in rows]) for name in ("starts", "ends")
-        )
-        return step_in(schedule, start, end)
+        few, costs = folded or (schedule, self.costs)
+        updating = add_update(few)
+        return step_in_timeline(updating, simulate(updating, costs), left_out)
 
     @property
     def frames_per_second(self) -> float:

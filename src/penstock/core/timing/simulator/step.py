@@ -20,8 +20,10 @@ from penstock.core.schedule.columns import Columns
 from penstock.core.schedule.lower import add_update
 from penstock.core.schedule.needs import needs_of
 from penstock.core.schedule.op import COMPUTE, RELEASING, Kind, Op
+from penstock.core.schedule.repetition import repetitions_of
 from penstock.core.schedule.schedule import Schedule
 from penstock.core.timing.costs import Costs, flow_shop
+from penstock.core.timing.simulator.leaps import Passage, steady_beat, times_with
 from penstock.core.timing.simulator.network import CrossingResults
 from penstock.core.timing.simulator.passage import (
     Delays,
@@ -29,9 +31,9 @@ from penstock.core.timing.simulator.passage import (
     LinkUse,
     Times,
     durations_of,
-    go_through,
     in_waves,
 )
+from penstock.core.timing.timeline import Timeline
 
 
 class StepTimes(NamedTuple):
@@ -48,8 +50,13 @@ class StepTimes(NamedTuple):
     updated: tuple[float, ...]
 
 
-def passed(schedule: Schedule, costs: Costs) -> Times:
+def passed(schedule: Schedule, costs: Costs, left_out: int = 0) -> Times:
     """When each op starts and ends where ranks wait for each other and for links alone.
+
+    Args:
+        schedule, costs: of the ranks.
+        left_out: microbatches that the schedule leaves out of its middle (``repetition.abridged``).
+            The times are then those behind the middle.
 
     Raises:
         ScheduleError: the schedule deadlocks.
@@ -62,30 +69,32 @@ def passed(schedule: Schedule, costs: Costs) -> Times:
         messages = CrossingResults.of(columns)
         busy = messages.occupied(columns, costs)
         link_use = LinkUse(messages.links, busy, messages.num_links)
-    times = None
+    times, sources = None, delays.of_several(needs.several)
+    passage = Passage(schedule, needs, duration, delay, sources, link_use)
     if needs.suit_waves(columns.num_ranks):
         times = in_waves(columns, needs, duration, delay, link_use)
-    if times is None:
-        sources = delays.of_several(needs.several)
-        times = go_through(schedule, needs, duration, delay, sources, link_use=link_use)
+    times = passage.times() if times is None else times
+    for repetition in repetitions_of(columns) if left_out else ():
+        times = times_with(passage, times, repetition, left_out // repetition.microbatches)
     return times
 
 
-def step_of(schedule: Schedule, costs: Costs) -> StepTimes | None:
+def step_of(schedule: Schedule, costs: Costs, left_out: int = 0) -> StepTimes | None:
     """The step of a minibatch after which all stages update; ``None`` where that takes a whole
     simulation: where ranks share cards, or have several stages with copies whose sums take parts.
 
     Args:
         schedule: compute only, perhaps with recomputes; of one minibatch.
         costs: of its stages.
+        left_out: as for ``passed``.
     """
     columns = schedule.columns
     if costs.cards or columns.kinds - COMPUTE - {Kind.RECOMPUTE}:
         return None
     if any(len(stages) > 1 for stages in schedule.stages_of):
-        return _step_of_several(add_update(schedule), costs)
+        return _step_of_several(add_update(schedule), costs, left_out)
     folded = _folded(schedule)
-    times, made = passed(folded, costs), _last_gradients(folded.columns)
+    times, made = passed(folded, costs, left_out), _last_gradients(folded.columns)
     copies, handed_in, updated = columns.copies, [], []
     finished = float(times.end.max(initial=0.0))
     for stage, numbers in enumerate(made):
@@ -99,11 +108,11 @@ def step_of(schedule: Schedule, costs: Costs) -> StepTimes | None:
     return StepTimes(finished, tuple(handed_in), tuple(updated))
 
 
-def _step_of_several(schedule: Schedule, costs: Costs) -> StepTimes | None:
+def _step_of_several(schedule: Schedule, costs: Costs, left_out: int) -> StepTimes | None:
     """The step of ranks with several stages, whose updates stand among their ops."""
     if costs.has_exchanges and Kind.REDUCE in schedule.kinds:
         return None
-    times = passed(schedule, costs)
+    times = passed(schedule, costs, left_out)
     return step_in(schedule, times.start, times.end)
 
 
@@ -116,6 +125,30 @@ def step_in(schedule: Schedule, start: Floats, end: Floats) -> StepTimes:
     np.maximum.at(updated, columns.stage[updates], start[updates])
     seconds = float(end.max(initial=0.0))
     return StepTimes(seconds, tuple(handed_in.tolist()), tuple(updated.tolist()))
+
+
+def step_in_timeline(
+    schedule: Schedule, timeline: Timeline, left_out: int = 0
+) -> StepTimes | None:
+    """The step of a schedule with updates from its timeline; ``None`` if it leaves out microbatches
+    and its last turns are not alike yet.
+
+    Args:
+        left_out: as for ``passed``.
+    """
+    start, end = (
+        np.concatenate([getattr(row, name) for row in timeline.rows]) for name in ("starts", "ends")
+    )
+    step = step_in(schedule, start, end)
+    if not left_out:
+        return step
+    (repetition,) = repetitions_of(schedule.columns)
+    beat = steady_beat(repetition, end, timeline.transfers, left_out // repetition.microbatches)
+    if beat is None:
+        return None
+    later = left_out // repetition.microbatches * beat
+    handed_in, updated = ([time + later for time in times] for times in step[1:])
+    return StepTimes(step.seconds + later, tuple(handed_in), tuple(updated))
 
 
 def _folded(schedule: Schedule) -> Schedule:
