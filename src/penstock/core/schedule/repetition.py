@@ -9,7 +9,7 @@ it, too (``timing.simulator.leaps``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,13 +20,15 @@ from penstock.core.schedule.op import Kind
 from penstock.core.schedule.schedule import Schedule
 
 MANY = 1_000
-"""Microbatches from which on a schedule may be abridged; fewer are quickly gone through."""
+"""Microbatches from which on most are left out; fewer are quickly gone through."""
 
 _FEWEST, _MOST, _MOST_PER_RANK = 64, 2_048, 32
 """Microbatches of a short schedule."""
 _TIMES_SHORTER = 4
 _FEWEST_TURNS = 16
 """More than see the beginning or the end."""
+_LONGEST_TURN, _PER_RANK = 256, 8
+"""Microbatches of a turn, for which is looked."""
 
 
 class Repetition(NamedTuple):
@@ -36,6 +38,8 @@ class Repetition(NamedTuple):
         begins: of each rank, the number of the first op of its first turn.
         lengths: of each rank, how many ops a turn has.
         turns: how many there are.
+        stops: of each rank, the number of the op behind the part in which it does this: behind its
+            last op, or its last forward.
         microbatches: how many further each turn is than the one before.
         reach: how many turns back the ops are, at most, that those of a turn wait for.
     """
@@ -43,6 +47,7 @@ class Repetition(NamedTuple):
     begins: Longs
     lengths: Longs
     turns: int
+    stops: Longs
     microbatches: int
     reach: int
 
@@ -60,14 +65,21 @@ class Repetition(NamedTuple):
         numbers: Longs = first + later
         return numbers
 
+    def shows_pace(self, num_ranks: int) -> bool:
+        """Whether there are enough turns to show how long they take."""
+        # Ranks that hold each other up have a rhythm of as many microbatches as there are ranks.
+        rhythm = -(-num_ranks // self.microbatches)
+        return self.turns >= max(_FEWEST_TURNS, 2 * (rhythm + self.reach))
+
 
 def repetitions_of(columns: Columns) -> tuple[Repetition, ...]:
     """The parts of a schedule that ranks repeat, in their order, worked out once: one part where
     forwards and backwards take turns, two where all forwards come first; none where nothing
-    repeats, or not in a way that is known here."""
+    repeats, not in a way that is known here, or not often enough to show a pace."""
     kept = vars(columns)  # as ``needs_of`` keeps what it finds
     if "repetitions" not in kept:
-        kept["repetitions"] = _repetitions_of(columns)
+        parts = [_in_step(columns, part) for part in _parts_of(columns)]
+        kept["repetitions"] = () if None in parts else tuple(parts)
     repetitions: tuple[Repetition, ...] = kept["repetitions"]
     return repetitions
 
@@ -76,7 +88,8 @@ def abridged(
     build: Callable[[int], Schedule], num_microbatches: int, fewest: int
 ) -> Schedule | None:
     """The schedule of so few microbatches that the one of ``num_microbatches`` is this one with
-    more turns of the same in its middle; ``None`` where that is not so, or spares little.
+    more turns of the same in its middle; ``None`` where that is not so, or spares little, or where
+    a later turn holds more than an earlier one.
 
     Args:
         build: makes the schedule of any number of microbatches.
@@ -86,61 +99,83 @@ def abridged(
     few, most = max(_FEWEST, fewest), max(_MOST, _MOST_PER_RANK * fewest)
     while few <= most and num_microbatches >= max(MANY, _TIMES_SHORTER * few):
         short = build(few)
-        turn = _only_turn(short)
-        if turn is not None:
-            rest = (num_microbatches - few) % turn.microbatches
+        turns = repetitions_of(short.columns)
+        if len(turns) == 1:
+            rest = (num_microbatches - few) % turns[0].microbatches
             short = build(few + rest) if rest else short
-            if _goes_on(short, build, turn.microbatches):
+            if _goes_on(short, build, turns[0].microbatches):
                 return short
         few *= 2
     return None
 
 
-def _only_turn(schedule: Schedule) -> Repetition | None:
-    """What a schedule repeats, if it holds no more in a later turn than in an earlier one, and has
-    enough turns to show how long they take."""
-    repetitions = repetitions_of(schedule.columns)
-    if len(repetitions) != 1:
-        return None
-    (repetition,) = repetitions
-    # Ranks that hold each other up show a rhythm of as many microbatches as there are ranks.
-    rhythm = -(-schedule.num_ranks // repetition.microbatches)
-    return repetition if repetition.turns >= 2 * (rhythm + repetition.reach) else None
-
-
 def _goes_on(short: Schedule, build: Callable[[int], Schedule], microbatches: int) -> bool:
     """Whether the schedule of so many microbatches more has one turn more."""
-    turn = _only_turn(short)
-    if turn is None or turn.microbatches != microbatches:
+    turns = repetitions_of(short.columns)
+    if not turns or turns[0].microbatches != microbatches:
         return False
-    return with_turns(short, turn, 1) == build(short.num_microbatches + microbatches)
+    return with_turns(short, turns, 1) == build(short.num_microbatches + microbatches)
 
 
-def with_turns(schedule: Schedule, repetition: Repetition, more: int) -> Schedule:
-    """A schedule that repeats its only repetition so many times more."""
-    columns, microbatches = schedule.columns, repetition.microbatches
-    numbers, later = [], []
-    turns = zip(repetition.lengths.tolist(), repetition.ends.tolist(), strict=True)
-    for span, (length, end) in zip(columns.spans(), turns, strict=True):
-        again = np.tile(np.arange(end - length, end), more)
-        numbers += [np.arange(span.start, end), again, np.arange(end, span.stop)]
-        turn = np.repeat(np.arange(1, more + 1), length)
-        parts = np.zeros(end - span.start, np.int64), turn, np.full(span.stop - end, more)
-        later += [part * microbatches for part in parts]
-    first = columns.first + np.concatenate(([0], np.cumsum(more * repetition.lengths)))
+def shortened(schedule: Schedule) -> tuple[Schedule, int]:
+    """A schedule of very many microbatches without most turns of its middle, and how many
+    microbatches it leaves out; any other one as it is."""
+    columns = schedule.columns
+    if schedule.num_microbatches < MANY:
+        return schedule, 0
+    kept = vars(columns)
+    if "shortened" not in kept:
+        kept["shortened"] = _shortened(schedule) or (schedule, 0)
+    short: tuple[Schedule, int] = kept["shortened"]
+    return short
+
+
+def _shortened(schedule: Schedule) -> tuple[Schedule, int] | None:
+    parts = _parts_of(schedule.columns)
+    few = _FEWEST
+    while parts and few * _TIMES_SHORTER <= min(part.turns for part in parts):
+        spared = min(part.turns for part in parts) - few
+        short = with_turns(schedule, parts, -spared)
+        turns = repetitions_of(short.columns)
+        if len(turns) == len(parts) and turns[0].microbatches == parts[0].microbatches:
+            return short, spared * parts[0].microbatches
+        few *= 2
+    return None
+
+
+def with_turns(schedule: Schedule, repetitions: Sequence[Repetition], more: int) -> Schedule:
+    """A schedule with so many turns more of each of its repetitions, or fewer if negative."""
+    columns, numbers, later = schedule.columns, list[Longs](), list[Longs]()
+    for rank, span in enumerate(columns.spans()):
+        begin = span.start
+        for repetition in repetitions:
+            length, stop = int(repetition.lengths[rank]), int(repetition.stops[rank])
+            end, shift = int(repetition.ends[rank]), more * repetition.microbatches
+            before, behind = np.arange(begin, end + min(more, 0) * length), np.arange(end, stop)
+            again = np.tile(np.arange(end - length, end), max(more, 0))
+            turn = np.repeat(np.arange(1, max(more, 0) + 1), length)
+            numbers += [before, again, behind]
+            later += [0 * before, turn * repetition.microbatches, np.full(len(behind), shift)]
+            begin = stop
+    further = sum(more * repetition.lengths for repetition in repetitions)
+    first = columns.first + np.concatenate(([0], np.cumsum(further)))
     stage, kind, microbatch, part = columns.fields(np.concatenate(numbers))
     moved = (microbatch + np.concatenate(later)).astype(np.int32)
     return schedule.with_columns(Columns(first, stage, kind, moved, part))
 
 
-def _repetitions_of(columns: Columns) -> tuple[Repetition, ...]:
+def _parts_of(columns: Columns) -> list[Repetition]:
+    """As ``repetitions_of``, but that ranks may have turns with different beginnings, so that ops
+    wait for some of a later turn."""
     ways = [[columns.spans()], *_forwards_and_others(columns)]
-    for microbatches in range(1, columns.num_microbatches // _FEWEST_TURNS + 1):
-        for parts in ways:
-            repetitions = [_repetition(columns, part, microbatches) for part in parts]
-            if None not in repetitions:
-                return tuple(filter(None, repetitions))
-    return ()
+    most = max(_LONGEST_TURN, _PER_RANK * columns.num_ranks)
+    longest = min(columns.num_microbatches // _FEWEST_TURNS, most)
+    for microbatches in range(1, longest + 1):
+        for way in ways:
+            parts = [_repeated(columns, spans, microbatches) for spans in way]
+            if None not in parts:
+                return list(filter(None, parts))
+    return []
 
 
 def _forwards_and_others(columns: Columns) -> Iterator[list[list[Span]]]:
@@ -156,7 +191,7 @@ def _forwards_and_others(columns: Columns) -> Iterator[list[list[Span]]]:
     yield [forwards, others]
 
 
-def _repetition(columns: Columns, spans: list[Span], microbatches: int) -> Repetition | None:
+def _repeated(columns: Columns, spans: list[Span], microbatches: int) -> Repetition | None:
     """What ranks repeat among some of their ops, so many microbatches later each time."""
     runs = []
     for span in spans:
@@ -164,7 +199,9 @@ def _repetition(columns: Columns, spans: list[Span], microbatches: int) -> Repet
         if run[-1] < _FEWEST_TURNS:
             return None
         runs.append(run)
-    return _in_step(columns, np.array(runs, np.int64).T, microbatches)
+    begins, lengths, turns = np.array(runs, np.int64).T
+    stops = np.array([span.stop for span in spans], np.int64)
+    return Repetition(begins, lengths, int(turns.min()), stops, microbatches, 0)
 
 
 def _longest_run(columns: Columns, span: Span, microbatches: int) -> tuple[int, int, int]:
@@ -174,6 +211,9 @@ def _longest_run(columns: Columns, span: Span, microbatches: int) -> tuple[int, 
     middle = columns.num_microbatches // 2
     length = int(np.count_nonzero((microbatch >= middle) & (microbatch < middle + microbatches)))
     if not length or 2 * length > len(kind):
+        return 0, 0, 0
+    probe = (len(kind) - length) // 2
+    if microbatch[probe + length] != microbatch[probe] + microbatches:
         return 0, 0, 0
     same = microbatch[length:] == microbatch[:-length] + microbatches
     for field in (stage, kind, part):
@@ -185,23 +225,15 @@ def _longest_run(columns: Columns, span: Span, microbatches: int) -> tuple[int, 
     return begin, length, int(runs[longest]) // length + 1
 
 
-def _in_step(columns: Columns, runs: Longs, microbatches: int) -> Repetition | None:
-    """The turns of all ranks, counted so that no op waits for one of a later turn; ``None`` where
-    one waits for what is outside of them.
-
-    Args:
-        runs: of each rank, where its turns begin, how long they are, and how many.
-    """
-    begins, lengths, turns = runs
-    needs, rank = needs_of(columns), columns.rank
-    middle = int(turns.min()) // 2
-    starts = begins + middle * lengths
-    ops = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])
-    pairs = [(op, need) for op in ops.tolist() for need in needs.of(op) if need < needs.nothing]
-    readers, makers = np.array(pairs, np.int64).reshape(-1, 2).T
+def _in_step(columns: Columns, part: Repetition) -> Repetition | None:
+    """A part in which turns are counted so that no op waits for one of a later turn; ``None`` where
+    one waits for what is outside of them, or where too few are left."""
+    begins, lengths, rank = part.begins, part.lengths, columns.rank
+    middle = part.turns // 2
+    readers, makers = _waits(columns, part.ops[middle])
     source, target = rank[makers], rank[readers]
     turn = (makers - begins[source]) // lengths[source]
-    if ((turn < 0) | (turn >= turns[source])).any():
+    if ((turn < 0) | (turn >= part.turns)).any():
         return None
     back, skipped = middle - turn, np.zeros(len(begins), np.int64)
     for _ in range(len(begins) + 1):
@@ -211,8 +243,16 @@ def _in_step(columns: Columns, runs: Longs, microbatches: int) -> Repetition | N
             break
     else:
         return None
-    count = int((turns - skipped).min())
     reach = max(1, int((back + skipped[source] - skipped[target]).max(initial=0)))
-    if count < max(_FEWEST_TURNS, 2 * reach + 2):
-        return None
-    return Repetition(begins + skipped * lengths, lengths, count, microbatches, reach)
+    count = part.turns - int(skipped.max())
+    begins = begins + skipped * lengths
+    own = part._replace(begins=begins, turns=count, reach=reach)
+    return own if own.shows_pace(columns.num_ranks) else None
+
+
+def _waits(columns: Columns, ops: Longs) -> tuple[Longs, Longs]:
+    """Some ops, and those that they wait for."""
+    needs = needs_of(columns)
+    pairs = [(op, need) for op in ops.tolist() for need in needs.of(op) if need < needs.nothing]
+    readers, makers = np.array(pairs, np.int64).reshape(-1, 2).T
+    return readers, makers

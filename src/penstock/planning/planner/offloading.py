@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from penstock.base.units import count_of, format_bytes, format_seconds
 from penstock.core.cluster import Tier
 from penstock.core.schedule.memory import Sizes, peaks
-from penstock.planning.planner.request import Constraints
+from penstock.planning.planner.request import MOST_WHOLE, Constraints
 from penstock.planning.planner.spilling import TWICE
 from penstock.planning.planner.task import Task
 from penstock.planning.plans.memory_parts import allocated
@@ -43,6 +43,12 @@ def weighed(plan: Plan, task: Task, constraints: Constraints) -> Plan:
     again = tuple(index for index, stage in enumerate(plan.stages) if stage.recompute != "none")
     if not again or not tiers or plan.versions.asynchronous or plan.num_tensor_ranks > 1:
         return plan
+    if plan.num_microbatches > MOST_WHOLE:
+        return _with_reason(
+            plan,
+            "activations that wait in a tier instead were not looked at, as every op is then "
+            f"simulated, of {MOST_WHOLE:,} microbatches at most",
+        )
     fitting = [other for tier in tiers for other in _fitting(plan, tier, again, limits)]
     if not fitting:
         return _with_reason(

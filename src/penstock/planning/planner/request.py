@@ -70,7 +70,7 @@ PROPOSED = {
 """Schedules for a live source if none is asked for, the first that does it on the fewest devices,
 and why."""
 
-MOST_SIMULATED, _MOST_WHOLE = 2_000_000, 100_000
+MOST_SIMULATED, MOST_WHOLE = 2_000_000, 100_000
 """The most ranks times microbatches, and microbatches, of schedules that are simulated op by op;
 candidates with as many take seconds each."""
 
@@ -466,10 +466,10 @@ class PlanRequest:
         """How many a minibatch may have, and why no more."""
         moves = self.spill == "always" or self.placer == "reinforce"
         if moves or self.family in _WHOLE:
-            most = min(MOST_SIMULATED // num_ranks, _MOST_WHOLE)
+            most = min(MOST_SIMULATED // num_ranks, MOST_WHOLE)
             return most, (
                 "every op of such a schedule is simulated: ranks × microbatches may be "
-                f"{MOST_SIMULATED:,} at most, and microbatches {_MOST_WHOLE:,}"
+                f"{MOST_SIMULATED:,} at most, and microbatches {MOST_WHOLE:,}"
             )
         return MOST_MICROBATCHES, "nobody trains with so many"
 

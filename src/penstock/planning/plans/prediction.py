@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from penstock.core.schedule import Schedule
 from penstock.core.schedule.lower import add_update, add_updates
-from penstock.core.schedule.repetition import repetitions_of, with_turns
+from penstock.core.schedule.repetition import repetitions_of, shortened, with_turns
 from penstock.core.schedule.rounds import Rounds, filling
 from penstock.core.timing.costs import Costs
 from penstock.core.timing.simulator import rows_of, simulate
@@ -194,7 +194,7 @@ class Prediction:
         if self.is_live:
             frames = _SHOWN_TICKS + 4 * len(self.stages)
             return self.stream(ceil(frames / self.num_microbatches))
-        return self.stream(ceil(3 * self.placement.num_ranks / self.num_microbatches) + 1)
+        return self.stream_behind(3 * self.placement.num_ranks)
 
     def stream(self, num_minibatches: int) -> Timeline:
         """A stream of minibatches without a flush, from its beginning to its end, with the versions
@@ -227,10 +227,10 @@ class Prediction:
     def _middle(self) -> Timeline:
         from penstock.drawing.timeline.excerpt import steady_part  # a plan that runs is not drawn
 
-        (repetition,) = repetitions_of(self.placement.columns)
-        fills = ceil(_FILLINGS * len(self.stages) / repetition.microbatches)
-        longer = with_turns(self.placement, repetition, fills)
-        shown = max(repetition.microbatches, self.placement.num_ranks)
+        turns = repetitions_of(self.placement.columns)
+        fills = ceil(_FILLINGS * len(self.stages) / turns[0].microbatches)
+        longer = with_turns(self.placement, turns, fills)
+        shown = max(turns[0].microbatches, self.placement.num_ranks)
         return steady_part(simulate(add_update(longer), self.costs), shown)
 
     @cached_property
@@ -248,22 +248,27 @@ class Prediction:
         to it than through that."""
         if self.spill is not None or self.offload is not None or not self.flushes:
             return None
-        quick = None if self.cards else step_of(self.placement, self.costs, self.left_out)
-        if quick is not None or not (self.cards or self.left_out):
-            return quick
-        return self._step_beside(self.placement) if not self.left_out else self._abridged_step()
+        if not self.cards and (step := step_of(self.placement, self.costs, self.left_out)):
+            return step
+        schedule, left_out = self.placement, self.left_out
+        if not left_out:
+            schedule, left_out = shortened(schedule)
+        step = self._long_step(schedule, left_out) if left_out else None
+        if step is None and self.cards and not self.left_out:
+            step = self._step_beside(self.placement)
+        return step
 
-    def _abridged_step(self) -> StepTimes | None:
-        """The step of a schedule with so many more turns that the last ones are alike; ``None`` if
-        they still are not where there are many."""
-        (repetition,) = repetitions_of(self.placement.columns)
-        more = 0
-        while more * repetition.microbatches < self.left_out and more < _MOST_TURNS:
-            longer = with_turns(self.placement, repetition, more)
-            step = self._step_beside(longer, self.left_out - more * repetition.microbatches)
+    def _long_step(self, schedule: Schedule, left_out: int) -> StepTimes | None:
+        """The step of a schedule that leaves something out, with so many more turns that the last
+        ones are alike; ``None`` if they still are not where there are many."""
+        repetitions = repetitions_of(schedule.columns)
+        turn, more = repetitions[0].microbatches, 0
+        while len(repetitions) == 1 and more * turn < left_out and more < _MOST_TURNS:
+            longer = with_turns(schedule, repetitions, more)
+            step = self._step_beside(longer, left_out - more * turn)
             if step is not None:
                 return step
-            more = 2 * more + repetition.turns
+            more = 2 * more + repetitions[0].turns
         return None
 
     def _step_beside(self, schedule: Schedule, left_out: int = 0) -> StepTimes | None:

@@ -20,7 +20,7 @@ from penstock.core.schedule.columns import Columns
 from penstock.core.schedule.lower import add_update
 from penstock.core.schedule.needs import needs_of
 from penstock.core.schedule.op import COMPUTE, RELEASING, Kind, Op
-from penstock.core.schedule.repetition import repetitions_of
+from penstock.core.schedule.repetition import repetitions_of, shortened
 from penstock.core.schedule.schedule import Schedule
 from penstock.core.timing.costs import Costs, flow_shop
 from penstock.core.timing.simulator.leaps import Passage, steady_beat, times_with
@@ -74,8 +74,12 @@ def passed(schedule: Schedule, costs: Costs, left_out: int = 0) -> Times:
     if needs.suit_waves(columns.num_ranks):
         times = in_waves(columns, needs, duration, delay, link_use)
     times = passage.times() if times is None else times
-    for repetition in repetitions_of(columns) if left_out else ():
-        times = times_with(passage, times, repetition, left_out // repetition.microbatches)
+    repetitions = repetitions_of(columns) if left_out else ()
+    assert repetitions or not left_out, "what is left out is more of the same"
+    for repetition in repetitions:
+        more, rest = divmod(left_out, repetition.microbatches)
+        assert not rest, "whole turns are left out"
+        times = times_with(passage, times, repetition, more)
     return times
 
 
@@ -88,14 +92,15 @@ def step_of(schedule: Schedule, costs: Costs, left_out: int = 0) -> StepTimes | 
         costs: of its stages.
         left_out: as for ``passed``.
     """
-    columns = schedule.columns
-    if costs.cards or columns.kinds - COMPUTE - {Kind.RECOMPUTE}:
+    if costs.cards or schedule.kinds - COMPUTE - {Kind.RECOMPUTE}:
         return None
+    if not left_out:
+        schedule, left_out = shortened(schedule)
     if any(len(stages) > 1 for stages in schedule.stages_of):
         return _step_of_several(add_update(schedule), costs, left_out)
     folded = _folded(schedule)
     times, made = passed(folded, costs, left_out), _last_gradients(folded.columns)
-    copies, handed_in, updated = columns.copies, [], []
+    copies, handed_in, updated = schedule.copies, [], []
     finished = float(times.end.max(initial=0.0))
     for stage, numbers in enumerate(made):
         there = float(times.end[numbers].max())
@@ -142,11 +147,13 @@ def step_in_timeline(
     step = step_in(schedule, start, end)
     if not left_out:
         return step
-    (repetition,) = repetitions_of(schedule.columns)
-    beat = steady_beat(repetition, end, timeline.transfers, left_out // repetition.microbatches)
+    repetition, *others = repetitions_of(schedule.columns)
+    more, rest = divmod(left_out, repetition.microbatches)
+    assert not others and not rest, "whole turns of one repetition are left out"
+    beat = steady_beat(repetition, end, timeline.transfers, more)
     if beat is None:
         return None
-    later = left_out // repetition.microbatches * beat
+    later = more * beat
     handed_in, updated = ([time + later for time in times] for times in step[1:])
     return StepTimes(step.seconds + later, tuple(handed_in), tuple(updated))
 
