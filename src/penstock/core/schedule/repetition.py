@@ -27,6 +27,8 @@ _FEWEST, _MOST, _MOST_PER_RANK = 64, 2_048, 32
 _TIMES_SHORTER = 4
 _FEWEST_TURNS = 16
 """More than see the beginning or the end."""
+_CALM = 1
+"""Turns that are left to what comes before them."""
 _LONGEST_TURN, _PER_RANK = 256, 8
 """Microbatches of a turn, for which is looked."""
 
@@ -228,31 +230,38 @@ def _longest_run(columns: Columns, span: Span, microbatches: int) -> tuple[int, 
 def _in_step(columns: Columns, part: Repetition) -> Repetition | None:
     """A part in which turns are counted so that no op waits for one of a later turn; ``None`` where
     one waits for what is outside of them, or where too few are left."""
-    begins, lengths, rank = part.begins, part.lengths, columns.rank
-    middle = part.turns // 2
-    readers, makers = _waits(columns, part.ops[middle])
-    source, target = rank[makers], rank[readers]
-    turn = (makers - begins[source]) // lengths[source]
-    if ((turn < 0) | (turn >= part.turns)).any():
+    begins = _complete(columns, part.begins + _CALM * part.lengths)
+    turns = int(((part.ends - begins) // part.lengths).min())
+    own = part._replace(begins=begins, turns=turns)
+    if turns < _FEWEST_TURNS:
         return None
-    back, skipped = middle - turn, np.zeros(len(begins), np.int64)
-    for _ in range(len(begins) + 1):
-        before = skipped.copy()
-        np.maximum.at(skipped, source, skipped[target] - back)
-        if (before == skipped).all():
-            break
-    else:
+    middle = turns // 2
+    makers = _awaited(columns, own.ops[middle])
+    source = columns.rank[makers]
+    turn = (makers - begins[source]) // part.lengths[source]
+    if ((makers < begins[source]) | (turn > middle)).any():
         return None
-    reach = max(1, int((back + skipped[source] - skipped[target]).max(initial=0)))
-    count = part.turns - int(skipped.max())
-    begins = begins + skipped * lengths
-    own = part._replace(begins=begins, turns=count, reach=reach)
+    reach = max(1, int((middle - turn).max(initial=0)))
+    own = own._replace(reach=reach)
     return own if own.shows_pace(columns.num_ranks) else None
 
 
-def _waits(columns: Columns, ops: Longs) -> tuple[Longs, Longs]:
-    """Some ops, and those that they wait for."""
+def _complete(columns: Columns, position: Longs) -> Longs:
+    """How far ranks are, at least so far each, if all is done that what is done has waited for."""
+    begun, position = columns.first[:-1], position.copy()
+    while (begun < position).any():
+        spans = zip(begun.tolist(), position.tolist(), strict=True)
+        ops = np.concatenate([np.arange(*span) for span in spans])
+        begun = position.copy()
+        makers = _awaited(columns, ops)
+        np.maximum.at(position, columns.rank[makers], makers + 1)
+    return position
+
+
+def _awaited(columns: Columns, ops: Longs) -> Longs:
+    """What some ops wait for."""
     needs = needs_of(columns)
-    pairs = [(op, need) for op in ops.tolist() for need in needs.of(op) if need < needs.nothing]
-    readers, makers = np.array(pairs, np.int64).reshape(-1, 2).T
-    return readers, makers
+    single = needs.single[ops].astype(np.int64)
+    further = [need for op in {*ops.tolist()} & {*needs.several} for need in needs.several[op]]
+    awaited = np.concatenate((single, np.array(further, np.int64)))
+    return awaited[awaited < needs.nothing]

@@ -37,7 +37,7 @@ from penstock.core.timing.simulator.passage import (
 )
 from penstock.core.timing.spans import Transfer
 
-_SAME = 1e-12
+_SAME = 1e-13
 """Relative to the times of a few turns: rounding."""
 
 
