@@ -200,9 +200,17 @@ class Prediction:
         """A stream of minibatches without a flush, from its beginning to its end, with the versions
         that passes read; of a live stream, with frames that come as fast as they are taken. It is
         not kept, since it may be long."""
-        stream, rounds = stream_of(
-            self.build, self.versions, num_minibatches, self.num_microbatches, self.replicas
-        )
+        return self._stream(num_minibatches, self.num_microbatches)
+
+    def stream_behind(self, num_microbatches: int) -> Timeline:
+        """As ``stream``, to the end of a minibatch behind so many microbatches; where minibatches
+        have thousands, and each microbatch is an update, of a thousand."""
+        size = _shown_size(self.versions, self.num_microbatches)
+        return self._stream(ceil(num_microbatches / size) + 1, size)
+
+    def _stream(self, num_minibatches: int, size: int) -> Timeline:
+        build, versions = self.build, self.versions
+        stream, rounds = stream_of(build, versions, num_minibatches, size, self.replicas)
         read = versions_read(stream, self.versions, rounds)
         paced = self.is_live and self.step_seconds
         arrivals = self.frames_per_second if paced else None
