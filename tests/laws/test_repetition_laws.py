@@ -3,20 +3,17 @@ for turns of the same, and steps of many come to what a simulation of every op s
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import Costs, schedules, simulate, versions
-from penstock.base.errors import InputError
 from penstock.core.schedule import families, repetition
 from penstock.core.schedule.lower import add_recompute, add_update
 from penstock.core.schedule.memory import Sizes, moments, peaks
 from penstock.core.schedule.repetition import abridged, repetitions_of, shortened, with_turns
-from penstock.core.timing.costs import Exchange
 from penstock.core.timing.simulator.step import step_in_timeline, step_of
 from tests.kit.examples import examples
 
@@ -34,9 +31,7 @@ def _few_are_many():
 
 
 def build(name, num_ranks, options, num_microbatches):
-    return schedules.build(
-        name, num_ranks=num_ranks, num_microbatches=num_microbatches, **options
-    )
+    return schedules.build(name, num_ranks=num_ranks, num_microbatches=num_microbatches, **options)
 
 
 @st.composite

@@ -64,7 +64,7 @@ class Passage(NamedTuple):
         )
 
 
-class Pace(NamedTuple):
+class TurnPace(NamedTuple):
     """How a few turns after the other are later.
 
     Attributes:
@@ -92,7 +92,7 @@ def times_with(passage: Passage, times: Times, repetition: Repetition, more: int
     Returns:
         For the ops of the last turn, and all behind it, their times; −∞ for what ended long ago.
     """
-    turns, later = _Turns(passage, repetition), 0.0
+    turns, later = _TurnTimes(passage, repetition), 0.0
     while more:
         recent = turns.times_in(times)
         pace = turns.pace_of(recent)
@@ -105,7 +105,7 @@ def times_with(passage: Passage, times: Times, repetition: Repetition, more: int
     return Times(*(part + later for part in times))
 
 
-def _continued(recent: Floats, pace: Pace | None, turns: int) -> Floats:
+def _continued(recent: Floats, pace: TurnPace | None, turns: int) -> Floats:
     """The times of as many turns as there are, ``turns`` later; those that no pace tells are not
     asked for."""
     places, count = np.arange(turns, turns + len(recent)), len(recent)
@@ -114,10 +114,11 @@ def _continued(recent: Floats, pace: Pace | None, turns: int) -> Floats:
     times_later = np.maximum(0, (places - count) // pace.turns + 1)
     known = places - times_later * pace.turns
     growth = pace.growth[(known - count) % pace.turns]
-    return recent[known] + times_later[:, None] * growth
+    continued: Floats = recent[known] + times_later[:, None] * growth
+    return continued
 
 
-class _Turns:
+class _TurnTimes:
     """The times of a repetition, a row per turn: of each op when it ends, and if there are links,
     when its result leaves. Each is the latest of some others, in this turn or a little before, and
     something more.
@@ -175,7 +176,7 @@ class _Turns:
             return ends
         return np.concatenate([ends, times.sent[self._ops]], axis=1)
 
-    def pace_of(self, recent: Floats) -> Pace | None:
+    def pace_of(self, recent: Floats) -> TurnPace | None:
         """The pace of the last turns, if they have one."""
         reach, count = self._repetition.reach, len(recent)
         hair = _SAME * float(np.abs(recent).max())
@@ -186,7 +187,7 @@ class _Turns:
                 return self._lasting(recent, growth[-turns:], hair)
         return None
 
-    def _lasting(self, recent: Floats, growth: Floats, hair: float) -> Pace | None:
+    def _lasting(self, recent: Floats, growth: Floats, hair: float) -> TurnPace | None:
         """For how long a growth goes on; ``None`` if it has not begun."""
         turns, count = len(growth), len(recent)
         rows = np.arange(count - turns, count)[:, None]
@@ -202,7 +203,7 @@ class _Turns:
             return None
         catching_up = faster > hair
         lasts = np.floor(np.maximum(slack[catching_up], 0.0) / faster[catching_up])
-        return Pace(turns, growth, float(lasts.min(initial=inf)))
+        return TurnPace(turns, growth, float(lasts.min(initial=inf)))
 
     def go_on(self, before: Floats) -> Times:
         """Let ranks go through the turns behind those whose times are known, and all that follows.
@@ -228,9 +229,7 @@ class _Turns:
         return passage.times(Progress(position, done, end, sent, links))
 
 
-def _previous_on_link(
-    link_use: LinkUse, ops: Longs, before: Longs
-) -> tuple[Longs, Longs, Floats]:
+def _previous_on_link(link_use: LinkUse, ops: Longs, before: Longs) -> tuple[Longs, Longs, Floats]:
     """The places of ops whose results go over a link, the ops whose results went over it before
     these, and for how long.
 
@@ -238,7 +237,7 @@ def _previous_on_link(
         ops: of a turn.
         before: the same ones of the turn before.
     """
-    latest = {link: op for link, op in zip(link_use.links[before].tolist(), before.tolist())}
+    latest = dict(zip(link_use.links[before].tolist(), before.tolist(), strict=True))
     places, previous = [], []
     for place, op in enumerate(ops.tolist()):
         link = int(link_use.links[op])

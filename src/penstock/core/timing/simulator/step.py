@@ -132,9 +132,7 @@ def step_in(schedule: Schedule, start: Floats, end: Floats) -> StepTimes:
     return StepTimes(seconds, tuple(handed_in.tolist()), tuple(updated.tolist()))
 
 
-def step_in_timeline(
-    schedule: Schedule, timeline: Timeline, left_out: int = 0
-) -> StepTimes | None:
+def step_in_timeline(schedule: Schedule, timeline: Timeline, left_out: int = 0) -> StepTimes | None:
     """The step of a schedule with updates from its timeline; ``None`` if it leaves out microbatches
     and its last turns are not alike yet.
 
