@@ -12,11 +12,12 @@ from typing import NamedTuple
 
 from penstock.core.schedule import Schedule
 from penstock.core.schedule.lower import add_update, add_updates
-from penstock.core.schedule.repetition import repetitions_of, shortened, with_turns
+from penstock.core.schedule.repetition import Repetition, repetitions_of, shortened, with_turns
 from penstock.core.schedule.rounds import Rounds, filling
 from penstock.core.timing.costs import Costs
 from penstock.core.timing.simulator import rows_of, simulate
 from penstock.core.timing.simulator.beside import Served
+from penstock.core.timing.simulator.leaps import rhythm_of
 from penstock.core.timing.simulator.step import (
     StepTimes,
     step_in_timeline,
@@ -127,6 +128,15 @@ class Latency(NamedTuple):
 
     light: float
     saturated: float
+
+
+def _simulated(
+    schedule: Schedule, costs: Costs
+) -> tuple[tuple[Repetition, ...], Timeline, StepTimes]:
+    """What a schedule repeats once it has updates, its timeline and its step."""
+    updating = add_update(schedule)
+    timeline = simulate(updating, costs)
+    return repetitions_of(updating.columns), timeline, step_in_timeline(updating, timeline)
 
 
 @dataclass(frozen=True)
@@ -263,36 +273,31 @@ class Prediction:
             schedule, left_out = shortened(schedule)
         step = self._long_step(schedule, left_out) if left_out else None
         if step is None and self.cards and not self.left_out:
-            step = self._step_beside(self.placement)
+            folded = self._two_pipelines(self.placement)
+            step = None if folded is None else _simulated(*folded)[-1]
         return step
 
     def _long_step(self, schedule: Schedule, left_out: int) -> StepTimes | None:
         """The step of a schedule that leaves something out, with so many more turns that the last
         ones are alike; ``None`` if they still are not where there are many."""
-        repetitions = repetitions_of(schedule.columns)
-        turn, more = repetitions[0].microbatches, 0
-        while len(repetitions) == 1 and more * turn < left_out and more < _MOST_TURNS:
+        repetitions, more = repetitions_of(schedule.columns), 0
+        num_turns = left_out // repetitions[0].microbatches
+        while len(repetitions) == 1 and more <= min(num_turns, _MOST_TURNS):
             longer = with_turns(schedule, repetitions, more)
-            step = self._step_beside(longer, left_out - more * turn)
-            if step is not None:
-                return step
-            more = 2 * more + repetitions[0].turns
+            folded = self._two_pipelines(longer) or (longer, self.costs)
+            turns, timeline, step = _simulated(*folded)
+            rhythm = rhythm_of(turns[0], timeline)
+            times, rest = divmod(num_turns - more, rhythm.turns) if rhythm else (0, 0)
+            if rhythm and not rest:
+                return step.later(times * rhythm.seconds)
+            more = more + rest if rest else 2 * more + repetitions[0].turns
         return None
 
-    def _step_beside(self, schedule: Schedule, left_out: int = 0) -> StepTimes | None:
-        """The step where ranks share cards, from a simulation of two of equal pipelines; where
-        something is left out, from one of as few ranks as can be.
-
-        Args:
-            left_out: how many microbatches the schedule leaves out.
-        """
-        are_single = all(len(stages) == 1 for stages in schedule.stages_of)
-        folded = two_pipelines(schedule, self.costs) if self.cards and are_single else None
-        if folded is None and not left_out:
+    def _two_pipelines(self, schedule: Schedule) -> tuple[Schedule, Costs] | None:
+        """Two of equal pipelines that take as long as all, where ranks have cards."""
+        if not self.cards or any(len(stages) > 1 for stages in schedule.stages_of):
             return None
-        few, costs = folded or (schedule, self.costs)
-        updating = add_update(few)
-        return step_in_timeline(updating, simulate(updating, costs), left_out)
+        return two_pipelines(schedule, self.costs)
 
     @property
     def frames_per_second(self) -> float:

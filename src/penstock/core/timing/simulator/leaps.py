@@ -36,6 +36,7 @@ from penstock.core.timing.simulator.passage import (
     go_through,
 )
 from penstock.core.timing.spans import Transfer
+from penstock.core.timing.timeline import Timeline
 
 _SAME = 1e-13
 """Relative to the times of a few turns: rounding."""
@@ -249,27 +250,32 @@ def _previous_on_link(link_use: LinkUse, ops: Longs, before: Longs) -> tuple[Lon
     return np.array(places, np.int64), numbers, link_use.busy[numbers]
 
 
-def steady_beat(
-    repetition: Repetition, end: Floats, transfers: Sequence[Transfer], more: int
-) -> float | None:
-    """How long one of many more turns takes on all ranks, where these also wait for what they
-    share; ``None`` where the last turns are not alike, messages included.
+class TurnRhythm(NamedTuple):
+    """The rhythm of turns that are alike on all ranks.
 
-    Args:
-        end: of each op.
-        transfers: what was on its way.
-        more: how many turns; they must be as many times the turns after which all is the same.
+    Attributes:
+        turns: after how many all is the same again.
+        seconds: how long these take.
     """
+
+    turns: int
+    seconds: float
+
+
+def rhythm_of(repetition: Repetition, timeline: Timeline) -> TurnRhythm | None:
+    """The rhythm of the last turns, where ranks also wait for what they share; ``None`` where these
+    are not alike, messages included."""
+    end = np.concatenate([row.ends for row in timeline.rows])
     ends, count = end[repetition.ops], repetition.turns
     hair, half = _SAME * float(np.abs(ends).max()), count // 2
     for turns in range(1, count // 4 + 1):
         growth = ends[half + turns :] - ends[half:-turns]
         seconds = float(growth.mean())
-        if more % turns == 0 and np.abs(growth - seconds).max() <= hair:
+        if np.abs(growth - seconds).max() <= hair:
             since, until = float(ends[half].max()), float(ends[-1].min())
             later = repetition.microbatches * turns
-            if _are_regular(transfers, since, until, later, seconds, hair):
-                return seconds / turns
+            if _are_regular(timeline.transfers, since, until, later, seconds, hair):
+                return TurnRhythm(turns, seconds)
     return None
 
 

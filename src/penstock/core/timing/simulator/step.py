@@ -23,7 +23,7 @@ from penstock.core.schedule.op import COMPUTE, RELEASING, Kind, Op
 from penstock.core.schedule.repetition import repetitions_of, shortened
 from penstock.core.schedule.schedule import Schedule
 from penstock.core.timing.costs import Costs, flow_shop
-from penstock.core.timing.simulator.leaps import Passage, steady_beat, times_with
+from penstock.core.timing.simulator.leaps import Passage, times_with
 from penstock.core.timing.simulator.network import CrossingResults
 from penstock.core.timing.simulator.passage import (
     Delays,
@@ -48,6 +48,11 @@ class StepTimes(NamedTuple):
     seconds: float
     handed_in: tuple[float, ...]
     updated: tuple[float, ...]
+
+    def later(self, seconds: float) -> StepTimes:
+        """A step that ends so much later."""
+        handed_in, updated = (tuple(time + seconds for time in times) for times in self[1:])
+        return StepTimes(self.seconds + seconds, handed_in, updated)
 
 
 def passed(schedule: Schedule, costs: Costs, left_out: int = 0) -> Times:
@@ -132,28 +137,12 @@ def step_in(schedule: Schedule, start: Floats, end: Floats) -> StepTimes:
     return StepTimes(seconds, tuple(handed_in.tolist()), tuple(updated.tolist()))
 
 
-def step_in_timeline(schedule: Schedule, timeline: Timeline, left_out: int = 0) -> StepTimes | None:
-    """The step of a schedule with updates from its timeline; ``None`` if it leaves out microbatches
-    and its last turns are not alike yet.
-
-    Args:
-        left_out: as for ``passed``.
-    """
+def step_in_timeline(schedule: Schedule, timeline: Timeline) -> StepTimes:
+    """The step of a schedule with updates from its timeline."""
     start, end = (
         np.concatenate([getattr(row, name) for row in timeline.rows]) for name in ("starts", "ends")
     )
-    step = step_in(schedule, start, end)
-    if not left_out:
-        return step
-    repetition, *others = repetitions_of(schedule.columns)
-    more, rest = divmod(left_out, repetition.microbatches)
-    assert not others and not rest, "whole turns of one repetition are left out"
-    beat = steady_beat(repetition, end, timeline.transfers, more)
-    if beat is None:
-        return None
-    later = more * beat
-    handed_in, updated = ([time + later for time in times] for times in step[1:])
-    return StepTimes(step.seconds + later, tuple(handed_in), tuple(updated))
+    return step_in(schedule, start, end)
 
 
 def _folded(schedule: Schedule) -> Schedule:
