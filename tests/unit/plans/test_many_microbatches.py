@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from penstock import InputError, plan, schedules
+from penstock import plan, schedules
 from penstock.core.schedule import families
 from penstock.core.timing.timeline import Timeline
 from penstock.planning.plans import Plan, StagePlan
@@ -115,14 +115,3 @@ def test_what_never_flushes_is_shown_from_some_thousand(built):
     assert "in the steady state" in in_one_line(found)
     explain(found)
     assert max(built) < 50_000
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "breadth-first", "pipedream-2bw", "zb-auto"])
-def test_what_is_simulated_whole_is_refused_beyond_what_that_takes(schedule):
-    with pytest.raises(InputError, match="every op of such a schedule is simulated"):
-        plan(chain(2), devices(2), microbatches=1_000_000, schedule=schedule)
-
-
-def test_more_microbatches_than_anybody_has_are_refused():
-    with pytest.raises(InputError, match="20,000,000 microbatches on 2 ranks are too many to plan"):
-        plan(chain(2), devices(2), microbatches=20_000_000)
