@@ -102,8 +102,10 @@ def test_a_key_that_stands_twice_deep_inside_is_refused_with_its_path():
 
 
 def test_a_plan_of_very_many_microbatches_is_refused_at_once():
-    text = json.dumps({**planned(), "num_microbatches": 10**7})
-    with pytest.raises(FileError, match="num_microbatches is 10000000, but may be 100,000 at most"):
+    text = json.dumps({**planned(), "num_microbatches": 10**8})
+    with pytest.raises(
+        FileError, match="num_microbatches is 100000000, but may be 10,000,000 at most"
+    ):
         pk.Plan.from_json(text)
 
 

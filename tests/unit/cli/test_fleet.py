@@ -104,8 +104,8 @@ def test_what_it_refuses(folder):
             "job a: microbatches is 1000000000, but may be",
         ),
         (
-            '[jobs.a]\ngraph = "graph.json"\nmicrobatches = 9000000',
-            "job a: 9,000,000 microbatches on 1 rank are too many to plan",
+            '[jobs.a]\ngraph = "graph.json"\nmicrobatches = 90000000',
+            "job a: 90,000,000 microbatches on 1 rank are too many to plan",
         ),
         ('[jobs.a]\nplan = "missing.json"', "job a: cannot read"),
         ('[jobs.a]\nplan = "graph.json"', "holds a model's profile, where a plan is wanted"),

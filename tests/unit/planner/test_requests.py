@@ -74,19 +74,27 @@ def test_all_other_schedules_can_be_planned(name):
     assert plan(chain(8), devices(2), microbatches=4, schedule=name).schedule == name
 
 
-def test_more_microbatches_than_can_be_simulated_are_refused_at_once():
+@pytest.mark.parametrize("schedule", ["gpipe", "breadth-first", "pipedream-2bw", "zb-auto"])
+def test_more_microbatches_than_can_be_simulated_are_refused_at_once(schedule):
     message = "1,000,000 microbatches on 4 ranks are too many .* may be 2,000,000 at most, "
     with pytest.raises(InputError, match=message):
-        plan(chain(4), devices(4), microbatches=1_000_000)
+        plan(chain(4), devices(4), microbatches=1_000_000, schedule=schedule)
     with pytest.raises(InputError, match="on 1 rank are too many"):
-        plan(chain(4), devices(1), microbatches=1_000_000)
+        plan(chain(4), devices(1), microbatches=1_000_000, schedule=schedule)
+
+
+def test_more_microbatches_than_anybody_has_are_refused():
+    with pytest.raises(InputError, match="20,000,000 microbatches on 2 ranks are too many to plan"):
+        plan(chain(2), devices(2), microbatches=20_000_000)
 
 
 def test_of_the_sizes_that_make_too_many_microbatches_none_is_tried():
     single = replace(chain(), microbatch_size=1)
     graph = replace(chain(), microbatch_size=1000, other_sizes=(single,))
-    many, few = PlanRequest(minibatch=1_000_000), PlanRequest(minibatch=1000)
-    assert many.microbatch_sizes(graph, num_ranks=2) == [(1000, 1000)]
+    many, few = PlanRequest(minibatch=20_000_000), PlanRequest(minibatch=1000)
+    assert many.microbatch_sizes(graph, num_ranks=2) == [(1000, 20_000)]
+    whole = PlanRequest(minibatch=1_000_000, schedule="gpipe")
+    assert whole.microbatch_sizes(graph, num_ranks=2) == [(1000, 1000)]
     assert few.microbatch_sizes(graph, num_ranks=2) == [(1, 1000), (1000, 1)]
 
 

@@ -295,9 +295,9 @@ def test_a_plan_of_very_many_microbatches_is_read_from_few(monkeypatch, name):
         wrong = text.replace('"rank": 0', '"rank": 1', 1)
         with pytest.raises(errors.FileError, match="stage 0 is on rank 1, but"):
             Plan.from_json(wrong)
-    huge = text.replace("100000", "100001")
+    huge = text.replace("100000", "10000001")
     with pytest.raises(
-        errors.FileError, match="num_microbatches is 100001, but may be 100,000 at most"
+        errors.FileError, match="num_microbatches is 10000001, but may be 10,000,000 at most"
     ):
         Plan.from_json(huge)
 

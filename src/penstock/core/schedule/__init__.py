@@ -12,6 +12,9 @@ lets ranks go on as far as it allows, ``messages`` says what crosses ranks. Fami
 check, memory and the simulator work on these. Tests hold them to the same written op by op
 (``tests/oracles/op_by_op.py``).
 
+Of very many microbatches, most of a schedule is a middle that ranks repeat (``repetition``):
+planning builds it without most of that.
+
 When a stage is in memory is said by ops, too (``residence``; of activations, ``offload``): whoever
 reads a schedule sees when they come and go, and the check proves that none is missed. Both ends of
 a stay follow from the rank's order; what a stay is for (``stays_of``) is read from the ops between

@@ -11,6 +11,7 @@ from penstock.base.units import count_of
 from penstock.core.graph import Contention
 from penstock.core.schedule import Schedule
 from penstock.core.schedule.families import SEARCHED
+from penstock.core.schedule.lower import add_recompute
 from penstock.planning.planner.limits import (
     NO_EXCESS,
     Excess,
@@ -22,7 +23,7 @@ from penstock.planning.planner.limits import (
 )
 from penstock.planning.planner.pricing import CutSetting
 from penstock.planning.planner.pricing import written as written_summing
-from penstock.planning.planner.setting import StageSizes
+from penstock.planning.planner.setting import StageSizes, Terms
 from penstock.planning.plans.memory_parts import allocated
 from penstock.planning.plans.orders import search_order, written
 from penstock.planning.plans.plan import Plan
@@ -180,11 +181,18 @@ class Candidate(CutSetting):
             setting.versions,
             setting.all_replicas,
             self.schedule,
-            setting.build,
+            self._build,
             cards=places.cards,
             hosts=places.hosts,
             slacks=self._slacks(ranks),
         )
+
+    def _build(self, num_microbatches: int) -> Schedule:
+        setting: Terms = self.setting
+        if not self._shows_all:
+            setting, num_microbatches = setting.folded(num_microbatches)
+        schedule = setting.build(num_microbatches)
+        return add_recompute(schedule, self._run_twice) if self._run_twice else schedule
 
     @property
     def seconds(self) -> float:

@@ -318,7 +318,7 @@ def _drawn(option: PlanOption) -> DrawnOption:
 
 def _timeline(plan: Plan) -> Any:
     """What is drawn of a step; nothing where that would take long."""
-    if plan.placement.num_ops > _MOST_DRAWN:
+    if plan.prediction.left_out or plan.placement.num_ops > _MOST_DRAWN:
         return None
     if plan.prediction.flushes:
         return fold_of(plan, plan.simulate())

@@ -29,7 +29,13 @@ from penstock.planning.planner.orders import (
     swapped,
     unlike_first,
 )
-from penstock.planning.planner.request import PLAIN, Constraints, Options, RecomputeRule
+from penstock.planning.planner.request import (
+    MOST_SIMULATED,
+    PLAIN,
+    Constraints,
+    Options,
+    RecomputeRule,
+)
 from penstock.planning.planner.setting import Setting, Terms
 from penstock.planning.planner.task import Task
 from penstock.planning.plans.lockstep import check_lockstep
@@ -58,6 +64,9 @@ _OTHER_WAYS = frozenset({"seq1f1b", "chimera"})
 
 _QUICKLY_BUILT = 2_000
 """Ranks times microbatches beyond which some orders take seconds to build."""
+_FEW_ENOUGH_TO_HOLD = 10_000
+"""Microbatches beyond which no order is looked at, unasked, that holds all of them at once: no
+memory does."""
 _DAPPLE_LIMIT = 5_000
 """Layers times devices beyond which DAPPLE's search, or several of PipeDream's, take seconds."""
 
@@ -141,6 +150,7 @@ class Offer(Terms):
                 f"a stage has {widest} replicas, but a minibatch only {task.num_microbatches} "
                 "microbatches; each replica needs at least one"
             )
+        self._check_length(task)
         # Of a stream, as many as fill the pipeline.
         flushes = not self.versions.asynchronous
         counts = self.replicas or (1,) * self.num_ranks
@@ -161,13 +171,25 @@ class Offer(Terms):
             )
         return setting
 
+    def _check_length(self, task: Task) -> None:
+        """Raise ``PlanError`` if whole minibatches would be simulated that are too long for it."""
+        size = self.num_ranks * task.num_microbatches
+        by_minibatch = self.versions.asynchronous and self.versions.updates == "minibatch"
+        if by_minibatch and size > MOST_SIMULATED:
+            raise PlanError(
+                f"{self.family} updates once per minibatch without a flush, which is simulated op "
+                f"by op, and {task.num_microbatches:,} microbatches on "
+                f"{count_of(self.num_ranks, 'rank')} are too many; ask for fewer, or for another "
+                "schedule"
+            )
+
     def _schedule(self, task: Task, num_microbatches: int) -> Schedule:
         # The same on all devices.
         terms, count = self.folded(num_microbatches)
         key = terms.family, terms.num_ranks, terms.replicas, count, terms.options
         schedule = task.cache.orders.get(key)
         if schedule is None:
-            schedule = terms.build(count)
+            schedule = terms.shown(count)
             task.cache.keep_order(key, schedule)
         return schedule
 
@@ -221,7 +243,9 @@ def _policies(constraints: Constraints) -> tuple[tuple[str, Policy], ...]:
     return tuple((policy.family, policy) for policy in (Stash(), DoubleBuffer()))
 
 
-def _names(constraints: Constraints, num_ranks: int) -> list[tuple[str, Policy]]:
+def _names(
+    constraints: Constraints, num_ranks: int, num_microbatches: int
+) -> list[tuple[str, Policy]]:
     """The (family, policy) pairs that may run on so many ranks."""
     if constraints.schedule is not None:
         return [(constraints.schedule, _policy(constraints, constraints.schedule))]
@@ -232,7 +256,10 @@ def _names(constraints: Constraints, num_ranks: int) -> list[tuple[str, Policy]]
         return list(never_flushes)
     # On one rank, all schedules do the same.
     names = families.names() if num_ranks > 1 else (PLAIN,)
-    flushes = [(name, Flush()) for name in names if name not in _UNASKED_NEVER]
+    barred = _UNASKED_NEVER
+    if num_microbatches > _FEW_ENOUGH_TO_HOLD:
+        barred = barred | families.HOLD_ALL
+    flushes = [(name, Flush()) for name in names if name not in barred]
     return [*flushes, *never_flushes]
 
 
@@ -245,7 +272,7 @@ def _straight(task: Task, constraints: Constraints) -> Iterator[Offer]:
         large = num_ranks * task.num_microbatches > _QUICKLY_BUILT and constraints.schedule is None
         names = [
             pair
-            for pair in _names(constraints, num_ranks)
+            for pair in _names(constraints, num_ranks, task.num_microbatches)
             if not (large and pair[0] in _BUILT_SLOWLY)
         ]
         for devices in orders(task, num_ranks):
@@ -367,7 +394,7 @@ def _side_by_side(
     """
     names = [
         (family, policy)
-        for family, policy in _names(constraints, num_ranks=2)
+        for family, policy in _names(constraints, 2, task.num_microbatches)
         if family not in families.UNLIKE_REPLICAS and families.has_replicas(family)
     ]
     for counts, devices in shapes:

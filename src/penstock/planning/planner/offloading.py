@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from penstock.base.units import count_of, format_bytes, format_seconds
 from penstock.core.cluster import Tier
 from penstock.core.schedule.memory import Sizes, peaks
-from penstock.planning.planner.request import Constraints
+from penstock.planning.planner.request import MOST_WHOLE, Constraints
 from penstock.planning.planner.spilling import run_twice
 from penstock.planning.planner.task import Task
 from penstock.planning.plans.memory_parts import allocated
@@ -43,11 +43,14 @@ def weighed(plan: Plan, task: Task, constraints: Constraints) -> Plan:
     again = tuple(index for index, stage in enumerate(plan.stages) if stage.recompute != "none")
     if not again or not tiers or plan.versions.asynchronous or plan.num_tensor_ranks > 1:
         return plan
+    too_many = plan.num_microbatches > MOST_WHOLE
+    tiers = () if too_many else tiers
     fitting = [other for tier in tiers for other in _fitting(plan, tier, again, limits)]
     if not fitting:
-        return _with_reason(
-            plan, "activations that wait in a tier instead would take more memory than there is"
-        )
+        why = "would take more memory than there is"
+        if too_many:
+            why = f"are simulated op by op, of {MOST_WHOLE:,} microbatches at most"
+        return _with_reason(plan, f"activations that wait in a tier instead {why}")
     best = min(fitting, key=lambda other: other.step_seconds)
     if best.step_seconds >= plan.step_seconds:
         assert best.offload is not None

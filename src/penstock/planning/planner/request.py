@@ -70,8 +70,12 @@ PROPOSED = {
 """Schedules for a live source if none is asked for, the first that does it on the fewest devices,
 and why."""
 
-_MOST_SIMULATED = 2_000_000
-"""The most ranks times microbatches; candidates with as many take seconds each."""
+MOST_SIMULATED, MOST_WHOLE = 2_000_000, 100_000
+"""The most ranks times microbatches, and microbatches, of schedules that are simulated op by op;
+candidates with as many take seconds each."""
+
+_WHOLE = families.HOLD_ALL | families.SEARCHED | {"pipedream-2bw"}
+"""Families of which that is so: in all others, most microbatches do what those before them did."""
 
 _SAID_ELSEWHERE = {
     "replicas": "give replicas=… (--replicas)",
@@ -455,17 +459,26 @@ class PlanRequest:
             num_ranks: in a straight pipeline through all devices.
         """
         choices = self._all_sizes(graph)
-        most = min(_MOST_SIMULATED // num_ranks, MOST_MICROBATCHES)
+        most, why = self._most_microbatches(num_ranks)
         simulated = [(size, count) for size, count in choices if count <= most]
         if not simulated:
             fewest = min(count for _, count in choices)
             raise InputError(
                 f"{fewest:,} microbatches on {count_of(num_ranks, 'rank')} are too many to plan, "
-                f"since every op is simulated: ranks × microbatches may be {_MOST_SIMULATED:,} at "
-                f"most, and microbatches {MOST_MICROBATCHES:,}; ask for {most:,} microbatches, or "
-                "for a smaller minibatch"
+                f"since {why}; ask for {most:,} microbatches, or for a smaller minibatch"
             )
         return simulated
+
+    def _most_microbatches(self, num_ranks: int) -> tuple[int, str]:
+        """How many a minibatch may have, and why no more."""
+        moves = self.spill == "always" or self.placer == "reinforce"
+        if moves or self.family in _WHOLE:
+            most = min(MOST_SIMULATED // num_ranks, MOST_WHOLE)
+            return most, (
+                "every op of such a schedule is simulated: ranks × microbatches may be "
+                f"{MOST_SIMULATED:,} at most, and microbatches {MOST_WHOLE:,}"
+            )
+        return MOST_MICROBATCHES, "nobody trains with so many"
 
     def _all_sizes(self, graph: LayerGraph) -> list[tuple[int, int]]:
         microbatches, minibatch = self.microbatches, self.minibatch

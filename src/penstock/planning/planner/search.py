@@ -177,7 +177,7 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
             the rate (says which stage is, what is reached, and how many devices would do) or for
             ``within_seconds``.
         InputError: a count below 1, an unknown schedule, or more microbatches than can be simulated
-            (ranks × microbatches above 2,000,000).
+            (above 10,000,000; of schedules that are simulated whole, fewer).
     """
     request = PlanRequest(
         microbatches=microbatches,

@@ -18,6 +18,7 @@ from penstock.core.schedule import Schedule, families
 from penstock.core.schedule.columns import Columns, RankOps
 from penstock.core.schedule.lower import add_recompute
 from penstock.core.schedule.memory import Load, loads, moments, peak_activations
+from penstock.core.schedule.repetition import MANY, abridged
 from penstock.core.versions import Flush, Policy, place_of, weight_copies
 from penstock.planning.partition.chain import Floats, Ints, Table
 from penstock.planning.planner.request import RecomputeRule
@@ -144,6 +145,14 @@ class Terms:
             self.family, num_ranks=self.num_ranks, num_microbatches=num_microbatches, **options
         )
 
+    def shown(self, num_microbatches: int) -> Schedule:
+        """As ``build``; of very many microbatches, so few as show what ranks do and hold, where
+        they do the same again and again for the others."""
+        short, varies = None, families.HOLD_ALL | families.SEARCHED
+        if num_microbatches >= MANY and self.family not in varies:
+            short = abridged(self.build, num_microbatches, 2 * self.num_ranks)
+        return self.build(num_microbatches) if short is None else short
+
 
 @lru_cache(maxsize=64)
 def _blocks(devices: tuple[int, ...], width: int) -> tuple[tuple[int, ...], ...]:
@@ -159,7 +168,8 @@ class Setting(Terms):
     Attributes:
         schedule: of one minibatch; of a stream, as long as shows how much is in flight. Of more
             than two pipelines side by side, the first and the last alone (``folded``); what ranks
-            of a copy hold is then counted as for the first, since no other holds more.
+            of a copy hold is then counted as for the first, since no other holds more. Of very
+            many microbatches, as ``shown`` has it.
         is_final: whether the schedule is the one that runs, and none that holds the place of an
             order still to be searched.
     """
@@ -374,7 +384,7 @@ class Setting(Terms):
             return self.schedule
         kept, key = self._kept("whole"), (self.num_pipelines, num_microbatches)
         if key not in kept:
-            kept[key] = self.build(num_microbatches)
+            kept[key] = self.shown(num_microbatches)
         schedule: Schedule = kept[key]
         return schedule
 

@@ -23,7 +23,7 @@ from penstock.base.units import count_of, format_bytes, format_seconds
 from penstock.core.cluster import Tier
 from penstock.planning.planner.candidate import Candidate
 from penstock.planning.planner.offers import Offer
-from penstock.planning.planner.request import Constraints, Options
+from penstock.planning.planner.request import MOST_WHOLE, Constraints, Options
 from penstock.planning.planner.task import Task
 from penstock.planning.plans.plan import Plan
 from penstock.planning.plans.prediction import Prediction
@@ -156,7 +156,7 @@ def spilled_plan(tasks: Sequence[Task], constraints: Constraints, tiers: Sequenc
     best: Spilled | None = None
     nearest: Spilled | None = None
     for task in tasks:
-        if task.groups is not None:
+        if task.groups is not None or task.num_microbatches > MOST_WHOLE:
             continue
         for tier in tiers:
             for spilled in _promising(task, constraints, tier):
@@ -401,7 +401,10 @@ def _reason(best: Spilled, in_memory_seconds: float) -> str:
 
 def _too_little(nearest: Spilled | None) -> str:
     if nearest is None:
-        return "no plan fits in memory, and none whose stages come and go can be built"
+        return (
+            "no plan fits in memory, and none whose stages come and go can be built, for which a "
+            f"minibatch has {MOST_WHOLE:,} microbatches at most"
+        )
     task = nearest.candidate.task
     sizes, whole = _layer_bytes(task), task.trained_bytes(0, task.num_layers)
     largest = max(range(len(sizes)), key=sizes.__getitem__)

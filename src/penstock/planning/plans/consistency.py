@@ -23,8 +23,8 @@ MOST_THREADS = 4096
 MOST_STAGES = 10_000
 """No model has so many layers."""
 
-MOST_MICROBATCHES = 100_000
-"""Of a minibatch: a training has thousands, and who simulates or draws it looks at every one."""
+MOST_MICROBATCHES = 10_000_000
+"""Of a minibatch: a training has thousands."""
 
 _MOST_NAMES = 8
 """Of layers that an error lists."""

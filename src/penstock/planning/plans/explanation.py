@@ -185,13 +185,13 @@ def _walk(
     count = len(plan.stages)
     forwards, backwards, in_flight = [0] * count, [0] * count, [0] * count
     if not plan.versions.asynchronous:
-        schedule = plan.build_schedule()
+        schedule = plan.placement
         for ops in schedule.ranks:
             in_flight = list(map(max, in_flight, map(partial(_most_in_flight, ops), range(count))))
         ranks = [schedule.ranks_of(stage) for stage in range(count)]
         # Its weights are those after the first minibatch's update.
         return ranks, [1] * count, [1] * count, in_flight
-    timeline = plan.simulate(1 + ceil((example + 1) / plan.num_microbatches))
+    timeline = plan.prediction.stream_behind(example + 1)
     for row in timeline.rows:
         in_flight = list(map(max, in_flight, map(partial(_most_in_flight, row.ops), range(count))))
         for op, version in zip(row.ops, row.versions or (), strict=True):

@@ -296,8 +296,11 @@ class DrawnPlan(NamedTuple):
 
 
 def drawn(plan: Plan) -> DrawnPlan:
-    """Of a schedule that flushes, one step. What never flushes is seen in its steady state, with
+    """Of a schedule that flushes, one step, or where it has very many microbatches, some of its
+    middle. What never flushes is seen in its steady state, with
     the versions that its ops read, since its beginning looks like any other schedule's."""
+    if plan.prediction.left_out:
+        return DrawnPlan(picture_of(plan), plan.marked(plan.prediction.shown), versions=False)
     if plan.prediction.flushes:
         return DrawnPlan(picture_of(plan), plan.simulate(), versions=False)
     return DrawnPlan(picture_of(plan), steady(plan), versions=True)

@@ -19,6 +19,7 @@ from penstock.core.graph import LayerGraph
 from penstock.core.schedule import Schedule, families
 from penstock.core.schedule.check import check
 from penstock.core.schedule.lower import add_recompute, first_microbatches
+from penstock.core.schedule.repetition import MANY, abridged
 from penstock.core.schedule.rounds import filling
 from penstock.core.timing.costs import Costs
 from penstock.core.timing.simulator.step import two_pipelines
@@ -290,8 +291,19 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
     @cached_property
     def placement(self) -> Schedule:
         """A schedule of this plan in which every rank has something to do, checked: of one
-        minibatch where the pipeline drains, of a stream as long as fills it where it never does."""
-        return self._build(self._placed_microbatches)
+        minibatch where the pipeline drains, of a stream as long as fills it where it never does.
+        Of thousands of microbatches it has only so many as show what ranks do and hold, where they
+        do the same again and again for the others; ``build_schedule`` makes it whole."""
+        whole, short = self._placed_microbatches, None
+        if self._has_middle and whole >= MANY:
+            short = abridged(self._build, whole, 2 * self.num_ranks)
+        return self._build(whole) if short is None else short
+
+    @property
+    def _has_middle(self) -> bool:
+        """Whether ranks do the same again and again for most of many microbatches."""
+        varies = self.order or self.spill is not None or self.offload is not None
+        return not varies and self.schedule not in families.HOLD_ALL
 
     @property
     def _sample(self) -> Schedule:
@@ -302,7 +314,8 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
         # What is small is built once and kept; it will be asked for again.
         if self.order or whole <= few or whole * self.num_ranks < _LARGE:
             return self.placement
-        families.check_size(self.schedule, self.num_ranks, whole, self.options)
+        if not self._has_middle:
+            families.check_size(self.schedule, self.num_ranks, whole, self.options)
         return self._build(few)
 
     @property
@@ -381,7 +394,7 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
     def build_schedule(self, num_microbatches: int | None = None) -> Schedule:
         """The checked schedule, for this or another number of microbatches."""
         count = self.num_microbatches if num_microbatches is None else num_microbatches
-        return self.placement if count == self._placed_microbatches else self._build(count)
+        return self.placement if count == self.placement.num_microbatches else self._build(count)
 
     def _build(self, count: int) -> Schedule:
         schedule = self._compute_only(count)

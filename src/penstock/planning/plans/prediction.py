@@ -14,11 +14,19 @@ import numpy as np
 
 from penstock.core.schedule import Schedule
 from penstock.core.schedule.lower import add_update, add_updates
+from penstock.core.schedule.repetition import Repetition, repetitions_of, shortened, with_turns
 from penstock.core.schedule.rounds import Rounds, filling
 from penstock.core.timing.costs import Costs
 from penstock.core.timing.simulator import rows_of, simulate
 from penstock.core.timing.simulator.beside import Served
-from penstock.core.timing.simulator.step import StepTimes, step_in, step_of, two_pipelines
+from penstock.core.timing.simulator.leaps import rhythm_of
+from penstock.core.timing.simulator.step import (
+    StepTimes,
+    step_in,
+    step_in_timeline,
+    step_of,
+    two_pipelines,
+)
 from penstock.core.timing.spans import slowest_beat
 from penstock.core.timing.timeline import Timeline
 from penstock.core.versions import Policy, place_of, rounds_of, versions_read
@@ -104,6 +112,12 @@ def _shown_size(versions: Policy, num_microbatches: int) -> int:
 _SHOWN_TICKS = 8
 """Of a live stream's steady state, in pictures."""
 
+_FILLINGS = 8
+"""So many times the stages are microbatches that show a middle, with a beginning and an end."""
+
+_MOST_TURNS = 10_000
+"""Of an abridged schedule, until all that ranks share has its rhythm."""
+
 
 class Latency(NamedTuple):
     """How long a frame takes from the first stage to its output.
@@ -119,6 +133,15 @@ class Latency(NamedTuple):
     saturated: float
 
 
+def _simulated(
+    schedule: Schedule, costs: Costs
+) -> tuple[tuple[Repetition, ...], Timeline, StepTimes]:
+    """What a schedule repeats once it has updates, its timeline and its step."""
+    updating = add_update(schedule)
+    timeline = simulate(updating, costs)
+    return repetitions_of(updating.columns), timeline, step_in_timeline(updating, timeline)
+
+
 @dataclass(frozen=True)
 class Prediction:
     """Everything that follows from stages and the order of their ops. Each part is worked out when
@@ -131,7 +154,8 @@ class Prediction:
         replicas: how many ranks hold each stage.
         placement: a schedule in which every rank has something to do: of one minibatch where the
             pipeline drains, of a stream as long as fills it where it never does. Of pipelines side
-            by side it may have two alone (``two_pipelines``).
+            by side it may have two alone (``two_pipelines``), and it is abridged where there are
+            very many microbatches.
         build: makes the schedule of another number of microbatches.
         spill: where stages are while they are not in memory, if they leave it.
         offload: where activations are meanwhile, if any leave; the placement says which.
@@ -158,6 +182,14 @@ class Prediction:
         """Whether the pipeline drains at the end of each minibatch."""
         return not self.versions.asynchronous
 
+    @property
+    def left_out(self) -> int:
+        """How many microbatches of a minibatch the placement leaves out of its middle."""
+        count, width = self.num_microbatches, max(self.replicas)
+        if max(self.placement.copies.values()) < width:  # it has the first and the last alone
+            count = ceil(count / width) + count // width
+        return max(count - self.placement.num_microbatches, 0) if self.flushes else 0
+
     @cached_property
     def costs(self) -> Costs:
         """The duration of each op, stage by stage."""
@@ -175,19 +207,28 @@ class Prediction:
         if self.spill is not None:
             return simulate(with_residence(self.placement, self.spill), self.costs)
         if self.flushes:
-            return self.served.shown_in(simulate(add_update(self.placement), self.costs))
+            whole = self.build(self.num_microbatches) if self.left_out else self.placement
+            return self.served.shown_in(simulate(add_update(whole), self.costs))
         if self.is_live:
             frames = _SHOWN_TICKS + 4 * len(self.stages)
             return self.stream(ceil(frames / self.num_microbatches))
-        return self.stream(ceil(3 * self.placement.num_ranks / self.num_microbatches) + 1)
+        return self.stream_behind(3 * self.placement.num_ranks)
 
     def stream(self, num_minibatches: int) -> Timeline:
         """A stream of minibatches without a flush, from its beginning to its end, with the versions
         that passes read; of a live stream, with frames that come as fast as they are taken. It is
         not kept, since it may be long."""
-        stream, rounds = stream_of(
-            self.build, self.versions, num_minibatches, self.num_microbatches, self.replicas
-        )
+        return self._stream(num_minibatches, self.num_microbatches)
+
+    def stream_behind(self, num_microbatches: int) -> Timeline:
+        """As ``stream``, to the end of a minibatch behind so many microbatches; where minibatches
+        have thousands, and each microbatch is an update, of a thousand."""
+        size = _shown_size(self.versions, self.num_microbatches)
+        return self._stream(ceil(num_microbatches / size) + 1, size)
+
+    def _stream(self, num_minibatches: int, size: int) -> Timeline:
+        build, versions = self.build, self.versions
+        stream, rounds = stream_of(build, versions, num_minibatches, size, self.replicas)
         read = versions_read(stream, self.versions, rounds)
         paced = self.is_live and self.step_seconds
         arrivals = self.frames_per_second if paced else None
@@ -202,8 +243,21 @@ class Prediction:
     @property
     def shown(self) -> Timeline:
         """The part of ``timeline`` that is shown: of a live stream a few ticks in the middle, since
-        its beginning and its end are not what it looks like while it goes on."""
+        its beginning and its end are not what it looks like while it goes on; of very many
+        microbatches, as many in the middle as there are ranks."""
+        if self.left_out:
+            return self._middle
         return self.timeline.steady(self.num_shown) if self.is_live else self.timeline
+
+    @property
+    def _middle(self) -> Timeline:
+        from penstock.drawing.timeline.excerpt import steady_part  # a plan that runs is not drawn
+
+        turns = repetitions_of(self.placement.columns)
+        fills = ceil(_FILLINGS * len(self.stages) / turns[0].microbatches)
+        longer = with_turns(self.placement, turns, fills)
+        shown = max(turns[0].microbatches, self.placement.num_ranks)
+        return steady_part(simulate(add_update(longer), self.costs), shown)
 
     @cached_property
     def step_seconds(self) -> float:
@@ -220,7 +274,14 @@ class Prediction:
         to it than through that."""
         if self.spill is not None or self.offload is not None or not self.flushes:
             return None
-        return step_of(self.placement, self.costs) or self._step_of_two()
+        step = step_of(self.placement, self.costs, self.left_out)
+        if step is not None:
+            return step
+        schedule, left_out = self.placement, self.left_out
+        if not left_out:
+            schedule, left_out = shortened(schedule)
+        step = self._long_step(schedule, left_out) if left_out else None
+        return self._step_of_two() if step is None and not self.left_out else step
 
     def _step_of_two(self) -> StepTimes | None:
         alone = two_pipelines(self.placement, self.costs)
@@ -232,6 +293,22 @@ class Prediction:
             np.concatenate([getattr(row, name) for row in rows]) for name in ("starts", "ends")
         )
         return step_in(schedule, start, end)
+
+    def _long_step(self, schedule: Schedule, left_out: int) -> StepTimes | None:
+        """The step of a schedule that leaves something out, with so many more turns that the last
+        ones are alike; ``None`` if they still are not where there are many."""
+        repetitions, more = repetitions_of(schedule.columns), 0
+        num_turns = left_out // repetitions[0].microbatches
+        while len(repetitions) == 1 and more <= min(num_turns, _MOST_TURNS):
+            longer = with_turns(schedule, repetitions, more)
+            folded = two_pipelines(longer, self.costs) or (longer, self.costs)
+            turns, timeline, step = _simulated(*folded)
+            rhythm = rhythm_of(turns[0], timeline)
+            times, rest = divmod(num_turns - more, rhythm.turns) if rhythm else (0, 0)
+            if rhythm and not rest:
+                return step.later(times * rhythm.seconds)
+            more = more + rest if rest else 2 * more + repetitions[0].turns
+        return None
 
     @property
     def frames_per_second(self) -> float:

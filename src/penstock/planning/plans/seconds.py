@@ -160,7 +160,11 @@ def _microbatches(plan: Plan, rank: int, stage: int) -> dict[Kind, float]:
     whole = float(columns.num_slices)
     if plan.versions.asynchronous:  # of a stream, only what belongs to a minibatch
         whole = int(counts[CODES[Kind.FORWARD]]) * schedule.copies[stage] / plan.num_microbatches
-    return {kind: float(counts[CODES[kind]]) / whole for kind in _PASSES}
+    others = plan.prediction.left_out / schedule.copies[stage]
+    return {
+        kind: float(counts[CODES[kind]]) / whole + (others if counts[CODES[kind]] else 0.0)
+        for kind in _PASSES
+    }
 
 
 def _with_stages(prediction: Prediction, **changes: object) -> Prediction:

@@ -271,7 +271,9 @@ def _cells(prediction: Prediction) -> Iterator[dict[str, str]]:
 
 def _outcome(prediction: Prediction, one_device_seconds: float) -> str:
     pace = f" a {'frame' if _by_frame(prediction) else 'minibatch'} in the steady state"
-    if prediction.flushes:
+    if prediction.left_out:
+        pace = f" a step, bubble {prediction.bubble:.1%}"
+    elif prediction.flushes:
         timeline = prediction.timeline
         pace = f" a step, bubble {timeline.bubble:.1%}, stage bubble {timeline.stage_bubble:.1%}"
     return (

@@ -232,7 +232,7 @@ def visits_of(plan: Plan) -> tuple[StageVisit, ...]:
     check_fleet_plan(plan)
     prediction = plan.prediction
     if plan.spill is None:
-        lowered = add_update(prediction.placement)
+        lowered = add_update(plan.build_schedule())
     else:
         lowered = with_residence(prediction.placement, plan.spill)
     (ops,) = lowered.ranks

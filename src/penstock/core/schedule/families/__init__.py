@@ -111,6 +111,10 @@ UNLIKE_REPLICAS = ("1f1b", "gpipe", "pipedream", "pipedream-2bw")
 """Families whose stages may have unlike numbers of replicas: each rank has one stage. In all others
 that drain, pipelines stand side by side."""
 
+HOLD_ALL = frozenset({"gpipe", "breadth-first", "spilled"})
+"""Families whose ranks may hold all microbatches of a minibatch at once: these have no middle in
+which forwards and backwards take turns."""
+
 LARGEST = 100_000_000
 """The most ranks times microbatches, times the parts that an option makes of each."""
 

@@ -68,11 +68,16 @@ class LinkUse(NamedTuple):
 
 
 class _LinksInTurn:
-    """When results leave, one after the other."""
+    """When results leave, one after the other.
 
-    def __init__(self, link_use: LinkUse) -> None:
+    Args:
+        link_use: which links they go over.
+        free: from when on each of these is.
+    """
+
+    def __init__(self, link_use: LinkUse, free: list[float]) -> None:
         self._links, self._busy = link_use.links.tolist(), link_use.busy.tolist()
-        self._free = [0.0] * link_use.num_links
+        self._free = free
 
     def leaves(self, op: int, end: float) -> float:
         """When the result of an op leaves that has ended."""
@@ -92,6 +97,24 @@ class Times(NamedTuple):
     sent: Floats
 
 
+class Progress(NamedTuple):
+    """How far ranks have come.
+
+    Attributes:
+        position: of each, the number of its next op.
+        free: of each, when it was done with the op before that.
+        end, sent: of each op that is done, when it ended and when its result left; of all others
+            infinite. Behind them, what ``Needs`` has for nothing, and for what is absent.
+        links: from when on each link is free; none where results leave when they are there.
+    """
+
+    position: list[int]
+    free: list[float]
+    end: array[float]
+    sent: array[float]
+    links: list[float]
+
+
 def go_through(
     schedule: Schedule,
     needs: Needs,
@@ -101,6 +124,7 @@ def go_through(
     *,
     begins: Sequence[float] | None = None,
     link_use: LinkUse | None = None,
+    progress: Progress | None = None,
 ) -> Times:
     """When each op starts and ends if each rank goes on until it waits, and goes on again when what
     it waits for is there.
@@ -112,26 +136,24 @@ def go_through(
         sources: the same, of those that wait for several.
         begins: when each rank does; 0 by default.
         link_use: what results have to wait for on their way; by default nothing.
+        progress: where ranks are; by default at their beginning.
 
     Raises:
         ScheduleError: the schedule deadlocks, or an op needs one that is not there.
     """
-    columns = schedule.columns
-    first = columns.first.tolist()
+    columns, count = schedule.columns, schedule.num_ops
     # Single numbers come from an array of the standard library at half the time.
     single, duration, delay = needs.quick_single, _quick(durations), _quick(delays)
-    start, end = array("d", bytes(8 * columns.count)), array("d", [inf]) * (columns.count + 2)
-    end[needs.nothing] = -inf
-    # Without links, a result leaves when it is there.
-    sent, links = (end, None) if link_use is None else (array("d", end), _LinksInTurn(link_use))
-    free = [0.0] * columns.num_ranks if begins is None else list(begins)
-    position, several = first[:-1], _Several(sources)
-    runnable = list(reversed(range(columns.num_ranks)))
+    progress = _beginning(columns, needs, begins, link_use) if progress is None else progress
+    position, free, end, sent, link_free = progress
+    links = None if link_use is None else _LinksInTurn(link_use, link_free)
+    start, several = array("d", bytes(8 * count)), _Several(sources)
+    limit, runnable = columns.first[1:].tolist(), list(reversed(range(columns.num_ranks)))
     waiting: dict[int, list[int]] = {}
     while runnable:
         rank = runnable.pop()
         now = free[rank]
-        for op in range(position[rank], first[rank + 1]):
+        for op in range(position[rank], limit[rank]):
             needed = single[op]
             arrival = sent[needed] + delay[op]
             if op in sources:
@@ -150,8 +172,19 @@ def go_through(
     if waiting:
         stuck = sorted(rank for ranks in waiting.values() for rank in ranks)
         raise deadlock(schedule, np.array([position[rank] for rank in stuck]), needs)
-    count = columns.count
     return Times(np.frombuffer(start), np.frombuffer(end)[:count], np.frombuffer(sent)[:count])
+
+
+def _beginning(
+    columns: Columns, needs: Needs, begins: Sequence[float] | None, link_use: LinkUse | None
+) -> Progress:
+    free = [0.0] * columns.num_ranks if begins is None else list(begins)
+    end = array("d", [inf]) * (columns.count + 2)
+    end[needs.nothing] = -inf
+    # Without links, a result leaves when it is there.
+    sent = end if link_use is None else array("d", end)
+    links = [0.0] * (0 if link_use is None else link_use.num_links)
+    return Progress(columns.first[:-1].tolist(), free, end, sent, links)
 
 
 class _Several:

@@ -20,8 +20,10 @@ from penstock.core.schedule.columns import Columns
 from penstock.core.schedule.lower import add_update
 from penstock.core.schedule.needs import needs_of
 from penstock.core.schedule.op import COMPUTE, RELEASING, Kind, Op
+from penstock.core.schedule.repetition import repetitions_of, shortened
 from penstock.core.schedule.schedule import Schedule
 from penstock.core.timing.costs import Costs, flow_shop
+from penstock.core.timing.simulator.leaps import Passage, times_with
 from penstock.core.timing.simulator.network import CrossingResults
 from penstock.core.timing.simulator.passage import (
     Delays,
@@ -29,9 +31,9 @@ from penstock.core.timing.simulator.passage import (
     LinkUse,
     Times,
     durations_of,
-    go_through,
     in_waves,
 )
+from penstock.core.timing.timeline import Timeline
 
 
 class StepTimes(NamedTuple):
@@ -47,9 +49,19 @@ class StepTimes(NamedTuple):
     handed_in: tuple[float, ...]
     updated: tuple[float, ...]
 
+    def later(self, seconds: float) -> StepTimes:
+        """A step that ends so much later."""
+        handed_in, updated = (tuple(time + seconds for time in times) for times in self[1:])
+        return StepTimes(self.seconds + seconds, handed_in, updated)
 
-def passed(schedule: Schedule, costs: Costs) -> Times:
+
+def passed(schedule: Schedule, costs: Costs, left_out: int = 0) -> Times:
     """When each op starts and ends where ranks wait for each other and for links alone.
+
+    Args:
+        schedule, costs: of the ranks.
+        left_out: microbatches that the schedule leaves out of its middle (``repetition.abridged``).
+            The times are then those behind the middle.
 
     Raises:
         ScheduleError: the schedule deadlocks.
@@ -62,32 +74,39 @@ def passed(schedule: Schedule, costs: Costs) -> Times:
         messages = CrossingResults.of(columns)
         busy = messages.occupied(columns, costs)
         link_use = LinkUse(messages.links, busy, messages.num_links)
-    times = None
+    times, sources = None, delays.of_several(needs.several)
+    passage = Passage(schedule, needs, duration, delay, sources, link_use)
     if needs.suit_waves(columns.num_ranks):
         times = in_waves(columns, needs, duration, delay, link_use)
-    if times is None:
-        sources = delays.of_several(needs.several)
-        times = go_through(schedule, needs, duration, delay, sources, link_use=link_use)
+    times = passage.times() if times is None else times
+    repetitions = repetitions_of(columns) if left_out else ()
+    assert repetitions or not left_out, "what is left out is more of the same"
+    for repetition in repetitions:
+        more, rest = divmod(left_out, repetition.microbatches)
+        assert not rest, "whole turns are left out"
+        times = times_with(passage, times, repetition, more)
     return times
 
 
-def step_of(schedule: Schedule, costs: Costs) -> StepTimes | None:
+def step_of(schedule: Schedule, costs: Costs, left_out: int = 0) -> StepTimes | None:
     """The step of a minibatch after which all stages update; ``None`` where that takes a whole
     simulation: where ranks have cards, or several stages with copies whose sums take parts.
 
     Args:
         schedule: compute only, perhaps with recomputes; of one minibatch.
         costs: of its stages.
+        left_out: as for ``passed``.
     """
-    columns = schedule.columns
-    if costs.cards or columns.kinds - COMPUTE - {Kind.RECOMPUTE}:
+    if costs.cards or schedule.kinds - COMPUTE - {Kind.RECOMPUTE}:
         return None
+    if not left_out:
+        schedule, left_out = shortened(schedule)
     if any(len(stages) > 1 for stages in schedule.stages_of):
         alone, own_costs = two_pipelines(schedule, costs) or (schedule, costs)
-        return _step_of_several(add_update(alone), own_costs)
+        return _step_of_several(add_update(alone), own_costs, left_out)
     folded = _folded(schedule)
-    times, made = passed(folded, costs), _last_gradients(folded.columns)
-    copies, handed_in, updated = columns.copies, [], []
+    times, made = passed(folded, costs, left_out), _last_gradients(folded.columns)
+    copies, handed_in, updated = schedule.copies, [], []
     finished = float(times.end.max(initial=0.0))
     for stage, numbers in enumerate(made):
         there = float(times.end[numbers].max())
@@ -100,11 +119,11 @@ def step_of(schedule: Schedule, costs: Costs) -> StepTimes | None:
     return StepTimes(finished, tuple(handed_in), tuple(updated))
 
 
-def _step_of_several(schedule: Schedule, costs: Costs) -> StepTimes | None:
+def _step_of_several(schedule: Schedule, costs: Costs, left_out: int) -> StepTimes | None:
     """The step of ranks with several stages, whose updates stand among their ops."""
     if costs.has_exchanges and Kind.REDUCE in schedule.kinds:
         return None
-    times = passed(schedule, costs)
+    times = passed(schedule, costs, left_out)
     return step_in(schedule, times.start, times.end)
 
 
@@ -117,6 +136,14 @@ def step_in(schedule: Schedule, start: Floats, end: Floats) -> StepTimes:
     np.maximum.at(updated, columns.stage[updates], start[updates])
     seconds = float(end.max(initial=0.0))
     return StepTimes(seconds, tuple(handed_in.tolist()), tuple(updated.tolist()))
+
+
+def step_in_timeline(schedule: Schedule, timeline: Timeline) -> StepTimes:
+    """The step of a schedule with updates from its timeline."""
+    start, end = (
+        np.concatenate([getattr(row, name) for row in timeline.rows]) for name in ("starts", "ends")
+    )
+    return step_in(schedule, start, end)
 
 
 def _folded(schedule: Schedule) -> Schedule:
