@@ -22,7 +22,7 @@ import penstock as pk
 from penstock.base.errors import DeadlineError, InputError, RunError, StageError
 from penstock.engine.run.drive import threads
 from penstock.trial.reference.single_device import SingleDevice
-from tests.kit.examples import TIMES
+from tests.kit.examples import TIMES, crossed
 from tests.kit.helpers import (
     MLP_LAYERS,
     make_batch,
@@ -264,8 +264,7 @@ def test_whatever_user_code_raises_ends_the_step_soon_with_its_cause(
 STALLS = {"forward": 1, "backward": 3, "loss": 2, "optimizer": 1}
 
 
-@pytest.mark.parametrize("kind", STALLS)
-@pytest.mark.parametrize("layer", [0, 3])
+@pytest.mark.parametrize(("kind", "layer"), crossed(STALLS, [0, 3]))
 def test_a_rank_that_stalls_is_named_even_if_only_the_end_of_the_step_waits_for_it(
     kind, layer, monkeypatch
 ):

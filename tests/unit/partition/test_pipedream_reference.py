@@ -13,8 +13,15 @@ from tests.kit.examples import in_turns
 from tests.kit.paths import PIPEDREAM
 
 ROWS = json.loads((PIPEDREAM / "reference.json").read_text())
-NAMES = [f"{row['model']}-{row['cluster']}" for row in ROWS]
 RELEASED = cost_model("pipedream-released")
+
+
+def name_of(row: dict) -> str:
+    return f"{row['model']}-{row['cluster']}"
+
+
+# Every other one: all models, and all clusters.
+SOME = pytest.mark.parametrize("row", in_turns(zip(ROWS, strict=True), 2), ids=name_of)
 
 
 @cache
@@ -42,7 +49,7 @@ def searched(row: dict, model=RELEASED, **options) -> Partition:
     return best_partition(graph_of(row["model"]), cluster_of(row), model, **options)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=NAMES)
+@SOME
 def test_all_cuts_of_the_graph_beat_every_entry(row):
     found = searched(row, order="any")
     never_worse(row, found, "shipped", "fixed_cut_bytes", "best_known", "flat_all_links_slow")
@@ -51,21 +58,19 @@ def test_all_cuts_of_the_graph_beat_every_entry(row):
     assert found.bottleneck_seconds == seconds
 
 
-@pytest.mark.parametrize("row", ROWS, ids=NAMES)
+@SOME
 def test_cuts_of_the_execution_order_beat_the_linear_and_flat_entries(row):
     never_worse(row, searched(row), "linear_order", "flat_all_links_slow")
 
 
-@pytest.mark.parametrize("row", ROWS, ids=NAMES)
+@pytest.mark.parametrize("row", ROWS, ids=name_of)
 def test_straight_pipelines_are_straight_and_no_worse(row):
     found = searched(row, straight=True, order="any")
     assert set(found.replicas) == {1}
     never_worse(row, found, "straight")
 
 
-@pytest.mark.parametrize(
-    "row", in_turns(zip(ROWS, strict=True), 2), ids=lambda row: f"{row['model']}-{row['cluster']}"
-)
+@SOME
 def test_the_papers_formulas_and_a_ring_beat_their_entries(row):
     never_worse(row, searched(row, cost_model("pipedream-paper"), order="any"), "paper_cost_model")
     never_worse(row, searched(row, cost_model("ring"), order="any"), "ring_cost_model")
