@@ -148,7 +148,7 @@ class PartsOfCluster:
         chosen = winner if winner in final else min(final, key=lambda c: c.seconds)
         assert chosen is not None
         skipped = len(race.skipped)
-        return Judged(chosen, race.contenders, tasks, constraints, skipped, end=race.end)
+        return Judged(chosen, race.contenders, tasks, constraints, skipped, race.bound, race.end)
 
 
 def sought(
