@@ -71,7 +71,7 @@ def test_forward_and_backward_are_those_of_plain_autograd(name, last, knows_laye
         assert torch.equal(mine.grad, other.grad)
 
 
-@pytest.mark.parametrize("given", [torch.randn(4, 6), torch.randn(6, 4).t(), torch.randn(2, 4, 6)])
+@pytest.mark.parametrize("given", [torch.randn(4, 6), torch.randn(4, 2, 6).transpose(0, 1)])
 def test_a_gradient_has_the_strides_that_its_layer_gives_it(given):
     layer = nn.Linear(6, 6)
     plain = given.detach().requires_grad_()
