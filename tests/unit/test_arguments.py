@@ -23,6 +23,7 @@ WORDS = [
     (lambda: pk.Pipeline(None, None, criterion=None), "loss=…"),
     (lambda: pk.Pipeline(None, None, lr=0.1), "optimizer=lambda parameters: .*lr="),
     (lambda: pk.Pipeline(None, None, optimizer_kwargs={}), "optimizer=lambda parameters"),
+    (lambda: pk.Pipeline(None, None, mp_policy=None), "pk.optimizers.master_weights"),
     (lambda: pk.Pipeline(None, None, microbatches=4), r"the plan says it: pk\.plan"),
     (lambda: pk.Pipeline(None), r"lacks plan; call it as Pipeline\(model, plan, …\)"),
     (lambda: pk.profile(nn.Linear(2, 2), torch.ones(2, 2), device="cpu"), r"pk\.estimate"),

@@ -63,6 +63,11 @@ class MemoryCounter:
 
     def __init__(self, stages: Mapping[int, RunnableStage]) -> None:
         self._stages = stages
+        for stage in stages.values():
+            if isinstance(stage, Stage) and stage.sharded is not None:
+                stage.sharded.waits_for_all = (
+                    True  # what comes later would be taken for activations
+                )
         self._meter = ActivationMeter(
             tensor for stage in stages.values() for tensor in _held_all_the_time(stage)
         )

@@ -340,9 +340,15 @@ class ShardedLayers:
             that a layer's gathered parameters may be freed behind each use; of others, and if it is
             ``None``, they stay until the minibatch ends.
 
+    Attributes:
+        waits_for_all: whether a minibatch begins when all weights that stay for it are here, for
+            whoever must know where they lie, and not while they come.
+
     Raises:
         ModelError: a layer cannot be sharded.
     """
+
+    waits_for_all = False
 
     def __init__(
         self, layers: Sequence[NamedLayer], copies: Copies, *, frees_with: int | None
@@ -392,6 +398,9 @@ class ShardedLayers:
                 unit.free_after_use(frees)
             if not frees:
                 unit.sharded.unshard(async_op=True)  # it is waited for where the layer computes
+        if self.waits_for_all and not frees:
+            for unit in self._units:
+                unit.sharded.unshard()
         if frees != self._frees:
             around = [None, *self._units, None] if frees else [None] * (len(self._units) + 2)
             for unit, before, after in zip(self._units, around, around[2:], strict=False):
