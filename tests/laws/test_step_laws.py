@@ -32,10 +32,13 @@ def replicated(draw):
         else:
             counts = tuple(draw(st.integers(1, 3)) for _ in range(num_stages))
         options = {"replicas": counts}
-    num_microbatches = draw(st.integers(max(counts), 12))
+    num_microbatches, num_ranks = draw(st.integers(max(counts), 12)), sum(counts)
+    if family in ("interleaved-1f1b", "zb-v") and draw(st.booleans()):
+        width = draw(st.integers(2, 3))
+        options, num_ranks = {"replicas": (width,) * 2 * num_stages}, width * num_stages
     try:
         schedule = schedules.build(
-            family, num_ranks=sum(counts), num_microbatches=num_microbatches, **options
+            family, num_ranks=num_ranks, num_microbatches=num_microbatches, **options
         )
     except InputError:
         assume(False)

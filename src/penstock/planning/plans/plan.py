@@ -22,7 +22,6 @@ from penstock.core.schedule.lower import add_recompute, first_microbatches
 from penstock.core.schedule.repetition import MANY, abridged
 from penstock.core.schedule.rounds import filling
 from penstock.core.timing.costs import Costs
-from penstock.core.timing.simulator.step import two_pipelines
 from penstock.core.timing.timeline import Timeline
 from penstock.core.versions import (
     USUAL,
@@ -403,9 +402,7 @@ class Plan(Draft, frozen=True, kw_only=True, dict=True, metaclass=_Completing):
             schedule = add_recompute(schedule, again)
         if self.offload is not None:
             schedule = with_offload(schedule, self.offload)
-        # Of pipelines side by side, which a family makes alike, two are enough to look at.
-        alone = None if self.order else two_pipelines(schedule, Costs())
-        check(schedule if alone is None else alone[0])
+        check(schedule)
         return schedule
 
     def _compute_only(self, count: int) -> Schedule:

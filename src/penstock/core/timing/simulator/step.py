@@ -102,8 +102,10 @@ def step_of(schedule: Schedule, costs: Costs, left_out: int = 0) -> StepTimes | 
     if not left_out:
         schedule, left_out = shortened(schedule)
     if any(len(stages) > 1 for stages in schedule.stages_of):
-        alone, own_costs = two_pipelines(schedule, costs) or (schedule, costs)
-        return _step_of_several(add_update(alone), own_costs, left_out)
+        alone = two_pipelines(schedule, costs)
+        if alone is None:
+            return _step_of_several(add_update(schedule), costs, left_out)
+        return _step_of(*alone, left_out)
     folded = _folded(schedule)
     times, made = passed(folded, costs, left_out), _last_gradients(folded.columns)
     copies, handed_in, updated = schedule.copies, [], []
@@ -117,6 +119,56 @@ def step_of(schedule: Schedule, costs: Costs, left_out: int = 0) -> StepTimes | 
         # Ranks that have made their last gradient do nothing else.
         finished = max(finished, there + costs.duration(Op(stage, Kind.UPDATE, 0)))
     return StepTimes(finished, tuple(handed_in), tuple(updated))
+
+
+def _step_of(schedule: Schedule, costs: Costs, left_out: int) -> StepTimes:
+    """The step of ranks that may have several stages, all of which have copies: their updates come
+    behind all else on each rank, and sums pass one after another what the copies share."""
+    times, made = passed(schedule, costs, left_out), _last_gradients(schedule.columns)
+    updating = add_update(schedule).columns
+    updates = np.flatnonzero(updating.are_of({Kind.UPDATE}))
+    pairs = list(
+        zip(updating.rank[updates].tolist(), updating.stage[updates].tolist(), strict=True)
+    )
+    handed_in = [float(times.end[numbers].max()) for numbers in made]
+    there = _sums_there(schedule, costs, times, list(dict.fromkeys(stage for _, stage in pairs)))
+    last_ops = (schedule.columns.first[1:] - 1).tolist()
+    free = [float(times.end[number]) for number in last_ops]
+    updated = [0.0] * schedule.num_stages
+    for rank, stage in pairs:
+        begins = max(free[rank], there[stage])
+        updated[stage] = max(updated[stage], begins)
+        free[rank] = begins + costs.duration(Op(stage, Kind.UPDATE, 0))
+    return StepTimes(max(free), tuple(handed_in), tuple(updated))
+
+
+def _sums_there(
+    schedule: Schedule, costs: Costs, times: Times, stages: Sequence[int]
+) -> dict[int, float]:
+    """When the sum of each stage's copies is there.
+
+    Args:
+        stages: in the order in which parts go that are ready at the same moment.
+    """
+    made, there = _last_gradients(schedule.columns), dict[int, float]()
+    waiting: list[tuple[float, int, int]] = []
+    for place, stage in enumerate(stages):
+        exchange, numbers = costs.exchange(stage), made[stage]
+        ends, update = times.end[numbers], Op(stage, Kind.UPDATE, 0)
+        there[stage] = float(ends.max()) + costs.delay(update, update)
+        if exchange is not None:
+            parts = [*exchange.made(times.start[numbers], ends), ends]
+            waiting += [(float(own.max()), place, part) for part, own in enumerate(parts)]
+    free: dict[tuple[int, int], float] = {}
+    for time, place, _ in sorted(waiting):
+        stage, now = stages[place], time
+        exchange, first = costs.exchange(stage), schedule.ranks_of(stage)[0]
+        assert exchange is not None, "nothing else waits"
+        for thing, seconds in enumerate(exchange.seconds):
+            now = max(now, free.get((thing, first), 0.0)) + seconds
+            free[thing, first] = now
+        there[stage] = now + exchange.once
+    return there
 
 
 def _step_of_several(schedule: Schedule, costs: Costs, left_out: int) -> StepTimes | None:
@@ -237,9 +289,10 @@ def _last_gradients(columns: Columns) -> list[list[int]]:
     """For each stage, the numbers of the ops with which its ranks make their last gradients."""
     made: list[list[int]] = [[] for _ in range(columns.num_stages)]
     for begin, end in pairwise(columns.first.tolist()):
-        done = np.flatnonzero(columns.are_of(RELEASING, slice(begin, end)))
-        number = begin + int(done[-1])
-        made[int(columns.stage[number])].append(number)
+        done = begin + np.flatnonzero(columns.are_of(RELEASING, slice(begin, end)))
+        last = dict(zip(columns.stage[done].tolist(), done.tolist(), strict=True))
+        for stage, number in last.items():
+            made[stage].append(number)
     return made
 
 
