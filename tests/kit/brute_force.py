@@ -156,8 +156,8 @@ def _has_room(task: Task, setting: Setting, memory: MemoryLimits, cuts: tuple[in
         for stage, bounds in enumerate(pairwise(cuts))
     ]
     return all(
-        sum(states[stage] for stage in stages) <= task.limits[device]
-        for stages, device in zip(setting.schedule.stages_of, setting.devices, strict=True)
+        sum(states[stage] for stage in setting.stages_on(rank)) <= task.limits[device]
+        for rank, device in enumerate(setting.devices)
     )
 
 

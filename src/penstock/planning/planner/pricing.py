@@ -195,7 +195,7 @@ class SummedSetting:
 
     def _by_levels(self, num_bytes: float, ranks: Sequence[int]) -> list[LevelSeconds]:
         tree = SumTree.of(ranks, self.levels)
-        width = self.task.num_on_card(self.devices[ranks[0]])
+        width = max(self.task.num_on_card(device) for device in self._devices_of(ranks))
         return level_seconds(self.task.topology, tree, self._device_of, num_bytes, width)
 
     def _served(self, num_bytes: float, ranks: Sequence[int], link: Link) -> ExchangeSeconds | None:
@@ -227,8 +227,8 @@ class SummedSetting:
     def _rate_of_machine(self, group: Sequence[int], ranks: Sequence[int]) -> float:
         """What devices can send together, each no faster than its link; of a card that others share
         they have their part."""
-        topology, width = self.task.topology, self.task.num_on_card(self.devices[group[0]])
-        devices, everywhere = self._devices_of(group), self._devices_of(ranks)
+        topology, devices = self.task.topology, self._devices_of(group)
+        everywhere, width = self._devices_of(ranks), max(map(self.task.num_on_card, devices))
         own: dict[int, float] = {}
         for device in devices:
             card = topology.cards[device]

@@ -152,21 +152,21 @@ def _sums_there(
     """
     made, there = _last_gradients(schedule.columns), dict[int, float]()
     waiting: list[tuple[float, int, int]] = []
-    for place, stage in enumerate(stages):
-        exchange, numbers = costs.exchange(stage), made[stage]
-        ends, update = times.end[numbers], Op(stage, Kind.UPDATE, 0)
+    for number, stage in enumerate(stages):
+        exchange, makers = costs.exchange(stage), made[stage]
+        ends, update = times.end[makers], Op(stage, Kind.UPDATE, 0)
         there[stage] = float(ends.max()) + costs.delay(update, update)
         if exchange is not None:
-            parts = [*exchange.made(times.start[numbers], ends), ends]
-            waiting += [(float(own.max()), place, part) for part, own in enumerate(parts)]
+            parts = [*exchange.made(times.start[makers], ends), ends]
+            waiting += [(float(own.max()), number, part) for part, own in enumerate(parts)]
     free: dict[tuple[int, int], float] = {}
-    for time, place, _ in sorted(waiting):
-        stage, now = stages[place], time
+    for time, number, _ in sorted(waiting):
+        stage, now = stages[number], time
         exchange, first = costs.exchange(stage), schedule.ranks_of(stage)[0]
         assert exchange is not None, "nothing else waits"
-        for thing, seconds in enumerate(exchange.seconds):
-            now = max(now, free.get((thing, first), 0.0)) + seconds
-            free[thing, first] = now
+        for place, seconds in enumerate(exchange.seconds):
+            now = max(now, free.get((place, first), 0.0)) + seconds
+            free[place, first] = now
         there[stage] = now + exchange.once
     return there
 
