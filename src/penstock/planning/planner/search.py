@@ -165,7 +165,8 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
             no price (``docs/choosing-devices.md``).
         within_seconds: how long a step may take, where the objective is not time.
         price_per_hour: of each device, in place of what the cluster's devices say.
-        patience_seconds: takes the best plan found by then; by default, search to the end.
+        patience_seconds: takes the best plan found by then, or says what came closest where none
+            fits so far; by default, search to the end.
 
     Returns:
         The plan; ``print`` shows it, ``save`` keeps it, ``reason`` and ``alternatives`` tell why it
