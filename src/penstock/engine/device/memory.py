@@ -53,7 +53,7 @@ class KeptPages:
     scattered, and may come to several times what was ever in use.
 
     Args:
-        room_bytes: what the process may come to have more than when this is made, beside ``others``.
+        room_bytes: what the process may have more than when this is made, beside ``others``.
         others: tells how much is taken, now, that is no business of the allocator's.
     """
 
