@@ -122,6 +122,7 @@ class Residency:
                 caller's own, which is asked again and again.
         """
         self._optimizers, self._owed = optimizers, owed
+        self._slots = {stage: slots for stage, slots in self._slots.items() if slots.fit}
         for stage in self._weights:
             self._find_state(stage)  # some keep something from the beginning
             if self._state[stage].buffer is not None:
