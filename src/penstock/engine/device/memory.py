@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -44,6 +46,41 @@ def return_freed_pages() -> bool:
         Whether this system's allocator took the settings; elsewhere nothing happens.
     """
     return _set(_RETURNED, _RETURNED)
+
+
+class KeptPages:
+    """Freed memory that is kept for reuse as far as there is room for it: what is kept lies
+    scattered, and may come to several times what was ever in use.
+
+    Args:
+        room_bytes: what the process may have more than when this is made, beside ``others``.
+        others: tells how much is taken, now, that is no business of the allocator's.
+    """
+
+    def __init__(self, room_bytes: float, others: Callable[[], int]) -> None:
+        self._others = others
+        self._give_back()  # what is free already would count as taken
+        self._most = _resident_bytes() - others() + room_bytes
+        keep_freed_pages()
+
+    def mind(self) -> None:
+        """Give all that is free back to the system, if the process has too much."""
+        if _resident_bytes() - self._others() > self._most:
+            self._give_back()
+
+    @staticmethod
+    def _give_back() -> None:
+        if _mallopt() is not None:
+            ctypes.CDLL(None).malloc_trim(0)
+
+
+def _resident_bytes() -> int:
+    """What this process has of the machine's memory; 0 where the system does not tell."""
+    try:
+        pages = int(Path("/proc/self/statm").read_bytes().split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _set(mmap_threshold: int, trim_threshold: int) -> bool:

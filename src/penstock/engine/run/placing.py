@@ -22,7 +22,6 @@ from penstock.base.errors import InputError
 from penstock.base.units import format_bytes
 from penstock.core.schedule.residence import StageBytes, resident_bytes
 from penstock.engine.device.accelerators import accelerator_kind, is_on_host
-from penstock.engine.device.memory import keep_freed_pages
 from penstock.engine.device.queue import DeviceQueue, moments_of_caller, taken_up
 from penstock.engine.masters import gradient_dtype, take_gradient_dtype
 from penstock.engine.model.optimizer_factory import Parameters, make_optimizer
@@ -98,9 +97,10 @@ def evicted(setup: SwapSetup, rank: int, stages: Mapping[int, Stage]) -> Residen
         raise
     schedule = with_residence(plan.placement, plan.spill, agrees=recipe.needs_agreement)
     residence.buffers.budget_bytes = max(resident_bytes(schedule.ranks[rank], sizes), default=0)
-    residence.keeps_freed = room >= 0
-    if plan.spill.memory_bytes:
-        residence.buffers.slack_bytes = max(0.0, room)
+    buffers, limit = residence.buffers, plan.spill.memory_bytes
+    buffers.slack_bytes = max(0.0, room) if limit else 0.0
+    if room >= 0:
+        residence.room_bytes = limit - buffers.budget_bytes - buffers.slack_bytes if limit else inf
     return residence
 
 
@@ -282,8 +282,10 @@ def place(
             residences[seat.rank] = evicted(setup, seat.rank, own)
     if queues:  # what is left: buffers, and what is tied
         place_all(setup.layout, stages, queues)
-    if all(residence.keeps_freed for residence in residences.values()):
-        keep_freed_pages()
+    # The allocator is that of all of them.
+    rooms = [residence.room_bytes for residence in residences.values()]
+    for residence in residences.values():
+        residence.room_bytes = sum(rooms) if min(rooms) >= 0 else -1.0
     return residences
 
 

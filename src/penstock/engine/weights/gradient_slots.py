@@ -76,9 +76,14 @@ class GradientSlots:
             for place in weights.places
             if id(place.tensor) in linear and place.stride == (place.size[1], 1)
         ]
-        alike = all(gradient_dtype(own) is own.dtype for own in weights.tensors)
         enough = _bytes_of(written) >= _LEAST_SHARE * _bytes_of(weights.tensors)
-        return cls(weights, spare) if alike and enough else None
+        return cls(weights, spare) if enough else None
+
+    @property
+    def fit(self) -> bool:
+        """Whether gradients are as large as their weights: an optimizer may want larger ones."""
+        weights = (place.tensor for place in self._places.values())
+        return all(gradient_dtype(weight) is weight.dtype for weight in weights)
 
     def memory_for(self, weight: Tensor) -> Tensor | None:
         """Where the next gradient of a weight is to be written: where it stays, if it is the first;

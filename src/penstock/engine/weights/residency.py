@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from penstock.core.schedule.residence import StageResidency
 from penstock.engine.device.accelerators import is_on_host
 from penstock.engine.device.crossing import moved
+from penstock.engine.device.memory import KeptPages
 from penstock.engine.weights.buffers import (
     BufferPool,
     MemoryBuffer,
@@ -52,7 +53,8 @@ class Residency:
         store: the rank's tier.
         buffers: as given.
         transfers: what is on its way between them.
-        keeps_freed: whether the rank may keep freed memory for later use beside its buffers.
+        room_bytes: where freed memory may be kept for later, beside buffers; none if negative. That
+            begins behind the first update of all stages, which makes their state.
     """
 
     def __init__(
@@ -60,7 +62,9 @@ class Residency:
     ) -> None:
         self.store, self.buffers = path.space, buffers
         self.transfers = Transfers(path, buffers)
-        self.keeps_freed = False
+        self.room_bytes = -1.0
+        self._kept: KeptPages | None = None
+        self._to_begin = set(weights)
         self._optimizers: Mapping[int, torch.optim.Optimizer] = {}
         self._owed: Container[int] = ()
         self._parameters = weights
@@ -118,6 +122,7 @@ class Residency:
                 caller's own, which is asked again and again.
         """
         self._optimizers, self._owed = optimizers, owed
+        self._slots = {stage: slots for stage, slots in self._slots.items() if slots.fit}
         for stage in self._weights:
             self._find_state(stage)  # some keep something from the beginning
             if self._state[stage].buffer is not None:
@@ -246,9 +251,11 @@ class Residency:
         return False
 
     def added(self, stage: int) -> None:
-        """Behind a backward: let all gradients lie together."""
+        """Behind a backward: let gradients lie together, and mind what is kept of freed memory."""
         if stage in self._slots:
             self._slots[stage].gather()
+        if self._kept is not None:
+            self._kept.mind()
 
     def _add_no_more(self, stage: int) -> None:
         self.buffers.count(-self._adding.pop(stage, 0))
@@ -299,6 +306,7 @@ class Residency:
             late: whether forwards follow, which do not need the state.
         """
         self._changed.add(stage)
+        self._begin_to_keep(stage)
         if stage in self._gradients:
             group = self._spent[stage] = self._gradients.pop(stage)[0]
             if group.buffer is not None:
@@ -309,6 +317,12 @@ class Residency:
         self._find_state(stage)
         if late and stage in self._state:
             self.transfers.let_go(self._state[stage], writes=True, keeps=False)
+
+    def _begin_to_keep(self, stage: int) -> None:
+        if stage in self._to_begin:
+            self._to_begin.discard(stage)
+            if not self._to_begin and self.room_bytes >= 0:
+                self._kept = KeptPages(self.room_bytes, lambda: self.buffers.mapped_bytes)
 
     def _find_state(self, stage: int) -> None:
         """Let what an optimizer keeps travel, also if it is another object than before."""
@@ -343,6 +357,8 @@ class Residency:
             FileError: what left before could not be written.
         """
         self.transfers.finish()
+        if self._kept is not None:
+            self._kept.mind()
         changed = stage in self._changed
         self._changed.discard(stage)
         for group in self._weights[stage]:

@@ -210,6 +210,10 @@ def bytes_of_spilled_ranks(
     )
 
 
+_SCATTERED = 2
+"""Over what is in use: memory of which an allocator keeps what is freed, as has been measured."""
+
+
 def most_held(
     stages: Sequence[StagePlan],
     schedule: Schedule,
@@ -222,13 +226,12 @@ def most_held(
 ) -> int:
     """As ``bytes_of_spilled_ranks``, for one rank, of whose stages somebody knows the bytes."""
     ops = with_residence(schedule, spill, agrees=agrees).ranks[rank]
-    worst: float = 0
+    there = None if keeps_freed else own_bytes
+    held = held_by_op(ops, sizes_of(stages), there, schedule.num_slices)
+    worst = max((while_it_runs for while_it_runs, _ in held), default=0)
     if keeps_freed:
-        worst = max(resident_bytes(ops, own_bytes), default=0) + max(own_bytes.weights, default=0)
-    held = held_by_op(
-        ops, sizes_of(stages), None if keeps_freed else own_bytes, schedule.num_slices
-    )
-    worst += max((while_it_runs for while_it_runs, _ in held), default=0)
+        most_there = max(resident_bytes(ops, own_bytes), default=0)
+        worst = most_there + _SCATTERED * (worst + max(own_bytes.weights, default=0))
     own = [stages[stage] for stage in schedule.stages_of[rank]]
     always = sum(stage.buffer_bytes + stage.sum_bytes for stage in own)
     return ceil(worst) + always + max(stage.workspace_bytes for stage in own)
