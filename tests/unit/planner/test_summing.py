@@ -174,6 +174,11 @@ def test_weights_that_are_freed_behind_each_use_are_gathered_for_each_pass():
     assert use.forward_seconds - step.forward_seconds == pytest.approx(ahead)
     assert use.backward_input_seconds - step.backward_input_seconds == pytest.approx(back)
     assert use.reduce_seconds == pytest.approx(back)
+    on_cores = replace(cluster(4, 0), memory_bytes=2**40)
+    use = copies(on_cores, "fully-sharded", gathered_for="use").stages[0]
+    assert use.reduce_seconds == pytest.approx(half), (
+        "cores that exchange compute nothing meanwhile"
+    )
     with pytest.raises(InputError, match="is for reducer='fully-sharded'"):
         copies(cluster(4, 0), "sharded", gathered_for="use")
 

@@ -477,7 +477,8 @@ class CutSetting:
     def _waits(self, index: int, start: int, stop: int) -> tuple[float, float, float]:
         """How long a fully sharded stage waits for weights in a forward and in a backward, and for
         the sums of gradients behind the last one: while a layer computes, the weights of the next
-        one come, and the sums of the one before are made."""
+        one come, and the sums of the one before are made. What travels in the memory that cores
+        share takes the time of these, and hides nowhere."""
         task, setting = self.task, self.setting
         pace = task.pace(setting.devices_of[index], setting.devices, setting.mode).passes
         layers, ranks = task.graph.layers[start:stop], setting.ranks_of[index]
@@ -488,14 +489,22 @@ class CutSetting:
         spread = {size: self.way.shard_seconds(size, ranks) for size in sizes}
         weights = [gather[layer.parameter_bytes] for layer in layers]
         sums = [spread[layer.summed_bytes] for layer in layers]
-        ahead = [pace * layer.forward_seconds for layer in layers]
-        back = [pace * layer.backward_seconds for layer in layers]
+        hides = 0.0 if self._share_memory(self.way.sharing(ranks)) else pace
+        ahead = [hides * layer.forward_seconds for layer in layers]
+        back = [hides * layer.backward_seconds for layer in layers]
+        hides = 0.0 if self._share_memory(ranks) else pace
+        behind = [hides * layer.backward_seconds for layer in layers]
         return (
             exposed_seconds(zip(weights, ahead, strict=True)),
             exposed_seconds(zip(weights[::-1], back[::-1], strict=True)),
             # A sum begins behind its layer's backward, and ends while the layers before compute.
-            exposed_seconds(zip(sums, back, strict=True)),
+            exposed_seconds(zip(sums, behind, strict=True)),
         )
+
+    def _share_memory(self, ranks: Sequence[int]) -> bool:
+        """Whether ranks are cores that share a memory."""
+        devices = {self.setting.devices[rank] for rank in ranks}
+        return any(devices <= {*host} for host, _ in self.task.topology.shared_memories)
 
     def _bytes(self, index: int, start: int, stop: int) -> dict[str, Any]:
         """The fields of a stage that say what it holds and hands on."""
