@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from penstock import Costs, schedules, simulate, versions
+from penstock import Costs, Schedule, schedules, simulate, versions
 from penstock.core.schedule import families, repetition
 from penstock.core.schedule.lower import add_recompute, add_update
 from penstock.core.schedule.memory import Sizes, moments, peaks
@@ -100,6 +100,15 @@ def test_some_hundred_microbatches_are_enough_for_a_million(name):
 @pytest.mark.parametrize("name", sorted(families.HOLD_ALL))
 def test_where_turns_hold_more_and_more_nothing_is_left_out(name):
     assert abridged(partial(build, name, 3, {}), 1_000_000, 6) is None
+
+
+def test_an_order_that_begins_with_its_last_microbatch_is_gone_through_whole():
+    text = ["0F299", *(f"0F{k},0B{k}" for k in range(299)), "0B299"]
+    odd = Schedule.parse(",".join(text))
+    assert shortened(odd) == (odd, 0)
+    usual = Schedule.parse(",".join([*text[1:-1], "0F299,0B299"]))
+    assert shortened(usual)[1] > 0
+    assert step_of(odd, Costs()).seconds == step_of(usual, Costs()).seconds == approximately(900)
 
 
 seconds = st.sampled_from([1.0, 1.0, 0.99, 1.001, 1.0003, 2.0]) | st.floats(0.1, 3)

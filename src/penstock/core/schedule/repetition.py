@@ -10,10 +10,13 @@ it, too (``timing.simulator.leaps``).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
 
+from penstock.base.errors import ScheduleError
+from penstock.core.schedule.check import check
 from penstock.core.schedule.columns import Columns, Longs, Span
 from penstock.core.schedule.needs import needs_of
 from penstock.core.schedule.op import Kind
@@ -139,10 +142,20 @@ def _shortened(schedule: Schedule) -> tuple[Schedule, int] | None:
         spared = min(part.turns for part in parts) - few
         short = with_turns(schedule, parts, -spared)
         turns = repetitions_of(short.columns)
-        if len(turns) == len(parts) and turns[0].microbatches == parts[0].microbatches:
+        same = len(turns) == len(parts) and turns[0].microbatches == parts[0].microbatches
+        if same and _is_complete(short):
             return short, spared * parts[0].microbatches
         few *= 2
     return None
+
+
+def _is_complete(schedule: Schedule) -> bool:
+    """Whether nothing is missing: somebody may have written an order that begins with a microbatch
+    of its end."""
+    with suppress(ScheduleError):
+        check(schedule)
+        return True
+    return False
 
 
 def with_turns(schedule: Schedule, repetitions: Sequence[Repetition], more: int) -> Schedule:
