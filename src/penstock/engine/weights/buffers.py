@@ -156,10 +156,13 @@ class BufferPool:
             spare = None if self.spare is None else self.spare.take(size)
             buffer = spare or MemoryBuffer(size, self.device)
             self._mapped += size
-        self._used += size
+        self._use(size)
+        return buffer
+
+    def _use(self, num_bytes: int) -> None:
+        self._used += num_bytes
         self.peak_bytes = max(self.peak_bytes, self._mapped)
         self.used_peak_bytes = max(self.used_peak_bytes, self._used)
-        return buffer
 
     def _wait_for_room(self, size: int) -> None:
         """A leaving group keeps its buffer until it is written, unless the room is needed sooner:
@@ -190,9 +193,7 @@ class BufferPool:
             self._wait_for_room(num_bytes)
             self._make_room(num_bytes, whose)
         self._mapped += num_bytes
-        self._used += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self._mapped)
-        self.used_peak_bytes = max(self.used_peak_bytes, self._used)
+        self._use(num_bytes)
 
     def give(self, buffer: MemoryBuffer) -> None:
         """Take a buffer back."""
