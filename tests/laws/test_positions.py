@@ -7,10 +7,16 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from penstock.engine.context.leaves import through
 from penstock.engine.context.zigzag import PositionDim, shares, taken
 from penstock.engine.following.dims import ShardedDim
+from penstock.engine.tensor.layouts import SEQUENCE, WHOLE
+from penstock.engine.tensor.recorded import for_member
+from penstock.engine.tensor.recorded_writer import RecordedLayouts
+from tests.kit.groups import together
 
 ROWS, LENGTH, WIDTH, SIZE = 2, 6, 4, 3
 
@@ -102,3 +108,44 @@ def test_each_step_alone_is_told_rightly():
         "by root",
     }  # fmt: skip
     assert {name for name in STEPS if followed(Code([name])).trouble} == mixing
+
+
+def recorded_graph(function):
+    def call(value):
+        return [function(value)]
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        sample = torch.empty(ROWS, LENGTH, WIDTH, dtype=torch.float64)
+        return make_fx(call, _allow_non_fake_inputs=True)(sample)
+
+
+def test_tensor_ranks_give_what_the_whole_gives_whatever_the_step():
+    """By the same rules; where none helps, values are made whole."""
+    whole = torch.randn(ROWS, LENGTH, WIDTH, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(8, WIDTH, dtype=torch.float64, requires_grad=True)
+    functions = {
+        **STEPS,
+        "linear": lambda x: F.linear(x, weight),
+        "mean": lambda x: x.mean(-1).mean(0),
+        "unbound": lambda x: x.unbind(-1)[1] * x.unbind(0)[0].t().sum(),
+        "squeezed": lambda x: x.unsqueeze(1).squeeze(),
+    }
+    for name, function in functions.items():
+        recorded = recorded_graph(function)
+        expected = function(whole)
+        gradient = torch.autograd.grad(expected.sin().sum(), whole)[0]
+
+        def member(group, recorded=recorded):
+            by_positions = RecordedLayouts((SEQUENCE,), WHOLE, True)
+            graph = for_member(recorded.graph, recorded.get_submodule, {}, group, by_positions)
+            root = nn.Module()
+            vars(root).update(vars(recorded), sharers=group)
+            part = whole.detach().chunk(2, SEQUENCE)[group.index].contiguous().requires_grad_()
+            (made,) = fx.Interpreter(root, graph=graph).run(part)
+            return made.detach(), torch.autograd.grad(made.sin().sum(), part)[0]
+
+        members = together(2, member)
+        for made, _ in members:
+            torch.testing.assert_close(made, expected.detach(), msg=name)
+        joined = torch.cat([back for _, back in members], SEQUENCE)
+        torch.testing.assert_close(joined, gradient, msg=name)

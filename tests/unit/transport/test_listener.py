@@ -11,8 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from penstock.base.errors import DeadlineError, RunError
+from penstock.core.cluster.local import host_identity
 from penstock.engine.transport import SharedMemoryExchange
-from penstock.engine.transport.listener import RankListener, this_host
+from penstock.engine.transport.listener import RankListener
 
 
 def connect_and_say(address, words):
@@ -188,5 +189,5 @@ def test_all_pairs_of_many_ranks_are_connected():
 
 
 def test_one_host_has_one_name():
-    assert this_host() == this_host()
-    assert socket.gethostname() in this_host()
+    assert host_identity() == host_identity()
+    assert socket.gethostname() in host_identity()

@@ -27,7 +27,6 @@ import struct
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import NamedTuple, Self
 
 from penstock.base.errors import DeadlineError, RunError
@@ -252,14 +251,3 @@ class SharedMemoryExchange:
         """This process will be no rank; may be called twice."""
         for listener in self._listeners:
             listener.close()
-
-
-def this_host() -> str:
-    """Equal for processes that can share memory: they run under one kernel and see one network."""
-    parts = [socket.gethostname()]
-    # Without /proc, the name has to do; if two hosts bear one name, connecting them fails.
-    with contextlib.suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-    with contextlib.suppress(OSError):
-        parts.append(str(Path("/proc/self/ns/net").readlink()))
-    return " ".join(parts)

@@ -12,9 +12,10 @@ import msgspec
 import torch.distributed as dist
 
 from penstock.base.errors import RunError
+from penstock.core.cluster.local import host_identity
 from penstock.engine.transport import groups, slots
 from penstock.engine.transport.base import Edge, Patience, Transport
-from penstock.engine.transport.listener import Credentials, RankListener, this_host
+from penstock.engine.transport.listener import Credentials, RankListener
 from penstock.engine.transport.process_group import ProcessGroupTransport
 from penstock.engine.transport.rendezvous import Rendezvous
 from penstock.engine.transport.shared_memory import SharedMemoryTransport
@@ -149,7 +150,7 @@ def connect(
         RunError: ``way`` is ``"shared-memory"``, and it cannot be had between all ranks.
         PeerError, DeadlineError: another rank did not come.
     """
-    own = host or this_host()
+    own = host or host_identity()
     near, problems = None, list[str]()
     if way == "process-group":
         hosts = [

@@ -164,10 +164,13 @@ class BufferPool:
             self._mapped += size
         buffer.taken_bytes = size
         self._unused += buffer.num_bytes - size
-        self._used += size
+        self._use(size)
+        return buffer
+
+    def _use(self, num_bytes: int) -> None:
+        self._used += num_bytes
         self.peak_bytes = max(self.peak_bytes, self._mapped)
         self.used_peak_bytes = max(self.used_peak_bytes, self._used)
-        return buffer
 
     def _like(self, size: int) -> MemoryBuffer | None:
         """A free buffer that is hardly larger, if there is slack for that: stages with other layers
@@ -212,9 +215,7 @@ class BufferPool:
             self._wait_for_room(num_bytes)
             self._make_room(num_bytes, whose)
         self._mapped += num_bytes
-        self._used += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self._mapped)
-        self.used_peak_bytes = max(self.used_peak_bytes, self._used)
+        self._use(num_bytes)
 
     def give(self, buffer: MemoryBuffer) -> None:
         """Take a buffer back."""
