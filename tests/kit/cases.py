@@ -6,12 +6,9 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-
-T = TypeVar("T")
 
 
 def run_case(
@@ -31,10 +28,3 @@ def run_case(
     (folder / f"report-{dist.get_rank()}.json").write_text(json.dumps(report))
     if case in cases:
         dist.destroy_process_group()
-
-
-def of_first(compute: Callable[[], T]) -> T:
-    """What a function gives in rank 0: it need not compute the same in every rank."""
-    result = [compute() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(result)
-    return result[0]

@@ -32,7 +32,7 @@ from penstock.engine.model.spine import spine_of
 from penstock.engine.stage.protocol import Keep
 from penstock.engine.stage.stage import Stage
 from penstock.planning.plans import Plan
-from tests.kit.cases import of_first, run_case
+from tests.kit.cases import run_case
 from tests.kit.helpers import make_batch, make_plan
 from tests.kit.mixtures import (
     KINDS,
@@ -45,6 +45,7 @@ from tests.kit.mixtures import (
 )
 from tests.kit.one_device import OneDevice
 from tests.kit.reducing import replicated
+from tests.kit.sharing import spread
 from tests.kit.training import adamw, sgd
 
 STEPS = 3
@@ -84,7 +85,7 @@ def far_from_one_device(plan: Plan, make, batches, **options) -> float:
                 outputs.append(torch.cat([model(part) for part in device.cut(batch[0])]))
         return losses, outputs, model.state_dict()
 
-    losses, outputs, wanted_state = of_first(alone)
+    ((losses, outputs, wanted_state),) = spread([alone])
     model = make()
     if dist.get_rank():
         nn.init.zeros_(next(model.parameters()))  # the first copy's values count
@@ -241,7 +242,7 @@ def checkpoint(folder: Path) -> list[str]:
             plan = plan_for(make_mixture(experts), replicas, size).with_reducer(reducer)
             whole = plan.with_expert_ranks(1)
             alone = partial(going_on, whole, own, 2 * number, transport="threads", experts=experts)
-            wanted = of_first(alone)
+            (wanted,) = spread([alone])
             state = going_on(plan, folder / experts.__name__, 2 * number, experts=experts)
             far = max((state[key] - value).abs().max().item() for key, value in wanted.items())
             if not far <= 1e-12:

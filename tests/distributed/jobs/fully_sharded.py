@@ -35,10 +35,11 @@ from penstock.engine.model.spine import spine_of
 from penstock.engine.stage.protocol import Keep
 from penstock.engine.stage.stage import Stage
 from penstock.planning.plans import Plan
-from tests.kit.cases import of_first, run_case
+from tests.kit.cases import run_case
 from tests.kit.helpers import make_batch, make_mlp, make_plan
 from tests.kit.one_device import OneDevice
 from tests.kit.reducing import replicated
+from tests.kit.sharing import spread
 from tests.kit.training import adamw
 
 STEPS = 4
@@ -87,7 +88,7 @@ def one_device() -> list[str]:
         given = {key: make() if callable(make) else make for key, make in options.items()}
         model = make_mlp(dropout=0.0, dtype=DOUBLE)
         plan = sharded_for(name, model, kept, recompute)
-        losses, outputs, wanted = of_first(partial(alone, plan.num_microbatches, options))
+        ((losses, outputs, wanted),) = spread([partial(alone, plan.num_microbatches, options)])
         far = 0.0
         with pipeline_of(plan, model, **given) as pipeline:
             for step, (loss, there) in enumerate(zip(losses, outputs, strict=True)):
@@ -195,7 +196,8 @@ def checkpoint(folder: Path) -> list[str]:
         plan = plan_for(name, make_mlp())
         if "hybrid" in kept:  # threads add in the same order
             plan = plan.edited(summing=replace(plan.summing, levels=((0, 0, 1, 1),)))
-        expected = of_first(partial(going_on, plan, own, 2 * number, transport="threads"))
+        alone = partial(going_on, plan, own, 2 * number, transport="threads")
+        (expected,) = spread([alone])
         sharded = plan.with_reducer(reducer)
         if reducer == "fully-sharded":
             sharded = sharded_for(name, make_mlp(), kept)

@@ -28,10 +28,11 @@ from penstock.core.cluster import SpareMachine
 from penstock.demo.gpt import GPT, loss
 from penstock.planning.plans import Plan
 from penstock.planning.plans.summing import server_ranks
-from tests.kit.cases import of_first, run_case
+from tests.kit.cases import run_case
 from tests.kit.half_precision import MixedByHand, bytes_of, bytes_per_parameter, turns_of
 from tests.kit.helpers import make_batch, make_mlp
 from tests.kit.reducing import replicated
+from tests.kit.sharing import spread
 from tests.kit.training import adamw
 
 HALF = torch.bfloat16
@@ -91,11 +92,9 @@ def by_hand() -> list[str]:
     ]
     found = []
     for replicas, name, dtype, options in cases:
-        model = model_of(dtype)
-        plan = replicated(model, replicas, 4 * max(replicas))
-        hand = MixedByHand(model, plan.num_microbatches, adamw, turns=turns_of(plan), **options)
+        plan = replicated(model_of(dtype), replicas, 4 * max(replicas))
+        ((wanted, state),) = spread([partial(by_one_hand, plan, dtype, **options)])
         batches = [make_batch(24, dtype, step) for step in range(STEPS)]
-        wanted = [hand.step(*batch).item() for batch in batches]
         given = {}
         if options:
             given["grad_scaler"] = torch.amp.GradScaler("cpu", init_scale=options["scale"])
@@ -103,7 +102,7 @@ def by_hand() -> list[str]:
             losses = [pipeline.step(*batch).item() for batch in batches]
             weights = pipeline.gather_state_dict()
         exact = name not in {"all-reduce", "servers", "hybrid"}  # which add in another order
-        found += differences(f"{name} {dtype}", losses, weights, wanted, model.state_dict(), exact)
+        found += differences(f"{name} {dtype}", losses, weights, wanted, state, exact)
     return found + by_policy()
 
 
@@ -133,6 +132,14 @@ def by_policy() -> list[str]:
     far = max(abs(own - other) for own, other in zip(ours, losses, strict=True))
     found = [f"torch's policy: losses {ours}, wanted {losses}"] * (far > 2**-7)
     return found + differences("torch's policy", ours, weights, losses, wanted, exact=False)
+
+
+def by_one_hand(plan: Plan, dtype, **options) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and weights."""
+    model = model_of(dtype)
+    hand = MixedByHand(model, plan.num_microbatches, adamw, turns=turns_of(plan), **options)
+    losses = [hand.step(*make_batch(24, dtype, step)).item() for step in range(STEPS)]
+    return losses, model.state_dict()
 
 
 def checkpoint(folder: Path) -> list[str]:
@@ -199,9 +206,10 @@ def memory(*, every: bool = False) -> list[str]:
     """What each rank holds of everything is what the plan says, within 3 %."""
     found = []
     for turn, dtype in enumerate((torch.float32, HALF)):
-        graph = of_first(partial(profiled, dtype))
-        for reducer, how in cases(turn, every):
-            plan = of_first(partial(plan_for, graph, reducer, *how.split()))
+        own = cases(turn, every)
+        (graph,) = spread([partial(profiled, dtype)])
+        plans = spread([partial(plan_for, graph, reducer, *how.split()) for reducer, how in own])
+        for (reducer, how), plan in zip(own, plans, strict=True):
             found += [f"{reducer} {dtype} {how}: {wrong}" for wrong in weighed(plan, dtype)]
     return found
 
