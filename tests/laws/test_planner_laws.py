@@ -41,8 +41,10 @@ def test_a_plan_keeps_every_limit_and_every_layer(graph, cluster, request):
         assert held <= request.get("memory_bytes", held)
     assert sum(found.rank_bytes) <= (cluster.memory_bytes or sum(found.rank_bytes))
     peaks = found.simulate().peak_activations
+    # What waits for its second forward does not count, and no rank says whose stage that is.
+    again = {stage.rank for stage in found.stages if stage.recompute == "stage"}
     for stage in found.stages:
-        if stage.recompute != "stage":  # there, what waits for its second forward does not count
+        if stage.rank not in again:
             assert stage.peak_activations == peaks[stage.rank]
 
 
