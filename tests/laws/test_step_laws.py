@@ -125,6 +125,18 @@ def test_pipelines_that_share_cards_are_not_taken_for_each_other():
     assert two_pipelines(schedule, shared) is None
 
 
+def test_what_a_sum_passes_on_a_rank_is_no_link():
+    """The third thing that the sum of stage 0 passes on rank 0 is not the link from rank 2 to it,
+    which a gradient keeps busy until 6."""
+    schedule = schedules.build(
+        "interleaved-1f1b", num_ranks=6, num_microbatches=2, replicas=(2,) * 6
+    )
+    free = [0.0] * 6
+    exchanges = [Exchange(1, (0.0, 0.0, 0.0)), *[None] * 5]
+    costs = Costs(free, free, free, link=[3.0, *free[1:]], exchanges=exchanges)
+    assert simulate(add_update(schedule), costs).makespan == 3.0
+
+
 def test_what_ranks_share_takes_a_whole_simulation():
     schedule = schedules.build("1f1b", num_ranks=2, num_microbatches=4)
     assert step_of(schedule, Costs(cards=(0, 0), hosts=(0, 0))) is None

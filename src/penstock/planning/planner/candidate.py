@@ -146,6 +146,14 @@ class Candidate(CutSetting):
         bound = least_steady_seconds if asynchronous else least_step_seconds
         return bound(self.stages, self.setting, self.task.num_microbatches)
 
+    def forget(self) -> None:
+        """Keep what this takes at least, and no more of what was worked out for that than takes
+        little memory: it may be one of hundreds that wait for their turn."""
+        kept = self.least_seconds
+        vars(self).pop("stages", None)
+        self.setting.stage_plans(self.task).clear()
+        vars(self)["least_seconds"] = kept
+
     @cached_property
     def num_ops(self) -> int:
         """How many ops a simulation goes through."""

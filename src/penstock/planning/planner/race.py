@@ -151,6 +151,7 @@ class Race:
                     self._enter(candidate)  # which may spare building others
                 else:
                     heappush(waiting, (candidate.least_seconds, next(numbers), candidate))
+                    candidate.forget()
             self._cut_everywhere(task, offer, constraints)
             better = min(self._least_of(waiting), self.least) < least
             idle = 0 if better else idle + 1

@@ -81,7 +81,8 @@ def rivals(
     }
     if max(widths) == 1:
         del kinds["data parallel"]
-    answered = chosen is not None and not split and replaced(constraints, spill="where-needed")
+    asked = chosen is not None and replaced(constraints, spill="where-needed")
+    answered = not split and asked
     best: dict[str, Rival | None] = {}
     patience = (patience or PlanningPatience()).as_long_again
 
@@ -94,7 +95,10 @@ def rivals(
                 budget = _BUDGET if is_asked else _UNASKED_BUDGET
                 best[label] = _best(whole, kind, budget, patience)
         if split:
-            best["split layers"] = _best(split, everything, _BUDGET, patience)
+            if chosen is not None and chosen.task.groups is not None and asked == everything:
+                best["split layers"] = Rival(chosen)
+            else:
+                best["split layers"] = _best(split, everything, _BUDGET, patience)
 
     patience.spend(look, lambda: bool(best))
     return {label: rival for label, rival in best.items() if rival is not None}

@@ -174,7 +174,7 @@ class Sums:
         total, part = self._events[number]
         exchange, now = total.exchange, time
         for place, seconds in enumerate(exchange.seconds):
-            own = [(place, rank) for rank in total.ranks]
+            own = [("place", place, rank) for rank in total.ranks]  # a pair would be a link
             roads = own if place else self._roads.of_sum(total.ranks)
             start, now = self._roads.take(roads, now, seconds)
             if not place:

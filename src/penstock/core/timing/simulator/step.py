@@ -277,12 +277,14 @@ def _strays(schedule: Schedule, ranks: Sequence[int]) -> bool:
 
 
 def _of_ranks(schedule: Schedule, ranks: Sequence[int]) -> Schedule:
-    """What some ranks do, alone."""
+    """What some ranks do, alone, with microbatches that are numbered without gaps."""
     columns, every = schedule.columns, schedule.columns.spans()
     chosen = [every[rank] for rank in ranks]
     ops = np.concatenate([np.arange(span.start, span.stop) for span in chosen])
     first = np.cumsum([0, *(span.stop - span.start for span in chosen)], dtype=np.int64)
-    return schedule.with_columns(Columns(first, *columns.fields(ops)))
+    stage, kind, microbatch, part = columns.fields(ops)
+    number = np.unique(microbatch, return_inverse=True)[1].astype(np.int32)
+    return schedule.with_columns(Columns(first, stage, kind, number, part))
 
 
 def _last_gradients(columns: Columns) -> list[list[int]]:
