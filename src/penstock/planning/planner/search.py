@@ -239,6 +239,8 @@ def planned(
     failure: PlanError | None = None
     rules = with_rules(cluster, request)
     for rule, part in zip(rules, patience.divided(len(rules)), strict=True):
+        if plans and patience.is_interrupted:  # whoever waits wants what there is
+            break
         try:
             plans.append(_planned(graph, cluster, rule, part))
         except PlanError as error:
