@@ -33,7 +33,8 @@ the time of a step over its tokens: spilling is free behind the knee, where comp
 as the longer one of the two transfers.
 
 The third form trains within several budgets, given as ``--share`` is, and beside them in other
-ways, by default none; it draws the time of a step over the memory that each has resident.
+ways, by default none; it draws the time of a step over the memory that each has resident. The way
+``memory`` is then the plan within the last budget, with everything in memory.
 """
 
 from __future__ import annotations
@@ -420,10 +421,9 @@ def in_turns(processes: Collection[Process], rounds: int) -> None:
 
 def budgets(options: argparse.Namespace, graph: Path) -> None:
     """Time steps within larger and larger budgets, beside other ways, and draw them."""
-    spilled = {
-        share: Process("spilled", graph, "--share", share) for share in options.budgets.split(",")
-    }
-    others = [Process(way, graph) for way in options.ways.split(",") if way]
+    shares = options.budgets.split(",")
+    spilled = {share: Process("spilled", graph, "--share", share) for share in shares}
+    others = [Process(way, graph, "--share", shares[-1]) for way in options.ways.split(",") if way]
     in_turns([*spilled.values(), *others], options.rounds)
     alone = next((process for process in others if process.way == "memory"), None)
     print_table(HEADER, [
