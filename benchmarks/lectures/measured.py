@@ -19,9 +19,9 @@ NOT_YET = "not measured yet"
 _OP_SECONDS = 0.01
 _ACCURACY = """PipeDream's table has the time to accuracy beside that of an epoch. `python -m
 benchmarks.learning.accuracy` trains a GPT on text (to 2.8 nats per byte held out) and a CNN on
-digits (to 0.5) with four stages or copies; PipeDream's own took 1 to 4.25 times less than data
-parallelism. "foreseen" is updates times the schedule's time for one,
-in updates of one device, with messages and sums that are free."""
+digits (to 0.5) with four stages or copies; PipeDream's own was there 1 to 4.25 times as soon as
+data parallelism. "foreseen" is updates times the schedule's time for one, in updates of one device,
+with messages and sums that are free."""
 _FRAMES_PER_RANK, _MINIBATCHES = 12, 6
 
 Figures = Iterator[tuple[str, str]]
