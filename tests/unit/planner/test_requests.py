@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from penstock import Cluster, SpareMachine, Tier, plan, schedules, versions
+from penstock import Card, Cluster, Group, SpareMachine, Tier, plan, schedules, versions
 from penstock.base.errors import InputError, PlanError
 from penstock.planning.planner.request import PlanRequest
 from tests.kit.command_line import refused
@@ -81,6 +81,13 @@ def test_more_microbatches_than_can_be_simulated_are_refused_at_once(schedule):
         plan(chain(4), devices(4), microbatches=1_000_000, schedule=schedule)
     with pytest.raises(InputError, match="on 1 rank are too many"):
         plan(chain(4), devices(1), microbatches=1_000_000, schedule=schedule)
+
+
+def test_behind_network_cards_as_many_as_can_be_simulated_are_planned():
+    card = Group(name="host", members=("d0", "d1"), card=Card(bytes_per_second=1e9))
+    cluster = replace(devices(2), groups=(card,))
+    with pytest.raises(InputError, match="every op on hosts with network cards is simulated"):
+        plan(chain(2), cluster, microbatches=1_000_000)
 
 
 def test_more_microbatches_than_anybody_has_are_refused():

@@ -451,15 +451,18 @@ class PlanRequest:
             _check_learnable(constraints)
         return constraints
 
-    def microbatch_sizes(self, graph: LayerGraph, num_ranks: int) -> list[tuple[int, int]]:
+    def microbatch_sizes(
+        self, graph: LayerGraph, num_ranks: int, *, shares_cards: bool = False
+    ) -> list[tuple[int, int]]:
         """(rows, count) of the microbatches that a minibatch may be cut into, where these are not
         too many to be simulated.
 
         Args:
             num_ranks: in a straight pipeline through all devices.
+            shares_cards: whether what travels between them may have to wait for other messages.
         """
         choices = self._all_sizes(graph)
-        most, why = self._most_microbatches(num_ranks)
+        most, why = self._most_microbatches(num_ranks, shares_cards)
         simulated = [(size, count) for size, count in choices if count <= most]
         if not simulated:
             fewest = min(count for _, count in choices)
@@ -469,13 +472,14 @@ class PlanRequest:
             )
         return simulated
 
-    def _most_microbatches(self, num_ranks: int) -> tuple[int, str]:
+    def _most_microbatches(self, num_ranks: int, shares_cards: bool) -> tuple[int, str]:
         """How many a minibatch may have, and why no more."""
         moves = self.spill == "always" or self.placer == "reinforce"
-        if moves or self.family in _WHOLE:
+        if moves or shares_cards or self.family in _WHOLE:
             most = min(MOST_SIMULATED // num_ranks, MOST_WHOLE)
+            whose = "on hosts with network cards" if shares_cards else "of such a schedule"
             return most, (
-                "every op of such a schedule is simulated: ranks × microbatches may be "
+                f"every op {whose} is simulated: ranks × microbatches may be "
                 f"{MOST_SIMULATED:,} at most, and microbatches {MOST_WHOLE:,}"
             )
         return MOST_MICROBATCHES, "nobody trains with so many"

@@ -299,6 +299,8 @@ def _single_tasks(
 ) -> list[Task]:
     most_ranks = min(len(cluster.devices), len(graph.layers))
     cluster = in_canonical_order(cluster)
+    cards = any(group.card is not None for group in cluster.groups)
+    sizes = request.microbatch_sizes(graph, most_ranks, shares_cards=cards)
     return [
         Task(
             graph.at(size),
@@ -309,7 +311,7 @@ def _single_tasks(
             marks=constraints.cuts,
             cuts_between=request.cuts_between,
         )
-        for size, count in request.microbatch_sizes(graph, most_ranks)
+        for size, count in sizes
     ]
 
 
