@@ -187,7 +187,7 @@ def test_frozen_parameters_pass_gradients_on_and_get_none():
     ("criterion", "message"),
     [
         (lambda output: output, r"must be one number, but it has shape \(2, 3\); reduce it"),
-        (lambda output: output.sum().item(), "must be one number, but it has float"),
+        (lambda output: output.sum().item(), "a plain float, which has no gradient"),
         (lambda _: None, "must be one number, but it has NoneType"),
         (lambda output: output.sum().detach(), "the loss has no gradient: it was detached"),
         (lambda output: output.argmax().float(), "the loss has no gradient"),
