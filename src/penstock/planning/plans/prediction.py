@@ -115,7 +115,7 @@ _SHOWN_TICKS = 8
 _FILLINGS = 8
 """So many times the stages are microbatches that show a middle, with a beginning and an end."""
 
-_MOST_TURNS = 1_000
+_MOST_TURNS = 10_000
 """Of an abridged schedule, until all that ranks share has its rhythm."""
 
 
