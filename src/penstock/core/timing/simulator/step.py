@@ -105,8 +105,9 @@ def step_of(schedule: Schedule, costs: Costs, left_out: int = 0) -> StepTimes | 
         alone = two_pipelines(schedule, costs)
         if alone is None:
             return _step_of_several(add_update(schedule), costs, left_out)
-        return _step_of(*alone, left_out)
+        return _step_of(*alone, _left_out_of(alone[0], schedule, left_out))
     folded = _folded(schedule)
+    left_out = _left_out_of(folded, schedule, left_out)
     times, made = passed(folded, costs, left_out), _last_gradients(folded.columns)
     copies, handed_in, updated = schedule.copies, [], []
     finished = float(times.end.max(initial=0.0))
@@ -285,6 +286,11 @@ def _of_ranks(schedule: Schedule, ranks: Sequence[int]) -> Schedule:
     stage, kind, microbatch, part = columns.fields(ops)
     number = np.unique(microbatch, return_inverse=True)[1].astype(np.int32)
     return schedule.with_columns(Columns(first, stage, kind, number, part))
+
+
+def _left_out_of(part: Schedule, whole: Schedule, left_out: int) -> int:
+    """Of the microbatches that a schedule leaves out, those of some of its equal pipelines."""
+    return left_out * part.num_ranks // whole.num_ranks
 
 
 def _last_gradients(columns: Columns) -> list[list[int]]:
