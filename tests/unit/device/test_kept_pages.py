@@ -29,10 +29,10 @@ def faults():
 return_freed_pages()
 again = faults()
 kept = KeptPages(256 * MIB, lambda: 0)
-blocks(2)
+faults()
 used = faults()
 kept.mind()
-print(used * 10 < again, faults() * 10 < again)
+print(used * 3 < again, faults() * 3 < again)
 before = _resident_bytes()
 blocks(20)
 much = _resident_bytes() - before

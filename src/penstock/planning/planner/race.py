@@ -51,8 +51,8 @@ _BUSIEST = 3
 """Of many stages, those that layers and replicas are moved from and to."""
 _FEW_STAGES, _MOST_UNIFORM = 8, 4
 """Of uniform layouts, which come first: their stages, and how many such layouts there are."""
-_MOST_BUILT = 200
-"""Offers of deep models, of which there may be thousands."""
+_LARGE, _MOST_BUILT = 5_000, 200
+"""Layers times devices beyond which there are thousands of offers, and how many are built then."""
 _MOST_IDLE = 12
 """Offers that a sketch builds in vain, one after another, before it has seen enough."""
 
@@ -435,8 +435,11 @@ def _by_promise(
     """All offers of some kinds, the most promising first; of equals, those of few stages, which are
     quickly built."""
     every = [(task, offer) for task in tasks for kind in kinds for offer in kind(task, constraints)]
-    if len(every) > _MOST_BUILT and all(task.num_layers > _DEEP for task in tasks):
-        every = sorted(every, key=lambda pair: guessed_seconds(*pair))[:_MOST_BUILT]
+    sizes = [task.num_layers * len(task.cluster.devices) for task in tasks]
+    if len(every) > _MOST_BUILT and min(sizes) > _LARGE:
+        guessed = sorted(every, key=lambda pair: guessed_seconds(*pair))
+        uniform = (pair for pair in guessed[_MOST_BUILT:] if _is_uniform(pair[1]))
+        every = [*guessed[:_MOST_BUILT], *uniform]
     return sorted(((offer.least_seconds(task), task, offer) for task, offer in every), key=_place)
 
 
@@ -446,12 +449,15 @@ def _uniform(promises: Sequence[Promise]) -> list[Promise]:
     alike = [
         (seconds, task, offer)
         for seconds, task, offer in promises
-        if offer.is_in_turn
-        and len({*offer.replicas}) == 1
-        and not lacks_room(task, offer.devices, offer.copies)
+        if _is_uniform(offer) and not lacks_room(task, offer.devices, offer.copies)
     ]
     few = [promise for promise in alike if len(promise[2].replicas) <= _FEW_STAGES]
     return few or sorted(alike, key=lambda promise: len(promise[2].replicas))
+
+
+def _is_uniform(offer: Offer) -> bool:
+    """Whether an offer is the usual pipeline, side by side with others like it."""
+    return offer.is_in_turn and len({*offer.replicas}) == 1
 
 
 def _place(promise: Promise) -> tuple[float, int]:

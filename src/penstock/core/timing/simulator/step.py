@@ -272,9 +272,15 @@ def _first_pipeline(schedule: Schedule) -> Schedule | None:
 
 
 def _strays(schedule: Schedule, ranks: Sequence[int]) -> bool:
-    """Whether microbatches leave a pipeline of some ranks."""
+    """Whether microbatches leave a pipeline of some ranks, or go through a part of it alone, as
+    where every rank has all stages and two of them each have a microbatch's."""
     columns, spans = schedule.columns, schedule.columns.spans()
-    return len({frozenset(columns.microbatch[spans[rank]].tolist()) for rank in ranks}) > 1
+    seen = [frozenset(columns.microbatch[spans[rank]].tolist()) for rank in ranks]
+    if len({*seen}) > 1:
+        return True
+    ops = np.concatenate([np.arange(spans[rank].start, spans[rank].stop) for rank in ranks])
+    where = columns.microbatch[ops].astype(np.int64) * columns.num_stages + columns.stage[ops]
+    return len(np.unique(where)) < columns.num_stages * len(seen[0])
 
 
 def _of_ranks(schedule: Schedule, ranks: Sequence[int]) -> Schedule:
