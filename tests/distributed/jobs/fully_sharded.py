@@ -37,6 +37,7 @@ from penstock.engine.stage.stage import Stage
 from penstock.planning.plans import Plan
 from tests.kit.cases import run_case
 from tests.kit.helpers import make_batch, make_mlp, make_plan
+from tests.kit.launch import stall
 from tests.kit.one_device import OneDevice
 from tests.kit.reducing import replicated
 from tests.kit.sharing import spread
@@ -119,14 +120,9 @@ def alone(num_microbatches: int, options: dict) -> tuple[list, list, dict[str, t
     return losses, outputs, model.state_dict()
 
 
-def trained(
-    plan: Plan, batches, *, in_loop=False, before=None, **options
-) -> dict[str, torch.Tensor]:
+def trained(plan: Plan, batches, *, in_loop=False, **options) -> dict[str, torch.Tensor]:
     """The weights after some minibatches."""
-    model = make_mlp(dropout=0.1)
-    if before is not None:
-        model[2].register_forward_hook(before)
-    with pipeline_of(plan, model, **options) as pipeline:
+    with pipeline_of(plan, make_mlp(dropout=0.1), **options) as pipeline:
         if in_loop:
             for _ in pipeline.steps(batches):
                 pass
@@ -399,7 +395,8 @@ def other_ways() -> list[str]:
 
 
 def ends(case: str) -> list[str]:
-    """What a training ends with in which one rank dies in a layer, or raises there."""
+    """What a training ends with in which one rank dies in a layer, or raises there and lives on,
+    with its pipeline, until the others have given up."""
     (victim, how, replicas), calls = case.split(), []
 
     def fail(*_) -> None:
@@ -412,11 +409,18 @@ def ends(case: str) -> list[str]:
     plan = plan_for(f"1f1b {replicas}", make_mlp()).with_reducer(
         "fully-sharded", gathered_for="use"
     )
+    model = make_mlp(dropout=0.1)
+    model[2].register_forward_hook(fail)
     start = time.monotonic()
-    try:
-        trained(plan, [make_batch(24, seed=k) for k in range(9)], before=fail)
-    except PenstockError as error:
-        return [type(error).__name__, str(error), time.monotonic() - start]
+    with pipeline_of(plan, model) as pipeline:
+        try:
+            for seed in range(9):
+                pipeline.step(*make_batch(24, seed=seed))
+        except PenstockError as error:
+            report = [type(error).__name__, str(error), time.monotonic() - start]
+            if dist.get_rank() == int(victim):
+                stall(Path(sys.argv[-1]), {*range(4)} - {int(victim)}, 60)
+            return report
     return []
 
 

@@ -114,7 +114,7 @@ class AllReducer(FlatReducer):
         try:
             work = dist.all_reduce(numbers, group=self._group, async_op=True)
         except RuntimeError as error:
-            raise groups.lost("summing gradients", self._others) from error
+            raise groups.lost("summing gradients", self._others, self._transport) from error
         assert isinstance(work, dist.Work)
         return work
 
@@ -124,7 +124,7 @@ class AllReducer(FlatReducer):
         for bucket, work in self._under_way:
             start, stop = ranges.get(bucket.dtype, (0, 0))
             if bucket.start < stop and start < bucket.stop:
-                groups.wait(work, self._transport.patience, self._others, waiting)
+                groups.wait(work, self._transport, self._others, waiting)
             else:
                 left.append((bucket, work))
         self._under_way = left

@@ -229,8 +229,8 @@ class CopiesOfStage:
         try:
             work = ask(group=group, async_op=True)
         except RuntimeError as error:
-            raise groups.lost(where, self._others) from error
-        return partial(groups.wait, work, self._transport.patience, self._others, where)
+            raise groups.lost(where, self._others, self._transport) from error
+        return partial(groups.wait, work, self._transport, self._others, where)
 
 
 def _refuse(place: int) -> None:

@@ -160,6 +160,12 @@ class Transport(ABC):
         """
         return None
 
+    def failure_heard(self) -> str:
+        """Why another rank has failed, as far as is known without waiting, for whoever waits for
+        something that does not come through this transport; empty if none has, or nobody can
+        tell."""
+        return ""
+
     @abstractmethod
     def fail(self, reason: str, edges: Iterable[Edge]) -> None:
         """Tell the ranks that may wait at the far ends of ``edges`` that this one failed, and why.
@@ -225,6 +231,9 @@ class OnTop(Transport):
 
     def first_of(self, expected: Sequence[tuple[Edge, int]], waiting: str) -> int | None:
         return self.inner.first_of(expected, waiting)
+
+    def failure_heard(self) -> str:
+        return self.inner.failure_heard()
 
     def fail(self, reason: str, edges: Iterable[Edge]) -> None:
         self.inner.fail(reason, edges)

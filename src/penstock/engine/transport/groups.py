@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from penstock.base.errors import DeadlineError, PeerError
-from penstock.engine.transport.base import Patience, gone
+from penstock.engine.transport.base import Transport, gone
 from penstock.engine.transport.rendezvous import Process, translated, within
 
 
@@ -50,6 +50,7 @@ _SEEN: WeakKeyDictionary[dist.ProcessGroup, dict[int, Process]] = WeakKeyDiction
 
 _ENDING_SECONDS = 0.5
 _LOOK_AGAIN_SECONDS = 0.01
+_LISTEN_AGAIN_SECONDS = 0.25
 
 
 def make_group(seconds: float) -> dist.ProcessGroup:
@@ -106,16 +107,28 @@ def remember(processes: Mapping[int, Process]) -> None:
     _SEEN[dist.group.WORLD] = dict(processes)
 
 
-def lost(waiting: str, others: Sequence[int]) -> PeerError:
-    """The error of a group of which a rank is gone: the one whose process has ended, or any of the
-    others where that cannot be seen, as on another host.
+def lost(waiting: str, others: Sequence[int], transport: Transport) -> PeerError:
+    """The error of a group of which a rank is gone: one that has failed, as it has said; else the
+    one whose process has ended, or any of the others where that cannot be seen, as on another host.
 
     Args:
         waiting: who waits for what.
         others: the other ranks.
+        transport: hears of failures.
     """
-    reason = gone(" and ".join(map(str, _ended(others))) or _any_of(others))
+    failure, ended = transport.failure_heard(), list[int]()
+    if not failure:
+        ended = _ended(others)
+        # Again: a rank that fails leaves its groups just before it says why.
+        failure = "" if ended else transport.failure_heard()
+    if failure:
+        return _cancelled(waiting, failure)
+    reason = gone(" and ".join(map(str, ended)) or _any_of(others))
     return PeerError(f"{waiting}: {reason}", reason)
+
+
+def _cancelled(waiting: str, failure: str) -> PeerError:
+    return PeerError(f"{waiting}: cancelled because {failure}", failure)
 
 
 def _ended(others: Sequence[int]) -> list[int]:
@@ -135,24 +148,36 @@ def _any_of(others: Sequence[int]) -> str:
     return " or ".join(map(str, others))
 
 
-def wait(work: dist.Work, patience: Patience, others: Sequence[int], waiting: str) -> None:
-    """Wait until what was asked of a group is done.
+def wait(work: dist.Work, transport: Transport, others: Sequence[int], waiting: str) -> None:
+    """Wait until what was asked of a group is done, or a rank says that it has failed: its
+    connections stay for as long as its process keeps the pipeline.
 
     Args:
+        work: a collective's; a message's would end its connection with the first wait in vain.
+        transport: hears of failures, and knows how long to wait.
         others, waiting: as for ``lost``.
 
     Raises:
-        PeerError, DeadlineError: a rank is gone, or does not answer.
+        PeerError, DeadlineError: a rank is gone, has failed, or does not answer.
     """
-    try:
-        work.wait(timedelta(seconds=patience.seconds))
-    except RuntimeError as error:
-        if "timed out" in str(error).lower():
-            raise DeadlineError(
-                f"{waiting}: rank {_any_of(others)} did not answer within "
-                f"{patience.seconds:g} s; see what they printed last, or raise {patience.argument}"
-            ) from error
-        raise lost(waiting, others) from error
+    patience = transport.patience
+    end = time.monotonic() + patience.seconds
+    while True:
+        # Asked before the wait: what a wait for something that is over raises is its outcome.
+        is_over, left = work.is_completed(), end - time.monotonic()
+        try:
+            work.wait(timedelta(seconds=max(min(left, _LISTEN_AGAIN_SECONDS), 0.001)))
+            return
+        except RuntimeError as error:
+            if "timed out" not in str(error).lower():
+                raise lost(waiting, others, transport) from error
+            if is_over or left <= 0:
+                raise DeadlineError(
+                    f"{waiting}: rank {_any_of(others)} did not answer within {patience.seconds:g} "
+                    f"s; see what they printed last, or raise {patience.argument}"
+                ) from error
+            if failure := transport.failure_heard():
+                raise _cancelled(waiting, failure) from error
 
 
 def lend(group: dist.ProcessGroup, user: User) -> None:

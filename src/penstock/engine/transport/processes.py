@@ -16,6 +16,7 @@ from penstock.core.cluster.local import host_identity
 from penstock.engine.transport import groups, slots
 from penstock.engine.transport.base import Edge, Patience, Transport
 from penstock.engine.transport.listener import Credentials, RankListener
+from penstock.engine.transport.packing import short
 from penstock.engine.transport.process_group import ProcessGroupTransport
 from penstock.engine.transport.rendezvous import Rendezvous
 from penstock.engine.transport.shared_memory import SharedMemoryTransport
@@ -34,6 +35,8 @@ class ProcessTransport(Transport):
     comes to everyone who waits.
 
     Args:
+        meeting: where all ranks have met; those that wait in torch's collectives look there for the
+            failure of another.
         hosts: the host of every rank.
         far: to all ranks; ``None`` if all of them are near.
         near: to the ranks of this host, or ``None``.
@@ -47,12 +50,14 @@ class ProcessTransport(Transport):
 
     def __init__(
         self,
+        meeting: Rendezvous,
         hosts: Sequence[str],
         far: ProcessGroupTransport | None,
         near: SharedMemoryTransport | None,
         summary: str = "",
     ) -> None:
         self.told = summary
+        self._meeting = meeting
         self.hosts = tuple(hosts)
         self.near_ranks = near.ranks if near else frozenset[int]()
         self._far = far
@@ -90,10 +95,14 @@ class ProcessTransport(Transport):
         assert self._far is not None  # or all ranks would be near
         return self._far
 
+    def failure_heard(self) -> str:
+        return self._meeting.failure()
+
     def fail(self, reason: str, edges: Iterable[Edge]) -> None:
         edges = list(edges)
         if self._near:
             self._near.fail(reason, [edge for edge in edges if edge.target in self.near_ranks])
+        self._meeting.fail(short(reason).decode())
         if self._far:
             self._far.fail(reason, [edge for edge in edges if edge.target not in self.near_ranks])
 
@@ -170,11 +179,11 @@ def connect(
         _do_without(way, problems[0], meeting.rank)
     summary = _summary(way, hosts, problems)
     if near is not None and len(near.ranks) == meeting.num_ranks - 1:
-        return ProcessTransport(hosts, None, near, summary)
+        return ProcessTransport(meeting, hosts, None, near, summary)
     neighbours = frozenset(rank for rank, other in enumerate(hosts) if other == own)
     group = groups.make_group(deadline_seconds)
     far = ProcessGroupTransport(group, neighbours, deadline_seconds, codec)
-    return ProcessTransport(hosts, far, near, summary)
+    return ProcessTransport(meeting, hosts, far, near, summary)
 
 
 def _summary(way: TransportKind, hosts: Sequence[str], problems: Sequence[str]) -> str:

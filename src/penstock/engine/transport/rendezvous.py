@@ -284,8 +284,7 @@ class Rendezvous:
 
     def _check_hope(self, store: Store, keys: list[str], asked: str) -> None:
         """Raise unless all may still come."""
-        if store.check([_FAILURE]):
-            reason = store.get(_FAILURE).decode()
+        if reason := _failure_in(store):
             raise PeerError(f"{self._where}: cancelled because {reason}", reason)
         for rank, process in self.processes.items():
             if process.is_gone() and not store.check([keys[rank]]):
@@ -341,7 +340,8 @@ class Rendezvous:
             raise PeerError(f"{self._where}: {reason}", reason) from error
 
     def fail(self, reason: str) -> None:
-        """Tell all who wait here that this rank will not come, and why; the first reason counts."""
+        """Tell all who wait here, or look, that this rank will not come, and why; the first reason
+        counts."""
 
         def tell(store: Store) -> None:
             if not store.check([_FAILURE]):
@@ -350,9 +350,20 @@ class Rendezvous:
         with suppress(RunError):
             self.ask(tell)
 
+    def failure(self) -> str:
+        """The reason that a rank has given to ``fail``; empty if none has, or the store is gone."""
+        try:
+            return self.ask(_failure_in)
+        except RunError:
+            return ""
+
     @property
     def _where(self) -> str:
         return f"rank {self.rank}, {self._purpose}"
+
+
+def _failure_in(store: Store) -> str:
+    return store.get(_FAILURE).decode() if store.check([_FAILURE]) else ""
 
 
 class _Host:
