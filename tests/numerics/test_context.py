@@ -168,6 +168,22 @@ def next_words(logits, targets):
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten())
 
 
+def written_whole(logits, targets):
+    """Writes to the output, as its caller sees it afterwards, too."""
+    logits[..., 0] = -4.0
+    return net_loss(logits, targets)
+
+
+def written_through_views(logits, targets):
+    """Writes to what the output is, to what it has been made into, and where nobody learns."""
+    scaled = logits.mul(1.0).div_(2.0)
+    logits.view(-1, WORDS).masked_fill_(torch.arange(WORDS) == 1, -4.0)
+    logits[:, 0].mul_(0.5)
+    with torch.no_grad():
+        logits.detach().clamp_(-1.0, 1.0)
+    return net_loss(logits, targets) + mean_over_words(scaled, targets)
+
+
 def context_plan(model, num_ranks, num_microbatches, size=2, schedule="1f1b", copies=1):
     if copies > 1:
         plan = replace(
@@ -204,6 +220,8 @@ def check(ours, plan, loss, batches, evaluated, num_microbatches=2):
         (TorchBlocks, net_loss, words, 2, 2, "1f1b"),
         (Masked, net_loss, words, 2, 2, "1f1b"),
         (lambda: TorchBlocks(first=False), net_loss, words, 1, 2, "1f1b"),
+        (Words, written_whole, words, 1, 2, "1f1b"),
+        (Words, written_through_views, words, 1, 2, "1f1b"),
     ],
 )
 def test_a_shared_sequence_trains_as_on_one_device(build, loss, batch, ranks, size, schedule):

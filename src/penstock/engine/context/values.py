@@ -31,7 +31,8 @@ class _AllPositions(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: TensorGroup, place: PositionDim) -> Tensor:
         ctx.group, ctx.place = group, place
-        return put_together(group.exchange([part] * group.size), place)
+        # A view could not be overwritten where a function of autograd gives it.
+        return put_together(group.exchange([part] * group.size), place).detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

@@ -2,14 +2,15 @@
 
 What losses do with outputs before a cross entropy is done on the part, and so is the cross entropy,
 in the way of those who share (``OutputSharing``). Whatever else a loss does makes the output whole,
-so that any loss is right, and one that can be followed needs no gather.
+so that any loss is right, and one that can be followed needs no gather. So does whatever it writes to,
+or to a view of it: parts have old values from then on, and are followed no more.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -58,22 +59,32 @@ class ShardedValue(Tensor):
         part: the member's, with its graph.
         divided: which dimension is divided.
         sharing: with whom.
+        source: of which other one it is a view, if it is one.
     """
 
     part: Tensor
     divided: ShardedDim
     sharing: OutputSharing
-    wholes: dict[bool, Tensor]
+    source: _ViewSource | None
+    gathered: Tensor | None
+    unwritten: int
 
     @staticmethod
-    def __new__(cls: type[Self], part: Tensor, divided: ShardedDim, sharing: OutputSharing) -> Self:
+    def __new__(
+        cls: type[Self],
+        part: Tensor,
+        divided: ShardedDim,
+        sharing: OutputSharing,
+        source: _ViewSource | None = None,
+    ) -> Self:
         shape, mine = [*part.shape], divided.parts[sharing.group.index]
         each = shape[divided.dim] // mine if mine else divided.inner
         shape[divided.dim] = each * divided.length
         own: Self = Tensor._make_wrapper_subclass(
             cls, shape, dtype=part.dtype, device=part.device, requires_grad=part.requires_grad
         )
-        own.part, own.divided, own.sharing, own.wholes = part, divided, sharing, {}
+        own.part, own.divided, own.sharing, own.source = part, divided, sharing, source
+        own.gathered, own.unwritten = None, 0
         return own
 
     def whole(self, by: str) -> Tensor:
@@ -84,14 +95,44 @@ class ShardedValue(Tensor):
         """
         if self.sharing.watch is not None:
             self.sharing.watch(by)
-        learns = torch.is_grad_enabled()
-        if learns not in self.wholes:
-            self.wholes[learns] = self.sharing.whole(self.part, self.divided)
-        return self.wholes[learns]
+        return self._whole()
 
-    def like(self, part: Tensor, divided: ShardedDim | None = None) -> ShardedValue:
-        """Another one of the same members."""
-        return ShardedValue(part, divided or self.divided, self.sharing)
+    def _whole(self) -> Tensor:
+        # There is one, whoever asks first: what is written to it, all are to see.
+        if self.gathered is None:
+            source = self.source
+            with torch.set_grad_enabled(source is None or source.learns):
+                if source is None:
+                    self.gathered = self.sharing.whole(self.part, self.divided)
+                else:
+                    self.gathered = source.view(source.value._whole())
+            if not self.gathered.is_inference():
+                self.unwritten = self.gathered._version
+        return self.gathered
+
+    @property
+    def is_written(self) -> bool:
+        """Whether its values may have changed since the members computed their parts."""
+        if self.source is not None:
+            return self.source.value.is_written
+        whole = self.gathered  # whose views count with it
+        return whole is not None and (whole.is_inference() or whole._version != self.unwritten)
+
+    def like(
+        self, part: Tensor, view: Callable[[Tensor], Tensor], divided: ShardedDim | None = None
+    ) -> ShardedValue:
+        """Another one of the same members, of the same values.
+
+        Args:
+            part: made of this one's.
+            view: makes the same of the whole, where the new one lies in this one's memory.
+            divided: how it is; by default as this one.
+        """
+        if part is self.part:
+            return self
+        old, new = (value.untyped_storage()._cdata for value in (self.part, part))
+        source = _ViewSource(self, view, torch.is_grad_enabled()) if old == new else None
+        return ShardedValue(part, divided or self.divided, self.sharing, source)
 
     @classmethod
     def __torch_function__(
@@ -103,9 +144,8 @@ class ShardedValue(Tensor):
                 return func(*args, **kwargs)
             mine = args[0] if args else None
             others = tree.tensors((args[1:], kwargs))
-            if isinstance(mine, ShardedValue) and not any(
-                isinstance(other, ShardedValue) for other in others
-            ):
+            is_alone = not any(isinstance(other, ShardedValue) for other in others)
+            if isinstance(mine, ShardedValue) and is_alone and not mine.is_written:
                 follow = _FOLLOWED.get(func, mine.sharing.follow)
                 followed = follow(func, mine, args[1:], kwargs)
                 if followed is not None:
@@ -120,6 +160,14 @@ class ShardedValue(Tensor):
         """Whatever comes past ``__torch_function__``."""
         name = str(func)
         return func(*_made_whole(args, name), **_made_whole(kwargs or {}, name))
+
+
+class _ViewSource(NamedTuple):
+    """Of which value another one is a view, made by whom, and whether gradients go through it."""
+
+    value: ShardedValue
+    view: Callable[[Tensor], Tensor]
+    learns: bool
 
 
 class SharedOutput(ABC):
@@ -149,7 +197,15 @@ def _same(func: Any, mine: ShardedValue, args: Sequence[Any], kwargs: Mapping[st
     # Of a gradient of another tensor each member would have a term.
     if any(other.dim() or other.requires_grad for other in others):
         return None
-    return mine.like(func(mine.part, *args, **kwargs))
+    called = _called(func, args, kwargs)
+    return mine.like(called(mine.part), called)
+
+
+def _called(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Callable[[Tensor], Tensor]:
+    """A function with all its arguments but the first."""
+    return lambda value: func(value, *args, **kwargs)
 
 
 def _viewed(func: Any, mine: ShardedValue, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -159,14 +215,15 @@ def _viewed(func: Any, mine: ShardedValue, args: Sequence[Any], kwargs: Mapping[
     if divided is None or not mine.sharing.stays(mine.divided, divided, after[divided.dim]):
         return None
     after[divided.dim] = divided.local(after[divided.dim], mine.sharing.group.index)
-    return mine.like(mine.part.reshape(after), divided)
+    return mine.like(mine.part.reshape(after), _called(func, args, kwargs), divided)
 
 
 def _permuted(func: Any, mine: ShardedValue, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     # A dimension is known again by its size, where all are different.
     numbered = torch.empty(tuple(range(2, 2 + mine.dim())), device="meta")
     place = [*func(numbered, *args, **kwargs).shape].index(2 + mine.divided.dim)
-    return mine.like(func(mine.part, *args, **kwargs), mine.divided.at(place))
+    called = _called(func, args, kwargs)
+    return mine.like(called(mine.part), called, mine.divided.at(place))
 
 
 def _getters(*names: str) -> list[Any]:

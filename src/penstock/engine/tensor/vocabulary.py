@@ -61,7 +61,7 @@ def _indexed(mine: ShardedValue, key: Any) -> Any:
         if not whole:
             return None
     chosen = mine.part[key]
-    return mine.like(chosen, mine.divided.at(chosen.dim() - 1))
+    return mine.like(chosen, lambda whole: whole[key], mine.divided.at(chosen.dim() - 1))
 
 
 def _lost(mine: ShardedValue, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
