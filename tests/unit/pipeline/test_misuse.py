@@ -58,7 +58,10 @@ def test_an_in_place_first_layer_changes_neither_the_result_nor_the_callers_data
     ("options", "message"),
     [
         ({"optimizer": lambda parameters: None}, "optimizer function made is of type NoneType"),
-        ({"optimizer": torch.optim.SGD(make_mlp().parameters())}, r"optimizer is made already \(SGD\)"),
+        (
+            {"optimizer": torch.optim.SGD(make_mlp().parameters())},
+            r"optimizer is made already \(SGD\)",
+        ),
         ({"loss": 3}, "loss is of type int; give a function"),
         ({"weight": 0.5}, "weight is of type float"),
         ({"transport": "process-group"}, "torchrun --nproc-per-node=2"),
