@@ -7,6 +7,7 @@ import errno
 import os
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ from tests.kit.spilling import (
     spilled_pipeline,
     spilled_plan,
 )
-from tests.kit.training import DEADLINE_SECONDS, adamw, momentum, sgd
+from tests.kit.training import DEADLINE_SECONDS, KeepingGradients, adamw, momentum, sgd
 
 BATCHES = [make_batch(rows, seed=rows) for rows in (13, 16, 8, 13)]
 
@@ -378,6 +379,24 @@ def test_a_plan_that_allows_too_little_is_refused_before_the_first_step():
     spill = Spill(tier=HOST, memory_bytes=50_000)
     with pytest.raises(InputError, match=r"rank 0 would hold .* and the plan allows 48.8 KiB"):
         spilled_pipeline(make_net(), spill)
+
+
+def test_the_least_memory_that_plans_is_enough(tmp_path):
+    """Of stages that fill no page, and of an optimizer that takes gradients away."""
+    model, batch = nn.Sequential(*(nn.Linear(20, 20) for _ in range(6))), torch.randn(8, 20)
+    cluster = pk.Cluster.local(1, tiers=[Tier(folder=str(tmp_path))])
+    profiled = {"loss": F.mse_loss, "optimizer": KeepingGradients}
+    graph = pk.profile(model, batch[:4], targets=batch[:4], repeats=1, ranks=0, **profiled)
+    for memory_bytes in range(10_000, 100_000, 1000):
+        with suppress(pk.PlanError):
+            plan = pk.plan(
+                graph, cluster, microbatches=2, spill="always", memory_bytes=memory_bytes
+            )
+            break
+    single = SingleDevice(copy.deepcopy(model), 2, F.mse_loss, KeepingGradients)
+    with pk.Pipeline(model, plan, deadline_seconds=DEADLINE_SECONDS, **profiled) as pipeline:
+        for _ in range(3):
+            assert torch.equal(pipeline.step(batch, batch), single.step(batch, batch))
 
 
 def test_what_has_left_cannot_be_read():

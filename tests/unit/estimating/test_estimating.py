@@ -25,6 +25,7 @@ from penstock.training.estimating.blocks import repeated_blocks
 from penstock.training.estimating.counting import KernelCounter
 from penstock.training.estimating.operations import padding_of
 from penstock.training.estimating.substitutes import AsOnDevice
+from tests.kit.training import KeepingGradients
 
 BYTES = (
     "activation_bytes", "held_input_bytes", "weight_kept_bytes", "output_bytes", "skip_bytes",
@@ -631,6 +632,15 @@ def test_an_optimizer_that_wants_numbers_of_tensors_is_counted_by_its_operations
     measured = pk.profile(model, inputs, repeats=1, ranks=0, **options).layers[0]
     assert estimated.update_seconds > 0
     assert estimated.optimizer_bytes == measured.optimizer_bytes
+
+
+def test_gradients_that_an_optimizer_takes_away_are_counted(cpu):
+    model = nn.Sequential(nn.Linear(16, 32))
+    estimated = pk.estimate(
+        model, torch.randn(4, 16), device=cpu, optimizer=KeepingGradients
+    ).layers[0]
+    assert estimated.summed_bytes == estimated.parameter_bytes
+    assert estimated.update_seconds > 0
 
 
 def test_an_optimizer_that_cannot_make_a_step_is_refused_by_its_name():

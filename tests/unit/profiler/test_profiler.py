@@ -14,7 +14,7 @@ import penstock as pk
 from penstock.base.errors import InputError, ModelError
 from penstock.training.profiler.alone import measure_hand_over
 from tests.kit.helpers import make_mlp
-from tests.kit.training import momentum, sgd
+from tests.kit.training import KeepingGradients, momentum, sgd
 
 ROWS, FLOAT = 8, 4
 
@@ -70,6 +70,14 @@ def test_optimizer_state_is_counted(optimizer, copies, extra):
     assert layers[1].optimizer_bytes == layers[2].optimizer_bytes == 0
     assert (layers[0].update_seconds > 0) == (optimizer is not None)
     assert layers[1].update_seconds == layers[2].update_seconds == 0
+
+
+def test_gradients_that_an_optimizer_takes_away_are_counted():
+    graph = quick(
+        nn.Sequential(nn.Linear(16, 32)), torch.randn(ROWS, 16), optimizer=KeepingGradients
+    )
+    layer = graph.layers[0]
+    assert layer.summed_bytes == layer.optimizer_bytes == layer.parameter_bytes
 
 
 def test_layers_are_named_as_in_the_state_dict_and_fingerprinted_as_by_the_pipeline():

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from penstock.core.cluster.parts import Tier
+from penstock.core.schedule.residence import PAGE
 from penstock.engine.weights import tiers
 from penstock.engine.weights.buffers import BufferPool, SwapGroup
 from penstock.engine.weights.data_paths import DataPath
 from penstock.engine.weights.movers import IOThread, Moved, at_once
-from penstock.engine.weights.tiers import PAGE
 from penstock.engine.weights.transfers import Transfers
 
 SECONDS = 30

@@ -14,9 +14,10 @@ import pytest
 
 from penstock.base.errors import FileError, InputError, RunError
 from penstock.core.cluster.parts import Tier
+from penstock.core.schedule.residence import PAGE, whole_pages
 from penstock.engine.weights import tiers
 from penstock.engine.weights.buffers import BufferPool, MemoryBuffer
-from penstock.engine.weights.tiers import PAGE, DiskStore, opened, whole_pages
+from penstock.engine.weights.tiers import DiskStore, opened
 
 
 def filled(num_bytes, seed):
@@ -135,7 +136,8 @@ def test_main_memory_has_no_folder():
 
 _JOB = """
 import os, sys
-from penstock.engine.weights.tiers import DiskStore, PAGE
+from penstock.core.schedule.residence import PAGE
+from penstock.engine.weights.tiers import DiskStore
 from penstock.engine.weights.buffers import MemoryBuffer
 store = DiskStore(sys.argv[1])
 store.write(store.reserve("weights", PAGE), MemoryBuffer(PAGE).view)

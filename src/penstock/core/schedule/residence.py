@@ -33,6 +33,13 @@ NEED_WEIGHTS = COMPUTE | UPDATES | {Kind.RECOMPUTE}
 """Kinds that a stage's weights must be in memory for."""
 _GRADIENTS = frozenset({Kind.BACKWARD})
 _MOST_AHEAD = 1000
+PAGE = 4096
+"""Whatever lies in a tier or a buffer begins and ends with pages: direct transfers need that."""
+
+
+def whole_pages(num_bytes: int) -> int:
+    """Bytes of the pages that hold so many."""
+    return -(-num_bytes // PAGE) * PAGE
 
 
 @dataclass(frozen=True)

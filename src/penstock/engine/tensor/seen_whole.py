@@ -2,8 +2,9 @@
 
 What losses do with outputs before a cross entropy is done on the part, and so is the cross entropy,
 in the way of those who share (``OutputSharing``). Whatever else a loss does makes the output whole,
-so that any loss is right, and one that can be followed needs no gather. So does whatever it writes to,
-or to a view of it: parts have old values from then on, and are followed no more.
+so that any loss is right, and one that can be followed needs no gather. What it writes to the
+output, or to a view of it, is written to the whole: parts then have old values, and are followed no
+more.
 """
 
 from __future__ import annotations

@@ -21,13 +21,14 @@ from torch import Tensor, nn
 
 from penstock.base.errors import InputError, RunError
 from penstock.base.units import format_bytes
+from penstock.core.schedule.residence import whole_pages
 from penstock.core.timing.spans import ALL_OF_STAGE
 from penstock.engine.device.accelerators import HOST, is_on_host
 from penstock.engine.device.crossing import give_memory
 from penstock.engine.device.queue import moments_of_caller, taken_up
 from penstock.engine.model import tree
 from penstock.engine.weights.movers import Moved
-from penstock.engine.weights.tiers import Extent, whole_pages
+from penstock.engine.weights.tiers import Extent
 
 
 class MemoryBuffer:

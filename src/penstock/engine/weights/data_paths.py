@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from penstock.core.cluster.parts import Tier
+from penstock.core.schedule.residence import PAGE
 from penstock.engine.device.accelerators import is_on_host
 from penstock.engine.device.queue import taken_up
 from penstock.engine.weights.buffers import MemoryBuffer, SwapGroup, TensorPlace
@@ -31,7 +32,7 @@ from penstock.engine.weights.movers import (
     at_once,
     pinned_bytes,
 )
-from penstock.engine.weights.tiers import PAGE, Extent, PinnedSpace, Store, TierSpace, opened
+from penstock.engine.weights.tiers import Extent, PinnedSpace, Store, TierSpace, opened
 
 
 class DataPath(ABC):

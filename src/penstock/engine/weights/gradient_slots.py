@@ -14,9 +14,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from penstock.core.schedule.residence import whole_pages
 from penstock.engine.masters import gradient_dtype
 from penstock.engine.weights.buffers import MemoryBuffer, SwapGroup, TensorPlace
-from penstock.engine.weights.tiers import whole_pages
 
 _LEAST_SHARE = 0.75
 """Of a stage's bytes whose gradients can be written anywhere; others are made first, and copied."""

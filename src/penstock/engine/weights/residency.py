@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 import torch
 from torch import Tensor, nn
 
-from penstock.core.schedule.residence import StageResidency
+from penstock.core.schedule.residence import StageResidency, whole_pages
 from penstock.engine.device.accelerators import is_on_host
 from penstock.engine.device.crossing import moved
 from penstock.engine.device.memory import KeptPages
@@ -37,7 +37,6 @@ from penstock.engine.weights.buffers import (
 from penstock.engine.weights.data_paths import DataPath
 from penstock.engine.weights.gradient_slots import GradientSlots, SpareGradient
 from penstock.engine.weights.store import Instead
-from penstock.engine.weights.tiers import whole_pages
 from penstock.engine.weights.transfers import Shelved, Transfers, shelved
 
 

@@ -25,19 +25,13 @@ from torch import Tensor
 from penstock.base.errors import FileError
 from penstock.base.units import format_bytes
 from penstock.core.cluster.parts import Tier
+from penstock.core.schedule.residence import PAGE, whole_pages
 from penstock.engine.weights.movers import pinned_bytes
 
-PAGE = 4096
-"""Whatever lies in a tier or a buffer begins and ends with pages: direct transfers need that."""
 _PIECE = 16 << 20
 """Bytes that are moved at once: what is more urgent waits for no more."""
 _WORD = 8
 _Move = Callable[[int, list[memoryview], int], int]
-
-
-def whole_pages(num_bytes: int) -> int:
-    """Bytes of the pages that hold so many."""
-    return -(-num_bytes // PAGE) * PAGE
 
 
 class Extent:

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from penstock.base.errors import DeadlineError, ModelError
+from penstock.core.schedule.residence import PAGE
 from penstock.core.timing.spans import TransferKind
 from penstock.engine.device.accelerators import is_on_host
 from penstock.engine.device.queue import taken_up
 from penstock.engine.weights.buffers import BufferPool, MemoryBuffer, SwapGroup
 from penstock.engine.weights.data_paths import DataPath
 from penstock.engine.weights.movers import Moved
-from penstock.engine.weights.tiers import PAGE, Extent
+from penstock.engine.weights.tiers import Extent
 
 NOW = -1
 """Before all places of ops: somebody is waiting for it."""

@@ -21,7 +21,12 @@ from penstock.core.schedule.lower import add_late_agreement, add_late_update, ad
 from penstock.core.schedule.memory import Sizes, changes
 from penstock.core.schedule.offload import add_offload
 from penstock.core.schedule.op import Activations
-from penstock.core.schedule.residence import StageBytes, add_residence, resident_bytes
+from penstock.core.schedule.residence import (
+    StageBytes,
+    add_residence,
+    resident_bytes,
+    whole_pages,
+)
 from penstock.core.timing.costs import Costs
 from penstock.core.versions import Policy
 from penstock.planning.plans.stage_plan import StagePlan, sharing_ranks, sizes_of
@@ -177,11 +182,11 @@ def with_residence(
 
 
 def stage_bytes(stages: Sequence[StagePlan]) -> StageBytes:
-    """The sizes of a stage that come and go."""
+    """The sizes of a stage that come and go, in buffers of whole pages."""
     return StageBytes(
-        [stage.parameter_bytes for stage in stages],
-        [stage.summed_bytes for stage in stages],
-        [stage.optimizer_bytes for stage in stages],
+        [whole_pages(stage.parameter_bytes) for stage in stages],
+        [whole_pages(stage.summed_bytes) for stage in stages],
+        [whole_pages(stage.optimizer_bytes) for stage in stages],
     )
 
 

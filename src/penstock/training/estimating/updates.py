@@ -15,7 +15,6 @@ from penstock.training.profiler.alone.overheads import (
     NamedParameters,
     Update,
     assumed_update,
-    gradient_bytes,
     optimizer_of_copies,
     trained_parameters,
 )
@@ -59,10 +58,11 @@ def _counted(
         built = optimizer_of_copies(named, optimizer, refusals, prepare)
     if built is None:
         return Update(0.0, 0)
-    state_bytes = num_bytes([list(entry.values()) for entry in built.state.values()])
+    state_bytes, held = built.state_bytes, built.gradient_bytes
+    built.give_gradients()
     with KernelCounter(converts=False) as counter:
-        built.step()
-    kernels, held = counter.kernels, gradient_bytes(built)
+        built.optimizer.step()
+    kernels = counter.kernels
     if fused[0]:
         # Weights, gradients and state are read once; weights and state are written.
         moved = 2 * num_bytes([weight for _, weight in named]) + held + 2 * state_bytes

@@ -104,28 +104,50 @@ def _measure_group(
     built = [optimizer_of_copies(named, optimizer, refusals) for named in group]
     laps: list[list[tuple[Any, Any]]] = [[] for _ in group]
     for _ in range(repeats):
-        for built_optimizer, own in zip(built, laps, strict=True):
-            if built_optimizer is not None:
+        for stepped, own in zip(built, laps, strict=True):
+            if stepped is not None:
+                stepped.give_gradients()
                 start = clock.now()
-                built_optimizer.step()
+                stepped.optimizer.step()
                 own.append((start, clock.now()))
     clock.settle()
     return [
         Update(0.0, 0)
-        if built_optimizer is None
+        if stepped is None
         else Update(
             statistics.median(clock.seconds(*lap) for lap in own),
-            num_bytes([list(entry.values()) for entry in built_optimizer.state.values()]),
-            gradient_bytes(built_optimizer),
+            stepped.state_bytes,
+            stepped.gradient_bytes,
         )
-        for built_optimizer, own in zip(built, laps, strict=True)
+        for stepped, own in zip(built, laps, strict=True)
     ]
 
 
-def gradient_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """The bytes of the gradients that an optimizer's parameters have."""
-    held = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
-    return num_bytes([gradient for gradient in held if gradient is not None])
+class SteppedOptimizer(NamedTuple):
+    """An optimizer that has stepped, and so has its state.
+
+    Attributes:
+        optimizer: of some parameters.
+        gradients: that it takes, with whose they are: some optimizers take them away.
+    """
+
+    optimizer: torch.optim.Optimizer
+    gradients: Sequence[tuple[nn.Parameter, Tensor]]
+
+    def give_gradients(self) -> None:
+        """Before another step."""
+        for parameter, gradient in self.gradients:
+            parameter.grad = gradient
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of the gradients that it takes."""
+        return num_bytes([gradient for _, gradient in self.gradients])
+
+    @property
+    def state_bytes(self) -> int:
+        """Of all that it keeps."""
+        return num_bytes([list(entry.values()) for entry in self.optimizer.state.values()])
 
 
 def optimizer_of_copies(
@@ -133,7 +155,7 @@ def optimizer_of_copies(
     optimizer: OptimizerFactory,
     refusals: list[InputError],
     prepare: Callable[[torch.optim.Optimizer], None] = lambda _: None,
-) -> torch.optim.Optimizer | None:
+) -> SteppedOptimizer | None:
     """An optimizer with its state, of copies of parameters; ``None`` if there are none, or if it
     refuses them, which joins ``refusals``.
 
@@ -150,6 +172,8 @@ def optimizer_of_copies(
         return None
     for _, copy in copies:
         copy.grad = torch.full_like(copy, 1e-3, dtype=gradient_dtype(copy))
+    taken = [own for group in built.param_groups for own in group["params"]]
+    gradients = [(own, own.grad) for own in taken if own.grad is not None]
     prepare(built)
     try:
         built.step()  # allocates its state
@@ -162,7 +186,7 @@ def optimizer_of_copies(
             )
         )
         return None
-    return built
+    return SteppedOptimizer(built, gradients)
 
 
 def measure_op(clock: Clock, device: torch.device, repeats: int = 100) -> float:
