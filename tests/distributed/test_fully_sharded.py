@@ -36,7 +36,7 @@ def test_a_rank_that_is_killed_is_missed_by_name(victim, replicas):
 
 
 def test_a_layer_that_raises_ends_all_copies_at_once():
-    job = forked(JOB, 4, "1 raises 2-2")
+    job = forked(JOB, 4, "1 raises 4")
     assert set(job.reports) == {0, 1, 2, 3}, job.output
     assert job.reports.pop(1)[0] == "StageError"
     for kind, text, seconds in job.reports.values():
