@@ -14,7 +14,7 @@ from penstock.core.schedule import families, repetition
 from penstock.core.schedule.lower import add_recompute, add_update
 from penstock.core.schedule.memory import Sizes, moments, peaks
 from penstock.core.schedule.repetition import abridged, repetitions_of, shortened, with_turns
-from penstock.core.timing.simulator.step import passed, step_in_timeline, step_of
+from penstock.core.timing.simulator.step import passed, step_in_rows, step_of
 from tests.kit.examples import examples
 
 FAMILIES = [name for name in families.names() if name not in families.HOLD_ALL | families.SEARCHED]
@@ -132,7 +132,7 @@ def approximately(times):
 
 def check(step, whole, costs):
     timeline = simulate(add_update(whole), costs)
-    usual = step_in_timeline(add_update(whole), timeline)
+    usual = step_in_rows(add_update(whole), timeline.rows)
     assert step.seconds == approximately(timeline.makespan)
     assert step.handed_in == approximately(usual.handed_in)
     assert step.updated == approximately(usual.updated)

@@ -10,8 +10,6 @@ from functools import cached_property
 from math import ceil, inf, lcm
 from typing import NamedTuple
 
-import numpy as np
-
 from penstock.core.schedule import Schedule
 from penstock.core.schedule.lower import add_update, add_updates
 from penstock.core.schedule.repetition import Repetition, repetitions_of, shortened, with_turns
@@ -22,8 +20,7 @@ from penstock.core.timing.simulator.beside import Served
 from penstock.core.timing.simulator.leaps import rhythm_of
 from penstock.core.timing.simulator.step import (
     StepTimes,
-    step_in,
-    step_in_timeline,
+    step_in_rows,
     step_of,
     two_pipelines,
 )
@@ -139,7 +136,7 @@ def _simulated(
     """What a schedule repeats once it has updates, its timeline and its step."""
     updating = add_update(schedule)
     timeline = simulate(updating, costs)
-    return repetitions_of(updating.columns), timeline, step_in_timeline(updating, timeline)
+    return repetitions_of(updating.columns), timeline, step_in_rows(updating, timeline.rows)
 
 
 @dataclass(frozen=True)
@@ -288,11 +285,7 @@ class Prediction:
         if alone is None:
             return None
         schedule = add_update(alone[0])
-        rows = rows_of(schedule, alone[1])
-        start, end = (
-            np.concatenate([getattr(row, name) for row in rows]) for name in ("starts", "ends")
-        )
-        return step_in(schedule, start, end)
+        return step_in_rows(schedule, rows_of(schedule, alone[1]))
 
     def _long_step(self, schedule: Schedule, left_out: int) -> StepTimes | None:
         """The step of a schedule that leaves something out, with so many more turns that the last

@@ -33,7 +33,7 @@ from penstock.core.timing.simulator.passage import (
     durations_of,
     in_waves,
 )
-from penstock.core.timing.timeline import Timeline
+from penstock.core.timing.spans import Row
 
 
 class StepTimes(NamedTuple):
@@ -132,7 +132,8 @@ def _step_of(schedule: Schedule, costs: Costs, left_out: int) -> StepTimes:
         zip(updating.rank[updates].tolist(), updating.stage[updates].tolist(), strict=True)
     )
     handed_in = [float(times.end[numbers].max()) for numbers in made]
-    there = _sums_there(schedule, costs, times, list(dict.fromkeys(stage for _, stage in pairs)))
+    stages = list(dict.fromkeys(stage for _, stage in pairs))
+    there = _sums_there(schedule, costs, times, made, stages)
     last_ops = (schedule.columns.first[1:] - 1).tolist()
     free = [float(times.end[number]) for number in last_ops]
     updated = [0.0] * schedule.num_stages
@@ -144,14 +145,19 @@ def _step_of(schedule: Schedule, costs: Costs, left_out: int) -> StepTimes:
 
 
 def _sums_there(
-    schedule: Schedule, costs: Costs, times: Times, stages: Sequence[int]
+    schedule: Schedule,
+    costs: Costs,
+    times: Times,
+    made: Sequence[Sequence[int]],
+    stages: Sequence[int],
 ) -> dict[int, float]:
     """When the sum of each stage's copies is there.
 
     Args:
+        made: as ``_last_gradients`` has them.
         stages: in the order in which parts go that are ready at the same moment.
     """
-    made, there = _last_gradients(schedule.columns), dict[int, float]()
+    there = dict[int, float]()
     waiting: list[tuple[float, int, int]] = []
     for number, stage in enumerate(stages):
         exchange, makers = costs.exchange(stage), made[stage]
@@ -191,10 +197,10 @@ def step_in(schedule: Schedule, start: Floats, end: Floats) -> StepTimes:
     return StepTimes(seconds, tuple(handed_in.tolist()), tuple(updated.tolist()))
 
 
-def step_in_timeline(schedule: Schedule, timeline: Timeline) -> StepTimes:
-    """The step of a schedule with updates from its timeline."""
+def step_in_rows(schedule: Schedule, rows: Sequence[Row]) -> StepTimes:
+    """The step of a schedule with updates from the rows of its timeline."""
     start, end = (
-        np.concatenate([getattr(row, name) for row in timeline.rows]) for name in ("starts", "ends")
+        np.concatenate([getattr(row, name) for row in rows]) for name in ("starts", "ends")
     )
     return step_in(schedule, start, end)
 
