@@ -32,14 +32,14 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import mse_loss
 
 import penstock as pk
 from benchmarks.common.alone import publish
 from benchmarks.common.turns import Contest, measure_in_turns
 from benchmarks.network.shaped_network import SKIPPED, ShapedNetwork, end_on_signals, missing
-from benchmarks.network.shaped_training import SlowLinear, expect_success, sgd
+from benchmarks.network.shaped_training import Work, expect_success, sgd
 from penstock.engine.device.memory import keep_freed_pages
 from penstock.engine.model.spine import spine_fingerprint, spine_of
 from penstock.planning.plans import Plan, StagePlan
@@ -48,37 +48,6 @@ from penstock.planning.plans.summing import GatheredFor
 STAGES, COPIES = 2, 2
 GOAL_SPEED = 1.05
 _SAME_STEPS = 2
-
-
-class Sizes(NamedTuple):
-    """What is trained.
-
-    Attributes:
-        width: of every layer.
-        depth: linear layers.
-        rows: of a microbatch.
-        microbatches: of each copy.
-        wait_seconds: per row and layer, the least that a forward takes; a backward twice as long.
-    """
-
-    width: int
-    depth: int
-    rows: int
-    microbatches: int
-    wait_seconds: float
-
-    def model(self) -> nn.Sequential:
-        """The same on every rank."""
-        torch.manual_seed(0)
-        return nn.Sequential(
-            *(SlowLinear(self.width, self.wait_seconds) for _ in range(self.depth))
-        )
-
-    def batch(self) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of all copies."""
-        shape = COPIES * self.microbatches * self.rows, self.width
-        generator = torch.Generator().manual_seed(1)
-        return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
 
 
 class Contestant(NamedTuple):
@@ -95,7 +64,7 @@ class Contestant(NamedTuple):
     close: Callable[[], None] = lambda: None
 
 
-def of_torch(sizes: Sizes, *, frees: bool) -> Contestant:
+def of_torch(sizes: Work, *, frees: bool) -> Contestant:
     """Pipelining × FSDP2, as users write it."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -112,7 +81,7 @@ def of_torch(sizes: Sizes, *, frees: bool) -> Contestant:
         part, index, STAGES, torch.device("cpu"), value.requires_grad_(index > 0),
         torch.empty_like(value).requires_grad_(), group=mesh["pipe"].get_group(),
     )  # fmt: skip
-    schedule = Schedule1F1B(stage, sizes.microbatches, loss_fn=mse_loss)
+    schedule = Schedule1F1B(stage, sizes.microbatches // COPIES, loss_fn=mse_loss)
     optimizer = sgd(part.parameters())
     inputs, targets = (own.chunk(COPIES)[copy] for own in sizes.batch())
 
@@ -129,14 +98,14 @@ def of_torch(sizes: Sizes, *, frees: bool) -> Contestant:
     return Contestant(step, lambda: [own.full_tensor().detach() for own in part.parameters()])
 
 
-def of_penstock(sizes: Sizes, kept: GatheredFor) -> Contestant:
+def of_penstock(sizes: Work, kept: GatheredFor) -> Contestant:
     """The reducer "fully-sharded" with a pipeline of two stages."""
     model = sizes.model()
     layers, half = spine_of(model), sizes.depth // 2
     names = tuple(layer.name for layer in layers)
     plan = Plan(
         model=spine_fingerprint(layers), schedule="1f1b", options={"replicas": [COPIES] * STAGES},
-        num_microbatches=COPIES * sizes.microbatches, num_threads=1,
+        num_microbatches=sizes.microbatches, num_threads=1,
         stages=(
             StagePlan(layers=names[:half], rank=0), StagePlan(layers=names[half:], rank=COPIES)
         ),
@@ -161,7 +130,7 @@ def _stage() -> int:
     return dist.get_rank() // COPIES
 
 
-WAYS: dict[str, Callable[[Sizes], Contestant]] = {
+WAYS: dict[str, Callable[[Work], Contestant]] = {
     "torch 1F1B × FSDP2": partial(of_torch, frees=False),
     "torch 1F1B × FSDP2, reshard_after_forward": partial(of_torch, frees=True),
     "Penstock 1F1B, fully sharded": partial(of_penstock, kept="step"),
@@ -169,7 +138,7 @@ WAYS: dict[str, Callable[[Sizes], Contestant]] = {
 }
 
 
-def on_one_rank(sizes: Sizes, rounds: int) -> dict[str, float]:
+def on_one_rank(sizes: Work, rounds: int) -> dict[str, float]:
     """What each process does: seconds of a step of each contestant."""
     torch.set_num_threads(1)
     keep_freed_pages()
@@ -197,7 +166,7 @@ def _quiet(step: Callable[[], object]) -> None:
     step()
 
 
-def on_hosts(sizes: Sizes, options: argparse.Namespace) -> dict[str, float]:
+def on_hosts(sizes: Work, options: argparse.Namespace) -> dict[str, float]:
     """The seconds that all have measured on shaped links."""
     with (
         tempfile.TemporaryDirectory() as name,
@@ -242,7 +211,7 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     options = arguments()
     if options.job is not None:
-        sizes = Sizes(*json.loads((options.job / "sizes.json").read_text()))
+        sizes = Work(*json.loads((options.job / "sizes.json").read_text()))
         seconds = on_one_rank(sizes, options.rounds)
         if dist.get_rank() == 0:
             (options.job / "seconds.json").write_text(json.dumps(seconds))
@@ -253,13 +222,14 @@ def main() -> int:
         print(f"skipped: {reason}")
         return SKIPPED
     end_on_signals()
-    sizes = Sizes(
-        options.width, options.depth, options.rows, options.microbatches, options.wait_ms / 1e3
+    num_microbatches = COPIES * options.microbatches
+    sizes = Work(
+        options.width, options.depth, options.rows, num_microbatches, options.wait_ms / 1e3
     )
     layer = 4 * sizes.width * (sizes.width + 1)
     print(
         f"{sizes.depth} layers of {layer / 1e6:.1f} MB on {STAGES} stages of {COPIES} shards, "
-        f"{sizes.microbatches} microbatches each, a forward of a layer "
+        f"{options.microbatches} microbatches each, a forward of a layer "
         f"{1e3 * sizes.rows * sizes.wait_seconds:g} ms"
     )
     show(on_hosts(sizes, options), options.mbit)
