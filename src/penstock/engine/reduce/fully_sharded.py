@@ -28,6 +28,9 @@ from penstock.engine.weights.sharded_layers import ShardedLayers
 from penstock.planning.plans.summing import Summing
 
 
+_PAIR = 2
+
+
 class HomeGroups(NamedTuple):
     """Torch's process groups of the copies of a stage, as one of them has them.
 
@@ -162,10 +165,18 @@ class CopiesOfStage:
         self.closed = True
 
     def gather(self, output: Tensor, own: Tensor) -> dist.Work:
-        # torch before 2.13 has the same by another name, which later ones warn of.
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        ask = partial(gather, output, own)
-        wait, step = self._asked(ask, "gathering the weights of a layer", self.group), self._step
+        doing = "gathering the weights of a layer"
+        if self.size == _PAIR:
+            # Gloo's all-gather takes 1.7 times as long as this exchange, in which both send at once.
+            here, there = output.chunk(_PAIR)[:: 1 - 2 * self.index]
+            here.copy_(own)
+            sizes = [0 if other == self.index else len(own) for other in range(_PAIR)]
+            ask = partial(dist.all_to_all_single, there, own, sizes, sizes)
+        else:
+            # torch before 2.13 has the same by another name, which later ones warn of.
+            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            ask = partial(gather, output, own)
+        wait, step = self._asked(ask, doing, self.group), self._step
         return _PendingGather(wait, lambda: step == self._step)
 
     def exchange(
