@@ -2,8 +2,9 @@
 
 One pair of ranks at a time sends a message to and fro while all others wait, so that no two
 measurements share a wire; long ones in both directions at once, as sums and pipelines do, which a
-wire that has one for both, TCP's acknowledgements, and cores that copy make slower. Sizes grow until a message takes long, so that a slow network is measured in the same time as a fast one.
-Then ranks of a host send at once, which tells who shares a card (``card_meter``), and all ranks sum
+wire that has one for both, TCP's acknowledgements, and cores that copy make slower. Sizes grow
+until a message takes long, so that a slow network is measured in the same time as a fast one. Then
+ranks of a host send at once, which tells who shares a card (``card_meter``), and all ranks sum
 tensors together.
 """
 
