@@ -10,7 +10,8 @@ and iproute2 (`apt-get install iproute2`); where one is missing it says so and e
 Each host is a network namespace with one end of a veth pair; the other ends meet on a bridge in a
 namespace of its own, so that the machine's own network is left alone. Both ends are shaped by tbf,
 which makes the link's rate hold in both directions. TCP's congestion control is set to cubic on the
-route, because bbr misbehaves with queues as short as these. Namespaces share the machine's cores,
+route, because bbr misbehaves with queues as short as these; messages that come now and then neither
+start slowly each time nor wait for acknowledgements. Namespaces share the machine's cores,
 memory and name; only the network is shaped.
 """
 
@@ -34,6 +35,7 @@ QUEUE_BYTES = "64kb"
 BURST_BYTES = "4kb"
 """Passes at once: little, so that short messages are slow too, but more than a packet."""
 
+_TCP = "congctl cubic quickack 1"
 _PREFIX = "10.77.0"
 _PORT = "29577"
 _INTERFACE = "wire"
@@ -108,7 +110,9 @@ class ShapedNetwork:
             _command(f"ip -n {self._switch} link set {port} master bridge0 up")
             _command(f"ip -n {host} addr add {_PREFIX}.{index + 1}/24 dev {_INTERFACE}")
             _command(f"ip -n {host} link set {_INTERFACE} up")
-            _command(f"ip -n {host} route replace {_PREFIX}.0/24 dev {_INTERFACE} congctl cubic")
+            route = f"{_PREFIX}.0/24 dev {_INTERFACE} {_TCP}"
+            _command(f"ip -n {host} route replace {route}")
+            _command(f"ip netns exec {host} sysctl -qw net.ipv4.tcp_slow_start_after_idle=0")
             shape = f"root tbf rate {self._mbit}mbit burst {BURST_BYTES} limit {QUEUE_BYTES}"
             _command(f"tc -n {host} qdisc replace dev {_INTERFACE} {shape}")
             _command(f"tc -n {self._switch} qdisc replace dev {port} {shape}")

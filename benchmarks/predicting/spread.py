@@ -79,7 +79,7 @@ def mixtures() -> nn.Module:
 def slow_layers() -> nn.Module:
     """Layers that take 10 ms per row and pass, whatever the core does."""
     torch.manual_seed(0)
-    return nn.Sequential(*(SlowLinear(768, 1e-3) for _ in range(8)))
+    return nn.Sequential(*(SlowLinear(384, 1e-3) for _ in range(8)))
 
 
 def tokens(length: int) -> Batch:
@@ -138,7 +138,7 @@ def rows_of_mixtures() -> Batch:
 
 
 def rows_of_slow_layers() -> Batch:
-    return numbers(8, 768, 768)
+    return numbers(8, 384, 384)
 
 
 WAYS: dict[str, Way] = {
@@ -259,7 +259,7 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
-    parser.add_argument("--mbit", type=float, default=400.0, help="of the link of each host")
+    parser.add_argument("--mbit", type=float, default=100.0, help="of the link of each host")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)

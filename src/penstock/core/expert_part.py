@@ -19,7 +19,10 @@ class ExpertPart(Value, frozen=True, kw_only=True):
         parameter_bytes: of the weights of all of them.
         token_bytes: of what one microbatch hands to them, each token once for each of its experts;
             they give as much back.
-        forward_share: of the layer's forward, what they take.
+        share: of the layer's forwards and backwards, what they take.
+        fewer: their forward and backward with half, a quarter, … of them and as many tokens, as a
+            share of that with all; below the last one it takes as long as there, and without any,
+            as long as with all.
         loads: the share of tokens that each expert got when it was measured; none, and all get as
             many.
     """
@@ -28,14 +31,17 @@ class ExpertPart(Value, frozen=True, kw_only=True):
     num_experts: int
     parameter_bytes: int = 0
     token_bytes: int = 0
-    forward_share: float = 0.0
+    share: float = 0.0
+    fewer: tuple[float, ...] = ()
     loads: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         self.check_fields("experts")
         whole("experts: num_experts", self.num_experts, 1, MOST_BYTES)
-        if not 0 <= self.forward_share <= 1:
-            raise InputError(f"experts: forward_share is {self.forward_share}, but must be 0 to 1")
+        if not 0 <= self.share <= 1:
+            raise InputError(f"experts: share is {self.share}, but must be 0 to 1")
+        for share in self.fewer:
+            number("experts: fewer", share)
         for load in self.loads:
             number("experts: loads", load)
         if self.loads and len(self.loads) != self.num_experts:
@@ -63,6 +69,16 @@ class ExpertPart(Value, frozen=True, kw_only=True):
         return tuple(
             round(sum(loads[rank * each : (rank + 1) * each]), 12) for rank in range(num_ranks)
         )
+
+    def pace(self, num_ranks: int) -> float:
+        """How many times as long the busiest of so many copies that divide them takes as one that
+        has all of them and its own tokens.
+
+        >>> ExpertPart(name="e", num_experts=4, fewer=(0.75, 0.625)).pace(2)
+        0.75
+        """
+        halvings = min(num_ranks.bit_length() - 1, len(self.fewer))
+        return self.imbalance(num_ranks) * (self.fewer[halvings - 1] if halvings else 1.0)
 
     def imbalance(self, num_ranks: int) -> float:
         """How many times as many tokens as with even loads come to the busiest of so many

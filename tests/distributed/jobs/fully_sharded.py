@@ -266,6 +266,7 @@ class InThisJob:
         return dist.all_to_all_single(*given, async_op=True).wait
 
     def sum_between(self, shard):
+        yield from ()
         return shard
 
     def largest(self, numbers):

@@ -15,14 +15,15 @@ MEGA = 1_000_000
 LINK = pk.Link(bytes_per_second=1e9, latency_seconds=1e-4)
 
 
-def mixture_graph(loads=(), token_bytes=MEGA) -> LayerGraph:
+def mixture_graph(loads=(), token_bytes=MEGA, fewer=()) -> LayerGraph:
     """Four layers, every other one a mixture of eight experts."""
     experts = ExpertPart(
         name="experts",
         num_experts=8,
         parameter_bytes=80 * MEGA,
         token_bytes=token_bytes,
-        forward_share=0.5,
+        share=0.5,
+        fewer=fewer,
         loads=loads,
     )
     layers = []
@@ -192,6 +193,18 @@ def test_replanning_keeps_whole_bytes_in_mind():
         pk.replan(planned(), cluster(2))
     anew = pk.replan(planned(), cluster(2), graph=mixture_graph())
     assert sum(stage.parameter_bytes for stage in anew.stages) == 240 * MEGA
+
+
+def test_copies_with_fewer_experts_take_as_long_as_was_measured():
+    everyone, fewer = (
+        planned(mixture_graph(fewer=shares), size=4, replicas=(4,)) for shares in ((), (0.8, 0.6))
+    )
+    (before,), (after,) = everyone.stages, fewer.stages
+    # Of four layers two are mixtures, half of whose passes are their experts'.
+    assert before.forward_seconds - after.forward_seconds == pytest.approx(2 * 0.1 * 0.5 * 0.4)
+    own = ExpertPart(name="e", num_experts=8, fewer=(0.8, 0.6))
+    assert [own.pace(ranks) for ranks in (1, 2, 4, 8)] == pytest.approx([1, 0.8, 0.6, 0.6])
+    assert replace(own, loads=(0.3, *[0.1] * 7)).pace(2) == pytest.approx(0.8 * 1.2)
 
 
 def test_experts_of_a_part_are_read_and_refused():

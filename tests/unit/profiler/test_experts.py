@@ -30,7 +30,7 @@ def test_a_profile_has_the_routing_that_it_has_seen(experts):
     assert part.loads[2] == 0.0 and "1.experts: 8 experts" in str(graph)
     assert part.parameter_bytes == sum(weight.nbytes for weight in own.parameters())
     assert part.token_bytes == 32 * 2 * 16 * 4
-    assert 0 < part.forward_share <= 1
+    assert 0 < part.share <= 1 and len(part.fewer) == 3 and min(part.fewer) > 0
     assert pk.LayerGraph.from_json(graph.to_json()) == graph
 
 
@@ -62,7 +62,7 @@ def test_an_estimate_takes_routing_as_balanced():
     model = make_mixture(DenseExperts, dtype=torch.float32)
     graph = pk.estimate(model, torch.randn(8, 16), device="a100")
     (part,) = graph.layers[1].experts
-    assert part.loads == () and part.imbalance(2) == 1.0 and 0 < part.forward_share <= 1
+    assert part.loads == () and part.imbalance(2) == 1.0 and 0 < part.share <= 1
     assert part.token_bytes == 8 * 2 * 16 * 4
 
 

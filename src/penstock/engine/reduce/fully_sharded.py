@@ -24,8 +24,10 @@ from penstock.engine.reduce.reducer import GradientWatch, SharedWeights
 from penstock.engine.reduce.rows import RowReducer
 from penstock.engine.reduce.sharding import Shard
 from penstock.engine.transport import Edge, Transport, groups
-from penstock.engine.weights.sharded_layers import ShardedLayers
+from penstock.engine.weights.sharded_layers import ShardedLayers, SumInParts
 from penstock.planning.plans.summing import Summing
+
+_PAIR = 2
 
 
 class HomeGroups(NamedTuple):
@@ -162,11 +164,24 @@ class CopiesOfStage:
         self.closed = True
 
     def gather(self, output: Tensor, own: Tensor) -> dist.Work:
-        # torch before 2.13 has the same by another name, which later ones warn of.
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        ask = partial(gather, output, own)
-        wait, step = self._asked(ask, "gathering the weights of a layer", self.group), self._step
+        wait = self._begin_gather(output, own, "gathering the weights of a layer", self.group)
+        step = self._step
         return _PendingGather(wait, lambda: step == self._step)
+
+    def _begin_gather(
+        self, output: Tensor, own: Tensor, doing: str, group: dist.ProcessGroup
+    ) -> Callable[[], None]:
+        if dist.get_world_size(group) == _PAIR:
+            # Gloo's all-gather takes 1.7 times as long as this exchange, where both send at once.
+            index, halves = dist.get_rank(group), output.chunk(_PAIR)
+            halves[index].copy_(own)
+            sizes = [0 if other == index else len(own) for other in range(_PAIR)]
+            ask = partial(dist.all_to_all_single, halves[1 - index], own, sizes, sizes)
+        else:
+            # torch before 2.13 has the same by another name, which later ones warn of.
+            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            ask = partial(gather, output, own)
+        return self._asked(ask, doing, group)
 
     def exchange(
         self,
@@ -187,7 +202,7 @@ class CopiesOfStage:
         ask = partial(dist.all_to_all_single, output, own, output_sizes, own_sizes)
         return self._asked(ask, self._exchanging, self.group)
 
-    def sum_between(self, shard: Tensor) -> Tensor:
+    def sum_between(self, shard: Tensor) -> SumInParts[Tensor]:
         between = self._home.between
         if between is None:
             return shard
@@ -197,13 +212,16 @@ class CopiesOfStage:
         sent = torch.nn.functional.pad(shard, (0, count * length - len(shard)))
         received = torch.empty_like(sent)
         doing = "summing gradients between hosts"
-        self._asked(partial(dist.all_to_all_single, received, sent), doing, between)()
+        wait = self._asked(partial(dist.all_to_all_single, received, sent), doing, between)
+        yield
+        wait()
         first, *others = torch.split(received, length)
         total = first.clone()
         for term in others:
             total += term
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        self._asked(partial(gather, received, total), doing, between)()
+        wait = self._begin_gather(received, total, doing, between)
+        yield
+        wait()
         return received[: len(shard)]
 
     def largest(self, numbers: Tensor) -> None:

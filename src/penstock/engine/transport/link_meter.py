@@ -1,10 +1,10 @@
 """Timing messages between the processes of a job: what ``penstock measure-cluster`` runs.
 
 One pair of ranks at a time sends a message to and fro while all others wait, so that no two
-measurements share a wire; between hosts, long ones in both directions at once, as sums and
-pipelines do, which a wire that has one for both, and TCP's acknowledgements, make slower. Sizes
-grow until a message takes long, so that a slow network is measured in the same time as a fast one.
-Then ranks of a host send at once, which tells who shares a card (``card_meter``), and all ranks sum
+measurements share a wire; long ones in both directions at once, as sums and pipelines do, which a
+wire that has one for both, TCP's acknowledgements, and cores that copy make slower. Sizes grow
+until a message takes long, so that a slow network is measured in the same time as a fast one. Then
+ranks of a host send at once, which tells who shares a card (``card_meter``), and all ranks sum
 tensors together.
 """
 
@@ -48,7 +48,7 @@ FEWEST_SIZES = 4
 FEWEST_REPEATS, MOST_REPEATS = 3, 40
 
 _BOTH_WAYS_BYTES = 2**18
-"""From which size on messages between hosts cross; shorter ones tell the latency."""
+"""From which size on messages cross; shorter ones tell the latency."""
 
 _SUMS_SHARE = 3.0
 """How much longer than a pair the sums may take: they are measured once."""
@@ -189,7 +189,7 @@ class _Meter:
             repeats = self._repeats(expected) if times else MOST_REPEATS
             self._say(peer, size, repeats)
             block = self._block(size)
-            trip = self._crossing if self._crosses(peer, size) else self._one_way
+            trip = self._crossing if size >= _BOTH_WAYS_BYTES else self._one_way
             times.append(median([trip(block, peer) for _ in range(1 + repeats)][1:]))
         self._say(peer, 0, 0)
         return times
@@ -203,7 +203,7 @@ class _Meter:
                 return
             block = self._block(size)
             for _ in range(1 + repeats):
-                if self._crosses(peer, size):
+                if size >= _BOTH_WAYS_BYTES:
                     self._crossing(block, peer)
                 else:
                     dist.recv(block, peer, group=self._wires)
@@ -212,9 +212,6 @@ class _Meter:
 
     def _say(self, peer: int, size: int, repeats: int) -> None:
         dist.send(torch.tensor([size, repeats]), peer, group=self._words)
-
-    def _crosses(self, peer: int, size: int) -> bool:
-        return size >= _BOTH_WAYS_BYTES and self._hosts[peer] != self._hosts[self._rank]
 
     def _one_way(self, block: Tensor, peer: int) -> float:
         """Half the seconds of a message to and fro."""

@@ -21,9 +21,9 @@ on the other hosts have as well, so that only sums of shards pass between hosts.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,15 @@ from penstock.engine.weights.local_rows import rows_of, whole_norms
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
+
+
+V = TypeVar("V")
+SumInParts: TypeAlias = Generator[None, None, V]
+"""A sum that is made in parts: it yields when messages have been asked for, and is gone on with
+when something else has been done. All copies go on with theirs in the same order."""
+
+
+_ENDED = object()
 
 
 class Copies(Protocol):
@@ -65,7 +74,7 @@ class Copies(Protocol):
         """Begin to give each copy of the group so many numbers of ``own``, one after the other, and
         to take as many as ``output_sizes`` says from each; what is given back waits for it."""
 
-    def sum_between(self, shard: Tensor) -> Tensor:
+    def sum_between(self, shard: Tensor) -> SumInParts[Tensor]:
         """The sum of a vector and those of the copies that have the same shard on other hosts."""
 
     def largest(self, numbers: Tensor) -> None:
@@ -142,24 +151,6 @@ class ShardedParameter(NamedTuple):
     rows: nn.Parameter
 
 
-class _PendingSum(NamedTuple):
-    """A sum of a layer's gradients that has begun.
-
-    Attributes:
-        due: whole parameters, and their rows that are here.
-        lengths: how many numbers a copy has at most of each.
-        total: this copy's rows of its own gradients; the sum will be there.
-        received: the other copies', in their order.
-        wait: until they are here.
-    """
-
-    due: Sequence[tuple[nn.Parameter, nn.Parameter]]
-    lengths: list[int]
-    total: Tensor
-    received: Tensor
-    wait: Callable[[], None]
-
-
 class _Unit:
     """One layer, which is gathered and freed as a whole."""
 
@@ -187,7 +178,6 @@ class _Unit:
         self.sharded.set_reshard_after_backward(False)
         self.whole: list[nn.Parameter] = []
         self.is_summed = False
-        self._sum: _PendingSum | None = None
         with self.gathered():  # settles where rows lie in memory
             self._note()
         self.parameters = [_sharded(whole) for whole in layer.module.parameters()]
@@ -243,13 +233,13 @@ class _Unit:
         return [parameter for parameter in self.whole if parameter.requires_grad]
 
     @torch.no_grad()
-    def begin_sum(self, there: Sequence[bool]) -> None:
-        """Begin to sum gradients over all copies; ``end_sum`` follows. Whole ones go.
+    def summing(self, there: Sequence[bool]) -> SumInParts[None]:
+        """Make the gradient of each row the sum over all copies, in their order. Whole gradients go
+        at first.
 
         Args:
             there: of each trained parameter, whether any copy has a gradient.
         """
-        self.is_summed = True
         pairs = [
             (whole, own.rows)
             for whole, own in zip(self.whole, self.parameters, strict=True)
@@ -258,33 +248,12 @@ class _Unit:
         due = [pair for pair, is_there in zip(pairs, there, strict=True) if is_there]
         if not due:
             return
-        size, index = self._copies.size, self._copies.index
-        lengths = [_most_numbers(whole, size) for whole, _ in due]
-        # Its own rows do not travel, so they are where the sum will be.
-        total = torch.empty(sum(lengths), dtype=gradient_dtype(due[0][0]))
-        sent = total.new_empty(size - 1, len(total))
-        rooms = [torch.split(room, lengths) for room in (*sent[:index], total, *sent[index:])]
-        for (whole, _), *columns in zip(due, *rooms, strict=True):
-            _take_gradient(whole, columns)
-        received = torch.empty_like(sent)
-        sizes = [0 if other == index else len(total) for other in range(size)]
-        wait = self._copies.begin_exchange(received.view(-1), sent.view(-1), sizes, sizes)
-        self._sum = _PendingSum(due, lengths, total, received, wait)
-
-    def note_sum(self) -> None:
-        """Its layer is summed at this point of the order in which copies meet."""
-        self._gather.note_sum()
-
-    @torch.no_grad()
-    def end_sum(self) -> None:
-        """Make the gradient of each row the sum over all copies, in their order, if that has
-        begun."""
-        if self._sum is None:
-            return
-        due, lengths, total, received, wait = self._sum
-        self._sum = None
-        wait()
         index = self._copies.index
+        lengths = [_most_numbers(whole, self._copies.size) for whole, _ in due]
+        total, received, wait = self._exchanged([whole for whole, _ in due], lengths)
+        yield
+        wait()
+        del wait  # which knows what was sent
         if index:
             first = received[0]
             for term in received[1:index]:
@@ -293,15 +262,39 @@ class _Unit:
         for term in received[index:]:
             total += term
         del received
-        total = self._copies.sum_between(total)
+        total = yield from self._copies.sum_between(total)
         for (whole, rows), numbers in zip(due, torch.split(total, lengths), strict=True):
             fresh = numbers[: rows.numel()].view_as(rows)
             take_gradient_dtype(rows, whole)
             rows.grad = fresh if rows.grad is None else rows.grad + fresh
 
-    def drop_sum(self) -> None:
-        """Forget a sum that has begun."""
-        self.is_summed, self._sum = False, None
+    def _exchanged(
+        self, due: Sequence[nn.Parameter], lengths: list[int]
+    ) -> tuple[Tensor, Tensor, Callable[[], None]]:
+        """Begin to give all copies their rows of gradients, which go.
+
+        Args:
+            lengths: how many numbers a copy has at most of each.
+
+        Returns:
+            (this copy's rows of its own gradients, where the sum is to be; the others', in their
+            order; what waits until they are here).
+        """
+        size, index = self._copies.size, self._copies.index
+        # Its own rows do not travel, so they are where the sum will be.
+        total = torch.empty(sum(lengths), dtype=gradient_dtype(due[0]))
+        sent = total.new_empty(size - 1, len(total))
+        rooms = [torch.split(room, lengths) for room in (*sent[:index], total, *sent[index:])]
+        for whole, *columns in zip(due, *rooms, strict=True):
+            _take_gradient(whole, columns)
+        received = torch.empty_like(sent)
+        sizes = [0 if other == index else len(total) for other in range(size)]
+        wait = self._copies.begin_exchange(received.view(-1), sent.view(-1), sizes, sizes)
+        return total, received, wait
+
+    def note_sum(self) -> None:
+        """Its layer is summed at this point of the order in which copies meet."""
+        self._gather.note_sum()
 
 
 def _take_gradient(whole: nn.Parameter, columns: Sequence[Tensor]) -> None:
@@ -361,7 +354,7 @@ class ShardedLayers:
         self._frees_with = frees_with
         self._frees = self._began = False
         self._seen = Gathered()
-        self._summing: _Unit | None = None
+        self._sums: list[SumInParts[None]] = []
         self._units = [
             _Unit(layer, copies, mesh, number, self._seen)
             for number, layer in enumerate(layers)
@@ -420,15 +413,18 @@ class ShardedLayers:
     def sum_layer(self, number: int) -> None:
         """Sum a layer whose gradients are all there, on all copies, while the backward goes on."""
         unit = self._units[number]
-        self._end_sum()  # before, so that no two layers' gradients are twice in memory
         unit.note_sum()
-        unit.begin_sum([True] * len(unit.trained))
-        self._summing = unit
+        unit.is_summed = True
+        self._begin_sum(unit, [True] * len(unit.trained))
 
-    def _end_sum(self) -> None:
-        if self._summing is not None:
-            self._summing.end_sum()
-        self._summing = None
+    def _begin_sum(self, unit: _Unit, there: Sequence[bool]) -> None:
+        self._go_on()  # before, so that no two layers' gradients are twice in memory
+        self._sums.append(unit.summing(there))
+        next(self._sums[-1], None)
+
+    def _go_on(self) -> None:
+        """Take each sum on to where it waits for its next messages."""
+        self._sums = [summing for summing in self._sums if next(summing, _ENDED) is not _ENDED]
 
     def sum(self) -> None:
         """Make the gradients of rows the sums over all copies, and keep no whole ones. All copies
@@ -457,12 +453,11 @@ class ShardedLayers:
         for unit in self._units:
             due = [next(there) for _ in unit.trained]
             if not unit.is_summed:
-                unit.begin_sum(due)
-                self._end_sum()  # of the layer before, while this one's gradients travel
-                self._summing = unit
+                self._begin_sum(unit, due)
             unit.is_summed = False
             unit.free()
-        self._end_sum()
+        while self._sums:
+            self._go_on()
 
     def free(self) -> None:
         """Keep no gathered values."""
@@ -477,11 +472,11 @@ class ShardedLayers:
         """Forget gradients, and what a failed step was at."""
         self._seen.digest = 0
         self._copies.abandon()
-        self._summing = None
+        self._sums.clear()
         for unit in self._units:
             if self._began:  # before, there is nothing to reset, and torch is not ready to
                 unit.reset()
-            unit.drop_sum()
+            unit.is_summed = False
             for parameter in unit.trained:
                 parameter.grad = None
 

@@ -37,7 +37,7 @@ def _divided(layer: Layer, num_ranks: int, seconds: Callable[[float], float]) ->
     left = layer.parameter_bytes - own + -(-own // num_ranks)
     share = left / layer.parameter_bytes if layer.parameter_bytes else 1.0
     # All copies wait for the one with most tokens.
-    longer = sum(part.forward_share * (part.imbalance(num_ranks) - 1) for part in layer.experts)
+    longer = sum(part.share * (part.pace(num_ranks) - 1) for part in layer.experts)
     travel = sum(
         _TRIPS * seconds(part.token_bytes * part.imbalance(num_ranks) * (1 - 1 / num_ranks))
         + seconds(8.0 * part.num_experts)

@@ -140,7 +140,10 @@ class Bench:
             )
             for watch, own in zip(watches, shares, strict=True)
         ]
-        mixtures = [watch.parts(self.clock.seconds) for watch in experts]
+        mixtures = [
+            watch.parts(self.clock.seconds, own.forward + own.backward)
+            for watch, own in zip(experts, times, strict=True)
+        ]
         columns = zip(
             times, footprints, handed, workspaces, flags, drew, parts, mixtures, strict=True
         )
