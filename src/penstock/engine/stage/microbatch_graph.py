@@ -405,10 +405,9 @@ def check_finite(
     Raises:
         NotFinite: one of them holds what is infinite or not a number.
     """
-    with torch.no_grad():
-        for tensor in chain(() if _are_finite(gradients) else gradients, tensors):
-            if tensor is not None and (value := _not_finite(tensor)) is not None:
-                raise NotFinite(microbatch, name, value)
+    for tensor in chain(() if _are_finite(gradients) else gradients, tensors):
+        if tensor is not None and (value := _not_finite(tensor.detach())) is not None:
+            raise NotFinite(microbatch, name, value)
 
 
 def _are_finite(gradients: Sequence[Tensor]) -> bool:
@@ -420,12 +419,13 @@ def _are_finite(gradients: Sequence[Tensor]) -> bool:
         and gradient.layout is torch.strided
         and gradient.is_contiguous()
         and gradient.is_floating_point()
+        and not gradient.requires_grad
         for gradient in gradients
     )
     if not plain or not gradients:
         return False
     overflow, unscaled = (torch.full((), n, dtype=torch.float32, device="cpu") for n in (0.0, 1.0))
-    torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflow, unscaled)
+    torch._amp_foreach_non_finite_check_and_unscale_([*gradients], overflow, unscaled)
     return not overflow.item()
 
 
