@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 import msgspec
 import torch
-from msgspec import Struct
 from torch import Tensor
 
 from penstock.core.timing.spans import TransferKind
@@ -51,7 +50,7 @@ class FrameListener(Protocol):
         """
 
 
-class Minibatch(Struct, frozen=True):
+class Minibatch(msgspec.Struct, frozen=True):
     """One minibatch, cut into microbatches, and these into slices if they have any.
 
     What ends a stream is a minibatch without microbatches.
@@ -106,7 +105,7 @@ class Minibatch(Struct, frozen=True):
         return len(self.inputs) // self.num_slices
 
 
-class StreamPosition(Struct, frozen=True):
+class StreamPosition(msgspec.Struct, frozen=True):
     """Where a minibatch stands among those before and behind it; a synchronous one is a stream of
     its own.
 
