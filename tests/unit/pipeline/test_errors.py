@@ -330,7 +330,7 @@ def test_a_second_interrupt_while_ranks_still_stop_makes_no_mess(monkeypatch):
     with pipeline_of(make_mlp()) as pipeline:
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(threads.ThreadTicket, "all_went_well", interrupted)
-            patch.setattr(threads, "wait", interrupted)
+            patch.setattr(threads.ThreadTicket, "still_running", interrupted)
             pipeline.step(*make_batch(8))
         with pytest.raises(RunError, match=r"the last step was broken off; .*build a new Pipeline"):
             pipeline.step(*make_batch(8))

@@ -6,17 +6,16 @@ import contextlib
 import copy
 import sys
 import threading
-from concurrent.futures import _base
 
 import torch
 import torch.nn.functional as F
 
-from penstock.engine.run.drive import threads
+from penstock.engine.run.drive import threads, ticket
 from penstock.trial.reference.single_device import SingleDevice
 from tests.kit.helpers import make_batch, make_mlp
 from tests.kit.training import pipeline_of, sgd
 
-FILES = {one.__file__ for one in (threads, _base, contextlib, threading)}
+FILES = {module.__file__ for module in (threads, ticket, contextlib, threading)}
 
 
 class Interrupt:
@@ -44,7 +43,7 @@ class Interrupt:
 
 
 def test_wherever_an_interrupt_comes_the_next_step_is_right(monkeypatch):
-    monkeypatch.setattr(threads, "_DEAF_SECONDS", 0.01)
+    monkeypatch.setattr(ticket, "_DEAF_SECONDS", 0.01)
     monkeypatch.setattr(threads, "_GRACE_SECONDS", 20.0)
     ours = make_mlp()
     reference = SingleDevice(copy.deepcopy(ours), 4, F.cross_entropy, sgd, seed=3)

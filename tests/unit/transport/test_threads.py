@@ -10,6 +10,7 @@ import torch
 
 from penstock.base.errors import DeadlineError, PeerError, RunError
 from penstock.engine.transport import Edge, ThreadExchange
+from penstock.engine.transport import threads as transport_of_threads
 
 FORWARD, BACKWARD = Edge(0, 1, 0), Edge(0, 1, 1)
 
@@ -89,6 +90,32 @@ def test_other_messages_do_not_prolong_the_deadline(exchange):
     assert time.monotonic() - start < 60  # the chatter goes on for longer
     stop.set()
     thread.join()
+
+
+def test_a_receiver_that_waits_has_the_message_before_its_sender_goes_on(monkeypatch):
+    monkeypatch.setattr(transport_of_threads, "_LETTING_GO_SECONDS", 60.0)
+    exchange, received = ThreadExchange(2, deadline_seconds=60), []
+    sender, receiver = exchange.transports
+    for number in range(20):
+        thread = threading.Thread(
+            target=lambda own=number: received.append(receiver.recv(FORWARD, own, "rank 1"))
+        )
+        thread.start()
+        while not receiver.waits:
+            time.sleep(0.001)
+        sender.send(FORWARD, number, number)
+        assert exchange.inboxes[1].empty()
+        thread.join(60)
+    assert received == [*range(20)]
+
+
+def test_a_receiver_that_does_something_else_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(transport_of_threads, "_LETTING_GO_SECONDS", 60.0)
+    exchange = ThreadExchange(2, deadline_seconds=60)
+    thread = threading.Thread(target=lambda: exchange.transports[0].send(FORWARD, 0, None))
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
 
 
 def test_a_failure_wakes_all_who_wait_long_before_the_deadline():

@@ -139,7 +139,7 @@ class Shards:
 
     def clear(self, parameters: Iterable[nn.Parameter]) -> None:
         """Forget the gradients of those of some parameters that are shared in rows."""
-        for whole in parameters:
+        for whole in parameters if self.of else ():
             if whole in self.of:
                 whole.grad = None
                 if (part := self.of[whole].part) is not None:

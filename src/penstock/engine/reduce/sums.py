@@ -184,6 +184,11 @@ class GradientSums:
         return {reducer.stage: reducer.ranks for reducer in experts}
 
     @property
+    def has_any(self) -> bool:
+        """Whether there is anything to sum."""
+        return bool(self._shared)
+
+    @property
     def has_shards(self) -> bool:
         """Whether others update weights for this rank."""
         return bool(self._sharded)

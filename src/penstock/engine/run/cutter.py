@@ -8,10 +8,11 @@ where it stays there, or straight to the device of the rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from penstock.base.errors import InputError, StageError
@@ -148,9 +149,7 @@ class Cutter:
         """A minibatch of what was cut, as ranks get it."""
         parts, inputs_moments = _copied(parts, self.gives_inputs)
         wanted, targets_moments = _copied(wanted, self.gives_targets)
-        for giver in (self.gives_inputs, self.gives_targets):
-            if giver is not None:
-                giver.settle()
+        self._settle()
         options = {"num_slices": self.num_slices, "autocast": autocast_here(), **options}
         return Minibatch(
             step,
@@ -201,21 +200,28 @@ class Cutter:
             autocast: as for the minibatch.
 
         Raises:
-            InputError: the frame or the target holds no tensor.
+            InputError: the frame or the target holds what is sparse or nested.
         """
-        parts = [None] if frame is None else _cut(Microbatches([frame]), "inputs", 1)
-        wanted = [None] if target is None else _cut(Microbatches([target]), "targets", 1)
-        return self._given(
+        inputs, inputs_moments = _whole(frame, "inputs", self.gives_inputs)
+        targets, targets_moments = _whole(target, "targets", self.gives_targets)
+        self._settle()
+        return Minibatch(
             -1,
-            parts,
-            wanted,
-            weights=[1.0],
-            num_slices=1,
+            inputs,
+            targets,
+            [1.0],
             autocast=autocast,
+            inputs_moments=inputs_moments,
+            targets_moments=targets_moments,
             learns=learns,
             listener=listener,
             frame=number,
         )
+
+    def _settle(self) -> None:
+        for giver in (self.gives_inputs, self.gives_targets):
+            if giver is not None:
+                giver.settle()
 
     def minibatches(
         self, pairs: Iterable[tuple[Any, Any]], first_step: int
@@ -313,12 +319,23 @@ def _cut(value: Any, which: str, count: int) -> list[Any]:
     return list(value)
 
 
+def _whole(value: Any, which: str, giver: Giver | None) -> tuple[list[Any], list[torch.Event]]:
+    """A frame, or its target, as ranks get it; ``None`` where there is none."""
+    if value is None:
+        return [None], []
+    microbatches.check_dense(tree.tensors(value), which)
+    if giver is None:
+        return [value], []
+    here, moment = giver.given(value)
+    return [here], [] if moment is None else [moment]
+
+
 def _copied(
     parts: Sequence[Any], giver: Giver | None
 ) -> tuple[Sequence[Any], Sequence[torch.Event]]:
     """Microbatches or slices as ranks get them, and when each of them is there, if that is later
     than now."""
-    if giver is None or not parts or parts[0] is None:
+    if giver is None:
         return parts, ()
     pairs = [giver.given(part) for part in parts]
     moments = [moment for _, moment in pairs if moment is not None]

@@ -14,6 +14,8 @@ from functools import lru_cache
 from math import ceil
 from typing import Any
 
+from msgspec import structs
+
 from penstock.base.errors import InputError, RunError
 from penstock.core.schedule import Schedule
 from penstock.core.schedule.lower import (
@@ -175,7 +177,9 @@ class Feed:
             self._logbook.begin(minibatch.step)
             segment, position = self._segment(minibatch, position)
         else:
-            position = replace(position, index=self._index, first=self._first, synchronous=False)
+            position = structs.replace(
+                position, index=self._index, first=self._first, synchronous=False
+            )
             nothing = Segment.whole(Schedule(((),) * self._plan.num_ranks))
             segment = replace(nothing, begins=False, ends=False)
         self._submit(segment, minibatch, position)
@@ -276,7 +280,7 @@ class Feed:
         segment = self._next(self._windows, len(self._sizes) - 1, last=last)
         if self._resumes:  # ranks have nothing of what came before
             segment, self._resumes = replace(segment, begins=True), False
-        position = replace(
+        position = structs.replace(
             given, index=self._index, first=self._first, base=self._base, synchronous=False
         )
         self._index += 1

@@ -8,13 +8,14 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
 import torch
 from torch import Tensor
 
 from penstock.core.timing.spans import TransferKind
 from penstock.engine.device.queue import Stamps, taken_up
 from penstock.engine.model import tree
-from penstock.engine.model.replay import autocasting, remembering_no_casts
+from penstock.engine.model.replay import autocast_here, autocasting, remembering_no_casts
 from penstock.engine.run.digests import Call, CallDigest, Modes, Next, autocast_codes
 from penstock.engine.run.outcome import Peak
 from penstock.engine.weights.store import HeldVersions
@@ -49,8 +50,7 @@ class FrameListener(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class Minibatch:
+class Minibatch(msgspec.Struct, frozen=True):
     """One minibatch, cut into microbatches, and these into slices if they have any.
 
     What ends a stream is a minibatch without microbatches.
@@ -90,7 +90,7 @@ class Minibatch:
     updates: bool = True
     digests: tuple[int, int] = (0, 0)
     modes: int = 0
-    autocast: Mapping[str, torch.dtype] = field(default_factory=dict)
+    autocast: Mapping[str, torch.dtype] = msgspec.field(default_factory=dict)
     inputs_moments: Sequence[torch.Event] = ()
     targets_moments: Sequence[torch.Event] = ()
     mark: StateMark | None = None
@@ -105,8 +105,7 @@ class Minibatch:
         return len(self.inputs) // self.num_slices
 
 
-@dataclass(frozen=True)
-class StreamPosition:
+class StreamPosition(msgspec.Struct, frozen=True):
     """Where a minibatch stands among those before and behind it; a synchronous one is a stream of
     its own.
 
@@ -201,6 +200,10 @@ def modes(trains: bool, *, shares: bool = False) -> Iterator[None]:
     Args:
         shares: whether forwards wait for those of other members of a group.
     """
+    plain = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    if trains and plain and not shares and not autocast_here():
+        yield  # as a thread of a rank always is: to say so again takes as long as a small layer
+        return
     inference = torch.inference_mode(False) if trains else nullcontext()
     alone = _waiting_in_backwards() if shares else nullcontext()
     with inference, torch.set_grad_enabled(trains), autocasting({}), alone:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum
+from itertools import chain
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -388,16 +389,44 @@ class NotFinite(ArithmeticError):
         self.microbatch = microbatch
 
 
-def check_finite(microbatch: int, name: str, tensors: Iterable[Tensor | None]) -> None:
+def check_finite(
+    microbatch: int,
+    name: str,
+    tensors: Iterable[Tensor | None],
+    gradients: Sequence[Tensor] = (),
+) -> None:
     """Look at tensors in main memory; on an accelerator the host would have to wait for them.
 
+    Args:
+        microbatch, name: as for ``NotFinite``.
+        tensors: what nobody may write.
+        gradients: those of weights, whose memory is their own.
+
     Raises:
-        NotFinite: one of them holds what is infinite or not a number; arguments as for it.
+        NotFinite: one of them holds what is infinite or not a number.
     """
-    with torch.no_grad():
-        for tensor in tensors:
-            if tensor is not None and (value := _not_finite(tensor)) is not None:
-                raise NotFinite(microbatch, name, value)
+    for tensor in chain(() if _are_finite(gradients) else gradients, tensors):
+        if tensor is not None and (value := _not_finite(tensor.detach())) is not None:
+            raise NotFinite(microbatch, name, value)
+
+
+def _are_finite(gradients: Sequence[Tensor]) -> bool:
+    """Whether one call for all tells so, which takes a tenth of the time of a call for each; it is
+    the one with which gradients are unscaled, so it writes them, here as they are."""
+    plain = all(
+        type(gradient) is Tensor
+        and gradient.is_cpu
+        and gradient.layout is torch.strided
+        and gradient.is_contiguous()
+        and gradient.is_floating_point()
+        and not gradient.requires_grad
+        for gradient in gradients
+    )
+    if not plain or not gradients:
+        return False
+    overflow, unscaled = (torch.full((), n, dtype=torch.float32, device="cpu") for n in (0.0, 1.0))
+    torch._amp_foreach_non_finite_check_and_unscale_([*gradients], overflow, unscaled)
+    return not overflow.item()
 
 
 def _not_finite(tensor: Tensor) -> complex | None:

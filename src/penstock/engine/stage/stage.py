@@ -332,9 +332,9 @@ class Stage:
         if self._stays_finite:
             through = microbatch if self._newest is None else self._newest.microbatch
             made = [*result.inputs, *chain.from_iterable(result.skips.values())]
-            weights = (parameter.grad for parameter in graph.parameters)
+            weights = [own.grad for own in graph.parameters if own.grad is not None]
             name = f"a gradient that has come back through stage {self.index}"
-            check_finite(through, name, chain(weights, made))
+            check_finite(through, name, made, weights)
         return result
 
     def backward_input(

@@ -22,6 +22,9 @@ class _Farewell(NamedTuple):
     reason: str
 
 
+_LETTING_GO_SECONDS = 1e-4
+"""Waking a thread on an idle core takes half of it."""
+
 _Notice = _Message | RankFailure | _Farewell
 
 
@@ -42,10 +45,15 @@ class ThreadExchange:
 
 
 class ThreadTransport(Transport):
-    """One rank's end of a ``ThreadExchange``."""
+    """One rank's end of a ``ThreadExchange``.
+
+    Attributes:
+        waits: whether it waits for a message now.
+    """
 
     def __init__(self, exchange: ThreadExchange, rank: int, patience: Patience) -> None:
         self.patience = patience
+        self.waits = False
         self._exchange = exchange
         self._rank = rank
         self._early: dict[tuple[Edge, int], Any] = {}
@@ -55,7 +63,14 @@ class ThreadTransport(Transport):
 
     def send(self, edge: Edge, number: int, value: Any) -> None:
         self._check_open()
-        self._exchange.inboxes[edge.target].put(_Message(edge, number, value))
+        inbox = self._exchange.inboxes[edge.target]
+        inbox.put(_Message(edge, number, value))
+        receiver = self._exchange.transports[edge.target]
+        if receiver.waits:
+            # It would wait on, for this thread to let go of the interpreter in its next kernel.
+            end = time.perf_counter() + _LETTING_GO_SECONDS
+            while receiver.waits and not inbox.empty() and time.perf_counter() < end:
+                time.sleep(0)
 
     def recv(self, edge: Edge, number: int, waiting: str) -> Any:
         self._check_open()
@@ -102,10 +117,13 @@ class ThreadTransport(Transport):
                 self._farewells[rank] = f"rank {rank} closed its pipeline ({reason})"
 
     def _next(self, end: float) -> _Notice | None:
+        self.waits = True
         try:
             return self._exchange.inboxes[self._rank].get(timeout=max(0, end - time.monotonic()))
         except queue.Empty:
             return None
+        finally:
+            self.waits = False
 
     def fail(self, reason: str, edges: Iterable[Edge]) -> None:
         # All ranks share this process, so none needs to hear it from a neighbour.

@@ -17,11 +17,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from penstock.base.errors import InputError

@@ -19,6 +19,7 @@ from penstock.base.errors import RunError
 from penstock.base.values import one_of
 
 WhenLate = Literal["wait", "drop-oldest", "raise"]
+WAYS_TO_BE_LATE = get_args(WhenLate)
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +110,7 @@ class Intake(Generic[T]):
         Raises:
             RunError: something waits, and that was to be an error.
         """
-        one_of("when_late", when_late, get_args(WhenLate))
+        one_of("when_late", when_late, WAYS_TO_BE_LATE)
         with self._room:
             is_late = bool(self._waiting)
             self.num_late += is_late

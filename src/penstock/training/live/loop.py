@@ -8,11 +8,11 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from penstock.base.errors import DeadlineError, InputError, RunError
@@ -141,7 +141,7 @@ class Loop(ABC):
 
     def _remember(self, outcome: MinibatchOutcome) -> None:
         # What the model gave for a frame is its caller's; of long streams it would fill the memory.
-        self._history.add(outcome._replace(outputs=()))
+        self._history.add(outcome._replace(outputs=()) if outcome.outputs else outcome)
 
     def _drain(self) -> None:
         """Let all that has been begun come to its end."""

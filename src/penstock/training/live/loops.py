@@ -34,6 +34,7 @@ class ThreadLoop(Loop):
         super().__init__(engine)
         assert isinstance(engine.parts.driver, ThreadDriver)
         self._driver = engine.parts.driver
+        self._driver.listen(self._first_is_through, self._fail)
         # Nobody who holds it waits for a rank: the first rank's thread waits for it.
         self._turn = threading.RLock()
         self._asking = threading.Lock()  # who reads a source asks, too
@@ -69,17 +70,13 @@ class ThreadLoop(Loop):
         if admitted is not None:
             self._is_free = False
             self._num_within += 1
-            self._begin(self._numbered(admitted.minibatch))
+            self._parts.feed.go_on(self._numbered(admitted.minibatch))
 
-    def _begin(self, minibatch: Minibatch) -> None:
-        self._parts.feed.go_on(minibatch)
-        through = self._first_is_through if minibatch.inputs else _nothing
-        self._driver.watch(self._parts.feed.under_way[-1], through, self._fail)
-
-    def _first_is_through(self) -> None:
-        with self._turn:
-            self._is_free = True
-        self._changed()
+    def _first_is_through(self, minibatch: Minibatch) -> None:
+        if minibatch.inputs:  # else it was a mark, or the end
+            with self._turn:
+                self._is_free = True
+            self._changed()
 
     def _heard(
         self, frame: LiveFrame, output: Any, loss: Tensor | None, moment: torch.Event | None
@@ -113,7 +110,7 @@ class ThreadLoop(Loop):
     def save(self, saving: SaveRequest) -> None:
         self.raise_failure()
         with self._turn:
-            self._begin(self._mark(saving))
+            self._parts.feed.go_on(self._mark(saving))
 
     def raise_failure(self) -> None:
         if not self._has_failed:
@@ -137,10 +134,6 @@ class ThreadLoop(Loop):
     def abandon(self) -> None:
         with self._turn:
             self._ended = True
-
-
-def _nothing() -> None:
-    """Nobody waits for the first rank."""
 
 
 _JOIN_SECONDS = 1.0

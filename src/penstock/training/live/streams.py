@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any, Self, get_args
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -22,7 +22,14 @@ from penstock.engine.run.drive.driver import told
 from penstock.engine.run.history import History
 from penstock.planning.plans import Plan
 from penstock.training.checkpoint.keeper import Keeper
-from penstock.training.live.intake import LiveFrame, News, Result, SourceReader, WhenLate
+from penstock.training.live.intake import (
+    WAYS_TO_BE_LATE,
+    LiveFrame,
+    News,
+    Result,
+    SourceReader,
+    WhenLate,
+)
 from penstock.training.live.loop import Engine, Loop, Results, SaveRequest
 from penstock.training.live.loops import ProcessLoop, ThreadLoop
 from penstock.training.live.report import Dashboard, StreamLedger, StreamReport
@@ -80,7 +87,7 @@ class Stream:
             PeerError, DeadlineError: another rank died or did not answer.
         """
         self.put(frame, target, learn=learn)
-        if self._num_under_way < self.plan.num_ranks:
+        if self._num_under_way < self._loop.most_within:
             return None
         return self._results.next()
 
@@ -183,7 +190,7 @@ class Stream:
             RunError: a frame was late and ``when_late`` is ``"raise"``; else as for a call. What
                 the source raises comes behind the results of the frames before.
         """
-        one_of("when_late", when_late, get_args(WhenLate))
+        one_of("when_late", when_late, WAYS_TO_BE_LATE)
         if rate is not None:
             number("rate", rate, positive=True)
         self._begin()

@@ -63,6 +63,31 @@ def test_each_stage_is_stepped_by_an_optimizer_of_its_own():
     assert updater.num_updates == 1
 
 
+@pytest.mark.parametrize("place", ["class", "object"])
+def test_an_optimizer_that_clears_gradients_in_its_own_way_does(place):
+    cleared = []
+
+    class Own(torch.optim.SGD):
+        def zero_grad(self, set_to_none=True):
+            cleared.append(set_to_none)
+            super().zero_grad(set_to_none)
+
+    def made(parameters):
+        if place == "class":
+            return Own(parameters, lr=1.0)
+        optimizer = torch.optim.SGD(parameters, lr=1.0)
+        optimizer.zero_grad = Own.zero_grad.__get__(Own(parameters, lr=1.0))
+        return optimizer
+
+    stages = {0: nn.Linear(2, 2)}
+    _, updates = updater_of(stages, optimizer=made)
+    updates.begin(1, asynchronous=False)
+    fill_gradients(stages, 1.0)
+    updates.now.update(0)
+    assert cleared == [True]
+    assert stages[0].weight.grad is None
+
+
 @pytest.mark.parametrize("made", [None, 3, []])
 def test_what_makes_no_optimizer_is_refused(made):
     with pytest.raises(InputError, match="what the optimizer function made is of type"):

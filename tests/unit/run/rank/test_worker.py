@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.nn.functional as F
+from msgspec.structs import replace
 from torch import nn
 
 from penstock.base.errors import DeadlineError, ModelError, StageError

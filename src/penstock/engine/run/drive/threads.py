@@ -10,9 +10,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,8 +19,9 @@ import torch
 
 from penstock.base.errors import DeadlineError, PeerError, RunError
 from penstock.core.schedule.rounds import Segment
-from penstock.engine.device.queue import Moments, taken_up
+from penstock.engine.device.queue import taken_up
 from penstock.engine.run.drive.driver import Deadlines, Driver, StageStates, failure_notice, naming
+from penstock.engine.run.drive.ticket import ThreadTicket
 from penstock.engine.run.minibatch import Minibatch, StepResult, StreamPosition
 from penstock.engine.run.outcome import MinibatchOutcome, RankRecord
 from penstock.engine.run.rank.worker import Worker, moments_of
@@ -29,52 +29,17 @@ from penstock.engine.transport import Edge
 from penstock.engine.transport.base import END_TAG, FIRST_EXCHANGE, LARGEST_NUMBER
 
 _GRACE_SECONDS = 5.0
-_DEAF_SECONDS = 0.5
 _BROKEN_OFF = "the last step was broken off"
 """No further step is possible if one is interrupted, which may happen at any line, until all ranks
 have come to rest."""
 
 
 T = TypeVar("T")
-Errand = Callable[[], Any]
-Inbox = queue.SimpleQueue[tuple[Errand, Future[Any]] | None]
+Inbox = queue.SimpleQueue[Callable[[], None] | None]
 
 
-@dataclass(eq=False)
-class ThreadTicket:
-    """A submitted minibatch, and what the ranks will have of it.
-
-    ``num_updates`` holds how many steps each rank's optimizers had begun when it was through,
-    ``callers`` what had been asked of devices when it was submitted, ``news`` whether a rank has
-    failed, of each when it is through, and ``handed`` whether all ranks have been given their work.
-    """
-
-    segment: Segment
-    minibatch: Minibatch
-    position: StreamPosition
-    futures: list[Future[StepResult]]
-    num_updates: list[int]
-    callers: Moments
-    news: queue.SimpleQueue[bool] = field(default_factory=queue.SimpleQueue)
-    handed: bool = False
-
-    def __post_init__(self) -> None:
-        for future in self.futures:  # which do not hold the ticket: it goes with its last user
-            future.add_done_callback(partial(_tell, self.news))
-
-    def all_went_well(self) -> bool:
-        """Wait until all ranks are through, or one has failed; whether none has.
-
-        An interrupt of ``concurrent.futures.wait``, or of a question to a future, may leave one
-        locked for ever, and its rank would then never come to its end. A queue is not left so.
-        """
-        return not any(self._next_news() for _ in self.futures)
-
-    def _next_news(self) -> bool:
-        while True:
-            # A signal that comes just before the wait begins is heard only when that ends.
-            with suppress(queue.Empty):
-                return self.news.get(timeout=_DEAF_SECONDS)
+def _nobody(*_: object) -> None:
+    """Hears of nothing."""
 
 
 class ThreadDriver(Driver[ThreadTicket]):
@@ -95,6 +60,8 @@ class ThreadDriver(Driver[ThreadTicket]):
         self._unusable: str | None = None
         self._under_way: list[ThreadTicket] = []
         self._failed = False
+        self._first_is_through: Callable[[Minibatch], None] = _nobody
+        self._rank_has_failed: Callable[[], None] = _nobody
         self._updates_before = [worker.updater.num_updates for worker in workers]
         for worker in workers:
             inbox: Inbox = queue.SimpleQueue()
@@ -118,16 +85,14 @@ class ThreadDriver(Driver[ThreadTicket]):
             self.break_off()  # who called has lost it to an interrupt
         if self._unusable:
             raise RunError(f"{self._unusable}; restore the weights and build a new Pipeline")
-        futures: list[Future[StepResult]] = [Future() for _ in self._workers]
-        num_updates = [0] * len(self._workers)
         callers = moments_of(minibatch, self._workers)
-        ticket = ThreadTicket(segment, minibatch, position, futures, num_updates, callers)
+        ticket = ThreadTicket(segment, minibatch, position, len(self._workers), callers)
         self._be_patient(minibatch)
         self._under_way.append(ticket)
         try:  # no context: one that is interrupted as it ends would cancel when it is collected
             self._unusable = _BROKEN_OFF  # until we know better
-            for worker, inbox, future in zip(self._workers, self._inboxes, futures, strict=True):
-                inbox.put((partial(self._run, worker, ticket), future))
+            for worker, inbox in zip(self._workers, self._inboxes, strict=True):
+                inbox.put(partial(self._perform, worker, ticket))
             ticket.handed = True
         except BaseException:
             self._cancel()
@@ -156,7 +121,6 @@ class ThreadDriver(Driver[ThreadTicket]):
 
     def _await(self, ticket: ThreadTicket) -> list[StepResult]:
         """Wait until all ranks are through with a minibatch."""
-        futures = ticket.futures
         if ticket not in self._under_way:
             raise RunError("this step was cancelled because the one before it failed")
         try:
@@ -175,42 +139,36 @@ class ThreadDriver(Driver[ThreadTicket]):
         self._updates_before = ticket.num_updates
         self._unusable = None
         firsts = []
-        for worker, future in zip(self._workers, futures, strict=True):
+        for worker, result in zip(self._workers, ticket.results, strict=True):
+            assert result is not None
             # All members of a rank have the same results; the first one tells them. Of the others
             # the model's parts count, which the caller may read.
             if worker.seat.coordinate or not worker.runs_stages:
-                future.result().take_up()
+                result.take_up()
             else:
-                firsts.append(future.result())
+                firsts.append(result)
         return firsts
 
     def is_done(self, ticket: ThreadTicket) -> bool:
-        return all(future.done() and not _has_failed(future) for future in ticket.futures)
+        return ticket.is_done
 
-    def watch(
-        self, ticket: ThreadTicket, first_is_through: Callable[[], None], failed: Callable[[], None]
+    def listen(
+        self, first_is_through: Callable[[Minibatch], None], failed: Callable[[], None]
     ) -> None:
-        """Have functions called, in any thread, when rank 0 is through with a minibatch, and when a
-        rank has failed in it; the caller must hold nothing that ranks wait for."""
-
-        def notify(future: Future[StepResult]) -> None:
-            if future.exception() is not None:
-                failed()
-            elif future is ticket.futures[0]:
-                first_is_through()
-
-        for future in ticket.futures:
-            future.add_done_callback(notify)
+        """Have functions called, in any thread, whenever rank 0 is through with a minibatch, and
+        when a rank has failed; the caller must hold nothing that ranks wait for."""
+        self._first_is_through, self._rank_has_failed = first_is_through, failed
 
     def behind(self, errand: Callable[[Worker], T]) -> list[Future[T]]:
         """Have a function called for each worker, between two minibatches, when it is through with
         all that was submitted so far, whether that went well or not."""
         futures: list[Future[T]] = [Future() for _ in self._workers]
         for worker, inbox, future in zip(self._workers, self._inboxes, futures, strict=True):
+            task = partial(_fulfil, partial(_on_device, worker, errand), future)
             if self._end.alive:
-                inbox.put((partial(_on_device, worker, errand), future))
+                inbox.put(task)
             else:
-                _fulfil(partial(_on_device, worker, errand), future)
+                task()
         return futures
 
     def break_off(self) -> None:
@@ -222,6 +180,20 @@ class ThreadDriver(Driver[ThreadTicket]):
     def _cancel(self) -> None:
         for worker in self._workers:
             worker.transport.fail("the run was interrupted", ())
+
+    def _perform(self, worker: Worker, ticket: ThreadTicket) -> None:
+        seat = worker.seat.number
+        if not ticket.begin(seat):
+            return
+        try:
+            result = self._run(worker, ticket)
+        except BaseException as error:
+            ticket.fail(seat, error)
+            self._rank_has_failed()
+        else:
+            ticket.succeed(seat, result)
+            if seat == 0:
+                self._first_is_through(ticket.minibatch)
 
     def _run(self, worker: Worker, ticket: ThreadTicket) -> StepResult:
         minibatch, position = ticket.minibatch, ticket.position
@@ -257,18 +229,16 @@ class ThreadDriver(Driver[ThreadTicket]):
     def _come_to_rest(self) -> None:
         """Let cancelled workers stop; after a clean stop the next step may run."""
         self._failed = True
-        futures = [future for ticket in self._under_way for future in ticket.futures]
-        trained = any(ticket.minibatch.trains for ticket in self._under_way)
-        for ticket in self._under_way:
-            if not ticket.handed:  # an interrupt came between; who has not begun never will
-                for future in ticket.futures:
-                    future.cancel()
+        begun = [*self._under_way]
+        trained = any(ticket.minibatch.trains for ticket in begun)
+        for ticket in begun:
+            if not ticket.handed:  # an interrupt came between
+                ticket.withdraw()
         self._under_way.clear()
-        begun = [future for future in futures if not future.cancelled()]
-        _, running = wait(begun, timeout=_GRACE_SECONDS)
+        end = time.monotonic() + _GRACE_SECONDS
+        running = [seat for ticket in begun for seat in ticket.still_running(end)]
         if running:
-            rank = min(futures.index(future) % len(self._workers) for future in running)
-            self._unusable = f"rank {rank} still runs an op of the failed step"
+            self._unusable = f"rank {min(running)} still runs an op of the failed step"
             return
         self._reset(trained)
         self._go_on_behind()
@@ -288,16 +258,15 @@ class ThreadDriver(Driver[ThreadTicket]):
 
     def _cause(self, begun: Sequence[ThreadTicket]) -> BaseException:
         """The failure that made the others fail, with what every rank did last as notes."""
-        futures = [future for ticket in begun for future in ticket.futures]
-        errors = [e for f in futures if f.done() and (e := _exception_of(f)) is not None]
+        errors = [error for ticket in begun for error in ticket.errors if error is not None]
         consequences = (PeerError, DeadlineError), PeerError, ()
         cause = next(e for kinds in consequences for e in errors if not isinstance(e, kinds))
         if isinstance(cause, DeadlineError) and self._unusable:
             # Who waited may have waited for a rank that itself waited for the stuck one.
             cause = DeadlineError(f"{cause} ({self._unusable})")
         for rank, worker in enumerate(self._workers):
-            own = (ticket.futures[rank] for ticket in begun)
-            failed = (e for f in own if f.done() and (e := _exception_of(f)) is not None)
+            own = (ticket.errors[rank] for ticket in begun)
+            failed = (error for error in own if error is not None)
             # The first: after it, the rank may have begun the next minibatch.
             for note in getattr(next(failed, None), "__notes__", [worker.dump()]):
                 if note not in getattr(cause, "__notes__", ()):
@@ -358,27 +327,12 @@ def _serve(inbox: Inbox, num_threads: int) -> None:
     # The setting belongs to the thread that makes it.
     torch.set_num_threads(num_threads)
     while (work := inbox.get()) is not None:
-        _fulfil(*work)
+        work()
         # While this thread waits, it must not keep the last step's outputs alive.
         del work
 
 
-def _exception_of(future: Future[Any]) -> BaseException | None:
-    """The error of a rank that has begun and is through, if it failed."""
-    return None if future.cancelled() else future.exception()
-
-
-def _has_failed(future: Future[Any]) -> bool:
-    return future.cancelled() or future.exception() is not None
-
-
-def _tell(news: queue.SimpleQueue[bool], future: Future[Any]) -> None:
-    news.put(_has_failed(future))
-
-
-def _fulfil(task: Errand, future: Future[Any]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
+def _fulfil(task: Callable[[], Any], future: Future[Any]) -> None:
     try:
         future.set_result(task())
     except BaseException as error:

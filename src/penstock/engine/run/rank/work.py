@@ -290,6 +290,8 @@ class RankWork:
         """Take from an output what is wanted beside its loss."""
         if self.minibatch.listener is not None:
             self.result.outputs[number] = _own(outputs)
+        if not self._recipe.metrics:
+            return
         with torch.no_grad():
             for name, metric in self._recipe.metrics.items():
                 measured = _number(name, metric(outputs, targets))

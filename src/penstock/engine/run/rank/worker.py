@@ -262,8 +262,9 @@ class Worker:
         if not work.minibatch.inputs:
             self.updater.sums.take_last()
         sums = self.updater.sums
-        result.moved += [("sum", stage, *passed) for stage, passed in sums.take_passed()]
-        result.moved += [("served", stage, *served) for stage, served in sums.take_served()]
+        if sums.has_any:
+            result.moved += [("sum", stage, *passed) for stage, passed in sums.take_passed()]
+            result.moved += [("served", stage, *served) for stage, served in sums.take_served()]
         result.norm = self.updater.norm
         result.peak = self._parts.observers.peak(segment.schedule.num_slices)
         self.num_runs += 1
