@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from penstock.base.units import TimeUnit
+from penstock.base.units import TimeUnit, format_share
 from penstock.core.schedule.op import COMPUTE, WAITING, Kind
 from penstock.core.timing.spans import BUSY, Span
 from penstock.core.timing.timeline import Timeline
@@ -215,11 +215,12 @@ def _facts(timeline: Timeline, unit: TimeUnit) -> str:
         first, beat, idle = timeline.rhythm
         return (
             f"in its steady state, from microbatch {first} on: one every {unit.show(beat)}, ranks "
-            f"idle {idle:.1%}"
+            f"idle {format_share(idle)}"
         )
     return (
-        f"makespan {unit.show(whole_of(timeline).makespan)} · bubble {timeline.bubble:.1%} · "
-        f"stage bubble {timeline.stage_bubble:.1%}"
+        f"makespan {unit.show(whole_of(timeline).makespan)} · "
+        f"bubble {format_share(timeline.bubble)} · "
+        f"stage bubble {format_share(timeline.stage_bubble)}"
     )
 
 

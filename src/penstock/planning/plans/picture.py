@@ -12,7 +12,13 @@ from math import ceil
 from typing import NamedTuple, Protocol
 
 from penstock.base.errors import InputError
-from penstock.base.units import format_bytes, format_rate, format_seconds, format_speed_up
+from penstock.base.units import (
+    format_bytes,
+    format_rate,
+    format_seconds,
+    format_share,
+    format_speed_up,
+)
 from penstock.base.values import expect
 from penstock.core.schedule import Kind, Schedule
 from penstock.core.schedule.memory import Curve
@@ -78,7 +84,7 @@ def _facts(plan: Plan) -> Iterator[str]:
         yield f"{format_seconds(step)} a minibatch in the steady state"
     elif step:
         yield f"{format_seconds(step)} a step"
-        yield f"bubble {plan.prediction.bubble:.1%}"
+        yield f"bubble {format_share(plan.prediction.bubble)}"
     if step:
         yield f"{format_speed_up(plan.one_device_seconds, step)} one device"
     if max(rank_bytes):
@@ -215,7 +221,7 @@ def _choices(plan: Plan) -> pictured.Choices:
         return pictured.Choices(_COLUMNS, tuple(rows), chosen[0])
     numbers = (
         format_seconds(plan.step_seconds),
-        f"{plan.prediction.bubble if plan.prediction.flushes else 0.0:.1%}",
+        format_share(plan.prediction.bubble if plan.prediction.flushes else 0.0),
         format_bytes(max(plan.rank_bytes)),
     )
     this_plan = ("this plan", full_title(plan), *numbers, "", "", "")
@@ -227,7 +233,7 @@ def _choice(alternative: Alternative) -> tuple[str, ...]:
         alternative.label,
         alternative.description,
         format_seconds(alternative.step_seconds),
-        f"{alternative.bubble:.1%}",
+        format_share(alternative.bubble),
         format_bytes(alternative.memory_bytes),
         format_bytes(alternative.moved_bytes),
         f"{alternative.delay:g}",
