@@ -177,8 +177,9 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
             run, too little memory (says what is over by how much, and what would fit), too slow for
             the rate (says which stage is, what is reached, and how many devices would do) or for
             ``within_seconds``.
-        InputError: a count below 1, an unknown schedule, or more microbatches than can be simulated
-            (above 10,000,000; of schedules that are simulated whole, fewer).
+        InputError: a count below 1, an unknown schedule, or too many microbatches: more than
+            10,000,000, or where every op may have to be simulated, than 100,000, or 2,000,000 by
+            the number of ranks.
     """
     request = PlanRequest(
         microbatches=microbatches,
