@@ -20,6 +20,7 @@ from penstock.cli.output import STANDARD_OUTPUT, OutputFile, check_apart, writte
 from penstock.core.schedule import Schedule, families
 from penstock.core.schedule.check import check as check_schedule
 from penstock.core.timing.costs import Costs
+from penstock.drawing.formats import is_trace
 
 if TYPE_CHECKING:
     from penstock.cli.sources import DrawableSource
@@ -236,12 +237,14 @@ def draw(
         loaded = sources.load_with_versions(source, ranks, microbatches, costs, policy)
         versions = True
     else:
-        loaded, versions = sources.load_drawn(source, ranks, microbatches, costs)
+        loaded, versions = sources.load_drawn(
+            source, ranks, microbatches, costs, whole=is_trace(output)
+        )
     with written(output, ".svg") as path:
         if path is not None:
             _write_picture(loaded, path, versions, width)
     if as_json:
-        show.print_json({**show.metrics(loaded), "output": output})
+        show.print_json({**show.metrics(loaded.with_schedule()), "output": output})
     elif output is None:
         show.echo(_in_terminal(loaded, versions))
 
