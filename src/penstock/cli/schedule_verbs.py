@@ -20,7 +20,6 @@ from penstock.cli.output import STANDARD_OUTPUT, OutputFile, check_apart, writte
 from penstock.core.schedule import Schedule, families
 from penstock.core.schedule.check import check as check_schedule
 from penstock.core.timing.costs import Costs
-from penstock.drawing.formats import is_trace
 
 if TYPE_CHECKING:
     from penstock.cli.sources import DrawableSource
@@ -237,9 +236,10 @@ def draw(
         loaded = sources.load_with_versions(source, ranks, microbatches, costs, policy)
         versions = True
     else:
-        loaded, versions = sources.load_drawn(
-            source, ranks, microbatches, costs, whole=is_trace(output)
-        )
+        from penstock.drawing.formats import is_trace  # no other verb here draws
+
+        whole = is_trace(output)
+        loaded, versions = sources.load_drawn(source, ranks, microbatches, costs, whole=whole)
     with written(output, ".svg") as path:
         if path is not None:
             _write_picture(loaded, path, versions, width)
