@@ -88,6 +88,16 @@ def test_on_more_devices_no_given_replicas_are_faster_than_any(family, seed):
     assert not slower
 
 
+def test_the_fastest_devices_are_tried_in_every_order():
+    """The one with little memory does best between the two others, where no sorting puts it."""
+    graph, cluster, microbatches = wide_case(781650415)
+    wanted = {"schedule": "1f1b", "microbatches": microbatches}
+    free, pinned = (
+        seconds_of(graph, cluster, replicas=counts, **wanted) for counts in ("any", (1, 1, 1))
+    )
+    assert free <= pinned * WITHIN
+
+
 @pytest.mark.parametrize("case", [small_case, wide_case])
 def test_the_order_in_which_devices_are_listed_makes_no_difference(case, seed):
     for number in range(seed, seed + 4 * TIMES):

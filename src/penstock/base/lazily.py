@@ -88,16 +88,16 @@ class ModulesByPublicName(MetaPathFinder, Loader):
         module.__spec__ = self._specs.pop(module.__spec__.name)
 
 
-def method_loaded_when_used(module: str, function: str) -> Callable[[Any], Any]:
+def method_loaded_when_used(module: str, function: str) -> Callable[..., Any]:
     """A method whose body is a function of a module that is loaded when somebody calls it.
 
     Args:
         module: the full name of the module, of the same room or a lower one.
-        function: what it calls with the value.
+        function: what it calls with the value, and with whatever the method is given by name.
     """
 
-    def method(value: Any) -> Any:
-        return getattr(importlib.import_module(module), function)(value)
+    def method(value: Any, **given: Any) -> Any:
+        return getattr(importlib.import_module(module), function)(value, **given)
 
     return method
 

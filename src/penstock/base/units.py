@@ -150,6 +150,15 @@ def format_bytes_per_second(rate: float) -> str:
     return f"{four_digits(rate / size)} {unit}"
 
 
+def format_share(share: float, digits: int = 1) -> str:
+    """A share in percent; what rounds to nothing has no sign.
+
+    >>> format_share(0.1234), format_share(-1e-9), format_share(0.5, 0)
+    ('12.3%', '0.0%', '50%')
+    """
+    return f"{share:z.{digits}%}"
+
+
 def format_speed_up(one_device_seconds: float, step_seconds: float) -> str:
     """How many times faster than the same work without a pipeline, as in ``1.78×``."""
     return f"{one_device_seconds / step_seconds:.2f}×" if step_seconds else "1.00×"

@@ -179,4 +179,5 @@ def main() -> None:
         click.echo(printable(f"penstock: {error.format_message()}"), err=True)
         sys.exit(error.exit_code)
     except click.Abort:
+        click.echo("penstock: interrupted", err=True)
         sys.exit(130)

@@ -273,7 +273,7 @@ def _print_measurement(measurement: Measurement) -> None:
             picture_bytes(total.num_bytes),
             picture_seconds(total.measured_seconds),
             picture_seconds(total.predicted_seconds),
-            f"{total.predicted_seconds / total.measured_seconds - 1:+.0%}",
+            f"{total.predicted_seconds / total.measured_seconds - 1:+z.0%}",
         )
         for total in measurement.sums
     ]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from penstock.base.units import format_seconds
+from penstock.base.units import format_seconds, format_share
 from penstock.cli import options, show, sources
 from penstock.cli.input import InputFile, load_cluster, text_of, title_of
 from penstock.cli.output import STANDARD_OUTPUT, OutputPlace, written
@@ -132,8 +132,8 @@ def trace(
     if predicted is not None:
         show.echo(
             f"predicted: {format_seconds(predicted.makespan)} a step, bubble "
-            f"{predicted.bubble:.1%}; measured: {format_seconds(measured.makespan)}, "
-            f"{measured.bubble:.1%}"
+            f"{format_share(predicted.bubble)}; measured: {format_seconds(measured.makespan)}, "
+            f"{format_share(measured.bubble)}"
         )
     rows_of_table = [
         [*_row(share), *map(format_seconds, parts)]

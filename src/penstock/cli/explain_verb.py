@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from penstock.base.errors import ModelError
-from penstock.base.units import format_bytes, format_seconds
+from penstock.base.units import format_bytes, format_seconds, format_share
 from penstock.cli import options, show, sources
 from penstock.cli.input import InputFile
 from penstock.drawing.plan_picture import counted
@@ -136,7 +136,11 @@ def _print_seconds(plan: Plan) -> None:
         mean = sum(parts[index] for parts in ranks) / len(ranks)
         own = ranks[slowest][index]
         if max(own, mean) > step * _ROUNDING:
-            shares = (format_seconds(max(own, 0.0)), f"{own / step:.1%}", f"{mean / step:.1%}")
+            shares = (
+                format_seconds(max(own, 0.0)),
+                format_share(own / step),
+                format_share(mean / step),
+            )
             rows.append([f"{MARKS[name]} {name}", MEANINGS[name], *shares])
     rows.append(["  step", "", format_seconds(step), "100.0%", "100.0%"])
     columns = ("", "", f"rank {slowest}", "share", "of all")

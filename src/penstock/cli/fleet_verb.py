@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from penstock.base.errors import InputError
-from penstock.base.units import format_seconds
+from penstock.base.units import format_seconds, format_share
 from penstock.base.values import MOST_TOML_BYTES
 from penstock.cli import options, show, sources
 from penstock.cli.input import STANDARD_INPUT, InputFile, refuse_useless, text_of, title_of
@@ -150,7 +150,7 @@ def _simulate(
                 name,
                 format_seconds(other.makespan),
                 f"{other.makespan / other.bound_seconds:.3f}" if other.bound_seconds else "–",
-                f"{other.idle:.1%}",
+                format_share(other.idle),
             )
             for name, other in timelines.items()
         ],

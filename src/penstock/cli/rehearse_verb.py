@@ -9,7 +9,7 @@ import click
 
 from penstock import drawing
 from penstock.base.errors import InputError
-from penstock.base.units import picture_seconds
+from penstock.base.units import format_share, picture_seconds
 from penstock.cli import options, show, sources
 from penstock.cli.options import Source
 from penstock.cli.output import STANDARD_OUTPUT, written
@@ -188,7 +188,7 @@ def _unit(comparison: FigureComparison) -> str:
 
 def _shown(comparison: FigureComparison) -> tuple[str, str]:
     if comparison.is_share:
-        return f"{comparison.predicted:.1%}", f"{comparison.measured:.1%}"
+        return format_share(comparison.predicted), format_share(comparison.measured)
     return picture_seconds(comparison.predicted), picture_seconds(comparison.measured)
 
 

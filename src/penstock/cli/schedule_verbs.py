@@ -236,12 +236,15 @@ def draw(
         loaded = sources.load_with_versions(source, ranks, microbatches, costs, policy)
         versions = True
     else:
-        loaded, versions = sources.load_drawn(source, ranks, microbatches, costs)
+        from penstock.drawing.formats import is_trace  # no other verb here draws
+
+        whole = is_trace(output)
+        loaded, versions = sources.load_drawn(source, ranks, microbatches, costs, whole=whole)
     with written(output, ".svg") as path:
         if path is not None:
             _write_picture(loaded, path, versions, width)
     if as_json:
-        show.print_json({**show.metrics(loaded), "output": output})
+        show.print_json({**show.metrics(loaded.with_schedule()), "output": output})
     elif output is None:
         show.echo(_in_terminal(loaded, versions))
 

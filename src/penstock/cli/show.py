@@ -16,7 +16,7 @@ import click
 
 from penstock.base.errors import printable
 from penstock.base.telling import WARNING, Telling, is_quiet, wrap_to
-from penstock.base.units import format_bytes
+from penstock.base.units import format_bytes, format_share
 from penstock.base.values import encode
 
 if TYPE_CHECKING:
@@ -321,8 +321,8 @@ def _metric_row(source: DrawableSource, with_bytes: bool) -> list[str]:
     row = [
         timeline.name or "schedule",
         f"{timeline.makespan:.4g}",
-        f"{timeline.bubble:.2%}",
-        f"{timeline.stage_bubble:.2%}",
+        format_share(timeline.bubble, 2),
+        format_share(timeline.stage_bubble, 2),
         f"{max(timeline.peak_activations, default=0):.4g}",
     ]
     if with_bytes:

@@ -25,7 +25,7 @@ from penstock.core.timing.simulator import simulate
 from penstock.core.timing.spans import BUSY, NO_VERSION
 from penstock.core.timing.timeline import Timeline
 from penstock.core.versions import POLICIES, USUAL, Flush, Policy, rounds_of, versions_read
-from penstock.drawing.timeline.excerpt import steady_part
+from penstock.drawing.timeline.excerpt import MOST_STEADY, simulated_to_draw, steady_part
 from penstock.planning import plans
 
 if TYPE_CHECKING:
@@ -61,6 +61,10 @@ class DrawableSource(NamedTuple):
     def shown(self) -> Timeline:
         """The timeline to be seen. A live stream does not look like its beginning or its end."""
         return self.timeline.steady(self.num_ticks) if self.num_ticks else self.timeline
+
+    def with_schedule(self) -> DrawableSource:
+        """With the schedule of its plan: pictures do without, and millions of ops take seconds."""
+        return self if self.plan is None else self._replace(schedule=self.plan.build_schedule())
 
     @property
     def num_hops(self) -> int | None:
@@ -196,28 +200,32 @@ def load_with_versions(
 
 
 def load_drawn(
-    name: str, ranks: int, microbatches: int, costs: Costs
+    name: str, ranks: int, microbatches: int, costs: Costs, *, whole: bool = False
 ) -> tuple[DrawableSource, bool]:
     """As ``load_shown``, to be drawn, and whether with versions: what never flushes in its steady
     state, with the versions that its ops read, since its beginning looks like any other
-    schedule's."""
+    schedule's. Of very many microbatches, what no picture shows is missing, unless the ``whole`` is
+    asked for."""
     content = read(name)
-    if content is None:
-        return _family_drawn(name, ranks, microbatches, costs)
-    if is_plan(content) and not content.prediction.flushes:
-        from penstock.planning.plans.picture import steady
+    if is_plan(content):
+        return _plan_drawn(content, whole=whole)
+    if isinstance(content, DrawableSource):
+        return content, False
+    if content is None and USUAL.get(name.partition(":")[0], Flush()).asynchronous:
+        shown = microbatches if whole else min(microbatches, MOST_STEADY)
+        source = load_with_versions(name, ranks, _live_length(ranks, shown), costs)
+        return source._replace(timeline=steady_part(source.timeline, shown)), True
+    schedule = _schedule(content, name, ranks, microbatches, costs)
+    predict = simulate if whole else simulated_to_draw
+    timeline = _named(title_of(name), predict, schedule, _spread(costs, schedule))
+    return DrawableSource(timeline, schedule), False
 
-        return _planned(content)._replace(timeline=steady(content), num_ticks=0), True
-    return loaded(content, name, ranks, microbatches, costs), False
 
+def _plan_drawn(plan: Plan, *, whole: bool) -> tuple[DrawableSource, bool]:
+    from penstock.planning.plans.picture import timeline_to_draw
 
-def _family_drawn(
-    name: str, ranks: int, microbatches: int, costs: Costs
-) -> tuple[DrawableSource, bool]:
-    if not USUAL.get(name.partition(":")[0], Flush()).asynchronous:
-        return load_shown(name, ranks, microbatches, costs), False
-    source = load_with_versions(name, ranks, _live_length(ranks, microbatches), costs)
-    return source._replace(timeline=steady_part(source.timeline, microbatches)), True
+    timeline, versions = timeline_to_draw(plan, whole=whole)
+    return DrawableSource(timeline, None, plan), versions
 
 
 def _stream(

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from penstock.base.arguments import public
 from penstock.base.errors import InputError
+from penstock.base.units import format_share
 from penstock.base.values import expect
 from penstock.core.schedule.schedule import Schedule
 from penstock.core.timing.costs import Costs
@@ -202,8 +203,8 @@ class Comparison:
             (
                 title,
                 unit.show(timeline.makespan),
-                f"{timeline.bubble:.1%}",
-                f"{timeline.stage_bubble:.1%}",
+                format_share(timeline.bubble),
+                format_share(timeline.stage_bubble),
                 f"{max(timeline.peak_activations, default=0):.4g}",
             )
             for title, timeline in self.timelines

@@ -12,7 +12,7 @@ from textwrap import wrap
 from typing import NamedTuple
 
 from penstock.base.telling import wrap_to
-from penstock.base.units import TimeUnit, count_of, unit_of_seconds
+from penstock.base.units import TimeUnit, count_of, format_share, unit_of_seconds
 from penstock.core.timing.fleet_timeline import FleetTimeline, Turn
 from penstock.drawing.markup import (
     coordinate,
@@ -62,7 +62,7 @@ def headline(timeline: FleetTimeline) -> str:
     return (
         f"{count_of(len(timeline.jobs), 'job')} on {count_of(timeline.num_devices, 'device')}, "
         f"{timeline.policy}, {timeline.source}: {unit.show(timeline.makespan)}{over}, "
-        f"idle {timeline.idle:.1%}"
+        f"idle {format_share(timeline.idle)}"
     )
 
 

@@ -129,8 +129,12 @@ _KINDS = (".txt", *_FIGURES, ".html", ".json")
 class Drawable(Protocol):
     """A value of a higher room, such as ``Plan``, that knows what is to be seen of it."""
 
-    def _drawn_(self) -> tuple[PlanPicture, Timeline, bool]:
-        """Its picture, the timeline below, and whether that shows versions."""
+    def _drawn_(self, *, whole: bool = False) -> tuple[PlanPicture, Timeline, bool]:
+        """Its picture, the timeline below, and whether that shows versions.
+
+        Args:
+            whole: whether nothing may be missing in the timeline, however long it is.
+        """
 
     def _repr_html_(self) -> str: ...
 
@@ -178,7 +182,7 @@ def draw(
     if isinstance(timeline, FleetTimeline):
         return Picture.of(draw_fleets([("", timeline)], path), timeline._repr_html_)
     if isinstance(timeline, Drawable) and not isinstance(timeline, type):
-        picture, below, reads = timeline._drawn_()
+        picture, below, reads = timeline._drawn_(whole=is_trace(path))
         text = draw_plan(picture, below, path, versions=versions or reads, width=width)
         return Picture.of(text, timeline._repr_html_)
     if isinstance(timeline, DrawableChoices) and not isinstance(timeline, type):
@@ -192,6 +196,11 @@ def draw(
     render = partial(_of_timeline, versions=versions, width=_width(width))
     text = _drawn(_KINDS, render, timeline, path)
     return Picture.of(text, partial(_cell, timeline, versions))
+
+
+def is_trace(path: str | os.PathLike[str] | None) -> bool:
+    """Whether a picture is a trace, which lists all ops, however many there are."""
+    return str(path).lower().endswith(".json")
 
 
 def _cell(timeline: Timeline, versions: bool) -> str:

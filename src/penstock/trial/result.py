@@ -11,6 +11,7 @@ from functools import cached_property
 
 import torch
 
+from penstock.base.units import format_share
 from penstock.core.timing import find_parting, idle_of
 from penstock.core.timing.timeline import Timeline
 from penstock.drawing import Fact, Report, Series, StageRow, TimelineRecord
@@ -202,13 +203,13 @@ class Trial:
             ),
             Fact(
                 label="bubble, predicted",
-                value=f"{predicted.bubble:.1%}",
-                note=f"stage bubble {predicted.stage_bubble:.1%}",
+                value=format_share(predicted.bubble),
+                note=f"stage bubble {format_share(predicted.stage_bubble)}",
             ),
             Fact(
                 label="bubble, measured",
-                value=f"{measured.bubble:.1%}",
-                note=f"stage bubble {measured.stage_bubble:.1%}",
+                value=format_share(measured.bubble),
+                note=f"stage bubble {format_share(measured.stage_bubble)}",
             ),
             Fact(
                 label="idle time, measured",
@@ -277,7 +278,7 @@ class Trial:
         share = forced / all_time if all_time else 0.0
         idle = Fact(
             label="devices idle (bubble)",
-            value=f"{self.measured.bubble:.1%}",
+            value=format_share(self.measured.bubble),
             note=f"{share:.1%} predicted, from what the schedule forces with these stages",
         )
         took = f"{_milliseconds(self.step_seconds)} a step, median"

@@ -312,6 +312,15 @@ def started(monkeypatch, capsys, *arguments):
     return ended.value.code, *capsys.readouterr()
 
 
+def test_ctrl_c_is_said_in_a_line(monkeypatch, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("penstock.cli.sources.load_shown", interrupted)
+    status, output, told = started(monkeypatch, capsys, "simulate", "1f1b")
+    assert (status, output, told.strip()) == (130, "", "penstock: interrupted")
+
+
 def test_what_click_refuses_is_one_line_too(monkeypatch, capsys):
     for arguments in (["draw"], ["nonsense"], ["simulate", "1f1b", "-p", "x"]):
         code, _, told = started(monkeypatch, capsys, *arguments)

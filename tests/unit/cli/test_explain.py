@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import random
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from msgspec.structs import replace
 from torch import nn
 
 from penstock import Cluster, Layer, LayerGraph, versions
@@ -33,6 +35,7 @@ from penstock.trial.reference.delayed_replay import _StreamVersions
 from tests.kit.command_line import refused, run, succeed
 from tests.kit.examples import in_turns
 from tests.kit.helpers import make_batch, make_mlp, make_plan
+from tests.kit.planning import chain, devices
 from tests.kit.tiny_models import Once
 
 POLICIES = [
@@ -384,3 +387,21 @@ def test_where_the_seconds_of_a_step_go(tmp_path):
     )
     for parts in numbers["ranks"]:
         assert sum(parts.values()) == pytest.approx(numbers["step_seconds"])
+
+
+@pytest.mark.parametrize("seed", [4, 6, 7])
+def test_idle_time_that_is_only_rounding_has_no_sign(seed, tmp_path):
+    """The rank that works most had a bubble of -0.0%."""
+    dice = random.Random(seed)
+
+    def with_seconds_of_its_own(layer):
+        names = ("forward_seconds", "backward_input_seconds", "backward_weight_seconds")
+        return replace(layer, **{name: 0.01 * (1 + dice.random()) for name in names})
+
+    even = chain(dice.randint(2, 4))
+    graph = replace(even, layers=tuple(map(with_seconds_of_its_own, even.layers)))
+    count = len(graph.layers)
+    plan = find_plan(graph, devices(count), microbatches=4, schedule="pipedream", stages=count)
+    plan.save(tmp_path / "plan.json")
+    (idle,) = re.findall(r"^· bubble .*$", run("explain", tmp_path / "plan.json"), re.M)
+    assert re.search(r" 0\.0% +\d+\.\d%$", idle)

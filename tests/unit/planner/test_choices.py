@@ -58,21 +58,41 @@ def test_the_first_is_the_plan_and_the_others_say_why_they_are_not(found):
         )
 
 
-@pytest.mark.parametrize("wanted", [{}, {"objective": "devices"}, {"objective": "cost"}])
-def test_no_part_of_the_cluster_is_planned_twice(wanted, monkeypatch):
-    sizes = []
+@pytest.fixture
+def sizes(monkeypatch):
+    """Of the clusters that are raced on."""
+    seen = []
 
     def spied(tasks, *others):
-        sizes.append(len(tasks[0].cluster.devices))
+        seen.append(len(tasks[0].cluster.devices))
         return raced(tasks, *others)
 
     monkeypatch.setattr(objective, "raced", spied)
     monkeypatch.setattr(search, "raced", spied)
+    return seen
+
+
+@pytest.mark.parametrize("wanted", [{}, {"objective": "devices"}, {"objective": "cost"}])
+def test_no_part_of_the_cluster_is_planned_twice(wanted, sizes):
     cluster = devices(4)
     several = choices(chain(8), cluster, microbatches=4, **wanted)
     assert sizes.count(4) == 1
     assert len(sizes) == len({*sizes}) or wanted == {"objective": "cost"}  # what was too dear
     assert several.plan == pk.plan(chain(8), cluster, microbatches=4, **wanted)
+
+
+@pytest.mark.parametrize("wanted", [{}, {"objective": "devices"}, {"objective": "cost"}])
+def test_where_nothing_fits_no_part_is_planned_twice_either(wanted, sizes):
+    """All devices were: to see what there is to choose from, and to say what is missing."""
+    short, graph = devices(2, memory_bytes=15_000), chain(4, parameter_bytes=1000)
+    request = {"microbatches": 4, "spill": "never", **wanted}
+    with pytest.raises(PlanError, match="no plan fits in memory; the closest") as first:
+        choices(graph, short, **request)
+    assert sizes.count(2) == 1
+    assert len(sizes) == len({*sizes})
+    with pytest.raises(PlanError) as other:
+        pk.plan(graph, short, **request)
+    assert str(first.value) == str(other.value)
 
 
 @pytest.mark.parametrize("measure", ["memory", "devices", "cost"])

@@ -13,6 +13,7 @@ from penstock.base.errors import InputError, PlanError
 from penstock.planning.planner import choices, race, what_if
 from penstock.planning.planner.objective import PartsOfCluster
 from penstock.planning.planner.patience import PlanningPatience
+from penstock.planning.planner.why import CUT_SHORT
 from tests.kit.planning import chain, devices
 
 # Who wakes a search may meet a callback of the interpreter's, which nothing can leave.
@@ -199,6 +200,20 @@ def test_with_no_patience_there_is_a_plan_all_the_same():
     assert "(stopped after " in early.reason
     assert "stopped" not in patient.reason
     assert patient.step_seconds <= early.step_seconds * (1 + race.SAME)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_of_what_was_seen_the_fastest_is_answered(count):
+    """One device was faster, and "not what was asked for"."""
+    cluster = replace(devices(count), link=Link(latency_seconds=1.0))
+    early = plan(GRAPH, cluster, microbatches=4, patience_seconds=1e-9)
+    rows = {row.label: row for row in early.alternatives}
+    assert early.num_ranks == 1
+    assert "not what was asked for" not in early.reason and "(stopped after" in early.reason
+    assert rows["single device"].remark == "chosen"
+    assert rows["best synchronous"].remark == CUT_SHORT
+    pinned = plan(GRAPH, cluster, microbatches=4, patience_seconds=1e-9, stages=2)
+    assert len(pinned.stages) == 2
 
 
 @pytest.mark.parametrize("seconds", [0, -1, "5", float("nan")])

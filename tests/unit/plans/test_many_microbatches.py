@@ -10,11 +10,13 @@ import pytest
 from penstock import plan, schedules
 from penstock.core.schedule import families
 from penstock.core.timing.timeline import Timeline
+from penstock.drawing.timeline.excerpt import OPS_PER_RANK, excerpts
 from penstock.planning.plans import Plan, StagePlan
 from penstock.planning.plans.explanation import explain
 from penstock.planning.plans.picture import drawn
 from penstock.planning.plans.seconds import seconds_of_ranks
 from penstock.planning.plans.stage_plan import bytes_of_ranks
+from tests.kit.command_line import run
 from tests.kit.planning import chain, devices, in_one_line
 
 MANY = 1_203
@@ -63,13 +65,17 @@ PLANS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PLANS)
-def test_a_plan_is_the_one_of_which_every_op_is_simulated(name):
+def plan_called(name, num_microbatches=MANY):
     family = next(word for word in re.findall(r"[\w-]+", name) if word in families.names())
     given = {key: tuple(v) if key in ("cards", "hosts") else v for key, v in PLANS[name].items()}
-    found = plan_of(family, **given)
+    return plan_of(family, num_microbatches, **given)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_plan_is_the_one_of_which_every_op_is_simulated(name):
+    found = plan_called(name)
     schedule, timeline = found.build_schedule(), found.simulate()
-    assert (found.placement.num_microbatches < MANY / 4) is (family != "gpipe")
+    assert (found.placement.num_microbatches < MANY / 4) is (found.schedule != "gpipe")
     assert schedule.num_microbatches == MANY
     assert found.prediction.step is not None
     assert found.step_seconds == pytest.approx(timeline.makespan, rel=1e-9)
@@ -78,6 +84,27 @@ def test_a_plan_is_the_one_of_which_every_op_is_simulated(name):
     for parts, busy in zip(seconds_of_ranks(found), timeline.busy, strict=True):
         assert sum(parts) == pytest.approx(found.step_seconds, rel=1e-9)
         assert parts.busy == pytest.approx(busy, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", [name for name in PLANS if name != "gpipe"])
+def test_a_picture_has_the_ends_of_the_whole_step(name):
+    """It was a part of the middle, and on the command line all of it."""
+    found = plan_called(name, 3 * MANY)
+    whole, ends = found.simulate(), drawn(found).timeline
+    assert sum(len(row.ops) for row in ends.rows) < sum(len(row.ops) for row in whole.rows) / 4
+    assert ends.makespan == pytest.approx(whole.makespan, rel=1e-9)
+    assert ends.bubble == pytest.approx(whole.bubble, abs=1e-9)
+    assert ends.stage_bubble == pytest.approx(whole.stage_bubble, abs=1e-9)
+    assert ends.peak_activations == whole.peak_activations
+    panels = (excerpts([("", timeline)], OPS_PER_RANK) for timeline in (ends, whole))
+    for (_, ours), (_, theirs) in zip(*panels, strict=True):
+        assert [row.ops for row in ours.rows] == [row.ops for row in theirs.rows]
+        starts, same = ([span.start for span in part.spans] for part in (ours, theirs))
+        assert starts == pytest.approx(same, rel=1e-9)
+        moved, also = (part.transfers for part in (ours, theirs))
+        assert {part[:4] for part in moved} == {part[:4] for part in also}
+        assert len(moved) == len(also) > 20
+        assert sum(part.start for part in moved) == pytest.approx(sum(part.start for part in also))
 
 
 @pytest.fixture
@@ -110,8 +137,30 @@ def test_a_million_microbatches_are_planned_and_shown_from_some_hundred(built):
     assert busiest * (1 - 1e-9) <= found.step_seconds < 1.001 * busiest
 
 
-def test_what_never_flushes_is_shown_from_some_thousand(built):
-    found = plan_of("pipedream", 1_000_000)
+@pytest.mark.parametrize("schedule", ["pipedream", "partime"])
+def test_what_never_flushes_is_shown_from_some_thousand(schedule, built):
+    found = plan_of(schedule, 1_000_000)
     assert "in the steady state" in in_one_line(found)
+    drawn(found)
     explain(found)
     assert max(built) < 50_000
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_the_command_line_draws_a_million_from_some_hundred(schedule, tmp_path, monkeypatch):
+    """It took a minute and more, nearly all for what was then left out."""
+    ops, made = [], Timeline.__init__
+
+    def making(self, rows, *more, **others):
+        ops.append(sum(len(row.ops) for row in rows))
+        made(self, rows, *more, **others)
+
+    monkeypatch.setattr(Timeline, "__init__", making)
+    path = tmp_path / "drawn.svg"
+    run("draw", schedule, "-p", "4", "-m", "1000000", "-o", path)
+    assert max(ops) < 50_000
+    assert path.stat().st_size < 5e6
+    if schedule == "1f1b":
+        assert re.search(
+            r"its beginning \(7,99\d,\d{3} of 8,000,000 ops left out\)", path.read_text()
+        )

@@ -288,8 +288,8 @@ class Timeline:
         sizes = even_sizes(self._num_stages)
         shares = units(self._ops, self.num_slices)
         return tuple(
-            tuple((time, held / unit) for time, held in self._held(row, sizes))
-            for row, unit in zip(self.rows, shares, strict=True)
+            tuple((time, held / unit) for time, held in whole)
+            for whole, unit in zip(self._held(sizes), shares, strict=True)
         )
 
     @cached_property
@@ -304,7 +304,7 @@ class Timeline:
             InputError: the sizes are for another number of stages.
         """
         self._check_sizes(sizes)
-        return tuple(self._held(row, sizes) for row in self.rows)
+        return tuple(self._held(sizes))
 
     def peak_bytes(self, sizes: Sizes) -> tuple[float, ...]:
         """Per rank, the most bytes of activations held at once; what stays from I until W counts
@@ -320,10 +320,11 @@ class Timeline:
         expect(sizes, Sizes, "sizes", "give a penstock.Sizes")
         sizes.check_stages(self._num_stages)
 
-    def _held(self, row: Row, sizes: Sizes) -> Curve:
-        steps = changes(row.ops, sizes, self.num_slices, self.activations)
-        at_start, change = (column.tolist() for column in steps)
-        return curve(zip(row.starts, row.ends, at_start, change, strict=True))
+    def _held(self, sizes: Sizes) -> Iterator[Curve]:
+        for row, ops in zip(self.rows, self._ops, strict=True):
+            steps = changes(ops, sizes, self.num_slices, self.activations)
+            at_start, change = (column.tolist() for column in steps)
+            yield curve(zip(row.starts, row.ends, at_start, change, strict=True))
 
     @cached_property
     def _ops(self) -> tuple[RankOps, ...]:

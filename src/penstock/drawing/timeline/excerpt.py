@@ -17,12 +17,23 @@ from typing import NamedTuple
 
 from penstock.core.schedule.memory import Curve
 from penstock.core.schedule.op import COMPUTE
+from penstock.core.schedule.repetition import shortened
+from penstock.core.schedule.schedule import Schedule
+from penstock.core.timing.abridged import AbridgedTimeline, abridged_timeline
+from penstock.core.timing.costs import Costs
+from penstock.core.timing.simulator import simulate
 from penstock.core.timing.spans import Row, entries, outputs_by_stage
 from penstock.core.timing.timeline import Timeline
 from penstock.drawing.markup import Titled, unit_for
 
-MOST_OPS = 50_000
-"""More than these are not drawn."""
+MOST_BOXES = 20_000
+"""Ops and messages; more are not drawn: they weigh megabytes, and are narrower than a pixel."""
+
+OPS_PER_RANK = 200
+"""How many a figure has at either end of a timeline that is too long, on average."""
+
+MOST_STEADY = 1_000
+"""Microbatches of a steady state: all others look like these."""
 
 
 class Rhythm(NamedTuple):
@@ -88,6 +99,18 @@ def whole_of(timeline: Timeline) -> Timeline:
     return timeline.whole if isinstance(timeline, Excerpt) else timeline
 
 
+def simulated_to_draw(schedule: Schedule, costs: Costs) -> Timeline:
+    """As ``simulate``, but of very many microbatches without most of the middle, if ranks come into
+    a rhythm there."""
+    if schedule.num_ops > MOST_BOXES:
+        short, left_out = shortened(schedule)
+        if left_out:
+            ends = abridged_timeline(short, costs, left_out, OPS_PER_RANK, updates=False)
+            if ends is not None:
+                return ends
+    return simulate(schedule, costs)
+
+
 def excerpts(
     timelines: Iterable[Titled], ops_per_rank: int, *, from_zero: bool = False
 ) -> list[Titled]:
@@ -143,14 +166,22 @@ def shortened_to(title: str, timeline: Timeline, length: float) -> Iterator[Titl
 
 
 def _parts(title: str, timeline: Timeline, ops_per_rank: int, from_zero: bool) -> Iterator[Titled]:
-    num_ops = sum(len(row.ops) for row in timeline.rows)
-    if num_ops <= MOST_OPS:
+    num_ops = _num_ops(timeline)
+    is_short = num_ops + len(timeline.transfers) <= MOST_BOXES
+    if is_short and not isinstance(timeline, AbridgedTimeline):
         yield title, timeline
         return
-    most = min(ops_per_rank * timeline.num_ranks, MOST_OPS // 4)
+    most = min(ops_per_rank * timeline.num_ranks, MOST_BOXES // 4, num_ops // 4)
     begins = _nth((row.starts for row in timeline.rows), most)
     ends = -_nth((_backwards(row.starts) for row in timeline.rows), most)
+    if isinstance(timeline, AbridgedTimeline):
+        begins, ends = min(begins, timeline.known[0]), max(ends, timeline.known[1])
     yield from _ends(title, timeline, begins, ends, from_zero)
+
+
+def _num_ops(timeline: Timeline) -> int:
+    left_out = timeline.num_left_out if isinstance(timeline, AbridgedTimeline) else 0
+    return left_out + sum(len(row.ops) for row in timeline.rows)
 
 
 def _ends(
@@ -159,8 +190,8 @@ def _ends(
     """The ops that start before ``begins``, and those that start behind ``ends``."""
     first = _cut(timeline, float("-inf"), begins, from_zero)
     last = _cut(timeline, ends, float("inf"), from_zero)
-    num_ops = sum(len(row.ops) for row in timeline.rows)
-    left_out = num_ops - sum(len(row.ops) for row in (*first.rows, *last.rows))
+    num_ops = _num_ops(timeline)
+    left_out = num_ops - _num_ops(first) - _num_ops(last)
     since = unit_for([last]).show(last.shift + _first(last.rows))
     yield f"{title}: its beginning ({left_out:,} of {num_ops:,} ops left out)", first
     yield f"{title}: its end, from {since} on", last

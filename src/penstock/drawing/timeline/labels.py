@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from penstock.base.units import format_share
 from penstock.core.schedule.op import COMPUTE, Kind, Op
 from penstock.core.timing.spans import Span
 from penstock.core.timing.timeline import Timeline
@@ -96,11 +97,12 @@ def headline(timeline: Timeline, title: str = "") -> str:
         first, beat, idle = timeline.rhythm
         return (
             f"{name}, {timeline.source}, in its steady state, from microbatch {first} on: "
-            f"one every {beat:.4g}, ranks idle {idle:.1%}"
+            f"one every {beat:.4g}, ranks idle {format_share(idle)}"
         )
     return (
         f"{name}, {timeline.source}: makespan {whole_of(timeline).makespan:.4g}, "
-        f"bubble {timeline.bubble:.1%}, stage bubble {timeline.stage_bubble:.1%}"
+        f"bubble {format_share(timeline.bubble)}, "
+        f"stage bubble {format_share(timeline.stage_bubble)}"
     )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from penstock.base.units import TimeUnit
+from penstock.base.units import TimeUnit, format_share
 from penstock.core.schedule.op import COMPUTE, WAITING, Kind
 from penstock.core.timing.spans import BUSY, Span
 from penstock.core.timing.timeline import Timeline
@@ -42,7 +42,13 @@ from penstock.drawing.timeline.boxes import (
     legend,
     widest_label,
 )
-from penstock.drawing.timeline.excerpt import Excerpt, excerpts, shortened_to, whole_of
+from penstock.drawing.timeline.excerpt import (
+    OPS_PER_RANK,
+    Excerpt,
+    excerpts,
+    shortened_to,
+    whole_of,
+)
 from penstock.drawing.timeline.labels import Names
 
 FIGURE_WIDTHS, PAGE_WIDTHS, CELL_WIDTHS = (800.0, 2400.0), (1000.0, 6000.0), (640.0, 1000.0)
@@ -53,8 +59,6 @@ _MARGIN = 16.0
 _HEAD_HEIGHT = 50.0
 _AXIS_HEIGHT = 46.0
 _TICK_DISTANCE = 80.0
-_OPS_PER_RANK = 200
-"""How many are drawn at either end of a timeline that is too long."""
 _SHRINKS_TO = 0.72
 """How narrow ops may be, as a share of what their labels need in the usual size: there are smaller
 ones."""
@@ -87,7 +91,7 @@ def stacked(
     versions: bool = False,
     whole: bool = True,
 ) -> str:
-    """Draw several timelines, one below the other, on one time axis; of one with more than 50,000
+    """Draw several timelines, one below the other, on one time axis; of one with more than 20,000
     ops, only its beginning and its end.
 
     Args:
@@ -99,7 +103,7 @@ def stacked(
         whole: whether the middle of a timeline is drawn, too, if labels then do not fit.
     """
     items = list(timelines.items() if isinstance(timelines, Mapping) else timelines)
-    panels = excerpts(items, _OPS_PER_RANK)
+    panels = excerpts(items, OPS_PER_RANK)
     if not whole:
         panels = _fitting(panels, width or width_range[1], unit, versions)
     frame = _frame([timeline for _, timeline in panels], width or width_range, unit, versions)
@@ -215,11 +219,12 @@ def _facts(timeline: Timeline, unit: TimeUnit) -> str:
         first, beat, idle = timeline.rhythm
         return (
             f"in its steady state, from microbatch {first} on: one every {unit.show(beat)}, ranks "
-            f"idle {idle:.1%}"
+            f"idle {format_share(idle)}"
         )
     return (
-        f"makespan {unit.show(whole_of(timeline).makespan)} · bubble {timeline.bubble:.1%} · "
-        f"stage bubble {timeline.stage_bubble:.1%}"
+        f"makespan {unit.show(whole_of(timeline).makespan)} · "
+        f"bubble {format_share(timeline.bubble)} · "
+        f"stage bubble {format_share(timeline.stage_bubble)}"
     )
 
 

@@ -65,7 +65,7 @@ def stacked_text(
     versions: bool = False,
     window: int | None = None,
 ) -> str:
-    """Draw several timelines, one below the other, on one time axis; of one with more than 50,000
+    """Draw several timelines, one below the other, on one time axis; of one with more than 20,000
     ops, only its beginning and its end.
 
     Args:

@@ -29,7 +29,7 @@ from penstock.planning.planner.objective import (
 from penstock.planning.planner.patience import PlanningPatience
 from penstock.planning.planner.race import SAME
 from penstock.planning.planner.request import PlanRequest
-from penstock.planning.planner.search import checked, planned, priced
+from penstock.planning.planner.search import checked, priced
 from penstock.planning.planner.why import CUT_SHORT, Rival
 from penstock.planning.plans.picture import fold_of, memory_of_stages
 from penstock.planning.plans.plan import Plan
@@ -146,12 +146,12 @@ def choices(graph: LayerGraph, cluster: Cluster | None = None, **request: Any) -
         parts = PartsOfCluster(graph, cluster, asked, patience)
         whole = parts.best(ClusterPart(cluster), inf)
         named = {} if whole is None else whole.rivals(patience)
-        if whole is None:
-            plan = planned(graph, cluster, asked, patience)  # whose stages come and go, or none
-        elif asked.objective == "time":
-            plan = whole.plan(named)
-        else:
+        if asked.objective != "time":
             plan = best_part(parts)
+        elif whole is None:
+            plan = parts.plan_on_all(asked)  # whose stages come and go, or none
+        else:
+            plan = whole.plan(named)
         labelled: list[_Labelled] = []
         verdict = plan.reason
         if whole is not None and not patience.as_long_again.spend(

@@ -25,8 +25,8 @@ from penstock.core.graph import LayerGraph
 from penstock.planning.planner.judged import Judged, raced
 from penstock.planning.planner.limits import least_busy_seconds, least_excess
 from penstock.planning.planner.patience import PlanningPatience
-from penstock.planning.planner.request import PlanRequest
-from penstock.planning.planner.search import planned, tasks_of, with_rules
+from penstock.planning.planner.request import PlanRequest, RecomputeRule
+from penstock.planning.planner.search import SearchInVain, planned, tasks_of, with_rules
 from penstock.planning.planner.why import Rival, alternatives_of
 from penstock.planning.plans.plan import Plan
 from penstock.planning.plans.spending import Spending, tokens_of_graph
@@ -74,6 +74,8 @@ class PartsOfCluster:
         size: devices of the part that is being planned, for whoever waits.
         judged: the fastest plans of the parts that were looked at.
         num_missed: how many were looked at in vain.
+        in_vain: the searches for these, where a step might take as long as it will, by the rule of
+            recomputing.
     """
 
     graph: LayerGraph
@@ -83,6 +85,7 @@ class PartsOfCluster:
     size: int = 0
     judged: dict[ClusterPart, Judged] = field(default_factory=dict)
     num_missed: int = 0
+    in_vain: dict[tuple[ClusterPart, RecomputeRule], SearchInVain] = field(default_factory=dict)
 
     def of_size(self, size: int) -> list[ClusterPart]:
         """The different parts with so many devices."""
@@ -130,6 +133,8 @@ class PartsOfCluster:
         return known if known.chosen.seconds <= limit else None
 
     def _best(self, part: ClusterPart, limit: float, request: PlanRequest) -> Judged | None:
+        if (part, request.recompute) in self.in_vain:
+            return None
         constraints = request.constraints(self.graph)
         try:
             tasks = tasks_of(self.graph, part.cluster, request, constraints)
@@ -143,12 +148,27 @@ class PartsOfCluster:
         final = [c for c in race.contenders if c.seconds <= limit and c.setting.is_final]
         if not final:
             self.num_missed += 1
+            if limit == inf:
+                self.in_vain[part, request.recompute] = SearchInVain(tasks, race)
             return None
         winner = race.winner
         chosen = winner if winner in final else min(final, key=lambda c: c.seconds)
         assert chosen is not None
         skipped = len(race.skipped)
         return Judged(chosen, race.contenders, tasks, constraints, skipped, race.bound, race.end)
+
+    def plan_on_all(self, request: PlanRequest) -> Plan:
+        """The plan on all devices where ``best`` has none, or why there is none.
+
+        Args:
+            request: as its own, but for the objective.
+
+        Raises:
+            PlanError: nothing fits.
+        """
+        whole = ClusterPart(self.cluster)
+        in_vain = {rule: search for (part, rule), search in self.in_vain.items() if part == whole}
+        return planned(self.graph, self.cluster, request, self.patience, in_vain)
 
 
 def sought(
@@ -197,7 +217,7 @@ def _nothing(parts: PartsOfCluster) -> Plan:
         PlanError: nothing fits, or nothing is so fast, as far as there was time to look.
     """
     timed = replaced(parts.request, objective="time", within_seconds=None)
-    fastest = planned(parts.graph, parts.cluster, timed, parts.patience)
+    fastest = parts.plan_on_all(timed)
     within = parts.request.within_seconds or inf
     if fastest.step_seconds <= within:
         early = _seen_of_parts([len(parts.cluster.devices)]) if parts.patience.end else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import combinations, pairwise, permutations
 from math import inf
 
@@ -37,10 +37,11 @@ def are_some(task: Task) -> bool:
 
 def orders(task: Task, num_ranks: int) -> list[tuple[int, ...]]:
     """Devices for so many ranks: of a few, all orders that make a difference; of many, as they are
-    listed; the fastest, in three orders; those with most memory first, because the first stages
-    hold most; and those that come first if all are ordered by speed or memory."""
+    listed; the fastest, in three orders, or of some devices in all that make a difference; those
+    with most memory first, because the first stages hold most; and those that come first if all are
+    ordered by speed or memory."""
     if are_few(task):
-        return _all_orders(task, num_ranks)
+        return _different_orders(task, range(len(task.cluster.devices)), num_ranks)
     listed = range(len(task.cluster.devices))
     devices = task.cluster.devices
     fastest = sorted(listed, key=lambda index: -devices[index].speed)[:num_ranks]
@@ -54,6 +55,8 @@ def orders(task: Task, num_ranks: int) -> list[tuple[int, ...]]:
     if len({devices[index].speed for index in fastest}) > 1:
         choices.insert(3, tuple(reversed(fastest)))
     choices += (tuple(order[:num_ranks]) for order in unlike_first(task, listed))
+    if are_some(task) and num_ranks <= _FEW_DEVICES:
+        choices += _different_orders(task, fastest, num_ranks)
     return list(dict.fromkeys(choices))
 
 
@@ -72,7 +75,7 @@ def orders_for(task: Task, counts: Sequence[int]) -> list[tuple[int, ...]]:
     """Devices for stages with given replicas: those of a stage near each other, or the stages of a
     pipeline."""
     if are_few(task):
-        return _all_orders(task, sum(counts))
+        return _different_orders(task, range(len(task.cluster.devices)), sum(counts))
     choices = []
     for order in unlike_first(task, range(len(task.cluster.devices))):
         choices.append(tuple(order[: sum(counts)]))
@@ -81,9 +84,9 @@ def orders_for(task: Task, counts: Sequence[int]) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(choices))
 
 
-def _all_orders(task: Task, num_ranks: int) -> list[tuple[int, ...]]:
+def _different_orders(task: Task, pool: Iterable[int], num_ranks: int) -> list[tuple[int, ...]]:
     different: dict[Hashable, tuple[int, ...]] = {}
-    for order in permutations(range(len(task.cluster.devices)), num_ranks):
+    for order in permutations(pool, num_ranks):
         different.setdefault(task.appearance(order), order)
     return list(different.values())
 

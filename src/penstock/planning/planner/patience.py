@@ -16,7 +16,7 @@ from math import inf
 from time import monotonic
 from typing import Self
 
-from penstock.base.units import format_seconds
+from penstock.base.units import format_seconds, format_share
 
 _LOOKS_SECONDS = 0.1
 """After so long somebody looks whether a search that has an answer has time left."""
@@ -226,4 +226,4 @@ def _behind(seconds: float, bound: float) -> str:
     >>> _behind(1.04, 1.0)
     ', at most 4% from the best'
     """
-    return f", at most {seconds / bound - 1:.0%} from the best" if bound else ""
+    return f", at most {format_share(seconds / bound - 1, 0)} from the best" if bound else ""

@@ -71,7 +71,7 @@ PROPOSED = {
 and why."""
 
 MOST_SIMULATED, MOST_WHOLE = 2_000_000, 100_000
-"""The most ranks times microbatches, and microbatches, of schedules that are simulated op by op;
+"""The most ranks times microbatches, and microbatches, where every op may have to be simulated;
 candidates with as many take seconds each."""
 
 _WHOLE = families.HOLD_ALL | families.SEARCHED | {"pipedream-2bw"}
@@ -479,8 +479,8 @@ class PlanRequest:
             most = min(MOST_SIMULATED // num_ranks, MOST_WHOLE)
             whose = "on hosts with network cards" if shares_cards else "of such a schedule"
             return most, (
-                f"every op {whose} is simulated: ranks × microbatches may be "
-                f"{MOST_SIMULATED:,} at most, and microbatches {MOST_WHOLE:,}"
+                f"every op {whose} may have to be simulated: microbatches may be "
+                f"{MOST_WHOLE:,} at most, and ranks × microbatches {MOST_SIMULATED:,}"
             )
         return MOST_MICROBATCHES, "nobody trains with so many"
 

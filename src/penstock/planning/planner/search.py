@@ -8,9 +8,9 @@ shortest step wins. The simulator, not a formula, is the judge: what is predicte
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace as replaced
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
 
@@ -177,8 +177,9 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
             run, too little memory (says what is over by how much, and what would fit), too slow for
             the rate (says which stage is, what is reached, and how many devices would do) or for
             ``within_seconds``.
-        InputError: a count below 1, an unknown schedule, or more microbatches than can be simulated
-            (above 10,000,000; of schedules that are simulated whole, fewer).
+        InputError: a count below 1, an unknown schedule, or too many microbatches: more than
+            10,000,000, or where every op may have to be simulated, than 100,000, or 2,000,000 by
+            the number of ranks.
     """
     request = PlanRequest(
         microbatches=microbatches,
@@ -213,16 +214,30 @@ def plan(  # noqa: PLR0913 - one keyword for each thing that can be asked for
     return planned(graph, cluster, request)
 
 
+class SearchInVain(NamedTuple):
+    """A search in which nothing was found.
+
+    Attributes:
+        tasks: all that was asked for.
+        race: of those that might fit.
+    """
+
+    tasks: Sequence[Task]
+    race: Race
+
+
 def planned(
     graph: LayerGraph,
     cluster: Cluster | None,
     request: PlanRequest,
     patience: PlanningPatience | None = None,
+    in_vain: Mapping[RecomputeRule, SearchInVain] | None = None,
 ) -> Plan:
     """The best plan for a request, as ``plan`` finds it.
 
     Args:
         patience: in place of that which the request says.
+        in_vain: searches that need not be made again, by the rule of recomputing.
     """
     checked(graph, cluster)
     cluster = cluster or Cluster.local()
@@ -230,7 +245,7 @@ def planned(
     if patience is None:
         with Telling("planning") as telling:
             patience = PlanningPatience(request.patience_seconds, telling.update)
-            return planned(graph, cluster, request, patience)
+            return planned(graph, cluster, request, patience, in_vain)
     if request.objective != "time":
         from penstock.planning.planner.objective import sought  # which plans by this module
 
@@ -242,7 +257,8 @@ def planned(
         if plans and patience.is_interrupted:  # whoever waits wants what there is
             break
         try:
-            plans.append(_planned(graph, cluster, rule, part))
+            own = (in_vain or {}).get(rule.recompute)
+            plans.append(_planned(graph, cluster, rule, part, own))
         except PlanError as error:
             failure = failure or error
     if not plans:
@@ -316,7 +332,11 @@ def _single_tasks(
 
 
 def _planned(
-    graph: LayerGraph, cluster: Cluster, request: PlanRequest, patience: PlanningPatience
+    graph: LayerGraph,
+    cluster: Cluster,
+    request: PlanRequest,
+    patience: PlanningPatience,
+    in_vain: SearchInVain | None,
 ) -> Plan:
     constraints = request.constraints(graph)
     tasks = tasks_of(graph, cluster, request, constraints)
@@ -325,7 +345,7 @@ def _planned(
     if request.placer == "reinforce":
         return _learned(tasks, constraints)
     if request.rate is None:
-        return _solve(tasks, constraints, patience)
+        return _solve(tasks, constraints, patience, in_vain)
     for_rate = _proposed_for_rate if request.proposes_stream else _solve_for_rate
     return for_rate(tasks, constraints, float(request.rate))
 
@@ -479,8 +499,13 @@ def _with_tensor_ranks(tasks: Sequence[Task], request: PlanRequest) -> Iterator[
                 yield from enough or grouped
 
 
-def _solve(tasks: Sequence[Task], constraints: Constraints, patience: PlanningPatience) -> Plan:
-    race = raced(tasks, constraints, patience)
+def _solve(
+    tasks: Sequence[Task],
+    constraints: Constraints,
+    patience: PlanningPatience,
+    in_vain: SearchInVain | None = None,
+) -> Plan:
+    tasks, race = in_vain or (tasks, raced(tasks, constraints, patience))
     chosen = race.winner
     if chosen is None:
         if race.is_complete:

@@ -8,7 +8,13 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from penstock.base.units import count_of, format_bytes, format_seconds, format_speed_up
+from penstock.base.units import (
+    count_of,
+    format_bytes,
+    format_seconds,
+    format_share,
+    format_speed_up,
+)
 from penstock.core.cluster import Cluster
 from penstock.core.schedule.op import Kind
 from penstock.planning.planner.candidate import Candidate
@@ -323,7 +329,7 @@ def _what_slows(rival: Candidate, chosen: Candidate) -> str:
     if recomputed >= _MATTERS:
         return f", {format_seconds(_again_seconds(rival))} of it to run forward twice"
     if idle >= _MATTERS:
-        return f", with its devices idle {rival.prediction.bubble:.0%} of the time"
+        return f", with its devices idle {format_share(rival.prediction.bubble, 0)} of the time"
     return ""
 
 

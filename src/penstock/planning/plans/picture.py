@@ -8,11 +8,16 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from math import ceil
 from typing import NamedTuple, Protocol
 
 from penstock.base.errors import InputError
-from penstock.base.units import format_bytes, format_rate, format_seconds, format_speed_up
+from penstock.base.units import (
+    format_bytes,
+    format_rate,
+    format_seconds,
+    format_share,
+    format_speed_up,
+)
 from penstock.base.values import expect
 from penstock.core.schedule import Kind, Schedule
 from penstock.core.schedule.memory import Curve
@@ -78,7 +83,7 @@ def _facts(plan: Plan) -> Iterator[str]:
         yield f"{format_seconds(step)} a minibatch in the steady state"
     elif step:
         yield f"{format_seconds(step)} a step"
-        yield f"bubble {plan.prediction.bubble:.1%}"
+        yield f"bubble {format_share(plan.prediction.bubble)}"
     if step:
         yield f"{format_speed_up(plan.one_device_seconds, step)} one device"
     if max(rank_bytes):
@@ -215,7 +220,7 @@ def _choices(plan: Plan) -> pictured.Choices:
         return pictured.Choices(_COLUMNS, tuple(rows), chosen[0])
     numbers = (
         format_seconds(plan.step_seconds),
-        f"{plan.prediction.bubble if plan.prediction.flushes else 0.0:.1%}",
+        format_share(plan.prediction.bubble if plan.prediction.flushes else 0.0),
         format_bytes(max(plan.rank_bytes)),
     )
     this_plan = ("this plan", full_title(plan), *numbers, "", "", "")
@@ -227,7 +232,7 @@ def _choice(alternative: Alternative) -> tuple[str, ...]:
         alternative.label,
         alternative.description,
         format_seconds(alternative.step_seconds),
-        f"{alternative.bubble:.1%}",
+        format_share(alternative.bubble),
         format_bytes(alternative.memory_bytes),
         format_bytes(alternative.moved_bytes),
         f"{alternative.delay:g}",
@@ -295,23 +300,26 @@ class DrawnPlan(NamedTuple):
     versions: bool
 
 
-def drawn(plan: Plan) -> DrawnPlan:
-    """Of a schedule that flushes, one step, or where it has very many microbatches, some of its
-    middle. What never flushes is seen in its steady state, with
-    the versions that its ops read, since its beginning looks like any other schedule's."""
-    if plan.prediction.left_out:
-        return DrawnPlan(picture_of(plan), plan.marked(plan.prediction.shown), versions=False)
+def drawn(plan: Plan, *, whole: bool = False) -> DrawnPlan:
+    """The picture of a plan with its ``timeline_to_draw`` below."""
+    return DrawnPlan(picture_of(plan), *timeline_to_draw(plan, whole=whole))
+
+
+def timeline_to_draw(plan: Plan, *, whole: bool) -> tuple[Timeline, bool]:
+    """What is drawn of a plan's steps, and whether with versions: of a schedule that flushes, one
+    step; where it has very many microbatches, its beginning and its end, unless the ``whole`` is
+    asked for. What never flushes is seen in its steady state, with the versions that its ops read,
+    since its beginning looks like any other schedule's."""
     if plan.prediction.flushes:
-        return DrawnPlan(picture_of(plan), plan.simulate(), versions=False)
-    return DrawnPlan(picture_of(plan), steady(plan), versions=True)
+        return plan.simulate() if whole else plan.marked(plan.prediction.ends), False
+    return _steady(plan), True
 
 
-def steady(plan: Plan) -> Timeline:
+def _steady(plan: Plan) -> Timeline:
     """The steady state of a plan that never flushes: as long as a minibatch, or as a few ticks."""
-    per_minibatch = plan.num_microbatches
-    shown = plan.prediction.num_shown or per_minibatch
-    stream = plan.simulate(ceil((shown + 4 * plan.num_ranks) / per_minibatch))
-    return steady_part(stream, shown)
+    prediction = plan.prediction
+    shown = prediction.num_shown or prediction.shown_size
+    return steady_part(plan.marked(prediction.stream_of(shown + 4 * plan.num_ranks)), shown)
 
 
 def memory_over_time(plan: Plan, timeline: Timeline) -> tuple[Curve, ...]:

@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 from penstock.core.schedule import Schedule
 from penstock.core.schedule.lower import add_update, add_updates
-from penstock.core.schedule.repetition import Repetition, repetitions_of, shortened, with_turns
+from penstock.core.schedule.repetition import repetitions_of, shortened, with_turns
 from penstock.core.schedule.rounds import Rounds, filling
 from penstock.core.timing.costs import Costs
 from penstock.core.timing.simulator import rows_of, simulate
 from penstock.core.timing.simulator.beside import Served
-from penstock.core.timing.simulator.leaps import rhythm_of
+from penstock.core.timing.simulator.rhythm import step_in_rhythm
 from penstock.core.timing.simulator.step import (
     StepTimes,
     step_in_rows,
@@ -112,9 +112,6 @@ _SHOWN_TICKS = 8
 _FILLINGS = 8
 """So many times the stages are microbatches that show a middle, with a beginning and an end."""
 
-_MOST_TURNS = 10_000
-"""Of an abridged schedule, until all that ranks share has its rhythm."""
-
 
 class Latency(NamedTuple):
     """How long a frame takes from the first stage to its output.
@@ -128,15 +125,6 @@ class Latency(NamedTuple):
 
     light: float
     saturated: float
-
-
-def _simulated(
-    schedule: Schedule, costs: Costs
-) -> tuple[tuple[Repetition, ...], Timeline, StepTimes]:
-    """What a schedule repeats once it has updates, its timeline and its step."""
-    updating = add_update(schedule)
-    timeline = simulate(updating, costs)
-    return repetitions_of(updating.columns), timeline, step_in_rows(updating, timeline.rows)
 
 
 @dataclass(frozen=True)
@@ -207,8 +195,7 @@ class Prediction:
             whole = self.build(self.num_microbatches) if self.left_out else self.placement
             return self.served.shown_in(simulate(add_update(whole), self.costs))
         if self.is_live:
-            frames = _SHOWN_TICKS + 4 * len(self.stages)
-            return self.stream(ceil(frames / self.num_microbatches))
+            return self.stream_of(_SHOWN_TICKS + 4 * len(self.stages))
         return self.stream_behind(3 * self.placement.num_ranks)
 
     def stream(self, num_minibatches: int) -> Timeline:
@@ -217,11 +204,20 @@ class Prediction:
         not kept, since it may be long."""
         return self._stream(num_minibatches, self.num_microbatches)
 
+    def stream_of(self, num_microbatches: int) -> Timeline:
+        """As ``stream``, of at least so many microbatches; where minibatches have thousands, and
+        each microbatch is an update, of a thousand."""
+        size = self.shown_size
+        return self._stream(ceil(num_microbatches / size), size)
+
     def stream_behind(self, num_microbatches: int) -> Timeline:
-        """As ``stream``, to the end of a minibatch behind so many microbatches; where minibatches
-        have thousands, and each microbatch is an update, of a thousand."""
-        size = _shown_size(self.versions, self.num_microbatches)
-        return self._stream(ceil(num_microbatches / size) + 1, size)
+        """As ``stream_of``, with one more minibatch."""
+        return self.stream_of(num_microbatches + self.shown_size)
+
+    @property
+    def shown_size(self) -> int:
+        """Microbatches of a minibatch, or as many as show what all of them do."""
+        return _shown_size(self.versions, self.num_microbatches)
 
     def _stream(self, num_minibatches: int, size: int) -> Timeline:
         build, versions = self.build, self.versions
@@ -245,6 +241,18 @@ class Prediction:
         if self.left_out:
             return self._middle
         return self.timeline.steady(self.num_shown) if self.is_live else self.timeline
+
+    @property
+    def ends(self) -> Timeline:
+        """As ``timeline``, but of very many microbatches without most of the middle, or where ranks
+        do not come into a rhythm, some of the middle."""
+        if not self.left_out:
+            return self.timeline
+        from penstock.core.timing.abridged import abridged_timeline
+        from penstock.drawing.timeline.excerpt import OPS_PER_RANK
+
+        abridged = abridged_timeline(self.placement, self.costs, self.left_out, OPS_PER_RANK)
+        return self._middle if abridged is None else self.served.shown_in(abridged)
 
     @property
     def _middle(self) -> Timeline:
@@ -277,7 +285,9 @@ class Prediction:
         schedule, left_out = self.placement, self.left_out
         if not left_out:
             schedule, left_out = shortened(schedule)
-        step = self._long_step(schedule, left_out) if left_out else None
+        if left_out:
+            in_rhythm = step_in_rhythm(schedule, self.costs, left_out, folds=True)
+            step = None if in_rhythm is None else in_rhythm.step
         return self._step_of_two() if step is None and not self.left_out else step
 
     def _step_of_two(self) -> StepTimes | None:
@@ -286,22 +296,6 @@ class Prediction:
             return None
         schedule = add_update(alone[0])
         return step_in_rows(schedule, rows_of(schedule, alone[1]))
-
-    def _long_step(self, schedule: Schedule, left_out: int) -> StepTimes | None:
-        """The step of a schedule that leaves something out, with so many more turns that the last
-        ones are alike; ``None`` if they still are not where there are many."""
-        repetitions, more = repetitions_of(schedule.columns), 0
-        num_turns = left_out // repetitions[0].microbatches
-        while len(repetitions) == 1 and more <= min(num_turns, _MOST_TURNS):
-            longer = with_turns(schedule, repetitions, more)
-            folded = two_pipelines(longer, self.costs) or (longer, self.costs)
-            turns, timeline, step = _simulated(*folded)
-            rhythm = rhythm_of(turns[0], timeline)
-            times, rest = divmod(num_turns - more, rhythm.turns) if rhythm else (0, 0)
-            if rhythm and not rest:
-                return step.later(times * rhythm.seconds)
-            more = more + rest if rest else 2 * more + repetitions[0].turns
-        return None
 
     @property
     def frames_per_second(self) -> float:

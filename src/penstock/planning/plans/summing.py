@@ -238,7 +238,7 @@ class Summing(Value, frozen=True, kw_only=True):
             raise InputError(
                 f"summing: levels give ranks {', '.join(map(str, ranks))} in groups of {sizes}, of "
                 "which each would have all weights in shards, and equal ones with the others; make "
-                "groups of one size, or leave levels out"
+                "groups of one size, or leave levels out (hybrid=True makes them)"
             )
         return together
 

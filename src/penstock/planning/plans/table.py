@@ -9,7 +9,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from penstock.base.telling import wrap_to
-from penstock.base.units import format_bytes, format_rate, format_seconds, format_speed_up
+from penstock.base.units import (
+    format_bytes,
+    format_rate,
+    format_seconds,
+    format_share,
+    format_speed_up,
+)
 from penstock.drawing.plan_picture import counted
 from penstock.planning.plans.prediction import Prediction
 
@@ -272,10 +278,11 @@ def _cells(prediction: Prediction) -> Iterator[dict[str, str]]:
 def _outcome(prediction: Prediction, one_device_seconds: float) -> str:
     pace = f" a {'frame' if _by_frame(prediction) else 'minibatch'} in the steady state"
     if prediction.left_out:
-        pace = f" a step, bubble {prediction.bubble:.1%}"
+        pace = f" a step, bubble {format_share(prediction.bubble)}"
     elif prediction.flushes:
         timeline = prediction.timeline
-        pace = f" a step, bubble {timeline.bubble:.1%}, stage bubble {timeline.stage_bubble:.1%}"
+        bubbles = format_share(timeline.bubble), format_share(timeline.stage_bubble)
+        pace = f" a step, bubble {bubbles[0]}, stage bubble {bubbles[1]}"
     return (
         f"predicted: {format_seconds(prediction.step_seconds)}{pace}, "
         f"{format_speed_up(one_device_seconds, prediction.step_seconds)} one device"
@@ -403,7 +410,7 @@ def comparison(rows: Sequence[Alternative], width: int = WIDTH) -> str:
             row.label,
             f"{row.description}{remark}",
             "≥ " * row.is_bound + format_seconds(row.step_seconds),
-            f"{row.bubble:.0%}",
+            format_share(row.bubble, 0),
             format_bytes(row.memory_bytes),
             format_bytes(row.moved_bytes),
             f"{row.delay:g}",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Self
 
 from penstock.base.errors import InputError, printable
-from penstock.base.units import format_seconds
+from penstock.base.units import format_seconds, format_share
 from penstock.core.timing.fleet_timeline import FleetTimeline, label_of_visit
 from penstock.planning.turns.visits import Bound
 
@@ -133,7 +133,7 @@ class FleetResults(Mapping[str, JobResult]):
         over = f", {took / least:.3f} × the bound ({self.bound.reason})" if least else ""
         return (
             f"{format_seconds(took)} on {self.timeline.num_devices} devices{over}; idle "
-            f"{self.timeline.idle:.1%}"
+            f"{format_share(self.timeline.idle)}"
         )
 
 

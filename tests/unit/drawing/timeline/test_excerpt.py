@@ -16,7 +16,7 @@ from penstock.core.schedule.op import Kind
 from penstock.core.timing.spans import BUSY
 from penstock.drawing import stacked
 from penstock.drawing.timeline.chrome import chrome
-from penstock.drawing.timeline.excerpt import MOST_OPS, excerpts, steady_part, whole_of
+from penstock.drawing.timeline.excerpt import MOST_BOXES, excerpts, steady_part, whole_of
 from penstock.drawing.timeline.labels import Names
 from penstock.drawing.timeline.text import text
 
@@ -70,7 +70,7 @@ def test_a_figure_shows_how_it_begins_and_how_it_ends():
         # Nothing is missing but what is between the two.
         assert key in shown or last_shown < start < first_shown
     assert min(len(beginning), len(end)) > 100
-    assert len(shown) < 0.02 * MOST_OPS
+    assert len(shown) < 0.05 * MOST_BOXES
 
 
 def test_the_titles_say_what_is_left_out_and_the_numbers_are_of_the_whole():
@@ -117,7 +117,7 @@ def test_microbatches_keep_their_way_where_their_forward_is_left_out():
 
 
 def test_up_to_the_limit_everything_is_drawn_and_a_trace_always_is():
-    most = long_timeline(microbatches=MOST_OPS // 4)
+    most = long_timeline(microbatches=MOST_BOXES // 4)
     assert excerpts([("most", most)], 50) == [("most", most)]
     events = json.loads(chrome(long()))["traceEvents"]
     assert sum(event["ph"] == "X" for event in events) == 52_000

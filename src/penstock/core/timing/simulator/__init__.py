@@ -1,9 +1,10 @@
 """Predict: a schedule and its costs become a timeline.
 
 ``passage`` lets ranks go through their ops, on columns; ``step`` says how long that takes, and no
-more, and ``leaps`` over most of what ranks repeat for very many microbatches; ``beside`` is what
-may make them wait for more than each other: links that are busy, sums of gradients part by part, a
-live source, and ``tiers`` where stages leave memory.
+more, and ``leaps`` over most of what ranks repeat for very many microbatches; ``rhythm`` says how a
+step goes on whose last turns are alike; ``beside`` is what may make them wait for more than each
+other: links that are busy, sums of gradients part by part, a live source, and ``tiers`` where
+stages leave memory.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ comes to, but for rounding.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 from math import inf
 from typing import NamedTuple
 
@@ -35,10 +34,8 @@ from penstock.core.timing.simulator.passage import (
     Times,
     go_through,
 )
-from penstock.core.timing.spans import Transfer
-from penstock.core.timing.timeline import Timeline
 
-_SAME = 1e-13
+SAME = 1e-13
 """Relative to the times of a few turns: rounding."""
 
 
@@ -180,7 +177,7 @@ class _TurnTimes:
     def pace_of(self, recent: Floats) -> TurnPace | None:
         """The pace of the last turns, if they have one."""
         reach, count = self._repetition.reach, len(recent)
-        hair = _SAME * float(np.abs(recent).max())
+        hair = SAME * float(np.abs(recent).max())
         for turns in range(1, (count - reach) // 2 + 1):
             begin = count - 2 * turns - reach
             growth = recent[begin + turns :] - recent[begin : count - turns]
@@ -248,54 +245,3 @@ def _previous_on_link(link_use: LinkUse, ops: Longs, before: Longs) -> tuple[Lon
             latest[link] = op
     numbers = np.array(previous, np.int64)
     return np.array(places, np.int64), numbers, link_use.busy[numbers]
-
-
-class TurnRhythm(NamedTuple):
-    """The rhythm of turns that are alike on all ranks.
-
-    Attributes:
-        turns: after how many all is the same again.
-        seconds: how long these take.
-    """
-
-    turns: int
-    seconds: float
-
-
-def rhythm_of(repetition: Repetition, timeline: Timeline) -> TurnRhythm | None:
-    """The rhythm of the last turns, where ranks also wait for what they share; ``None`` where these
-    are not alike, messages included."""
-    end = np.concatenate([row.ends for row in timeline.rows])
-    ends, count = end[repetition.ops], repetition.turns
-    hair, half = _SAME * float(np.abs(ends).max()), count // 2
-    for turns in range(1, count // 4 + 1):
-        growth = ends[half + turns :] - ends[half:-turns]
-        seconds = float(growth.mean())
-        if np.abs(growth - seconds).max() <= hair:
-            since, until = float(ends[half].max()), float(ends[-1].min())
-            later = repetition.microbatches * turns
-            if _are_regular(timeline.transfers, since, until, later, seconds, hair):
-                return TurnRhythm(turns, seconds)
-    return None
-
-
-def _are_regular(
-    transfers: Sequence[Transfer],
-    since: float,
-    until: float,
-    later: int,
-    seconds: float,
-    hair: float,
-) -> bool:
-    """Whether each message between two times begins so much later than that of ``later``
-    microbatches before."""
-    begins = {
-        (part.ranks, part.kind, part.stage, part.number): part.start
-        for part in transfers
-        if part.kind in ("value", "gradient") and part.start <= until
-    }
-    return all(
-        abs(begins[ranks, kind, stage, number + later] - begin - seconds) <= hair
-        for (ranks, kind, stage, number), begin in begins.items()
-        if begin >= since and (ranks, kind, stage, number + later) in begins
-    )

@@ -1,0 +1,140 @@
+"""Steps of very many microbatches that have come into a rhythm: behind enough turns of what ranks
+repeat, all that follow are alike, whatever ranks wait for. So their end is known, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.core.schedule.lower import add_update
+from penstock.core.schedule.repetition import Repetition, repetitions_of, with_turns
+from penstock.core.schedule.schedule import Schedule
+from penstock.core.timing.costs import Costs
+from penstock.core.timing.simulator import simulate
+from penstock.core.timing.simulator.leaps import SAME
+from penstock.core.timing.simulator.step import StepTimes, step_in_rows, two_pipelines
+from penstock.core.timing.spans import Transfer
+from penstock.core.timing.timeline import Timeline
+
+_MOST_TURNS = 10_000
+"""Of a schedule that leaves some out, until a rhythm shows."""
+
+
+class TurnRhythm(NamedTuple):
+    """The rhythm of turns that are alike on all ranks.
+
+    Attributes:
+        turns: after how many all is the same again.
+        seconds: how long these take.
+    """
+
+    turns: int
+    seconds: float
+
+
+class StepInRhythm(NamedTuple):
+    """A step with its updates that has come into its rhythm, and how the whole goes on.
+
+    Attributes:
+        schedule: with fewer turns than the whole has.
+        timeline: of this schedule.
+        turns: what its ranks repeat.
+        num_left_out: turns that the whole has more.
+        seconds_left_out: how long these take.
+    """
+
+    schedule: Schedule
+    timeline: Timeline
+    turns: Repetition
+    num_left_out: int
+    seconds_left_out: float
+
+    @property
+    def step(self) -> StepTimes:
+        """The times of the whole step."""
+        return step_in_rows(self.schedule, self.timeline.rows).later(self.seconds_left_out)
+
+
+def step_in_rhythm(
+    schedule: Schedule,
+    costs: Costs,
+    left_out: int,
+    *,
+    fewest_ops: int = 0,
+    updates: bool = True,
+    folds: bool = False,
+) -> StepInRhythm | None:
+    """Give a schedule so many turns that the last ones are alike; ``None`` if they still are not
+    where there are many.
+
+    Args:
+        schedule: compute only, without some microbatches of its middle.
+        costs: of its stages.
+        left_out: how many it leaves out.
+        fewest_ops: that the turns of a rank have in any case, on average.
+        updates: whether stages update at the end.
+        folds: whether two of several equal pipelines are enough.
+    """
+    repetitions = repetitions_of(schedule.columns)
+    if len(repetitions) != 1:
+        return None
+    (shown,) = repetitions
+    num_turns = left_out // shown.microbatches
+    fewest = ceil(fewest_ops * schedule.num_ranks / int(shown.lengths.sum()))
+    more = min(max(fewest - shown.turns, 0), num_turns)
+    while more <= min(num_turns, _MOST_TURNS):
+        longer, own_costs = with_turns(schedule, repetitions, more), costs
+        if folds:
+            longer, own_costs = two_pipelines(longer, costs) or (longer, costs)
+        longer = add_update(longer) if updates else longer
+        timeline = simulate(longer, own_costs)
+        repeated = repetitions_of(longer.columns)
+        rhythm = _rhythm_of(repeated[0], timeline) if repeated else None
+        times, rest = divmod(num_turns - more, rhythm.turns) if rhythm else (0, 0)
+        if rhythm and not rest:
+            seconds = times * rhythm.seconds
+            return StepInRhythm(longer, timeline, repeated[0], num_turns - more, seconds)
+        more = more + rest if rest else 2 * more + shown.turns
+    return None
+
+
+def _rhythm_of(repetition: Repetition, timeline: Timeline) -> TurnRhythm | None:
+    """The rhythm of the last turns; ``None`` where these are not alike, messages included."""
+    end = np.concatenate([row.ends for row in timeline.rows])
+    ends, count = end[repetition.ops], repetition.turns
+    hair, half = SAME * float(np.abs(ends).max()), count // 2
+    for turns in range(1, count // 4 + 1):
+        growth = ends[half + turns :] - ends[half:-turns]
+        seconds = float(growth.mean())
+        if np.abs(growth - seconds).max() <= hair:
+            since, until = float(ends[half].max()), float(ends[-1].min())
+            later = repetition.microbatches * turns
+            if _are_regular(timeline.transfers, since, until, later, seconds, hair):
+                return TurnRhythm(turns, seconds)
+    return None
+
+
+def _are_regular(
+    transfers: Sequence[Transfer],
+    since: float,
+    until: float,
+    later: int,
+    seconds: float,
+    hair: float,
+) -> bool:
+    """Whether each message between two times begins so much later than that of ``later``
+    microbatches before."""
+    begins = {
+        (part.ranks, part.kind, part.stage, part.number): part.start
+        for part in transfers
+        if part.kind in ("value", "gradient") and part.start <= until
+    }
+    return all(
+        abs(begins[ranks, kind, stage, number + later] - begin - seconds) <= hair
+        for (ranks, kind, stage, number), begin in begins.items()
+        if begin >= since and (ranks, kind, stage, number + later) in begins
+    )
