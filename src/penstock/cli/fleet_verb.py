@@ -15,7 +15,7 @@ from penstock.base.units import format_seconds
 from penstock.base.values import MOST_TOML_BYTES
 from penstock.cli import options, show, sources
 from penstock.cli.input import STANDARD_INPUT, InputFile, refuse_useless, text_of, title_of
-from penstock.cli.output import STANDARD_OUTPUT, written
+from penstock.cli.output import STANDARD_OUTPUT, write
 from penstock.planning.turns.visits import POLICIES, PolicyName
 
 if TYPE_CHECKING:
@@ -290,5 +290,4 @@ def _outcomes(results: FleetResults) -> dict[str, Any]:
 def _draw(timeline: FleetTimeline, output: str) -> None:
     from penstock.drawing import draw
 
-    with written(output, ".svg") as path:
-        draw(timeline, path)
+    write(output, ".svg", lambda path: draw(timeline, path))

@@ -4,7 +4,7 @@ case that a shell completes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,14 +24,9 @@ from penstock.core.timing.costs import Costs
 from penstock.core.versions import POLICIES
 
 if TYPE_CHECKING:
-    from penstock.core.versions import Policy
-
-
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
+
+    from penstock.core.versions import Policy
 
 
 class ScheduleName(click.ParamType[str]):

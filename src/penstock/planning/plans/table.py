@@ -8,21 +8,23 @@ import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from penstock.base.telling import wrap_to
-from penstock.base.units import format_bytes, format_rate, format_seconds, format_speed_up
-from penstock.drawing.plan_picture import counted
-from penstock.planning.plans.prediction import Prediction
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-
-from penstock.base.telling import WARNING
-from penstock.base.units import count_of
+from penstock.base.telling import WARNING, wrap_to
+from penstock.base.units import (
+    count_of,
+    format_bytes,
+    format_rate,
+    format_seconds,
+    format_speed_up,
+)
 from penstock.base.values import Value, shown
 from penstock.core.graph import Contention
 from penstock.core.versions import Policy
+from penstock.drawing.plan_picture import counted
+from penstock.planning.plans.prediction import Prediction
 from penstock.planning.plans.summing import Shape
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def title(plan: Shape) -> str:
