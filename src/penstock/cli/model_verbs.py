@@ -321,7 +321,7 @@ def _train(
         show.echo(plan.text(show.width(), details=shown.verbose) + "\n")
     with show.training(steps, workload.unit, workload.num_units()) as progress:
         trial = run_trial(workload, plan, steps, compare=compare, progress=progress)
-    page = drawing.write_report(trial.report(_command()), output)
+    page = drawing.write_report(trial.report(shlex.join(["penstock", *sys.argv[1:]])), output)
     if shown.as_json:
         show.print_json(trial.numbers())
     else:
@@ -329,10 +329,6 @@ def _train(
         show.print_facts(trial.facts())
     show.say(f"report: {page}")
     return trial
-
-
-def _command() -> str:
-    return shlex.join(["penstock", *sys.argv[1:]])
 
 
 @click.command()

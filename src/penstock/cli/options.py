@@ -21,12 +21,10 @@ from penstock.cli.output import (
     OutputFolder,
 )
 from penstock.core.timing.costs import Costs
-from penstock.core.versions import POLICIES
+from penstock.core.versions import POLICIES, Policy
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
-
-    from penstock.core.versions import Policy
 
 
 class ScheduleName(click.ParamType[str]):
@@ -81,8 +79,6 @@ class PolicyName(click.ParamType[str]):
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
         """The policies whose names begin so."""
-        from penstock.core.versions import POLICIES
-
         return _beginning_with(incomplete, POLICIES)
 
 

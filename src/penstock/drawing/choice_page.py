@@ -239,13 +239,13 @@ def _row(number: int, option: DrawnOption, names: Sequence[str]) -> str:
         tag("th", link, scope="row", class_="words")
         + tag("td", escaped(option.title), class_="words")
         + cells
-        + tag("td", escaped(_brief(option)), class_="verdict"),
+        + tag(
+            "td",
+            escaped("chosen" if option.label == "chosen" else option.verdict),
+            class_="verdict",
+        ),
         class_=class_,
     )
-
-
-def _brief(option: DrawnOption) -> str:
-    return "chosen" if option.label == "chosen" else option.verdict
 
 
 def _section(number: int, option: DrawnOption) -> str:

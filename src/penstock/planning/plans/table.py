@@ -273,7 +273,8 @@ def _cells(prediction: Prediction) -> Iterator[dict[str, str]]:
 
 
 def _outcome(prediction: Prediction, one_device_seconds: float) -> str:
-    pace = f" a {'frame' if _by_frame(prediction) else 'minibatch'} in the steady state"
+    by_frame = prediction.is_live and prediction.num_microbatches == 1
+    pace = f" a {'frame' if by_frame else 'minibatch'} in the steady state"
     if prediction.left_out:
         pace = f" a step, bubble {prediction.bubble:.1%}"
     elif prediction.flushes:
@@ -283,10 +284,6 @@ def _outcome(prediction: Prediction, one_device_seconds: float) -> str:
         f"predicted: {format_seconds(prediction.step_seconds)}{pace}, "
         f"{format_speed_up(one_device_seconds, prediction.step_seconds)} one device"
     )
-
-
-def _by_frame(prediction: Prediction) -> bool:
-    return prediction.is_live and prediction.num_microbatches == 1
 
 
 def _live_words(prediction: Prediction, rate: float | None) -> str:
