@@ -16,7 +16,7 @@ from penstock.planning import plans
 from penstock.planning.handover.capabilities import CAPABILITIES, READ
 
 if TYPE_CHECKING:
-    from penstock.core.timing.stragglers import RankShare
+    from penstock.core.timing.analysis import RankShare
 
 
 @click.command()
@@ -108,8 +108,7 @@ def trace(
 
     TRACES are Chrome traces, one of each rank, as torch.profiler exports them.
     """
-    from penstock.core.timing.analysis import idle_of
-    from penstock.core.timing.stragglers import rank_shares
+    from penstock.core.timing.analysis import idle_of, rank_shares
 
     measured = Timeline.from_traces(traces, step)
     predicted = sources.load_plan(plan).simulate() if plan else None

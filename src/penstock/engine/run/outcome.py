@@ -31,7 +31,7 @@ from penstock.engine.weights.store import HeldVersions
 from penstock.planning.plans import Plan
 
 if TYPE_CHECKING:
-    from penstock.engine.run.drive.reports import RankReport
+    from penstock.engine.run.drive.processes import RankReport
     from penstock.engine.run.minibatch import StepResult
 
 
