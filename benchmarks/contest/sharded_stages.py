@@ -38,7 +38,7 @@ from torch.nn.functional import mse_loss
 import penstock as pk
 from benchmarks.common.alone import publish
 from benchmarks.common.turns import Contest, measure_in_turns
-from benchmarks.network.shaped_network import SKIPPED, ShapedNetwork, end_on_signals, missing
+from benchmarks.network.shaped_network import SKIPPED, ShapedNetwork, cannot_shape
 from benchmarks.network.shaped_training import Work, expect_success, sgd
 from penstock.engine.device.memory import keep_freed_pages
 from penstock.engine.model.spine import spine_fingerprint, spine_of
@@ -114,7 +114,8 @@ def of_penstock(sizes: Work, kept: GatheredFor) -> Contestant:
         model, plan, loss=mse_loss, optimizer=sgd, transport="process-group", record=False,
         results="none", deadline_seconds=120,
     )  # fmt: skip
-    batch, own = sizes.batch(), [layer.name for layer in pipeline.stages[_stage()].layers]
+    stage = pipeline.stages[dist.get_rank() // COPIES]
+    batch, own = sizes.batch(), [layer.name for layer in stage.layers]
 
     def weights() -> list[Tensor]:
         state = pipeline.gather_state_dict()
@@ -124,10 +125,6 @@ def of_penstock(sizes: Work, kept: GatheredFor) -> Contestant:
         pipeline.step(*batch)
 
     return Contestant(step, weights, pipeline.close)
-
-
-def _stage() -> int:
-    return dist.get_rank() // COPIES
 
 
 WAYS: dict[str, Callable[[Work], Contestant]] = {
@@ -154,16 +151,12 @@ def on_one_rank(sizes: Work, rounds: int) -> dict[str, float]:
             torch.testing.assert_close(
                 ours, theirs, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
             )
-    contests = {name: Contest(partial(_quiet, way.step), 1) for name, way in made.items()}
+    contests = {name: Contest(way.step, 1) for name, way in made.items()}
     measured = measure_in_turns(contests, rounds)
     for way in made.values():
         way.close()
     dist.barrier()
     return {name: own.seconds for name, own in measured.items()}
-
-
-def _quiet(step: Callable[[], object]) -> None:
-    step()
 
 
 def on_hosts(sizes: Work, options: argparse.Namespace) -> dict[str, float]:
@@ -217,11 +210,8 @@ def main() -> int:
             (options.job / "seconds.json").write_text(json.dumps(seconds))
         dist.destroy_process_group()
         return 0
-    reason = missing()
-    if reason is not None:
-        print(f"skipped: {reason}")
+    if cannot_shape():
         return SKIPPED
-    end_on_signals()
     num_microbatches = COPIES * options.microbatches
     sizes = Work(
         options.width, options.depth, options.rows, num_microbatches, options.wait_ms / 1e3

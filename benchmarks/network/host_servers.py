@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from benchmarks.common.alone import publish
 from benchmarks.network.reducers import address_of
-from benchmarks.network.shaped_network import SKIPPED, ShapedNetwork, end_on_signals, missing
+from benchmarks.network.shaped_network import SKIPPED, ShapedNetwork, cannot_shape
 from penstock.core.summation.frames import key_of
 from penstock.core.summation.server import SummationServer
 from penstock.core.summation.split import best_split
@@ -182,11 +182,8 @@ def main() -> int:
         return on_host(
             case, [*words, "--job", str(options.job), "--case", options.case], options.job
         )
-    reason = missing()
-    if reason is not None:
-        print(f"skipped: {reason}")
+    if cannot_shape():
         return SKIPPED
-    end_on_signals()
     print(f"{'hosts':>7} {'k':>3} {'formula':>8} {'measured':>9} {'ratio':>6} {'copies':>8}")
     num_bytes = int(options.mb * 1e6) // 64 * 64
     for spares in options.spares:

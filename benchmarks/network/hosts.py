@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.common.alone import publish
-from benchmarks.network.shaped_network import SKIPPED, ShapedNetwork, end_on_signals, missing
+from benchmarks.network.shaped_network import SKIPPED, ShapedNetwork, cannot_shape
 
 if TYPE_CHECKING:
     import torch
@@ -224,11 +224,8 @@ def main() -> int:
     if options.job is not None:
         train(options, options.job)
         return 0
-    reason = missing()
-    if reason is not None:
-        print(f"skipped: {reason}")
+    if cannot_shape():
         return SKIPPED
-    end_on_signals()
     num_bytes = sum(parameter.nbytes for parameter in model_of(options.mb).parameters())
     rate = options.mbit * 1e6 / 8 * _TCP_SHARE
     columns = f"{'seconds':>8} {'/ bound':>8} {'/ DDP':>6} {'predicted':>10}"

@@ -36,7 +36,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import penstock as pk
 from benchmarks.common.alone import publish
-from benchmarks.network.shaped_network import SKIPPED, ShapedNetwork, end_on_signals, missing
+from benchmarks.network.shaped_network import SKIPPED, ShapedNetwork, cannot_shape
+from benchmarks.network.shaped_training import expect_success, measured_cluster, sgd
 
 WARM_UP_STEPS = 1
 LEAST_RATIO, MOST_WRONG = 10.0, 0.15
@@ -87,11 +88,6 @@ class Measured(NamedTuple):
     seconds: float
     sent_bytes: float
     loss: float
-
-
-def sgd(parameters: object) -> torch.optim.Optimizer:
-    """The optimizer of both; small steps, since targets are noise."""
-    return torch.optim.SGD(parameters, lr=1e-3)
 
 
 def train(work: Work, plan: pk.Plan, steps: int) -> dict[str, Measured]:
@@ -160,9 +156,7 @@ def on_network(
     """The plan for the links that are found on the network, and what both trainings take there."""
     with tempfile.TemporaryDirectory() as name, ShapedNetwork(work.hosts, mbit) as network:
         folder = Path(name)
-        meter = [sys.executable, "-m", "penstock.cli", "measure-cluster"]
-        expect_success(network.run([*meter, "-o", str(folder / "cluster.json")]))
-        cluster = pk.Cluster.load(folder / "cluster.json")
+        cluster = measured_cluster(network, folder)
         share = min(1.0, len(os.sched_getaffinity(0)) / work.hosts)
         devices = tuple(replace(device, speed=share) for device in cluster.devices)
         plan = pk.plan(
@@ -175,12 +169,6 @@ def on_network(
         expect_success(network.run([*job, "--steps", str(options.steps)]))
         results = json.loads((folder / "results.json").read_text())
     return plan, {way: Measured(*numbers) for way, numbers in results.items()}
-
-
-def expect_success(code: int) -> None:
-    """End this program where a command on the hosts failed; it has said why."""
-    if code:
-        sys.exit(f"a command on the shaped network ended with exit code {code}")
 
 
 def show(mbit: float, plan: pk.Plan, results: dict[str, Measured]) -> None:
@@ -223,11 +211,8 @@ def main() -> int:
         if os.environ["RANK"] == "0":
             (options.job / "results.json").write_text(json.dumps(results))
         return 0
-    reason = missing()
-    if reason is not None:
-        print(f"skipped: {reason}")
+    if cannot_shape():
         return SKIPPED
-    end_on_signals()
     torch.set_num_threads(1)
     work = Work(options.rows, options.hosts, options.hidden)
     inputs, targets = work.batch()

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.common.alone import publish
-from benchmarks.network.shaped_network import SKIPPED, ShapedNetwork, end_on_signals, missing
+from benchmarks.network.shaped_network import SKIPPED, ShapedNetwork, cannot_shape
 from penstock.core.summation.exchange import SumExchange
 from penstock.core.summation.frames import Member, key_of
 from penstock.core.summation.server import SummationServer
@@ -411,11 +411,8 @@ def main() -> int:
         else:
             sum_up(Case(*json.loads(options.case)), options.job)
         return 0
-    reason = missing()
-    if reason is not None:
-        print(f"skipped: {reason}")
+    if cannot_shape():
         return SKIPPED
-    end_on_signals()
     show_training(options) if options.training else show_sums(options)
     print(f"{resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime:.0f} s of CPU time", flush=True)
     return 0

@@ -63,6 +63,16 @@ def end_on_signals() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
+def cannot_shape() -> bool:
+    """Whether networks cannot be shaped here, which is then said; where they can, SIGTERM is an
+    ordinary end from now on."""
+    reason = missing()
+    if reason is not None:
+        print(f"skipped: {reason}")
+    end_on_signals()
+    return reason is not None
+
+
 class ShapedNetwork:
     """Hosts on a switch, for use with ``with``.
 
@@ -205,11 +215,8 @@ def main() -> int:
     parser.add_argument("command", nargs=argparse.REMAINDER, help="after --")
     options = parser.parse_args()
     command = [word for word in options.command if word != "--"]
-    reason = missing()
-    if reason is not None:
-        print(f"skipped: {reason}")
+    if cannot_shape():
         return SKIPPED
-    end_on_signals()
     with ShapedNetwork(options.hosts, options.mbit) as network:
         return network.run(command, limit_seconds=options.limit)
 

@@ -37,7 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import penstock as pk
 from benchmarks.common.alone import publish
-from benchmarks.network.shaped_network import SKIPPED, ShapedNetwork, end_on_signals, missing
+from benchmarks.network.shaped_network import SKIPPED, ShapedNetwork, cannot_shape
 from penstock.core.cluster import Cluster
 from penstock.core.graph import LayerGraph
 
@@ -249,24 +249,23 @@ def on_network(
     """(measured links, plans, measured steps) at one rate."""
     with tempfile.TemporaryDirectory() as name, ShapedNetwork(options.hosts, mbit) as network:
         folder = Path(name)
-        meter = [sys.executable, "-m", "penstock.cli", "measure-cluster"]
-        expect_success(network.run([*meter, "-o", str(folder / "cluster.json")]))
-        cluster = Cluster.load(folder / "cluster.json")
+        cluster = measured_cluster(network, folder)
         made = plans(layers, cluster, work)
         made.copies.save(folder / "copies.json")
         made.chosen.save(folder / "chosen.json")
         (folder / "work.json").write_text(json.dumps(work))
-        job = [
-            sys.executable,
-            "-m",
-            "benchmarks.network.shaped_training",
-            "--steps",
-            str(options.steps),
-        ]
-        job += ["--copies-steps", str(options.copies_steps), "--job", name]
+        job = [sys.executable, "-m", "benchmarks.network.shaped_training", "--job", name]
+        job += ["--steps", str(options.steps), "--copies-steps", str(options.copies_steps)]
         expect_success(network.run(job))
         measured = Times(*json.loads((folder / "times.json").read_text()))
     return cluster, made, measured
+
+
+def measured_cluster(network: ShapedNetwork, folder: Path) -> Cluster:
+    """The links that ``penstock measure-cluster`` finds on a network."""
+    meter = [sys.executable, "-m", "penstock.cli", "measure-cluster"]
+    expect_success(network.run([*meter, "-o", str(folder / "cluster.json")]))
+    return Cluster.load(folder / "cluster.json")
 
 
 def expect_success(code: int) -> None:
@@ -325,11 +324,8 @@ def main() -> int:
         if os.environ["RANK"] == "0":
             (options.job / "times.json").write_text(json.dumps(times))
         return 0
-    reason = missing()
-    if reason is not None:
-        print(f"skipped: {reason}")
+    if cannot_shape():
         return SKIPPED
-    end_on_signals()
     work = Work(
         options.width, options.depth, options.rows, options.microbatches, options.wait_ms / 1e3
     )

@@ -24,8 +24,8 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
-class KeepingGradients(torch.optim.Optimizer):
-    """Takes gradients away, and keeps them for its next step."""
+class EachAlone(torch.optim.Optimizer):
+    """An optimizer that updates one parameter after the other, as its subclass says."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {})
@@ -34,9 +34,24 @@ class KeepingGradients(torch.optim.Optimizer):
     def step(self):
         for parameter in self.param_groups[0]["params"]:
             if parameter.grad is not None:
-                kept = self.state[parameter].get("kept", parameter.grad)
-                parameter.sub_(kept + parameter.grad, alpha=0.1)
-                self.state[parameter]["kept"], parameter.grad = parameter.grad, None
+                self.update(parameter, self.state[parameter])
+
+
+class KeepingGradients(EachAlone):
+    """Takes gradients away, and keeps them for its next step."""
+
+    def update(self, parameter, state):
+        parameter.sub_(state.get("kept", parameter.grad) + parameter.grad, alpha=0.1)
+        state["kept"], parameter.grad = parameter.grad, None
+
+
+def pipeline_of_job(plan, model, **options) -> pk.Pipeline:
+    """A pipeline for classification among the ranks of a job, which waits for nobody for long."""
+    usual = {
+        "loss": F.cross_entropy, "optimizer": adamw, "seed": 1, "deadline_seconds": 20,
+        "startup_seconds": 30,
+    }  # fmt: skip
+    return pk.Pipeline(model, plan, **usual | options)
 
 
 def pipeline_of(

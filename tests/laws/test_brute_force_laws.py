@@ -5,12 +5,8 @@ Cases are new each time; a failure prints the seed of its case, which ``PENSTOCK
 
 from __future__ import annotations
 
-import os
 from dataclasses import fields
 from math import inf
-from random import SystemRandom
-
-import pytest
 
 from benchmarks.planning.large_plans import deep_chain, flat_cluster
 from penstock.base.units import format_seconds
@@ -32,15 +28,6 @@ CASES = 15 if TIMES == 1 else 20 * TIMES
 MOST_LAYERS = 5 if TIMES == 1 else 6
 WITHIN = 1.01
 """No prediction tells plans this close apart."""
-
-
-@pytest.fixture
-def seed(request):
-    """Of the first case; the others follow."""
-    given = os.environ.get("PENSTOCK_SEED")
-    first = int(given) if given else SystemRandom().randrange(10**9)
-    print(f"PENSTOCK_SEED={first}")
-    return first
 
 
 def test_a_plan_is_within_one_percent_of_the_best_there_is_and_none_is_refused_that_fits(seed):

@@ -5,9 +5,8 @@ Cases are new each time; a failure prints the seed of its case, which ``PENSTOCK
 
 from __future__ import annotations
 
-import os
 from itertools import combinations, pairwise
-from random import Random, SystemRandom
+from random import Random
 
 import pytest
 from msgspec.structs import replace
@@ -25,15 +24,6 @@ WITHIN = 1.01
 """No prediction tells plans this close apart."""
 NEAR = 1.05
 """Where not all orders and cuts are looked at."""
-
-
-@pytest.fixture
-def seed(request):
-    """Of the first case; the others follow."""
-    given = os.environ.get("PENSTOCK_SEED")
-    first = int(given) if given else SystemRandom().randrange(10**9)
-    print(f"PENSTOCK_SEED={first}")
-    return first
 
 
 def seconds_of(graph, cluster, **wanted):

@@ -35,7 +35,7 @@ from tests.kit.spilling import (
     spilled_pipeline,
     spilled_plan,
 )
-from tests.kit.training import DEADLINE_SECONDS, KeepingGradients, adamw, momentum, sgd
+from tests.kit.training import DEADLINE_SECONDS, EachAlone, KeepingGradients, adamw, momentum, sgd
 
 BATCHES = [make_batch(rows, seed=rows) for rows in (13, 16, 8, 13)]
 
@@ -117,19 +117,12 @@ def test_every_optimizer_that_steps_once(name):
     assert_alike(ours, theirs)
 
 
-class Renewing(torch.optim.Optimizer):
+class Renewing(EachAlone):
     """Keeps another tensor after each step, as nobody forbids."""
 
-    def __init__(self, parameters):
-        super().__init__(parameters, {})
-
-    @torch.no_grad()
-    def step(self):
-        for parameter in self.param_groups[0]["params"]:
-            if parameter.grad is not None:
-                kept = self.state[parameter].get("kept", torch.zeros_like(parameter))
-                self.state[parameter]["kept"] = 0.9 * kept + parameter.grad
-                parameter.sub_(self.state[parameter]["kept"], alpha=0.1)
+    def update(self, parameter, state):
+        state["kept"] = 0.9 * state.get("kept", torch.zeros_like(parameter)) + parameter.grad
+        parameter.sub_(state["kept"], alpha=0.1)
 
 
 def test_state_that_is_another_object_each_time():

@@ -242,7 +242,7 @@ def test_code_that_fails_on_a_part_of_the_features_hears_of_the_split():
     ("options", "message"),
     [
         ({"optimizer": None}, "without an optimizer, gradients would be parts"),
-        ({"clip_norm": 1.0, "post_validate": True}, "post_validate: not with 2 tensor ranks"),
+        ({"clip_norm": 1.0, "post_validate": True}, "others of the 2 tensor ranks would wait"),
     ],
 )
 def test_what_groups_cannot_do_is_refused_at_once(options, message):

@@ -14,7 +14,7 @@ from penstock.base.errors import FileError, InputError
 from penstock.base.units import count_of, format_bytes
 from penstock.cli import options, show, sources
 from penstock.cli.input import InputFile
-from penstock.cli.output import OutputFile, OutputPlace, written
+from penstock.cli.output import OutputFile, OutputPlace, write
 
 if TYPE_CHECKING:
     from penstock.drawing.runs import CheckpointReader
@@ -131,8 +131,7 @@ def draw(folder: str, plans: tuple[str, ...], output: str) -> None:
     ]
     others = [_fitting(latest.plan, path, sources.load_plan(path)) for path in plans]
     picture = readings(writer, files, [_reader(plan, "read by") for plan in others])
-    with written(output, ".svg") as path:
-        write_figure(str(path), picture)
+    write(output, ".svg", lambda path: write_figure(path, picture))
 
 
 def _reader(plan: Plan, role: str) -> CheckpointReader:

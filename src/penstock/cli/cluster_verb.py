@@ -16,7 +16,7 @@ from penstock.base.errors import DeadlineError, InputError, RunError
 from penstock.base.units import picture_bytes, picture_seconds
 from penstock.cli import options, show
 from penstock.cli.input import InputFile, load_cluster
-from penstock.cli.output import STANDARD_OUTPUT, written
+from penstock.cli.output import STANDARD_OUTPUT, write
 from penstock.core.cluster import Cluster, Link
 from penstock.core.cluster.measured import differences
 from penstock.core.cluster.parts import DeviceKind
@@ -53,9 +53,7 @@ def cluster(
     if file is not None and (ranks is not None or kind is not None):
         raise InputError("--ranks and --kind are about this machine; leave them or FILE out")
     chosen = load_cluster(file) if file is not None else Cluster.local(ranks, kind or "cpu")
-    with written(output, ".json") as path:
-        if path is not None:
-            chosen.save(path)
+    write(output, ".json", chosen.save)
     if as_json:
         show.print_json(chosen)
     elif output != STANDARD_OUTPUT:
@@ -239,9 +237,7 @@ def _report(measurement: Measurement, output: str | None, as_json: bool) -> None
         show.print_json(_numbers(measurement))
     elif output != STANDARD_OUTPUT:
         _print_measurement(measurement)
-    with written(output, ".json") as path:
-        if path is not None:
-            measurement.cluster.save(path)
+    write(output, ".json", measurement.cluster.save)
 
 
 def _numbers(measurement: Measurement) -> dict[str, object]:

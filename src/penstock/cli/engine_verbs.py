@@ -9,14 +9,14 @@ import click
 from penstock.base.units import format_seconds, format_share
 from penstock.cli import options, show, sources
 from penstock.cli.input import InputFile, load_cluster, text_of, title_of
-from penstock.cli.output import STANDARD_OUTPUT, OutputPlace, written
+from penstock.cli.output import STANDARD_OUTPUT, OutputPlace, write
 from penstock.core.graph import LayerGraph
 from penstock.core.timing.timeline import Timeline
 from penstock.planning import plans
 from penstock.planning.handover.capabilities import CAPABILITIES, READ
 
 if TYPE_CHECKING:
-    from penstock.core.timing.stragglers import RankShare
+    from penstock.core.timing.analysis import RankShare
 
 
 @click.command()
@@ -83,9 +83,7 @@ def adopt(
     if stages is not None:
         said = {"num_stages": stages, "config": sources.json_object(config)}
     plan = plans.Plan.of(engine, said, profile, there)
-    with written(output, ".json") as path:
-        if path is not None:
-            plan.save(path)
+    write(output, ".json", plan.save)
     better = improved(plan, engine, profile, there or Cluster.local(plan.num_seats))
     if as_json:
         show.print_json({"plan": plan, "better": better.after, "lines": better.lines})
@@ -110,15 +108,12 @@ def trace(
 
     TRACES are Chrome traces, one of each rank, as torch.profiler exports them.
     """
-    from penstock.core.timing.analysis import idle_of
-    from penstock.core.timing.stragglers import rank_shares
+    from penstock.core.timing.analysis import idle_of, rank_shares
 
     measured = Timeline.from_traces(traces, step)
     predicted = sources.load_plan(plan).simulate() if plan else None
     shares, idle = rank_shares(measured, predicted), idle_of(measured)
-    with written(output, ".json") as path:
-        if path is not None:
-            measured.save(path)
+    write(output, ".json", measured.save)
     if as_json:
         rows = [
             {**share._asdict(), "straggles": share.straggles, **parts._asdict()}

@@ -12,7 +12,7 @@ from penstock.base.values import write_atomically
 from penstock.cli import options, show
 from penstock.cli.input import load_workload
 from penstock.cli.model_verbs import WORKLOAD_HELP, parse_sizes, print_graph
-from penstock.cli.output import STANDARD_OUTPUT, written
+from penstock.cli.output import STANDARD_OUTPUT, write
 from penstock.core import catalogue
 
 if TYPE_CHECKING:
@@ -68,9 +68,7 @@ def estimate(
             arithmetic=arithmetic,
             attention=attention,
         )
-    with written(output, ".json") as path:
-        if path is not None:
-            graph.save(path)
+    write(output, ".json", graph.save)
     if as_json:
         show.print_json(graph)
     elif output != STANDARD_OUTPUT:
@@ -183,5 +181,5 @@ def measure_device(name: str, seconds: float, output: str | None) -> None:
 
     with show.counting("measuring kernels") as progress:
         entry = measure(name, seconds_per_point=seconds, progress=progress)
-    with written(output or STANDARD_OUTPUT, ".toml") as path:
-        write_atomically(str(path), catalogue.as_toml(entry))
+    text = catalogue.as_toml(entry)
+    write(output or STANDARD_OUTPUT, ".toml", lambda path: write_atomically(path, text))

@@ -13,7 +13,7 @@ import click
 from penstock.base.errors import ModelError
 from penstock.base.units import format_bytes, format_seconds, format_share
 from penstock.cli import options, show, sources
-from penstock.cli.input import InputFile
+from penstock.cli.input import InputFile, load_workload
 from penstock.drawing.plan_picture import counted
 
 if TYPE_CHECKING:
@@ -101,7 +101,6 @@ def explain_plan(
 
 def _estimated(plan: Plan, workload: str, steps: int) -> list[float] | None:
     """Each stage's curvature; ``None``, and why on standard error, if it cannot be had."""
-    from penstock.cli.input import load_workload
     from penstock.trial import stage_curvatures
     from penstock.trial.curvature import layers_of_stages
 

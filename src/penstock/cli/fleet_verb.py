@@ -14,16 +14,28 @@ from penstock.base.errors import InputError
 from penstock.base.units import format_seconds, format_share
 from penstock.base.values import MOST_TOML_BYTES
 from penstock.cli import options, show, sources
-from penstock.cli.input import STANDARD_INPUT, InputFile, refuse_useless, text_of, title_of
-from penstock.cli.output import STANDARD_OUTPUT, written
-from penstock.planning.turns.visits import POLICIES, PolicyName
+from penstock.cli.input import (
+    STANDARD_INPUT,
+    InputFile,
+    load_workload,
+    refuse_useless,
+    text_of,
+    title_of,
+)
+from penstock.cli.output import STANDARD_OUTPUT, write
+from penstock.planning.turns.visits import (
+    POLICIES,
+    Bound,
+    PolicyName,
+    check_fleet_plan,
+    visits_of,
+)
 
 if TYPE_CHECKING:
     from penstock.core.timing.fleet_timeline import FleetTimeline
     from penstock.planning.plans import Plan
     from penstock.planning.turns.simulator import TimedJob
     from penstock.planning.turns.stop import Stop
-    from penstock.planning.turns.visits import Bound
     from penstock.planning.turns.written import FleetFile, JobTable
     from penstock.training.fleet import FleetResults, Job
 
@@ -60,7 +72,6 @@ def fleet(
     is made, and the workload that makes model and data. With --simulate, what that takes, beside
     other policies and what no order could undercut; it needs no workloads.
     """
-    from penstock.planning.turns.visits import check_fleet_plan
     from penstock.planning.turns.written import FleetFile
 
     if simulates:
@@ -165,7 +176,6 @@ def _simulate(
 
 def _task(name: str, plan: Plan, table: JobTable, stop: Stop, num_jobs: int) -> TimedJob:
     from penstock.planning.turns.simulator import TimedJob
-    from penstock.planning.turns.visits import visits_of
 
     targets = stop.targets(num_jobs, table.steps)
     if not targets:
@@ -254,7 +264,6 @@ def _print_results(results: FleetResults) -> None:
 
 
 def _job(name: str, plan: Plan, table: JobTable) -> Job:
-    from penstock.cli.input import load_workload
     from penstock.training.fleet import Job
 
     if table.workload is None:
@@ -290,5 +299,4 @@ def _outcomes(results: FleetResults) -> dict[str, Any]:
 def _draw(timeline: FleetTimeline, output: str) -> None:
     from penstock.drawing import draw
 
-    with written(output, ".svg") as path:
-        draw(timeline, path)
+    write(output, ".svg", lambda path: draw(timeline, path))

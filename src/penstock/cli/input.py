@@ -5,33 +5,25 @@ changes nothing is refused and not passed over.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import click
-
-from penstock.base.errors import FileError
-from penstock.base.values import MOST_FILE_BYTES, read_stream, read_text
-
-if TYPE_CHECKING:
-    from penstock.core.cluster import Cluster
-
-
 import importlib
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import click
 from click.core import ParameterSource
 
-from penstock.base.errors import InputError, ModelError, PenstockError
+from penstock.base.errors import FileError, InputError, ModelError, PenstockError
 from penstock.base.mistaken import name_as_file
 from penstock.base.telling import Telling
+from penstock.base.values import MOST_FILE_BYTES, read_stream, read_text
 
 if TYPE_CHECKING:
+    from penstock.core.cluster import Cluster
     from penstock.planning.plans import Plan
     from penstock.trial import Workload
     from penstock.trial.workload import Batch

@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
+from penstock import drawing
+from penstock.base.values import write_atomically
 from penstock.cli import options, show
-from penstock.cli.input import DEFAULT_WORKLOAD, load_workload
-from penstock.cli.output import STANDARD_OUTPUT, written
+from penstock.cli.input import DEFAULT_WORKLOAD, InputFile, load_workload, load_workload_of
+from penstock.cli.options import ScheduleName
+from penstock.cli.output import STANDARD_OUTPUT, OutputFile, write
 from penstock.core.cluster import Cluster
 from penstock.planning import planner
 
 if TYPE_CHECKING:
     from penstock.core.graph import Layer, LayerGraph
-    from penstock.trial import Workload
-
-
-import shlex
-import sys
-from typing import TYPE_CHECKING, NamedTuple
-
-from penstock import drawing
-from penstock.base.values import write_atomically
-from penstock.cli.input import InputFile, load_workload_of
-from penstock.cli.options import ScheduleName
-from penstock.cli.output import OutputFile
-
-if TYPE_CHECKING:
     from penstock.core.versions import Policy
     from penstock.planning.plans import Plan
     from penstock.trial import Trial, Workload
@@ -109,9 +100,7 @@ def profile(
             patience_seconds=patience,
             progress=progress,
         )
-    with written(output, ".json") as path:
-        if path is not None:
-            graph.save(path)
+    write(output, ".json", graph.save)
     doubts = _doubts(graph, microbatches)
     if as_json:
         for doubt in (*graph.warnings, *doubts):
@@ -288,8 +277,8 @@ def train(
         )
     trial = _train(loaded, chosen, steps, compare, output, _Printing(as_json, verbose))
     if timeline is not None:
-        with written(timeline, ".json") as path:
-            write_atomically(str(path), trial.measured.to_json() + "\n")
+        text = trial.measured.to_json() + "\n"
+        write(timeline, ".json", lambda path: write_atomically(path, text))
 
 
 @click.command()
@@ -332,7 +321,7 @@ def _train(
         show.echo(plan.text(show.width(), details=shown.verbose) + "\n")
     with show.training(steps, workload.unit, workload.num_units()) as progress:
         trial = run_trial(workload, plan, steps, compare=compare, progress=progress)
-    page = drawing.write_report(trial.report(_command()), output)
+    page = drawing.write_report(trial.report(shlex.join(["penstock", *sys.argv[1:]])), output)
     if shown.as_json:
         show.print_json(trial.numbers())
     else:
@@ -340,10 +329,6 @@ def _train(
         show.print_facts(trial.facts())
     show.say(f"report: {page}")
     return trial
-
-
-def _command() -> str:
-    return shlex.join(["penstock", *sys.argv[1:]])
 
 
 @click.command()

@@ -4,7 +4,7 @@ case that a shell completes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,14 +21,7 @@ from penstock.cli.output import (
     OutputFolder,
 )
 from penstock.core.timing.costs import Costs
-from penstock.core.versions import POLICIES
-
-if TYPE_CHECKING:
-    from penstock.core.versions import Policy
-
-
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from penstock.core.versions import POLICIES, Policy
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -86,8 +79,6 @@ class PolicyName(click.ParamType[str]):
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
         """The policies whose names begin so."""
-        from penstock.core.versions import POLICIES
-
         return _beginning_with(incomplete, POLICIES)
 
 

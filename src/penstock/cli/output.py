@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -101,30 +100,28 @@ def check_apart(**outputs: str | None) -> None:
         places[place] = option
 
 
-@contextmanager
-def written(output: str | None, suffix: str) -> Iterator[str | None]:
-    """The path that a verb should write to; when it has, says so, or, where that was ``-``, prints
-    what it wrote.
+def write(output: str | None, suffix: str, save: Callable[[str], object]) -> None:
+    """Write what a verb has made, and say so; print it where its place is ``-``.
 
     Args:
         output: as given; ``None`` if nothing is to be written.
         suffix: what is written to standard output, as the end of a file's name: ``".svg"``.
+        save: writes it to a path.
     """
+    if output is None:
+        return
     if output != STANDARD_OUTPUT:
-        yield output
-        if output is not None:
-            show.say(f"wrote {output}")
+        save(output)
+        show.say(f"wrote {output}")
         return
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, f"output{suffix}")
-        yield str(path)
+        save(str(path))
         content = path.read_bytes()
-        # Programs get every byte; a terminal gets no command that a name in it may hold.
-        click.echo(
-            printable(content.decode(errors="replace")) if _to_terminal() else content, nl=False
-        )
+    # Programs get every byte; a terminal gets no command that a name in it may hold.
+    click.echo(printable(content.decode(errors="replace")) if _to_terminal() else content, nl=False)
 
 
 def _to_terminal() -> bool:

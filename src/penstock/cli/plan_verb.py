@@ -13,7 +13,7 @@ from penstock.base.values import shown
 from penstock.cli import options, show
 from penstock.cli.input import InputFile, load_cluster, refuse_useless, suffix_of, text_of, title_of
 from penstock.cli.options import ScheduleName
-from penstock.cli.output import STANDARD_OUTPUT, written
+from penstock.cli.output import STANDARD_OUTPUT, write
 from penstock.core.cluster import Cluster, Tier
 from penstock.core.cluster.cluster import only
 from penstock.core.cluster.local import measured_tier
@@ -203,9 +203,7 @@ def plan(
     else:
         changed = planner.what_if(what_if, profile, there, **request)
         chosen, text = changed.after, changed.text(show.width())
-    with written(output, ".json") as path:
-        if path is not None:
-            chosen.save(path)
+    write(output, ".json", chosen.save)
     if as_json:
         show.print_json(chosen)
     elif output != STANDARD_OUTPUT:
@@ -221,9 +219,7 @@ def _chosen(
     from penstock.drawing import draw  # for those who look at a page
 
     choices = planner.choices(profile, cluster, **request)
-    with written(html, ".html") as path:
-        if path is not None:
-            draw(choices, path)
+    write(html, ".html", lambda path: draw(choices, path))
     return choices.plan
 
 

@@ -12,7 +12,7 @@ from penstock.base.errors import InputError
 from penstock.base.units import format_share, picture_seconds
 from penstock.cli import options, show, sources
 from penstock.cli.options import Source
-from penstock.cli.output import STANDARD_OUTPUT, written
+from penstock.cli.output import STANDARD_OUTPUT, write
 from penstock.core.schedule import Kind, Schedule, families
 from penstock.core.timing.costs import Costs
 from penstock.core.timing.simulator import simulate
@@ -109,9 +109,7 @@ def rehearse(
         show.print_json(_numbers(performed))
     elif output != STANDARD_OUTPUT:
         _print(performed)
-    with written(output, ".svg") as path:
-        if path is not None:
-            _write(performed, path)
+    write(output, ".svg", lambda path: _write(performed, path))
 
 
 def _plan(

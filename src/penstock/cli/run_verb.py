@@ -11,7 +11,7 @@ import click
 
 from penstock.base.errors import InputError
 from penstock.cli import options, show
-from penstock.cli.output import OutputFile, written
+from penstock.cli.output import OutputFile, write
 
 if TYPE_CHECKING:
     from penstock.training.supervisor import AttemptRecord
@@ -123,8 +123,8 @@ def run(
     if picture is not None:
         from penstock.drawing.formats import write_figure
 
-        with written(picture, ".svg") as path:
-            write_figure(str(path), _picture(outcome.accounts))
+        drawn = _picture(outcome.accounts)
+        write(picture, ".svg", lambda path: write_figure(path, drawn))
     if outcome.verdict:
         show.say(f"penstock: {outcome.verdict}")
     sys.exit(outcome.code)

@@ -6,39 +6,38 @@ that all are on the same ranks, with the same microbatches and costs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
 from penstock import drawing
 from penstock.base.errors import InputError
 from penstock.cli import options, show, sources
-from penstock.cli.input import check_source, check_sources, check_width, is_given
+from penstock.cli.input import (
+    check_source,
+    check_sources,
+    check_width,
+    is_given,
+    suffix_of,
+    title_of,
+)
 from penstock.cli.options import ScheduleName, Source
-from penstock.cli.output import STANDARD_OUTPUT, OutputFile, check_apart, written
+from penstock.cli.output import STANDARD_OUTPUT, OutputFile, check_apart, write
+from penstock.cli.sources import DrawableSource
 from penstock.core.schedule import Schedule, families
 from penstock.core.schedule.check import check as check_schedule
-from penstock.core.timing.costs import Costs
-
-if TYPE_CHECKING:
-    from penstock.cli.sources import DrawableSource
-    from penstock.drawing.markup import Titled
-    from penstock.planning.plans import Plan
-
-
-from collections import Counter
-from collections.abc import Collection
-from dataclasses import replace
-from typing import NamedTuple
-
-from penstock.cli.input import suffix_of, title_of
-from penstock.cli.show import say
-from penstock.cli.sources import DrawableSource
 from penstock.core.schedule.lower import add_update
 from penstock.core.schedule.op import Kind
+from penstock.core.timing.costs import Costs
 from penstock.core.timing.simulator import simulate as simulated
 from penstock.core.versions import USUAL, Flush
+
+if TYPE_CHECKING:
+    from penstock.drawing.markup import Titled
+    from penstock.planning.plans import Plan
 
 
 class _FamilySetting(NamedTuple):
@@ -77,7 +76,7 @@ def _load_beside(
     shapes = {name: _shape(source) for name, source in zip(names, loaded, strict=True)}
     if len(set(shapes.values())) > 1:
         named = (f"{name} {ranks} and {count}" for name, (ranks, count) in shapes.items())
-        say(f"not alike, in ranks and microbatches: {', '.join(named)}")
+        show.say(f"not alike, in ranks and microbatches: {', '.join(named)}")
     return _told_apart(names, loaded)
 
 
@@ -240,9 +239,7 @@ def draw(
 
         whole = is_trace(output)
         loaded, versions = sources.load_drawn(source, ranks, microbatches, costs, whole=whole)
-    with written(output, ".svg") as path:
-        if path is not None:
-            _write_picture(loaded, path, versions, width)
+    write(output, ".svg", lambda path: _write_picture(loaded, path, versions, width))
     if as_json:
         show.print_json({**show.metrics(loaded.with_schedule()), "output": output})
     elif output is None:
@@ -311,7 +308,8 @@ def compare(
         raise click.UsageError("a picture on standard output and --json would mix; leave one out")
     given = {name for name in _FamilySetting._fields if is_given(name)}
     loaded = _load_beside(names, setting, given)
-    if memory is not None and loaded[0].plan is None:
+    plan = loaded[0].plan
+    if memory is not None and plan is None:
         raise InputError(
             "only a plan knows bytes; give the plan's file first, then timelines that were "
             "measured with it"
@@ -320,15 +318,10 @@ def compare(
         (source.shown.name or name, source.shown)
         for name, source in zip(names, loaded, strict=True)
     ]
-    with written(output, ".svg") as path:
-        if path is not None:
-            drawing.draw_stacked(titled, path, width=width)
-    with written(scatter, ".svg") as path:
-        if path is not None:
-            drawing.draw_scatter(titled, path)
-    with written(memory, ".svg") as path:
-        if path is not None and loaded[0].plan is not None:
-            _draw_memory(loaded[0].plan, titled, path)
+    write(output, ".svg", lambda path: drawing.draw_stacked(titled, path, width=width))
+    write(scatter, ".svg", lambda path: drawing.draw_scatter(titled, path))
+    if plan is not None:
+        write(memory, ".svg", lambda path: _draw_memory(plan, titled, path))
     if as_json:
         show.print_json([show.metrics(source) for source in loaded])
         return

@@ -15,18 +15,14 @@ import click
 
 from penstock.base.errors import InputError
 from penstock.base.units import to_bytes_per_second
-from penstock.cli import options, show
-from penstock.cli.input import load_workload
-from penstock.cli.output import STANDARD_OUTPUT, written
+from penstock.cli import options, show, sources
+from penstock.cli.input import DEFAULT_WORKLOAD, InputFile, load_workload, load_workload_of
+from penstock.cli.output import STANDARD_OUTPUT, write
 from penstock.core.cluster import Link
 from penstock.drawing.contest import COLUMNS, ContestRecord, legend, summary, table_rows
 
 if TYPE_CHECKING:
     from penstock.trial.contest import ContestStep
-
-
-from penstock.cli import sources
-from penstock.cli.input import DEFAULT_WORKLOAD, InputFile, load_workload_of
 
 _DEFAULT_CONTEST = "penstock.demo:small_workload"
 _QUICK_STEPS, _FULL_STEPS = 40, 200
@@ -97,12 +93,10 @@ def contest(
     Time per step, memory, bytes moved, bubble and delay, predicted and measured; the loss after
     equal updates, after equal time, and the time to a target.
     """
-    if output not in (None, STANDARD_OUTPUT):
-        from penstock.drawing.contest_page import check_output
+    from penstock.drawing.contest_page import check_output, write_contest
 
+    if output not in (None, STANDARD_OUTPUT):
         check_output(output)
-    if microbatches < 1:
-        raise InputError(f"the number of microbatches is {microbatches}, but must be ≥ 1")
     link = None if bandwidth is None else _link(bandwidth)
     from penstock.trial.contest import run_contest
 
@@ -125,11 +119,7 @@ def contest(
         show.print_json(record)
     elif output != STANDARD_OUTPUT:
         _print(record)
-    with written(output, ".json") as path:
-        if path is not None:
-            from penstock.drawing.contest_page import write_contest
-
-            write_contest(record, path)
+    write(output, ".json", lambda path: write_contest(record, path))
     if record.unequal or not record.finished:
         context.exit(1)
 

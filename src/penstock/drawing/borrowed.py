@@ -38,7 +38,8 @@ def borrowed(num_stages: int = 3) -> str:
     left = _MARGIN + text_width(f"stage {num_stages - 1}", 12) + _GAP + 10
     width = left + _TICKS * _TICK + _MARGIN
     bottom = _HEAD + num_stages * _ROW
-    first = _first_tick(num_stages)
+    # From this tick on, gradients have gone through the whole pipeline: every stage has one.
+    first = 2 * num_stages
     parts = [
         tag("defs", _arrow_head()),
         write(_MARGIN, 30, "PARTIME: two ticks of a stream", "title"),
@@ -61,12 +62,6 @@ _DRAWN = (
     ".timeline .box text{text-anchor:middle;fill:#10202e;font-size:13px}"
     ".timeline .box .on-dark{fill:#fff}"
 )
-
-
-def _first_tick(num_stages: int) -> int:
-    """The tick whose gradients have all gone through the whole pipeline: then the first stage has
-    one, and so has every stage in the tick before."""
-    return 2 * num_stages
 
 
 def _frame(stage: int, tick: int) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from penstock.base.units import count_of
-from penstock.drawing.inputs import cluster_tables
+from penstock.drawing.inputs import cluster_tables, graph_svg
 from penstock.drawing.markup import Titled, escaped, lines, tag, title_of
 from penstock.drawing.timeline.svg import CELL_WIDTHS, stacked
 
@@ -103,8 +103,6 @@ def schedule_cell(schedule: Schedule) -> str:
 
 def graph_cell(graph: LayerGraph) -> str:
     """The layers of a profile as bars, below what its ``str`` says first."""
-    from penstock.drawing.inputs import graph_svg
-
     summary, *_ = str(graph).splitlines()
     return cell(note(summary), image(graph_svg(graph)), *map(note, graph.warnings))
 

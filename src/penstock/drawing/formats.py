@@ -9,10 +9,12 @@ fonts to those that most machines have.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from penstock.base.arguments import public
 from penstock.base.errors import InputError
@@ -26,11 +28,6 @@ if TYPE_CHECKING:
     from penstock.drawing.choice_page import ChoicePicture
     from penstock.drawing.fleets import TitledFleet
     from penstock.drawing.plan_picture import PlanPicture
-
-
-import re
-from importlib.util import find_spec
-from typing import Any
 
 _NEEDED = {".png": "resvg_py", ".pdf": "typst"}
 _FONTS = 'Arial,"Liberation Sans",Helvetica,"DejaVu Sans",sans-serif'

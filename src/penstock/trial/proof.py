@@ -33,10 +33,9 @@ from penstock.planning.plans.explanation import steady_minibatch
 from penstock.training.pipeline import Pipeline
 from penstock.training.profiler.alone import Progress
 from penstock.trial.curvature import layers_of_stages
-from penstock.trial.reference.copied_stages import CopiedStage
 from penstock.trial.reference.delayed_replay import DelayedReplay
 from penstock.trial.reference.sideways_replay import SidewaysReplay
-from penstock.trial.reference.single_device import SingleDevice
+from penstock.trial.reference.single_device import CopiedStage, SingleDevice
 from penstock.trial.reference.stale_replay import CopyOf, StaleReplay
 from penstock.trial.verdict import Proof, ProofRow, Sides
 from penstock.trial.workload import Batch, Workload, bring_back, intra_op_threads

@@ -324,8 +324,8 @@ class Trial:
         plan = self.plan
         return Report(
             title=f"{self.workload.name}: {plan.schedule} on {plan.num_ranks} ranks",
-            subtitle=f"{_machine()} · {datetime.datetime.now():%Y-%m-%d %H:%M} · "
-            f"{self.workload.notes}",
+            subtitle=f"{platform.system()} {platform.machine()}, torch {torch.__version__} · "
+            f"{datetime.datetime.now():%Y-%m-%d %H:%M} · {self.workload.notes}",
             headline=self.headline(),
             numbers=self.main_numbers(),
             facts=self.facts(),
@@ -381,7 +381,3 @@ def _shares(timeline: Timeline) -> str:
 
 def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms"
-
-
-def _machine() -> str:
-    return f"{platform.system()} {platform.machine()}, torch {torch.__version__}"

@@ -46,7 +46,7 @@ from tests.kit.mixtures import (
 from tests.kit.one_device import OneDevice
 from tests.kit.reducing import replicated
 from tests.kit.sharing import spread
-from tests.kit.training import adamw, sgd
+from tests.kit.training import adamw, pipeline_of_job, sgd
 
 STEPS = 3
 DOUBLE = torch.float64
@@ -59,15 +59,6 @@ def plan_for(
     stages = [replace(stage, recompute=recompute) for stage in plan.stages]
     plan = replace(plan, schedule=schedule, stages=tuple(stages))
     return plan.with_expert_ranks(size)
-
-
-def pipeline_of(plan: Plan, model: nn.Module, **options) -> pk.Pipeline:
-    return pk.Pipeline(
-        model, plan, **{
-            "loss": F.cross_entropy, "optimizer": adamw, "seed": 1,
-            "deadline_seconds": 20, "startup_seconds": 30, **options,
-        },
-    )  # fmt: skip
 
 
 def far_from_one_device(plan: Plan, make, batches, **options) -> float:
@@ -91,7 +82,7 @@ def far_from_one_device(plan: Plan, make, batches, **options) -> float:
         nn.init.zeros_(next(model.parameters()))  # the first copy's values count
     ours = {key: made() if callable(made) else made for key, made in options.items()}
     far = 0.0
-    with pipeline_of(plan, model, **ours) as pipeline:
+    with pipeline_of_job(plan, model, **ours) as pipeline:
         for batch, update, loss, there in zip(batches, updates, losses, outputs, strict=True):
             far = max(far, abs(pipeline.step(*batch, update=update) - loss).item())
             far = max(far, (pipeline.evaluate(batch[0]) - there).abs().max().item())
@@ -205,7 +196,7 @@ def from_transformers() -> list[str]:
         plan = plan_for(captured, (2,), 2)
         reference = OneDevice(alone, 4, loss=next_word_loss, optimizer=sgd)
         far = 0.0
-        with pipeline_of(plan, captured, loss=next_word_loss, optimizer=sgd) as pipeline:
+        with pipeline_of_job(plan, captured, loss=next_word_loss, optimizer=sgd) as pipeline:
             for step in range(STEPS):
                 tokens = make_tokens(8, step)
                 loss = pipeline.step({"input_ids": tokens}, tokens)
@@ -221,7 +212,7 @@ def from_transformers() -> list[str]:
 
 def going_on(plan: Plan, folder: Path, first: int, **options) -> dict[str, torch.Tensor]:
     """The weights after two steps of a run that goes on from a folder and saves there."""
-    with pipeline_of(plan, make_mixture(options.pop("experts")), **options) as pipeline:
+    with pipeline_of_job(plan, make_mixture(options.pop("experts")), **options) as pipeline:
         assert first == (pipeline.load(folder) or 0)
         for step in range(first, first + 2):
             pipeline.step(*make_batch(24, DOUBLE, step))
@@ -256,7 +247,7 @@ def held() -> list[str]:
     of all copies have come to them, as many as were sent."""
     make = partial(make_mixture, num_experts=8, idle=(2,))
     report = []
-    with pipeline_of(plan_for(make(), (4,), 4), make()) as pipeline:
+    with pipeline_of_job(plan_for(make(), (4,), 4), make()) as pipeline:
         pipeline.step(*make_batch(24, DOUBLE))
         (stage,) = pipeline.stages.values()
         loads = pipeline.expert_loads()
@@ -310,7 +301,7 @@ def refusals() -> list[str]:
     report = []
     for model, options, words in cases:
         try:
-            pipeline_of(plan_for(model, (4,), 2), model, **options)
+            pipeline_of_job(plan_for(model, (4,), 2), model, **options)
             report.append(f"nobody says: {words}")
         except PenstockError as error:
             report += [] if words in str(error) else [f"{words}: {error}"]
@@ -328,7 +319,7 @@ def refusals() -> list[str]:
     for ask, words in asks:
         model = make_mixture()
         try:
-            with pipeline_of(plan_for(model, (4,), 2), model, **counted) as pipeline:
+            with pipeline_of_job(plan_for(model, (4,), 2), model, **counted) as pipeline:
                 ask(pipeline)
             report.append(f"nobody says: {words}")
         except PenstockError as error:
@@ -352,7 +343,7 @@ def other_ways() -> list[str]:
     model = make_mixture()
     model[1] = Wavering(model[1])
     try:
-        with pipeline_of(plan_for(model, (4,), 2), model) as pipeline:
+        with pipeline_of_job(plan_for(model, (4,), 2), model) as pipeline:
             pipeline.step(*make_batch(24, DOUBLE))
     except PenstockError as error:
         wanted = "are at different mixtures" in str(error)
@@ -374,7 +365,7 @@ def ends(case: str) -> list[object]:
     plan = plan_for(model, (2, 2), 2)
     start = time.monotonic()
     try:
-        with pipeline_of(plan, model) as pipeline:
+        with pipeline_of_job(plan, model) as pipeline:
             for step in range(9):
                 pipeline.step(*make_batch(24, DOUBLE, step))
     except PenstockError as error:

@@ -28,7 +28,6 @@ import torch.nn.functional as F
 from msgspec.structs import replace
 from torch import nn
 
-import penstock as pk
 from penstock.base.errors import PenstockError
 from penstock.engine.model.randomness import LayerStreams
 from penstock.engine.model.spine import spine_of
@@ -41,7 +40,7 @@ from tests.kit.launch import stall
 from tests.kit.one_device import OneDevice
 from tests.kit.reducing import replicated
 from tests.kit.sharing import spread
-from tests.kit.training import adamw
+from tests.kit.training import adamw, pipeline_of_job
 
 STEPS = 4
 DOUBLE = torch.float64
@@ -65,15 +64,6 @@ def sharded_for(name: str, model: nn.Module, kept: str, recompute="none") -> Pla
     return plan.edited(summing=replace(plan.summing, levels=levels))
 
 
-def pipeline_of(plan: Plan, model: nn.Module, **options) -> pk.Pipeline:
-    return pk.Pipeline(
-        model, plan, **{
-            "loss": F.cross_entropy, "optimizer": adamw, "seed": 1,
-            "deadline_seconds": 20, "startup_seconds": 30, **options,
-        },
-    )  # fmt: skip
-
-
 def one_device() -> list[str]:
     cases = [
         ("gpipe 2-2", "none", {}),
@@ -91,7 +81,7 @@ def one_device() -> list[str]:
         plan = sharded_for(name, model, kept, recompute)
         ((losses, outputs, wanted),) = spread([partial(alone, plan.num_microbatches, options)])
         far = 0.0
-        with pipeline_of(plan, model, **given) as pipeline:
+        with pipeline_of_job(plan, model, **given) as pipeline:
             for step, (loss, there) in enumerate(zip(losses, outputs, strict=True)):
                 batch = make_batch(24, DOUBLE, step)
                 far = max(far, abs(pipeline.step(*batch, update=step != 1) - loss).item())
@@ -122,7 +112,7 @@ def alone(num_microbatches: int, options: dict) -> tuple[list, list, dict[str, t
 
 def trained(plan: Plan, batches, *, in_loop=False, **options) -> dict[str, torch.Tensor]:
     """The weights after some minibatches."""
-    with pipeline_of(plan, make_mlp(dropout=0.1), **options) as pipeline:
+    with pipeline_of_job(plan, make_mlp(dropout=0.1), **options) as pipeline:
         if in_loop:
             for _ in pipeline.steps(batches):
                 pass
@@ -160,7 +150,7 @@ def counted() -> list[str]:
     peaks = []
     for reducer in ("owners", "fully-sharded"):
         plan = plan_for("1f1b 2-2", make_mlp()).with_reducer(reducer)
-        with pipeline_of(plan, make_mlp(), count_memory=True) as pipeline:
+        with pipeline_of_job(plan, make_mlp(), count_memory=True) as pipeline:
             for step in range(2):
                 pipeline.step(*make_batch(24, seed=step))
             peaks.append([list(peak) for peak in pipeline.peaks])
@@ -169,7 +159,7 @@ def counted() -> list[str]:
 
 def going_on(plan: Plan, folder: Path, first: int, **options) -> dict[str, torch.Tensor]:
     """The weights after two steps of a run that goes on from a folder and saves there."""
-    with pipeline_of(plan, make_mlp(dropout=0.1), **options) as pipeline:
+    with pipeline_of_job(plan, make_mlp(dropout=0.1), **options) as pipeline:
         assert first == (pipeline.load(folder) or 0)
         for step in range(first, first + 2):
             pipeline.step(*make_batch(24, seed=step))
@@ -229,7 +219,7 @@ def _held(kept: str) -> list[str]:
     plan = replicated(model, (copies,), copies).with_reducer("fully-sharded", gathered_for=kept)
     model[3].register_forward_hook(lambda *_: seen.append(bytes_held()))
     batch = torch.ones(copies, width, dtype=DOUBLE), torch.ones(copies, width, dtype=DOUBLE)
-    with pipeline_of(plan, model, loss=F.mse_loss) as pipeline:
+    with pipeline_of_job(plan, model, loss=F.mse_loss) as pipeline:
         built = bytes_held()
         for _ in range(2):
             pipeline.step(*batch)
@@ -347,12 +337,14 @@ def refusals() -> list[str]:
         kept = "use" if "count_memory" in options else "step"
         plan = replicated(model, replicas, 4).with_reducer("fully-sharded", gathered_for=kept)
         try:
-            pipeline_of(plan, model, **options)
+            pipeline_of_job(plan, model, **options)
             found.append(f"nobody says: {words}")
         except PenstockError as error:
             found += [] if words in str(error) else [f"{words}: {error}"]
     model = make_mlp()
-    with pipeline_of(replicated(model, (4,), 4).with_reducer("fully-sharded"), model) as pipeline:
+    with pipeline_of_job(
+        replicated(model, (4,), 4).with_reducer("fully-sharded"), model
+    ) as pipeline:
         for ask, words in (
             (pipeline.state_dict, "gather_state_dict"),
             (pipeline.dtensor_state_dict, "gather_state_dict"),
@@ -386,7 +378,7 @@ def other_ways() -> list[str]:
         )
         plan = replicated(model, (4,), 8).with_reducer("fully-sharded", gathered_for=kept)
         try:
-            with pipeline_of(plan, model) as pipeline:
+            with pipeline_of_job(plan, model) as pipeline:
                 pipeline.step(*make_batch(24))
             found += [] if kept == "step" else ["nobody has noticed"]
         except PenstockError as error:
@@ -413,7 +405,7 @@ def ends(case: str) -> list[str]:
     model = make_mlp(dropout=0.1)
     model[2].register_forward_hook(fail)
     start = time.monotonic()
-    with pipeline_of(plan, model) as pipeline:
+    with pipeline_of_job(plan, model) as pipeline:
         try:
             for seed in range(9):
                 pipeline.step(*make_batch(24, seed=seed))

@@ -20,11 +20,10 @@ from penstock.engine.tracing import captured
 from penstock.planning.planner import what_if
 from penstock.planning.plans.explanation import explain
 from penstock.training.estimating import operations
-from penstock.training.estimating.autocast import autocast_dtype
 from penstock.training.estimating.blocks import repeated_blocks
 from penstock.training.estimating.counting import KernelCounter
 from penstock.training.estimating.operations import padding_of
-from penstock.training.estimating.substitutes import AsOnDevice
+from penstock.training.estimating.substitutes import AsOnDevice, autocast_dtype
 from tests.kit.training import KeepingGradients
 
 BYTES = (

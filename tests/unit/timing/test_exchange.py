@@ -1,4 +1,4 @@
-"""Sums of gradients part by part: the flow shop beside an event loop, and what it does to steps."""
+"""Sums of gradients part by part, beside an event loop, and what they do to steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import penstock as pk
 from penstock.base.errors import InputError
 from penstock.core.schedule.lower import add_update
 from penstock.core.schedule.op import Kind
-from penstock.core.timing.costs import Exchange, flow_shop
+from penstock.core.timing.costs import Exchange
 from penstock.core.timing.timeline import Timeline
 
 SECONDS = st.integers(0, 9).map(float)
@@ -43,19 +43,6 @@ def by_event_loop(made, seconds, free):
                 if here + 1 < len(seconds):
                     heapq.heappush(events, (end, "comes", part, here + 1))
     return spans
-
-
-@given(made=st.lists(SECONDS, min_size=1, max_size=6), seconds=PASSED, data=st.data())
-def test_parts_pass_as_in_an_event_loop(made, seconds, data):
-    free = data.draw(st.lists(SECONDS, min_size=len(seconds), max_size=len(seconds)))
-    passes = flow_shop(made, seconds, free)
-    spans = by_event_loop(made, seconds, free)
-    assert {(p, k): span for p, row in enumerate(passes) for k, span in enumerate(row)} == spans
-
-
-@given(count=st.integers(1, 9), seconds=PASSED)
-def test_parts_that_are_all_there_take_the_closed_form(count, seconds):
-    assert flow_shop([0.0] * count, seconds)[-1][-1][1] == sum(seconds) + (count - 1) * max(seconds)
 
 
 def copies(replicas, microbatches=4):

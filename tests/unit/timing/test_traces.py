@@ -6,7 +6,7 @@ import gzip
 import pytest
 
 import penstock as pk
-from penstock.core.timing.stragglers import rank_shares
+from penstock.core.timing.analysis import rank_shares
 from tests.kit.traces import event, trace_file, traced
 
 COSTS = pk.Costs(forward=1.0, backward_input=1.0, backward_weight=1.0, hop=0.25)

@@ -18,6 +18,7 @@ from penstock.core.catalogue.parts import (
     Software,
 )
 from penstock.core.catalogue.reading import (
+    as_toml,
     device_named,
     devices,
     host_named,
@@ -28,7 +29,6 @@ from penstock.core.catalogue.reading import (
     software_named,
     sources,
 )
-from penstock.core.catalogue.writing import as_toml
 
 __all__ = [
     "UNSOURCED",

@@ -1,5 +1,6 @@
 """Reads the catalogue, and files of the same form that people write or ``penstock measure-device``
-wrote; finds entries by short names, and offers the nearest where there is none.
+wrote; finds entries by short names, and offers the nearest where there is none. ``as_toml`` writes
+such a file.
 """
 
 from __future__ import annotations
@@ -181,3 +182,33 @@ def _named(entries: Mapping[str, Mapping[str, Any]], kind: type[T]) -> Mapping[s
         except msgspec.ValidationError as error:
             raise InputError(f"{name}: {error}") from None
     return named
+
+
+def as_toml(entry: Hardware) -> str:
+    """TOML that ``device_named`` reads from a file."""
+    fields = {key: value for key, value in msgspec.to_builtins(entry).items() if key != "name"}
+    efficiency = fields.pop("efficiency")
+    head = f"[devices.{entry.name}]"
+    inner = f"[devices.{entry.name}.efficiency]"
+    return "\n".join([head, *_lines(fields), "", inner, *_lines(efficiency), ""])
+
+
+def _lines(fields: dict[str, Any]) -> list[str]:
+    return [f"{key} = {_text(value)}" for key, value in fields.items() if value is not None]
+
+
+def _text(value: Any) -> str:
+    match value:
+        case dict():
+            return (
+                "{ " + ", ".join(f"{key} = {_text(inner)}" for key, inner in value.items()) + " }"
+            )
+        case list() | tuple():
+            return "[" + ", ".join(map(_text, value)) + "]"
+        case bool():
+            return str(value).lower()
+        case str():
+            return msgspec.json.encode(value).decode()
+        case float():
+            return f"{value:.6g}"
+    return str(value)

@@ -65,11 +65,6 @@ def gpus() -> list[_Gpu]:
     return there if visible is None else _chosen(there, visible)
 
 
-def _gpus_of(kind: str) -> list[_Gpu]:
-    """The same, if torch's accelerators of this kind are the driver's; else none."""
-    return gpus() if kind == "cuda" else []
-
-
 def _gpu(line: str) -> _Gpu | None:
     """One line of the answer; ``None`` for a warning, or a device without a memory of its own."""
     cells = [cell.strip() for cell in line.split(",")]
@@ -134,7 +129,7 @@ def _memories() -> tuple[list[int], str]:
         return memories, "the driver's program and torch know"
     kind, count = here
     # In this order: who asks a device for its memory himself takes some of it.
-    memories = [gpu.memory_bytes for gpu in _gpus_of(kind)] if count else []
+    memories = [gpu.memory_bytes for gpu in gpus()] if count and kind == "cuda" else []
     if len(memories) != count:
         memories = memories_known_to_torch()
     if len(memories) != count:

@@ -295,12 +295,8 @@ def differences(
             )
     measured_cards, written_cards = Topology(measured).cards, said.cards
     for pair in combinations(range(count), 2):
-        ways = [_shares_card(cards, pair) for cards in (measured_cards, written_cards)]
+        ways = [cards[pair[0]] == cards[pair[1]] >= 0 for cards in (measured_cards, written_cards)]
         if ways[0] != ways[1] and any(card >= 0 for card in measured_cards):
             both = f"{names[pair[0]]} and {names[pair[1]]}"
             words = "share a card" if ways[0] else "do not share a card"
             yield f"{both} {words}, unlike in {where}"
-
-
-def _shares_card(cards: Sequence[int], pair: Pair) -> bool:
-    return cards[pair[0]] == cards[pair[1]] >= 0

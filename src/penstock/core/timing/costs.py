@@ -68,38 +68,6 @@ class Exchange(NamedTuple):
         return Exchange(self.num_parts, seconds, self.once * factor)
 
 
-def flow_shop(
-    made: Sequence[float], seconds: Sequence[float], free: Sequence[float] | None = None
-) -> list[list[tuple[float, float]]]:
-    """When each part passes each thing, where every thing takes parts in their order.
-
-    Gradients of a server whose accelerators have no link but PCIe are summed among these, go to the
-    host, over the network, and back: five things to pass.
-
-    >>> passes = flow_shop([0, 0, 0], seconds=[1, 1, 4, 1, 1])
-    >>> passes[-1][-1] == (15, 16) and 16 == (1 + 1 + 4 + 1 + 1) + (3 - 1) * 4
-    True
-
-    Args:
-        made: when each part is there, in the order in which parts go.
-        seconds: how long a part takes on each thing, in the order in which it passes them.
-        free: from when on each thing is free; by default all are from the beginning.
-
-    Returns:
-        For each part, (start, end) on each thing.
-    """
-    until = [0.0] * len(seconds) if free is None else [*free]
-    passes = []
-    for there in made:
-        row, left = [], there
-        for place, took in enumerate(seconds):
-            start = max(left, until[place])
-            left = until[place] = start + took
-            row.append((start, left))
-        passes.append(row)
-    return passes
-
-
 PerStage = float | Sequence[float]
 
 _NO_SECONDS = ("exchanges", "cards", "hosts")

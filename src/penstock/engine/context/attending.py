@@ -12,8 +12,7 @@ from torch import fx, nn
 
 from penstock.base.errors import ModelError
 from penstock.engine.context.masks import MaskKind, NotFixedError, kind_of
-from penstock.engine.context.refusal import refused
-from penstock.engine.context.walk import ModelWalk
+from penstock.engine.context.walk import ModelWalk, refused
 from penstock.engine.following.dims import ShardedDim, shape_of
 from penstock.engine.tracing.graphs import leaves_of_output
 

@@ -1,23 +1,47 @@
-"""From a plan's ``"context"`` splits to the layers of one member."""
+"""From a plan's ``"context"`` splits to the layers of one member; and ``RingHeads``, the
+``nn.MultiheadAttention`` of such layers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.base.errors import ModelError
-from penstock.engine.context.heads import RingHeads
 from penstock.engine.context.outputs import OUTPUTS
+from penstock.engine.context.ring import ring_attention
 from penstock.engine.context.writing import LayerCode, written
 from penstock.engine.following.writer import SHARERS
 from penstock.engine.model.spine import NamedLayer
+from penstock.engine.tensor.attention import HeadAttention
 from penstock.engine.tensor.chain import LayerSharing
 from penstock.engine.tensor.group import TensorGroup
 from penstock.engine.tensor.layouts import SEQUENCE, WHOLE
 from penstock.engine.tracing.layers import CapturedLayer
+
+
+class RingHeads(HeadAttention):
+    """Each member has all heads, for its positions; keys and values go round."""
+
+    sharers: TensorGroup
+
+    def forward(  # type: ignore[override]
+        self, query: Tensor, key: Tensor, value: Tensor, length: int = 0
+    ) -> tuple[Tensor, Any]:
+        """The output, and no weights.
+
+        Args:
+            query, key, value: ``[rows, own positions, width]``, or the first two the other way
+                round without ``batch_first``.
+            length: of the sequence, where attention is causal; else 0.
+        """
+        given = [self._rows_first(each, True) for each in (query, key, value)]
+        queries, keys, values = self._projected(*given)
+        attended = ring_attention(queries, keys, values, self.sharers, length)
+        return self._output(attended, True), None
+
 
 CONTEXT = "context"
 """How a plan calls the split of a layer whose ranks share positions."""

@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
 
+from penstock.base.errors import ModelError
 from penstock.engine.context.masks import FixedValues, NotFixedError
-from penstock.engine.context.refusal import refused
 from penstock.engine.context.zigzag import shares
 from penstock.engine.following.dims import ShardedDim, shape_of
 from penstock.engine.tracing.layers import CapturedLayer
+from penstock.engine.tracing.segments import enclosing
 
 
 class WholeValue(NamedTuple):
@@ -158,3 +159,13 @@ class ModelWalk:
                     "gives the model's output what every context rank computes from all of its "
                     "parameters, so that their gradients would count once for each",
                 )
+
+
+def refused(layer: str, node: fx.Node, why: str) -> ModelError:
+    """The error for a recorded operation, or a call of a module, by its name."""
+    where = enclosing(node)
+    inside = f" (in {where!r})" if where else ""
+    return ModelError(
+        f"layer {layer!r}: {node.target}{inside} {why}. Each context rank has some of the "
+        "positions of the sequence, so only attention may mix them; plan without context ranks"
+    )

@@ -2,6 +2,7 @@
 
 All layers are followed in their order, since what a value is depends on what made it: it is divided
 along a dimension, or every member has all of it. See the room for what is done where both meet.
+Losses that are sums over positions are told by ``loss_of``.
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ from torch import fx, nn
 from penstock.base.errors import ModelError
 from penstock.engine.context.attending import Attending
 from penstock.engine.context.leaves import through
-from penstock.engine.context.losses import loss_of
-from penstock.engine.context.refusal import refused
 from penstock.engine.context.ring import ring_attention
 from penstock.engine.context.values import (
     dropped,
@@ -23,7 +22,7 @@ from penstock.engine.context.values import (
     own_positions,
     summed_cross_entropy,
 )
-from penstock.engine.context.walk import ModelWalk, WholeValue
+from penstock.engine.context.walk import ModelWalk, WholeValue, refused
 from penstock.engine.following.dims import ShardedDim, shape_of
 from penstock.engine.following.rule import Rule, name_of, writes
 from penstock.engine.following.table import position_rule
@@ -31,6 +30,55 @@ from penstock.engine.following.writer import GraphWriter
 from penstock.engine.model.spine import NamedLayer
 from penstock.engine.tracing.graphs import leaves_of_output
 from penstock.engine.tracing.layers import CapturedLayer
+
+_NAMES = ("self", "target", "weight", "reduction", "ignore_index", "label_smoothing")
+
+
+class LossCall(NamedTuple):
+    """A call of cross-entropy.
+
+    Attributes:
+        logits, targets, weight: its values; no weight by default.
+        targets_lie: how targets are divided, or to be.
+        reduction, ignore_index, label_smoothing: as recorded.
+    """
+
+    logits: fx.Node
+    targets: fx.Node
+    weight: fx.Node | None
+    targets_lie: ShardedDim
+    reduction: int
+    ignore_index: int
+    label_smoothing: float
+
+
+def loss_of(node: fx.Node, walk: ModelWalk) -> LossCall | None:
+    """The call that an operation is; ``None`` if it is not of positions that are divided, or gives
+    a loss for each.
+
+    Raises:
+        ModelError: positions are its classes, or its targets are of others than its logits.
+    """
+    given: dict[str, Any] = {**dict(zip(_NAMES, node.args, strict=False)), **node.kwargs}
+    logits, targets, reduction = given["self"], given["target"], given.get("reduction", 1)
+    divided, shape, wanted = walk.divided.get(logits), shape_of(logits), shape_of(targets)
+    if divided is None or reduction == 0 or shape is None or wanted is None:
+        return None
+    if len(shape) < 2 or divided.dim == 1:
+        raise refused(walk.layer, node, "takes positions of the sequence for classes")
+    has_classes = len(wanted) == len(shape)  # probabilities of each class
+    lie = divided.at(divided.dim - (divided.dim > 1 and not has_classes))
+    if walk.divided.get(targets, lie) != lie:
+        raise refused(walk.layer, node, "has targets of other positions than its logits")
+    return LossCall(
+        logits,
+        targets,
+        given.get("weight"),
+        lie,
+        reduction,
+        given.get("ignore_index", -100),
+        given.get("label_smoothing", 0.0),
+    )
 
 
 class LayerCode(NamedTuple):

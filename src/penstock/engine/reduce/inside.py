@@ -28,9 +28,8 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from penstock.core.summation.roles import TreeRole
 from penstock.core.summation.split import MOST_PORTIONS
-from penstock.core.summation.tree import Groups, SumTree
+from penstock.core.summation.tree import Groups, SumTree, TreeRole
 from penstock.engine.device.accelerators import is_on_host
 from penstock.engine.reduce.reducer import Purpose, SharedWeights
 from penstock.engine.transport import Edge, Transport

@@ -41,8 +41,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.core.summation.roles import TreeRole
-from penstock.core.summation.tree import SumTree
+from penstock.core.summation.tree import SumTree, TreeRole
 from penstock.engine.reduce.buckets import (
     Bucket,
     ParameterRange,

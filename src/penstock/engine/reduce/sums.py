@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.base.units import count_of
-from penstock.core.summation.roles import TreeRole
 from penstock.core.summation.split import MOST_PORTIONS
+from penstock.core.summation.tree import TreeRole
 from penstock.engine.reduce.buckets import buckets_of, cut
 from penstock.engine.reduce.delegated import AllReducer, ServerReducer
 from penstock.engine.reduce.expert_weights import ExpertReducer

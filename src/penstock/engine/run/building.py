@@ -9,13 +9,16 @@ who reads weights that others train.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
+import torch
 from torch import nn
 
-from penstock.base.errors import ModelError
+from penstock.base.errors import InputError, ModelError
+from penstock.base.telling import tell
+from penstock.engine.device import captured_graphs
 from penstock.engine.device.memory import keep_freed_pages, return_freed_pages
 from penstock.engine.device.queue import DeviceQueue
 from penstock.engine.model.randomness import LayerStreams
@@ -27,7 +30,6 @@ from penstock.engine.model.spine import (
     uncompiled,
 )
 from penstock.engine.run.assembly import Assembly, Running
-from penstock.engine.run.compiling import compile_stages
 from penstock.engine.run.connecting import (
     Connections,
     InProcess,
@@ -48,9 +50,11 @@ from penstock.engine.run.rank.worker import Worker
 from penstock.engine.run.recipe import Recipe
 from penstock.engine.run.refusals import check_kinds, check_shareable, check_trains
 from penstock.engine.run.seating import RankSeat
+from penstock.engine.stage.backends import check_compiler, replaying_on
 from penstock.engine.stage.stage import Stage
 from penstock.engine.transport.rendezvous import Rendezvous
 from penstock.planning.plans import Plan
+from penstock.planning.plans.stage_plan import sharing_ranks
 from penstock.planning.plans.summing import num_processes
 
 _ABOVE_STATE_DICT = 4
@@ -365,3 +369,53 @@ def _first_copies(plan: Plan, stages: Mapping[RankSeat, Mapping[int, Stage]]) ->
         if seat.rank < plan.num_ranks:
             copies = {**own, **copies}
     return dict(sorted(copies.items()))
+
+
+def compile_stages(
+    plan: Plan,
+    recipe: Recipe,
+    running: Running,
+    stages: Iterable[Mapping[int, Stage]],
+    devices: Collection[torch.device],
+) -> None:
+    """Let the stages of this process run as compiled passes, if that is wanted.
+
+    Args:
+        stages: those of each seat here, by number.
+        devices: on which they compute.
+
+    Raises:
+        InputError: something else that is wanted needs the layers themselves in every pass, or
+            there is no compiler.
+        ModelError: layers have hooks, which no pass would call.
+    """
+    if running.compile is None and not running.replay:
+        return
+    _check_compiling(plan, recipe, "replay=True" if running.replay else "compile=…")
+    backend = running.compile or replaying_on(devices)
+    check_compiler(backend, devices)
+    if backend == "cudagraphs":
+        tell(captured_graphs.UNTRIED)
+    for own in stages:
+        for stage in own.values():
+            stage.compile(backend)
+
+
+def _check_compiling(plan: Plan, recipe: Recipe, argument: str) -> None:
+    refusals = {
+        f"{sharing_ranks(plan.stages)} ranks, which exchange parts of values inside of layers": (
+            plan.num_tensor_ranks > 1
+        ),
+        "the reducer 'fully-sharded', which gathers weights layer by layer": (
+            plan.summing.reducer == "fully-sharded"
+        ),
+        "expert ranks, which exchange tokens inside of layers": plan.divides_experts,
+        "slices, of which each has another past": plan.placement.num_slices > 1,
+        "activations that are offloaded between passes": plan.offload is not None,
+        "batch_norm='minibatch', which follows layers from outside": (
+            recipe.batch_norm == "minibatch"
+        ),
+    }
+    for other, is_wanted in refusals.items():
+        if is_wanted:
+            raise InputError(f"{argument} and {other}, do not go together; leave one of them out")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import reduce
 from math import ceil
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,10 @@ from penstock.engine.stage.stage import Stage
 from penstock.engine.weights.local_rows import rows_of
 from penstock.engine.weights.store import HeldVersions
 from penstock.planning.plans import Plan
+
+if TYPE_CHECKING:
+    from penstock.engine.run.drive.processes import RankReport
+    from penstock.engine.run.minibatch import StepResult
 
 
 class Peak(NamedTuple):
@@ -133,30 +137,6 @@ def memory_of_ranks(
     return tuple(held)
 
 
-class RankResult(Protocol):
-    """One rank's part of an outcome: a worker's result, or what another process reported."""
-
-    @property
-    def losses(self) -> Mapping[int, Tensor]:
-        """Unweighted losses, by microbatch."""
-
-    @property
-    def outputs(self) -> Mapping[int, Any]:
-        """Outputs by microbatch, where there are no targets."""
-
-    @property
-    def metrics(self) -> Mapping[str, Mapping[int, Tensor]]:
-        """Unweighted metrics, by name and microbatch."""
-
-    @property
-    def peak(self) -> Peak | None:
-        """The most that the rank held at once, where memory is counted."""
-
-    @property
-    def held(self) -> HeldVersions | None:
-        """The versions of its weights that the rank keeps, where there are several."""
-
-
 class RankRecord(NamedTuple):
     """When a rank performed its ops in one minibatch, as it was written down; most are never read.
 
@@ -227,7 +207,7 @@ class MinibatchOutcome(NamedTuple):
     @classmethod
     def of(
         cls,
-        parts: Sequence[RankResult],
+        parts: Sequence[StepResult | RankReport],
         weights: Sequence[float],
         records: Sequence[RankRecord] | None,
         norm: Tensor | None,

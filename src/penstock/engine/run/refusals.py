@@ -40,7 +40,7 @@ def check_updates(plan: Plan, recipe: Recipe, *, one_process: bool) -> None:
         _check_experts(recipe, one_process=one_process)
     if not plan.summing.stale:
         return
-    _check_optimizer(recipe, "there is nothing to be late", "take stale=0")
+    _check_recipe(recipe, "there is nothing to be late", "take stale=0")
     limits = (recipe.clip_norm, recipe.clip_stage_norm, recipe.loss_scale)
     if any(limit is not None for limit in limits):
         raise InputError(
@@ -50,9 +50,17 @@ def check_updates(plan: Plan, recipe: Recipe, *, one_process: bool) -> None:
         )
 
 
-def _check_optimizer(recipe: Recipe, why: str, remedy: str) -> None:
+def _check_recipe(recipe: Recipe, gradients: str, remedy: str, post_validate: str = "") -> None:
+    """Raise ``InputError`` for a recipe without an optimizer and, where anything is said of it, for
+    one with ``post_validate``.
+
+    Args:
+        gradients: what would become of those that no optimizer takes.
+    """
     if recipe.loss is not None and recipe.optimizer is None:
-        raise InputError(f"without an optimizer, {why}; give optimizer=…, or {remedy}")
+        raise InputError(f"without an optimizer, {gradients}; give optimizer=…, or {remedy}")
+    if recipe.post_validate and post_validate:
+        raise InputError(f"post_validate {post_validate}; leave it out, or {remedy}")
 
 
 def _check_full_sharding(plan: Plan, recipe: Recipe, *, one_process: bool) -> None:
@@ -66,7 +74,7 @@ def _check_full_sharding(plan: Plan, recipe: Recipe, *, one_process: bool) -> No
             "the reducer 'fully-sharded' gathers weights by torch's process groups, and all ranks "
             "are threads of one process here; start the job with torchrun, or take another reducer"
         )
-    _check_optimizer(recipe, "gradients would be rows of the model's", "take the reducer 'owners'")
+    _check_recipe(recipe, "gradients would be rows of the model's", "take the reducer 'owners'")
 
 
 def _check_experts(recipe: Recipe, *, one_process: bool) -> None:
@@ -75,14 +83,12 @@ def _check_experts(recipe: Recipe, *, one_process: bool) -> None:
             "expert_ranks send tokens by torch's process groups, and all ranks are threads of one "
             "process here; start the job with torchrun, or take expert_ranks=1"
         )
-    _check_optimizer(
-        recipe, "gradients of experts would be those that are here", "take expert_ranks=1"
+    _check_recipe(
+        recipe,
+        "gradients of experts would be those that are here",
+        "take expert_ranks=1",
+        "lets a forward go on without its values, and other copies would wait for its tokens",
     )
-    if recipe.post_validate:
-        raise InputError(
-            "post_validate lets a forward go on without its values, and other copies would wait "
-            "for its tokens; leave it out, or take expert_ranks=1"
-        )
 
 
 def check_experts_here(device: str) -> None:
@@ -146,15 +152,13 @@ def check_stage_norms(layout: Layout, recipe: Recipe) -> None:
 def check_shareable(plan: Plan, recipe: Recipe) -> None:
     """Raise ``InputError`` for what groups cannot do."""
     kind = sharing_ranks(plan.stages)
-    remedy = f"plan with {kind}_ranks=1"
-    _check_optimizer(recipe, f"gradients would be parts of the model's on {kind} ranks", remedy)
-    if recipe.post_validate:
-        # A forward that fails on weights which may not stand goes on without its values, and others
-        # in its group would wait for them.
-        raise InputError(
-            f"post_validate: not with {plan.num_tensor_ranks} {kind} ranks; leave it out, or "
-            f"{remedy}"
-        )
+    _check_recipe(
+        recipe,
+        f"gradients would be parts of the model's on {kind} ranks",
+        f"plan with {kind}_ranks=1",
+        "lets a forward that fails on weights which may not stand go on without its values, and "
+        f"others of the {plan.num_tensor_ranks} {kind} ranks would wait for them",
+    )
 
 
 def seats_of(plan: Plan) -> list[RankSeat]:
@@ -203,14 +207,13 @@ def check_kinds(seats: Sequence[RankSeat], kinds: Sequence[str]) -> None:
 def check_spillable(plan: Plan, recipe: Recipe, layout: Layout) -> None:
     """Raise ``InputError`` or ``ModelError`` if the stages of a plan cannot come and go."""
     remedy = 'leave spill out (spill="never" when planning)'
-    _check_optimizer(
-        recipe, "gradients of stages that leave memory could not be read in .grad", remedy
+    _check_recipe(
+        recipe,
+        "gradients of stages that leave memory could not be read in .grad",
+        remedy,
+        "keeps a copy of weights and optimizer state, which stages that leave memory have no room "
+        "for",
     )
-    if recipe.post_validate:
-        raise InputError(
-            "post_validate keeps a copy of weights and optimizer state, which stages that leave "
-            f"memory have no room for; leave it out, or {remedy}"
-        )
     for module in layout.modules:
         if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
             raise ModelError(

@@ -204,26 +204,10 @@ def _packs(failure: TraceFailure) -> bool:
     return bool(packs) or (recurrent and "failed to unpack the object" in str(failure.error))
 
 
-def _leaves_numpy(failure: TraceFailure) -> bool:
-    return ".numpy() is not supported" in str(failure.error)
-
-
-def _hangs_hooks(failure: TraceFailure) -> bool:
-    return "cannot register a hook on a tensor" in str(failure.error)
-
-
-def _drops_layers(failure: TraceFailure) -> bool:
-    return failure.looks_at_values and re.search(_DRAWING, failure.text) is not None
-
-
 def _branches(failure: TraceFailure) -> bool:
     return failure.looks_at_values and any(
         isinstance(node, ast.If | ast.While | ast.IfExp) for node in _syntax(failure.text)
     )
-
-
-def _asserts(failure: TraceFailure) -> bool:
-    return failure.looks_at_values and failure.text.lstrip().startswith("assert")
 
 
 def _makes_numbers(failure: TraceFailure) -> bool:
@@ -267,17 +251,17 @@ _STORIES: tuple[tuple[Callable[[TraceFailure], bool], str], ...] = (
         "pack, read and pad in the forward of a class derived from the recurrent module",
     ),
     (
-        _leaves_numpy,
+        lambda failure: ".numpy() is not supported" in str(failure.error),
         "what numpy computes is in no graph, and has no gradient. Write it with torch; or "
         f"{_WHOLE}",
     ),
     (
-        _hangs_hooks,
+        lambda failure: "cannot register a hook on a tensor" in str(failure.error),
         "a hook on a tensor is in no graph, so the gradient would not go through it. Leave it out; "
         f"or {_WHOLE}",
     ),
     (
-        _drops_layers,
+        lambda failure: failure.looks_at_values and bool(re.search(_DRAWING, failure.text)),
         "whether a layer runs is decided by a random number. Drop rows instead: multiply what the "
         "layer adds by `(torch.rand(rows, 1, …) > rate) / (1 - rate)`, so that every row has a "
         "depth of its own; or set the rate to 0",
@@ -289,7 +273,7 @@ _STORIES: tuple[tuple[Callable[[TraceFailure], bool], str], ...] = (
         f"{_WHOLE}",
     ),
     (
-        _asserts,
+        lambda failure: failure.looks_at_values and failure.text.lstrip().startswith("assert"),
         "it looks at the values of a tensor. Leave it out, or check the batch before it goes into "
         "the pipeline",
     ),

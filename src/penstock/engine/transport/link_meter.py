@@ -3,8 +3,11 @@
 One pair of ranks at a time sends a message to and fro while all others wait, so that no two
 measurements share a wire; long ones in both directions at once, as sums and pipelines do, which a
 wire that has one for both, TCP's acknowledgements, and cores that copy make slower. Sizes grow
-until a message takes long, so that a slow network is measured in the same time as a fast one. Then
-ranks of a host send at once, which tells who shares a card (``card_meter``), and all ranks sum
+until a message takes long, so that a slow network is measured in the same time as a fast one.
+Then the ranks of a host send alone, and then two at once: if two take as long together as one after
+the other, they share a card, or what else is on their way. Each host is asked in turn, while all
+others are still. Its ranks send to ranks of different hosts where there are so many; with two
+hosts, a card that only the receivers share looks like one of the senders'. At last all ranks sum
 tensors together.
 """
 
@@ -12,8 +15,9 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain, zip_longest
 from math import ceil
 from statistics import median
 from typing import NamedTuple
@@ -38,8 +42,96 @@ from penstock.core.cluster.measured import (
 from penstock.core.cluster.parts import DeviceKind
 from penstock.engine.device.accelerators import HOST_BACKEND, device_of, is_on_host
 from penstock.engine.device.memory import total_bytes
-from penstock.engine.transport.card_meter import CardMeter
 from penstock.engine.transport.rendezvous import Rendezvous
+
+_SHARED = 1.5
+"""How many times as long two senders take at once as one, from which on they share a card: 2 if
+they do, 1 if they don't."""
+
+_REPEATS = 3
+_LEAST_BYTES, _MOST_BYTES = 2**16, 2**26
+
+
+class CardMeter:
+    """One rank's part in finding out; all ranks do the same in the same order.
+
+    Args:
+        rank: this one.
+        wires: the group over which messages go, which lie in main memory.
+        words: the group over which times are agreed upon.
+        seconds: about how long a message may take.
+    """
+
+    def __init__(
+        self, rank: int, wires: dist.ProcessGroup, words: dist.ProcessGroup, seconds: float
+    ) -> None:
+        self._rank, self._wires, self._words, self._seconds = rank, wires, words, seconds
+
+    def sharers(
+        self, hosts: Mapping[str, Sequence[int]], links: Mapping[Pair, Link]
+    ) -> Iterator[tuple[int, ...]]:
+        """The ranks behind each card of hosts with several ranks, if there are several hosts.
+
+        Args:
+            hosts: the ranks of each host.
+            links: those that were measured, the lower rank first.
+        """
+        for host, ranks in hosts.items():
+            others = [own for other, own in hosts.items() if other != host]
+            if len(ranks) < 2 or not others:
+                continue
+            receivers = _in_turns(others)
+            pairs = {rank: (rank, receivers[k % len(receivers)]) for k, rank in enumerate(ranks)}
+            num_bytes = self._size(ranks, links)
+            cards: list[list[int]] = []
+            for rank in ranks:
+                for card in cards:
+                    if self._share(pairs[card[0]], pairs[rank], num_bytes):
+                        card.append(rank)
+                        break
+                else:
+                    cards.append([rank])
+            yield from map(tuple, cards)
+
+    def _size(self, ranks: Sequence[int], links: Mapping[Pair, Link]) -> int:
+        """Bytes that take about as long as they may on the way out of a host."""
+        leaving = (
+            link.bytes_per_second
+            for (first, second), link in links.items()
+            if (first in ranks) != (second in ranks)
+        )
+        wanted = self._seconds * max(leaving, default=0.0)
+        return int(min(max(wanted, _LEAST_BYTES), _MOST_BYTES))
+
+    def _share(self, first: Pair, second: Pair, num_bytes: int) -> bool:
+        alone = max(self._timed([pair], num_bytes) for pair in (first, second))
+        return self._timed([first, second], num_bytes) > _SHARED * alone
+
+    def _timed(self, pairs: Sequence[Pair], num_bytes: int) -> float:
+        """Seconds until all that is sent at once has come; the same on every rank."""
+        block = torch.zeros(num_bytes, dtype=torch.uint8)
+        return median(self._once(pairs, block) for _ in range(1 + _REPEATS))
+
+    def _once(self, pairs: Sequence[Pair], block: Tensor) -> float:
+        dist.barrier(group=self._words)
+        begin = time.perf_counter()
+        for source, target in pairs:
+            if self._rank == source:
+                dist.send(block, target, group=self._wires)
+                dist.recv(block[:1], target, group=self._wires)  # all of it has come
+            elif self._rank == target:
+                dist.recv(block, source, group=self._wires)
+                dist.send(block[:1], source, group=self._wires)
+        took = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
+        dist.all_reduce(took, dist.ReduceOp.MAX, group=self._words)
+        return float(took)
+
+
+def _in_turns(hosts: Sequence[Sequence[int]]) -> list[int]:
+    """The first ranks of all hosts, then the second ones, and so on."""
+    columns = chain.from_iterable(zip_longest(*hosts))
+    return [rank for rank in columns if rank is not None]
+
 
 SIZES = (256, 2**10, 2**14, 2**16, 2**18, 2**20, 2**22, 2**24, 2**26)
 """Bytes of the messages, as long as time allows."""

@@ -45,7 +45,7 @@ from penstock.engine.transport.wire import Codec
 
 _FIRST_CAPACITY = 4096
 _MOST_UNDER_WAY = 64
-_PARTING_SECONDS, _LEAST_PARTING_SECONDS = 1.0, 0.01
+_PARTING_SECONDS, _LEAST_PARTING_SECONDS = 5.0, 0.01
 
 
 class ProcessGroupTransport(Transport):
@@ -269,8 +269,6 @@ class ProcessGroupTransport(Transport):
 
 _FOR_EVER = datetime.timedelta(days=365)
 """A wait that ends before its message comes would close the connection."""
-
-_PARTING_SECONDS = 5.0
 
 
 @dataclass

@@ -55,12 +55,6 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # the only place where mypy finds it
 
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
-
 STORE_VARIABLE = "PENSTOCK_STORE"
 """``<process>:<descriptor>:<number of ranks>``: only the process itself is meant, not those that it
 starts, which may be a job of their own."""

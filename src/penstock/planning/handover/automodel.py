@@ -204,8 +204,7 @@ def _left_out(said: ConfigFields, rows: int) -> list[str]:
     Args:
         rows: that all copies of the pipeline go through at once.
     """
-    degree = said.whole("cp_size", 1)
-    notes = [f"cp_size is {degree}, for which plans have no word; it is left out"] * (degree > 1)
+    notes = said.left_out("cp_size")
     total = said.whole("global_batch_size", rows)
     if total > rows:
         notes.append(

@@ -104,6 +104,11 @@ class ConfigFields:
         """Whether something is switched on."""
         return self.fields.get(name) in (True, "True", "true", "1")
 
+    def left_out(self, name: str) -> list[str]:
+        """A note on a degree for which plans have no word, if it is more than 1."""
+        degree = self.whole(name, 1)
+        return [f"{name} is {degree}, for which plans have no word; it is left out"] * (degree > 1)
+
     def text(self, name: str, default: str = "") -> str:
         """A word."""
         value = self.fields.get(name)

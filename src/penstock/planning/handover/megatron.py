@@ -181,7 +181,7 @@ def read(config: object, graph: LayerGraph, num_devices: int | None) -> Describe
         width,
         said.flag("use_distributed_optimizer"),
         "layers" if recompute else "never",
-        (*notes, *_left_out(said)),
+        (*notes, *said.left_out("context_parallel_size")),
         said.whole("expert_model_parallel_size", 1),
     )
 
@@ -345,9 +345,3 @@ def _recomputing(said: ConfigFields) -> tuple[bool, Sequence[str]]:
     if granularity == "full" and said.text("recompute_method") == "block":
         return True, ["recompute_method block is taken as all blocks of a stage"]
     return granularity == "full", []
-
-
-def _left_out(said: ConfigFields) -> list[str]:
-    name = "context_parallel_size"
-    degree = said.whole(name, 1)
-    return [f"{name} is {degree}, for which plans have no word; it is left out"] * (degree > 1)

@@ -119,21 +119,13 @@ def _placed(plan: Plan, family: str, options: dict[str, object], num_ranks: int)
     )
 
 
-def _no_flush(plan: Plan) -> str:
-    return f"{plan.schedule} never flushes" if plan.versions.asynchronous else ""
-
-
-def _draining(plan: Plan) -> Plan:
+def _plain(plan: Plan) -> Plan:
     return with_family(plan, _PLAIN)
 
 
 def _uneven_replicas(plan: Plan) -> str:
     counts = plan.replicas
     return f"its stages have {'-'.join(map(str, counts))} replicas" if len({*counts}) > 1 else ""
-
-
-def _even_replicas(plan: Plan) -> Plan:
-    return _copied(plan, min(plan.replicas))
 
 
 def _copied(plan: Plan, copies: int) -> Plan:
@@ -174,10 +166,6 @@ def _summing(plan: Plan) -> str:
     reducer = plan.summing.reducer
     is_served = reducer in ("servers", "parameter-server")
     return f"gradients are summed by {reducer}" if is_served and max(plan.replicas) > 1 else ""
-
-
-def _by_owners(plan: Plan) -> Plan:
-    return plan.with_reducer("owners")
 
 
 def _lies(*kinds: Placement) -> Callable[[Plan], str]:
@@ -254,14 +242,6 @@ def _if_other(size: int, usual: int) -> int | None:
     return None if size == usual else size
 
 
-def _whole_microbatches(plan: Plan) -> Plan:
-    return with_family(plan, _PLAIN)
-
-
-def _recomputed(plan: Plan) -> set[str]:
-    return {stage.recompute for stage in plan.stages}
-
-
 def _by_stage(plan: Plan) -> str:
     stage = next((index for index, own in enumerate(plan.stages) if own.recompute == "stage"), None)
     return "" if stage is None else f"stage {stage} runs forward twice as a whole"
@@ -272,10 +252,6 @@ def _in_some(plan: Plan) -> str:
     if len(again) in (0, len(plan.stages)):
         return ""
     return f"only stages {', '.join(map(str, again))} recompute"
-
-
-def _layers_again(plan: Plan) -> Plan:
-    return plan.recomputing("layers")
 
 
 def _stages_to_layers(plan: Plan) -> Plan:
@@ -296,7 +272,9 @@ def _with_order(plan: Plan, engine: Capabilities) -> Plan | None:
 
 
 PROPERTIES: dict[Property, PlanProperty] = {
-    "no flush": _of_plans(_no_flush, _draining),
+    "no flush": _of_plans(
+        lambda plan: f"{plan.schedule} never flushes" if plan.versions.asynchronous else "", _plain
+    ),
     "stages that come and go": _of_plans(
         lambda plan: "its stages come from a tier and leave again" if plan.spill else "",
         lambda _: None,
@@ -309,16 +287,16 @@ PROPERTIES: dict[Property, PlanProperty] = {
         lambda plan: (
             f"{plan.schedule} cuts sequences into slices" if plan.placement.num_slices > 1 else ""
         ),
-        _whole_microbatches,
+        _plain,
     ),
     "late gradients": _of_plans(
         lambda plan: (
             f"gradients may be {plan.summing.stale} updates late" if plan.summing.stale else ""
         ),
-        _by_owners,
+        lambda plan: plan.with_reducer("owners"),
     ),
-    "summation servers": _of_plans(_summing, _by_owners),
-    "uneven replicas": _of_plans(_uneven_replicas, _even_replicas),
+    "summation servers": _of_plans(_summing, lambda plan: plan.with_reducer("owners")),
+    "uneven replicas": _of_plans(_uneven_replicas, lambda plan: _copied(plan, min(plan.replicas))),
     "uneven shares": _of_plans(
         lambda plan: "" if _uneven_replicas(plan) else _uneven_shares(plan),
         lambda plan: _copied(plan, max(plan.replicas)),
@@ -332,7 +310,7 @@ PROPERTIES: dict[Property, PlanProperty] = {
     "an order of its own": PlanProperty(_order, _with_order),
     "a last round of microbatches": _of_plans(_last_round, _merged),
     "recompute by stage": _of_plans(_by_stage, _stages_to_layers),
-    "recompute in some stages": _of_plans(_in_some, _layers_again),
+    "recompute in some stages": _of_plans(_in_some, lambda plan: plan.recomputing("layers")),
 }
 """In the order in which they are looked at: what decides about ranks before what decides about
 their order."""

@@ -353,10 +353,7 @@ def _copies(said: ConfigFields, ranks: int, num_devices: int | None) -> tuple[in
 
 
 def _left_out(said: ConfigFields) -> list[str]:
-    notes = []
-    name = "context_parallel_degree"
-    if (degree := said.whole(name, 1)) > 1:
-        notes.append(f"{name} is {degree}, for which plans have no word; it is left out")
+    notes = said.left_out("context_parallel_degree")
     if "SelectiveAC" in _checkpointing(said):
         notes.append("selective activation checkpointing is left out: the plan keeps activations")
     return notes

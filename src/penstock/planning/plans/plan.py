@@ -42,9 +42,8 @@ from penstock.planning.plans.consistency import (
     with_splits,
 )
 from penstock.planning.plans.draft import Draft, completed
-from penstock.planning.plans.experts import check_experts, with_expert_ranks
 from penstock.planning.plans.handed_over import HandOver
-from penstock.planning.plans.lockstep import check_lockstep
+from penstock.planning.plans.lockstep import check_experts, check_lockstep, with_expert_ranks
 from penstock.planning.plans.memory_parts import MemoryParts
 from penstock.planning.plans.orders import (
     read_order,

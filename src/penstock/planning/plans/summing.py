@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from math import ceil
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from msgspec.structs import replace
 
@@ -24,10 +24,7 @@ from penstock.core.summation.tree import SumTree
 from penstock.core.timing.simulator.beside import Served
 
 if TYPE_CHECKING:
-    from penstock.core.graph import Estimate
-    from penstock.core.schedule import Schedule
-    from penstock.core.versions import Policy
-    from penstock.planning.plans.spilling import Offload, Spill
+    from penstock.planning.plans.plan import Plan
     from penstock.planning.plans.stage_plan import StagePlan
 
 ReducerName = Literal[
@@ -260,38 +257,7 @@ class Summing(Value, frozen=True, kw_only=True):
         return SumTree.of(ranks, self.levels, owners)
 
 
-class Shape(Protocol):
-    """A ``Plan``, whose attributes these are."""
-
-    @property
-    def schedule(self) -> str: ...
-    @property
-    def stages(self) -> tuple[StagePlan, ...]: ...
-    @property
-    def placement(self) -> Schedule: ...
-    @property
-    def num_ranks(self) -> int: ...
-    @property
-    def num_seats(self) -> int: ...
-    @property
-    def group_sizes(self) -> tuple[int, ...]: ...
-    @property
-    def num_microbatches(self) -> int: ...
-    @property
-    def microbatch_size(self) -> int: ...
-    @property
-    def versions(self) -> Policy: ...
-    @property
-    def summing(self) -> Summing: ...
-    @property
-    def spill(self) -> Spill | None: ...
-    @property
-    def offload(self) -> Offload | None: ...
-    @property
-    def estimate(self) -> Estimate | None: ...
-
-
-def served_stages(plan: Shape) -> tuple[int, ...]:
+def served_stages(plan: Plan) -> tuple[int, ...]:
     """The stages that parameter servers update: those with copies, if the plan has such servers."""
     if plan.summing.reducer != "parameter-server":
         return ()
@@ -299,18 +265,18 @@ def served_stages(plan: Shape) -> tuple[int, ...]:
     return tuple(stage for stage in range(len(plan.stages)) if len(ranks_of(stage)) > 1)
 
 
-def _server_sizes(plan: Shape) -> tuple[int, ...]:
+def _server_sizes(plan: Plan) -> tuple[int, ...]:
     """How many members each parameter server has, in the order of their ranks."""
     sizes = sorted({plan.stages[stage].tensor_ranks for stage in served_stages(plan)})
     return tuple(sizes) * max(len(plan.summing.servers), 1)
 
 
-def server_ranks(plan: Shape) -> range:
+def server_ranks(plan: Plan) -> range:
     """The numbers of the ranks that are parameter servers: those behind the plan's own."""
     return range(plan.num_ranks, plan.num_ranks + len(_server_sizes(plan)))
 
 
-def servers_of(plan: Shape, stage: int) -> tuple[int, ...]:
+def servers_of(plan: Plan, stage: int) -> tuple[int, ...]:
     """The ranks that update a stage as parameter servers; none if it has no copies."""
     if stage not in served_stages(plan):
         return ()
@@ -318,17 +284,17 @@ def servers_of(plan: Shape, stage: int) -> tuple[int, ...]:
     return tuple(rank for rank, size in sizes if size == plan.stages[stage].tensor_ranks)
 
 
-def all_group_sizes(plan: Shape) -> tuple[int, ...]:
+def all_group_sizes(plan: Plan) -> tuple[int, ...]:
     """How many members each rank has, parameter servers included."""
     return (*plan.group_sizes, *_server_sizes(plan))
 
 
-def num_processes(plan: Shape) -> int:
+def num_processes(plan: Plan) -> int:
     """How many processes perform a plan: one for each member of each rank."""
     return sum(all_group_sizes(plan))
 
 
-def stages_held(plan: Shape, rank: int) -> Sequence[int]:
+def stages_held(plan: Plan, rank: int) -> Sequence[int]:
     """The stages whose weights a rank has: those that it runs, or those that it updates as a
     parameter server."""
     if rank in server_ranks(plan):
@@ -336,12 +302,12 @@ def stages_held(plan: Shape, rank: int) -> Sequence[int]:
     return plan.placement.stages_of[rank]
 
 
-def ranks_holding(plan: Shape, stage: int) -> tuple[int, ...]:
+def ranks_holding(plan: Plan, stage: int) -> tuple[int, ...]:
     """The ranks that have a stage's weights, parameter servers included."""
     return (*plan.placement.ranks_of(stage), *servers_of(plan, stage))
 
 
-def served_by(plan: Shape) -> Served:
+def served_by(plan: Plan) -> Served:
     """Which stages hand their gradients to how many servers, of whatever kind."""
     summing, updates = plan.summing, plan.summing.reducer == "parameter-server"
     count = max(len(summing.servers), 1) if updates else len(summing.servers)

@@ -8,30 +8,28 @@ import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from penstock.base.telling import wrap_to
+from penstock.base.telling import WARNING, wrap_to
 from penstock.base.units import (
+    count_of,
     format_bytes,
     format_rate,
     format_seconds,
     format_share,
     format_speed_up,
 )
+from penstock.base.values import Value, shown
+from penstock.core.graph import Contention
+from penstock.core.versions import Policy
 from penstock.drawing.plan_picture import counted
 from penstock.planning.plans.prediction import Prediction
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-
-from penstock.base.telling import WARNING
-from penstock.base.units import count_of
-from penstock.base.values import Value, shown
-from penstock.core.graph import Contention
-from penstock.core.versions import Policy
-from penstock.planning.plans.summing import Shape
+    from penstock.planning.plans.plan import Plan
 
 
-def title(plan: Shape) -> str:
+def title(plan: Plan) -> str:
     """The schedule and how many stages, ranks and microbatches, for text.
 
     >>> from penstock.planning.plans import Plan, StagePlan
@@ -42,7 +40,7 @@ def title(plan: Shape) -> str:
     return ", ".join([_shape(plan), _microbatches(plan), *_rest(plan)])
 
 
-def full_title(plan: Shape) -> str:
+def full_title(plan: Plan) -> str:
     """As ``title``, with devices per rank and rows per microbatch, for pictures."""
     sizes = {*plan.group_sizes}
     each = f"{max(sizes)} devices each" if len(sizes) == 1 else f"{plan.num_seats} devices"
@@ -51,7 +49,7 @@ def full_title(plan: Shape) -> str:
     return ", ".join([_shape(plan), *devices, _microbatches(plan) + rows, *_rest(plan)])
 
 
-def _rest(plan: Shape) -> list[str]:
+def _rest(plan: Plan) -> list[str]:
     marks = [] if plan.estimate is None else [plan.estimate.mark]
     return [*_versions(plan), *_experts(plan), *_summing(plan), *_tier(plan), *marks]
 
@@ -65,16 +63,16 @@ def family_title(schedule: str, replicas: Sequence[int], versions: Policy) -> st
     return " ".join(words)
 
 
-def _shape(plan: Shape) -> str:
+def _shape(plan: Plan) -> str:
     stages, ranks = count_of(len(plan.stages), "stage"), count_of(plan.num_ranks, "rank")
     return f"{plan.schedule}: {stages} on {ranks}"
 
 
-def _microbatches(plan: Shape) -> str:
+def _microbatches(plan: Plan) -> str:
     return count_of(plan.num_microbatches, "microbatch", "es")
 
 
-def _tier(plan: Shape) -> list[str]:
+def _tier(plan: Plan) -> list[str]:
     said = [] if plan.spill is None else [f"stages come from {plan.spill.tier} and leave again"]
     if plan.offload is not None:
         count = len(plan.offload.chosen(len(plan.stages)))
@@ -82,11 +80,11 @@ def _tier(plan: Shape) -> list[str]:
     return said
 
 
-def _versions(plan: Shape) -> list[str]:
+def _versions(plan: Plan) -> list[str]:
     return [f"versions: {plan.versions.name}"] if plan.versions.asynchronous else []
 
 
-def _experts(plan: Shape) -> list[str]:
+def _experts(plan: Plan) -> list[str]:
     """Among how many copies experts are divided, and how evenly tokens come to these."""
     divided = [stage for stage in plan.stages if stage.expert_ranks > 1]
     if not divided:
@@ -102,11 +100,11 @@ def _experts(plan: Shape) -> list[str]:
     ]
 
 
-def _summing(plan: Shape) -> list[str]:
+def _summing(plan: Plan) -> list[str]:
     return [*_reducer(plan), *_levels(plan)]
 
 
-def _reducer(plan: Shape) -> list[str]:
+def _reducer(plan: Plan) -> list[str]:
     reducer, servers = plan.summing.reducer, len(plan.summing.servers)
     if reducer == "owners":
         return []
@@ -121,7 +119,7 @@ _MOST_GROUPS = 4
 """Of ranks that sum among themselves, as many as a line names."""
 
 
-def _levels(plan: Shape) -> list[str]:
+def _levels(plan: Plan) -> list[str]:
     """Which ranks sum among themselves before others, if any do."""
     named = []
     for numbers in plan.summing.levels:
@@ -276,7 +274,8 @@ def _cells(prediction: Prediction) -> Iterator[dict[str, str]]:
 
 
 def _outcome(prediction: Prediction, one_device_seconds: float) -> str:
-    pace = f" a {'frame' if _by_frame(prediction) else 'minibatch'} in the steady state"
+    by_frame = prediction.is_live and prediction.num_microbatches == 1
+    pace = f" a {'frame' if by_frame else 'minibatch'} in the steady state"
     if prediction.left_out:
         pace = f" a step, bubble {format_share(prediction.bubble)}"
     elif prediction.flushes:
@@ -287,10 +286,6 @@ def _outcome(prediction: Prediction, one_device_seconds: float) -> str:
         f"predicted: {format_seconds(prediction.step_seconds)}{pace}, "
         f"{format_speed_up(one_device_seconds, prediction.step_seconds)} one device"
     )
-
-
-def _by_frame(prediction: Prediction) -> bool:
-    return prediction.is_live and prediction.num_microbatches == 1
 
 
 def _live_words(prediction: Prediction, rate: float | None) -> str:

@@ -17,13 +17,13 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -267,6 +267,22 @@ _NAMES = {
 """The names of types in the format."""
 
 
+class _Content(NamedTuple):
+    """A tensor as a file has it.
+
+    Attributes:
+        dtype: the format's name of its type.
+        shape, num_bytes, item_bytes: its sizes, and that of an element.
+        blocks: gives its bytes.
+    """
+
+    dtype: str
+    shape: Sequence[int]
+    num_bytes: int
+    item_bytes: int
+    blocks: Callable[[], Iterator[memoryview | bytes]]
+
+
 def save_streamed(
     tensors: Mapping[str, Tensor | Shelved], path: Path, metadata: Mapping[str, str]
 ) -> None:
@@ -279,44 +295,34 @@ def save_streamed(
         KeyError: the format has no name for a type.
         FileError, OSError: something could not be read or written.
     """
+    contents = {
+        name: _Content(
+            _NAMES[tensor.dtype],
+            tensor.shape,
+            tensor.nbytes,
+            tensor.dtype.itemsize,
+            partial(_bytes_of, tensor),
+        )
+        for name, tensor in tensors.items()
+    }
+    _write_file(path, contents, metadata)
+
+
+def _write_file(path: Path, contents: Mapping[str, _Content], metadata: Mapping[str, str]) -> None:
     # As torch's writer has them: the widest first, so that all are aligned.
-    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    order = sorted(contents, key=lambda name: (-contents[name].item_bytes, name))
     head: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
     for name in order:
-        tensor, begin = tensors[name], end
-        end += tensor.nbytes
-        offsets = [begin, end]
-        head[name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": offsets,
-        }
-    with path.open("wb") as file:
-        file.write(_header_of(head))
-        for name in order:
-            for piece in _bytes_of(tensors[name]):
-                file.write(piece)
-
-
-def _header_of(head: Mapping[str, object]) -> bytes:
+        dtype, shape, num_bytes, *_ = contents[name]
+        begin, end = end, end + num_bytes
+        head[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(head, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNED)
-    return len(text).to_bytes(8, "little") + text
-
-
-class _Stored(NamedTuple):
-    """Where a tensor lies in a file, and what the file says of it."""
-
-    path: Path
-    offset: int
-    num_bytes: int
-    entry: dict[str, Any]
-
-    @property
-    def item_bytes(self) -> int:
-        """Bytes of each of its elements; 0 of none."""
-        return self.num_bytes // max(int(prod(self.entry["shape"])), 1)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            file.writelines(contents[name].blocks())
 
 
 def join_files(paths: Sequence[Path], path: Path, metadata: Mapping[str, str]) -> None:
@@ -326,40 +332,32 @@ def join_files(paths: Sequence[Path], path: Path, metadata: Mapping[str, str]) -
         FileError: one cannot be read or removed, or the new one not be written.
     """
     with _replaced(path) as beside:
-        stored = {name: at for part in paths for name, at in _stored_in(part)}
-        # The widest first, so that all are aligned.
-        order = sorted(stored, key=lambda name: (-stored[name].item_bytes, name))
-        head: dict[str, object] = {"__metadata__": dict(metadata)}
-        end = 0
-        for name in order:
-            begin, end = end, end + stored[name].num_bytes
-            head[name] = {**stored[name].entry, "data_offsets": [begin, end]}
-        with beside.open("wb") as file:
-            file.write(_header_of(head))
-            for name in order:
-                _copy(stored[name], file)
+        contents = {name: content for part in paths for name, content in _stored_in(part)}
+        _write_file(beside, contents, metadata)
     for part in paths:
         with _refused(part, "remove"):
             part.unlink()
 
 
-def _stored_in(path: Path) -> Iterator[tuple[str, _Stored]]:
+def _stored_in(path: Path) -> Iterator[tuple[str, _Content]]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         head = json.loads(file.read(length))
     head.pop("__metadata__", None)
     for name, entry in head.items():
         begin, end = entry["data_offsets"]
-        yield name, _Stored(path, 8 + length + begin, end - begin, entry)
+        num_bytes, shape = end - begin, entry["shape"]
+        item_bytes = num_bytes // max(prod(shape), 1)
+        blocks = partial(_blocks, path, 8 + length + begin, num_bytes)
+        yield name, _Content(entry["dtype"], shape, num_bytes, item_bytes, blocks)
 
 
-def _copy(stored: _Stored, target: BinaryIO) -> None:
-    with stored.path.open("rb") as source:
-        source.seek(stored.offset)
-        left = stored.num_bytes
-        while left and (block := source.read(min(left, _BLOCK_BYTES))):
-            target.write(block)
-            left -= len(block)
+def _blocks(path: Path, offset: int, num_bytes: int) -> Iterator[bytes]:
+    with path.open("rb") as source:
+        source.seek(offset)
+        while num_bytes and (block := source.read(min(num_bytes, _BLOCK_BYTES))):
+            yield block
+            num_bytes -= len(block)
 
 
 def _bytes_of(tensor: Tensor | Shelved) -> Iterator[memoryview]:

@@ -37,10 +37,15 @@ from penstock.engine.run.recipe import Loss, check_factory, check_loss
 from penstock.engine.stage.deferral import undeferred_parameters
 from penstock.engine.tensor.parts import FoundPart
 from penstock.training.estimating.blocks import RepeatedBlocks, repeated_blocks, shortened
-from penstock.training.estimating.counting import KernelClock, KernelCounter, MetaGauge, on_meta
+from penstock.training.estimating.counting import (
+    KernelClock,
+    KernelCounter,
+    MetaGauge,
+    count_updates,
+    on_meta,
+)
 from penstock.training.estimating.refusals import code_that_needs_more_than_shapes
 from penstock.training.estimating.substitutes import AsOnDevice, Attention
-from penstock.training.estimating.updates import count_updates
 from penstock.training.profiler.alone import Sample, conditions
 from penstock.training.profiler.alone.bench import (
     Measured,
@@ -49,9 +54,8 @@ from penstock.training.profiler.alone.bench import (
     measure_workspaces,
 )
 from penstock.training.profiler.alone.experts import ExpertsWatch
-from penstock.training.profiler.alone.heads import with_loss_of_head
 from penstock.training.profiler.alone.measuring import found_parts, layers_of, with_costs
-from penstock.training.profiler.alone.parts import PartsWatch
+from penstock.training.profiler.alone.parts import PartsWatch, with_loss_of_head
 from penstock.training.profiler.alone.passes import (
     HandedOn,
     JudgedRun,

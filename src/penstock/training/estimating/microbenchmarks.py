@@ -159,7 +159,10 @@ def _recurrences() -> Iterator[Point]:
         state = (1, rows, width)
         yield Point("recurrence", flops, _recurrence, _tensors(*shapes, state, state))
         kept = partial(_unrolled, _tensors(*shapes, state, state))
-        yield Point("recurrence-backward", 2 * flops, _recurrence_backward, kept)
+        yield Point(
+            "recurrence-backward", 2 * flops,
+            lambda *own: Onednn(own[:-4]).backward(*own[-4:]), kept,
+        )  # fmt: skip
 
 
 def _recurrence(*operands: Tensor) -> tuple[Tensor, ...]:
@@ -170,10 +173,6 @@ def _unrolled(make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     operands = make()
     with torch.enable_grad():  # else it makes no workspace for a backward
         return *operands, *_recurrence(*operands)
-
-
-def _recurrence_backward(*operands: Tensor) -> object:
-    return Onednn(operands[:-4]).backward(*operands[-4:])
 
 
 def _moving() -> Iterator[Point]:
@@ -193,7 +192,10 @@ def _moving() -> Iterator[Point]:
         picture = _tensors((words // 1024, 4, 16, 16))
         yield Point("pooling", 1.75 * num_bytes, partial(F.max_pool2d, kernel_size=2), picture)
         yield Point("pooling-backward", 2.75 * num_bytes, _pooling_backward, _pooled(picture))
-        yield Point("batch-norm", 2 * num_bytes, _batch_norm, picture)
+        yield Point(
+            "batch-norm", 2 * num_bytes,
+            lambda x: F.batch_norm(x, None, None, *_channels(x), training=True), picture,
+        )  # fmt: skip
         pair = _tensors(*[(words // 1024, 4, 16, 16)] * 2)
         yield Point("batch-norm-backward", 3 * num_bytes, _batch_norm_backward, pair)
     for width in (64, 256, 512, 1024, 2048):
@@ -220,10 +222,6 @@ def _pooling_backward(gradient: Tensor, value: Tensor, places: Tensor) -> object
     return torch.ops.aten.max_pool2d_with_indices_backward(
         gradient, value, [2, 2], [2, 2], [0, 0], [1, 1], False, places
     )
-
-
-def _batch_norm(picture: Tensor) -> Tensor:
-    return F.batch_norm(picture, None, None, *_channels(picture), training=True)
 
 
 def _batch_norm_backward(gradient: Tensor, picture: Tensor) -> object:

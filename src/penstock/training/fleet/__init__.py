@@ -1,10 +1,10 @@
 """Training many models at once on fewer devices: SHARP of Hydra (arXiv 2110.08633), with threads.
 
 Every job is a ``Pipeline`` of one rank with a thread of its own, whose worker stands still between
-two visits until a device is free for it (``pace``). ``dispatcher`` gives devices to jobs, by the
-policies of ``turns/``, and has the next visit's stage fetched meanwhile; ``trainee`` feeds one job
-from decision to decision, and its ``Referee`` decides who goes on; ``results`` is what comes out,
-and the table that shows it while it runs. ``fleet`` is the façade.
+two visits until a device is free for it. ``dispatcher`` gives devices to jobs, by the policies of
+``turns/``, and has the next visit's stage fetched meanwhile; ``trainee`` feeds one job, visit by
+visit and from decision to decision, and its ``Referee`` decides who goes on; ``results``
+is what comes out, and the table that shows it while it runs. ``fleet`` is the façade.
 
 Decisions:
 

@@ -237,7 +237,10 @@ class Fleet:
 
     def _results(self, stop: Stop) -> FleetResults:
         results = {trainee.name: trainee.result() for trainee in self._trainees}
-        jobs = [results.get(name) or self._not_built(name) for name in self._names]
+        jobs = [
+            results.get(name) or JobResult(name, "failed", (), error=self._unbuilt[name])
+            for name in self._names
+        ]
         ended = {
             job.name: f"{job.status} at step {job.steps}" for job in jobs if job.status != "done"
         }
@@ -257,9 +260,6 @@ class Fleet:
             ended=ended,
         )
         return FleetResults(jobs, timeline, least, stop.metric, stop.largest)
-
-    def _not_built(self, name: str) -> JobResult:
-        return JobResult(name, "failed", (), error=self._unbuilt[name])
 
     def simulate(
         self, stop: Stop | None = None, *, steps: int | None = None, epochs: int | None = None

@@ -298,7 +298,7 @@ class Judgement:
     @property
     def is_enough(self) -> bool:
         """Whether more rounds would hardly tell more."""
-        return len(self._quiet) >= _ENOUGH_ROUNDS and self._largest_spread <= STEADY
+        return len(self._quiet) >= _ENOUGH_ROUNDS and max(map(self._spread, FAMILIES)) <= STEADY
 
     @property
     def by_cpu(self) -> bool:
@@ -362,10 +362,6 @@ class Judgement:
     @property
     def _others_share(self) -> float:
         return statistics.median(measured.others_share for measured in self._rounds)
-
-    @property
-    def _largest_spread(self) -> float:
-        return max(map(self._spread, FAMILIES))
 
     def _passes(self, mode: Mode) -> list[float]:
         return [own.by_cpu if self.by_cpu else own.passes for own in self._factors(mode)]

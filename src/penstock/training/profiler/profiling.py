@@ -42,7 +42,7 @@ from penstock.engine.model.spine import (
 )
 from penstock.engine.run.recipe import Loss, check_factory, check_loss
 from penstock.training.profiler.alone import WARM_UP, Progress, Sample, measure_alone
-from penstock.training.profiler.alone.heads import with_loss_of_head
+from penstock.training.profiler.alone.parts import with_loss_of_head
 from penstock.training.profiler.calibrating import (
     Calibrated,
     calibrate,

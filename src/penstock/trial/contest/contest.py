@@ -214,9 +214,9 @@ def _prepare(entrant: Entrant, setting: ContestSetting) -> None:
     if method.runs == "alone":
         entrant.trainer = _alone(method, setting)
     elif method.runs == "processes" and setting.stage == "cores":
-        entrant.trainer = InProcesses(
-            setting.load, plan, _num_processes(method, plan), setting.folder
-        )
+        # A parameter server is a rank of its own; a summation server is not.
+        count = plan.num_seats + (plan.summing.reducer == "parameter-server")
+        entrant.trainer = InProcesses(setting.load, plan, count, setting.folder)
     else:
         entrant.trainer = pipelined(setting.workload, plan)
 
@@ -225,11 +225,6 @@ def _alone(method: Method, setting: ContestSetting) -> Trainer:
     count = setting.num_microbatches if method.key == ONE_DEVICE else 1
     num_threads = setting.num_devices if method.key == ALL_CORES else 1
     return on_one_device(setting.workload, count, num_threads)
-
-
-def _num_processes(method: Method, plan: Plan) -> int:
-    """A parameter server is a rank of its own; a summation server is not."""
-    return plan.num_seats + (plan.summing.reducer == "parameter-server")
 
 
 def _where(method: Method, plan: Plan, setting: ContestSetting) -> str:

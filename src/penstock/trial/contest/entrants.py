@@ -22,7 +22,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,33 +40,10 @@ from penstock.training.profiler.disturbance import Usage, share_of_others
 from penstock.trial.contest.methods import ContestSetting, Method
 from penstock.trial.workload import (
     Batch,
+    Contestant,
     Workload,
     intra_op_threads,
 )
-
-
-class Trainer(Protocol):
-    """Something that trains, wherever its ranks are.
-
-    Attributes:
-        losses, seconds: an entry per step.
-        timelines: as recorded, by steps or by turns; none of one device.
-        others: an entry per step: the share of the cores' time that other programs had meanwhile.
-    """
-
-    losses: list[float]
-    seconds: list[float]
-    others: list[float]
-    timelines: list[Timeline]
-
-    def take_turn(self, batches: Sequence[Batch]) -> None:
-        """Train on these minibatches."""
-
-    def held_out_loss(self) -> float | None:
-        """The loss on the workload's held-out data; ``None`` without any."""
-
-    def close(self) -> None:
-        """End its workers."""
 
 
 @dataclass
@@ -409,3 +386,7 @@ class _ProcessTrainer:
             return None
         inputs, targets = self._workload.held_out
         return float(self._workload.loss(self._pipeline.evaluate(inputs), targets))
+
+
+Trainer = Contestant | InProcesses
+"""Something that trains in turns, wherever its ranks are."""

@@ -19,7 +19,7 @@ from penstock.core.summation.tree import SumTree
 from penstock.core.versions import PipeMare, Place, Policy, Predict
 from penstock.engine.model.optimizer_factory import OptimizerFactory, Parameters, SchedulerFactory
 from penstock.engine.model.spine import NamedLayer, Skip, run_layer
-from penstock.trial.reference.copied_stages import folded
+from penstock.trial.reference.single_device import folded
 
 Tensors = dict[str, Tensor]
 

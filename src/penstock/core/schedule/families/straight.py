@@ -5,7 +5,7 @@ and PipeDream, PipeDream-2BW and PARTIME, which never flush.
 from __future__ import annotations
 
 from penstock.base.errors import InputError
-from penstock.core.schedule.families.layout import Line, Turns, alternate, in_order, laid_out
+from penstock.core.schedule.families.layout import Line, alternate, in_order, laid_out
 from penstock.core.schedule.families.options import Replicas, at_least, replica_counts, round_robin
 from penstock.core.schedule.op import Kind
 from penstock.core.schedule.rounds import fewest_per_update
@@ -44,11 +44,13 @@ def gpipe(num_ranks: int, num_microbatches: int, replicas: Replicas = "") -> Sch
         InputError: replicas that do not add up to the ranks, or more replicas than microbatches.
     """
     counts = replica_counts("gpipe", replicas, num_ranks)
-    return round_robin("gpipe", counts, num_microbatches, _all_then_all)
-
-
-def _all_then_all(in_hand: int, forwards: Line, backwards: Line) -> Turns:
-    return alternate(len(forwards), forwards, backwards)
+    # All forwards, then all backwards.
+    return round_robin(
+        "gpipe",
+        counts,
+        num_microbatches,
+        lambda _, forwards, backwards: alternate(len(forwards), forwards, backwards),
+    )
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int, replicas: Replicas = "") -> Schedule:

@@ -175,7 +175,13 @@ class MiddleFinder:
                 return False
             further = now.next_ops[rank][0].microbatch - before.next_ops[rank][0].microbatch
             again = row[begin_again:calm]
-            if any(map(ne, again, (_later(op, further) for op in row[begin:calm]))):
+            if any(
+                map(
+                    ne,
+                    again,
+                    (op._replace(microbatch=op.microbatch + further) for op in row[begin:calm]),
+                )
+            ):
                 return False
         return True
 
@@ -184,7 +190,3 @@ def _in_common(row: Sequence[Op], longer: Sequence[Op]) -> int:
     """How many ops two rows begin with alike."""
     pairs = enumerate(zip(row, longer, strict=False))
     return next((place for place, (op, other) in pairs if op != other), len(row))
-
-
-def _later(op: Op, microbatches: int) -> Op:
-    return op._replace(microbatch=op.microbatch + microbatches)

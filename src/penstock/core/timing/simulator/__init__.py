@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol, TypeGuard
+from typing import Protocol, TypeGuard
 
 import numpy as np
 
@@ -28,10 +28,6 @@ from penstock.core.timing.simulator.passage import Delays, Floats, InOrderOfTime
 from penstock.core.timing.simulator.step import passed
 from penstock.core.timing.spans import Row, Transfer
 from penstock.core.timing.timeline import Timeline
-
-if TYPE_CHECKING:
-    from penstock.core.timing.costs import Costs
-    from penstock.core.timing.timeline import Timeline
 
 __all__ = ["simulate"]
 

@@ -129,7 +129,8 @@ MOVES = RESIDENCE | STASHES
 
 
 class Surroundings:
-    """All of it, as ``passage.Beside`` wants it.
+    """Things that go on beside the ranks, and may make an op wait: links, cards, sums, tiers, a
+    source. All but ``ready`` happen in the order of time.
 
     Args:
         schedule: whose ranks.
@@ -180,7 +181,8 @@ class Surroundings:
         return 0.0 if handed_in else late
 
     def ready(self, rank: int, number: int, ready: float) -> float:
-        """See ``Beside``."""
+        """When the next op of a rank can begin that could begin at ``ready`` for all other reasons;
+        asked once, when all that it needs is there or under way."""
         op = self._ops[number]
         if self._arrivals is not None:
             ready = max(ready, self._arrivals.time_of(op))
@@ -188,20 +190,21 @@ class Surroundings:
         return ready if tier is None else tier.ready(op, ready)
 
     def held_until(self, number: int) -> float:
-        """See ``Beside``."""
+        """When an op can begin that is about to; it is asked again then."""
         return 0.0 if self._sums is None else self._sums.there(self._ops[number])
 
     def begun(self, number: int, start: float, end: float) -> Iterable[Event]:
-        """See ``Beside``."""
+        """An op has begun; gives what happens in consequence, and when."""
         return () if self._sums is None else self._sums.begun(self._ops[number], start, end)
 
     def follow(self, number: int, end: float) -> tuple[float, Iterable[Event]]:
-        """See ``Beside``."""
+        """An op has ended; gives when its result begins its way to other ranks, and what happens in
+        consequence."""
         handed = () if self._sums is None else self._sums.handed_in(self._ops[number], end)
         return end if self._links is None else self._links.send(number, end), handed
 
     def happen(self, number: int, time: float) -> None:
-        """See ``Beside``."""
+        """Something happens that was given by its number."""
         assert self._sums is not None, "nothing else makes things happen"
         self._sums.pass_part(number, time)
 

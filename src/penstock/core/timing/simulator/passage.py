@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from heapq import heappop, heappush
 from math import inf
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,33 +19,14 @@ from penstock.core.schedule.op import COMPUTE, Kind, Op
 from penstock.core.schedule.schedule import Schedule
 from penstock.core.timing.costs import Costs
 
+if TYPE_CHECKING:
+    from penstock.core.timing.simulator.beside import Surroundings
+
 Floats = npt.NDArray[np.float64]
 Sources = Mapping[int, Sequence[tuple[int, float]]]
 """For ops that need several others: their numbers, and how long their results are under way."""
 
 _SLICED = COMPUTE | {Kind.RECOMPUTE}
-
-
-class Beside(Protocol):
-    """Things that go on beside the ranks, and may make an op wait: links, cards, sums, tiers, a
-    source. All but ``ready`` happen in the order of time."""
-
-    def ready(self, rank: int, number: int, ready: float) -> float:
-        """When the next op of a rank can begin that could begin at ``ready`` for all other reasons;
-        asked once, when all that it needs is there or under way."""
-
-    def held_until(self, number: int) -> float:
-        """When an op can begin that is about to; it is asked again then."""
-
-    def begun(self, number: int, start: float, end: float) -> Iterable[Event]:
-        """An op has begun; gives what happens in consequence, and when."""
-
-    def follow(self, number: int, end: float) -> tuple[float, Iterable[Event]]:
-        """An op has ended; gives when its result begins its way to other ranks, and what happens in
-        consequence."""
-
-    def happen(self, number: int, time: float) -> None:
-        """Something happens that was given by its number."""
 
 
 Event = tuple[float, int]
@@ -232,7 +213,7 @@ class InOrderOfTime:
         durations: Floats,
         delays: Floats,
         sources: Sources,
-        beside: Beside,
+        beside: Surroundings,
     ) -> None:
         columns = schedule.columns
         self._schedule, self._needs, self._sources, self._beside = schedule, needs, sources, beside

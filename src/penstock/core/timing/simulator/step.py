@@ -22,7 +22,7 @@ from penstock.core.schedule.needs import needs_of
 from penstock.core.schedule.op import COMPUTE, RELEASING, Kind, Op
 from penstock.core.schedule.repetition import repetitions_of, shortened
 from penstock.core.schedule.schedule import Schedule
-from penstock.core.timing.costs import Costs, flow_shop
+from penstock.core.timing.costs import Costs
 from penstock.core.timing.simulator.leaps import Passage, times_with
 from penstock.core.timing.simulator.network import CrossingResults
 from penstock.core.timing.simulator.passage import (
@@ -109,17 +109,17 @@ def step_of(schedule: Schedule, costs: Costs, left_out: int = 0) -> StepTimes | 
     folded = _folded(schedule)
     left_out = _left_out_of(folded, schedule, left_out)
     times, made = passed(folded, costs, left_out), _last_gradients(folded.columns)
-    copies, handed_in, updated = schedule.copies, [], []
-    finished = float(times.end.max(initial=0.0))
-    for stage, numbers in enumerate(made):
-        there = float(times.end[numbers].max())
-        handed_in.append(there)
-        if copies[stage] > 1:
-            there = _summed_at(costs, stage, times, numbers)
-        updated.append(there)
-        # Ranks that have made their last gradient do nothing else.
-        finished = max(finished, there + costs.duration(Op(stage, Kind.UPDATE, 0)))
-    return StepTimes(finished, tuple(handed_in), tuple(updated))
+    handed_in = [float(times.end[numbers].max()) for numbers in made]
+    several = [stage for stage, copies in schedule.copies.items() if copies > 1]
+    there = _sums_there(folded, costs, times, made, several)
+    updated = [there.get(stage, moment) for stage, moment in enumerate(handed_in)]
+    # Ranks that have made their last gradient do nothing else.
+    ends = (
+        begin + costs.duration(Op(stage, Kind.UPDATE, 0)) for stage, begin in enumerate(updated)
+    )
+    return StepTimes(
+        max(float(times.end.max(initial=0.0)), *ends), tuple(handed_in), tuple(updated)
+    )
 
 
 def _step_of(schedule: Schedule, costs: Costs, left_out: int) -> StepTimes:
@@ -314,14 +314,3 @@ def _last_gradients(columns: Columns) -> list[list[int]]:
         for stage, number in last.items():
             made[stage].append(number)
     return made
-
-
-def _summed_at(costs: Costs, stage: int, times: Times, made: list[int]) -> float:
-    """When the sum of a stage's copies is there, which make their last gradients in some ops."""
-    exchange, ends = costs.exchange(stage), times.end[made]
-    if exchange is None:
-        update = Op(stage, Kind.UPDATE, 0)
-        return float(ends.max()) + costs.delay(update, update)
-    parts = [float(of_copies.max()) for of_copies in exchange.made(times.start[made], ends)]
-    passes = flow_shop([*parts, float(ends.max())], exchange.seconds)
-    return passes[-1][-1][1] + exchange.once

@@ -1,5 +1,5 @@
-"""Who drives the ranks: ``threads`` of one process, or this process's own among ``processes``.
+"""Who drives the ranks: ``threads`` of one process, or this process's own among ``processes``, with
+what these report to each other at the end of a step.
 
-Both keep to ``driver``. ``joining`` is where processes meet, beside the channels of their ranks;
-``reports`` are what they tell each other at the end of a step.
+Both keep to ``driver``. ``joining`` is where processes meet, beside the channels of their ranks.
 """

@@ -6,42 +6,29 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from types import NoneType
 from typing import TYPE_CHECKING, Literal, get_args
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from penstock.base.errors import DeadlineError, InputError, PeerError, PenstockError, RunError
 from penstock.base.values import one_of
 from penstock.engine.run.drive.driver import told
 from penstock.engine.run.logbook import VARIABLE
+from penstock.engine.transport import ProcessTransport
+from penstock.engine.transport.packing import short
 from penstock.engine.transport.rendezvous import Rendezvous, private_store, translated, within
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-
-
-import time
-from contextlib import suppress
-from functools import partial
-from typing import TYPE_CHECKING
-
-from penstock.engine.transport.packing import short
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
-
-from collections.abc import Callable, Hashable, Sequence
-
-import torch
-from torch import Tensor
-
-from penstock.engine.transport import ProcessTransport
 
 NUM_EXCHANGES = 32
 """Per host."""

@@ -31,13 +31,11 @@ from penstock.engine.run.rank.steps import (
     Freed,
     NewVersion,
     Observed,
-    ReceiveGradients,
-    ReceiveValue,
+    Receive,
     Recompute,
     Reduce,
     Renewed,
-    SendGradients,
-    SendValue,
+    Send,
     UpdatesSoFar,
     UpdateWeights,
     VersionCounted,
@@ -305,12 +303,12 @@ class _Binder:
         )
 
     def _send(self, op: Op) -> RankStep[RankWork]:
-        kind = SendValue if op.kind is Kind.SEND_FORWARD else SendGradients
-        return kind(op, self._program.unit(op), self._program.edges[op])
+        return Send(op, self._program.unit(op), self._program.edges[op])
 
     def _receive(self, op: Op) -> RankStep[RankWork]:
-        kind = ReceiveValue if op.kind is Kind.RECV_FORWARD else ReceiveGradients
-        return kind(op, self._program.unit(op), self._program.edges[op], self._program.waiting[op])
+        return Receive(
+            op, self._program.unit(op), self._program.edges[op], self._program.waiting[op]
+        )
 
     def _freed(self, op: Op) -> RankStep[RankWork]:
         return Freed(op)

@@ -199,53 +199,31 @@ class BackwardWeight(UnitStep):
 
 
 @dataclass(frozen=True, slots=True)
-class SendValue(UnitStep):
-    """SEND_F: hand a stage's output to the rank of the next stage."""
+class Send(UnitStep):
+    """SEND_F, SEND_B: hand a stage's output, or the gradients of its input, to the rank that has
+    the stage that needs them."""
 
     edge: Edge
 
     def perform(self, work: RankWork) -> None:
-        unit = work.unit(self.unit)
-        work.pending.send(self.edge, unit, work.pending.values.pop((self.op.stage + 1, unit)))
+        unit, stage, pending = work.unit(self.unit), self.op.stage, work.pending
+        if self.op.kind is Kind.SEND_FORWARD:
+            pending.send(self.edge, unit, pending.values.pop((stage + 1, unit)))
+        else:
+            pending.send(self.edge, unit, pending.gradients.pop((stage - 1, unit)))
 
 
 @dataclass(frozen=True, slots=True)
-class SendGradients(UnitStep):
-    """SEND_B: hand the gradients of a stage's input to the rank of the stage before."""
-
-    edge: Edge
-
-    def perform(self, work: RankWork) -> None:
-        unit = work.unit(self.unit)
-        work.pending.send(self.edge, unit, work.pending.gradients.pop((self.op.stage - 1, unit)))
-
-
-@dataclass(frozen=True, slots=True)
-class ReceiveValue(UnitStep):
-    """RECV_F: wait for a stage's input."""
+class Receive(UnitStep):
+    """RECV_F, RECV_B: wait for a stage's input, or the gradients of its output."""
 
     edge: Edge
     waiting: str
 
     def perform(self, work: RankWork) -> None:
-        unit = work.unit(self.unit)
-        work.pending.values[self.op.stage, unit] = work.pending.receive(
-            self.edge, unit, self.waiting
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class ReceiveGradients(UnitStep):
-    """RECV_B: wait for the gradients of a stage's output."""
-
-    edge: Edge
-    waiting: str
-
-    def perform(self, work: RankWork) -> None:
-        unit = work.unit(self.unit)
-        work.pending.gradients[self.op.stage, unit] = work.pending.receive(
-            self.edge, unit, self.waiting
-        )
+        unit, pending = work.unit(self.unit), work.pending
+        held = pending.values if self.op.kind is Kind.RECV_FORWARD else pending.gradients
+        held[self.op.stage, unit] = pending.receive(self.edge, unit, self.waiting)
 
 
 @dataclass(frozen=True, slots=True)

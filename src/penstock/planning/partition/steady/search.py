@@ -96,15 +96,6 @@ class _BestRest:
     next_link: Array
 
 
-def _search_in_order(task: _OrderTask, below: float) -> tuple[int, tuple[Piece, ...]] | None:
-    """The best partition that is faster than ``below`` seconds, if there is one.
-
-    Returns:
-        Its first device, and its stages; devices follow each other.
-    """
-    return _OrderSearch(task, below).result()
-
-
 @dataclass
 class _OrderSearch:
     task: _OrderTask
@@ -321,7 +312,7 @@ def _with_true_links(task: FlatTask, topology: Topology, best: Partition) -> Par
         most_replicas=task.most_replicas,
         fits=task.fits,
     )
-    faster = _search_in_order(in_order, best.bottleneck_seconds)
+    faster = _OrderSearch(in_order, best.bottleneck_seconds).result()
     method = f"{best.method}, devices in order"
     if faster is None:
         return replace(best, method=method)

@@ -1,0 +1,17 @@
+"""The seed of random cases, which a failure tells."""
+
+from __future__ import annotations
+
+import os
+from random import SystemRandom
+
+import pytest
+
+
+@pytest.fixture
+def seed(request):
+    """Of the first case; the others follow."""
+    given = os.environ.get("PENSTOCK_SEED")
+    first = int(given) if given else SystemRandom().randrange(10**9)
+    print(f"PENSTOCK_SEED={first}")
+    return first
