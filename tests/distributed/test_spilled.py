@@ -74,6 +74,12 @@ def test_a_kill_while_a_save_reads_the_tier_leaves_the_checkpoint_before_it(tmp_
     assert done["digest"] == expected["digest"]
 
 
+def test_freed_memory_is_kept_in_a_tight_budget_as_far_as_it_goes(tmp_path):
+    report = told("tight", tmp_path)
+    # Without, each update would make two new tensors for a weight.
+    assert report["faults"] < 1.5 * report["pages"]
+
+
 @pytest.mark.parametrize("way", [more("spilled"), more("memory")])
 def test_the_system_allows_a_part_of_what_is_trained(tmp_path, way):
     """RLIMIT_DATA is what the process has before, the budget, and a little."""

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from msgspec.structs import replace
 from torch import nn
 
 import penstock as pk
@@ -116,9 +117,17 @@ def capped(folder, way):
     each = 4 * WIDTH * (WIDTH + 1)
     allowed = 11 * each  # of 4 × 16 that weights, gradients and state take together
     spare = 60 << 20
-    resource.setrlimit(resource.RLIMIT_DATA, (resident("VmData") + allowed + spare,) * 2)
-    spill = Spill(tier=Tier(folder=str(folder))) if way == "spilled" else None
-    plan = spilled_plan(model, 2, spill)
+    if way != "tight":  # memory that has been given back counts here, too
+        resource.setrlimit(resource.RLIMIT_DATA, (resident("VmData") + allowed + spare,) * 2)
+    tier = Tier(folder=str(folder))
+    spills = {
+        "spilled": Spill(tier=tier),
+        "tight": Spill(tier=tier, memory_bytes=2 * each + allowed),
+    }
+    plan = spilled_plan(model, 2, spills.get(way))
+    if way == "tight":  # has room for activations once, and not for twice as much
+        kept = {"activation_bytes": each // 8}
+        plan = replace(plan, stages=tuple(replace(stage, **kept) for stage in plan.stages))
     options = {"loss": F.cross_entropy, "optimizer": slowly, "init": "per-layer", "seed": 1}
     try:
         with pk.Pipeline(model, plan, **options) as pipeline:

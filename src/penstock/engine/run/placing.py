@@ -99,8 +99,8 @@ def evicted(setup: SwapSetup, rank: int, stages: Mapping[int, Stage]) -> Residen
     residence.buffers.budget_bytes = max(resident_bytes(schedule.ranks[rank], sizes), default=0)
     buffers, limit = residence.buffers, plan.spill.memory_bytes
     buffers.slack_bytes = max(0.0, room) if limit else 0.0
-    if room >= 0:
-        residence.room_bytes = limit - buffers.budget_bytes - buffers.slack_bytes if limit else inf
+    if limit:
+        residence.room_bytes = limit - buffers.budget_bytes - buffers.slack_bytes
     return residence
 
 
@@ -283,9 +283,9 @@ def place(
     if queues:  # what is left: buffers, and what is tied
         place_all(setup.layout, stages, queues)
     # The allocator is that of all of them.
-    rooms = [residence.room_bytes for residence in residences.values()]
+    room_bytes = sum(residence.room_bytes for residence in residences.values())
     for residence in residences.values():
-        residence.room_bytes = sum(rooms) if min(rooms) >= 0 else -1.0
+        residence.room_bytes = room_bytes
     return residences
 
 

@@ -72,7 +72,8 @@ class MemoryBuffer:
     ) -> Tensor:
         """The tensor that lies at an offset, which is one of its type's alignment."""
         end = self.num_bytes - (self.num_bytes - offset) % dtype.itemsize
-        return self.bytes[offset:end].view(dtype).as_strided(size, stride)
+        # Without ``.data`` it would keep this memory alive, also once it has values elsewhere.
+        return self.bytes[offset:end].view(dtype).as_strided(size, stride).data
 
     @property
     def start(self) -> int:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from math import inf
 
 import torch
 from torch import Tensor, nn
@@ -52,8 +53,9 @@ class Residency:
         store: the rank's tier.
         buffers: as given.
         transfers: what is on its way between them.
-        room_bytes: where freed memory may be kept for later, beside buffers; none if negative. That
-            begins behind the first update of all stages, which makes their state.
+        room_bytes: what freed memory may take that is kept for later, with all that is in use
+            beside buffers. That begins behind the first update of all stages, which makes their
+            state.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class Residency:
     ) -> None:
         self.store, self.buffers = path.space, buffers
         self.transfers = Transfers(path, buffers)
-        self.room_bytes = -1.0
+        self.room_bytes = inf
         self._kept: KeptPages | None = None
         self._to_begin = set(weights)
         self._optimizers: Mapping[int, torch.optim.Optimizer] = {}
@@ -170,6 +172,11 @@ class Residency:
     def parameters(self, stage: int) -> Sequence[nn.Parameter]:
         """The weights of a stage that come and go."""
         return self._parameters[stage]
+
+    def begin(self) -> None:
+        """A minibatch begins, of which nothing is in memory yet."""
+        if self._kept is None and not self._to_begin:
+            self._kept = KeptPages(self.room_bytes, lambda: self.buffers.mapped_bytes)
 
     def fetch(self, stage: int, stay: StageResidency) -> None:
         """Begin to bring a stage in; for a late update, with all that this needs. [2]"""
@@ -305,7 +312,7 @@ class Residency:
             late: whether forwards follow, which do not need the state.
         """
         self._changed.add(stage)
-        self._begin_to_keep(stage)
+        self._to_begin.discard(stage)
         if stage in self._gradients:
             group = self._spent[stage] = self._gradients.pop(stage)[0]
             if group.buffer is not None:
@@ -316,12 +323,6 @@ class Residency:
         self._find_state(stage)
         if late and stage in self._state:
             self.transfers.let_go(self._state[stage], writes=True, keeps=False)
-
-    def _begin_to_keep(self, stage: int) -> None:
-        if stage in self._to_begin:
-            self._to_begin.discard(stage)
-            if not self._to_begin and self.room_bytes >= 0:
-                self._kept = KeptPages(self.room_bytes, lambda: self.buffers.mapped_bytes)
 
     def _find_state(self, stage: int) -> None:
         """Let what an optimizer keeps travel, also if it is another object than before."""

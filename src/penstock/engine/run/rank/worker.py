@@ -242,6 +242,8 @@ class Worker:
             for store in self.stores.values():
                 store.begin()
         self._parts.observers.begin()
+        if self.residence is not None:
+            self.residence.begin()
 
     def _result_of(self, segment: Segment, work: RankWork) -> StepResult:
         result = work.result
