@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy.typing as npt
 from penstock.base.errors import InputError
 from penstock.base.values import amount, items_of, shown
 from penstock.core.schedule.columns import CODES, KINDS, Bools, Longs, RankOps
-from penstock.core.schedule.op import FORWARDS, RELEASING, STASHES, Activations, Kind, Op
+from penstock.core.schedule.op import BACKWARD, FORWARDS, RELEASING, STASHES, Activations, Kind, Op
 
 Curve = tuple[tuple[float, float], ...]
 """(time, held from then on)."""
@@ -204,34 +205,97 @@ class Load(NamedTuple):
     for_weight: float = 0
 
 
-_INPUT_ONLY = (1, 0, 0)
+SizesOfOne = tuple[float, float, float]
+"""Bytes that a microbatch keeps at a stage: its input only, all, or what the weight gradient
+needs."""
+
 _CHANGES = {
-    Kind.FORWARD: (0, 1, 0),
-    Kind.RECOMPUTE: (-1, 1, 0),
-    Kind.BACKWARD: (0, -1, 0),
-    Kind.BACKWARD_INPUT: (0, -1, 1),
-    Kind.BACKWARD_WEIGHT: (0, 0, -1),
+    Kind.FORWARD: (1, 0),
+    Kind.BACKWARD: (-1, 0),
+    Kind.BACKWARD_INPUT: (-1, 1),
+    Kind.BACKWARD_WEIGHT: (0, -1),
 }
+_STEPS = np.array([_CHANGES.get(kind, (0, 0)) for kind in KINDS])
+"""By how much ops of each kind change what is held whole, and for the weight gradient."""
 
 
-def moments(ops: RankOps) -> Longs:
-    """How many microbatches a rank holds at a time, and how: a row per moment that differs from all
-    others, ascending, and three columns per stage, as ``Load`` has them.
+@dataclass(frozen=True, eq=False)
+class Moments:
+    """All that a rank ever holds, whichever of its stages run forward a second time: the
+    microbatches of these wait as their inputs alone, but for one right before each backward.
+
+    Attributes:
+        stages: those that the rank has.
+        counts: how many microbatches it holds, and how, if nothing runs again: a row per moment
+            that differs from all others, and two columns per stage, for those that keep everything
+            and those that keep what the weight gradient needs.
+        before: the same of the moments right before the backwards of each stage.
+    """
+
+    stages: tuple[int, ...]
+    counts: Floats
+    before: Mapping[int, Floats]
+
+    @classmethod
+    def of(cls, ops: RankOps) -> Moments:
+        """Those of some ops: compute only, of whole microbatches, none of which runs again."""
+        stages, stage = ops.stages, ops.columns.stage[ops.span]
+        held = np.zeros((len(ops) + 1, len(stages), 2), np.int64)
+        places = np.arange(1, len(held)), np.searchsorted(stages, stage)
+        held[places] = _STEPS[ops.columns.kind[ops.span]]
+        rows = held.reshape(len(held), -1).cumsum(axis=0)
+        backwards = ops.are_of(BACKWARD)
+        before = {
+            own: distinct_rows(rows[:-1][backwards & (stage == own)]).astype(np.float64)
+            for own in ops.stages_with(BACKWARD)
+        }
+        return cls(stages, distinct_rows(rows).astype(np.float64), before)
+
+    def rows(self, again: Collection[int] = ()) -> Longs:
+        """A row per moment that differs from all others, ascending, and three columns per stage, as
+        ``Load`` has them.
+
+        Args:
+            again: the stages that run forward a second time.
+        """
+        twice = np.array([stage in again for stage in self.stages], np.bool_)
+        parts = [_as_loads(self.counts, twice)]
+        for place in np.flatnonzero(twice).tolist():
+            part = _as_loads(self.before[self.stages[place]], twice)
+            part[:, 3 * place : 3 * place + 2] += (-1, 1)
+            parts.append(part)
+        return distinct_rows(np.concatenate(parts))
+
+    def most_bytes(self, sizes: Callable[[int], SizesOfOne], again: Collection[int]) -> float:
+        """Bytes that the rank holds at its worst moment.
+
+        Args:
+            sizes: what a microbatch keeps at a stage.
+            again: the stages that run forward a second time.
+        """
+        of_stages = {stage: sizes(stage) for stage in self.stages}
+        flat = [
+            size
+            for stage, (inputs, whole, for_weight) in of_stages.items()
+            for size in (inputs if stage in again else whole, for_weight)
+        ]
+        most = float((self.counts @ flat).max())
+        for stage in self.before.keys() & again:
+            inputs, whole, _ = of_stages[stage]
+            most = max(most, float((self.before[stage] @ flat).max()) + whole - inputs)
+        return most
+
+
+def _as_loads(counts: Floats, again: Bools) -> Longs:
+    """Rows of ``Moments`` with three columns per stage.
 
     Args:
-        ops: compute only, of whole microbatches, perhaps with recomputes.
+        again: for each stage, whether it runs forward a second time.
     """
-    columns, span = ops.columns, ops.span
-    stages = np.array(ops.stages, np.int64)
-    steps = np.zeros((len(KINDS), 3), np.int64)
-    for kind, step in _CHANGES.items():
-        steps[CODES[kind]] = step
-    change = steps[columns.kind[span]]
-    recomputed = np.isin(columns.stage[span], ops.stages_with({Kind.RECOMPUTE}))
-    change[recomputed & ops.are_of({Kind.FORWARD})] = _INPUT_ONLY
-    held = np.zeros((len(ops) + 1, len(stages), 3), np.int64)
-    held[np.arange(1, len(held)), np.searchsorted(stages, columns.stage[span])] = change
-    return distinct_rows(held.reshape(len(held), -1).cumsum(axis=0))
+    rows = np.zeros((len(counts), len(again), 3), np.int64)
+    rows[:, :, 0], rows[:, :, 1] = counts[:, ::2] * again, counts[:, ::2] * ~again
+    rows[:, :, 2] = counts[:, 1::2]
+    return rows.reshape(len(counts), -1)
 
 
 def distinct_rows(rows: Longs) -> Longs:
@@ -241,29 +305,38 @@ def distinct_rows(rows: Longs) -> Longs:
     >>> distinct_rows(np.array([[2, -1], [1, 5], [2, -1]])).tolist()
     [[1, 5], [2, -1]]
     """
-    key = np.zeros(len(rows), np.int64)
-    for column in rows.T:
-        least = int(column.min())
-        width = int(column.max()) - least + 1
-        if int(key.max()) >= _LARGEST_KEY // width:
-            key = np.unique(key, return_inverse=True)[1]
-        key = key * width + (column - least)
-    return rows[np.unique(key, return_index=True)[1]]
+    return rows[np.unique(_keys(rows), return_index=True)[1]]
 
 
-def loads(ops: Sequence[Op], activations: Activations = "own") -> tuple[Load, ...]:
+def _keys(rows: Longs) -> Longs:
+    """A number for each row, in the order of the rows."""
+    least = rows.min(axis=0)
+    widths = (rows.max(axis=0) - least + 1).tolist()
+    if prod(widths) < _LARGEST_KEY:
+        return (rows - least) @ np.array([prod(widths[k + 1 :]) for k in range(len(widths))], int)
+    half = len(widths) // 2
+    first, second = (
+        np.unique(_keys(part), return_inverse=True)[1] for part in (rows[:, :half], rows[:, half:])
+    )
+    return first * (second.max() + 1) + second
+
+
+def loads(
+    moments: Moments, again: Collection[int] = (), activations: Activations = "own"
+) -> tuple[Load, ...]:
     """The loads of a rank at its worst moments: whatever the sizes are, the most that is held is
     held at one of these.
 
     Args:
-        ops: those of one rank with one stage: compute only, whole microbatches.
+        moments: of one rank with one stage.
+        again: its stage, if that runs forward a second time.
         activations: which of them backwards go through.
     """
     if activations == "newest":
         return (Load(whole=1),)
-    if not ops:
+    if not moments.stages:
         return (Load(),)
-    reached = moments(RankOps.of(ops))[::-1]  # whoever exceeds another comes before it
+    reached = moments.rows(again)[::-1]  # whoever exceeds another comes before it
     differing = np.flatnonzero(reached.min(axis=0) < reached.max(axis=0))
     if len(differing) < reached.shape[1]:
         # Of one or two that differ, who has more of the last than all before is exceeded by none.

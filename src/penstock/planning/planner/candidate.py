@@ -12,6 +12,7 @@ from penstock.core.graph import Contention
 from penstock.core.schedule import Schedule
 from penstock.core.schedule.families import SEARCHED
 from penstock.core.schedule.lower import add_recompute
+from penstock.core.schedule.memory import SizesOfOne
 from penstock.planning.planner.limits import (
     NO_EXCESS,
     Excess,
@@ -23,7 +24,7 @@ from penstock.planning.planner.limits import (
 )
 from penstock.planning.planner.pricing import CutSetting
 from penstock.planning.planner.pricing import written as written_summing
-from penstock.planning.planner.setting import StageSizes, Terms
+from penstock.planning.planner.setting import Terms
 from penstock.planning.plans.memory_parts import allocated
 from penstock.planning.plans.orders import search_order, written
 from penstock.planning.plans.plan import Plan
@@ -121,14 +122,14 @@ class Candidate(CutSetting):
         if self.setting.is_exact:
             (stage,) = self.setting.stages_on(rank)
             return memory.held_bytes(stage, self.recomputes[stage], *self.cuts[stage : stage + 2])
-        own = self.setting.moments_on(rank, self._run_twice)
+        own = self.setting.moments_on(rank)
         state = (
             memory.state_bytes(stage, self.recomputes[stage], *self.cuts[stage : stage + 2])
             for stage in own.stages
         )
-        return sum(state) + ceil(own.most_bytes(self._sizes))
+        return sum(state) + ceil(own.most_bytes(self._sizes, self._run_twice))
 
-    def _sizes(self, stage: int) -> StageSizes:
+    def _sizes(self, stage: int) -> SizesOfOne:
         start, stop = self.cuts[stage : stage + 2]
         numbers, layers = self.task.numbers(start, stop), self.recomputes[stage] == "layers"
         whole = numbers["again_input_bytes" if layers else "activation_bytes"]

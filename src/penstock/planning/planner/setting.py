@@ -1,11 +1,10 @@
-"""``Setting``: a schedule on some devices, before anything is said about layers. ``Moments`` tell
-what its ranks hold, without a walk through all ops for each way to cut the model; ``MemoryLimits``
+"""``Setting``: a schedule on some devices, before anything is said about layers; ``MemoryLimits``:
 which layers its stages have memory for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
 from math import inf
@@ -15,9 +14,8 @@ import numpy as np
 
 from penstock.core.graph import Mode
 from penstock.core.schedule import Schedule, families
-from penstock.core.schedule.columns import Columns, RankOps
 from penstock.core.schedule.lower import add_recompute
-from penstock.core.schedule.memory import Load, loads, moments, peak_activations
+from penstock.core.schedule.memory import Load, Moments, loads, peak_activations
 from penstock.core.schedule.repetition import MANY, abridged
 from penstock.core.versions import Flush, Policy, place_of, weight_copies
 from penstock.planning.partition.chain import Floats, Ints, Table
@@ -33,30 +31,6 @@ from penstock.planning.plans.summing import (
     room_to_sum,
     weights_held,
 )
-
-StageSizes = tuple[float, float, float]
-"""Bytes that a microbatch keeps at a stage: its input only, all, or what the weight gradient
-needs."""
-
-
-class Moments(NamedTuple):
-    """How many microbatches a rank holds at a time, and how.
-
-    Attributes:
-        stages: those that the rank has.
-        counts: a row per moment that differs from all others, three columns per stage: as
-            ``StageSizes``.
-    """
-
-    stages: tuple[int, ...]
-    counts: Floats
-
-    def most_bytes(self, sizes: Callable[[int], StageSizes]) -> float:
-        """Bytes that the rank holds at its worst moment, if ``sizes`` tells what a microbatch
-        keeps at a stage."""
-        flat = [size for stage in self.stages for size in sizes(stage)]
-        return float((self.counts @ flat).max())
-
 
 _RECOMPUTES: tuple[RecomputeWay, ...] = ("none", "layers", "stage")
 
@@ -336,23 +310,20 @@ class Setting(Terms):
         kept = self._kept("loads")
         if key not in kept:
             # Later replicas have no more microbatches than the first.
-            ops = self.schedule.rank_ops[ranks[0]]
-            twice = (stage,) if again else ()
-            kept[key] = loads(_recomputed(self.schedule, ops, twice), activations)
+            moments = self._moments_of(ranks[0])
+            kept[key] = loads(moments, (stage,) if again else (), activations)
         of_stage: tuple[Load, ...] = kept[key]
         return of_stage
 
-    def moments_on(self, rank: int, again: Collection[int]) -> Moments:
-        """The moments of a rank where some stages run forward a second time; made once for all
-        cuts, and for whatever other ranks do."""
-        number = self.scheduled(rank)
-        stages = self.schedule.stages_of[number]
-        own = tuple(stage for stage in stages if stage in again)
-        kept, key = self._kept("moments"), (number, own)
-        if key not in kept:
-            ops = _recomputed(self.schedule, self.schedule.rank_ops[number], own)
-            kept[key] = Moments(stages, moments(ops).astype(np.float64))
-        of_rank: Moments = kept[key]
+    def moments_on(self, rank: int) -> Moments:
+        """The moments of a rank; made once for all cuts, and for whatever runs again."""
+        return self._moments_of(self.scheduled(rank))
+
+    def _moments_of(self, number: int) -> Moments:
+        kept = self._kept("moments")
+        if number not in kept:
+            kept[number] = Moments.of(self.schedule.rank_ops[number])
+        of_rank: Moments = kept[number]
         return of_rank
 
     def memory_for(self, task: Task) -> MemoryLimits:
@@ -403,14 +374,6 @@ class Setting(Terms):
             kept[stages] = add_recompute(plain, stages)
         recomputing: Schedule = kept[stages]
         return recomputing
-
-
-def _recomputed(schedule: Schedule, ops: RankOps, again: Collection[int]) -> RankOps:
-    """The ops of one rank of a schedule, if some of its stages run forward a second time."""
-    if not again:
-        return ops
-    alone = schedule.with_columns(Columns.of_fields([ops.columns.fields(ops.span)]))
-    return add_recompute(alone, again).rank_ops[0]
 
 
 class MemoryLimits:
