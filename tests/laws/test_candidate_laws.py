@@ -190,8 +190,10 @@ def test_what_runs_again_together_keeps_one_input_and_works_on_all_its_activatio
         )
         assert task.again_input_bytes(start, stop) == kept
         assert task.workspace_bytes(start, stop, again=True) == room
-        assert task.tables["again_input_bytes"][start, stop] == kept
-        assert task.tables["again_workspace_bytes"][start, stop] == room
+        row = stop - start - 1
+        tables = task.tables(row + 1)
+        assert tables["again_input_bytes"][row, stop] == kept
+        assert tables["again_workspace_bytes"][row, stop] == room
 
 
 def test_a_host_whose_ranks_help_each_other_lowers_the_bounds_of_the_others_too():

@@ -305,20 +305,24 @@ def distinct_rows(rows: Longs) -> Longs:
     >>> distinct_rows(np.array([[2, -1], [1, 5], [2, -1]])).tolist()
     [[1, 5], [2, -1]]
     """
-    return rows[np.unique(_keys(rows), return_index=True)[1]]
+    distinct: Longs = rows[np.unique(_keys(rows), return_index=True)[1]]
+    return distinct
 
 
 def _keys(rows: Longs) -> Longs:
     """A number for each row, in the order of the rows."""
     least = rows.min(axis=0)
     widths = (rows.max(axis=0) - least + 1).tolist()
+    keys: Longs
     if prod(widths) < _LARGEST_KEY:
-        return (rows - least) @ np.array([prod(widths[k + 1 :]) for k in range(len(widths))], int)
+        keys = (rows - least) @ np.array([prod(widths[k + 1 :]) for k in range(len(widths))], int)
+        return keys
     half = len(widths) // 2
     first, second = (
         np.unique(_keys(part), return_inverse=True)[1] for part in (rows[:, :half], rows[:, half:])
     )
-    return first * (second.max() + 1) + second
+    keys = first * (second.max() + 1) + second
+    return keys
 
 
 def loads(

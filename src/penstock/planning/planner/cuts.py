@@ -11,7 +11,15 @@ from math import comb, inf
 import numpy as np
 
 from penstock.base.errors import PlanError
-from penstock.planning.partition.chain import ROUNDING, Floats, Ints, Table, balance, lightest
+from penstock.planning.partition.chain import (
+    ROUNDING,
+    Floats,
+    Ints,
+    Table,
+    balance,
+    lightest,
+    starts_of,
+)
 from penstock.planning.planner.candidate import Candidate
 from penstock.planning.planner.limits import least_excess
 from penstock.planning.planner.request import RecomputeRule
@@ -324,20 +332,20 @@ def _balance(
     hops = [_hops(task, setting, stage) for stage in stages]
     kinds = [(speeds[stage], memory.kind(stage), id(hops[stage])) for stage in stages]
 
-    def extra(stage: int, starts: Ints, stops: Ints) -> Floats:
-        parted: Floats = ties[starts, stops]
+    def extra(stage: int, starts: Ints, stops: Ints) -> Table:
+        parted: Table = ties[starts, stops]
         if memory.is_free:
             return parted
-        return memory.again_seconds(stage, starts, stops) / speeds[stage] + parted
+        return memory.again_seconds(stage, len(starts)) / speeds[stage] + parted
 
-    def with_hop(stage: int, starts: Ints, stops: Ints) -> Floats:
-        return extra(stage, starts, stops) + 2 * hops[stage][stops]
+    def with_hop(stage: int, starts: Ints, stops: Ints) -> Table:
+        return extra(stage, starts, stops) + 2 * hops[stage]
 
     choices = []
     # Whoever has a stage works on all microbatches, or takes its turn; hops may pass meanwhile.
-    most = most_seconds / task.num_microbatches * (1 + ROUNDING)
+    most = [most_seconds / task.num_microbatches * (1 + ROUNDING)] * len(costs)
     with suppress(PlanError):  # what fits nowhere does so with hops neither
-        for cost, limit in ((extra, most), (with_hop, inf))[: 1 + any(map(any, hops))]:
+        for cost, limit in ((extra, most), (with_hop, ()))[: 1 + any(map(any, hops))]:
             choices.append(
                 balance(
                     costs,
@@ -374,19 +382,22 @@ def _hops(task: Task, setting: Setting, stage: int) -> Floats:
 def _lightest(task: Task, setting: Setting, slack: float) -> Iterator[Candidate]:
     """The cuts that need the least memory in all, for ranks that share it."""
     memory = MemoryLimits(task, setting, slack)
-    ties, ends = _split_ties(task, setting), np.arange(len(task.places))
+    count = len(task.places) - 1
+    starts = starts_of(count, count + 1)
+    ties = _split_ties(task, setting)[starts, np.arange(count + 1)]
 
     def weight(stage: int) -> Table:
         needed = np.minimum.reduce(memory.lightest(stage))
-        allowed = np.isfinite(memory.again_seconds(stage, ends[:, None], ends) + ties)
+        allowed = np.isfinite(memory.again_seconds(stage, count) + ties)
         return np.where(allowed, setting.replicas_of(stage) * needed, inf)
 
-    chosen = lightest(len(task.places) - 1, setting.num_stages, weight)
+    chosen = lightest(count, setting.num_stages, weight)
     if chosen:
-        least = (
-            memory.ways[int(np.argmin([table[bounds] for table in memory.lightest(stage)]))]
-            for stage, bounds in enumerate(pairwise(chosen))
+        needs = (
+            [table[stop - start - 1, stop] for table in memory.lightest(stage)]
+            for stage, (start, stop) in enumerate(pairwise(chosen))
         )
+        least = (memory.ways[int(np.argmin(needed))] for needed in needs)
         cuts = tuple(task.places[number] for number in chosen)
         yield Candidate(task, setting, cuts, tuple(least))
 
