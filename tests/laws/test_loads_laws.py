@@ -47,9 +47,9 @@ def test_the_worst_of_all_loads_is_the_peak(order, data):
             load.inputs * inputs[rank]
             + load.whole * activation[rank]
             + load.for_weight * halves[rank]
-            for load in loads(Moments.of(ops), again, schedule.activations)
+            for load in loads(moments, again, schedule.activations)
         )
-        for rank, ops in enumerate(schedule.rank_ops)
+        for rank, moments in enumerate(Moments.of_ranks(schedule.rank_ops))
     )
     running = add_recompute(schedule, again) if again else schedule
     assert worst == peaks(running.ranks, sizes, activations=schedule.activations)
@@ -58,8 +58,8 @@ def test_the_worst_of_all_loads_is_the_peak(order, data):
 @given(orders())
 def test_no_load_is_less_than_another(order):
     schedule, again = order
-    for ops in schedule.rank_ops:
-        found = loads(Moments.of(ops), again, schedule.activations)
+    for moments in Moments.of_ranks(schedule.rank_ops):
+        found = loads(moments, again, schedule.activations)
         for one in found:
             for other in found:
                 assert one == other or any(a > b for a, b in zip(one, other, strict=True))

@@ -111,7 +111,7 @@ def test_a_slice_holds_its_share():
 
 
 def moments_of(schedule):
-    return Moments.of(schedule.rank_ops[0])
+    return Moments.of_ranks(schedule.rank_ops)[0]
 
 
 def test_the_moments_that_may_be_the_worst():
@@ -173,8 +173,9 @@ def test_moments_are_all_that_a_rank_ever_holds(name, recomputed):
     again = range(min(recomputed, schedule.num_stages))
     running = add_recompute(schedule, again)
     sizes = [(1.0 + stage, 40.0 - 7 * stage, 3.0 * stage) for stage in range(8)]
-    for plain, ops in zip(schedule.rank_ops, running.rank_ops, strict=True):
-        moments, held = Moments.of(plain), counted(running.columns.ops(ops.span), plain.stages)
+    of_ranks = Moments.of_ranks(schedule.rank_ops)
+    for plain, ops, moments in zip(schedule.rank_ops, running.rank_ops, of_ranks, strict=True):
+        held = counted(running.columns.ops(ops.span), plain.stages)
         assert "as_tuple" not in vars(plain)  # of millions of ops, no object each
         assert moments.rows(again).tolist() == held
         flat = [size for stage in plain.stages for size in sizes[stage]]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
 
@@ -12,7 +14,7 @@ import numpy.typing as npt
 
 from penstock.base.errors import InputError
 from penstock.base.values import amount, items_of, shown
-from penstock.core.schedule.columns import CODES, KINDS, Bools, Longs, RankOps
+from penstock.core.schedule.columns import CODES, KINDS, Bools, Longs, RankOps, codes_of, joined
 from penstock.core.schedule.op import BACKWARD, FORWARDS, RELEASING, STASHES, Activations, Kind, Op
 
 Curve = tuple[tuple[float, float], ...]
@@ -21,6 +23,8 @@ Curve = tuple[tuple[float, float], ...]
 Floats = npt.NDArray[np.float64]
 
 _LARGEST_KEY = 2**62
+_MANY_OPS = 1 << 18
+"""That are gone through at once."""
 
 
 @dataclass(frozen=True)
@@ -237,19 +241,47 @@ class Moments:
     before: Mapping[int, Floats]
 
     @classmethod
-    def of(cls, ops: RankOps) -> Moments:
-        """Those of some ops: compute only, of whole microbatches, none of which runs again."""
-        stages, stage = ops.stages, ops.columns.stage[ops.span]
-        held = np.zeros((len(ops) + 1, len(stages), 2), np.int64)
-        places = np.arange(1, len(held)), np.searchsorted(stages, stage)
-        held[places] = _STEPS[ops.columns.kind[ops.span]]
+    def of_ranks(cls, ranks: Sequence[RankOps]) -> list[Moments]:
+        """Those of some ranks: compute only, of whole microbatches, none of which runs again."""
+        found: list[Moments] = []
+        while len(found) < len(ranks):
+            ends = list(accumulate(map(len, ranks[len(found) :])))
+            count = max(bisect_right(ends, _MANY_OPS), 1)
+            found += cls._of_few(ranks[len(found) : len(found) + count])
+        return found
+
+    @classmethod
+    def _of_few(cls, ranks: Sequence[RankOps]) -> list[Moments]:
+        """Those of so many ranks that one table has room for all of their ops."""
+        numbers, stages_of = np.arange(len(ranks)), [ops.stages for ops in ranks]
+        rank = np.repeat(numbers, [len(ops) for ops in ranks])
+        stage, kind, *_ = joined(ops.columns.fields(ops.span) for ops in ranks)
+        of_ranks = np.split(stage, np.searchsorted(rank, numbers[1:]))
+        places = np.concatenate(list(map(np.searchsorted, stages_of, of_ranks)))
+        # Each rank begins with a row in which it holds nothing.
+        behind = np.arange(len(rank)) + rank + 1
+        held = np.zeros((len(rank) + len(ranks), max(map(len, stages_of)), 2), np.int64)
+        held[behind, places] = _STEPS[kind]
         rows = held.reshape(len(held), -1).cumsum(axis=0)
-        backwards = ops.are_of(BACKWARD)
-        before = {
-            own: distinct_rows(rows[:-1][backwards & (stage == own)]).astype(np.float64)
-            for own in ops.stages_with(BACKWARD)
-        }
-        return cls(stages, distinct_rows(rows).astype(np.float64), before)
+        begins = np.searchsorted(rank, numbers) + numbers
+        owner = np.repeat(numbers, np.diff([*begins, len(rows)]))
+        rows -= rows[begins][owner]
+        backwards = codes_of(BACKWARD)[kind]
+        counts = _distinct_by(owner, rows)
+        most = 1 + int(stage.max(initial=0))
+        before = _distinct_by((rank * most + stage)[backwards], rows[behind[backwards] - 1])
+        return [
+            cls(
+                stages,
+                counts[number][:, : 2 * len(stages)],
+                {
+                    own: before[number * most + own][:, : 2 * len(stages)]
+                    for own in stages
+                    if number * most + own in before
+                },
+            )
+            for number, stages in enumerate(stages_of)
+        ]
 
     def rows(self, again: Collection[int] = ()) -> Longs:
         """A row per moment that differs from all others, ascending, and three columns per stage, as
@@ -284,6 +316,16 @@ class Moments:
             inputs, whole, _ = of_stages[stage]
             most = max(most, float((self.before[stage] @ flat).max()) + whole - inputs)
         return most
+
+
+def _distinct_by(labels: Longs, rows: Longs) -> dict[int, Floats]:
+    """The rows of each label without those that repeat others."""
+    if not len(rows):
+        return {}
+    distinct = distinct_rows(np.column_stack([labels, rows]))
+    begins = np.flatnonzero(np.diff(distinct[:, 0]))
+    parts = np.split(distinct.astype(np.float64), begins + 1)
+    return {int(part[0, 0]): part[:, 1:] for part in parts}
 
 
 def _as_loads(counts: Floats, again: Bools) -> Longs:
@@ -340,6 +382,13 @@ def loads(
         return (Load(whole=1),)
     if not moments.stages:
         return (Load(),)
+    if not moments.counts[:, 1].any():
+        # Backwards are whole: all that wait, or one of the most before a backward and the others.
+        (stage,), most = moments.stages, moments.counts[:, 0].max()
+        if stage not in again:
+            return (Load(whole=most),)
+        waiting = moments.before[stage][:, 0].max() - 1
+        return Load(waiting, whole=1), Load(most)
     reached = moments.rows(again)[::-1]  # whoever exceeds another comes before it
     differing = np.flatnonzero(reached.min(axis=0) < reached.max(axis=0))
     if len(differing) < reached.shape[1]:

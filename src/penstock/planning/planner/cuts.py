@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate, combinations, islice, pairwise, product
@@ -342,8 +342,7 @@ def _balance(
         return extra(stage, starts, stops) + 2 * hops[stage]
 
     choices = []
-    # Whoever has a stage works on all microbatches, or takes its turn; hops may pass meanwhile.
-    most = [most_seconds / task.num_microbatches * (1 + ROUNDING)] * len(costs)
+    most = _most_by_start(task, setting, most_seconds)
     with suppress(PlanError):  # what fits nowhere does so with hops neither
         for cost, limit in ((extra, most), (with_hop, ()))[: 1 + any(map(any, hops))]:
             choices.append(
@@ -358,6 +357,22 @@ def _balance(
                 )
             )
     return [tuple(task.places[number] for number in cuts) for cuts in dict.fromkeys(choices)]
+
+
+def _most_by_start(task: Task, setting: Setting, most_seconds: float) -> Sequence[float]:
+    """Seconds per microbatch that a stage may take where a minibatch may take so long, by the place
+    where the stage begins: whoever has it works on all microbatches, or takes its turn. Where ranks
+    have one stage each and drain, the first microbatch comes through all layers before it, and of
+    whole backwards the last gradient goes back through them. (Hops may pass meanwhile.)"""
+    if most_seconds == inf:
+        return ()
+    outside = np.zeros(len(task.places))
+    if setting.is_exact and not setting.versions.asynchronous:
+        ways = ("forward_seconds", "backward_input_seconds")[: 2 - setting.schedule.splits_backward]
+        passes = np.sum([task.sums[way] for way in ways], axis=0)[list(task.places)]
+        outside = min(task.least_paces(setting.devices, setting.mode)) * passes
+    most = (most_seconds * (1 + ROUNDING) - outside[:-1]) / task.num_microbatches
+    return list(most.tolist())
 
 
 def _longest(setting: Setting, memory: MemoryLimits) -> list[int]:
