@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate, combinations, islice, pairwise, product
 from math import comb, inf
+from operator import le
 
 import numpy as np
 
@@ -133,18 +134,18 @@ def recomputing(
 
 def _patterns(plain: Candidate, slack: float) -> dict[tuple[int, ...], list[Recomputes]]:
     """What the stages of a rank may recompute so that it keeps its limit, that which takes least
-    first; by the stages of the rank. All ranks try the same at once."""
+    first; by the stages of the rank, up to the first ones that can keep it in no way."""
     task, setting = plain.task, plain.setting
-    stages_of = dict.fromkeys(setting.schedule.stages_of)
-    missed: dict[tuple[int, ...], dict[Recomputes, float]] = {stages: {} for stages in stages_of}
-    for pattern in _every_pattern(setting):
-        place = {stage: pattern[k] for stages in stages_of for k, stage in enumerate(stages)}
-        how = tuple(place[stage] for stage in range(setting.num_stages))
-        held = replace(plain, recomputes=how).held
-        for rank, needed in held.items():
-            stages, limit = setting.stages_on(rank), task.limits[setting.devices[rank]]
-            own, over = pattern[: len(stages)], needed - limit - slack
-            missed[stages][own] = max(over, missed[stages].get(own, -inf))
+    place = {stage: k for own in setting.schedule.stages_of for k, stage in enumerate(own)}
+    every = range(setting.num_stages)
+    # All ranks try the same at once.
+    tried = {
+        pattern: replace(plain, recomputes=tuple(pattern[place[stage]] for stage in every))
+        for pattern in _every_pattern(setting)
+    }
+    ranks_with: dict[tuple[int, ...], list[int]] = {}
+    for rank in setting.unlike_ranks(task):
+        ranks_with.setdefault(setting.stages_on(rank), []).append(rank)
     shared = bool(task.topology.shared_memories)
 
     def seconds(stages: tuple[int, ...], own: Recomputes) -> float:
@@ -155,12 +156,19 @@ def _patterns(plain: Candidate, slack: float) -> dict[tuple[int, ...], list[Reco
         )
 
     chosen: dict[tuple[int, ...], list[Recomputes]] = {}
-    for stages, patterns in missed.items():
+    for stages, ranks in ranks_with.items():
+        limits = [task.limits[setting.devices[rank]] + slack for rank in ranks]
         chosen[stages] = []
-        fitting = [own for own, over in patterns.items() if over <= 0]
+        fitting = dict.fromkeys(
+            pattern[: len(stages)]
+            for pattern, candidate in tried.items()
+            if all(map(le, map(candidate.held_on, ranks), limits))
+        )
         for own in sorted(fitting, key=lambda own: seconds(stages, own)):
             if shared or not any(_is_part(less, own) for less in chosen[stages]):
                 chosen[stages].append(own)
+        if not fitting:
+            break
     return chosen
 
 
@@ -236,19 +244,20 @@ def with_layers_moved(
         sources: the stages that a layer may leave; all by default.
     """
     task, setting = candidate.task, candidate.setting
-    moved = (with_cuts(task, setting, cuts) for cuts in _moves(candidate.cuts, sources))
+    moved = (with_cuts(task, setting, cuts) for _, cuts in _moves(candidate.cuts, sources))
     return [candidate for candidate in moved if candidate.fits]
 
 
 def _moves(
     cuts: tuple[int, ...], sources: Collection[int] | None = None
-) -> Iterator[tuple[int, ...]]:
+) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """(which cut has moved, the cuts)."""
     for index, step in product(range(1, len(cuts) - 1), (-1, 1)):
         leaves = index - 1 if step < 0 else index
         if sources is not None and leaves not in sources:
             continue
         if cuts[index - 1] < cuts[index] + step < cuts[index + 1]:
-            yield (*cuts[:index], cuts[index] + step, *cuts[index + 1 :])
+            yield index, (*cuts[:index], cuts[index] + step, *cuts[index + 1 :])
 
 
 def _squeezed(task: Task, setting: Setting, slack: float) -> Iterator[Candidate]:
@@ -276,18 +285,15 @@ def _lightened(candidate: Candidate) -> Iterator[Candidate]:
     limit by less that this one misses most; of ranks that move nothing, nothing is counted again.
     """
     setting, rank = candidate.setting, candidate.excess.rank
-    for cuts in _moves(candidate.cuts, None if rank is None else setting.stages_on(rank)):
+    ranks_of = setting.ranks_of
+    for index, cuts in _moves(candidate.cuts, None if rank is None else setting.stages_on(rank)):
         moved = replace(candidate, cuts=cuts)
         if setting.schedule.num_slices == 1:
-            stages = {
-                k for k in range(setting.num_stages) if cuts[k : k + 2] != candidate.cuts[k : k + 2]
+            changed = {
+                setting.first_of(own) for stage in (index - 1, index) for own in ranks_of[stage]
             }
-            vars(moved)["tensor_bytes"] = {
-                own: moved.tensor_bytes_on(own)
-                if stages.intersection(setting.stages_on(own))
-                else num_bytes
-                for own, num_bytes in candidate.tensor_bytes.items()
-            }
+            of_changed = {own: moved.tensor_bytes_on(own) for own in changed}
+            vars(moved)["tensor_bytes"] = {**candidate.tensor_bytes, **of_changed}
         yield moved
 
 
