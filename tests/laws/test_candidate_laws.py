@@ -3,6 +3,7 @@ above the simulated time, and the memory that is counted is that of the plan's o
 
 from __future__ import annotations
 
+from dataclasses import replace as replaced
 from itertools import combinations, groupby
 from math import ceil
 
@@ -105,6 +106,8 @@ def test_memory_is_what_the_ops_of_the_plan_keep(pair):
     _, candidate = pair
     found = candidate.to_plan()
     setting, count = candidate.setting, candidate.task.num_microbatches
+    alone = replaced(candidate)
+    assert {rank: alone.held_on(rank) for rank in candidate.held} == candidate.held
     simulated = held_bytes(found)
     assert all(a >= b for a, b in zip(candidate.rank_bytes, simulated, strict=True))
     # Later replicas may have a microbatch less, and are counted as if they did not.

@@ -308,15 +308,7 @@ def with_cuts(task: Task, setting: Setting, cuts: tuple[int, ...]) -> Candidate:
 def _balanced(
     task: Task, setting: Setting, memory: MemoryLimits, most_seconds: float = inf
 ) -> Iterator[Candidate]:
-    if not memory.is_free or (setting.versions.asynchronous and task.ties):
-        choices = _balance(task, setting, memory, most_seconds)
-    else:
-        # Without limits, cuts depend on the devices only: many schedules share them.
-        key = (setting.devices_of, setting.replicas, setting.mode)
-        if key not in task.cache.cuts:
-            task.cache.cuts[key] = _balance(task, setting, memory)
-        choices = task.cache.cuts[key]
-    for cuts in choices:
+    for cuts in _balance(task, setting, memory, most_seconds):
         yield _candidate(task, setting, cuts, memory)
 
 
@@ -330,25 +322,32 @@ def _balance(
         longest and (not longest[-1] or sum(longest) < len(costs))
     ):
         return []
-    stages, ties = range(setting.num_stages), _split_ties(task, setting)
     speeds = [
         setting.replicas_of(stage) / task.pace(devices, setting.devices, setting.mode).passes
         for stage, devices in enumerate(setting.devices_of)
     ]
-    hops = [_hops(task, setting, stage) for stage in stages]
-    kinds = [(speeds[stage], memory.kind(stage), id(hops[stage])) for stage in stages]
+    *inner, last = range(setting.num_stages)
+    hops = [_hops(task, setting, stage) for stage in inner]
+    kinds = [(speeds[stage], memory.kind(stage), id(hops[stage])) for stage in inner]
+    kinds.append((speeds[last], memory.kind(last), id(None)))
+    hops.append(np.zeros(len(task.places)))
+    # Without limits, cuts depend on speeds and links alone: many schedules share them.
+    may_part = not (setting.versions.asynchronous and task.ties)
+    are_shared, key = memory.is_free and may_part, tuple(kinds)
+    if are_shared and key in task.cache.cuts:
+        return task.cache.cuts[key]
 
     def extra(stage: int, starts: Ints, stops: Ints) -> Table:
-        parted: Table = ties[starts, stops]
-        if memory.is_free:
-            return parted
-        return memory.again_seconds(stage, len(starts)) / speeds[stage] + parted
+        again = np.zeros(starts.shape)
+        if not memory.is_free:
+            again = memory.again_seconds(stage, len(starts)) / speeds[stage]
+        return again + _split_ties(task, setting, starts)
 
     def with_hop(stage: int, starts: Ints, stops: Ints) -> Table:
         return extra(stage, starts, stops) + 2 * hops[stage]
 
     choices = []
-    most = _most_by_start(task, setting, most_seconds)
+    most = () if are_shared else _most_by_start(task, setting, most_seconds)
     with suppress(PlanError):  # what fits nowhere does so with hops neither
         for cost, limit in ((extra, most), (with_hop, ()))[: 1 + any(map(any, hops))]:
             choices.append(
@@ -362,7 +361,10 @@ def _balance(
                     most=limit,
                 )
             )
-    return [tuple(task.places[number] for number in cuts) for cuts in dict.fromkeys(choices)]
+    found = [tuple(task.places[number] for number in cuts) for cuts in dict.fromkeys(choices)]
+    if are_shared:
+        task.cache.cuts[key] = found
+    return found
 
 
 def _most_by_start(task: Task, setting: Setting, most_seconds: float) -> Sequence[float]:
@@ -394,8 +396,6 @@ def _longest(setting: Setting, memory: MemoryLimits) -> list[int]:
 
 def _hops(task: Task, setting: Setting, stage: int) -> Floats:
     """Seconds from a stage to the next if it ends at each place."""
-    if stage == setting.num_stages - 1:
-        return np.zeros(len(task.places))
     ends = setting.devices_of[stage], setting.devices_of[stage + 1]
     return task.hops(*ends, in_turns=bool(setting.replicas))
 
@@ -404,8 +404,7 @@ def _lightest(task: Task, setting: Setting, slack: float) -> Iterator[Candidate]
     """The cuts that need the least memory in all, for ranks that share it."""
     memory = MemoryLimits(task, setting, slack)
     count = len(task.places) - 1
-    starts = starts_of(count, count + 1)
-    ties = _split_ties(task, setting)[starts, np.arange(count + 1)]
+    ties = _split_ties(task, setting, starts_of(count, count + 1))
 
     def weight(stage: int) -> Table:
         needed = np.minimum.reduce(memory.lightest(stage))
@@ -430,15 +429,18 @@ def _candidate(
     return Candidate(task, setting, cuts, tuple(how))
 
 
-def _split_ties(task: Task, setting: Setting) -> Table:
+def _split_ties(task: Task, setting: Setting, starts: Ints) -> Table | float:
     """Infinite for stages that would part layers with tied weights, where that is not possible:
-    without a flush, stages are never at the same update."""
-    count = len(task.places)
-    table = np.zeros((count, count))
-    if setting.versions.asynchronous:
-        starts, stops = np.array(task.places)[:, None], np.array(task.places)
-        for tie in task.ties:
-            first, last = tie.first, tie.last
-            parted = ((first < starts) & (starts <= last)) | ((first < stops) & (stops <= last))
-            table[parted] = inf
+    without a flush, stages are never at the same update.
+
+    Args:
+        starts: of all stages, as ``starts_of`` has them.
+    """
+    if not setting.versions.asynchronous or not task.ties:
+        return 0.0
+    places = np.array(task.places)
+    begins, ends, table = places[starts], places, np.zeros(starts.shape)
+    for tie in task.ties:
+        first, last = tie.first, tie.last
+        table[(first < begins) & (begins <= last) | (first < ends) & (ends <= last)] = inf
     return table
