@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate, combinations, islice, pairwise, product
 from math import comb, inf
-from operator import le
 
 import numpy as np
 
@@ -113,7 +112,8 @@ def recomputing(
     """
     again = setting.recompute if setting.recompute in {"stage", "layers"} else "none"
     plain = Candidate(task, setting, cuts, (again,) * setting.num_stages)
-    if plain.excess.num_bytes <= slack:
+    every = setting.unlike_ranks(task)
+    if all(_has_room(plain, rank, slack) for rank in every) and plain.excess.num_bytes <= slack:
         return [plain]
     if setting.recompute != "where-needed":
         return []
@@ -157,12 +157,11 @@ def _patterns(plain: Candidate, slack: float) -> dict[tuple[int, ...], list[Reco
 
     chosen: dict[tuple[int, ...], list[Recomputes]] = {}
     for stages, ranks in ranks_with.items():
-        limits = [task.limits[setting.devices[rank]] + slack for rank in ranks]
         chosen[stages] = []
         fitting = dict.fromkeys(
             pattern[: len(stages)]
             for pattern, candidate in tried.items()
-            if all(map(le, map(candidate.held_on, ranks), limits))
+            if all(_has_room(candidate, rank, slack) for rank in ranks)
         )
         for own in sorted(fitting, key=lambda own: seconds(stages, own)):
             if shared or not any(_is_part(less, own) for less in chosen[stages]):
@@ -170,6 +169,12 @@ def _patterns(plain: Candidate, slack: float) -> dict[tuple[int, ...], list[Reco
         if not fitting:
             break
     return chosen
+
+
+def _has_room(candidate: Candidate, rank: int, slack: float) -> bool:
+    """Whether a rank keeps its own limit."""
+    limit = candidate.task.limits[candidate.setting.devices[rank]]
+    return candidate.held_on(rank) <= limit + slack
 
 
 def _every_pattern(setting: Setting) -> Iterator[Recomputes]:

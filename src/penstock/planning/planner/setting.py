@@ -324,10 +324,13 @@ class Setting(Terms):
     def _moments_of(self, number: int) -> Moments:
         kept = self._kept("moments")
         if number not in kept:
-            numbers = {*map(self.scheduled, self.first_ranks)}
-            if self.is_single:
-                numbers = {self.schedule.ranks_of(stage)[0] for stage in range(self.num_stages)}
-            asked = sorted((numbers | {number}) - kept.keys())
+            numbers = {number}
+            # Where the first rank that is asked about has no room, nobody asks about the others.
+            if kept and self.is_single:
+                numbers |= {self.schedule.ranks_of(stage)[0] for stage in range(self.num_stages)}
+            elif kept:
+                numbers |= {*map(self.scheduled, self.first_ranks)}
+            asked = sorted(numbers - kept.keys())
             ranks = [self.schedule.rank_ops[own] for own in asked]
             kept.update(zip(asked, Moments.of_ranks(ranks), strict=True))
         of_rank: Moments = kept[number]
