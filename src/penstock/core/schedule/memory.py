@@ -243,12 +243,12 @@ class Moments:
     @classmethod
     def of_ranks(cls, ranks: Sequence[RankOps]) -> list[Moments]:
         """Those of some ranks: compute only, of whole microbatches, none of which runs again."""
-        found: list[Moments] = []
-        while len(found) < len(ranks):
-            ends = list(accumulate(map(len, ranks[len(found) :])))
+        counted: list[Moments] = []
+        while len(counted) < len(ranks):
+            ends = list(accumulate(map(len, ranks[len(counted) :])))
             count = max(bisect_right(ends, _MANY_OPS), 1)
-            found += cls._of_few(ranks[len(found) : len(found) + count])
-        return found
+            counted += cls._of_few(ranks[len(counted) : len(counted) + count])
+        return counted
 
     @classmethod
     def _of_few(cls, ranks: Sequence[RankOps]) -> list[Moments]:

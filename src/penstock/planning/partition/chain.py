@@ -231,7 +231,7 @@ def balance(
     _check(costs, num_stages, edges, speeds)
     behind = np.array([0.0, *(edges or (0.0,) * (len(costs) - 1)), 0.0])
     stages = _ChainStages(
-        _LayerRuns(costs), behind, speeds, extra, longest, kinds, num_stages,
+        _SecondsOfRuns(costs), behind, speeds, extra, longest, kinds, num_stages,
         np.array([*most, inf]) if len(most) else None,
     )  # fmt: skip
     slowest = _least_slowest(stages, sum(costs) / min(speeds, default=1.0), max(most, default=inf))
@@ -255,7 +255,9 @@ def least_slowest(costs: Sequence[float], num_stages: int) -> float:
         costs, num_stages: as for ``balance``; no fewer layers than stages.
     """
     behind = np.zeros(len(costs) + 1)
-    stages = _ChainStages(_LayerRuns(costs), behind, (), None, (), (0,) * num_stages, num_stages)
+    stages = _ChainStages(
+        _SecondsOfRuns(costs), behind, (), None, (), (0,) * num_stages, num_stages
+    )
     return _least_slowest(stages, sum(costs), inf)
 
 
@@ -281,7 +283,7 @@ def _least_slowest(stages: _ChainStages, whole: float, most: float) -> float:
         limit = min(2 * limit if limit < whole else inf, most)
 
 
-class _LayerRuns:
+class _SecondsOfRuns:
     """The seconds of layers that follow one another, a ``Table`` whose rows are made when somebody
     asks for them.
 
@@ -319,7 +321,7 @@ class _ChainStages:
         is_cut: whether a limit on seconds has ruled anything out that a higher one would not.
     """
 
-    runs: _LayerRuns
+    runs: _SecondsOfRuns
     behind: Floats
     speeds: Sequence[float]
     extra: Extra | None
@@ -383,7 +385,7 @@ def lightest(num_layers: int, num_stages: int, weight: Callable[[int], Table]) -
     Returns:
         The cuts, as ``balance`` gives them; none where nothing is allowed.
     """
-    possible = _LayerRuns([0.0] * num_layers).within(inf)
+    possible = _SecondsOfRuns([0.0] * num_layers).within(inf)
     least, cuts = _solve((possible + weight(stage) for stage in range(num_stages)), np.add)
     return cuts if least < inf else ()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, combinations, islice, pairwise, product
 from math import comb, inf
 
@@ -13,6 +14,7 @@ import numpy as np
 from penstock.base.errors import PlanError
 from penstock.planning.partition.chain import (
     ROUNDING,
+    Extra,
     Floats,
     Ints,
     Table,
@@ -342,6 +344,29 @@ def _balance(
     if are_shared and key in task.cache.cuts:
         return task.cache.cuts[key]
 
+    cut = partial(balance, costs, setting.num_stages, speeds=speeds, longest=longest, kinds=kinds)
+    choices = []
+    most = () if are_shared else _most_by_start(task, setting, most_seconds)
+    with suppress(PlanError):  # what fits nowhere does so with hops neither
+        extras = _extras(task, setting, memory, speeds, hops)
+        for extra, limit in zip(extras, (most, ()), strict=False):
+            choices.append(cut(extra=extra, most=limit))
+    best = [tuple(task.places[number] for number in cuts) for cuts in dict.fromkeys(choices)]
+    if are_shared:
+        task.cache.cuts[key] = best
+    return best
+
+
+def _extras(
+    task: Task,
+    setting: Setting,
+    memory: MemoryLimits,
+    speeds: Sequence[float],
+    hops: Sequence[Floats],
+) -> list[Extra]:
+    """What stages take besides the seconds of their layers: without hops, and with them, if there
+    are any."""
+
     def extra(stage: int, starts: Ints, stops: Ints) -> Table:
         again = np.zeros(starts.shape)
         if not memory.is_free:
@@ -351,25 +376,7 @@ def _balance(
     def with_hop(stage: int, starts: Ints, stops: Ints) -> Table:
         return extra(stage, starts, stops) + 2 * hops[stage]
 
-    choices = []
-    most = () if are_shared else _most_by_start(task, setting, most_seconds)
-    with suppress(PlanError):  # what fits nowhere does so with hops neither
-        for cost, limit in ((extra, most), (with_hop, ()))[: 1 + any(map(any, hops))]:
-            choices.append(
-                balance(
-                    costs,
-                    setting.num_stages,
-                    speeds=speeds,
-                    extra=cost,
-                    longest=longest,
-                    kinds=kinds,
-                    most=limit,
-                )
-            )
-    found = [tuple(task.places[number] for number in cuts) for cuts in dict.fromkeys(choices)]
-    if are_shared:
-        task.cache.cuts[key] = found
-    return found
+    return [extra, with_hop] if any(map(any, hops)) else [extra]
 
 
 def _most_by_start(task: Task, setting: Setting, most_seconds: float) -> Sequence[float]:
