@@ -34,7 +34,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numpy.lib.stride_tricks import as_strided
 
 from penstock.base.errors import InputError, PlanError
 from penstock.base.values import is_number, one_of, shown
@@ -436,8 +435,8 @@ def _at_starts(numbers: Floats, num_rows: int) -> Table:
     """A number for each place, as so many rows of a table that has it where layers start."""
     padded = np.concatenate([np.full(num_rows, inf), numbers])
     (step,) = padded.strides
-    shape = num_rows, len(numbers)
-    return as_strided(padded[num_rows - 1 :], shape, (-step, step), writeable=False)
+    shape, begin = (num_rows, len(numbers)), (num_rows - 1) * step
+    return np.ndarray(shape, np.float64, padded, begin, (-step, step))  # each row one place later
 
 
 def _check(
