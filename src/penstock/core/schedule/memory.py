@@ -23,7 +23,7 @@ Curve = tuple[tuple[float, float], ...]
 Floats = npt.NDArray[np.float64]
 
 _LARGEST_KEY = 2**62
-_MANY_OPS = 1 << 18
+_MANY_OPS = 1 << 15
 """That are gone through at once."""
 
 

@@ -176,7 +176,7 @@ def _patterns(plain: Candidate, slack: float) -> dict[tuple[int, ...], list[Reco
 def _has_room(candidate: Candidate, rank: int, slack: float) -> bool:
     """Whether a rank keeps its own limit."""
     limit = candidate.task.limits[candidate.setting.devices[rank]]
-    return candidate.held_on(rank) <= limit + slack
+    return limit == inf or candidate.held_on(rank) <= limit + slack
 
 
 def _every_pattern(setting: Setting) -> Iterator[Recomputes]:
