@@ -61,7 +61,7 @@ def test_what_lacks_room_or_takes_too_long_was_worth_nothing(seed):
                 assert promised <= candidate.seconds * (1 + 1e-9), number
             least = min((candidate.seconds for candidate in found), default=inf)
             again = candidates(task, setting, most_seconds=least)
-            assert min((own.seconds for own in again), default=inf) == least, number
+            assert min((own.seconds for own in again), default=inf) <= least, number
 
 
 def test_a_deep_model_with_little_memory_is_never_slower_than_equal_pipelines():

@@ -96,3 +96,20 @@ def test_equals_brute_force_with_edges_speeds_and_limits(costs, data):
     else:
         cuts = balance(costs, p, edges=edges, speeds=speeds, extra=elementwise(extra))
         assert max(with_extra(cuts, extra, costs, edges, speeds)) == pytest.approx(expected[0])
+
+
+@given(costs=whole, data=st.data())
+def test_a_stage_takes_no_longer_than_it_may_where_it_begins(costs, data):
+    p = data.draw(st.integers(1, len(costs)))
+    most = data.draw(st.lists(st.integers(0, 30), min_size=len(costs), max_size=len(costs)))
+
+    def too_long(stage, start, stop):
+        return inf if sum(costs[start:stop]) > most[start] else 0.0
+
+    expected = brute_force(costs, p, extra=too_long)
+    if expected is None:
+        with pytest.raises(PlanError, match="within its limit"):
+            balance(costs, p, most=most)
+    else:
+        seconds = with_extra(balance(costs, p, most=most), too_long, costs, (), ())
+        assert (max(seconds), sum(one * one for one in seconds)) == expected

@@ -597,11 +597,10 @@ def turns(order):
 
 def line(own):
     """The ops of a ``Line``."""
-    stages = (own.stage + own.per_lap * lap for lap in own.laps or repeat(0, len(own)))
-    parts = own.slices or repeat(0)
+    laps, parts = (list(map(int, given)) or repeat(0) for given in (own.laps, own.slices))
     return [
-        Op(stage, own.kind, microbatch, part)
-        for stage, microbatch, part in zip(stages, own.microbatches, parts, strict=False)
+        Op(own.stage + own.per_lap * lap, own.kind, int(microbatch), part)
+        for lap, microbatch, part in zip(laps, own.microbatches, parts, strict=False)
     ]
 
 

@@ -8,10 +8,10 @@ from penstock.base.errors import InputError
 from penstock.core.schedule.lower import add_free, add_recompute, lower
 from penstock.core.schedule.memory import (
     Load,
+    Moments,
     changes,
     distinct_rows,
     loads,
-    moments,
     peak_activations,
     peaks,
     units,
@@ -110,15 +110,18 @@ def test_a_slice_holds_its_share():
     assert simulate(sliced).peak_bytes(Sizes([8.0, 80.0])) == (10, 80)
 
 
+def moments_of(schedule):
+    return Moments.of_ranks(schedule.rank_ops)[0]
+
+
 def test_the_moments_that_may_be_the_worst():
     # One whole and one half are never more than the larger of two whole ones and two halves.
-    assert set(loads(SPLIT.ranks[0])) == {Load(whole=2), Load(for_weight=2)}
-    again = add_recompute(schedules.build("gpipe", num_ranks=1, num_microbatches=3))
-    assert set(loads(again.ranks[0])) == {Load(inputs=3), Load(inputs=2, whole=1)}
-    assert loads(schedules.build("1f1b", num_ranks=2, num_microbatches=4).ranks[0]) == (
-        Load(whole=2),
-    )
-    assert loads(()) == (Load(),)
+    assert set(loads(moments_of(SPLIT))) == {Load(whole=2), Load(for_weight=2)}
+    gpipe = moments_of(schedules.build("gpipe", num_ranks=1, num_microbatches=3))
+    assert set(loads(gpipe, again=(0,))) == {Load(inputs=3), Load(inputs=2, whole=1)}
+    plain = moments_of(schedules.build("1f1b", num_ranks=2, num_microbatches=4))
+    assert loads(plain) == (Load(whole=2),)
+    assert loads(moments_of(Schedule(((),)))) == (Load(),)
 
 
 @pytest.mark.parametrize(
@@ -167,10 +170,16 @@ def counted(ops, stages):
 @pytest.mark.parametrize("recomputed", [0, 1, 8])
 def test_moments_are_all_that_a_rank_ever_holds(name, recomputed):
     schedule = schedules.build(name, num_ranks=4, num_microbatches=8)
-    schedule = add_recompute(schedule, range(min(recomputed, schedule.num_stages)))
-    for ops, stages in zip(schedule.rank_ops, schedule.stages_of, strict=True):
-        assert moments(ops).tolist() == counted(schedule.columns.ops(ops.span), stages)
-        assert "as_tuple" not in vars(ops)  # of millions of ops, no object each
+    again = range(min(recomputed, schedule.num_stages))
+    running = add_recompute(schedule, again)
+    sizes = [(1.0 + stage, 40.0 - 7 * stage, 3.0 * stage) for stage in range(8)]
+    of_ranks = Moments.of_ranks(schedule.rank_ops)
+    for plain, ops, moments in zip(schedule.rank_ops, running.rank_ops, of_ranks, strict=True):
+        held = counted(running.columns.ops(ops.span), plain.stages)
+        assert "as_tuple" not in vars(plain)  # of millions of ops, no object each
+        assert moments.rows(again).tolist() == held
+        flat = [size for stage in plain.stages for size in sizes[stage]]
+        assert moments.most_bytes(sizes.__getitem__, again) == max(np.array(held) @ flat)
 
 
 def test_rows_are_told_apart_also_where_their_numbers_do_not_fit_in_one():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import accumulate
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,8 +14,8 @@ import numpy.typing as npt
 
 from penstock.base.errors import InputError
 from penstock.base.values import amount, items_of, shown
-from penstock.core.schedule.columns import CODES, KINDS, Bools, Longs, RankOps
-from penstock.core.schedule.op import FORWARDS, RELEASING, STASHES, Activations, Kind, Op
+from penstock.core.schedule.columns import CODES, KINDS, Bools, Longs, RankOps, codes_of, joined
+from penstock.core.schedule.op import BACKWARD, FORWARDS, RELEASING, STASHES, Activations, Kind, Op
 
 Curve = tuple[tuple[float, float], ...]
 """(time, held from then on)."""
@@ -20,6 +23,8 @@ Curve = tuple[tuple[float, float], ...]
 Floats = npt.NDArray[np.float64]
 
 _LARGEST_KEY = 2**62
+_MANY_OPS = 1 << 15
+"""That are gone through at once."""
 
 
 @dataclass(frozen=True)
@@ -204,34 +209,135 @@ class Load(NamedTuple):
     for_weight: float = 0
 
 
-_INPUT_ONLY = (1, 0, 0)
+SizesOfOne = tuple[float, float, float]
+"""Bytes that a microbatch keeps at a stage: its input only, all, or what the weight gradient
+needs."""
+
 _CHANGES = {
-    Kind.FORWARD: (0, 1, 0),
-    Kind.RECOMPUTE: (-1, 1, 0),
-    Kind.BACKWARD: (0, -1, 0),
-    Kind.BACKWARD_INPUT: (0, -1, 1),
-    Kind.BACKWARD_WEIGHT: (0, 0, -1),
+    Kind.FORWARD: (1, 0),
+    Kind.BACKWARD: (-1, 0),
+    Kind.BACKWARD_INPUT: (-1, 1),
+    Kind.BACKWARD_WEIGHT: (0, -1),
 }
+_STEPS = np.array([_CHANGES.get(kind, (0, 0)) for kind in KINDS])
+"""By how much ops of each kind change what is held whole, and for the weight gradient."""
 
 
-def moments(ops: RankOps) -> Longs:
-    """How many microbatches a rank holds at a time, and how: a row per moment that differs from all
-    others, ascending, and three columns per stage, as ``Load`` has them.
+@dataclass(frozen=True, eq=False)
+class Moments:
+    """All that a rank ever holds, whichever of its stages run forward a second time: the
+    microbatches of these wait as their inputs alone, but for one right before each backward.
+
+    Attributes:
+        stages: those that the rank has.
+        counts: how many microbatches it holds, and how, if nothing runs again: a row per moment
+            that differs from all others, and two columns per stage, for those that keep everything
+            and those that keep what the weight gradient needs.
+        before: the same of the moments right before the backwards of each stage.
+    """
+
+    stages: tuple[int, ...]
+    counts: Floats
+    before: Mapping[int, Floats]
+
+    @classmethod
+    def of_ranks(cls, ranks: Sequence[RankOps]) -> list[Moments]:
+        """Those of some ranks: compute only, of whole microbatches, none of which runs again."""
+        counted: list[Moments] = []
+        while len(counted) < len(ranks):
+            ends = list(accumulate(map(len, ranks[len(counted) :])))
+            count = max(bisect_right(ends, _MANY_OPS), 1)
+            counted += cls._of_few(ranks[len(counted) : len(counted) + count])
+        return counted
+
+    @classmethod
+    def _of_few(cls, ranks: Sequence[RankOps]) -> list[Moments]:
+        """Those of so many ranks that one table has room for all of their ops."""
+        numbers, stages_of = np.arange(len(ranks)), [ops.stages for ops in ranks]
+        rank = np.repeat(numbers, [len(ops) for ops in ranks])
+        stage, kind, *_ = joined(ops.columns.fields(ops.span) for ops in ranks)
+        of_ranks = np.split(stage, np.searchsorted(rank, numbers[1:]))
+        places = np.concatenate(list(map(np.searchsorted, stages_of, of_ranks)))
+        # Each rank begins with a row in which it holds nothing.
+        behind = np.arange(len(rank)) + rank + 1
+        held = np.zeros((len(rank) + len(ranks), max(map(len, stages_of)), 2), np.int64)
+        held[behind, places] = _STEPS[kind]
+        rows = held.reshape(len(held), -1).cumsum(axis=0)
+        begins = np.searchsorted(rank, numbers) + numbers
+        owner = np.repeat(numbers, np.diff([*begins, len(rows)]))
+        rows -= rows[begins][owner]
+        backwards = codes_of(BACKWARD)[kind]
+        counts = _distinct_by(owner, rows)
+        most = 1 + int(stage.max(initial=0))
+        before = _distinct_by((rank * most + stage)[backwards], rows[behind[backwards] - 1])
+        return [
+            cls(
+                stages,
+                counts[number][:, : 2 * len(stages)],
+                {
+                    own: before[number * most + own][:, : 2 * len(stages)]
+                    for own in stages
+                    if number * most + own in before
+                },
+            )
+            for number, stages in enumerate(stages_of)
+        ]
+
+    def rows(self, again: Collection[int] = ()) -> Longs:
+        """A row per moment that differs from all others, ascending, and three columns per stage, as
+        ``Load`` has them.
+
+        Args:
+            again: the stages that run forward a second time.
+        """
+        twice = np.array([stage in again for stage in self.stages], np.bool_)
+        parts = [_as_loads(self.counts, twice)]
+        for place in np.flatnonzero(twice).tolist():
+            part = _as_loads(self.before[self.stages[place]], twice)
+            part[:, 3 * place : 3 * place + 2] += (-1, 1)
+            parts.append(part)
+        return distinct_rows(np.concatenate(parts))
+
+    def most_bytes(self, sizes: Callable[[int], SizesOfOne], again: Collection[int]) -> float:
+        """Bytes that the rank holds at its worst moment.
+
+        Args:
+            sizes: what a microbatch keeps at a stage.
+            again: the stages that run forward a second time.
+        """
+        of_stages = {stage: sizes(stage) for stage in self.stages}
+        flat = [
+            size
+            for stage, (inputs, whole, for_weight) in of_stages.items()
+            for size in (inputs if stage in again else whole, for_weight)
+        ]
+        most = float((self.counts @ flat).max())
+        for stage in self.before.keys() & again:
+            inputs, whole, _ = of_stages[stage]
+            most = max(most, float((self.before[stage] @ flat).max()) + whole - inputs)
+        return most
+
+
+def _distinct_by(labels: Longs, rows: Longs) -> dict[int, Floats]:
+    """The rows of each label without those that repeat others."""
+    if not len(rows):
+        return {}
+    distinct = distinct_rows(np.column_stack([labels, rows]))
+    begins = np.flatnonzero(np.diff(distinct[:, 0]))
+    parts = np.split(distinct.astype(np.float64), begins + 1)
+    return {int(part[0, 0]): part[:, 1:] for part in parts}
+
+
+def _as_loads(counts: Floats, again: Bools) -> Longs:
+    """Rows of ``Moments`` with three columns per stage.
 
     Args:
-        ops: compute only, of whole microbatches, perhaps with recomputes.
+        again: for each stage, whether it runs forward a second time.
     """
-    columns, span = ops.columns, ops.span
-    stages = np.array(ops.stages, np.int64)
-    steps = np.zeros((len(KINDS), 3), np.int64)
-    for kind, step in _CHANGES.items():
-        steps[CODES[kind]] = step
-    change = steps[columns.kind[span]]
-    recomputed = np.isin(columns.stage[span], ops.stages_with({Kind.RECOMPUTE}))
-    change[recomputed & ops.are_of({Kind.FORWARD})] = _INPUT_ONLY
-    held = np.zeros((len(ops) + 1, len(stages), 3), np.int64)
-    held[np.arange(1, len(held)), np.searchsorted(stages, columns.stage[span])] = change
-    return distinct_rows(held.reshape(len(held), -1).cumsum(axis=0))
+    rows = np.zeros((len(counts), len(again), 3), np.int64)
+    rows[:, :, 0], rows[:, :, 1] = counts[:, ::2] * again, counts[:, ::2] * ~again
+    rows[:, :, 2] = counts[:, 1::2]
+    return rows.reshape(len(counts), -1)
 
 
 def distinct_rows(rows: Longs) -> Longs:
@@ -241,29 +347,49 @@ def distinct_rows(rows: Longs) -> Longs:
     >>> distinct_rows(np.array([[2, -1], [1, 5], [2, -1]])).tolist()
     [[1, 5], [2, -1]]
     """
-    key = np.zeros(len(rows), np.int64)
-    for column in rows.T:
-        least = int(column.min())
-        width = int(column.max()) - least + 1
-        if int(key.max()) >= _LARGEST_KEY // width:
-            key = np.unique(key, return_inverse=True)[1]
-        key = key * width + (column - least)
-    return rows[np.unique(key, return_index=True)[1]]
+    distinct: Longs = rows[np.unique(_keys(rows), return_index=True)[1]]
+    return distinct
 
 
-def loads(ops: Sequence[Op], activations: Activations = "own") -> tuple[Load, ...]:
+def _keys(rows: Longs) -> Longs:
+    """A number for each row, in the order of the rows."""
+    least = rows.min(axis=0)
+    widths = (rows.max(axis=0) - least + 1).tolist()
+    keys: Longs
+    if prod(widths) < _LARGEST_KEY:
+        keys = (rows - least) @ np.array([prod(widths[k + 1 :]) for k in range(len(widths))], int)
+        return keys
+    half = len(widths) // 2
+    first, second = (
+        np.unique(_keys(part), return_inverse=True)[1] for part in (rows[:, :half], rows[:, half:])
+    )
+    keys = first * (second.max() + 1) + second
+    return keys
+
+
+def loads(
+    moments: Moments, again: Collection[int] = (), activations: Activations = "own"
+) -> tuple[Load, ...]:
     """The loads of a rank at its worst moments: whatever the sizes are, the most that is held is
     held at one of these.
 
     Args:
-        ops: those of one rank with one stage: compute only, whole microbatches.
+        moments: of one rank with one stage.
+        again: its stage, if that runs forward a second time.
         activations: which of them backwards go through.
     """
     if activations == "newest":
         return (Load(whole=1),)
-    if not ops:
+    if not moments.stages:
         return (Load(),)
-    reached = moments(RankOps.of(ops))[::-1]  # whoever exceeds another comes before it
+    if not moments.counts[:, 1].any():
+        # Backwards are whole: all that wait, or one of the most before a backward and the others.
+        (stage,), most = moments.stages, moments.counts[:, 0].max()
+        if stage not in again:
+            return (Load(whole=most),)
+        waiting = moments.before[stage][:, 0].max() - 1
+        return Load(waiting, whole=1), Load(most)
+    reached = moments.rows(again)[::-1]  # whoever exceeds another comes before it
     differing = np.flatnonzero(reached.min(axis=0) < reached.max(axis=0))
     if len(differing) < reached.shape[1]:
         # Of one or two that differ, who has more of the last than all before is exceeded by none.

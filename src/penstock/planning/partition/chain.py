@@ -4,8 +4,8 @@ cuts cost in the steady state: three cost models, by name.
 A pipeline's beat is its slowest part, so that is what the cuts minimise; among all cuts with that
 beat they then make the stages as even as possible. Both are exact: a dynamic programme over (stage,
 last layer), first with the maximum, then with the sum of squares under the best maximum as ceiling.
-What a stage would cost from any first to any last layer is one table, so a step for all of them is
-one operation on arrays.
+What a stage would cost with any few layers that follow one another is one table, so a step for all
+of them is one operation on arrays.
 
 The slowest part is a stage on its devices, or a cut on its links. All cost models count seconds per
 microbatch and differ in three things: how long an exchange of gradients takes, how much of it hides
@@ -25,10 +25,12 @@ The first two know no latencies.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import inf, isfinite
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -168,7 +170,9 @@ def _transfer(num_bytes: float, link: Link) -> float:
 
 
 Table = Floats
-"""A number for every first layer (rows) and every layer behind a last one (columns)."""
+"""A number for every way to hold layers that follow one another: row k has those of k + 1 layers,
+by the layer behind the last one. A cost is infinite where there are not so many layers before it.
+"""
 
 ROUNDING = 1e-12
 """Relative: the same seconds summed in another order are still the same."""
@@ -187,7 +191,7 @@ def balance(
     extra: Extra | None = None,
     longest: Sequence[int] = (),
     kinds: Sequence[Hashable] = (),
-    most: float = inf,
+    most: Sequence[float] = (),
 ) -> tuple[int, ...]:
     """Cut ``costs`` into consecutive, non-empty stages whose slowest is as fast as possible.
 
@@ -195,7 +199,7 @@ def balance(
     several of those the one that gives early stages more: a slow stage near the end of the pipeline
     also delays its filling and draining.
     Takes O(n w) steps per stage, n the number of layers, w how many of them a stage may have that
-    is no slower than the slowest one must be; and O(n²) for each kind of stage.
+    is no slower than the slowest one must be.
 
     >>> balance([1, 1, 1, 1, 2], num_stages=2)
     (0, 3, 5)
@@ -211,8 +215,8 @@ def balance(
             its forward again, ≥ 0; infinite where it may not hold them, for example for its memory.
             It is asked for arrays of starts and of stops at once, those that may matter.
         longest: the most layers that each stage may have, as far as that is known.
-        most: seconds that a stage may take; that there are no such cuts is known sooner than which
-            are the best.
+        most: seconds that a stage may take, by its first layer; that there are no such cuts is
+            known sooner than which are the best. By default there is no such limit.
 
     Returns:
         Where the stages begin and end: stage s holds layers ``cuts[s]`` to ``cuts[s + 1] - 1``. The
@@ -225,18 +229,18 @@ def balance(
     """
     _check(costs, num_stages, edges, speeds)
     behind = np.array([0.0, *(edges or (0.0,) * (len(costs) - 1)), 0.0])
-    between = _sums(costs)
-
-    stages = _ChainStages(between, behind, speeds, extra, longest, kinds, num_stages)
-    slowest = _least_slowest(stages, sum(costs) / min(speeds, default=1.0), most)
+    stages = _ChainStages(
+        _SecondsOfRuns(costs), behind, speeds, extra, longest, kinds, num_stages,
+        np.array([*most, inf]) if len(most) else None,
+    )  # fmt: skip
+    slowest = _least_slowest(stages, sum(costs) / min(speeds, default=1.0), max(most, default=inf))
     if slowest == inf:
         raise PlanError(
             f"no way to cut {len(costs)} layers into {num_stages} stages keeps every stage within "
             "its limit; raise the limits or change the number of stages"
         )
     bands = stages.bands(slowest * (1 + ROUNDING))
-    squares = (_Band(band.price * band.price, band.starts) for band in bands)
-    _, cuts = _solve(squares, np.add)
+    _, cuts = _solve((band * band for band in bands), np.add)
     return cuts
 
 
@@ -250,7 +254,9 @@ def least_slowest(costs: Sequence[float], num_stages: int) -> float:
         costs, num_stages: as for ``balance``; no fewer layers than stages.
     """
     behind = np.zeros(len(costs) + 1)
-    stages = _ChainStages(_sums(costs), behind, (), None, (), (0,) * num_stages, num_stages)
+    stages = _ChainStages(
+        _SecondsOfRuns(costs), behind, (), None, (), (0,) * num_stages, num_stages
+    )
     return _least_slowest(stages, sum(costs), inf)
 
 
@@ -266,10 +272,41 @@ def _least_slowest(stages: _ChainStages, whole: float, most: float) -> float:
     limit = min(1.5 * whole / stages.num_stages or inf, most)
     while True:
         stages.is_cut = False
-        slowest, _ = _solve(stages.bands(limit), np.maximum)
+        slowest = inf
+        for _, best in _scores(stages.bands(limit), np.maximum):
+            slowest = float(best[-1])
+            if best.min() == inf:
+                break  # further stages find no layers to begin with
         if slowest < inf or not stages.is_cut or limit >= most:
             return slowest
         limit = min(2 * limit if limit < whole else inf, most)
+
+
+class _SecondsOfRuns:
+    """The seconds of layers that follow one another, a ``Table`` whose rows are made when somebody
+    asks for them.
+
+    Args:
+        costs: seconds of each layer.
+    """
+
+    def __init__(self, costs: Sequence[float]) -> None:
+        self._costs = np.array(costs, dtype=np.float64)
+        self._rows: list[Floats] = []
+        self._shortest: list[float] = []
+
+    def within(self, limit: float) -> Table:
+        """The rows in which something is within a limit."""
+        count = len(self._costs)
+        while len(self._rows) < count and (not self._rows or self._shortest[-1] <= limit):
+            length = len(self._rows)
+            row = np.full(count + 1, inf)
+            # Each sum from its own start, so that equal layers have equal sums wherever they are.
+            before = self._rows[-1][length:-1] if self._rows else 0.0
+            row[length + 1 :] = before + self._costs[length:]
+            self._rows.append(row)
+            self._shortest.append(float(row.min()))
+        return np.array(self._rows[: max(bisect_right(self._shortest, limit), 1)])
 
 
 @dataclass
@@ -277,129 +314,129 @@ class _ChainStages:
     """The stages of a chain, and what they cost.
 
     Attributes:
-        between: seconds of layers, as ``_sums`` has them.
+        runs: seconds of layers.
         behind: seconds of a cut at each place.
-        speeds, extra, longest, kinds, num_stages: as ``balance`` has them.
-        is_cut: whether a limit on seconds has ruled anything out.
+        speeds, extra, longest, kinds, num_stages, most: as ``balance`` has them.
+        is_cut: whether a limit on seconds has ruled anything out that a higher one would not.
     """
 
-    between: Table
+    runs: _SecondsOfRuns
     behind: Floats
     speeds: Sequence[float]
     extra: Extra | None
     longest: Sequence[int]
     kinds: Sequence[Hashable]
     num_stages: int
+    most: Floats | None = None
     is_cut: bool = False
 
-    def bands(self, limit: float) -> Iterator[_Band]:
-        """The band of each stage; of each kind, it is made once. What takes longer than a limit
-        without anything on top need not be asked about."""
-        alone: dict[tuple[float, int], _Band] = {}
-        known: dict[Hashable, _Band] = {}
+    def bands(self, limit: float) -> Iterator[Table]:
+        """What each stage costs, up to a limit, with as many rows as have anything; of each kind,
+        it is made once. What takes longer than a limit without anything on top need not be asked
+        about."""
+        alone: dict[tuple[float, int], Table] = {}
+        known: dict[Hashable, Table] = {}
         for stage in range(self.num_stages):
             kind = self.kinds[stage] if self.kinds else stage
             if kind not in known:
-                most = self.longest[stage] if self.longest else len(self.behind)
+                most = self.longest[stage] if self.longest else len(self.behind) - 1
                 speed = self.speeds[stage] if self.speeds else 1.0
                 if not self.kinds:
                     known.clear()
                 if (speed, most) not in alone:
-                    alone[speed, most] = self._band(speed, most, limit)
+                    alone[speed, most] = self._alone(speed, most, limit)
                 known[kind] = self._with_extra(stage, alone[speed, most], limit)
             yield known[kind]
 
-    def _band(self, speed: float, most: int, limit: float) -> _Band:
-        table = self.between / speed + self.behind
-        table[np.triu(np.ones(table.shape, bool), most + 1)] = inf
-        self.is_cut |= bool(((limit < table) & (table < inf)).any())
-        return _band(table, limit)
+    def _alone(self, speed: float, most: int, limit: float) -> Table:
+        rows = self.runs.within(limit * speed * (1 + ROUNDING))
+        self.is_cut |= len(rows) < most
+        return self._limited(rows[:most] / speed + self.behind, limit)
 
-    def _with_extra(self, stage: int, band: _Band, limit: float) -> _Band:
+    def _with_extra(self, stage: int, alone: Table, limit: float) -> Table:
         if self.extra is None:
-            return band
-        stops = np.broadcast_to(np.arange(band.price.shape[1]), band.price.shape)
-        price = band.price + self.extra(stage, band.starts, stops)
+            return alone
+        return self._limited(alone + self.extra(stage, *self._bounds(len(alone))), limit)
+
+    def _limited(self, price: Table, limit: float) -> Table:
+        if self.most is not None:
+            price[price > _at_starts(self.most, len(price))] = inf
         over = price > limit
         over &= price < inf
         if over.any():
             self.is_cut = True
             price[over] = inf
-        longest = int(np.flatnonzero(np.any(price < inf, axis=1)).max(initial=0)) + 1
-        return _Band(price[:longest], band.starts[:longest])
+        longest = int(np.flatnonzero(price.min(axis=1) < inf).max(initial=0)) + 1
+        return price[:longest]
+
+    def _bounds(self, num_rows: int) -> tuple[Ints, Ints]:
+        """The starts and stops of what so many rows have."""
+        starts = starts_of(num_rows, len(self.behind))
+        return starts, np.broadcast_to(np.arange(len(self.behind)), starts.shape)
 
 
 def lightest(num_layers: int, num_stages: int, weight: Callable[[int], Table]) -> tuple[int, ...]:
     """Cut layers into consecutive, non-empty stages of the least total weight.
 
     Args:
-        weight: for a stage, what it weighs with layers ``[start, stop)``; infinite where it may not
-            hold them. A table as for ``balance``.
+        weight: for a stage, what it weighs with any layers; infinite where it may not hold them.
 
     Returns:
         The cuts, as ``balance`` gives them; none where nothing is allowed.
     """
-    possible = _sums([0.0] * num_layers)
-    bands = (_band(possible + weight(stage), inf) for stage in range(num_stages))
-    least, cuts = _solve(bands, np.add)
+    possible = _SecondsOfRuns([0.0] * num_layers).within(inf)
+    least, cuts = _solve((possible + weight(stage) for stage in range(num_stages)), np.add)
     return cuts if least < inf else ()
 
 
-def _sums(costs: Sequence[float]) -> Table:
-    """The sum over layers ``[start, stop)``; infinite where there is none between."""
-    table = np.full((len(costs) + 1, len(costs) + 1), inf)
-    for start in range(len(costs)):
-        # Each from its own start, so that equal layers have equal sums wherever they are.
-        table[start, start + 1 :] = np.cumsum(costs[start:])
-    return table
-
-
-class _Band(NamedTuple):
-    """What a stage costs, as far as it may be a stage: row k has those whose last layers are k
-    layers behind their first ones, by the layer behind the last one.
-
-    Attributes:
-        price: infinite where there is no such stage.
-        starts: their first layers; any number where there is no such stage.
-    """
-
-    price: Table
-    starts: Ints
-
-
-def _band(table: Table, limit: float) -> _Band:
-    """The band of a table without what is above a limit."""
-    count = len(table)
-    allowed = table <= limit
-    allowed &= table < inf
-    stops = np.arange(count)
-    longest = int((stops - allowed.argmax(axis=0))[allowed.any(axis=0)].max(initial=1))
-    starts = stops - np.arange(1, longest + 1)[:, None]
-    inside = starts >= 0
-    starts = np.where(inside, starts, 0)
-    price = np.where(inside & allowed[starts, stops], table[starts, stops], inf)
-    return _Band(price, starts)
-
-
 def _solve(
-    bands: Iterable[_Band], combine: Callable[[Table, Table], Table]
+    bands: Iterable[Table], combine: Callable[[Table, Table], Table]
 ) -> tuple[float, tuple[int, ...]]:
     """The least combined price over all cuts, and these cuts."""
-    best: Floats = np.zeros(1)
     chosen: list[Ints] = []
-    for band in bands:
-        if not chosen:
-            best = np.full(band.price.shape[1], inf)
-            best[0] = 0.0
-        score = combine(best[band.starts], band.price)
-        best = score.min(axis=0)
+    for score, best in _scores(bands, combine):
         # Of equals the last start is taken, which leaves more to the stages before.
         as_good = score <= best * (1 + ROUNDING)
         chosen.append(np.arange(len(best)) - 1 - as_good.argmax(axis=0))
-    least, cuts = float(best[-1]), [len(best) - 1]
+        least = float(best[-1])
+    cuts = [len(chosen[0]) - 1]
     for start in reversed(chosen):
         cuts.append(int(start[cuts[-1]]))
     return least, tuple(reversed(cuts))
+
+
+def _scores(
+    bands: Iterable[Table], combine: Callable[[Table, Table], Table]
+) -> Iterator[tuple[Table, Floats]]:
+    """Stage by stage, the least combined price of it and those before it: for any layers of it, and
+    for the best ones, by the layer behind the last one.
+
+    Args:
+        bands: what each stage costs.
+    """
+    best: Floats | None = None
+    for band in bands:
+        if best is None:
+            best = np.full(band.shape[1], inf)
+            best[0] = 0.0
+        score = combine(_at_starts(best, len(band)), band)
+        best = score.min(axis=0)
+        yield score, best
+
+
+@lru_cache(maxsize=8)
+def starts_of(num_rows: int, num_places: int) -> Ints:
+    """The places where so many rows of a table start; 0 where that would be before the first."""
+    starts: Ints = np.arange(num_places) - np.arange(1, num_rows + 1)[:, None]
+    return starts.clip(0)
+
+
+def _at_starts(numbers: Floats, num_rows: int) -> Table:
+    """A number for each place, as so many rows of a table that has it where layers start."""
+    padded = np.concatenate([np.full(num_rows, inf), numbers])
+    (step,) = padded.strides
+    shape, begin = (num_rows, len(numbers)), (num_rows - 1) * step
+    return np.ndarray(shape, np.float64, padded, begin, (-step, step))  # each row one place later
 
 
 def _check(

@@ -12,6 +12,7 @@ from penstock.core.graph import Contention
 from penstock.core.schedule import Schedule
 from penstock.core.schedule.families import SEARCHED
 from penstock.core.schedule.lower import add_recompute
+from penstock.core.schedule.memory import SizesOfOne
 from penstock.planning.planner.limits import (
     NO_EXCESS,
     Excess,
@@ -23,7 +24,7 @@ from penstock.planning.planner.limits import (
 )
 from penstock.planning.planner.pricing import CutSetting
 from penstock.planning.planner.pricing import written as written_summing
-from penstock.planning.planner.setting import StageSizes, Terms
+from penstock.planning.planner.setting import Terms
 from penstock.planning.plans.memory_parts import allocated
 from penstock.planning.plans.orders import search_order, written
 from penstock.planning.plans.plan import Plan
@@ -101,6 +102,13 @@ class Candidate(CutSetting):
         tensors = [self.tensor_bytes[first_of(rank)] for rank in ranks]
         return dict(zip(ranks, allocated(tensors, self._slacks(ranks)), strict=True))
 
+    def held_on(self, rank: int) -> int:
+        """As ``held``, of one rank alone where microbatches are whole."""
+        if "held" not in vars(self) and self.setting.schedule.num_slices == 1:
+            tensors = self.tensor_bytes_on(self.setting.first_of(rank))
+            return allocated([tensors], self._slacks([rank]))[0]
+        return self.held[rank]
+
     def _slacks(self, ranks: Iterable[int]) -> tuple[float, ...]:
         devices = self.task.cluster.devices
         return tuple(devices[self.setting.devices[rank]].allocator_slack for rank in ranks)
@@ -121,14 +129,15 @@ class Candidate(CutSetting):
         if self.setting.is_exact:
             (stage,) = self.setting.stages_on(rank)
             return memory.held_bytes(stage, self.recomputes[stage], *self.cuts[stage : stage + 2])
-        own = self.setting.moments_on(rank, self._run_twice)
+        own = self.setting.moments_on(rank)
+        again = [stage for stage in own.stages if self.recomputes[stage] == "stage"]
         state = (
             memory.state_bytes(stage, self.recomputes[stage], *self.cuts[stage : stage + 2])
             for stage in own.stages
         )
-        return sum(state) + ceil(own.most_bytes(self._sizes))
+        return sum(state) + ceil(own.most_bytes(self._sizes, again))
 
-    def _sizes(self, stage: int) -> StageSizes:
+    def _sizes(self, stage: int) -> SizesOfOne:
         start, stop = self.cuts[stage : stage + 2]
         numbers, layers = self.task.numbers(start, stop), self.recomputes[stage] == "layers"
         whole = numbers["again_input_bytes" if layers else "activation_bytes"]
@@ -173,7 +182,9 @@ class Candidate(CutSetting):
         asynchronous = setting.versions.asynchronous
         in_turn = asynchronous and max(setting.all_replicas) > 1
         if in_turn or self.task.rank_places(setting.devices).cards:
-            return self.num_ops
+            # Who updates behind each backward also waits for a sum, and updates.
+            each = in_turn and setting.versions.updates == "microbatch"
+            return self.num_ops * (2 if each else 1)
         # Of pipelines side by side whose ranks have one stage each, one does.
         does = 2 if setting.is_single and setting.num_pipelines > 1 else 1
         return self.num_ops // (does * _QUICKER) + 1

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, combinations, islice, pairwise, product
 from math import comb, inf
 
 import numpy as np
 
 from penstock.base.errors import PlanError
-from penstock.planning.partition.chain import ROUNDING, Floats, Ints, Table, balance, lightest
+from penstock.planning.partition.chain import (
+    ROUNDING,
+    Extra,
+    Floats,
+    Ints,
+    Table,
+    balance,
+    lightest,
+    starts_of,
+)
 from penstock.planning.planner.candidate import Candidate
 from penstock.planning.planner.limits import least_excess
 from penstock.planning.planner.request import RecomputeRule
@@ -104,7 +114,8 @@ def recomputing(
     """
     again = setting.recompute if setting.recompute in {"stage", "layers"} else "none"
     plain = Candidate(task, setting, cuts, (again,) * setting.num_stages)
-    if plain.excess.num_bytes <= slack:
+    every = setting.unlike_ranks(task)
+    if all(_has_room(plain, rank, slack) for rank in every) and plain.excess.num_bytes <= slack:
         return [plain]
     if setting.recompute != "where-needed":
         return []
@@ -125,18 +136,18 @@ def recomputing(
 
 def _patterns(plain: Candidate, slack: float) -> dict[tuple[int, ...], list[Recomputes]]:
     """What the stages of a rank may recompute so that it keeps its limit, that which takes least
-    first; by the stages of the rank. All ranks try the same at once."""
+    first; by the stages of the rank, up to the first ones that can keep it in no way."""
     task, setting = plain.task, plain.setting
-    stages_of = dict.fromkeys(setting.schedule.stages_of)
-    missed: dict[tuple[int, ...], dict[Recomputes, float]] = {stages: {} for stages in stages_of}
-    for pattern in _every_pattern(setting):
-        place = {stage: pattern[k] for stages in stages_of for k, stage in enumerate(stages)}
-        how = tuple(place[stage] for stage in range(setting.num_stages))
-        held = replace(plain, recomputes=how).held
-        for rank, needed in held.items():
-            stages, limit = setting.stages_on(rank), task.limits[setting.devices[rank]]
-            own, over = pattern[: len(stages)], needed - limit - slack
-            missed[stages][own] = max(over, missed[stages].get(own, -inf))
+    place = {stage: k for own in setting.schedule.stages_of for k, stage in enumerate(own)}
+    every = range(setting.num_stages)
+    # All ranks try the same at once.
+    tried = {
+        pattern: replace(plain, recomputes=tuple(pattern[place[stage]] for stage in every))
+        for pattern in _every_pattern(setting)
+    }
+    ranks_with: dict[tuple[int, ...], list[int]] = {}
+    for rank in setting.unlike_ranks(task):
+        ranks_with.setdefault(setting.stages_on(rank), []).append(rank)
     shared = bool(task.topology.shared_memories)
 
     def seconds(stages: tuple[int, ...], own: Recomputes) -> float:
@@ -147,13 +158,25 @@ def _patterns(plain: Candidate, slack: float) -> dict[tuple[int, ...], list[Reco
         )
 
     chosen: dict[tuple[int, ...], list[Recomputes]] = {}
-    for stages, patterns in missed.items():
+    for stages, ranks in ranks_with.items():
         chosen[stages] = []
-        fitting = [own for own, over in patterns.items() if over <= 0]
+        fitting = dict.fromkeys(
+            pattern[: len(stages)]
+            for pattern, candidate in tried.items()
+            if all(_has_room(candidate, rank, slack) for rank in ranks)
+        )
         for own in sorted(fitting, key=lambda own: seconds(stages, own)):
             if shared or not any(_is_part(less, own) for less in chosen[stages]):
                 chosen[stages].append(own)
+        if not fitting:
+            break
     return chosen
+
+
+def _has_room(candidate: Candidate, rank: int, slack: float) -> bool:
+    """Whether a rank keeps its own limit."""
+    limit = candidate.task.limits[candidate.setting.devices[rank]]
+    return limit == inf or candidate.held_on(rank) <= limit + slack
 
 
 def _every_pattern(setting: Setting) -> Iterator[Recomputes]:
@@ -228,19 +251,20 @@ def with_layers_moved(
         sources: the stages that a layer may leave; all by default.
     """
     task, setting = candidate.task, candidate.setting
-    moved = (with_cuts(task, setting, cuts) for cuts in _moves(candidate.cuts, sources))
+    moved = (with_cuts(task, setting, cuts) for _, cuts in _moves(candidate.cuts, sources))
     return [candidate for candidate in moved if candidate.fits]
 
 
 def _moves(
     cuts: tuple[int, ...], sources: Collection[int] | None = None
-) -> Iterator[tuple[int, ...]]:
+) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """(which cut has moved, the cuts)."""
     for index, step in product(range(1, len(cuts) - 1), (-1, 1)):
         leaves = index - 1 if step < 0 else index
         if sources is not None and leaves not in sources:
             continue
         if cuts[index - 1] < cuts[index] + step < cuts[index + 1]:
-            yield (*cuts[:index], cuts[index] + step, *cuts[index + 1 :])
+            yield index, (*cuts[:index], cuts[index] + step, *cuts[index + 1 :])
 
 
 def _squeezed(task: Task, setting: Setting, slack: float) -> Iterator[Candidate]:
@@ -268,18 +292,15 @@ def _lightened(candidate: Candidate) -> Iterator[Candidate]:
     limit by less that this one misses most; of ranks that move nothing, nothing is counted again.
     """
     setting, rank = candidate.setting, candidate.excess.rank
-    for cuts in _moves(candidate.cuts, None if rank is None else setting.stages_on(rank)):
+    ranks_of = setting.ranks_of
+    for index, cuts in _moves(candidate.cuts, None if rank is None else setting.stages_on(rank)):
         moved = replace(candidate, cuts=cuts)
         if setting.schedule.num_slices == 1:
-            stages = {
-                k for k in range(setting.num_stages) if cuts[k : k + 2] != candidate.cuts[k : k + 2]
+            changed = {
+                setting.first_of(own) for stage in (index - 1, index) for own in ranks_of[stage]
             }
-            vars(moved)["tensor_bytes"] = {
-                own: moved.tensor_bytes_on(own)
-                if stages.intersection(setting.stages_on(own))
-                else num_bytes
-                for own, num_bytes in candidate.tensor_bytes.items()
-            }
+            of_changed = {own: moved.tensor_bytes_on(own) for own in changed}
+            vars(moved)["tensor_bytes"] = {**candidate.tensor_bytes, **of_changed}
         yield moved
 
 
@@ -294,15 +315,7 @@ def with_cuts(task: Task, setting: Setting, cuts: tuple[int, ...]) -> Candidate:
 def _balanced(
     task: Task, setting: Setting, memory: MemoryLimits, most_seconds: float = inf
 ) -> Iterator[Candidate]:
-    if not memory.is_free or (setting.versions.asynchronous and task.ties):
-        choices = _balance(task, setting, memory, most_seconds)
-    else:
-        # Without limits, cuts depend on the devices only: many schedules share them.
-        key = (setting.devices_of, setting.replicas, setting.mode)
-        if key not in task.cache.cuts:
-            task.cache.cuts[key] = _balance(task, setting, memory)
-        choices = task.cache.cuts[key]
-    for cuts in choices:
+    for cuts in _balance(task, setting, memory, most_seconds):
         yield _candidate(task, setting, cuts, memory)
 
 
@@ -316,40 +329,70 @@ def _balance(
         longest and (not longest[-1] or sum(longest) < len(costs))
     ):
         return []
-    stages, ties = range(setting.num_stages), _split_ties(task, setting)
     speeds = [
         setting.replicas_of(stage) / task.pace(devices, setting.devices, setting.mode).passes
         for stage, devices in enumerate(setting.devices_of)
     ]
-    hops = [_hops(task, setting, stage) for stage in stages]
-    kinds = [(speeds[stage], memory.kind(stage), id(hops[stage])) for stage in stages]
+    *inner, last = range(setting.num_stages)
+    hops = [_hops(task, setting, stage) for stage in inner]
+    kinds = [(speeds[stage], memory.kind(stage), id(hops[stage])) for stage in inner]
+    kinds.append((speeds[last], memory.kind(last), id(None)))
+    hops.append(np.zeros(len(task.places)))
+    # Without limits, cuts depend on speeds and links alone: many schedules share them.
+    may_part = not (setting.versions.asynchronous and task.ties)
+    are_shared, key = memory.is_free and may_part, tuple(kinds)
+    if are_shared and key in task.cache.cuts:
+        return task.cache.cuts[key]
 
-    def extra(stage: int, starts: Ints, stops: Ints) -> Floats:
-        parted: Floats = ties[starts, stops]
-        if memory.is_free:
-            return parted
-        return memory.again_seconds(stage, starts, stops) / speeds[stage] + parted
-
-    def with_hop(stage: int, starts: Ints, stops: Ints) -> Floats:
-        return extra(stage, starts, stops) + 2 * hops[stage][stops]
-
+    cut = partial(balance, costs, setting.num_stages, speeds=speeds, longest=longest, kinds=kinds)
     choices = []
-    # Whoever has a stage works on all microbatches, or takes its turn; hops may pass meanwhile.
-    most = most_seconds / task.num_microbatches * (1 + ROUNDING)
+    most = () if are_shared else _most_by_start(task, setting, most_seconds)
     with suppress(PlanError):  # what fits nowhere does so with hops neither
-        for cost, limit in ((extra, most), (with_hop, inf))[: 1 + any(map(any, hops))]:
-            choices.append(
-                balance(
-                    costs,
-                    setting.num_stages,
-                    speeds=speeds,
-                    extra=cost,
-                    longest=longest,
-                    kinds=kinds,
-                    most=limit,
-                )
-            )
-    return [tuple(task.places[number] for number in cuts) for cuts in dict.fromkeys(choices)]
+        extras = _extras(task, setting, memory, speeds, hops)
+        for extra, limit in zip(extras, (most, ()), strict=False):
+            choices.append(cut(extra=extra, most=limit))
+    best = [tuple(task.places[number] for number in cuts) for cuts in dict.fromkeys(choices)]
+    if are_shared:
+        task.cache.cuts[key] = best
+    return best
+
+
+def _extras(
+    task: Task,
+    setting: Setting,
+    memory: MemoryLimits,
+    speeds: Sequence[float],
+    hops: Sequence[Floats],
+) -> list[Extra]:
+    """What stages take besides the seconds of their layers: without hops, and with them, if there
+    are any."""
+
+    def extra(stage: int, starts: Ints, stops: Ints) -> Table:
+        again = np.zeros(starts.shape)
+        if not memory.is_free:
+            again = memory.again_seconds(stage, len(starts)) / speeds[stage]
+        return again + _split_ties(task, setting, starts)
+
+    def with_hop(stage: int, starts: Ints, stops: Ints) -> Table:
+        return extra(stage, starts, stops) + 2 * hops[stage]
+
+    return [extra, with_hop] if any(map(any, hops)) else [extra]
+
+
+def _most_by_start(task: Task, setting: Setting, most_seconds: float) -> Sequence[float]:
+    """Seconds per microbatch that a stage may take where a minibatch may take so long, by the place
+    where the stage begins: whoever has it works on all microbatches, or takes its turn. Where ranks
+    have one stage each and drain, the first microbatch comes through all layers before it, and of
+    whole backwards the last gradient goes back through them. (Hops may pass meanwhile.)"""
+    if most_seconds == inf:
+        return ()
+    outside = np.zeros(len(task.places))
+    if setting.is_exact and not setting.versions.asynchronous:
+        ways = ("forward_seconds", "backward_input_seconds")[: 2 - setting.schedule.splits_backward]
+        passes = np.sum([task.sums[way] for way in ways], axis=0)[list(task.places)]
+        outside = min(task.least_paces(setting.devices, setting.mode)) * passes
+    most = (most_seconds * (1 + ROUNDING) - outside[:-1]) / task.num_microbatches
+    return list(most.tolist())
 
 
 def _longest(setting: Setting, memory: MemoryLimits) -> list[int]:
@@ -365,8 +408,6 @@ def _longest(setting: Setting, memory: MemoryLimits) -> list[int]:
 
 def _hops(task: Task, setting: Setting, stage: int) -> Floats:
     """Seconds from a stage to the next if it ends at each place."""
-    if stage == setting.num_stages - 1:
-        return np.zeros(len(task.places))
     ends = setting.devices_of[stage], setting.devices_of[stage + 1]
     return task.hops(*ends, in_turns=bool(setting.replicas))
 
@@ -374,19 +415,21 @@ def _hops(task: Task, setting: Setting, stage: int) -> Floats:
 def _lightest(task: Task, setting: Setting, slack: float) -> Iterator[Candidate]:
     """The cuts that need the least memory in all, for ranks that share it."""
     memory = MemoryLimits(task, setting, slack)
-    ties, ends = _split_ties(task, setting), np.arange(len(task.places))
+    count = len(task.places) - 1
+    ties = _split_ties(task, setting, starts_of(count, count + 1))
 
     def weight(stage: int) -> Table:
         needed = np.minimum.reduce(memory.lightest(stage))
-        allowed = np.isfinite(memory.again_seconds(stage, ends[:, None], ends) + ties)
+        allowed = np.isfinite(memory.again_seconds(stage, count) + ties)
         return np.where(allowed, setting.replicas_of(stage) * needed, inf)
 
-    chosen = lightest(len(task.places) - 1, setting.num_stages, weight)
+    chosen = lightest(count, setting.num_stages, weight)
     if chosen:
-        least = (
-            memory.ways[int(np.argmin([table[bounds] for table in memory.lightest(stage)]))]
-            for stage, bounds in enumerate(pairwise(chosen))
+        needs = (
+            [table[stop - start - 1, stop] for table in memory.lightest(stage)]
+            for stage, (start, stop) in enumerate(pairwise(chosen))
         )
+        least = (memory.ways[int(np.argmin(needed))] for needed in needs)
         cuts = tuple(task.places[number] for number in chosen)
         yield Candidate(task, setting, cuts, tuple(least))
 
@@ -398,15 +441,18 @@ def _candidate(
     return Candidate(task, setting, cuts, tuple(how))
 
 
-def _split_ties(task: Task, setting: Setting) -> Table:
+def _split_ties(task: Task, setting: Setting, starts: Ints) -> Table | float:
     """Infinite for stages that would part layers with tied weights, where that is not possible:
-    without a flush, stages are never at the same update."""
-    count = len(task.places)
-    table = np.zeros((count, count))
-    if setting.versions.asynchronous:
-        starts, stops = np.array(task.places)[:, None], np.array(task.places)
-        for tie in task.ties:
-            first, last = tie.first, tie.last
-            parted = ((first < starts) & (starts <= last)) | ((first < stops) & (stops <= last))
-            table[parted] = inf
+    without a flush, stages are never at the same update.
+
+    Args:
+        starts: of all stages, as ``starts_of`` has them.
+    """
+    if not setting.versions.asynchronous or not task.ties:
+        return 0.0
+    places = np.array(task.places)
+    begins, ends, table = places[starts], places, np.zeros(starts.shape)
+    for tie in task.ties:
+        first, last = tie.first, tie.last
+        table[(first < begins) & (begins <= last) | (first < ends) & (ends <= last)] = inf
     return table

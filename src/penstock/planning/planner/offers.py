@@ -151,6 +151,14 @@ class Offer(Terms):
                 "microbatches; each replica needs at least one"
             )
         self._check_length(task)
+        num_stages = len(self.replicas) or stages_of_pipeline(
+            self.family, self.num_ranks, self.options
+        )
+        if num_stages > task.num_layers:
+            raise PlanError(
+                f"{self.family} on {self.num_ranks} rank(s) needs {num_stages} stages, but there "
+                f"are only {task.num_layers} layers"
+            )
         # Of a stream, as many as fill the pipeline.
         flushes = not self.versions.asynchronous
         counts = self.replicas or (1,) * self.num_ranks
@@ -164,11 +172,6 @@ class Offer(Terms):
             check_lockstep(schedule)
         setting.copy_sums(task)
         check_policy(self.versions, self.family, counts, task.num_microbatches)
-        if setting.num_stages > task.num_layers:
-            raise PlanError(
-                f"{self.family} on {self.num_ranks} rank(s) needs {setting.num_stages} stages, but "
-                f"there are only {task.num_layers} layers"
-            )
         return setting
 
     def _check_length(self, task: Task) -> None:

@@ -306,7 +306,7 @@ class Race:
         if outcome is None:
             outcome = self._built(task, offer, constraints.cuts)
             # What takes too long for this race may be good for another one.
-            if self.least == inf or not isinstance(outcome, tuple) or outcome[1]:
+            if self._most_seconds == inf or not isinstance(outcome, tuple) or outcome[1]:
                 task.cache.offers[key] = outcome
         if not isinstance(outcome, tuple):
             self.refusals[len(offer.devices)] = outcome
@@ -353,8 +353,14 @@ class Race:
             given = len(cuts) == setting.num_stages + 1
             cut = [with_cuts(task, setting, cuts)] if given else []
             return setting.num_stages, [candidate for candidate in cut if candidate.fits]
-        most_seconds = self.least * (1 + SAME)
-        return setting.num_stages, candidates(task, setting, most_seconds=most_seconds)
+        return setting.num_stages, candidates(task, setting, most_seconds=self._most_seconds)
+
+    @property
+    def _most_seconds(self) -> float:
+        """That candidates may take at least; whoever has to be simulated in vain beside a sketch's
+        most promising one is not told."""
+        best = self.most_promising if self.is_sketch else None
+        return min(self.least, inf if best is None else best.least_seconds) * (1 + SAME)
 
     def _enter(self, candidate: Candidate) -> None:
         """Simulate a candidate, unless its bound says that it is slower than the best."""

@@ -1,11 +1,10 @@
-"""``Setting``: a schedule on some devices, before anything is said about layers. ``Moments`` tell
-what its ranks hold, without a walk through all ops for each way to cut the model; ``MemoryLimits``
+"""``Setting``: a schedule on some devices, before anything is said about layers; ``MemoryLimits``:
 which layers its stages have memory for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
 from math import inf
@@ -15,12 +14,11 @@ import numpy as np
 
 from penstock.core.graph import Mode
 from penstock.core.schedule import Schedule, families
-from penstock.core.schedule.columns import Columns, RankOps
 from penstock.core.schedule.lower import add_recompute
-from penstock.core.schedule.memory import Load, loads, moments, peak_activations
+from penstock.core.schedule.memory import Load, Moments, loads, peak_activations
 from penstock.core.schedule.repetition import MANY, abridged
 from penstock.core.versions import Flush, Policy, place_of, weight_copies
-from penstock.planning.partition.chain import Floats, Ints, Table
+from penstock.planning.partition.chain import Table
 from penstock.planning.planner.request import RecomputeRule
 from penstock.planning.planner.task import Task
 from penstock.planning.plans.orders import stand_in
@@ -34,32 +32,10 @@ from penstock.planning.plans.summing import (
     weights_held,
 )
 
-StageSizes = tuple[float, float, float]
-"""Bytes that a microbatch keeps at a stage: its input only, all, or what the weight gradient
-needs."""
-
-
-class Moments(NamedTuple):
-    """How many microbatches a rank holds at a time, and how.
-
-    Attributes:
-        stages: those that the rank has.
-        counts: a row per moment that differs from all others, three columns per stage: as
-            ``StageSizes``.
-    """
-
-    stages: tuple[int, ...]
-    counts: Floats
-
-    def most_bytes(self, sizes: Callable[[int], StageSizes]) -> float:
-        """Bytes that the rank holds at its worst moment, if ``sizes`` tells what a microbatch
-        keeps at a stage."""
-        flat = [size for stage in self.stages for size in sizes(stage)]
-        return float((self.counts @ flat).max())
-
-
 _RECOMPUTES: tuple[RecomputeWay, ...] = ("none", "layers", "stage")
 
+_FEW_ROWS = 8
+"""That are looked at first where nobody knows how much a stage has memory for."""
 _MANY_OPS = 100_000
 """Of a schedule that is not kept in several variants."""
 
@@ -336,23 +312,28 @@ class Setting(Terms):
         kept = self._kept("loads")
         if key not in kept:
             # Later replicas have no more microbatches than the first.
-            ops = self.schedule.rank_ops[ranks[0]]
-            twice = (stage,) if again else ()
-            kept[key] = loads(_recomputed(self.schedule, ops, twice), activations)
+            moments = self._moments_of(ranks[0])
+            kept[key] = loads(moments, (stage,) if again else (), activations)
         of_stage: tuple[Load, ...] = kept[key]
         return of_stage
 
-    def moments_on(self, rank: int, again: Collection[int]) -> Moments:
-        """The moments of a rank where some stages run forward a second time; made once for all
-        cuts, and for whatever other ranks do."""
-        number = self.scheduled(rank)
-        stages = self.schedule.stages_of[number]
-        own = tuple(stage for stage in stages if stage in again)
-        kept, key = self._kept("moments"), (number, own)
-        if key not in kept:
-            ops = _recomputed(self.schedule, self.schedule.rank_ops[number], own)
-            kept[key] = Moments(stages, moments(ops).astype(np.float64))
-        of_rank: Moments = kept[key]
+    def moments_on(self, rank: int) -> Moments:
+        """The moments of a rank; made once for all cuts, and for whatever runs again."""
+        return self._moments_of(self.scheduled(rank))
+
+    def _moments_of(self, number: int) -> Moments:
+        kept = self._kept("moments")
+        if number not in kept:
+            numbers = {number}
+            # Where the first rank that is asked about has no room, nobody asks about the others.
+            if kept and self.is_single:
+                numbers |= {self.schedule.ranks_of(stage)[0] for stage in range(self.num_stages)}
+            elif kept:
+                numbers |= {*map(self.scheduled, self.first_ranks)}
+            asked = sorted(numbers - kept.keys())
+            ranks = [self.schedule.rank_ops[own] for own in asked]
+            kept.update(zip(asked, Moments.of_ranks(ranks), strict=True))
+        of_rank: Moments = kept[number]
         return of_rank
 
     def memory_for(self, task: Task) -> MemoryLimits:
@@ -405,14 +386,6 @@ class Setting(Terms):
         return recomputing
 
 
-def _recomputed(schedule: Schedule, ops: RankOps, again: Collection[int]) -> RankOps:
-    """The ops of one rank of a schedule, if some of its stages run forward a second time."""
-    if not again:
-        return ops
-    alone = schedule.with_columns(Columns.of_fields([ops.columns.fields(ops.span)]))
-    return add_recompute(alone, again).rank_ops[0]
-
-
 class MemoryLimits:
     """Which layers the stages of a setting have memory for, and with how much recomputing.
 
@@ -431,10 +404,10 @@ class MemoryLimits:
         self._copies = [setting.weight_versions(stage, task.num_microbatches) for stage in stages]
         self._sums = setting.copy_sums(task)
         self._slack, self._shared = slack, shared
-        self._looked_up: dict[int, tuple[Ints, dict[str, Floats]]] = {}
-        self._at_rest: dict[Hashable, Floats] = {}
+        self._again: dict[Hashable, Table] = {}
+        self._at_rest: dict[Hashable, Table] = {}
         self._longest: dict[Hashable, int] = {}
-        self._starts: dict[int, Ints] = {}
+        self._kinds: dict[int, Hashable] = {}
 
     @cached_property
     def is_free(self) -> bool:
@@ -461,41 +434,55 @@ class MemoryLimits:
         """Stages of one kind have the same tables."""
         if self.is_free:
             return None
-        return self._limits[stage], self._key(stage, "none"), self._key(stage, "stage")
+        if stage not in self._kinds:
+            ways = self._key(stage, "none"), self._key(stage, "stage")
+            self._kinds[stage] = self._limits[stage], *ways
+        return self._kinds[stage]
 
-    def again_seconds(self, stage: int, starts: Ints, stops: Ints) -> Floats:
-        """Seconds that a stage takes longer because it must run forward twice, between each of some
-        places and another; infinite where it does not fit even so."""
+    def again_seconds(self, stage: int, num_rows: int) -> Table:
+        """Seconds that a stage takes longer because it must run forward twice, with up to so much
+        of what is between two of ``Task.places``; infinite where it does not fit even so. Worked
+        out once for all stages of a kind."""
+        kind = self.kind(stage)
+        if kind not in self._again or len(self._again[kind]) < num_rows:
+            self._again[kind] = self._again_seconds(stage, num_rows)
+        return self._again[kind][:num_rows]
+
+    def _again_seconds(self, stage: int, num_rows: int) -> Table:
         rule, limit = self._setting.recompute, self._limits[stage]
-        again = self._numbers(starts, stops)["recompute_seconds"]
+        again = self._task.tables(num_rows)["recompute_seconds"]
         if rule in {"stage", "layers"}:
-            return np.where(self.num_bytes(stage, rule, starts, stops) <= limit, again, inf)
-        fits = self.num_bytes(stage, "none", starts, stops) <= limit
+            return np.where(self.num_bytes(stage, rule, num_rows) <= limit, again, inf)
+        fits = self.num_bytes(stage, "none", num_rows) <= limit
         if rule == "never":
             return np.where(fits, 0.0, inf)
         least = np.minimum(
-            self.num_bytes(stage, "layers", starts, stops),
-            self.num_bytes(stage, "stage", starts, stops),
+            self.num_bytes(stage, "layers", num_rows), self.num_bytes(stage, "stage", num_rows)
         )
         return np.where(fits, 0.0, np.where(least <= limit, again, inf))
 
     def longest(self, stage: int) -> int:
-        """The most that a stage can have of what is between two places, or a little more: whatever
-        begins at a place needs no less if it has more. (That the halves of a tied weight come
-        together may spare memory, so of models with such weights nothing is known.)"""
+        """The most that a stage can have of what is between two places: whatever begins at a place
+        needs no less if it has more. (That the halves of a tied weight come together may spare
+        memory, so of models with such weights nothing is known.)"""
         count = len(self._task.places) - 1
         if self._task.ties or self._limits[stage] == inf:
             return count
         kind = self.kind(stage)
         if kind not in self._longest:
-            length = 1
-            while length <= count:
-                starts = self._starts.setdefault(length, np.arange(count - length + 1))
-                if np.isinf(self.again_seconds(stage, starts, starts + length)).all():
-                    break
-                length *= 2
-            self._longest[kind] = min(length - 1, count)
+            length = min(_FEW_ROWS, count)
+            while length < count and self._fitting_rows(stage, length) == length:
+                length = min(2 * length, count)
+            self._longest[kind] = self._fitting_rows(stage, length)
         return self._longest[kind]
+
+    def _fitting_rows(self, stage: int, num_rows: int) -> int:
+        """Of so many rows, those up to the last one in which something fits."""
+        fits = np.isfinite(self.again_seconds(stage, num_rows))
+        fits &= (
+            np.arange(fits.shape[1]) > np.arange(num_rows)[:, None]
+        )  # as far as there are stages
+        return int(np.flatnonzero(fits.any(axis=1)).max(initial=-1)) + 1
 
     def recompute(self, stage: int, start: int, stop: int) -> RecomputeWay:
         """The recomputing that a stage with layers ``[start, stop)``, which fits, needs."""
@@ -535,10 +522,10 @@ class MemoryLimits:
         return known[key]
 
     def lightest(self, stage: int) -> tuple[Table, ...]:
-        """``num_bytes`` of every way that is allowed, in the order of ``ways``, as tables of all
-        starts and stops."""
-        ends = np.arange(len(self._task.places))
-        return tuple(self.num_bytes(stage, how, ends[:, None], ends) for how in self.ways)
+        """``num_bytes`` of every way that is allowed, in the order of ``ways``, with whatever there
+        is between two places."""
+        count = len(self._task.places) - 1
+        return tuple(self.num_bytes(stage, how, count) for how in self.ways)
 
     @property
     def ways(self) -> tuple[RecomputeWay, ...]:
@@ -548,28 +535,15 @@ class MemoryLimits:
             return _RECOMPUTES
         return ("none",) if rule == "never" else (rule,)
 
-    def num_bytes(self, stage: int, how: RecomputeWay, starts: Ints, stops: Ints) -> Floats:
-        """Bytes that a rank of a stage needs between each of some places and another."""
+    def num_bytes(self, stage: int, how: RecomputeWay, num_rows: int) -> Table:
+        """Bytes that a rank of a stage needs, as ``again_seconds``."""
         copies, sums, loads, _ = self._key(stage, how)
-        numbers = self._numbers(starts, stops)
-        key = id(starts), copies, sums, how == "layers"
+        tables = self._task.tables(num_rows)
+        key = num_rows, copies, sums, how == "layers"
         if key not in self._at_rest:
-            self._at_rest[key] = _at_rest(numbers, copies, sums, how)
-        needed: Floats = _in_flight(numbers, numbers["input_bytes"], loads, how)
+            self._at_rest[key] = _at_rest(tables, copies, sums, how)
+        needed: Table = _in_flight(tables, tables["input_bytes"], loads, how)
         return needed + self._at_rest[key]
-
-    def _numbers(self, starts: Ints, stops: Ints) -> dict[str, Floats]:
-        """``Task.tables`` at some starts and stops; many stages ask for the same."""
-        if id(starts) not in self._looked_up:
-            tables = self._task.tables.items()
-            numbers = {name: table[starts, stops] for name, table in tables}
-            numbers["input_bytes"] = self._input_bytes[starts]
-            self._looked_up[id(starts)] = starts, numbers
-        return self._looked_up[id(starts)][1]
-
-    @cached_property
-    def _input_bytes(self) -> Floats:
-        return np.array(self._task.input_bytes, dtype=float)[list(self._task.places)]
 
     def _key(
         self, stage: int, how: RecomputeWay

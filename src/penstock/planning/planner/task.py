@@ -23,9 +23,11 @@ from penstock.planning.handover.modules import places_inside
 from penstock.planning.partition.chain import (
     CostModel,
     Floats,
+    Ints,
     Table,
     cost_model,
     least_slowest,
+    starts_of,
 )
 from penstock.planning.partition.layers import places_near, spread_places
 from penstock.planning.planner.hosts import Levels, RankPlaces, levels_worth_trying
@@ -145,6 +147,7 @@ class Cache:
         shapes: replicas of each stage and devices of each rank that other planners would choose, in
             one entry when it is known; memory makes no difference.
         numbers: ``Task.numbers``, by a stage's first layer and the one behind its last.
+        tables: ``Task.tables``, with as many rows as were asked for.
         held: bytes of a rank, by all that they depend on.
         hops: their seconds at each place, by the links that they may go over.
         links: the different ones between stages, by their devices.
@@ -165,6 +168,7 @@ class Cache:
     orders: dict[object, Schedule] = field(default_factory=dict)
     shapes: list[tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]] = field(default_factory=list)
     numbers: dict[tuple[int, int], dict[str, float]] = field(default_factory=dict)
+    tables: dict[str, Table] = field(default_factory=dict)
     held: dict[object, int] = field(default_factory=dict)
     hops: dict[object, Floats] = field(default_factory=dict)
     links: dict[object, tuple[Link, ...]] = field(default_factory=dict)
@@ -585,50 +589,56 @@ class Task:
             }
         return self.cache.numbers[bounds]
 
-    @cached_property
-    def tables(self) -> dict[str, Table]:
-        """The results of ``sum`` for all stages between two places, by the name of the number: a
-        table with a row for each start and a column for each stop."""
-        tables, places = {}, list(self.places)
+    def tables(self, num_rows: int) -> dict[str, Table]:
+        """The results of ``numbers``, and a stage's ``input_bytes``, for all stages between two of
+        ``places`` that have up to so many of what is between two; kept for whoever asks for fewer.
+        Where there is no such stage, there is any number."""
+        known = self.cache.tables
+        if not known or len(known["input_bytes"]) < num_rows:
+            known.update(self._tables(num_rows))
+        return {name: table[:num_rows] for name, table in known.items()}
+
+    def _tables(self, num_rows: int) -> dict[str, Table]:
+        places = np.array(self.places)
+        starts = starts_of(num_rows, len(places))
+        tables = {}
         for name, column in self.sums.items():
             sums = np.array(column, dtype=float)[places]
-            tables[name] = sums - sums[:, None]
-        held = np.array([*(layer.held_input_bytes for layer in self.graph.layers), 0.0])[places]
-        tables["activation_bytes"] = tables["activation_bytes"] + held[:, None]
-        inside = [
-            0.0 if begins else held
-            for held, begins in zip(self.input_bytes, (*self.begins_unit, True), strict=True)
-        ]
-        tables["again_input_bytes"] = (
-            tables["again_input_bytes"] + np.array(inside)[places][:, None]
-        )
+            tables[name] = sums - sums[starts]
+        inputs = np.array(self.input_bytes, dtype=float)
+        tables["input_bytes"] = inputs[places][starts]
+        held = np.array([*(layer.held_input_bytes for layer in self.graph.layers), 0.0])
+        tables["activation_bytes"] += held[places][starts]
+        inside = np.where((*self.begins_unit, True), 0.0, inputs)
+        tables["again_input_bytes"] += inside[places][starts]
         for again in (False, True):
             name = "again_workspace_bytes" if again else "workspace_bytes"
-            tables[name] = np.zeros_like(tables["activation_bytes"])
-            for row, start in enumerate(places[:-1]):
-                most = np.array(
-                    [0.0] * (start + 1) + self._workspaces(start, self.num_layers, again)
-                )
-                tables[name][row, row + 1 :] = most[places[row + 1 :]]
-        self._count_ties_once(tables)
+            tables[name] = np.zeros(starts.shape)
+            for number, start in enumerate(self.places[:-1]):
+                ends = self.places[number + 1 : number + 1 + num_rows]
+                needed = np.array(self._workspaces(start, ends[-1], again))
+                rows = np.arange(len(ends))
+                tables[name][rows, number + 1 + rows] = needed[np.array(ends) - start - 1]
+        self._count_ties_once(tables, starts)
         layers = self.graph.layers
-        tables["largest_bytes"] = self._largest([layer.parameter_bytes for layer in layers])
-        tables["largest_gradient_bytes"] = self._largest([layer.summed_bytes for layer in layers])
+        tables["largest_bytes"] = self._largest([own.parameter_bytes for own in layers], num_rows)
+        tables["largest_gradient_bytes"] = self._largest(
+            [own.summed_bytes for own in layers], num_rows
+        )
         return tables
 
-    def _largest(self, layer_bytes: Sequence[int]) -> Table:
+    def _largest(self, layer_bytes: Sequence[int], num_rows: int) -> Table:
         """The most that a layer has of some bytes."""
-        table = np.zeros((len(self.places), len(self.places)))
-        sizes = np.array(layer_bytes, dtype=float)
-        for row, start in enumerate(self.places[:-1]):
-            most = np.maximum.accumulate(sizes[start:])
-            table[row, row + 1 :] = most[np.array(self.places[row + 1 :]) - start - 1]
-        return table
+        between = np.maximum.reduceat(np.array(layer_bytes, dtype=float), self.places[:-1])
+        rows = [np.array([0.0, *between])]
+        for _ in range(1, num_rows):
+            rows.append(np.maximum(rows[0], [0.0, *rows[-1][:-1]]))
+        return np.array(rows)
 
-    def _count_ties_once(self, tables: dict[str, Table]) -> None:
-        tables["tied_bytes"] = np.zeros_like(tables["parameter_bytes"])
+    def _count_ties_once(self, tables: dict[str, Table], starts: Ints) -> None:
+        tables["tied_bytes"] = np.zeros(starts.shape)
         for tie in self.ties:
-            holders = tie.num_holders_between(self.places)
+            holders = tie.num_holders_between(self.places)[starts, np.arange(starts.shape[1])]
             is_parted = (holders > 0) & (holders < len(tie.holders))
             tables["tied_bytes"] += tie.num_bytes * is_parted
             for name, counted in zip(OF_PARAMETERS, tie.counted, strict=True):

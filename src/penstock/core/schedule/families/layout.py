@@ -78,11 +78,11 @@ class Line:
     """
 
     kind: Kind
-    microbatches: Sequence[int]
+    microbatches: Sequence[int] | Ints
     stage: int
-    laps: Sequence[int] = ()
+    laps: Sequence[int] | Ints = ()
     per_lap: int = 0
-    slices: Sequence[int] = ()
+    slices: Sequence[int] | Ints = ()
 
     def __len__(self) -> int:
         return len(self.microbatches)
@@ -91,9 +91,9 @@ class Line:
         """The ops as columns."""
         count = len(self)
         stage = np.full(count, self.stage, np.int32)
-        if self.laps:
+        if len(self.laps):
             stage += self.per_lap * numbers(self.laps)
-        part = numbers(self.slices) if self.slices else np.zeros(count, np.int32)
+        part = numbers(self.slices) if len(self.slices) else np.zeros(count, np.int32)
         return stage, np.full(count, CODES[self.kind], np.int8), numbers(self.microbatches), part
 
 
@@ -137,8 +137,10 @@ class Turns:
         return places
 
 
-def numbers(values: Sequence[int]) -> Ints:
-    """A range or list as a column."""
+def numbers(values: Sequence[int] | Ints) -> Ints:
+    """A range or list as a column, or a column itself."""
+    if isinstance(values, np.ndarray):
+        return values
     if isinstance(values, range):
         return np.arange(values.start, values.stop, values.step, dtype=np.int32)
     return np.array(values, np.int32)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from penstock.core.schedule.columns import Columns, Fields, joined
-from penstock.core.schedule.families.layout import Line, alternate, laid_out
+from penstock.core.schedule.families.layout import Line, alternate, laid_out, numbers
 from penstock.core.schedule.families.options import at_least
 from penstock.core.schedule.op import Kind
 from penstock.core.schedule.schedule import Schedule
@@ -49,7 +49,8 @@ def interleaved(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2)
     """
     at_least("interleaved-1f1b", "stages_per_rank", stages_per_rank, 1)
     p, v = num_ranks, stages_per_rank
-    passes, microbatches = zip(*laps(p, -(-num_microbatches // p) * p, v), strict=True)
+    turns = laps(p, -(-num_microbatches // p) * p, v)
+    passes, microbatches = map(numbers, zip(*turns, strict=True))
     # A lap takes p beats, so each hop of a lap may take one beat, there and back. A single lap has
     # nothing to wait for but its own gradient.
     beats_per_hop = 2 if v > 1 else 1
@@ -111,13 +112,13 @@ def breadth_first(num_ranks: int, num_microbatches: int, stages_per_rank: int = 
     """
     at_least("breadth-first", "stages_per_rank", stages_per_rank, 1)
     p, v = num_ranks, stages_per_rank
-    laps = [lap for lap in range(v) for _ in range(num_microbatches)]
-    microbatches = [*range(num_microbatches)] * v
+    passes = numbers([lap for lap in range(v) for _ in range(num_microbatches)])
+    microbatches = numbers([*range(num_microbatches)] * v)
     ranks = (
         alternate(
-            len(laps),
-            Line(Kind.FORWARD, microbatches, rank, laps, p),
-            Line(Kind.BACKWARD, microbatches, (v - 1) * p + rank, laps, -p),
+            len(passes),
+            Line(Kind.FORWARD, microbatches, rank, passes, p),
+            Line(Kind.BACKWARD, microbatches, (v - 1) * p + rank, passes, -p),
         )
         for rank in range(p)
     )
@@ -161,7 +162,7 @@ def interleaved_zb(num_ranks: int, num_microbatches: int, stages_per_rank: int =
     """
     at_least("interleaved-zb", "stages_per_rank", stages_per_rank, 1)
     p, v = num_ranks, stages_per_rank
-    passes, microbatches = zip(*laps(p, num_microbatches, v), strict=True)
+    passes, microbatches = map(numbers, zip(*laps(p, num_microbatches, v), strict=True))
     ranks = (
         alternate(
             (v - 1) * min(p, num_microbatches) + p - 1 - rank,
