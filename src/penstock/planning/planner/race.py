@@ -53,6 +53,8 @@ _FEW_STAGES, _MOST_UNIFORM = 8, 4
 """Of uniform layouts, which come first: their stages, and how many such layouts there are."""
 _LARGE, _MOST_BUILT = 5_000, 200
 """Layers times devices beyond which there are thousands of offers, and how many are built then."""
+_DOUBT = 0.05
+"""Relative: by how much a guess may be too high."""
 _MOST_IDLE = 12
 """Offers that a sketch builds in vain, one after another, before it has seen enough."""
 
@@ -109,7 +111,7 @@ class Race:
         for kind in (offers, guided):
             promises = _by_promise(tasks, constraints, kind)
             if not constraints.any_replicas and kind is offers and promises:
-                self.bound = promises[0][0]
+                self.bound = min(offer.least_seconds(task) for _, task, offer in promises)
             self._run(_uniform(promises), constraints, only=_MOST_UNIFORM)
             self._run(promises, constraints)
             if self._is_stopped or all(self._is_enough(least_busy_seconds(task)) for task in tasks):
@@ -424,7 +426,8 @@ def _modesty(candidate: Candidate) -> tuple[float, ...]:
 
 
 Promise = tuple[float, Task, Offer]
-"""The least that an offer for a task can take, in seconds."""
+"""The least that an offer for a task can take, in seconds; where there are thousands of offers,
+what it is guessed to take."""
 
 
 def _by_promise(
@@ -436,11 +439,17 @@ def _by_promise(
     quickly built."""
     every = [(task, offer) for task in tasks for kind in kinds for offer in kind(task, constraints)]
     sizes = [task.num_layers * len(task.cluster.devices) for task in tasks]
-    if len(every) > _MOST_BUILT and min(sizes) > _LARGE:
-        guessed = sorted(every, key=lambda pair: guessed_seconds(*pair))
-        uniform = (pair for pair in guessed[_MOST_BUILT:] if _is_uniform(pair[1]))
-        every = [*guessed[:_MOST_BUILT], *uniform]
-    return sorted(((offer.least_seconds(task), task, offer) for task, offer in every), key=_place)
+    if len(every) <= _MOST_BUILT or min(sizes) <= _LARGE:
+        return sorted(
+            ((offer.least_seconds(task), task, offer) for task, offer in every), key=_place
+        )
+    guessed = sorted(((guessed_seconds(*pair), *pair) for pair in every), key=_place)
+    uniform = (guess for guess in guessed[_MOST_BUILT:] if _is_uniform(guess[-1]))
+    likely = (
+        (max(offer.least_seconds(task), seconds / (1 + _DOUBT)), task, offer)
+        for seconds, task, offer in (*guessed[:_MOST_BUILT], *uniform)
+    )
+    return sorted(likely, key=_place)
 
 
 def _uniform(promises: Sequence[Promise]) -> list[Promise]:
