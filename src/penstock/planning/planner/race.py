@@ -212,8 +212,9 @@ class Race:
             least = min((candidate.least_seconds for candidate in built), default=self.least)
             self._reached[_alike(task, offer)] = least, promised
         if built and _is_large(task) and len({*offer.replicas}) <= 1:
-            ratio = min(own.least_seconds for own in built) / guessed_seconds(task, offer)
-            self._slower.setdefault((id(task), offer.family), []).append(ratio)
+            guess, least = guessed_seconds(task, offer), min(own.least_seconds for own in built)
+            if 0 < guess < inf:
+                self._slower.setdefault((id(task), offer.family), []).append(least / guess)
 
     def _least_of(self, waiting: Sequence[tuple[float, int, Candidate]]) -> float:
         return waiting[0][0] if waiting else inf
