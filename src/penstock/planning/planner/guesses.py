@@ -2,8 +2,8 @@
 
 Of deep models on large clusters there are thousands of offers, of which bounds that never lie rule
 out hardly any: those are built that a guess puts first, until it puts all others behind the best
-that was simulated. It has even stages, a pipeline's beginning and end as the families' own pages count them, what must run
-twice where activations have too little room, and the sums of copies.
+that was simulated. It has even stages, a pipeline's beginning and end as the families' own pages
+count them, what must run twice where activations have too little room, and the sums of copies.
 """
 
 from __future__ import annotations
