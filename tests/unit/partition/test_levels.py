@@ -6,11 +6,12 @@ from functools import cache
 import pytest
 
 from penstock.base.errors import InputError
-from penstock.core.cluster import Cluster, Device, Group, Link, Wire
+from penstock.core.cluster import Cluster, Device, Group, Link, Topology, Wire
 from penstock.core.graph import Layer, LayerGraph
 from penstock.interop.pipedream_profiles import read_pipedream_graph
 from penstock.planning.partition import best_partition, cost_model, evaluate
 from penstock.planning.partition.steady import levels_of, nested_partition
+from penstock.planning.partition.steady.evaluation import links_in_turns, usual_seconds
 from penstock.planning.partition.steady.levels import (
     MOST_STEPS,
     Component,
@@ -208,3 +209,17 @@ def test_updates_without_a_meaning_are_refused(updates):
         nested_partition(
             chain((1.0, 1, 1)), Cluster.tree((2,), (FAST,)), cost_model("ring"), updates=updates
         )
+
+
+@pytest.mark.parametrize("num_senders", [40, 64, 65])
+def test_where_many_meet_in_turns_the_slowest_of_their_links_counts(num_senders):
+    topology = Topology(Cluster.tree([8, 16], [FAST, SLOW]))
+    senders, readers = range(num_senders), range(num_senders, 128)
+    meet = {(senders[k % len(senders)], readers[k % len(readers)]) for k in range(128 * 128)}
+    slowest = max((topology.link(*pair) for pair in meet), key=usual_seconds)
+    assert max(links_in_turns(topology, senders, readers), key=usual_seconds) == slowest
+
+
+def test_those_that_meet_in_turns_inside_a_host_have_its_link_alone():
+    topology = Topology(Cluster.tree([8, 16], [FAST, SLOW]))
+    assert {*links_in_turns(topology, range(4), range(4, 8))} == {FAST}

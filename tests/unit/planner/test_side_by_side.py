@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from penstock import Link, Plan, plan, simulate
 from penstock.base.errors import InputError, PlanError
 from penstock.core.cluster import Group
 from penstock.core.schedule.lower import add_update
+from penstock.planning.planner.offers import Offer
+from penstock.planning.planner.task import Task
 from tests.kit.planning import chain, devices
 
 SCHEDULES = (
@@ -80,3 +84,11 @@ def test_replicas_that_cannot_be(replicas, message):
     request = {"microbatches": 8, "schedule": "interleaved-1f1b", "replicas": replicas}
     with pytest.raises((InputError, PlanError), match=message):
         plan(chain(8), devices(4), **request)
+
+
+def test_a_schedule_is_built_once_for_all_tasks_made_of_one():
+    task = Task(chain(4), devices(4), 8)
+    offer = Offer("zb-h1", (0, 1, 2, 3))
+    others = replace(task, reducer="sharded"), replace(task, memory_bytes=10**9)
+    schedules = [offer.setting(own).schedule for own in (task, *others)]
+    assert all(schedule is schedules[0] for schedule in schedules)

@@ -1,9 +1,9 @@
 """``guessed_seconds``: about how long a minibatch takes with an offer, before anything is built.
 
-A guess decides nothing by itself. Of deep models on large clusters there are thousands of offers,
-of which bounds that never lie rule out hardly any: those are built that a guess puts first. It has
-even stages, a pipeline's beginning and end as the families' own pages count them, what must run
-twice where activations have too little room, and the sums of copies.
+Of deep models on large clusters there are thousands of offers, of which bounds that never lie rule
+out hardly any: those are built that a guess puts first, until it puts all others behind the best
+that was simulated. It has even stages, a pipeline's beginning and end as the families' own pages
+count them, what must run twice where activations have too little room, and the sums of copies.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ class _Habit(NamedTuple):
     Attributes:
         idle: seconds that ranks wait at a step's beginning and end, over those that 1F1B's do.
         peak: microbatches in flight where most are, over ranks.
+        late: of these, those whose weight gradients are still to come where most are, over ranks.
+            What they need is there however much runs forward twice.
     """
 
     idle: float = 1.0
     peak: float = 1.0
+    late: float = 0.0
 
 
 _HABITS = {
@@ -34,10 +37,10 @@ _HABITS = {
     "breadth-first": _Habit(peak=inf),
     "eager-1f1b": _Habit(peak=2.0),
     "interleaved-1f1b": _Habit(peak=1.5),
-    "zb-h1": _Habit(idle=0.33),
-    "interleaved-zb": _Habit(idle=0.33),
-    "zb-h2": _Habit(idle=0.0, peak=2.0),
-    "zb-v": _Habit(idle=0.0),
+    "zb-h1": _Habit(idle=0.33, late=1.0),
+    "interleaved-zb": _Habit(idle=0.33, late=0.4),
+    "zb-h2": _Habit(idle=0.0, peak=2.0, late=1.0),
+    "zb-v": _Habit(idle=0.0, late=0.4),
     "dualpipe-v": _Habit(idle=0.2),
     "v-half": _Habit(idle=0.6, peak=0.5),
     "v-min": _Habit(idle=1.0, peak=0.34),
@@ -46,7 +49,8 @@ _HABITS = {
 
 
 def guessed_seconds(task: Task, offer: Offer) -> float:
-    """About how long a minibatch takes; infinite where weights alone have no room."""
+    """About how long a minibatch takes; infinite where weights, or what weight gradients need that
+    come late, have no room."""
     own = offer.copies or (1,) * offer.num_ranks
     depth, width = len(own), offer.num_ranks / len(own)
     count = ceil(task.num_microbatches / width)
@@ -63,16 +67,17 @@ def guessed_seconds(task: Task, offer: Offer) -> float:
 
 def _again_seconds(task: Task, offer: Offer, depth: int, count: int) -> float:
     """Seconds of what runs forward twice for a microbatch."""
-    again, whole = (
-        task.sum(name, 0, task.num_layers) for name in ("recompute_seconds", "activation_bytes")
+    again, whole, for_weight = (
+        task.sum(name, 0, task.num_layers)
+        for name in ("recompute_seconds", "activation_bytes", "weight_kept_bytes")
     )
     if offer.recompute in {"stage", "layers"}:
         return again
     free = task.tensor_limits[offer.devices[0]] - least_state_bytes(task, offer.copies) / depth
-    if free < 0:
+    habit = _HABITS.get(offer.family, _Habit())
+    if free < for_weight / depth * min(count, habit.late * depth):
         return inf
-    peak = _HABITS.get(offer.family, _Habit()).peak
-    kept = whole / depth * min(count, max(peak * depth, 1.0))
+    kept = whole / depth * min(count, max(habit.peak * depth, 1.0))
     share = max(1 - free / kept, 0.0) if kept else 0.0
     return share * again
 

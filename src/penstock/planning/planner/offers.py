@@ -190,10 +190,10 @@ class Offer(Terms):
         # The same on all devices.
         terms, count = self.folded(num_microbatches)
         key = terms.family, terms.num_ranks, terms.replicas, count, terms.options
-        schedule = task.cache.orders.get(key)
+        schedule = task.schedules.get(key)
         if schedule is None:
             schedule = terms.shown(count)
-            task.cache.keep_order(key, schedule)
+            task.schedules.keep(key, schedule)
         return schedule
 
 

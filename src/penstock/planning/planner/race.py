@@ -53,6 +53,12 @@ _FEW_STAGES, _MOST_UNIFORM = 8, 4
 """Of uniform layouts, which come first: their stages, and how many such layouts there are."""
 _LARGE, _MOST_BUILT = 5_000, 200
 """Layers times devices beyond which there are thousands of offers, and how many are built then."""
+_DOUBT = 0.02
+"""Relative: by how much a guess may be too high."""
+_MOST_SEEN = 3
+"""Offers of a family that tell by how much guesses are too low for it."""
+_FIRST_SHARE = 16
+"""Part of the effort that is spent at once on the first candidate of a family."""
 _MOST_IDLE = 12
 """Offers that a sketch builds in vain, one after another, before it has seen enough."""
 
@@ -100,6 +106,8 @@ class Race:
     is_complete: bool = True
     end: str = ""
     _reached: dict[object, tuple[float, float]] = field(default_factory=dict)
+    _slower: dict[object, list[float]] = field(default_factory=dict)
+    _families: set[str] = field(default_factory=set)
     _looked_at: dict[int, Offer] = field(default_factory=dict)
 
     def run(self, tasks: Sequence[Task], constraints: Constraints) -> None:
@@ -109,7 +117,7 @@ class Race:
         for kind in (offers, guided):
             promises = _by_promise(tasks, constraints, kind)
             if not constraints.any_replicas and kind is offers and promises:
-                self.bound = promises[0][0]
+                self.bound = min(offer.least_seconds(task) for _, task, offer in promises)
             self._run(_uniform(promises), constraints, only=_MOST_UNIFORM)
             self._run(promises, constraints)
             if self._is_stopped or all(self._is_enough(least_busy_seconds(task)) for task in tasks):
@@ -146,7 +154,7 @@ class Race:
             self._note_reach(task, offer, promised, built)
             for candidate in built:
                 is_best = candidate.least_seconds < min(self._least_of(waiting), lowest)
-                if is_best or candidate.effort <= _LITTLE:
+                if is_best or candidate.effort <= _LITTLE or self._is_first(candidate):
                     lowest = min(candidate.least_seconds, lowest)
                     self._enter(candidate)  # which may spare building others
                 else:
@@ -175,13 +183,27 @@ class Race:
             return True
         return self._is_behind(task, offer, promised)
 
+    def _is_first(self, candidate: Candidate) -> bool:
+        """Whether a candidate is the first of its family that is not simulated at once anyway: what
+        one takes says which others need not be built."""
+        family, is_light = candidate.setting.family, candidate.effort < self.budget / _FIRST_SHARE
+        is_first = is_light and family not in self._families and not self.is_sketch
+        if is_first:
+            self._families.add(family)
+        return is_first
+
     def _is_behind(self, task: Task, offer: Offer, promised: float) -> bool:
         """Whether an offer of a deep model would have to come nearer to its promise than the same
-        schedule did with more ranks, of which each had a part as small."""
+        schedule did with more ranks, of which each had a part as small; or nearer to a guess than
+        others of its family did."""
+        if len({*offer.replicas}) > 1:
+            return False  # these come nearer than any others: each stage has its own share of ranks
         reached, promise = self._reached.get(_alike(task, offer), (0.0, 1.0))
-        # Stages with unlike replicas come nearer than any others: each has its own share of ranks.
-        is_even = len({*offer.replicas}) <= 1
-        return is_even and reached * promised / promise > self.least * (1 + SAME)
+        slower = self._slower.get((id(task), offer.family), [])
+        seconds = reached * promised / promise
+        if len(slower) >= _MOST_SEEN:
+            seconds = max(seconds, min(slower) * guessed_seconds(task, offer))
+        return seconds > self.least * (1 + SAME)
 
     def _note_reach(
         self, task: Task, offer: Offer, promised: float, built: Sequence[Candidate]
@@ -189,6 +211,10 @@ class Race:
         if task.num_layers > _DEEP and not offer.is_in_turn:
             least = min((candidate.least_seconds for candidate in built), default=self.least)
             self._reached[_alike(task, offer)] = least, promised
+        if built and _is_large(task) and len({*offer.replicas}) <= 1:
+            guess, least = guessed_seconds(task, offer), min(own.least_seconds for own in built)
+            if 0 < guess < inf:
+                self._slower.setdefault((id(task), offer.family), []).append(least / guess)
 
     def _least_of(self, waiting: Sequence[tuple[float, int, Candidate]]) -> float:
         return waiting[0][0] if waiting else inf
@@ -430,7 +456,8 @@ def _modesty(candidate: Candidate) -> tuple[float, ...]:
 
 
 Promise = tuple[float, Task, Offer]
-"""The least that an offer for a task can take, in seconds."""
+"""The least that an offer for a task can take, in seconds; where there are thousands of offers,
+what it is guessed to take."""
 
 
 def _by_promise(
@@ -441,12 +468,27 @@ def _by_promise(
     """All offers of some kinds, the most promising first; of equals, those of few stages, which are
     quickly built."""
     every = [(task, offer) for task in tasks for kind in kinds for offer in kind(task, constraints)]
-    sizes = [task.num_layers * len(task.cluster.devices) for task in tasks]
-    if len(every) > _MOST_BUILT and min(sizes) > _LARGE:
-        guessed = sorted(every, key=lambda pair: guessed_seconds(*pair))
-        uniform = (pair for pair in guessed[_MOST_BUILT:] if _is_uniform(pair[1]))
-        every = [*guessed[:_MOST_BUILT], *uniform]
-    return sorted(((offer.least_seconds(task), task, offer) for task, offer in every), key=_place)
+    if len(every) <= _MOST_BUILT or not all(map(_is_large, tasks)):
+        return sorted(
+            ((offer.least_seconds(task), task, offer) for task, offer in every), key=_place
+        )
+    guessed = sorted(((guessed_seconds(*pair), *pair) for pair in every), key=_place)
+    uniform = (guess for guess in guessed[_MOST_BUILT:] if _is_uniform(guess[-1]))
+    likely = (
+        (max(offer.least_seconds(task), _least_guessed(offer, seconds)), task, offer)
+        for seconds, task, offer in (*guessed[:_MOST_BUILT], *uniform)
+    )
+    return sorted(likely, key=_place)
+
+
+def _least_guessed(offer: Offer, seconds: float) -> float:
+    """What an offer may take at least that is guessed to take so long; of unlike stages, which a
+    guess takes for even ones, nothing is known."""
+    return seconds / (1 + _DOUBT) if len({*offer.copies}) <= 1 else 0.0
+
+
+def _is_large(task: Task) -> bool:
+    return task.num_layers * len(task.cluster.devices) > _LARGE
 
 
 def _uniform(promises: Sequence[Promise]) -> list[Promise]:

@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, cycle, islice, pairwise, product
-from math import inf, lcm
-from operator import mul
+from itertools import accumulate, pairwise, product
+from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -30,6 +29,7 @@ from penstock.planning.partition.chain import (
     starts_of,
 )
 from penstock.planning.partition.layers import places_near, spread_places
+from penstock.planning.partition.steady.evaluation import MANY_PAIRS, links_in_turns
 from penstock.planning.planner.hosts import Levels, RankPlaces, levels_worth_trying
 from penstock.planning.planner.ties import OF_PARAMETERS, Tie, ties_of
 from penstock.planning.plans.stage_plan import Split
@@ -38,7 +38,6 @@ from penstock.planning.plans.summing import GatheredFor, ReducerName
 if TYPE_CHECKING:
     from penstock.planning.partition.tensor import TensorSplit
 
-_MANY_PAIRS = 256
 _MOST_PLACES = 256
 _MOST_KEPT_OPS = 4_000_000
 """Of schedules that were built; with all that follows from it, one takes 50 bytes."""
@@ -143,7 +142,6 @@ class Cache:
         cuts: the best ones of settings without limits.
         slowest: ``Task.least_slowest``, by the number of stages.
         offers: what was made of offers: candidates, or why there are none.
-        orders: schedules that were built without costs.
         shapes: replicas of each stage and devices of each rank that other planners would choose, in
             one entry when it is known; memory makes no difference.
         numbers: ``Task.numbers``, by a stage's first layer and the one behind its last.
@@ -165,7 +163,6 @@ class Cache:
     cuts: dict[object, list[tuple[int, ...]]] = field(default_factory=dict)
     slowest: dict[int, float] = field(default_factory=dict)
     offers: dict[object, Any] = field(default_factory=dict)
-    orders: dict[object, Schedule] = field(default_factory=dict)
     shapes: list[tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]] = field(default_factory=list)
     numbers: dict[tuple[int, int], dict[str, float]] = field(default_factory=dict)
     tables: dict[str, Table] = field(default_factory=dict)
@@ -182,15 +179,16 @@ class Cache:
     exchanges: dict[object, Any] = field(default_factory=dict)
     levels: dict[object, list[Levels]] = field(default_factory=dict)
 
-    def keep_order(self, key: object, schedule: Schedule) -> None:
-        """Keep a schedule that was built, and no more of the oldest than memory has room for."""
-        self.orders[key] = schedule
-        while len(self.orders) > 1 and _num_ops(self.orders.values()) > _MOST_KEPT_OPS:
-            del self.orders[next(iter(self.orders))]
 
+class KeptSchedules(dict[Hashable, Schedule]):
+    """Schedules that were built without costs, by all that they depend on; no more of the oldest
+    than memory has room for."""
 
-def _num_ops(schedules: Iterable[Schedule]) -> int:
-    return sum(schedule.num_ops for schedule in schedules)
+    def keep(self, key: Hashable, schedule: Schedule) -> None:
+        """Keep one more."""
+        self[key] = schedule
+        while len(self) > 1 and sum(kept.num_ops for kept in self.values()) > _MOST_KEPT_OPS:
+            del self[next(iter(self))]
 
 
 @dataclass(frozen=True)
@@ -213,6 +211,7 @@ class Task:
         cuts_between: which parts of the model, where another engine is to run it.
         expert_ranks: how many copies of a stage divide its experts; the graph says what that costs.
         undivided: the task in which each has all of them.
+        schedules: those that were built for this task, or for others that were made of the same.
     """
 
     graph: LayerGraph
@@ -230,6 +229,7 @@ class Task:
     cuts_between: CutsBetween = "layers"
     expert_ranks: int = 1
     undivided: Task | None = None
+    schedules: KeptSchedules = field(default_factory=KeptSchedules, compare=False, repr=False)
 
     @property
     def alone(self) -> Task:
@@ -752,16 +752,14 @@ class Task:
         key = sources, targets, in_turns
         if key in self.cache.links:
             return self.cache.links[key]
-        if (lcm if in_turns else mul)(len(sources), len(targets)) > _MANY_PAIRS:
-            among = self.topology.links_among({*sources, *targets})
-            self.cache.links[key] = tuple(dict.fromkeys(among))
+        if in_turns:
+            links: Iterable[Link] = links_in_turns(self.topology, sources, targets)
+        elif len(sources) * len(targets) > MANY_PAIRS:
+            links = dict.fromkeys(self.topology.links_among({*sources, *targets}))
         else:
-            pairs: Iterable[tuple[int, int]] = product(sources, targets)
-            if in_turns:
-                rounds = zip(cycle(sources), cycle(targets), strict=False)
-                pairs = islice(rounds, lcm(len(sources), len(targets)))
-            links = (self.topology.link(*pair) for pair in pairs if len({*pair}) > 1)
-            self.cache.links[key] = tuple(dict.fromkeys(links))
+            pairs = (pair for pair in product(sources, targets) if len({*pair}) > 1)
+            links = dict.fromkeys(self.topology.link(*pair) for pair in pairs)
+        self.cache.links[key] = tuple(links)
         return self.cache.links[key]
 
     def hops(self, sources: tuple[int, ...], targets: tuple[int, ...], *, in_turns: bool) -> Floats:

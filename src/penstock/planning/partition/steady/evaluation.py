@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import cycle, islice, pairwise
 from math import lcm
 
 from penstock.base.errors import InputError
@@ -17,6 +17,9 @@ from penstock.planning.partition.layers import handed_on
 
 _USUAL_BYTES = 2**20
 """Links are compared by how long they take for so much."""
+
+MANY_PAIRS = 256
+"""Of devices that meet, beyond which whoever may meet counts."""
 
 Path = tuple[int, ...]
 """The groups that something is in, outermost first, by their indices."""
@@ -175,10 +178,19 @@ def _levels(topology: Topology, devices: Sequence[int]) -> list[tuple[int, Link]
 
 def _link_between(topology: Topology, senders: Sequence[int], readers: Sequence[int]) -> Link:
     """The slowest link that microbatches take from the replicas of one stage to the next."""
+    return max(links_in_turns(topology, senders, readers), key=usual_seconds)
+
+
+def links_in_turns(
+    topology: Topology, senders: Sequence[int], readers: Sequence[int]
+) -> dict[Link, None]:
+    """The different links over which microbatches go that take turns on the replicas of two stages;
+    where very many pairs of these meet, all links among them."""
     count = lcm(len(senders), len(readers))
-    pairs = {(senders[k % len(senders)], readers[k % len(readers)]) for k in range(count)}
-    links = {topology.link(*pair) for pair in pairs}
-    return max(links, key=usual_seconds)
+    if count > MANY_PAIRS:
+        return dict.fromkeys(topology.links_among({*senders, *readers}))
+    pairs = islice(zip(cycle(senders), cycle(readers), strict=False), count)
+    return dict.fromkeys(topology.link(*pair) for pair in pairs if len({*pair}) > 1)
 
 
 def _cuts(graph: LayerGraph, partition: Partition) -> list[float]:
