@@ -86,6 +86,14 @@ def test_a_failure_comes_behind_the_results_before_it():
             ask()
 
 
+def test_a_failure_that_was_told_is_told_to_who_asks_again():
+    results, loop = results_of(News.CHANGED)
+    loop.failure = FAILED
+    for ask in (results.next, lambda: list(results.followed()), results.next):
+        with pytest.raises(RunError, match="rank 2 failed"):
+            ask()
+
+
 def test_closing_ends_who_waits():
     results, loop = results_of()
     taken = []

@@ -340,6 +340,8 @@ class Results:
         if self._set_aside is not None:
             news, self._set_aside = self._set_aside, None
             return news
+        if wait and not self.closed and self._loop.arrivals.empty():
+            self._loop.raise_failure()  # who was told of it before may ask again
         try:
             return self._loop.arrivals.get(block=wait)
         except queue.Empty:
