@@ -415,16 +415,8 @@ class ShardedLayers:
         unit = self._units[number]
         unit.note_sum()
         unit.is_summed = True
-        self._begin_sum(unit, [True] * len(unit.trained))
-
-    def _begin_sum(self, unit: _Unit, there: Sequence[bool]) -> None:
-        self._go_on()  # before, so that no two layers' gradients are twice in memory
-        self._sums.append(unit.summing(there))
-        next(self._sums[-1], None)
-
-    def _go_on(self) -> None:
-        """Take each sum on to where it waits for its next messages."""
-        self._sums = [summing for summing in self._sums if next(summing, _ENDED) is not _ENDED]
+        before = _gone_on(self._sums)  # so that no two layers' gradients are twice in memory
+        self._sums = [*before, _begun(unit, [True] * len(unit.trained))]
 
     def sum(self) -> None:
         """Make the gradients of rows the sums over all copies, and keep no whole ones. All copies
@@ -453,11 +445,13 @@ class ShardedLayers:
         for unit in self._units:
             due = [next(there) for _ in unit.trained]
             if not unit.is_summed:
-                self._begin_sum(unit, due)
+                begun = _begun(unit, due)
+                # Those of the layers before, while this one's gradients travel.
+                self._sums = [*_gone_on(self._sums), begun]
             unit.is_summed = False
             unit.free()
         while self._sums:
-            self._go_on()
+            self._sums = _gone_on(self._sums)
 
     def free(self) -> None:
         """Keep no gathered values."""
@@ -495,6 +489,18 @@ class ShardedLayers:
                     for name, parameter in unit.module.named_parameters(remove_duplicate=False)
                 }
         return state
+
+
+def _begun(unit: _Unit, there: Sequence[bool]) -> SumInParts[None]:
+    """A layer's sum, whose first messages are on their way."""
+    summing = unit.summing(there)
+    next(summing, None)
+    return summing
+
+
+def _gone_on(sums: Sequence[SumInParts[None]]) -> list[SumInParts[None]]:
+    """Those of some sums that wait for messages again when each has been taken on."""
+    return [summing for summing in sums if next(summing, _ENDED) is not _ENDED]
 
 
 def _check(layers: Sequence[NamedLayer]) -> None:
