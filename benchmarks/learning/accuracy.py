@@ -108,15 +108,15 @@ def row(work: Work, way: Trained, runs: list[Run]) -> list[str]:
     return [
         work.title,
         way.name,
-        _with_spread(known, 0),
-        _with_spread([count / work.epoch_updates for count in known], 2),
-        _with_spread([count * share for count in known], 1),
-        _with_spread(seconds, 1),
+        _with_spread(known, ".0f"),
+        _with_spread([count / work.epoch_updates for count in known], "#.2g"),
+        _with_spread([count * share for count in known], ".1f"),
+        _with_spread(seconds, ".1f"),
     ]
 
 
-def _with_spread(values: list[float] | list[int], digits: int) -> str:
-    return f"{fmean(values):.{digits}f} ± {(max(values) - min(values)) / 2:.{digits}f}"
+def _with_spread(values: list[float] | list[int], digits: str) -> str:
+    return f"{fmean(values):{digits}} ± {(max(values) - min(values)) / 2:{digits}}"
 
 
 def rows(options: argparse.Namespace) -> Iterator[list[str]]:
