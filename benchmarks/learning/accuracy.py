@@ -105,18 +105,19 @@ def row(work: Work, way: Trained, runs: list[Run]) -> list[str]:
     share = plan.step_seconds / plan.one_device_seconds
     paces = [run.seconds / run.setting.updates for run in runs]
     seconds = [count * pace for count, pace in zip(known, paces, strict=True)]
+    digits_of_an_update = len(str(work.epoch_updates))
     return [
         work.title,
         way.name,
-        _with_spread(known, ".0f"),
-        _with_spread([count / work.epoch_updates for count in known], "#.2g"),
-        _with_spread([count * share for count in known], ".1f"),
-        _with_spread(seconds, ".1f"),
+        _with_spread(known, 0),
+        _with_spread([count / work.epoch_updates for count in known], digits_of_an_update),
+        _with_spread([count * share for count in known], 1),
+        _with_spread(seconds, 1),
     ]
 
 
-def _with_spread(values: list[float] | list[int], digits: str) -> str:
-    return f"{fmean(values):{digits}} ± {(max(values) - min(values)) / 2:{digits}}"
+def _with_spread(values: list[float] | list[int], digits: int) -> str:
+    return f"{fmean(values):.{digits}f} ± {(max(values) - min(values)) / 2:.{digits}f}"
 
 
 def rows(options: argparse.Namespace) -> Iterator[list[str]]:
