@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -251,7 +252,7 @@ def gpt2():
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.GPT2Config(
-        n_layer=2, n_embd=16, n_head=2, vocab_size=WORDS, n_positions=16, use_cache=False,
+        n_layer=1, n_embd=16, n_head=2, vocab_size=WORDS, n_positions=16, use_cache=False,
         attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     return transformers.GPT2LMHeadModel(config).double()
@@ -318,7 +319,7 @@ def test_nobody_has_all_logits_where_a_loss_goes_by_positions(loss, whole, monke
     assert bool(gathered) == whole
 
 
-@pytest.mark.parametrize("build", [llama, gpt2])
+@pytest.mark.parametrize("build", [partial(llama, layers=1), gpt2], ids=["llama", "gpt2"])
 def test_a_pretrained_kind_trains_as_on_one_device(build):
     ours = captured(build)
     check(

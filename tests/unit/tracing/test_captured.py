@@ -459,7 +459,7 @@ def test_a_failed_export_prints_no_graph_and_hides_nothing_else():
         check=False,
         text=True,
         cwd=ROOT,
-        timeout=60,
+        timeout=300,
         env={**os.environ, "PENSTOCK_QUIET": "1"},  # where it is slow, it would say how long
     )
     assert done.stdout.startswith("Branching cannot be traced, because of <string>:18, in forward")
