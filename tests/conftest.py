@@ -6,12 +6,14 @@ import gc
 import importlib
 import os
 import signal
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
 from hypothesis import settings
 
+from penstock.training.profiler.alone import measuring
+from penstock.training.profiler.alone.conditions import WallClock
 from tests.kit.accelerator.own_process import (  # noqa: F401 - pytest finds its hooks by name
     accelerator,
     pytest_collection_modifyitems,
@@ -57,6 +59,26 @@ def little_patience():
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("penstock.training.profiler.profiling._PATIENCE_SECONDS", (0.1, 0.1))
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def machine_measured_once():
+    """What profiles measure of the CPU, whatever the model, the first one of a process measures.
+
+    But for what is taken off the times of layers: one disturbed measurement would spoil them all.
+    """
+    with pytest.MonkeyPatch.context() as patched:
+        for name in ("measure_hand_over", "measure_moving", "measure_new_pages"):
+            patched.setattr(measuring, name, cache(getattr(measuring, name)))
+        for name in ("measure_op", "measure_sum"):
+            patched.setattr(measuring, name, once_on_cpu(getattr(measuring, name)))
+        yield
+
+
+def once_on_cpu(measure):
+    """``measure``, but again for emulated devices, each of which is as slow as its test wants."""
+    of_cpu = cache(lambda: measure(WallClock(), torch.device("cpu")))
+    return lambda clock, device: of_cpu() if device.type == "cpu" else measure(clock, device)
 
 
 @pytest.fixture

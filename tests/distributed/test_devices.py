@@ -124,7 +124,7 @@ def test_links_of_accelerators_without_a_library_of_their_own_are_those_of_main_
     outside = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(
         [sys.executable, *command],
-        cwd=ROOT, env=outside, capture_output=True, text=True, timeout=120, check=False,
+        cwd=ROOT, env=outside, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     devices = json.loads(done.stdout)["cluster"]["devices"]

@@ -34,7 +34,7 @@ def run(*arguments, **environment):
     }
     return subprocess.run(
         [sys.executable, *MODULE, *arguments],
-        cwd=ROOT, env={**outside, **environment}, capture_output=True, text=True, timeout=120,
+        cwd=ROOT, env={**outside, **environment}, capture_output=True, text=True, timeout=300,
         check=False,
     )  # fmt: skip
 

@@ -22,6 +22,7 @@ from tests.kit.supervised import (
     supervised,
     wait_until_gone,
 )
+from tests.kit.waiting import until
 
 # Each worker would load what supervisors are forked from.
 pytestmark = pytest.mark.xdist_group("supervised")
@@ -186,11 +187,8 @@ def test_a_signal_ends_the_supervisor_and_all_ranks(tmp_path, number, code):
 
 def wait_for_losses(folder, count):
     """Wait until so many losses are there."""
-    end = time.monotonic() + 200
     losses = folder / "losses"
-    while not losses.exists() or losses.read_text().count("\n") < count:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    assert until(lambda: losses.exists() and losses.read_text().count("\n") >= count, 200)
 
 
 def test_ranks_end_with_their_supervisor_however_that_ends(tmp_path):

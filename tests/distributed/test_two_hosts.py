@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -69,17 +70,15 @@ def losses(output):
     return [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", output)]
 
 
-@pytest.fixture(scope="module")
-def of_threads():
+@pytest.fixture
+def of_threads(monkeypatch, capsys):
     """What the same script prints in one process."""
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT)],
-        cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT_SECONDS,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "loaded 1024 of 1024 rows" in done.stdout
-    return losses(done.stdout)
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT)])
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert "loaded 1024 of 1024 rows" in printed
+    return losses(printed)
 
 
 reason = shaped_network.missing()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from functools import partial
 
 import pytest
 
 import penstock as pk
+from penstock.training.estimating import measured_device
+from penstock.training.estimating.microbenchmarks import all_points
 from tests.docs.pages import QUICK_PROFILE, blocks_of, run_page
 from tests.kit.paths import DOCS, ROOT
 
@@ -39,9 +42,22 @@ def pages():
     ]
 
 
+@pytest.fixture
+def few_points(monkeypatch):
+    """A device is measured by two calls of each kind; with all, in unit/cli/test_estimate.py."""
+
+    def points():
+        by_kind = defaultdict(list)
+        for point in all_points():
+            by_kind[point.kind].append(point)
+        return [point for of_kind in by_kind.values() for point in of_kind[:2]]
+
+    monkeypatch.setattr(measured_device, "all_points", points)
+
+
 @pytest.mark.parametrize("page", pages())
 @pytest.mark.filterwarnings("default::UserWarning")
-@pytest.mark.usefixtures("small_demo")
+@pytest.mark.usefixtures("small_demo", "few_points")
 def test_every_block_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(pk, "profile", partial(pk.profile, **QUICK_PROFILE))

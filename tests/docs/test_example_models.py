@@ -154,7 +154,7 @@ def test_it_trains_in_two_stages_as_on_one_device(prepared):
     theirs = copy.deepcopy(model)
     one_device = SingleDevice(theirs, 2, loss, sgd, seed=3, weight=weight)
     with pk.Pipeline(
-        model, plan, loss=loss, optimizer=sgd, seed=3, weight=weight, deadline_seconds=60
+        model, plan, loss=loss, optimizer=sgd, seed=3, weight=weight, deadline_seconds=300
     ) as pipeline:
         for _ in range(2):
             found, expected = pipeline.step(inputs, targets), one_device.step(inputs, targets)

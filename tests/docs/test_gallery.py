@@ -338,7 +338,7 @@ def _train(  # noqa: PLR0917
     ).recomputing(recompute)
     torch.manual_seed(1)
     batch = (torch.randn(16, 6), torch.randint(0, 6, (16,)))
-    how = {"loss": F.cross_entropy, "optimizer": optimizer, "deadline_seconds": 20, **how}
+    how = {"loss": F.cross_entropy, "optimizer": optimizer, "deadline_seconds": 300, **how}
     with pk.Pipeline(model, plan, **how) as pipeline:
         if not update:
             pipeline.step(*batch, update=False)

@@ -23,6 +23,6 @@ def dom_of(page, profile, *flags):
     """
     command = [CHROMIUM, *_FLAGS, *flags, f"--user-data-dir={profile}", "--dump-dom"]
     done = subprocess.run(
-        [*command, page.as_uri()], capture_output=True, text=True, timeout=60, check=True
+        [*command, page.as_uri()], capture_output=True, text=True, timeout=300, check=True
     )
     return done.stdout

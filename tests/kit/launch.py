@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.kit.paths import ROOT
+from tests.kit.waiting import until
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "src")))}
 
@@ -114,10 +115,8 @@ def _template() -> subprocess.Popen:
 
 def stall(folder: Path, others: set[int], limit_seconds: float) -> None:
     """Do nothing, in a rank of a job, until all ``others`` have reported that they gave it up."""
-    end = time.monotonic() + limit_seconds
     reports = [folder / f"report-{rank}.json" for rank in others]
-    while not all(report.exists() for report in reports) and time.monotonic() < end:
-        time.sleep(0.1)
+    until(lambda: all(report.exists() for report in reports), limit_seconds)
 
 
 def reports_in(folder: Path) -> dict[int, dict]:

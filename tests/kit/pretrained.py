@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -13,14 +14,13 @@ import penstock as pk
 from tests.kit.helpers import make_plan
 from tests.kit.training import DEADLINE_SECONDS, sgd
 
-KINDS = ("gpt2", "llama", "llama with tied weights")
-
 _TOKENS = torch.randint(0, 40, (8, 10), generator=torch.Generator().manual_seed(1))
 BATCH = {"input_ids": _TOKENS, "labels": _TOKENS}
 
 
 def built(kind: str, num_blocks: int = 2) -> nn.Module:
-    """A language model without dropout, always the same."""
+    """A language model without dropout, always the same: ``gpt2`` (whose weights are tied),
+    ``llama`` or ``llama with tied weights``."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -46,9 +46,14 @@ def on_meta(kind: str, num_blocks: int = 2) -> nn.Module:
         return built(kind, num_blocks)
 
 
+@cache
+def _captured(kind: str) -> nn.Module:
+    return pk.capture(built(kind), {key: rows[:2] for key, rows in BATCH.items()})
+
+
 def planned(kind: str, schedule: str = "1f1b") -> pk.Plan:
     """A plan for two ranks, from the model with values."""
-    captured = pk.capture(built(kind), {key: rows[:2] for key, rows in BATCH.items()})
+    captured = _captured(kind)
     return replace(make_plan(captured, 2, 4, schedule), example=captured.example)
 
 

@@ -15,7 +15,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from abc import ABC, abstractmethod
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -23,6 +22,7 @@ from pathlib import Path
 
 from tests.kit.launch import ENVIRONMENT
 from tests.kit.paths import ROOT
+from tests.kit.waiting import until
 
 LIMIT_SECONDS = 380
 
@@ -165,10 +165,7 @@ def be_supervisor(request) -> None:
 
 def number_in(path: Path, limit_seconds: float = LIMIT_SECONDS) -> int:
     """What a process has written into a file, as soon as it is there."""
-    end = time.monotonic() + limit_seconds
-    while not path.exists():
-        assert time.monotonic() < end, f"{path} is not there"
-        time.sleep(0.002)
+    assert until(path.exists, limit_seconds), f"{path} is not there"
     return int(path.read_text())
 
 
@@ -183,10 +180,9 @@ def children(process: int) -> set[int]:
 
 def wait_until_gone(processes, limit_seconds: float = 60) -> None:
     """Fail unless all processes end in time."""
-    end = time.monotonic() + limit_seconds
-    while alive := [number for number in processes if is_there(number)]:
-        assert time.monotonic() < end, f"{alive} are still there"
-        time.sleep(0.01)
+    assert until(lambda: not any(map(is_there, processes)), limit_seconds), [
+        number for number in processes if is_there(number)
+    ]
 
 
 def is_there(process: int) -> bool:
@@ -197,13 +193,14 @@ def is_there(process: int) -> bool:
 def num_descriptors(process: int, limit_seconds: float = LIMIT_SECONDS) -> int:
     """How many files and sockets a supervisor has open, as soon as it watches all processes that it
     has forked: the last one may have said that it is there before."""
-    end = time.monotonic() + limit_seconds
-    while True:
-        opened = _opened_by(process)
-        if opened.count("anon_inode:[pidfd]") == len(children(process)):
-            return len(opened)
-        assert time.monotonic() < end, opened
-        time.sleep(0.002)
+    opened = []
+
+    def watches_all():
+        opened[:] = _opened_by(process)
+        return opened.count("anon_inode:[pidfd]") == len(children(process))
+
+    assert until(watches_all, limit_seconds), opened
+    return len(opened)
 
 
 def _opened_by(process: int) -> list[str]:

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 import penstock as pk
 from tests.kit.helpers import make_plan
 
-DEADLINE_SECONDS = 60
-"""Nothing waits that long, not even on a machine with other things to do."""
+DEADLINE_SECONDS = 300
+"""Nothing waits that long, not even on a machine that stands still for a while."""
 
 
 def sgd(parameters):
@@ -46,10 +46,10 @@ class KeepingGradients(EachAlone):
 
 
 def pipeline_of_job(plan, model, **options) -> pk.Pipeline:
-    """A pipeline for classification among the ranks of a job, which waits for nobody for long."""
+    """A pipeline for classification among the ranks of a job."""
     usual = {
-        "loss": F.cross_entropy, "optimizer": adamw, "seed": 1, "deadline_seconds": 20,
-        "startup_seconds": 30,
+        "loss": F.cross_entropy, "optimizer": adamw, "seed": 1,
+        "deadline_seconds": DEADLINE_SECONDS, "startup_seconds": DEADLINE_SECONDS,
     }  # fmt: skip
     return pk.Pipeline(model, plan, **usual | options)
 

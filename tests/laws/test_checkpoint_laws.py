@@ -140,7 +140,7 @@ def test_pieces_hold_everything_once_and_give_it_to_any_layout(
         for name in frozen:
             getattr(model, name).requires_grad_(False)
         plan = make_plan(model, **layout)
-        return pk.Pipeline(model, plan, loss=loss_of, optimizer=adamw, deadline_seconds=60), model
+        return pk.Pipeline(model, plan, loss=loss_of, optimizer=adamw, deadline_seconds=300), model
 
     trained, model = pipeline(first)
     with trained:

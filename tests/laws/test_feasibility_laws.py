@@ -75,7 +75,7 @@ def test_where_nothing_fits_there_is_nothing(graph, cluster, request):
             assert not keeps_limits(found, cluster, request.get("memory_bytes"))
 
 
-@examples(20)
+@examples(10)
 @given(graphs(most=5), clusters(most=3), REQUESTS, st.booleans())
 def test_what_a_refusal_proposes_fits(graph, cluster, request, pinned):
     more = {"schedule": "1f1b", "stages": 1, "recompute": "never"} if pinned else {}

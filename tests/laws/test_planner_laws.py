@@ -25,7 +25,7 @@ requests = st.fixed_dictionaries(
 )
 
 
-@examples(15)
+@examples(8)
 @given(graphs(most=5), clusters(), requests)
 def test_a_plan_keeps_every_limit_and_every_layer(graph, cluster, request):
     found = attempt(graph, cluster, **request)

@@ -46,7 +46,7 @@ def check(found):
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=str)
 @examples(3)
-@given(graph=graphs(most=5), cluster=clusters(), microbatches=st.integers(1, 6))
+@given(graph=graphs(most=5), cluster=clusters(most=3), microbatches=st.integers(1, 6))
 def test_the_parts_are_the_step(request_, graph, cluster, microbatches):
     request = {"microbatches": microbatches, "spill": "never", **request_}
     try:

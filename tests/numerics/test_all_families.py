@@ -52,7 +52,7 @@ def train(case, schedule):
     model, batches = case.build(), case.batches()
     plan = make_plan(model, case.num_ranks, 2 * case.num_ranks, schedule)
     with pk.Pipeline(
-        model, plan, loss=case.loss, optimizer=adamw, deadline_seconds=30, record=False
+        model, plan, loss=case.loss, optimizer=adamw, deadline_seconds=300, record=False
     ) as pipeline:
         half = len(batches) // 2
         losses = [pipeline.step(*batch) for batch in batches[:half]]

@@ -232,9 +232,7 @@ def test_a_pipeline_trains_as_one_device(case, stages, schedule):
     recompute = "layers" if schedule == "gpipe" else "none"
     plan = make_plan(ours, stages, 3, schedule, recompute=recompute)
     one_device = SingleDevice(theirs, 3, case.loss, momentum, seed=4)
-    with pk.Pipeline(
-        ours, plan, loss=case.loss, optimizer=momentum, seed=4, deadline_seconds=20
-    ) as pipeline:
+    with pk.Pipeline(ours, plan, loss=case.loss, optimizer=momentum, seed=4) as pipeline:
         for _ in range(2):
             loss = pipeline.step(case.inputs, case.targets)
             expected = one_device.step(case.inputs, case.targets)
@@ -271,7 +269,7 @@ def test_a_pipeline_trains_the_model_as_plain_torch_does(case):
     model = copy.deepcopy(captured.original)
     one_device = OneDevice(Called(model), 3, case.loss, momentum)
     with pk.Pipeline(
-        captured, make_plan(captured, 2, 3), loss=case.loss, optimizer=momentum, deadline_seconds=20
+        captured, make_plan(captured, 2, 3), loss=case.loss, optimizer=momentum
     ) as pipeline:
         for _ in range(2):
             loss = pipeline.step(case.inputs, case.targets)
@@ -286,7 +284,7 @@ def test_it_profiles_and_plans(case):
     assert [layer.name for layer in graph.layers] == list(captured.names)
     devices = tuple(pk.Device(name=f"d{index}") for index in range(2))
     plan = pk.plan(graph, pk.Cluster(devices=devices), microbatches=3, stages=2, schedule="1f1b")
-    with pk.Pipeline(captured, plan, loss=case.loss, deadline_seconds=20) as pipeline:
+    with pk.Pipeline(captured, plan, loss=case.loss) as pipeline:
         assert torch.isfinite(pipeline.step(case.inputs, case.targets))
 
 

@@ -84,7 +84,7 @@ LAYOUTS = {
 def pipeline_in(layout, model, **options):
     plan = make_plan(model, **LAYOUTS[layout])
     options = {"loss": loss_of, "optimizer": adamw, "seed": 3, **options}
-    return pk.Pipeline(model, plan, deadline_seconds=60, **options)
+    return pk.Pipeline(model, plan, deadline_seconds=300, **options)
 
 
 def trained(layout, first, stop, *, load=None, save=None, build=Tied, **options):
@@ -372,7 +372,7 @@ def test_asynchronous_runs_go_on_as_if_they_had_only_drained(policy, tmp_path):
         plan = plan_for(POLICIES[policy], 3, microbatches=4)
         model = layered_model()
         with pk.Pipeline(
-            model, plan, loss=F.mse_loss, optimizer=momentum, seed=first + 3, deadline_seconds=60
+            model, plan, loss=F.mse_loss, optimizer=momentum, seed=first + 3, deadline_seconds=300
         ) as pipeline:
             if load is not None:
                 assert pipeline.load(load) == first
@@ -392,7 +392,7 @@ def test_asynchronous_runs_go_on_as_if_they_had_only_drained(policy, tmp_path):
 def test_a_loop_that_is_left_where_it_saves_has_saved(policy, tmp_path):
     data = stream_batches([8] * 4)
     plan = plan_for(POLICIES[policy], 3, microbatches=4)
-    options = {"loss": F.mse_loss, "optimizer": momentum, "deadline_seconds": 60}
+    options = {"loss": F.mse_loss, "optimizer": momentum, "deadline_seconds": 300}
     with pk.Pipeline(layered_model(), plan, **options) as pipeline:
         for step, _ in enumerate(pipeline.steps(data, checkpoints=pk.Checkpoints(tmp_path, 2))):
             if step == 1:
@@ -412,7 +412,7 @@ def test_a_loop_that_saves_is_a_loop_that_drains_there(policy, tmp_path):
             loss=F.mse_loss,
             optimizer=momentum,
             seed=3,
-            deadline_seconds=60,
+            deadline_seconds=300,
         )
 
     with pipeline() as drained:
@@ -449,7 +449,7 @@ def test_a_stream_that_saves_and_goes_on_saves_what_it_would_hold_if_it_had_drai
         plan = plan_for(POLICIES[policy], 3, microbatches=4, model=model)
         schedule = lr_scheduler.ExponentialLR
         return pk.Pipeline(
-            model, plan, loss=F.mse_loss, optimizer=momentum, seed=3, deadline_seconds=60,
+            model, plan, loss=F.mse_loss, optimizer=momentum, seed=3, deadline_seconds=300,
             lr_scheduler=lambda optimizer: schedule(optimizer, 0.9),
         )  # fmt: skip
 
@@ -478,7 +478,7 @@ def test_copies_of_a_stage_go_on_together(replicas, tmp_path):
     def run(replicas, first, stop, folder, load=None):
         plan = plan_for(versions.Flush(), 2, microbatches=4, replicas=replicas)
         with pk.Pipeline(
-            layered_model(), plan, loss=F.mse_loss, optimizer=adamw, seed=3, deadline_seconds=60
+            layered_model(), plan, loss=F.mse_loss, optimizer=adamw, seed=3, deadline_seconds=300
         ) as pipeline:
             if load is not None:
                 pipeline.load(load)
@@ -502,7 +502,7 @@ def test_rates_are_those_of_the_layout(tmp_path):
     for replicas in ("2-1", "1-1", "2-1"):
         plan = plan_for(versions.Stash(), 2, microbatches=4, replicas=replicas)
         with pk.Pipeline(
-            layered_model(), plan, loss=F.mse_loss, optimizer=momentum, deadline_seconds=60
+            layered_model(), plan, loss=F.mse_loss, optimizer=momentum, deadline_seconds=300
         ) as pipeline:
             if saved:
                 pipeline.load(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import penstock as pk
 from penstock.demo.gpt import GPT
 from penstock.engine.tracing import capture
 from penstock.trial.reference.single_device import SingleDevice
+from tests.kit.copied import made_once
 from tests.kit.groups import WORDS, net_loss
 from tests.kit.helpers import make_plan
 from tests.kit.one_device import assert_same, same
@@ -155,6 +157,11 @@ def with_ignored(seed):
     return inputs, targets
 
 
+@made_once
+def captured(build):
+    return capture(build(), words(0)[0], granularity="block", verify=False)
+
+
 def mean_over_words(logits, targets):
     return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
 
@@ -225,7 +232,7 @@ def check(ours, plan, loss, batches, evaluated, num_microbatches=2):
     ],
 )
 def test_a_shared_sequence_trains_as_on_one_device(build, loss, batch, ranks, size, schedule):
-    ours = capture(build(), batch(0)[0], granularity="block", verify=False)
+    ours = captured(build)
     plan = context_plan(ours, ranks, 2, size, schedule)
     check(ours, plan, loss, [batch(seed) for seed in range(2)], batch(5)[0])
 
@@ -245,7 +252,7 @@ def gpt2():
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.GPT2Config(
-        n_layer=2, n_embd=16, n_head=2, vocab_size=WORDS, n_positions=16, use_cache=False,
+        n_layer=1, n_embd=16, n_head=2, vocab_size=WORDS, n_positions=16, use_cache=False,
         attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     return transformers.GPT2LMHeadModel(config).double()
@@ -303,7 +310,7 @@ def test_nobody_has_all_logits_where_a_loss_goes_by_positions(loss, whole, monke
         return gather(*given)
 
     monkeypatch.setattr(outputs, "all_positions", counted)
-    ours = capture(Words(), words(0)[0], granularity="block", verify=False)
+    ours = captured(Words)
     with pk.Pipeline(
         ours, context_plan(ours, 1, 1), loss=loss, optimizer=momentum,
         deadline_seconds=DEADLINE_SECONDS,
@@ -312,9 +319,9 @@ def test_nobody_has_all_logits_where_a_loss_goes_by_positions(loss, whole, monke
     assert bool(gathered) == whole
 
 
-@pytest.mark.parametrize("build", [llama, gpt2])
+@pytest.mark.parametrize("build", [partial(llama, layers=1), gpt2], ids=["llama", "gpt2"])
 def test_a_pretrained_kind_trains_as_on_one_device(build):
-    ours = capture(build(), words(0)[0], granularity="block", verify=False)
+    ours = captured(build)
     check(
         ours, context_plan(ours, 2, 2), of_logits, [words(seed) for seed in range(2)], words(5)[0]
     )
@@ -357,6 +364,6 @@ def test_context_ranks_keep_what_their_plan_predicts(build, loss, cut):
 
 
 def test_stages_that_recompute_train_as_on_one_device():
-    ours = capture(Words(), words(0)[0], granularity="block", verify=False)
+    ours = captured(Words)
     plan = context_plan(ours, 2, 2).recomputing("layers")
     check(ours, plan, net_loss, [words(seed) for seed in range(2)], words(5)[0])

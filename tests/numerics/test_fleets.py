@@ -310,7 +310,7 @@ def test_a_slow_loader_keeps_no_device():
         yield from batches(1, 5)
 
     jobs = {"slow": job(0, data=slow, steps=4), "quick": job(1, data=quick, steps=10)}
-    with pk.Fleet(jobs, devices=1, policy="fair", deadline_seconds=20) as fleet:
+    with pk.Fleet(jobs, devices=1, policy="fair", deadline_seconds=300) as fleet:
         results = fleet.run()
     assert {result.status for result in results.values()} == {"done"}
 

@@ -61,7 +61,7 @@ def counted(plan):
         loss=loss,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         count_memory=True,
-        deadline_seconds=30,
+        deadline_seconds=300,
     ) as pipeline:
         for _ in range(2):
             pipeline.step(*tokens(plan.num_microbatches))
@@ -127,7 +127,7 @@ def test_captured_layers_that_recompute_by_blocks_keep_what_is_predicted(granula
         loss=cross_entropy,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         count_memory=True,
-        deadline_seconds=30,
+        deadline_seconds=300,
     ) as pipeline:
         for _ in range(2):
             pipeline.step(images.repeat(4, 1, 1, 1), LABELS.repeat(4))

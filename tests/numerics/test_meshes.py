@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 from functools import lru_cache, partial
 
@@ -20,6 +19,7 @@ from tests.kit.groups import SPLITS, make_net, net_batch, net_loss
 from tests.kit.helpers import make_plan
 from tests.kit.one_device import OneDevice, assert_same, assert_same_values, same
 from tests.kit.training import DEADLINE_SECONDS
+from tests.kit.waiting import until
 
 TOLERANCE = 1e-12
 NUM_STEPS = 3
@@ -237,13 +237,6 @@ def test_a_member_that_fails_ends_the_step_and_the_next_one_works(where):
     assert_same(model, on_one_device()[1], TOLERANCE)
 
 
-def wait_until(is_so):
-    end = time.monotonic() + DEADLINE_SECONDS
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
 def test_members_of_whom_one_has_come_through_a_first_run_and_one_has_not_start_over_alike():
     """The other rank fails while one of them waits for the last part of the other's output, so that
     this one has compared the layer with one device, and that one will have to."""
@@ -262,13 +255,13 @@ def test_members_of_whom_one_has_come_through_a_first_run_and_one_has_not_start_
             if armed and calls[module] == 2 and module.membership.group.index == 0:
                 held.set()
                 (ticket,) = under_way
-                wait_until(lambda: ticket.results[3] or ticket.errors[3])
+                assert until(lambda: ticket.results[3] or ticket.errors[3])
 
         def fail(module, *_):
             calls[module] += 1
             if armed and calls[module] == 2:
                 held.wait(DEADLINE_SECONDS)
-                wait_until(lambda: not inboxes[2].empty())
+                assert until(lambda: not inboxes[2].empty())
                 raise ValueError("in the second microbatch")
 
         # Behind its last call, a layer has only its output to put together.

@@ -17,10 +17,10 @@ from penstock.engine.model.spine import spine_fingerprint, spine_of
 from penstock.training.checkpoint import pretrained
 from penstock.training.checkpoint.piece import join_files
 from tests.kit import training
+from tests.kit.examples import more
 from tests.kit.helpers import make_batch, make_mlp, make_plan
 from tests.kit.pretrained import (
     BATCH,
-    KINDS,
     built,
     keys_in,
     logits_of,
@@ -53,22 +53,19 @@ def logits(pipeline):
     return pipeline.evaluate(BATCH)["logits"]
 
 
-@pytest.fixture(scope="module")
-def plans():
-    """By kind and schedule, made once."""
-    return {
-        (kind, schedule): planned(kind, schedule)
-        for kind, schedule in [*((kind, "1f1b") for kind in KINDS), ("gpt2", "chimera")]
-    }
-
-
 @pytest.mark.parametrize(
-    ("kind", "schedule"), [*((kind, "1f1b") for kind in KINDS), ("gpt2", "chimera")]
+    ("kind", "schedule"),
+    [
+        ("gpt2", "1f1b"),
+        ("llama", "1f1b"),
+        more("llama with tied weights", "1f1b"),  # GPT-2's are, too
+        ("gpt2", "chimera"),
+    ],
 )
 def test_transformers_and_pipelines_read_what_the_other_has_written(
-    plans, kind, schedule, tmp_path, in_parts
+    kind, schedule, tmp_path, in_parts
 ):
-    plan, model = plans[kind, schedule], built(kind)
+    plan, model = planned(kind, schedule), built(kind)
     model.save_pretrained(tmp_path / "theirs", max_shard_size="2KB")
     assert len(keys_in(tmp_path / "theirs")) > 2
     with pipeline_of(built(kind), plan) as pipeline:
@@ -93,11 +90,12 @@ def test_transformers_and_pipelines_read_what_the_other_has_written(
         torch.testing.assert_close(logits(pipeline), logits_of(tmp_path / "ours", model), **CLOSE)
 
 
-def test_weights_of_the_model_without_its_head_are_found(plans, tmp_path):
+def test_weights_of_the_model_without_its_head_are_found(tmp_path):
     model = built("gpt2")
     model.transformer.save_pretrained(tmp_path)
     assert "wte.weight" in keys_in(tmp_path)["model.safetensors"]
-    with pipeline_of(on_meta("gpt2"), plans["gpt2", "1f1b"], initial_weights=tmp_path) as pipeline:
+    plan = planned("gpt2", "1f1b")
+    with pipeline_of(on_meta("gpt2"), plan, initial_weights=tmp_path) as pipeline:
         with torch.no_grad():
             expected = model.eval()(BATCH["input_ids"]).logits
         torch.testing.assert_close(logits(pipeline), expected, **CLOSE)
@@ -315,12 +313,12 @@ def test_nothing_is_written_where_another_save_would_be_read_instead(tmp_path):
 @pytest.mark.parametrize(("kind", "blocks"), [("gpt2", "transformer.h"), ("llama", "model.layers")])
 def test_a_plan_comes_from_a_shallow_twin(kind, blocks, tmp_path):
     few = {key: rows[:2] for key, rows in BATCH.items()}
-    graph = pk.profile(built(kind), few, repeats=1, ranks=0).with_blocks(blocks, 5)
-    deep = built(kind, 5)
+    graph = pk.profile(built(kind), few, repeats=1, ranks=0).with_blocks(blocks, 3)
+    deep = built(kind, 3)
     assert graph.fingerprint == spine_fingerprint(spine_of(pk.capture(deep, few, dynamic="all")))
     plan = pk.plan(graph, pk.Cluster.local(2), microbatches=4, stages=2, schedule="1f1b")
     deep.save_pretrained(tmp_path)
-    with pipeline_of(on_meta(kind, 5), plan, initial_weights=tmp_path) as pipeline:
+    with pipeline_of(on_meta(kind, 3), plan, initial_weights=tmp_path) as pipeline:
         torch.testing.assert_close(logits(pipeline), logits_of(tmp_path, deep), **CLOSE)
 
 

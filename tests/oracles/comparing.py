@@ -18,7 +18,7 @@ from tests.oracles.plain_loop import PlainLoop
 from tests.oracles.plain_replay import PlainReplay
 
 SEED = 7
-DEADLINE_SECONDS = 120.0
+DEADLINE_SECONDS = 300.0
 ROUNDING = 1e-9
 
 OPTIMIZERS = {

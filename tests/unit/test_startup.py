@@ -104,7 +104,7 @@ def loaded(code, folder):
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=300,
     )
     return set(done.stderr.splitlines()[-1].split())
 

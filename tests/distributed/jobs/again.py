@@ -32,7 +32,7 @@ def main() -> None:
             make_plan(model, 2, 2),
             loss=F.mse_loss,
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-            deadline_seconds=20,
+            deadline_seconds=300,
         ) as pipeline:
             pipeline.step(inputs, inputs)
             weights.append(model[0].weight.tolist())

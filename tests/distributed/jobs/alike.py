@@ -24,7 +24,7 @@ from penstock.base.errors import PenstockError
 from tests.kit.streams import batches, layered_model, plan_for
 from tests.numerics.test_asynchronous import POLICIES
 
-DEADLINE_SECONDS = 60
+DEADLINE_SECONDS = 300
 ROWS = (8, 8, 8)
 
 

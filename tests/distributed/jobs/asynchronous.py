@@ -32,7 +32,7 @@ SOME = ("latest", "stash", "2bw", "pipemare")
 """Policies that differ most in what they keep and when they update."""
 
 
-def pipeline_of(model, plan, optimizer, transport, deadline_seconds=60):
+def pipeline_of(model, plan, optimizer, transport, deadline_seconds=300):
     return pk.Pipeline(
         model,
         plan,

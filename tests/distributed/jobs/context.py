@@ -35,7 +35,7 @@ def pipeline_of(model, schedule, sizes, transport):
     plan = context_plan(model, sizes[0], 4, sizes[2], schedule, copies=sizes[1])
     return pk.Pipeline(
         model, plan, loss=net_loss, optimizer=momentum, clip_norm=CLIP, seed=3,
-        transport=transport, deadline_seconds=60,
+        transport=transport, deadline_seconds=300,
     )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ from tests.kit.on_devices import EMULATED, Places, hardware
 from tests.kit.training import sgd
 from tests.numerics.test_one_logical_model_shared import TiedGPT, UNet, picture_batch, token_batch
 
-DEADLINE_SECONDS = 60
+DEADLINE_SECONDS = 300
 
 
 def make_deep_net():

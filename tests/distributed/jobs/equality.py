@@ -45,7 +45,7 @@ def differences(schedule: str, num_microbatches: int, transport: str) -> list[st
         loss=F.cross_entropy,
         optimizer=adamw,
         seed=seed,
-        deadline_seconds=60,
+        deadline_seconds=300,
         transport=transport,
     ) as pipeline:
         for step, rows in enumerate(ROWS):

@@ -65,8 +65,8 @@ def model_of(dtype=HALF):
 def pipeline_of(plan: Plan, model, **options) -> pk.Pipeline:
     return pk.Pipeline(
         model, plan, **{
-            "loss": F.cross_entropy, "optimizer": mixed, "deadline_seconds": 20,
-            "startup_seconds": 60, **options,
+            "loss": F.cross_entropy, "optimizer": mixed, "deadline_seconds": 300,
+            "startup_seconds": 300, **options,
         },
     )  # fmt: skip
 

@@ -32,7 +32,7 @@ from penstock.engine.transport.rendezvous import Rendezvous
 from penstock.planning.plans.summing import Summing
 from tests.unit.reduce.test_sums import fill, holders
 
-DEADLINE_SECONDS = 60.0
+DEADLINE_SECONDS = 300.0
 NUM_ROUNDS = 4
 
 

@@ -35,7 +35,7 @@ def equality(transport, folder):
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     model = layered_model()
     plan = live_plan(model, num_ranks)
-    how = {"transport": transport, "deadline_seconds": 60}
+    how = {"transport": transport, "deadline_seconds": 300}
     results, mine = [], rank == 0
     with stream_of(model, plan, **how) as stream:
         for frame, target, learn in FRAMES:
@@ -117,7 +117,7 @@ def leaving(transport):
 
     try:
         plan = live_plan(model, num_ranks)
-        with stream_of(model, plan, transport=transport, deadline_seconds=20) as stream:
+        with stream_of(model, plan, transport=transport, deadline_seconds=300) as stream:
             list(stream.over(source() if mine else None))
         yield "nothing failed"
     except OSError:

@@ -33,7 +33,7 @@ def main(transport, folder):
         loss=net_loss,
         optimizer=momentum,
         transport=transport,
-        deadline_seconds=60,
+        deadline_seconds=300,
     )
     told, start = "", time.monotonic()
     try:

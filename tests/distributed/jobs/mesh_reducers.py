@@ -19,7 +19,7 @@ from tests.kit.groups import make_net, net_loss
 from tests.kit.one_device import same
 from tests.numerics.test_meshes import CLIP, TOLERANCE, batches, mesh, momentum, on_one_device
 
-OPTIONS = {"loss": net_loss, "optimizer": momentum, "seed": 3, "deadline_seconds": 60}
+OPTIONS = {"loss": net_loss, "optimizer": momentum, "seed": 3, "deadline_seconds": 300}
 
 
 def differences(way, folder):

@@ -21,7 +21,7 @@ from penstock.interop.torch_checkpoints import load_dcp, save_dcp
 from tests.kit.groups import SPLITS, make_net, net_loss
 from tests.numerics.test_meshes import UNEVEN_SPLITS, batches, mesh, momentum
 
-OPTIONS = {"loss": net_loss, "optimizer": momentum, "deadline_seconds": 60}
+OPTIONS = {"loss": net_loss, "optimizer": momentum, "deadline_seconds": 300}
 
 
 def unequal(what, ours, theirs):

@@ -56,7 +56,7 @@ def differences(schedule, sizes, transport, where, folder):
         seed=3,
         transport=transport,
         devices=[f"emu:{seat}" for seat in range(plan.num_seats)] if where == "emu" else "cpu",
-        deadline_seconds=60,
+        deadline_seconds=300,
     ) as pipeline:
         yield from kept_in_vain(model, pipeline)
         first, *rest = batches()

@@ -15,7 +15,7 @@ from tests.kit.helpers import make_mlp, make_plan
 
 def message(model, plan, **options) -> str:
     try:
-        pk.Pipeline(model, plan, deadline_seconds=60, **options)
+        pk.Pipeline(model, plan, deadline_seconds=300, **options)
     except pk.errors.InputError as error:
         return str(error)
     return "no error"

@@ -57,7 +57,7 @@ def differences(name, sizes):
     theirs = copy.deepcopy(model)
     plan = mesh(model, "1f1b", *(int(size) for size in sizes.split("x")), splits=SPLITS[name])
     with pk.Pipeline(
-        model, plan, loss=loss, optimizer=momentum, seed=3, deadline_seconds=60
+        model, plan, loss=loss, optimizer=momentum, seed=3, deadline_seconds=300
     ) as pipeline:
         losses = [pipeline.step(*words(seed, rows=8)) for seed in range(BATCHES)]
         outputs = pipeline.evaluate(words(5, rows=8)[0])

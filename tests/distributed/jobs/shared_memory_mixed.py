@@ -19,7 +19,7 @@ from penstock.base.errors import PeerError, RunError
 from penstock.engine.transport import Edge, connect
 from penstock.engine.transport.rendezvous import Rendezvous
 
-DEADLINE_SECONDS = 60.0
+DEADLINE_SECONDS = 300.0
 NUM_ROUNDS = 6
 
 

@@ -24,7 +24,7 @@ def differences() -> list[str]:
     plan = plan_of(ours, dist.get_world_size(), 4, 3)
     found = []
     with pk.Pipeline(
-        ours, plan, loss=loss, optimizer=adamw, deadline_seconds=30, count_memory=True
+        ours, plan, loss=loss, optimizer=adamw, deadline_seconds=300, count_memory=True
     ) as pipeline:
         for step, (rows, length) in enumerate([(7, 11), (4, 8), (1, 5), (9, 11)]):
             batch = tokens(rows, length, step)

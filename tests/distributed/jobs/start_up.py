@@ -29,7 +29,7 @@ from tests.kit.helpers import make_batch, make_mlp, make_plan
 SOON_SECONDS = 6.0
 """A deadline that has to pass."""
 
-LONG_SECONDS = 90.0
+LONG_SECONDS = 350.0
 """A deadline that must not pass."""
 
 STEP_SECONDS = 1.0

@@ -152,7 +152,7 @@ def test_a_usage_error_is_one_line_that_says_where_help_is(tmp_path):
     }.items():
         run = subprocess.run(
             [sys.executable, "-c", f"import sys; sys.argv = {['penstock', *words]!r}\n" + MAIN],
-            capture_output=True, text=True, timeout=120, check=False,
+            capture_output=True, text=True, timeout=300, check=False,
         )  # fmt: skip
         assert run.returncode == 2
         assert run.stderr == f"penstock: {line}\n"
@@ -191,7 +191,7 @@ def test_completion_starts_in_a_shell():
         [sys.executable, "-c", "import sys; sys.argv = ['penstock']\n" + MAIN],
         env={"PATH": "", "_PENSTOCK_COMPLETE": "bash_complete", "COMP_CWORD": "2",
              "COMP_WORDS": "penstock draw 1f", "PYTHONPATH": ":".join(sys.path)},
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert run.stdout.splitlines()[0] == "plain,1f1b"
 

@@ -157,6 +157,6 @@ def test_what_cannot_be_proven_is_refused(saved, monkeypatch):
 def test_the_status_reaches_the_shell(saved):
     code = "from penstock.cli import main; main()"
     command = [sys.executable, "-c", code, "verify", saved("1f1b"), f"{HERE}:two_rates"]
-    found = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    found = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
     assert found.returncode == 1
     assert "NOT equal" in found.stdout and "Traceback" not in found.stderr

@@ -49,7 +49,7 @@ def test_what_is_freed_is_used_again_and_goes_back_when_there_is_too_much():
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.stdout.split() == ["True"] * 4, done.stderr or done.stdout

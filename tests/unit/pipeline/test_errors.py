@@ -29,7 +29,7 @@ from tests.kit.examples import more
 from tests.kit.helpers import make_batch, make_mlp, make_plan
 from tests.kit.training import sgd
 
-SOON_SECONDS = 60  # far more than any of these needs, far less than the deadline
+SOON_SECONDS = 200  # far more than any of these needs, far less than the deadline
 
 
 def pipeline_of(model, num_ranks=3, **options):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,8 +21,8 @@ from penstock.engine.reduce.sharding import (
     steps_by_parameter,
 )
 from penstock.engine.transport.base import OnTop
+from tests.kit.waiting import until
 from tests.unit.reduce.test_sums import (
-    DEADLINE_SECONDS,
     between_threads,
     fill,
     folded,
@@ -131,10 +130,7 @@ def test_a_server_answers_a_bucket_before_the_next_has_come(monkeypatch):
         with ThreadPoolExecutor(1) as pool:
             served = pool.submit(serve)
             edge = first._shared.edge(2, 0, Purpose.WEIGHTS, 0)
-            end = time.monotonic() + DEADLINE_SECONDS
-            while not first._transport.has_come(edge, 1) and time.monotonic() < end:
-                time.sleep(0.001)
-            assert first._transport.has_come(edge, 1) and not served.done()
+            assert until(lambda: first._transport.has_come(edge, 1)) and not served.done()
             for worker in (first, second):
                 worker.hand_in(1, 3)
                 worker.advance(averages=False)

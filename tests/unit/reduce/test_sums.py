@@ -23,7 +23,7 @@ from penstock.engine.transport.threads import ThreadTransport
 from tests.kit.alive import Alive
 from tests.unit.transport.test_shared_memory import connected
 
-DEADLINE_SECONDS = 60.0
+DEADLINE_SECONDS = 300.0
 SHAPES = [
     ((40, 30), torch.float32),
     ((3,), torch.bfloat16),

@@ -248,7 +248,7 @@ class Deep:
         expected = folded(copies, self.tree)
         for model in self.models:
             model.zero_grad()
-        together = threading.Barrier(len(self.models), timeout=60)
+        together = threading.Barrier(len(self.models), timeout=300)
         hooks = [
             model[2].register_full_backward_hook(lambda *_: together.wait() < 0 or None)
             for model in self.models
@@ -386,7 +386,7 @@ def test_groups_with_different_holders_do_not_wait_in_a_circle(reverse):
 def test_a_holder_that_leaves_is_named_whoever_relays(victim, handed_in):
     group = Group(OwnerReducer, Summing(levels=TWO_HOSTS), in_shared_memory)
     fill(group.copies, 0)
-    together = threading.Barrier(4, timeout=60)
+    together = threading.Barrier(4, timeout=300)
 
     def work(rank):
         reducer = group.reducers[rank]

@@ -15,6 +15,7 @@ from penstock.base.errors import RunError
 from penstock.core.summation import frames, listener
 from penstock.core.summation.frames import FrameHead, FrameKind, Member, greet, is_loopback, key_of
 from penstock.core.summation.server import SummationServer
+from tests.kit.waiting import until
 
 KEY = key_of("a secret", "a job")
 SECONDS = 60.0
@@ -56,10 +57,7 @@ def test_silent_callers_are_limited_and_do_not_keep_workers_out(server, monkeypa
         ]
         assert lets_in(server)
         assert all(caller.recv(1) == b"" for caller in silent[:30])  # those were hung up on
-        end = time.monotonic() + SECONDS
-        while threading.active_count() > threads + 4 and time.monotonic() < end:
-            time.sleep(0.01)
-        assert threading.active_count() <= threads + 4
+        assert until(lambda: threading.active_count() <= threads + 4)
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["stranger", "one of another job"])
@@ -131,9 +129,7 @@ def test_the_server_survives_that_there_are_no_descriptors_and_does_not_spin(
         patch.setattr(socket.socket, "accept", accept)
         assert lets_in(server)  # by the call of accept that was under way
         assert "cannot let anybody in (Too many open files)" in hear(told, "cannot")
-        end = time.monotonic() + SECONDS
-        while len(calls) < 5 and time.monotonic() < end:
-            time.sleep(0.01)
+        assert until(lambda: len(calls) >= 5)
     pauses = [after - before for before, after in pairwise(calls)]
     assert min(pauses) >= 0.5 * listener._BREATH_SECONDS
     assert lets_in(server, place=1)

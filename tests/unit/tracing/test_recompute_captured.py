@@ -182,7 +182,7 @@ def test_a_pipeline_counts_less_and_learns_the_same():
             loss=F.cross_entropy,
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
             count_memory=True,
-            deadline_seconds=30,
+            deadline_seconds=300,
         ) as pipeline:
             losses.append([pipeline.step(images, targets) for _ in range(2)])
             peaks.append([peak.activation_bytes for peak in pipeline.peaks])

@@ -156,7 +156,7 @@ def test_a_pipeline_learns_the_same(recompute, schedule):
             plan,
             loss=F.mse_loss,
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5),
-            deadline_seconds=30,
+            deadline_seconds=300,
         ) as pipeline:
             for _ in range(2):
                 pipeline.step(INPUTS, torch.zeros(8, 4))

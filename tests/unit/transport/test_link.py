@@ -52,7 +52,7 @@ def test_a_reader_that_sleeps_is_woken_for_every_entry_it_has_not_seen():
                 seen.append(reader.take().number)
                 continue
             reader.fall_asleep()
-            if not reader.has_news() and not bell.acquire(timeout=60):
+            if not reader.has_news() and not bell.acquire(timeout=300):
                 return
             reader.wake()
 

@@ -142,7 +142,7 @@ def test_a_rank_that_does_not_come_is_named_and_nothing_stays_open():
     start = time.monotonic()
     with pytest.raises(DeadlineError, match=r"rank 1, connecting .*: rank 2 did not come"):
         listeners[1].connections(1, others, 0.1)
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < 200
     for listener in listeners:
         listener.close()
     assert len(os.listdir("/proc/self/fd")) == before

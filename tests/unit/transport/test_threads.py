@@ -68,7 +68,7 @@ def test_a_missed_deadline_names_who_waited_for_whom_and_what_to_do(exchange):
         match=r"rank 1, waiting at 1RECV_F0: rank 0 did not answer within 0\.1 s; .*raise",
     ):
         exchange.transports[1].recv(FORWARD, 0, "rank 1, waiting at 1RECV_F0")
-    assert 0.09 < time.monotonic() - start < 60
+    assert 0.09 < time.monotonic() - start < 200
     # What came early is still there.
     assert exchange.transports[1].recv(FORWARD, 5, "rank 1") == "not this one"
 
@@ -77,7 +77,7 @@ def test_other_messages_do_not_prolong_the_deadline(exchange):
     stop = threading.Event()
 
     def chatter():
-        for microbatch in range(1, 10_000):
+        for microbatch in range(1, 100_000):
             exchange.transports[0].send(FORWARD, microbatch, None)
             if stop.wait(0.01):
                 return
@@ -87,14 +87,14 @@ def test_other_messages_do_not_prolong_the_deadline(exchange):
     start = time.monotonic()
     with pytest.raises(DeadlineError):
         exchange.transports[1].recv(FORWARD, 0, "rank 1")
-    assert time.monotonic() - start < 60  # the chatter goes on for longer
+    assert time.monotonic() - start < 200  # the chatter goes on for longer
     stop.set()
     thread.join()
 
 
 def test_a_receiver_that_waits_has_the_message_before_its_sender_goes_on(monkeypatch):
     monkeypatch.setattr(transport_of_threads, "_LETTING_GO_SECONDS", 60.0)
-    exchange, received = ThreadExchange(2, deadline_seconds=60), []
+    exchange, received = ThreadExchange(2, deadline_seconds=300), []
     sender, receiver = exchange.transports
     for number in range(20):
         thread = threading.Thread(
@@ -111,7 +111,7 @@ def test_a_receiver_that_waits_has_the_message_before_its_sender_goes_on(monkeyp
 
 def test_a_receiver_that_does_something_else_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(transport_of_threads, "_LETTING_GO_SECONDS", 60.0)
-    exchange = ThreadExchange(2, deadline_seconds=60)
+    exchange = ThreadExchange(2, deadline_seconds=300)
     thread = threading.Thread(target=lambda: exchange.transports[0].send(FORWARD, 0, None))
     thread.start()
     thread.join(30)
@@ -119,7 +119,7 @@ def test_a_receiver_that_does_something_else_is_not_waited_for(monkeypatch):
 
 
 def test_a_failure_wakes_all_who_wait_long_before_the_deadline():
-    exchange = ThreadExchange(3, deadline_seconds=60)
+    exchange = ThreadExchange(3, deadline_seconds=300)
     caught = []
 
     def wait(rank):
@@ -185,7 +185,7 @@ def test_a_step_that_was_given_up_is_forgotten(exchange):
 
 
 def test_a_rank_that_closes_its_pipeline_is_missed_by_those_who_wait_for_it_alone():
-    sender, receiver, third = ThreadExchange(3, deadline_seconds=60).transports
+    sender, receiver, third = ThreadExchange(3, deadline_seconds=300).transports
     sender.send(FORWARD, 1, "sent before")
     sender.close("training is over")
     sender.close("again")
