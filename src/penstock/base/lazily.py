@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import MappingProxyType, ModuleType
 from typing import Any
@@ -56,10 +55,11 @@ def _missing(room: str, name: str, names: Collection[str]) -> AttributeError:
     return NameMissing(f"{text}; it has {near}, if that is meant")
 
 
-class ModulesByPublicName(MetaPathFinder, Loader):
+class ModulesByPublicName:
     """Lets ``import package.name`` find modules that stand deeper in the package.
 
-    The module is the same one by both names, so that its classes are, too.
+    The module is the same one by both names, so that its classes are, too. It does without the
+    base classes of ``importlib.abc``, which takes as long to load as what ``import penstock`` does.
     """
 
     def __init__(self, package: str, modules: Mapping[str, str]) -> None:
@@ -74,7 +74,9 @@ class ModulesByPublicName(MetaPathFinder, Loader):
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """A spec for a public name, and none for any other."""
-        return ModuleSpec(name, self) if self._modules.get(name, name) != name else None
+        if self._modules.get(name, name) == name:
+            return None
+        return ModuleSpec(name, self)  # type: ignore[arg-type]  # a loader by what it can do
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """The module that has the name."""

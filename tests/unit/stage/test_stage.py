@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from enum import Enum
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_forward_hook
 
 from penstock.base.errors import InputError
 from penstock.engine.model.randomness import LayerStreams
@@ -296,3 +298,73 @@ def test_layers_that_draw_in_one_mode_only_draw_their_own_stream_whenever_they_a
     assert torch.equal(first, dropped(stage_from_start, 3))
     modules[1].eval()
     assert torch.equal(dropped(stage, 4), modules[0](inputs))
+
+
+class ListensByItself(nn.Module):
+    """Calls itself by other means than torch's."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_calls = 0
+
+    def __call__(self, value):
+        self.num_calls += 1
+        return super().__call__(value)
+
+    def forward(self, value):
+        return value
+
+
+def listen_to_all(layer, listener):
+    return register_module_forward_hook(lambda module, *_: listener() if module is layer else None)
+
+
+LISTEN = {
+    "before": lambda layer, listener: layer.register_forward_pre_hook(lambda *_: listener()),
+    "behind": lambda layer, listener: layer.register_forward_hook(lambda *_: listener()),
+    "back, before": lambda layer, listener: layer.register_full_backward_pre_hook(
+        lambda *_: listener()
+    ),
+    "back": lambda layer, listener: layer.register_full_backward_hook(lambda *_: listener()),
+    "all modules": listen_to_all,
+}
+
+
+@pytest.mark.parametrize("way", LISTEN)
+def test_who_listens_to_a_layer_from_some_minibatch_on_hears_of_it_until_it_ends(way):
+    layer = nn.Linear(3, 3)
+    stage = stage_of(layer, nn.ReLU())
+    heard = []
+
+    def pass_through(step):
+        value = stage.forward(0, wanting(torch.ones(2, 3)), step).value
+        stage.backward(0, [torch.ones_like(value)])
+        stage.forget()
+        return len(heard)
+
+    assert [pass_through(step) for step in range(3)] == [0, 0, 0]
+    hook = LISTEN[way](layer, lambda: heard.append(way))
+    assert [pass_through(3), pass_through(3)] == [1, 2]  # also if only the minibatch has ended
+    hook.remove()
+    assert pass_through(4) == 2
+
+
+def test_a_layer_that_is_called_in_its_own_way_is_called_so():
+    layer = ListensByItself()
+    stage = stage_of(nn.Linear(3, 3), layer)
+    for step in range(3):
+        stage.forward(0, torch.ones(2, 3), step)
+    assert layer.num_calls == 3
+
+
+def test_a_layer_whose_forward_was_replaced_may_overwrite_what_it_is_given():
+    """As other libraries replace it; the leaf where its gradient will be is not given away."""
+    layer = nn.Linear(3, 3)
+    layer.forward = partial(lambda own, value: nn.Linear.forward(own, value.mul_(2)), layer)
+    stage = stage_of(layer, first_layer=1)
+    gradients = []
+    for step in range(2):
+        value = stage.forward(0, wanting(torch.ones(2, 3)), step).value
+        gradients += stage.backward(0, [torch.ones_like(value)]).inputs
+    torch.testing.assert_close(gradients[0], 2 * layer.weight.detach().sum(0).expand(2, 3))
+    assert torch.equal(*gradients)

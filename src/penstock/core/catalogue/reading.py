@@ -9,7 +9,6 @@ import os
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from functools import cache
-from importlib.resources import files
 from typing import Any, TypeVar
 
 import msgspec
@@ -53,7 +52,7 @@ def software() -> Mapping[str, Software]:
 @cache
 def sources() -> Mapping[str, str]:
     """What the keys that stand beside numbers mean."""
-    text = (files(__package__) / "sources.toml").read_text(encoding="utf-8")
+    text = _text_of("sources.toml")
     return msgspec.toml.decode(text, type=dict[str, str])
 
 
@@ -152,7 +151,13 @@ def _nearest(wanted: str, names: Iterable[str]) -> str:
 
 @cache
 def _packaged(name: str) -> _CatalogueFile:
-    return _parsed((files(__package__) / name).read_text(encoding="utf-8"))
+    return _parsed(_text_of(name))
+
+
+def _text_of(name: str) -> str:
+    from importlib.resources import files  # most clusters are of no device in the catalogue
+
+    return (files(__package__) / name).read_text(encoding="utf-8")
 
 
 def _parsed(text: str) -> _CatalogueFile:

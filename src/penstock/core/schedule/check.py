@@ -136,7 +136,7 @@ def _check_one_rank(columns: Columns) -> None:
     places = columns.stage.astype(np.int64) * microbatches + columns.microbatch
     home = np.zeros(columns.num_stages * microbatches, np.int32)
     home[places] = columns.rank
-    spread = np.unique(places[home[places] != columns.rank])
+    spread = places[home[places] != columns.rank]
     if spread.size:
         of_these = np.isin(places, spread)
         place = int(places[of_these][0])

@@ -137,7 +137,8 @@ class Columns:
 
     def stages_with(self, kinds: Collection[Kind], numbers: Span = _ALL) -> tuple[int, ...]:
         """The stages that have ops of some kinds, ascending; among all ops, or some."""
-        return tuple(np.unique(self.stage[numbers][self.are_of(kinds, numbers)]).tolist())
+        counts = np.bincount(self.stage[numbers][self.are_of(kinds, numbers)])
+        return tuple(np.flatnonzero(counts).tolist())
 
     def slices_in(self, numbers: Span) -> int:
         """How many slices a microbatch's sequence is cut into among some ops."""

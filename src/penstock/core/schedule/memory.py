@@ -401,7 +401,7 @@ def loads(
         return tuple(Load(*row) for row in reversed(rows))
     # Where few are whole at a time: none before has as many of these, and of the last as many.
     worst: list[list[int]] = []
-    for whole in np.unique(reached[:, 1]):
+    for whole in sorted({*reached[:, 1].tolist()}):
         last = np.where(reached[:, 1] >= whole, reached[:, 2], -1)
         most_before = np.concatenate([[-1], np.maximum.accumulate(last)[:-1]])
         kept = (reached[:, 1] == whole) & (last > most_before)

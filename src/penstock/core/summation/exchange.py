@@ -35,7 +35,6 @@ from penstock.core.summation.frames import (
     GREETING_SECONDS,
     HEAD_BYTES,
     ITEM_BYTES,
-    MOST_SERVERS,
     FrameHead,
     FrameKind,
     Member,
@@ -45,7 +44,14 @@ from penstock.core.summation.frames import (
 )
 from penstock.core.summation.priority import Frame, FrameQueue
 from penstock.core.summation.server import SummationServer, _Session
-from penstock.core.summation.split import Division, Owner, Part, divide, parts_of
+from penstock.core.summation.split import (
+    MOST_SERVERS,
+    Division,
+    Owner,
+    Part,
+    divide,
+    parts_of,
+)
 
 Ranges = Mapping[int, tuple[int, int]]
 """By the type of numbers, from which to which of them."""

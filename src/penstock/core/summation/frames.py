@@ -39,9 +39,6 @@ _MAGIC = b"PSTKSUM1"
 _WORD_BYTES, _PROOF_BYTES = 16, 32
 _WHO = struct.Struct("<16sIHHd")
 _HEAD = struct.Struct("<BB6xQQQQ")
-MOST_SERVERS = 64
-"""Heads have a bit for each."""
-
 _REASON = struct.Struct("<BH")
 _MOST_REASON = 1000
 _PACE = 47  # SO_MAX_PACING_RATE of Linux, which the socket module does not name

@@ -32,6 +32,9 @@ MOST_PORTIONS = 8
 
 LEAST_PORTION_BYTES = 256 * 1024
 
+MOST_SERVERS = 64
+"""The heads of messages have a bit for each."""
+
 
 def num_portions(num_bytes: float, most: int = MOST_PORTIONS) -> int:
     """In how many portions so many bytes leave.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks_of_all
 
@@ -89,20 +91,58 @@ def apart_from_buffers(value: Any, modules: Iterable[nn.Module]) -> Any:
     return tree.replace(Tensor, apart, value) if held else value
 
 
-def only_reads(layer: nn.Module, given: Tensor) -> bool:
-    """Whether a layer is known neither to overwrite what it is given nor to give it a gradient of
-    other strides, so that it may be given the leaf where that gradient will be."""
-    return (
-        type(layer) is nn.Linear
-        and type(given) is Tensor
-        and given.requires_grad
-        and given.is_contiguous()
-        and not layer._forward_pre_hooks
-        and not layer._forward_hooks
-        and not hooks_of_all._global_forward_pre_hooks
-        and not hooks_of_all._global_forward_hooks
-        and "forward" not in vars(layer)
-    )
+_HOOKS_OF_ALL = (
+    hooks_of_all._global_forward_pre_hooks, hooks_of_all._global_forward_hooks,
+    hooks_of_all._global_backward_pre_hooks, hooks_of_all._global_backward_hooks,
+)  # fmt: skip
+
+
+def _linear(parameters: Mapping[str, Any], value: Tensor) -> Tensor:
+    """What ``nn.Linear`` does, without looking for its parameters as for any attribute."""
+    return F.linear(value, parameters["weight"], parameters["bias"])
+
+
+class DirectCalls(NamedTuple):
+    """How layers that need nothing but to be called are called in one minibatch.
+
+    Attributes:
+        layers: each with what a call of it comes to; torch looks for hooks before every call, in
+            frames that take longer, between kernels, than those of all else here.
+        only_reads: whether the first one is known neither to overwrite what it is given nor to give
+            it a gradient of other strides, so that it may be given the leaf where that will be.
+    """
+
+    layers: Sequence[tuple[nn.Module, Callable[[Any], Any]]]
+    only_reads: bool
+
+    @classmethod
+    def of(cls, layers: Iterable[nn.Module]) -> DirectCalls:
+        """Look at layers as they are now."""
+        heard = any(_HOOKS_OF_ALL)
+        calls = [(layer, layer if heard else _direct(layer)) for layer in layers]
+        return cls(calls, getattr(calls[0][1], "func", None) is _linear)
+
+    def run(self, value: Any) -> Any:
+        """The output of the last layer."""
+        for _layer, call in self.layers:  # what names errors looks for the layer in this frame
+            value = call(value)
+        return value
+
+
+def _direct(layer: nn.Module) -> Callable[[Any], Any]:
+    """What a call of a layer comes to, but for hooks of all modules."""
+    if (
+        type(layer).__call__ is not nn.Module.__call__
+        or layer._compiled_call_impl is not None
+        or layer._forward_pre_hooks
+        or layer._forward_hooks
+        or layer._backward_pre_hooks
+        or layer._backward_hooks
+    ):
+        return layer
+    if type(layer) is nn.Linear and "forward" not in vars(layer):
+        return partial(_linear, layer._parameters)
+    return layer.forward
 
 
 class LayerRuns:
@@ -141,24 +181,31 @@ class LayerRuns:
             (start, RecomputedTogether(modules[start:stop])) for start, stop in units_of(modules)
         ]
         self._modules = modules
-        self._were_plain: tuple[object, bool] = None, False
+        self._direct: tuple[object, DirectCalls | None] = None, None
         self._plain = frozenset(
             place
             for place, (layer, (_, carry)) in enumerate(zip(layers, self._calls, strict=True))
             if carry is None and not layer.stashes and not layer.recalls
         )
 
-    def are_plain(self) -> bool:
-        """Whether the layers need nothing but to be called in turn: none draws, recalls, stashes,
-        carries or prepares to run again."""
-        # Asked before every forward, and mostly answered as before. The number of changes is read
-        # first, since other threads may change which layers are quiet meanwhile.
-        depends_on = self._streams.num_changes, [module.training for module in self._modules]
-        if self._were_plain[0] != depends_on:
-            self._were_plain = depends_on, self._find_plain()
-        return self._were_plain[1]
+    def direct_calls(self, step: int) -> DirectCalls | None:
+        """How the layers are called if they need nothing but that, in turn: none draws, recalls,
+        stashes, carries or prepares to run again.
 
-    def _find_plain(self) -> bool:
+        Who listens to them is looked at where a minibatch begins.
+        """
+        # The number of changes is read first: other threads may change which are quiet meanwhile.
+        known_by = step, self._streams.num_changes, [own.training for own in self._modules]
+        if self._direct[0] != known_by:
+            are_plain = self._are_plain()
+            self._direct = known_by, DirectCalls.of(self._modules) if are_plain else None
+        return self._direct[1]
+
+    def forget(self) -> None:
+        """Between minibatches, hooks may come and go."""
+        self._direct = None, None
+
+    def _are_plain(self) -> bool:
         return (
             len(self._plain) == len(self._layers)
             and not self.recomputes

@@ -18,12 +18,15 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+from torch.autograd.variable import Variable
 
 from penstock.base.errors import InputError
 from penstock.engine.device.accelerators import is_on_host
 from penstock.engine.model import tree
 from penstock.engine.model.randomness import NoDraws
 from penstock.engine.stage.deferral import Deferral, accumulate
+
+_engine = Variable._execution_engine
 
 Gradients = Sequence[Tensor | None]
 """One per leaf of a value, ``None`` where nothing flows back."""
@@ -198,7 +201,9 @@ class MicrobatchGraph:
 def _run_backward(starts: Sequence[GradientEdge], seeds: Sequence[Tensor]) -> None:
     """As ``torch.autograd.backward``, which calls the same after checks in Python that take as long
     as the backward of a small layer; the engine makes them again."""
-    _engine_run_backward(
+    # For threads of accelerators torch copies a context, too, where what compiles there looks how.
+    run = _engine.run_backward if seeds[0].is_cpu else _engine_run_backward
+    run(
         tuple(starts),
         tuple(seeds),
         False,  # the graph is not kept

@@ -43,10 +43,10 @@ from penstock.engine.stage.deferral import (
     undeferred_parameters,
 )
 from penstock.engine.stage.layer_runs import (
+    DirectCalls,
     LayerRuns,
     apart_from_buffers,
     explain_overwritten,
-    only_reads,
 )
 from penstock.engine.stage.microbatch_graph import (
     Gradients,
@@ -262,7 +262,9 @@ class Stage:
         """
         compiled = self._compiled if torch.is_grad_enabled() else None
         if compiled is None and not skips and self._is_plain(inputs, criterion, keep):
-            return self._forward_plainly(microbatch, inputs, criterion, keep)
+            calls = self._layer_runs.direct_calls(step)
+            if calls is not None:
+                return self._forward_plainly(microbatch, inputs, calls, criterion, keep)
         if set(skips) != set(self.recalls):
             raise InputError(
                 f"stage {self.index} recalls {sorted(self.recalls)} from earlier stages, but "
@@ -390,6 +392,7 @@ class Stage:
         for kept in (self._graphs, self._past, self._deferred):
             kept.clear()
         self._own_trained.forget()
+        self._layer_runs.forget()
         if self._newest is not None:
             self._newest.forget()
         self._carried.forget()
@@ -412,31 +415,37 @@ class Stage:
         }
 
     def _is_plain(self, inputs: Any, criterion: Criterion | None, keep: Keep) -> bool:
-        """Whether a forward needs nothing of what makes ``_run`` long: as nearly all do, every time
-        but the first. Looking for the rest costs more than small layers themselves."""
+        """Whether a forward is given nothing of what makes ``_run`` long: as nearly all are, every
+        time but the first. Looking for the rest costs more than small layers themselves."""
         return (
             type(inputs) is Tensor
             and keep is not _INPUT
-            and self._layer_runs.are_plain()
             and (criterion is None or self._streams.is_quiet(self._criterion_index, True))
         )
 
     def _forward_plainly(
-        self, microbatch: int, inputs: Tensor, criterion: Criterion | None, keep: Keep
+        self,
+        microbatch: int,
+        inputs: Tensor,
+        calls: DirectCalls,
+        criterion: Criterion | None,
+        keep: Keep,
     ) -> Produced:
         """As ``forward``, where no layer draws, recalls, stashes, carries or will run again."""
         wants = torch.is_grad_enabled()
-        if wants and self._first_layer > 0 and only_reads(self.layer_modules[0], inputs):
+        if not (wants and self._first_layer > 0 and inputs.requires_grad):
+            leaf = value = inputs.detach()
+        elif calls.only_reads and inputs.is_contiguous():
             leaf = value = inputs.detach().requires_grad_()
         else:
-            leaf, value = tree.cut(inputs, wants and self._first_layer > 0)
+            leaf, value = tree.cut(inputs, True)
         deferral = self._deferral(keep) if wants else None
         if deferral is None and (self._slots is None or self._has_looked):
             # Nearly always, and a context that does nothing takes as long as a layer.
-            value = self._called_in_turn(value, criterion)
+            value = self._called_in_turn(calls, value, criterion)
         else:
             with deferral or self._look():
-                value = self._called_in_turn(value, criterion)
+                value = self._called_in_turn(calls, value, criterion)
         graph = None
         if wants:
             graph = MicrobatchGraph.of(
@@ -446,11 +455,9 @@ class Stage:
         self._keep(microbatch, graph, produced)
         return produced
 
-    def _called_in_turn(self, value: Any, criterion: Criterion | None) -> Any:
+    def _called_in_turn(self, calls: DirectCalls, value: Any, criterion: Criterion | None) -> Any:
         """The output of the layers, or the loss."""
-        for module in self.layer_modules:
-            value = module(value)
-        value = self._seen(value, criterion)
+        value = self._seen(calls.run(value), criterion)
         if criterion is None:
             return value
         return scalar(criterion(value), torch.is_grad_enabled())

@@ -19,7 +19,7 @@ from penstock.base.errors import InputError
 from penstock.base.values import Value, number, one_of, whole
 from penstock.core.cluster import SpareMachine
 from penstock.core.cluster.parts import MOST_LEVELS
-from penstock.core.summation.frames import MOST_SERVERS
+from penstock.core.summation.split import MOST_SERVERS
 from penstock.core.summation.tree import SumTree
 from penstock.core.timing.simulator.beside import Served
 

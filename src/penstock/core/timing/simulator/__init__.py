@@ -165,5 +165,6 @@ def _begin_messages_early(columns: Columns, start: Floats, end: Floats) -> None:
     """A message's time is the wait for it: it begins when the rank is free."""
     messages = np.flatnonzero(columns.are_of(COMMUNICATION))
     start[messages] = end[messages - 1]
-    begins = np.isin(messages, columns.first)
-    start[messages[begins]] = 0.0
+    begins = np.zeros(len(start) + 1, bool)  # one for the count of all ops, behind the last rank's
+    begins[columns.first] = True
+    start[messages[begins[messages]]] = 0.0

@@ -286,7 +286,7 @@ def _strays(schedule: Schedule, ranks: Sequence[int]) -> bool:
         return True
     ops = np.concatenate([np.arange(spans[rank].start, spans[rank].stop) for rank in ranks])
     where = columns.microbatch[ops].astype(np.int64) * columns.num_stages + columns.stage[ops]
-    return len(np.unique(where)) < columns.num_stages * len(seen[0])
+    return int(np.count_nonzero(np.bincount(where))) < columns.num_stages * len(seen[0])
 
 
 def _of_ranks(schedule: Schedule, ranks: Sequence[int]) -> Schedule:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from penstock.base.errors import PenstockError, StageError
 from penstock.core.schedule import Op
 from penstock.engine.model import tree
 from penstock.engine.model.spine import NamedLayer
+from penstock.engine.stage.layer_runs import DirectCalls
 from penstock.engine.stage.microbatch_graph import NotFinite
 from penstock.engine.stage.protocol import LossOfTargets, RunnableStage
 from penstock.engine.tracing.lines import causes_of, lines_of
@@ -142,10 +143,14 @@ def _of_frame(
         outputs, targets = tree.shapes(held["outputs"]), tree.shapes(module.targets)
         name = "the loss" if module.look is None else "the loss or a metric"
         return _CallSite(name, f"outputs {outputs} and targets {targets}", is_loss=True)
-    layer = layers.get(id(module)) if function in _CALLS else None
+    inputs: Any = held.get("args", ()), held.get("kwargs", {})
+    if isinstance(module, DirectCalls) and "_layer" in held:
+        module, inputs = held["_layer"], held["value"]
+    elif function not in _CALLS:
+        return None
+    layer = layers.get(id(module))
     if layer is None or not isinstance(module, nn.Module):
         return None
-    inputs = held.get("args", ()), held.get("kwargs", {})
     name = f"layer {layer.name!r} ({getattr(module, 'kind', type(module).__name__)})"
     return _CallSite(name, tree.shapes(inputs), profiled.get(layer.name, ""))
 
