@@ -246,7 +246,7 @@ def _abridged(name: str, ranks: int, microbatches: int, costs: Costs) -> Drawabl
     if short is None:
         return None
     left_out = microbatches - short.num_microbatches
-    ends = _named(name, ends_to_draw, short, _spread(costs, short), left_out)
+    ends = _named(name, ends_to_draw, short, left_out, _spread(costs, short))
     return ends and DrawableSource(ends, short, left_out=left_out)
 
 

@@ -76,6 +76,7 @@ def test_draw_prints_or_writes(tmp_path):
 
 @pytest.mark.parametrize("source", ["1f1b", "gpipe", "interleaved-1f1b:stages_per_rank=3"])
 def test_very_many_microbatches_are_drawn_from_a_few(source, monkeypatch, tmp_path):
+    assert "left out" not in run("draw", source, "-p", "2", "-m", "1000")  # there is room for all
     whole = json.loads(run("simulate", source, "-m", "6000", "--json"))
 
     def build_few(name, *, num_microbatches, **others):
