@@ -247,7 +247,7 @@ def _abridged(name: str, ranks: int, microbatches: int, costs: Costs) -> Drawabl
         return None
     left_out = microbatches - short.num_microbatches
     ends = _named(name, ends_to_draw, short, left_out, _spread(costs, short))
-    return ends and DrawableSource(ends, short, left_out=left_out)
+    return None if ends is None else DrawableSource(ends, short, left_out=left_out)
 
 
 def _plan_drawn(plan: Plan, *, whole: bool) -> tuple[DrawableSource, bool]:

@@ -30,7 +30,7 @@ class AbridgedTimeline(Timeline):
         short: the timeline of a step that never had those turns.
         num_left_out: ops of all ranks that are not in ``rows``.
         worked: of each rank, how long it works on those.
-        held: of each rank, by how much its peak of activations is higher for them: where all
+        more_held: of each rank, by how much its peak of activations is higher for them: where all
             forwards come first, each turn adds to it.
         known: no op is left out that starts before the first time, or behind the second.
     """
@@ -38,7 +38,7 @@ class AbridgedTimeline(Timeline):
     short: Timeline
     num_left_out: int
     worked: tuple[float, ...]
-    held: tuple[float, ...]
+    more_held: tuple[float, ...]
     known: tuple[float, float]
 
     @cached_property
@@ -49,7 +49,7 @@ class AbridgedTimeline(Timeline):
     @cached_property
     def peak_activations(self) -> tuple[float, ...]:
         """The peaks of the whole."""
-        return tuple(map(sum, zip(self.short.peak_activations, self.held, strict=True)))
+        return tuple(map(sum, zip(self.short.peak_activations, self.more_held, strict=True)))
 
     @cached_property
     def _ops(self) -> tuple[RankOps, ...]:
@@ -111,8 +111,6 @@ def _abridged(in_rhythm: StepInRhythm) -> AbridgedTimeline:
         Row(RankOps(moved, span), array("d", start[span]), array("d", end[span]))
         for span in columns.spans()
     )
-    more = with_turns(schedule, parts, 1)
-    higher = peak_activations(more.rank_ops, more.num_slices, more.activations)
     return AbridgedTimeline(
         tuple(rows),
         short.name,
@@ -121,11 +119,18 @@ def _abridged(in_rhythm: StepInRhythm) -> AbridgedTimeline:
         short=short,
         num_left_out=num_turns * sum(int(part.lengths.sum()) for part in parts),
         worked=tuple((num_turns * worked).tolist()),
-        held=tuple(
-            num_turns * (after - before)
-            for after, before in zip(higher, short.peak_activations, strict=True)
-        ),
+        more_held=_more_held(in_rhythm),
         known=known,
+    )
+
+
+def _more_held(in_rhythm: StepInRhythm) -> tuple[float, ...]:
+    """By how much what is left out raises the peak of each rank."""
+    more = with_turns(in_rhythm.schedule, in_rhythm.parts, 1)
+    higher = peak_activations(more.rank_ops, more.num_slices, more.activations)
+    return tuple(
+        in_rhythm.num_left_out * (after - before)
+        for after, before in zip(higher, in_rhythm.timeline.peak_activations, strict=True)
     )
 
 

@@ -196,19 +196,6 @@ def _patterns(plain: Candidate, slack: float) -> list[list[_Pattern]]:
     for rank in setting.unlike_ranks(task):
         ranks_with.setdefault(setting.stages_on(rank), []).append(rank)
     shared = bool(task.topology.shared_memories)
-    busy = [
-        task.pace(devices, setting.devices, setting.mode).passes / setting.replicas_of(stage)
-        for stage, devices in enumerate(setting.devices_of)
-    ]
-
-    def seconds(stages: tuple[int, ...], own: Recomputes) -> float:
-        total = 0.0
-        for stage, how in zip(stages, own, strict=True):
-            bounds = plain.cuts[stage : stage + 2]
-            again = task.sum("recompute_seconds", *bounds) if how != "none" else 0.0
-            total += busy[stage] * (sum(task.compute_seconds[slice(*bounds)]) + again)
-        return total
-
     choices: list[list[_Pattern]] = []
     for stages, ranks in ranks_with.items():
         patterns = {
@@ -216,21 +203,29 @@ def _patterns(plain: Candidate, slack: float) -> list[list[_Pattern]]:
             for pattern, candidate in tried.items()
             if (held := _held_within(candidate, ranks, slack)) is not None
         }
-        ordered = sorted(patterns, key=lambda own: seconds(stages, own))
-        kept = [
-            own
-            for number, own in enumerate(ordered)
-            if shared or not any(_is_part(less, own) for less in ordered[:number])
-        ]
-        choices.append(
-            [
-                _Pattern(dict(zip(stages, own, strict=True)), seconds(stages, own), patterns[own])
-                for own in kept
-            ]
-        )
-        if not kept:
+        least = {
+            own: held
+            for own, held in patterns.items()
+            if shared or not any(_is_part(less, own) for less in patterns.keys() - {own})
+        }
+        how = [(dict(zip(stages, own, strict=True)), held) for own, held in least.items()]
+        every_way = (_Pattern(own, _busy_seconds(plain, own), held) for own, held in how)
+        choices.append(sorted(every_way, key=lambda pattern: pattern.seconds))
+        if not how:
             break
     return choices
+
+
+def _busy_seconds(plain: Candidate, how: dict[int, RecomputeWay]) -> float:
+    """For how long a microbatch keeps a rank busy with its stages."""
+    task, setting, total = plain.task, plain.setting, 0.0
+    for stage, way in how.items():
+        bounds, devices = plain.cuts[stage : stage + 2], setting.devices_of[stage]
+        pace = task.pace(devices, setting.devices, setting.mode).passes
+        again = task.sum("recompute_seconds", *bounds) if way != "none" else 0.0
+        seconds = sum(task.compute_seconds[slice(*bounds)]) + again
+        total += pace * seconds / setting.replicas_of(stage)
+    return total
 
 
 def _held_within(candidate: Candidate, ranks: Iterable[int], slack: float) -> dict[int, int] | None:

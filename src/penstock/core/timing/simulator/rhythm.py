@@ -93,8 +93,7 @@ def step_in_rhythm(
         longer = add_update(longer) if updates else longer
         timeline = simulate(longer, own_costs)
         parts, left = repetitions_of(longer.columns), num_turns - more
-        found = [_rhythm_of(part, timeline) for part in parts]
-        rhythms = [rhythm for rhythm in found if rhythm is not None]
+        rhythms = [*filter(None, (_rhythm_of(part, timeline) for part in parts))]
         is_known = len(rhythms) == len(repetitions)
         rest = left % lcm(*(rhythm.turns for rhythm in rhythms)) if is_known else 0
         if is_known and not rest:
