@@ -15,7 +15,7 @@ JOB = Path(__file__).parent / "jobs" / "fully_sharded.py"
 
 CASES = (
     "one device", more("owners"), "checkpoint", "held", more("counted"), "split", "other ways",
-    "refusals",
+    "refusals", "anew",
 )  # fmt: skip
 
 

@@ -63,12 +63,19 @@ def _fitting(task: Task, below: float) -> Iterator[Candidate]:
         memory = MemoryLimits(task, setting)
         for cuts in all_cuts(task.num_layers, setting.num_stages):
             if _least(task, setting, cuts) < below and _has_room(task, setting, memory, cuts):
-                fitting: list[tuple[RecomputeWay, ...]] = []
-                for recomputes in _ways(task, setting, memory, cuts):
-                    candidate = Candidate(task, setting, cuts, recomputes)
-                    if not any(_is_less(own, recomputes) for own in fitting) and candidate.fits:
-                        fitting.append(recomputes)
-                        yield candidate
+                yield from fitting_with(task, setting, memory, cuts)
+
+
+def fitting_with(
+    task: Task, setting: Setting, memory: MemoryLimits, cuts: tuple[int, ...]
+) -> Iterator[Candidate]:
+    """The candidates with these cuts that fit but those that recompute more than another one."""
+    fitting: list[tuple[RecomputeWay, ...]] = []
+    for recomputes in _ways(task, setting, memory, cuts):
+        candidate = Candidate(task, setting, cuts, recomputes)
+        if not any(_is_less(own, recomputes) for own in fitting) and candidate.fits:
+            fitting.append(recomputes)
+            yield candidate
 
 
 def _is_less(first: Sequence[RecomputeWay], second: Sequence[RecomputeWay]) -> bool:
@@ -211,6 +218,19 @@ def wide_case(seed: int) -> tuple[LayerGraph, Cluster, int]:
     draw = Random(seed)
     graph = _graph(draw, 9)
     return _case(draw, graph, _devices(draw, graph, draw.randint(5, 6)))
+
+
+def case_of_one_host(seed: int) -> tuple[Task, list[Setting]]:
+    """Devices that share what memory there is, and schedules with several stages per rank."""
+    draw = Random(seed)
+    graph = _graph(draw, 6)
+    count = draw.choice([2, 2, 3])
+    devices = tuple(Device(name=f"d{k}", speed=draw.choice([1.0, 1.0, 2.0])) for k in range(count))
+    graph, cluster, microbatches = _case(draw, graph, devices)
+    whole = sum(_state(layer) for layer in graph.layers)
+    shared = replace(cluster, memory_bytes=int(whole * draw.uniform(1.0, 2.5)))
+    task = Task(graph, shared, microbatches)
+    return task, [setting for setting in _built(task, count) if not setting.is_single]
 
 
 def _case(

@@ -6,28 +6,34 @@ Cases are new each time; a failure prints the seed of its case, which ``PENSTOCK
 from __future__ import annotations
 
 from dataclasses import fields
+from itertools import islice
 from math import inf
 
 from benchmarks.planning.large_plans import deep_chain, flat_cluster
 from penstock.base.units import format_seconds
-from penstock.planning.planner.cuts import candidates
+from penstock.planning.planner.cuts import FEW_RECOMPUTED, candidates, recomputing
 from penstock.planning.planner.limits import lacks_room
 from penstock.planning.planner.offers import Offer
+from penstock.planning.planner.setting import MemoryLimits
 from penstock.planning.planner.task import Task
 from tests.kit.brute_force import (
     any_that_fits,
     best_of_all,
+    case_of_one_host,
     every_setting,
+    fitting_with,
     small_case,
     uniform_layouts,
 )
 from tests.kit.examples import TIMES
-from tests.kit.planning import attempt
+from tests.kit.planning import all_cuts, attempt
 
 CASES = 15 if TIMES == 1 else 20 * TIMES
 MOST_LAYERS = 5 if TIMES == 1 else 6
 WITHIN = 1.01
 """No prediction tells plans this close apart."""
+NEAR = 1.05
+"""Where only a few ways to recompute are simulated."""
 
 
 def test_a_plan_is_within_one_percent_of_the_best_there_is_and_none_is_refused_that_fits(seed):
@@ -79,3 +85,24 @@ def test_a_plan_is_never_slower_than_equal_pipelines_of_equally_many_layers(seed
         found = attempt(graph, cluster, microbatches=microbatches)
         took = inf if found is None else found.step_seconds
         assert took <= best * WITHIN, number
+
+
+def test_what_ranks_of_one_memory_recompute_is_what_takes_least(seed):
+    """No rank's own limit says which of all stages is to run twice. (Of breadth-first, whose stages
+    wait longest for their backwards, it is not always among those that are looked at.)"""
+    slower, num_recomputing = {}, 0
+    for number in range(seed, seed + 10 * TIMES):
+        task, settings = case_of_one_host(number)
+        for setting in (own for own in settings if own.family != "breadth-first"):
+            memory = MemoryLimits(task, setting)
+            for cuts in islice(all_cuts(task.num_layers, setting.num_stages), 2):
+                best = min(
+                    (own.seconds for own in fitting_with(task, setting, memory, cuts)), default=inf
+                )
+                found = recomputing(task, setting, cuts, most=FEW_RECOMPUTED)
+                least = min((candidate.seconds for candidate in found), default=inf)
+                num_recomputing += len(found) > 1
+                if least > best * NEAR:
+                    slower[number, setting.family, cuts] = least / best
+    assert not slower
+    assert num_recomputing

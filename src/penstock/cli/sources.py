@@ -6,8 +6,9 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeAlias, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeAlias, TypeGuard, TypeVar
 
 import msgspec
 
@@ -20,12 +21,18 @@ from penstock.core.schedule import Schedule, families
 from penstock.core.schedule.check import check
 from penstock.core.schedule.lower import add_update, add_updates
 from penstock.core.schedule.op import Kind
+from penstock.core.schedule.repetition import abridged
 from penstock.core.timing.costs import Costs
 from penstock.core.timing.simulator import simulate
 from penstock.core.timing.spans import BUSY, NO_VERSION
 from penstock.core.timing.timeline import Timeline
 from penstock.core.versions import POLICIES, USUAL, Flush, Policy, rounds_of, versions_read
-from penstock.drawing.timeline.excerpt import MOST_STEADY, simulated_to_draw, steady_part
+from penstock.drawing.timeline.excerpt import (
+    MOST_STEADY,
+    ends_to_draw,
+    simulated_to_draw,
+    steady_part,
+)
 from penstock.planning import plans
 
 if TYPE_CHECKING:
@@ -50,12 +57,14 @@ class DrawableSource(NamedTuple):
     Attributes:
         num_ticks: of the prediction of a live stream, how much of its steady state is to be seen;
             0: all of the timeline is.
+        left_out: microbatches of the timeline that the schedule leaves out of its middle.
     """
 
     timeline: Timeline
     schedule: Schedule | None
     plan: Plan | None = None
     num_ticks: int = 0
+    left_out: int = 0
 
     @property
     def shown(self) -> Timeline:
@@ -72,7 +81,7 @@ class DrawableSource(NamedTuple):
         if self.schedule is None:
             return None
         hops, count = self.schedule.num_hops, self.schedule.num_microbatches
-        return hops * self.num_ticks // count if self.num_ticks else hops
+        return hops * (self.num_ticks or count + self.left_out) // count
 
     @property
     def is_fed(self) -> bool:
@@ -215,10 +224,30 @@ def load_drawn(
         shown = microbatches if whole else min(microbatches, MOST_STEADY)
         source = load_with_versions(name, ranks, _live_length(ranks, shown), costs)
         return source._replace(timeline=steady_part(source.timeline, shown)), True
+    if content is None and not whole:
+        short = _abridged(name, ranks, microbatches, costs)
+        if short is not None:
+            return short, False
     schedule = _schedule(content, name, ranks, microbatches, costs)
     predict = simulate if whole else simulated_to_draw
     timeline = _named(title_of(name), predict, schedule, _spread(costs, schedule))
     return DrawableSource(timeline, schedule), False
+
+
+def _abridged(name: str, ranks: int, microbatches: int, costs: Costs) -> DrawableSource | None:
+    """A family's schedule of very many microbatches, of which only a short one is built; ``None``
+    where that does not tell how all of it looks."""
+    family, options = _family(name)
+    families.check_size(family, ranks, microbatches, options)
+    if family in families.SEARCHED:
+        return None
+    build = partial(_build, name, ranks, costs=costs)
+    short = abridged(build, microbatches, 2 * ranks, most_parts=2)
+    if short is None:
+        return None
+    left_out = microbatches - short.num_microbatches
+    ends = _named(name, ends_to_draw, short, left_out, _spread(costs, short))
+    return None if ends is None else DrawableSource(ends, short, left_out=left_out)
 
 
 def _plan_drawn(plan: Plan, *, whole: bool) -> tuple[DrawableSource, bool]:
@@ -318,13 +347,17 @@ def _named(name: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwarg
         raise InputError(message if name in message else f"{name}: {message}") from None
 
 
-def _build(name: str, ranks: int, microbatches: int, costs: Costs) -> Schedule:
+def _family(name: str) -> tuple[str, dict[str, Any]]:
     if name.partition(":")[0] not in families.names() and Path(name).is_file():
         raise FileError(
             f"{name} is a file, but neither a .csv of ops nor a .json schedule, plan, timeline or "
             "run, which can be drawn and simulated"
         )
-    family, options = families.named(name)
+    return families.named(name)
+
+
+def _build(name: str, ranks: int, microbatches: int, costs: Costs) -> Schedule:
+    family, options = _family(name)
     searched = {}
     if "costs" in inspect.signature(families.family(family)).parameters:
         # A search is to find the order for the costs under which it is then judged.

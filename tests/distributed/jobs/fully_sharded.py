@@ -6,7 +6,8 @@ Cases: ``one device`` compares in float64 with plain torch, over schedules and o
 with copies that keep all weights; ``checkpoint`` goes on from one layout in another; ``refusals``
 asks for what cannot be; ``held`` weighs what ranks keep; ``split`` has backwards in two halves;
 ``other ways`` lets copies go back through different layers; in ``VICTIM dies`` or ``VICTIM raises``
-a rank ends, or one of its layers. Each rank reports in ``report-<rank>.json``.
+a rank ends, or one of its layers; ``anew`` builds the next pipeline behind a failure. Each rank
+reports in ``report-<rank>.json``.
 """
 
 from __future__ import annotations
@@ -387,6 +388,33 @@ def other_ways() -> list[str]:
     return found
 
 
+def anew() -> list[str]:
+    """Ranks drop what has failed, and go on to the next pipeline, while the one that has made it
+    fail keeps its own until it has built the next: nobody waits for it."""
+    found = []
+    for kept in EVERY:
+        model = make_mlp()
+        plan = replicated(model, (4,), 8).with_reducer("fully-sharded", gathered_for=kept)
+        pipeline = pipeline_of_job(plan, model, startup_seconds=60)
+        if dist.get_rank() == 1:
+            model[2].register_forward_hook(_raise)
+        try:
+            pipeline.step(*make_batch(24))
+            found.append(f"{kept}: nobody has failed")
+        except PenstockError:
+            pass
+        if dist.get_rank() != 1:
+            del pipeline, model
+            gc.collect()
+        with pipeline_of_job(plan, make_mlp(), startup_seconds=15) as following:
+            following.step(*make_batch(24))
+    return found
+
+
+def _raise(*_) -> None:
+    raise ValueError("a layer that raises")
+
+
 def ends(case: str) -> list[str]:
     """What a training ends with in which one rank dies in a layer, or raises there and lives on,
     with its pipeline, until the others have given up."""
@@ -421,6 +449,7 @@ if __name__ == "__main__":
     run_case(
         {
             "one device": one_device,
+            "anew": anew,
             "owners": owners,
             "checkpoint": partial(checkpoint, Path(sys.argv[-1])),
             "held": held,

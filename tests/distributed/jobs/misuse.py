@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.optim import SGD
 
 import penstock as pk
-from tests.kit.helpers import make_mlp, make_plan
+from tests.kit.helpers import make_batch, make_mlp, make_plan
 
 
 def message(model, plan, **options) -> str:
@@ -18,6 +19,17 @@ def message(model, plan, **options) -> str:
         pk.Pipeline(model, plan, deadline_seconds=300, **options)
     except pk.errors.InputError as error:
         return str(error)
+    return "no error"
+
+
+def closing_inside(model) -> str:
+    """What a rank hears when the first layer of rank 0 closes the pipeline that runs it."""
+    with pk.Pipeline(model, make_plan(model, 2, 4), loss=F.cross_entropy) as pipeline:
+        model[0].register_forward_pre_hook(lambda *_: pipeline.close())
+        try:
+            pipeline.step(*make_batch(8))
+        except pk.errors.RunError as error:
+            return str(error)
     return "no error"
 
 
@@ -34,6 +46,7 @@ def main() -> None:
         "different plans": str(
             pk.Pipeline(model, make_plan(model, 2, 4 + rank)).plan.num_microbatches
         ),
+        "a layer closes its pipeline": closing_inside(model),
     }
     (Path(sys.argv[-1]) / f"report-{rank}.json").write_text(json.dumps(report))
     dist.barrier()

@@ -11,6 +11,7 @@ import pytest
 
 from penstock import schedules, simulate
 from penstock.cli import main
+from penstock.core.schedule import families
 from penstock.planning.plans import Plan, StagePlan
 from tests.kit.command_line import refused, run
 
@@ -71,6 +72,27 @@ def test_draw_prints_or_writes(tmp_path):
         path = tmp_path / f"picture.{suffix}"
         run("draw", "1f1b", "-o", str(path))
         assert path.stat().st_size > 100
+
+
+@pytest.mark.parametrize("source", ["1f1b", "gpipe", "interleaved-1f1b:stages_per_rank=3"])
+def test_very_many_microbatches_are_drawn_from_a_few(source, monkeypatch, tmp_path):
+    assert "left out" not in run("draw", source, "-p", "2", "-m", "1000")  # there is room for all
+    whole = json.loads(run("simulate", source, "-m", "6000", "--json"))
+
+    def build_few(name, *, num_microbatches, **others):
+        assert num_microbatches < 1_000
+        return build(name, num_microbatches=num_microbatches, **others)
+
+    build = families.build
+    monkeypatch.setattr(families, "build", build_few)
+    told = json.loads(run("draw", source, "-m", "6000", "--json"))
+    assert told.pop("output") is None
+    assert told.keys() == whole.keys()
+    for name, value in told.items():
+        exact = isinstance(value, str) or value is None
+        assert value == (whole[name] if exact else pytest.approx(whole[name])), name
+    run("draw", source, "-p", "16", "-m", "1000000", "-o", tmp_path / "many.svg")
+    assert "ops left out" in run("draw", source, "-p", "2", "-m", "1000000")
 
 
 def test_compare_puts_schedules_side_by_side(tmp_path):

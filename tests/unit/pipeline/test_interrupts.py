@@ -7,6 +7,7 @@ import copy
 import sys
 import threading
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -75,3 +76,22 @@ def test_wherever_an_interrupt_comes_the_next_step_is_right(monkeypatch):
             loss = pipeline.step(*make_batch(8))
             assert torch.equal(loss, reference.step(*make_batch(8))), interrupts[-1].function
     assert {one.function for one in interrupts} > {"submit", "_await", "all_went_well"}
+
+
+def test_an_interrupted_loop_waits_for_nothing_that_was_cancelled(monkeypatch):
+    """It said beside the interrupt that what was under way could not be ended."""
+    ours, happened = make_mlp(), threading.Event()
+    ours[0].register_forward_pre_hook(lambda *_: happened.wait(30) and None)
+    with pipeline_of(ours, optimizer=sgd) as pipeline:
+        driver = pipeline._parts.driver
+        collect = driver.collect
+
+        def interrupted(begun):
+            monkeypatch.setattr(driver, "collect", collect)
+            happened.set()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(driver, "collect", interrupted)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            list(pipeline.steps([make_batch(8)] * 4))
+    assert not [note for note in getattr(caught.value, "__notes__", ()) if "cancelled" in note]

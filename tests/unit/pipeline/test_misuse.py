@@ -283,3 +283,16 @@ def test_a_layer_that_is_replaced_is_not_left_untrained():
         model[3] = nn.Linear(32, 32)
         with pytest.raises(pk.errors.ModelError, match="has got other layers since the Pipeline"):
             pipeline.step(*make_batch(8))
+
+
+def test_a_layer_cannot_close_the_pipeline_that_runs_it():
+    model = make_mlp()
+    with pk.Pipeline(model, make_plan(model, 2, 4), loss=F.cross_entropy) as pipeline:
+        hook = model[0].register_forward_pre_hook(lambda *_: pipeline.close())
+        for call in (pipeline.step, pipeline.evaluate_loss):
+            with pytest.raises(pk.errors.RunError, match=r"close\(\) was called inside a layer"):
+                call(*make_batch(8))
+        hook.remove()
+        assert pipeline.step(*make_batch(8)).isfinite()  # it is open, and has come to rest
+    with pytest.raises(pk.errors.InputError, match="closed"):
+        pipeline.step(*make_batch(8))

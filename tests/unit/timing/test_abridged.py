@@ -11,7 +11,9 @@ from penstock.drawing.timeline.excerpt import OPS_PER_RANK, excerpts, simulated_
 from tests.kit.abridged import assert_same_numbers
 
 MANY = 6_000
-FAMILIES = ("1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "hanayo", "chimera")
+FAMILIES = (
+    "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "hanayo", "chimera", "gpipe",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("costs", [Costs(), Costs(1.0, 1.3, 0.7, hop=0.4)])

@@ -90,22 +90,23 @@ def repetitions_of(columns: Columns) -> tuple[Repetition, ...]:
 
 
 def abridged(
-    build: Callable[[int], Schedule], num_microbatches: int, fewest: int
+    build: Callable[[int], Schedule], num_microbatches: int, fewest: int, most_parts: int = 1
 ) -> Schedule | None:
     """The schedule of so few microbatches that the one of ``num_microbatches`` is this one with
-    more turns of the same in its middle; ``None`` where that is not so, or spares little, or where
-    a later turn holds more than an earlier one.
+    more turns of the same in its middle; ``None`` where that is not so, or spares little.
 
     Args:
         build: makes the schedule of any number of microbatches.
         num_microbatches: of the whole one.
         fewest: so many are enough for ``build``, twice as many as there are ranks.
+        most_parts: that ranks may repeat. Where it is two, a later turn of the first one holds more
+            than an earlier one.
     """
     few, most = max(_FEWEST, fewest), max(_MOST, _MOST_PER_RANK * fewest)
     while few <= most and num_microbatches >= max(MANY, _TIMES_SHORTER * few):
         short = build(few)
         turns = repetitions_of(short.columns)
-        if len(turns) == 1:
+        if 0 < len(turns) <= most_parts:
             rest = (num_microbatches - few) % turns[0].microbatches
             short = build(few + rest) if rest else short
             if _goes_on(short, build, turns[0].microbatches):

@@ -15,6 +15,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Protocol, TypeGuard
 
+import numpy as np
+
 from penstock.base.errors import ScheduleError
 from penstock.base.lazily import method_provided
 from penstock.base.values import Value, decoded, expect, read_as, read_text, write_atomically
@@ -263,16 +265,14 @@ class Schedule:
         """How many tensors one minibatch sends from rank to rank, forward and backward."""
         # Each output that crosses is followed by a gradient on its way back.
         both_ways = 2 if self.kinds & BACKWARD else 1
-        rank_of = {
-            (op.stage, op.microbatch, op.slice): rank
-            for rank, ops in enumerate(self.ranks)
-            for op in ops
-            if op[1] is Kind.FORWARD
-        }
-        return both_ways * sum(
-            rank_of.get((stage - 1, microbatch, part), rank) != rank
-            for (stage, microbatch, part), rank in rank_of.items()
-        )
+        columns = self.columns
+        forwards = np.flatnonzero(columns.are_of({Kind.FORWARD}))
+        stage, _, microbatch, part = columns.fields(forwards)
+        order = np.lexsort((stage, part, microbatch))
+        rank = columns.rank[forwards]
+        steps = [np.diff(own[order]) for own in (stage, part, microbatch, rank)]
+        follows = (steps[0] == 1) & (steps[1] == 0) & (steps[2] == 0)
+        return both_ways * int(np.count_nonzero(follows & (steps[3] != 0)))
 
     def dependencies(self, op: Op) -> tuple[Op, ...]:
         """The ops in this schedule whose results ``op`` needs."""

@@ -102,13 +102,21 @@ def whole_of(timeline: Timeline) -> Timeline:
 def simulated_to_draw(schedule: Schedule, costs: Costs) -> Timeline:
     """As ``simulate``, but of very many microbatches without most of the middle, if ranks come into
     a rhythm there."""
-    if schedule.num_ops > MOST_BOXES:
-        short, left_out = shortened(schedule)
-        if left_out:
-            ends = abridged_timeline(short, costs, left_out, OPS_PER_RANK, updates=False)
-            if ends is not None:
-                return ends
-    return simulate(schedule, costs)
+    return ends_to_draw(*shortened(schedule), costs) or simulate(schedule, costs)
+
+
+def ends_to_draw(short: Schedule, left_out: int, costs: Costs) -> AbridgedTimeline | None:
+    """The beginning and the end of a step of very many microbatches; ``None`` where it is drawn as
+    a whole, or ranks do not come into a rhythm.
+
+    Args:
+        short: compute only, without some microbatches of its middle.
+        left_out: how many.
+    """
+    num_ops = short.num_ops * (1 + left_out / short.num_microbatches)
+    if not left_out or num_ops <= MOST_BOXES:
+        return None
+    return abridged_timeline(short, costs, left_out, OPS_PER_RANK, updates=False)
 
 
 def excerpts(

@@ -160,7 +160,7 @@ class CopiesOfStage:
     def close(self, *, failed: bool) -> None:
         if failed and not self.closed:
             for group in self._groups:
-                groups.end(group)
+                groups.give_up(group)
         self.closed = True
 
     def gather(self, output: Tensor, own: Tensor) -> dist.Work:

@@ -115,6 +115,14 @@ class Assembly:
     deadlines: Deadlines
     in_processes: bool
 
+    def check_outside(self) -> None:
+        """Raise ``InputError`` where whoever would close this is called by what it runs."""
+        if any(worker.runs_in_this_thread for worker in self.workers):
+            raise InputError(
+                "close() was called inside a layer, the loss or the optimizer, which cannot end "
+                "what calls it; call it when the step is over, or raise an error to end the step"
+            )
+
     @property
     def in_parts(self) -> bool:
         """Whether this process has parts of its stages' layers, and nobody has the whole ones."""

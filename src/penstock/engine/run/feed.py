@@ -166,6 +166,7 @@ class Feed:
                 raise position.failure from error  # what came first is what people must hear of
             except KeyboardInterrupt:
                 self._driver.break_off()  # it may have come between two calls of the driver
+                self.under_way.clear()  # whoever drains behind it need not wait for these
                 raise
             if position.failure is not None:
                 raise position.failure

@@ -6,11 +6,13 @@ is closed: other ranks may still be waiting for what this one sent last, and a c
 takes with it what was not read. When a rank has come to build the next pipeline, however, it waits
 for nothing of those it has closed or dropped; so when all have come, their groups go. Another group
 is made for every pipeline, for the messages of an old one must never be taken for those of the
-next, and one whose wait has run out is broken.
+next, and one whose wait has run out is broken. Of a pipeline that has failed, those in which
+something may be under way stay until the process ends (``give_up``).
 """
 
 from __future__ import annotations
 
+import ctypes
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -186,11 +188,14 @@ def lend(group: dist.ProcessGroup, user: User) -> None:
     _LENT.setdefault(dist.group.WORLD, []).append(_Lent(group, weakref.ref(user)))
 
 
-def end(group: dist.ProcessGroup) -> None:
-    """End a group at once, so that others who wait for this rank in it learn that nothing comes."""
+def give_up(group: dist.ProcessGroup) -> None:
+    """Leave a group for good in which something may be under way that nobody answers any more."""
     assert dist.group.WORLD is not None
     lent = _LENT.get(dist.group.WORLD, [])
     lent[:] = [own for own in lent if own.group is not group]
+    # Whoever lets go of it last would wait for what is under way until all others have let go, too,
+    # or for its deadline; so it stays for as long as the process, and its threads and connections.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     dist.destroy_process_group(group)
 
 

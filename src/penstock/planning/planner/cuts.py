@@ -6,8 +6,10 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from heapq import heappop, heappush
 from itertools import accumulate, combinations, islice, pairwise, product
 from math import comb, inf
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,18 +25,20 @@ from penstock.planning.partition.chain import (
     starts_of,
 )
 from penstock.planning.planner.candidate import Candidate
-from penstock.planning.planner.limits import least_excess
+from penstock.planning.planner.limits import least_excess, worst_excess
 from penstock.planning.planner.request import RecomputeRule
 from penstock.planning.planner.setting import MemoryLimits, Setting
 from penstock.planning.planner.task import Task
 from penstock.planning.plans.stage_plan import RecomputeWay
 
 _MOST_MOVES = 60
-_MOST_PATTERNS = 81
+_MOST_PATTERNS = 1_000
 """Of what all ranks together may recompute."""
 _FEW_OPS = 20_000
 _FEW_WAYS = 20
 """To cut a model, all of which are looked at."""
+FEW_RECOMPUTED = 4
+"""Ways to recompute that are simulated where all ranks share a memory."""
 Recomputes = tuple[RecomputeWay, ...]
 
 _SQUEEZES: dict[RecomputeRule, tuple[RecomputeWay, ...]] = {
@@ -85,8 +89,9 @@ def _of_shared_memory(
     """The candidates where several stages of a rank share its memory: cut without regard to it, and
     cut for even shares of it; with no more recomputing than they need together."""
     chosen = []
+    most = FEW_RECOMPUTED if task.topology.shared_memories else 1
     for candidate in _balanced(task, setting, MemoryLimits(task, setting, slack, shared=False)):
-        chosen += recomputing(task, setting, candidate.cuts, slack)
+        chosen += recomputing(task, setting, candidate.cuts, slack, most)
         if not chosen or chosen[-1].recomputes != candidate.recomputes:
             chosen += _as_needed(_balanced(task, setting, memory, most_seconds), slack)
     return list(
@@ -114,29 +119,71 @@ def recomputing(
     """
     again = setting.recompute if setting.recompute in {"stage", "layers"} else "none"
     plain = Candidate(task, setting, cuts, (again,) * setting.num_stages)
-    every = setting.unlike_ranks(task)
-    if all(_has_room(plain, rank, slack) for rank in every) and plain.excess.num_bytes <= slack:
+    has_room = _held_within(plain, setting.unlike_ranks(task), slack) is not None
+    if has_room and plain.excess.num_bytes <= slack:
         return [plain]
     if setting.recompute != "where-needed":
         return []
-    choices = [
-        [dict(zip(stages, own, strict=True)) for own in patterns]
-        for stages, patterns in _patterns(plain, slack).items()
-    ]
     fitting: list[Candidate] = []
-    for chosen in islice(product(*choices), _MOST_PATTERNS):
-        how = {stage: way for own in chosen for stage, way in own.items()}
-        candidate = replace(plain, recomputes=tuple(how[k] for k in range(setting.num_stages)))
+    for chosen in islice(_combined(_patterns(plain, slack)), _MOST_PATTERNS):
+        how = {stage: way for own in chosen for stage, way in own.how.items()}
+        recomputes = tuple(how[stage] for stage in range(setting.num_stages))
+        held = {rank: held for own in chosen for rank, held in own.held.items()}
+        candidate = replace(plain, recomputes=recomputes)
+        if any(_is_part(less.recomputes, recomputes) for less in fitting):
+            continue
+        if worst_excess(task, setting, held).num_bytes <= slack >= candidate.excess.num_bytes:
+            fitting.append(candidate)
         if len(fitting) == most:
             break
-        if candidate.excess.num_bytes <= slack:
-            fitting.append(candidate)
     return fitting
 
 
-def _patterns(plain: Candidate, slack: float) -> dict[tuple[int, ...], list[Recomputes]]:
-    """What the stages of a rank may recompute so that it keeps its limit, that which takes least
-    first; by the stages of the rank, up to the first ones that can keep it in no way."""
+class _Pattern(NamedTuple):
+    """What the stages of ranks that have the same ones may recompute.
+
+    Attributes:
+        how: by stage.
+        seconds: that a microbatch then takes such a rank.
+        held: bytes that it then needs, by the ranks' numbers.
+    """
+
+    how: dict[int, RecomputeWay]
+    seconds: float
+    held: dict[int, int]
+
+
+def _combined(choices: Sequence[Sequence[_Pattern]]) -> Iterator[tuple[_Pattern, ...]]:
+    """A pattern for each of some ranks: first those with which no rank works long, and of these
+    those with which all together work least.
+
+    Args:
+        choices: of each rank, those that take least first.
+    """
+
+    def chosen(places: tuple[int, ...]) -> tuple[_Pattern, ...]:
+        return tuple(own[place] for own, place in zip(choices, places, strict=True))
+
+    def promise(places: tuple[int, ...]) -> tuple[float, float]:
+        seconds = [own.seconds for own in chosen(places)]
+        return max(seconds), sum(seconds)
+
+    first = (0,) * len(choices)
+    reached = {first} if all(choices) else set()
+    waiting = [(promise(places), places) for places in reached]
+    while waiting:
+        _, places = heappop(waiting)
+        yield chosen(places)
+        for index, place in enumerate(places):
+            further = (*places[:index], place + 1, *places[index + 1 :])
+            if place + 1 < len(choices[index]) and further not in reached:
+                reached.add(further)
+                heappush(waiting, (promise(further), further))
+
+
+def _patterns(plain: Candidate, slack: float) -> list[list[_Pattern]]:
+    """What the stages of each rank may recompute so that it keeps its limit, that which takes least
+    first; up to the first rank that can keep it in no way."""
     task, setting = plain.task, plain.setting
     place = {stage: k for own in setting.schedule.stages_of for k, stage in enumerate(own)}
     every = range(setting.num_stages)
@@ -149,34 +196,46 @@ def _patterns(plain: Candidate, slack: float) -> dict[tuple[int, ...], list[Reco
     for rank in setting.unlike_ranks(task):
         ranks_with.setdefault(setting.stages_on(rank), []).append(rank)
     shared = bool(task.topology.shared_memories)
-
-    def seconds(stages: tuple[int, ...], own: Recomputes) -> float:
-        return sum(
-            task.sum("recompute_seconds", *plain.cuts[stage : stage + 2])
-            for stage, how in zip(stages, own, strict=True)
-            if how != "none"
-        )
-
-    chosen: dict[tuple[int, ...], list[Recomputes]] = {}
+    choices: list[list[_Pattern]] = []
     for stages, ranks in ranks_with.items():
-        chosen[stages] = []
-        fitting = dict.fromkeys(
-            pattern[: len(stages)]
+        patterns = {
+            pattern[: len(stages)]: held
             for pattern, candidate in tried.items()
-            if all(_has_room(candidate, rank, slack) for rank in ranks)
-        )
-        for own in sorted(fitting, key=lambda own: seconds(stages, own)):
-            if shared or not any(_is_part(less, own) for less in chosen[stages]):
-                chosen[stages].append(own)
-        if not fitting:
+            if (held := _held_within(candidate, ranks, slack)) is not None
+        }
+        least = {
+            own: held
+            for own, held in patterns.items()
+            if shared or not any(_is_part(less, own) for less in patterns.keys() - {own})
+        }
+        how = [(dict(zip(stages, own, strict=True)), held) for own, held in least.items()]
+        every_way = (_Pattern(own, _busy_seconds(plain, own), held) for own, held in how)
+        choices.append(sorted(every_way, key=lambda pattern: pattern.seconds))
+        if not how:
             break
-    return chosen
+    return choices
 
 
-def _has_room(candidate: Candidate, rank: int, slack: float) -> bool:
-    """Whether a rank keeps its own limit."""
-    limit = candidate.task.limits[candidate.setting.devices[rank]]
-    return limit == inf or candidate.held_on(rank) <= limit + slack
+def _busy_seconds(plain: Candidate, how: dict[int, RecomputeWay]) -> float:
+    """For how long a microbatch keeps a rank busy with its stages."""
+    task, setting, total = plain.task, plain.setting, 0.0
+    for stage, way in how.items():
+        bounds, devices = plain.cuts[stage : stage + 2], setting.devices_of[stage]
+        pace = task.pace(devices, setting.devices, setting.mode).passes
+        again = task.sum("recompute_seconds", *bounds) if way != "none" else 0.0
+        seconds = sum(task.compute_seconds[slice(*bounds)]) + again
+        total += pace * seconds / setting.replicas_of(stage)
+    return total
+
+
+def _held_within(candidate: Candidate, ranks: Iterable[int], slack: float) -> dict[int, int] | None:
+    """What ranks hold; ``None`` where one of them does not keep its own limit."""
+    held: dict[int, int] = {}
+    for rank in ranks:
+        held[rank] = candidate.held_on(rank)
+        if held[rank] > candidate.task.limits[candidate.setting.devices[rank]] + slack:
+            return None
+    return held
 
 
 def _every_pattern(setting: Setting) -> Iterator[Recomputes]:

@@ -6,13 +6,12 @@ does so for optimizers.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.base.errors import InputError
 from penstock.core.pricing import Kernel, KernelPace, seconds_of_each
 from penstock.engine.model import tree
 from penstock.engine.model.modes import Args, DispatchMode, Named
@@ -21,10 +20,9 @@ from penstock.engine.model.spine import NamedLayer
 from penstock.training.estimating.operations import kernel_of
 from penstock.training.profiler.alone.overheads import (
     NamedParameters,
+    OptimizerBuilder,
     Update,
-    assumed_update,
-    optimizer_of_copies,
-    trained_parameters,
+    updates_of,
 )
 from penstock.training.profiler.alone.passes import num_bytes
 
@@ -201,22 +199,14 @@ def count_updates(
     Raises:
         InputError: no layer has parameters of which the optimizer can be made.
     """
-    trained = [trained_parameters(layer) for layer in layers]
-    if optimizer is None:
-        return [assumed_update(own) for own in trained]
-    refusals: list[InputError] = []
-    updates = [_counted(own, optimizer, refusals, pace) for own in trained]
-    if refusals and len(refusals) == sum(map(bool, trained)):
-        raise refusals[0]
-    return updates
+
+    def look(trained: Sequence[NamedParameters], builder: OptimizerBuilder) -> Iterator[Update]:
+        return (_counted(own, builder, pace) for own in trained)
+
+    return updates_of(layers, optimizer, look)
 
 
-def _counted(
-    named: NamedParameters,
-    optimizer: OptimizerFactory,
-    refusals: list[InputError],
-    pace: KernelPace,
-) -> Update:
+def _counted(named: NamedParameters, builder: OptimizerBuilder, pace: KernelPace) -> Update:
     fused: list[bool] = []
 
     def prepare(built: torch.optim.Optimizer) -> None:
@@ -227,7 +217,7 @@ def _counted(
                 group["fused"] = None
 
     with OnMeta(converts=False):
-        built = optimizer_of_copies(named, optimizer, refusals, prepare)
+        built = builder.stepped(named, prepare)
     if built is None:
         return Update(0.0, 0)
     state_bytes, held = built.state_bytes, built.gradient_bytes

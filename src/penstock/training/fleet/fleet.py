@@ -322,7 +322,13 @@ class Fleet:
         return {trainee.name: trainee.step for trainee in self._trainees}
 
     def close(self) -> None:
-        """End all pipelines, and give back what is on tiers. Leaving the ``with`` block does it."""
+        """End all pipelines, and give back what is on tiers. Leaving the ``with`` block does it.
+
+        Raises:
+            InputError: a layer calls it.
+        """
+        for trainee in self._trainees:
+            trainee.pipeline._parts.check_outside()
         self._is_closed = True
         self._dispatcher.close("the fleet is closed")
         for trainee in self._trainees:

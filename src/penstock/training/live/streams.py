@@ -334,7 +334,9 @@ class Stream:
         Raises:
             RunError: the first failure of any rank.
             FileError: the last checkpoint could not be written.
+            InputError: a layer calls it.
         """
+        self._parts.check_outside()
         if self._results.closed:
             return
         self._results.closed = True

@@ -296,11 +296,13 @@ class RunningPipeline:
 
         Raises:
             FileError: that checkpoint could not be written.
+            InputError: a layer calls it.
         """
         self._leave(None)
 
     def _leave(self, error: BaseException | None) -> None:
         """Close, maybe while an error is on its way, which learns what went wrong."""
+        self._parts.check_outside()
         try:
             if not self._closed:
                 self._closed = True

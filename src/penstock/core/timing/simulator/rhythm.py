@@ -5,7 +5,7 @@ repeat, all that follow are alike, whatever ranks wait for. So their end is know
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil
+from math import ceil, lcm
 from typing import NamedTuple
 
 import numpy as np
@@ -42,21 +42,21 @@ class StepInRhythm(NamedTuple):
     Attributes:
         schedule: with fewer turns than the whole has.
         timeline: of this schedule.
-        turns: what its ranks repeat.
-        num_left_out: turns that the whole has more.
-        seconds_left_out: how long these take.
+        parts: what its ranks repeat, as ``repetitions_of`` has it.
+        num_left_out: turns that the whole has more in each part.
+        seconds_left_out: how long these take, part by part.
     """
 
     schedule: Schedule
     timeline: Timeline
-    turns: Repetition
+    parts: tuple[Repetition, ...]
     num_left_out: int
-    seconds_left_out: float
+    seconds_left_out: tuple[float, ...]
 
     @property
     def step(self) -> StepTimes:
         """The times of the whole step."""
-        return step_in_rows(self.schedule, self.timeline.rows).later(self.seconds_left_out)
+        return step_in_rows(self.schedule, self.timeline.rows).later(sum(self.seconds_left_out))
 
 
 def step_in_rhythm(
@@ -75,31 +75,37 @@ def step_in_rhythm(
         schedule: compute only, without some microbatches of its middle.
         costs: of its stages.
         left_out: how many it leaves out.
-        fewest_ops: that the turns of a rank have in any case, on average.
+        fewest_ops: that the turns of a rank have in each part in any case, on average.
         updates: whether stages update at the end.
         folds: whether two of several equal pipelines are enough.
     """
     repetitions = repetitions_of(schedule.columns)
-    if len(repetitions) != 1:
+    if not repetitions:
         return None
-    (shown,) = repetitions
-    num_turns = left_out // shown.microbatches
-    fewest = ceil(fewest_ops * schedule.num_ranks / int(shown.lengths.sum()))
-    more = min(max(fewest - shown.turns, 0), num_turns)
+    num_turns = left_out // repetitions[0].microbatches
+    shown = min(part.turns for part in repetitions)
+    fewest = ceil(fewest_ops * schedule.num_ranks / min(map(_num_ops, repetitions)))
+    more = min(max(fewest - shown, 0), num_turns)
     while more <= min(num_turns, _MOST_TURNS):
         longer, own_costs = with_turns(schedule, repetitions, more), costs
         if folds:
             longer, own_costs = two_pipelines(longer, costs) or (longer, costs)
         longer = add_update(longer) if updates else longer
         timeline = simulate(longer, own_costs)
-        repeated = repetitions_of(longer.columns)
-        rhythm = _rhythm_of(repeated[0], timeline) if repeated else None
-        times, rest = divmod(num_turns - more, rhythm.turns) if rhythm else (0, 0)
-        if rhythm and not rest:
-            seconds = times * rhythm.seconds
-            return StepInRhythm(longer, timeline, repeated[0], num_turns - more, seconds)
-        more = more + rest if rest else 2 * more + shown.turns
+        parts, left = repetitions_of(longer.columns), num_turns - more
+        rhythms = [*filter(None, (_rhythm_of(part, timeline) for part in parts))]
+        is_known = len(rhythms) == len(repetitions)
+        rest = left % lcm(*(rhythm.turns for rhythm in rhythms)) if is_known else 0
+        if is_known and not rest:
+            seconds = (left // rhythm.turns * rhythm.seconds for rhythm in rhythms)
+            return StepInRhythm(longer, timeline, parts, left, tuple(seconds))
+        more = more + rest if rest else 2 * more + shown
     return None
+
+
+def _num_ops(repetition: Repetition) -> int:
+    """How many ops a turn of all ranks has."""
+    return int(repetition.lengths.sum())
 
 
 def _rhythm_of(repetition: Repetition, timeline: Timeline) -> TurnRhythm | None:

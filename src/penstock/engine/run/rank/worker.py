@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
+from threading import get_ident
 
 from torch import nn
 
@@ -85,6 +86,7 @@ class Worker:
         self.stores = extras.stores
         self.residence = extras.residence
         self.pace: Pace | None = None
+        self._thread: int | None = None
         self._recipe = recipe
         self._shapes = extras.shapes
         self._parts = RankParts.of(rank, stages, recipe, updater, extras)
@@ -101,6 +103,11 @@ class Worker:
     def counts_memory(self) -> bool:
         """Whether the rank's result tells how much memory the rank held."""
         return self._parts.observers.counts_memory
+
+    @property
+    def runs_in_this_thread(self) -> bool:
+        """Whether whoever asks is called by what it runs, as a layer is."""
+        return self._thread == get_ident()
 
     @property
     def on_trust(self) -> bool:
@@ -127,13 +134,17 @@ class Worker:
             RunError: an op failed; telling the peers is the driver's part.
         """
         position = position or StreamPosition()
-        if self.queue is None:
-            return self._run(segment, minibatch, position)
-        with self.queue.entered():
-            self.queue.begin(callers)
-            result = self._run(segment, minibatch, position)
-            result.moment = self.queue.moment()
-        return result
+        self._thread = get_ident()
+        try:
+            if self.queue is None:
+                return self._run(segment, minibatch, position)
+            with self.queue.entered():
+                self.queue.begin(callers)
+                result = self._run(segment, minibatch, position)
+                result.moment = self.queue.moment()
+            return result
+        finally:
+            self._thread = None
 
     def _run(self, segment: Segment, minibatch: Minibatch, position: StreamPosition) -> StepResult:
         # [4] of post-validation, which ``on_trust`` describes.

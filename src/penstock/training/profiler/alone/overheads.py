@@ -40,89 +40,6 @@ class Update(NamedTuple):
     gradient_bytes: int | None = None
 
 
-def measure_updates(
-    layers: Sequence[NamedLayer], optimizer: OptimizerFactory | None, clock: Clock, repeats: int = 3
-) -> list[Update]:
-    """Time the optimizer's step of every layer, on copies of the parameters.
-
-    In a training step the caches hold something else when an update begins. So layers take turns,
-    as many at a time as caches cannot hold, but no more, since copies take memory.
-
-    Raises:
-        InputError: no layer has parameters of which the optimizer can be made.
-    """
-    trained = [trained_parameters(layer) for layer in layers]
-    if optimizer is None:
-        return [assumed_update(own) for own in trained]
-    refusals: list[InputError] = []
-    updates = [
-        update
-        for group in _groups(trained)
-        for update in _measure_group(group, optimizer, clock, repeats, refusals)
-    ]
-    # A layer alone may have nothing that the optimizer wants, as matrices.
-    if refusals and len(refusals) == sum(map(bool, trained)):
-        raise refusals[0]
-    return updates
-
-
-NamedParameters = list[tuple[str, nn.Parameter]]
-"""Parameters by their names in the model."""
-
-
-def assumed_update(named: NamedParameters) -> Update:
-    """Where nobody names an optimizer: no time, and the state of Adam."""
-    return Update(0.0, _ASSUMED_STATE_PER_PARAMETER * num_bytes([weight for _, weight in named]))
-
-
-def trained_parameters(layer: NamedLayer) -> NamedParameters:
-    """A layer's parameters that learn, by their names in the model."""
-    return [
-        (layer.key(name), parameter)
-        for name, parameter in layer.module.named_parameters()
-        if parameter.requires_grad
-    ]
-
-
-def _groups(trained: Iterable[NamedParameters]) -> Iterator[list[NamedParameters]]:
-    group: list[NamedParameters] = []
-    for own in trained:
-        group.append(own)
-        if num_bytes([weight for named in group for _, weight in named]) >= _BEYOND_CACHES:
-            yield group
-            group = []
-    yield group
-
-
-def _measure_group(
-    group: list[NamedParameters],
-    optimizer: OptimizerFactory,
-    clock: Clock,
-    repeats: int,
-    refusals: list[InputError],
-) -> list[Update]:
-    built = [optimizer_of_copies(named, optimizer, refusals) for named in group]
-    laps: list[list[tuple[Any, Any]]] = [[] for _ in group]
-    for _ in range(repeats):
-        for stepped, own in zip(built, laps, strict=True):
-            if stepped is not None:
-                stepped.give_gradients()
-                start = clock.now()
-                stepped.optimizer.step()
-                own.append((start, clock.now()))
-    clock.settle()
-    return [
-        Update(0.0, 0)
-        if stepped is None
-        else Update(
-            statistics.median(clock.seconds(*lap) for lap in own),
-            stepped.state_bytes,
-            stepped.gradient_bytes,
-        )
-        for stepped, own in zip(built, laps, strict=True)
-    ]
-
-
 class SteppedOptimizer(NamedTuple):
     """An optimizer that has stepped, and so has its state.
 
@@ -150,26 +67,134 @@ class SteppedOptimizer(NamedTuple):
         return num_bytes([list(entry.values()) for entry in self.optimizer.state.values()])
 
 
-def optimizer_of_copies(
-    named: NamedParameters,
-    optimizer: OptimizerFactory,
-    refusals: list[InputError],
-    prepare: Callable[[torch.optim.Optimizer], None] = lambda _: None,
-) -> SteppedOptimizer | None:
-    """An optimizer with its state, of copies of parameters; ``None`` if there are none, or if it
-    refuses them, which joins ``refusals``.
+NamedParameters = list[tuple[str, nn.Parameter]]
+"""Parameters by their names in the model."""
+
+
+class OptimizerBuilder(NamedTuple):
+    """Makes an optimizer of the parameters of each layer.
+
+    Attributes:
+        make: of any parameters.
+        refusals: of layers of which it cannot be made.
+    """
+
+    make: OptimizerFactory
+    refusals: list[InputError]
+
+    def stepped(
+        self,
+        named: NamedParameters,
+        prepare: Callable[[torch.optim.Optimizer], None] = lambda _: None,
+    ) -> SteppedOptimizer | None:
+        """An optimizer with its state, of copies of parameters; ``None`` if there are none, or if
+        it refuses them, which joins ``refusals``.
+
+        Args:
+            prepare: called with it before its first step.
+        """
+        if not named:
+            return None
+        try:
+            return _stepped(named, self.make, prepare)
+        except InputError as error:
+            self.refusals.append(InputError(str(error)))  # without the frames that have the copies
+            return None
+
+
+def updates_of(
+    layers: Sequence[NamedLayer],
+    optimizer: OptimizerFactory | None,
+    look: Callable[[Sequence[NamedParameters], OptimizerBuilder], Iterable[Update]],
+) -> list[Update]:
+    """The optimizer's step of every layer; where nobody names an optimizer, no time, and the state
+    of Adam.
 
     Args:
-        prepare: called with it before its first step.
+        look: finds it for the parameters that learn, layer by layer.
+
+    Raises:
+        InputError: no layer has parameters of which the optimizer can be made.
     """
-    if not named:
-        return None
+    trained = [
+        [
+            (layer.key(name), parameter)
+            for name, parameter in layer.module.named_parameters()
+            if parameter.requires_grad
+        ]
+        for layer in layers
+    ]
+    if optimizer is None:
+        sizes = (num_bytes([weight for _, weight in named]) for named in trained)
+        return [Update(0.0, _ASSUMED_STATE_PER_PARAMETER * size) for size in sizes]
+    builder = OptimizerBuilder(optimizer, [])
+    updates = [*look(trained, builder)]
+    # A layer alone may have nothing that the optimizer wants, as matrices.
+    if builder.refusals and len(builder.refusals) == sum(map(bool, trained)):
+        raise builder.refusals[0]
+    return updates
+
+
+def measure_updates(
+    layers: Sequence[NamedLayer], optimizer: OptimizerFactory | None, clock: Clock, repeats: int = 3
+) -> list[Update]:
+    """Time the optimizer's step of every layer, on copies of the parameters.
+
+    In a training step the caches hold something else when an update begins. So layers take turns,
+    as many at a time as caches cannot hold, but no more, since copies take memory.
+
+    Raises:
+        InputError: no layer has parameters of which the optimizer can be made.
+    """
+
+    def look(trained: Sequence[NamedParameters], builder: OptimizerBuilder) -> Iterator[Update]:
+        for group in _groups(trained):
+            yield from _measure_group([builder.stepped(own) for own in group], clock, repeats)
+
+    return updates_of(layers, optimizer, look)
+
+
+def _groups(trained: Iterable[NamedParameters]) -> Iterator[list[NamedParameters]]:
+    group: list[NamedParameters] = []
+    for own in trained:
+        group.append(own)
+        if num_bytes([weight for named in group for _, weight in named]) >= _BEYOND_CACHES:
+            yield group
+            group = []
+    yield group
+
+
+def _measure_group(
+    built: Sequence[SteppedOptimizer | None], clock: Clock, repeats: int
+) -> list[Update]:
+    laps: list[list[tuple[Any, Any]]] = [[] for _ in built]
+    for _ in range(repeats):
+        for stepped, own in zip(built, laps, strict=True):
+            if stepped is not None:
+                stepped.give_gradients()
+                start = clock.now()
+                stepped.optimizer.step()
+                own.append((start, clock.now()))
+    clock.settle()
+    return [
+        Update(0.0, 0)
+        if stepped is None
+        else Update(
+            statistics.median(clock.seconds(*lap) for lap in own),
+            stepped.state_bytes,
+            stepped.gradient_bytes,
+        )
+        for stepped, own in zip(built, laps, strict=True)
+    ]
+
+
+def _stepped(
+    named: NamedParameters,
+    optimizer: OptimizerFactory,
+    prepare: Callable[[torch.optim.Optimizer], None],
+) -> SteppedOptimizer:
     copies = [(name, nn.Parameter(parameter.detach().clone())) for name, parameter in named]
-    try:
-        built = make_optimizer(optimizer, Parameters(copies), f"the layer of {named[0][0]}")
-    except InputError as error:
-        refusals.append(error)
-        return None
+    built = make_optimizer(optimizer, Parameters(copies), f"the layer of {named[0][0]}")
     for _, copy in copies:
         copy.grad = torch.full_like(copy, 1e-3, dtype=gradient_dtype(copy))
     taken = [own for group in built.param_groups for own in group["params"]]
@@ -178,14 +203,11 @@ def optimizer_of_copies(
     try:
         built.step()  # allocates its state
     except Exception as error:
-        refusals.append(
-            InputError(
-                f"{type(built).__name__} cannot update the layer of {named[0][0]}: "
-                f"{type(error).__name__}: {error}; take another optimizer, or leave it out: then "
-                "the state of Adam is assumed"
-            )
-        )
-        return None
+        raise InputError(
+            f"{type(built).__name__} cannot update the layer of {named[0][0]}: "
+            f"{type(error).__name__}: {error}; take another optimizer, or leave it out: then the "
+            "state of Adam is assumed"
+        ) from error
     return SteppedOptimizer(built, gradients)
 
 
