@@ -94,9 +94,7 @@ class OneDevice:
 
         def work() -> int:
             for frame, target in frames(count, self._pixels):
-                mse_loss(self._model(frame), target).backward()
-                self._optimizer.step()
-                self._optimizer.zero_grad(set_to_none=True)
+                self._learn(self._model(frame), target)
             return count
 
         pace = paced(work)
@@ -111,6 +109,25 @@ class OneDevice:
             self._model(frame)
             taken.append(time.perf_counter() - begin)
         return median(taken)
+
+    def latency_seconds(self, count: int, rate: float) -> float:
+        """From frame to output, the median of frames that come at a rate, and that it learns from:
+        a core that has rested or done other things meanwhile takes longer for its forwards."""
+        taken = []
+        due = time.perf_counter()
+        for frame, target in frames(count, self._pixels):
+            due += 1 / rate
+            time.sleep(max(0.0, due - time.perf_counter()))
+            begin = time.perf_counter()
+            output = self._model(frame)
+            taken.append(time.perf_counter() - begin)
+            self._learn(output, target)
+        return median(taken)
+
+    def _learn(self, output: Tensor, target: Tensor) -> None:
+        mse_loss(output, target).backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
 
 
 def profiled(network: Network, pixels: int) -> pk.LayerGraph:

@@ -6,10 +6,11 @@ The lecture's four networks, with pictures of 32 × 32 instead of 64 × 64. In t
 
 1 thread     one device: forward, backward, update, one after the other
 2 threads    the same with two intra-op threads: what else two cores could do
+by hand      partime on two threads, written for this network, cut where the plan cuts
 2 stages     ``pk.stream`` with partime on two ranks of one thread each, as fast as it takes frames
 replayed     the same with ``replay=True``
-overhead     processor time of the two ranks per frame and stage above that of one device, in µs:
-             of the two before
+overhead     processor time per frame and stage above that of one device, in µs: of the three
+             before. Two cores that work at the same time share caches, by hand as well.
 
 Then, of the first network: the latency of single frames beside the sum of the forwards, and what
 ``when_late="drop-oldest"`` makes of a camera that is twice too fast. Run it alone on a machine.
@@ -19,11 +20,14 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable, Mapping
+from functools import partial
 from statistics import median
 
 import torch
 
 from benchmarks.common.alone import publish
+from benchmarks.streaming.by_hand import TwoThreads
 from benchmarks.streaming.convolutions import (
     NETWORKS,
     WARM_UP,
@@ -40,37 +44,39 @@ SIZE = 32
 
 def rates(turns: int, count: int) -> None:
     """Print the table of rates."""
-    columns = ("1 thread", "2 threads", "2 stages", "replayed")
-    print(f"{'':32}{''.join(f'{name:>12}' for name in columns)}{'speed-up':>10}{'overhead':>17}")
+    columns = ("1 thread", "2 threads", "by hand", "2 stages", "replayed")
+    print(f"{'':32}{''.join(f'{name:>12}' for name in columns)}{'speed-up':>10}{'overhead':>22}")
     for network in NETWORKS:
         graph = profiled(network, SIZE)
         alone, threaded = OneDevice(network, 1, SIZE), OneDevice(network, 2, SIZE)
-        taken: dict[str, list[Pace]] = {"alone": [], "threaded": [], "stages": [], "replayed": []}
         with (
             opened(network, graph, SIZE) as stream,
             opened(network, graph, SIZE, options={"replay": True}) as replayed,
+            TwoThreads(network, len(stream.plan.stages[0].layers), SIZE) as by_hand,
         ):
-            for runner in (alone, threaded):
+            runs: dict[str, Callable[[int], Pace]] = {
+                "1 thread": alone.run,
+                "2 threads": threaded.run,
+                "by hand": by_hand.run,
+                "2 stages": partial(streamed, stream, pixels=SIZE),
+                "replayed": partial(streamed, replayed, pixels=SIZE),
+            }
+            for runner in (alone, threaded, by_hand):
                 runner.run(WARM_UP)
-            for _ in range(turns):
-                taken["alone"].append(alone.run(count))
-                taken["threaded"].append(threaded.run(count))
-                taken["stages"].append(streamed(stream, count, SIZE))
-                taken["replayed"].append(streamed(replayed, count, SIZE))
-        wall = {name: median(pace.wall for pace in paces) for name, paces in taken.items()}
-        speed_up = median(
-            a.wall / b.wall for a, b in zip(taken["alone"], taken["stages"], strict=True)
+            taken = [{name: run(count) for name, run in runs.items()} for _ in range(turns)]
+        cells = "".join(
+            f"{1 / median(paces[name].wall for paces in taken):>8.1f} fps" for name in columns
         )
-        overheads = [
-            median(
-                (b.processor - a.processor) / 2
-                for a, b in zip(taken["alone"], taken[name], strict=True)
-            )
-            for name in ("stages", "replayed")
-        ]
-        overhead = " / ".join(f"{seconds * 1e6:.0f}" for seconds in overheads)
-        cells = "".join(f"{1 / wall[name]:>8.1f} fps" for name in wall)
-        print(f"{network.title:32}{cells}{speed_up:>10.2f}{overhead:>14} µs", flush=True)
+        speed_up = median(paces["1 thread"].wall / paces["2 stages"].wall for paces in taken)
+        overhead = " / ".join(
+            f"{1e6 * median(_overhead(paces, name) for paces in taken):.0f}"
+            for name in ("by hand", "2 stages", "replayed")
+        )
+        print(f"{network.title:32}{cells}{speed_up:>10.2f}{overhead:>19} µs", flush=True)
+
+
+def _overhead(paces: Mapping[str, Pace], name: str) -> float:
+    return (paces[name].processor - paces["1 thread"].processor) / 2
 
 
 def latency(count: int) -> None:
@@ -79,8 +85,13 @@ def latency(count: int) -> None:
     alone = OneDevice(network, 1, SIZE)
     alone.run(WARM_UP)
     forward, capacity = alone.forward_seconds(), 1 / alone.run(count).wall
+    rate = 0.3 * capacity
+    rested = alone.latency_seconds(count, rate)
     with opened(network, profiled(network, SIZE), SIZE) as stream:
-        light = [r.latency_seconds for r in stream.over(frames(count, SIZE), rate=0.3 * capacity)]
+        with TwoThreads(network, len(stream.plan.stages[0].layers), SIZE) as by_hand:
+            by_hand.run(WARM_UP)
+            least = by_hand.latency_seconds(count, rate)
+        light = [r.latency_seconds for r in stream.over(frames(count, SIZE), rate=rate)]
         fastest = 1 / streamed(stream, 4 * count, SIZE).wall
         camera = 2 * fastest
         begin = time.perf_counter()
@@ -91,7 +102,9 @@ def latency(count: int) -> None:
         kept = len(late) / (time.perf_counter() - begin)
     print(
         f"\nlight load: {median(light) * 1e3:.2f} ms from frame to output, "
-        f"{median(light) / forward:.2f} × the forwards of one device ({forward * 1e3:.2f} ms)"
+        f"{median(light) / rested:.2f} × the forwards of one device at the same rate "
+        f"({rested * 1e3:.2f} ms; {forward * 1e3:.2f} ms one after the other); "
+        f"by hand {least * 1e3:.2f} ms"
     )
     print(
         f"a camera of {camera:.0f} frames/s, twice what two stages take: {kept:.1f} frames/s "
