@@ -140,7 +140,7 @@ def _orders(task: Task, num_ranks: int) -> list[tuple[int, ...]]:
     host = {name: group.name for group in task.cluster.groups for name in group.members}
     kinds = [
         (device.speed, limit, host.get(device.name))
-        for device, limit in zip(task.cluster.devices, task.limits, strict=True)
+        for device, limit in zip(task.cluster.devices, task.devices.limits, strict=True)
     ]
     different = {
         tuple(kinds[device] for device in order): order
@@ -156,7 +156,7 @@ def _has_room(task: Task, setting: Setting, memory: MemoryLimits, cuts: tuple[in
         for stage, bounds in enumerate(pairwise(cuts))
     ]
     return all(
-        sum(states[stage] for stage in setting.stages_on(rank)) <= task.limits[device]
+        sum(states[stage] for stage in setting.stages_on(rank)) <= task.devices.limits[device]
         for rank, device in enumerate(setting.devices)
     )
 
@@ -166,7 +166,7 @@ def _ways(
 ) -> list[tuple[RecomputeWay, ...]]:
     """The ways to recompute, those that recompute least first. A stage that has a memory for itself
     recomputes if it must."""
-    if min(task.limits) == inf and not task.topology.shared_memories:
+    if min(task.devices.limits) == inf and not task.topology.shared_memories:
         return [("none",) * setting.num_stages]
     if setting.is_exact and not task.topology.shared_memories:
         return [tuple(memory.recompute(k, *bounds) for k, bounds in enumerate(pairwise(cuts)))]
@@ -183,13 +183,13 @@ def _least(
     for stage, (start, stop) in enumerate(pairwise(cuts)):
         pace = task.pace(setting.devices_of[stage], setting.devices, setting.mode).passes
         reached[stage] = way
-        way += pace * task.sum("forward_seconds", start, stop)
+        way += pace * task.layers.sum("forward_seconds", start, stop)
         if stop < task.num_layers:
             ends = setting.devices_of[stage], setting.devices_of[stage + 1]
             way += task.hop(stop, *ends, in_turns=bool(setting.replicas))[0]
-        seconds = sum(task.compute_seconds[start:stop])
+        seconds = sum(task.layers.compute_seconds[start:stop])
         if recomputes and recomputes[stage] != "none":
-            seconds += task.sum("recompute_seconds", start, stop)
+            seconds += task.layers.sum("recompute_seconds", start, stop)
         busy[stage] = ceil(task.num_microbatches / setting.replicas_of(stage)) * pace * seconds
     return max(
         reached[stages[0]] + sum(busy[stage] for stage in stages)

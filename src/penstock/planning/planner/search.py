@@ -441,7 +441,7 @@ def _with_experts(task: Task, num_ranks: int) -> Task:
         return task.graph.hop_seconds + link.seconds(num_bytes)
 
     graph = with_expert_ranks(task.graph, num_ranks, seconds)
-    return replaced(task, graph=graph, expert_ranks=num_ranks, undivided=task)
+    return replaced(task, graph=graph, expert_ranks=num_ranks, undivided=task.alone)
 
 
 def _with_reducers(tasks: Sequence[Task], request: PlanRequest) -> Iterator[Task]:
@@ -454,7 +454,7 @@ def _with_reducers(tasks: Sequence[Task], request: PlanRequest) -> Iterator[Task
                 f"reducer={reducer!r} needs machines that sum, and the cluster has none; give it "
                 "[[spares]] (docs/clusters.md)"
             )
-        if reducer == "fully-sharded" and task.ties:
+        if reducer == "fully-sharded" and task.layers.ties:
             raise ModelError(
                 "the model has tied weights, and reducer='fully-sharded' gathers each layer alone; "
                 "untie them, put what shares them into one layer, or take reducer='sharded'"

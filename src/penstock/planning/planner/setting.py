@@ -196,11 +196,11 @@ class Setting(Terms):
     def _unlike_ranks(self, task: Task) -> Sequence[int]:
         if not self.is_folded or task.topology.shared_memories:
             return range(self.num_ranks)
-        if len(task.different_memories) == 1:
+        if len(task.devices.different_memories) == 1:
             return self.first_ranks
         chosen: dict[Hashable, int] = {}
         for rank, device in enumerate(self.devices):
-            chosen.setdefault((self.first_of(rank), task.memories[device]), rank)
+            chosen.setdefault((self.first_of(rank), task.devices.memories[device]), rank)
         return tuple(chosen.values())
 
     def stages_on(self, rank: int) -> tuple[int, ...]:
@@ -427,7 +427,7 @@ class MemoryLimits:
         count = max(len(stages_of[rank]) for rank in setting.schedule.ranks_of(stage))
         return min(
             (limit + self._slack) / (1 + allocator) / count
-            for limit, allocator in self._task.memories_of(setting.devices_of[stage])
+            for limit, allocator in self._task.devices.memories_of(setting.devices_of[stage])
         )
 
     def kind(self, stage: int) -> Hashable:
@@ -450,7 +450,7 @@ class MemoryLimits:
 
     def _again_seconds(self, stage: int, num_rows: int) -> Table:
         rule, limit = self._setting.recompute, self._limits[stage]
-        again = self._task.tables(num_rows)["recompute_seconds"]
+        again = self._task.layers.tables(num_rows)["recompute_seconds"]
         if rule in {"stage", "layers"}:
             return np.where(self.num_bytes(stage, rule, num_rows) <= limit, again, inf)
         fits = self.num_bytes(stage, "none", num_rows) <= limit
@@ -466,7 +466,7 @@ class MemoryLimits:
         needs no less if it has more. (That the halves of a tied weight come together may spare
         memory, so of models with such weights nothing is known.)"""
         count = len(self._task.places) - 1
-        if self._task.ties or self._limits[stage] == inf:
+        if self._task.layers.ties or self._limits[stage] == inf:
             return count
         kind = self.kind(stage)
         if kind not in self._longest:
@@ -506,7 +506,10 @@ class MemoryLimits:
         key = (*self._key(stage, how), start, stop)
         known = self._task.cache.held
         if key not in known:
-            numbers, inputs = self._task.numbers(start, stop), self._task.input_bytes[start]
+            numbers, inputs = (
+                self._task.layers.numbers(start, stop),
+                self._task.layers.input_bytes[start],
+            )
             copies, sums, loads, *_ = key
             known[key] = int(_needed(numbers, inputs, copies, sums, loads, how))
         return known[key]
@@ -517,7 +520,7 @@ class MemoryLimits:
         key = self._copies[stage], self._sums[stage], how == "layers", start, stop
         known = self._task.cache.held
         if key not in known:
-            numbers = self._task.numbers(start, stop)
+            numbers = self._task.layers.numbers(start, stop)
             known[key] = int(_at_rest(numbers, self._copies[stage], self._sums[stage], how))
         return known[key]
 
@@ -538,7 +541,7 @@ class MemoryLimits:
     def num_bytes(self, stage: int, how: RecomputeWay, num_rows: int) -> Table:
         """Bytes that a rank of a stage needs, as ``again_seconds``."""
         copies, sums, loads, _ = self._key(stage, how)
-        tables = self._task.tables(num_rows)
+        tables = self._task.layers.tables(num_rows)
         key = num_rows, copies, sums, how == "layers"
         if key not in self._at_rest:
             self._at_rest[key] = _at_rest(tables, copies, sums, how)
@@ -574,7 +577,7 @@ class CopySums(NamedTuple):
         """Bytes of weights, gradients and optimizer state, and the room to sum.
 
         Args:
-            numbers: sums over the stage's layers, as numbers or tables (``Task.tables``).
+            numbers: sums over the stage's layers, as numbers or tables (``LayerSums.tables``).
             copies: of the weights.
         """
         count, reducer = self.num_shards, self.reducer
@@ -602,7 +605,7 @@ def _needed(
     """The bytes that a rank needs for one stage, as numbers, or for many at once, as tables.
 
     Args:
-        numbers: sums over the stage's layers, by their names (``Task.numbers``, ``Task.tables``).
+        numbers: sums over the stage's layers, by their names (``LayerSums.numbers`` and ``tables``).
         inputs: bytes of the stage's input.
         copies: of the weights.
         summing: what of the stage's state a rank keeps.
