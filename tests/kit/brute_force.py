@@ -20,8 +20,9 @@ from penstock.core.schedule import families
 from penstock.core.versions import Flush
 from penstock.planning.planner.candidate import Candidate
 from penstock.planning.planner.cuts import with_cuts
+from penstock.planning.planner.memory_limits import MemoryLimits
 from penstock.planning.planner.offers import Offer
-from penstock.planning.planner.setting import MemoryLimits, Setting
+from penstock.planning.planner.setting import Setting
 from penstock.planning.planner.task import Task
 from penstock.planning.plans.stage_plan import RecomputeWay
 from tests.kit.helpers import runnable_families

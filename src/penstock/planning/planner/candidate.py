@@ -22,9 +22,10 @@ from penstock.planning.planner.limits import (
     limited_like,
     worst_excess,
 )
+from penstock.planning.planner.memory_limits import memory_limits
 from penstock.planning.planner.pricing import CutSetting
 from penstock.planning.planner.pricing import written as written_summing
-from penstock.planning.planner.setting import Terms
+from penstock.planning.planner.terms import Terms
 from penstock.planning.plans.memory_parts import allocated
 from penstock.planning.plans.orders import search_order, written
 from penstock.planning.plans.plan import Plan
@@ -125,7 +126,7 @@ class Candidate(CutSetting):
     def tensor_bytes_on(self, rank: int) -> int:
         """Predicted bytes of tensors on a rank where microbatches are whole, without a walk through
         all ops for each way to cut the model."""
-        memory = self.setting.memory_for(self.task)
+        memory = memory_limits(self.task, self.setting)
         if self.setting.is_exact:
             (stage,) = self.setting.stages_on(rank)
             return memory.held_bytes(stage, self.recomputes[stage], *self.cuts[stage : stage + 2])

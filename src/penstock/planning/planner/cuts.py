@@ -24,8 +24,9 @@ from penstock.planning.partition.chain import (
 )
 from penstock.planning.planner.candidate import Candidate
 from penstock.planning.planner.limits import least_excess
+from penstock.planning.planner.memory_limits import MemoryLimits
 from penstock.planning.planner.request import RecomputeRule
-from penstock.planning.planner.setting import MemoryLimits, Setting
+from penstock.planning.planner.setting import Setting
 from penstock.planning.planner.task import Task
 from penstock.planning.plans.stage_plan import RecomputeWay
 

@@ -36,8 +36,9 @@ from penstock.planning.planner.request import (
     Options,
     RecomputeRule,
 )
-from penstock.planning.planner.setting import Setting, Terms
+from penstock.planning.planner.setting import Setting
 from penstock.planning.planner.task import Task
+from penstock.planning.planner.terms import Terms
 from penstock.planning.plans.lockstep import check_lockstep
 
 _STAGES_PER_RANK = (2, 3, 4)

@@ -25,13 +25,14 @@ from penstock.core.schedule import families
 from penstock.core.versions import Policy
 from penstock.planning.partition.experts import with_expert_ranks
 from penstock.planning.planner.candidate import Candidate
+from penstock.planning.planner.closest import ever_closer
 from penstock.planning.planner.doubts import doubts_about
 from penstock.planning.planner.judged import Judged, raced
 from penstock.planning.planner.live import Kept, keeping, missing
 from penstock.planning.planner.offloading import weighed
 from penstock.planning.planner.orders import in_canonical_order
 from penstock.planning.planner.patience import PlanningPatience
-from penstock.planning.planner.race import Race, ever_closer, fastest
+from penstock.planning.planner.race import Race, fastest
 from penstock.planning.planner.request import (
     PROPOSED,
     Constraints,
