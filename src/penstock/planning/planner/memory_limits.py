@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.base.kept import kept
 from penstock.core.schedule.memory import Load
 from penstock.planning.partition.chain import Table
 from penstock.planning.planner.setting import CopySums, Setting
@@ -51,7 +52,6 @@ class MemoryLimits:
         self._again: dict[Hashable, Table] = {}
         self._at_rest: dict[Hashable, Table] = {}
         self._longest: dict[Hashable, int] = {}
-        self._kinds: dict[int, Hashable] = {}
 
     @cached_property
     def is_free(self) -> bool:
@@ -74,14 +74,12 @@ class MemoryLimits:
             for limit, allocator in self._task.devices.memories_of(setting.devices_of[stage])
         )
 
+    @kept
     def kind(self, stage: int) -> Hashable:
         """Stages of one kind have the same tables."""
         if self.is_free:
             return None
-        if stage not in self._kinds:
-            ways = self._key(stage, "none"), self._key(stage, "stage")
-            self._kinds[stage] = self._limits[stage], *ways
-        return self._kinds[stage]
+        return self._limits[stage], self._key(stage, "none"), self._key(stage, "stage")
 
     def again_seconds(self, stage: int, num_rows: int) -> Table:
         """Seconds that a stage takes longer because it must run forward twice, with up to so much

@@ -8,6 +8,7 @@ from typing import Any
 
 from penstock.core.schedule import Schedule, families
 from penstock.core.schedule.repetition import MANY, abridged
+from penstock.core.timing.simulator.step import microbatches_of_two
 from penstock.core.versions import Flush, Policy
 from penstock.planning.planner.request import RecomputeRule
 from penstock.planning.plans.orders import stand_in
@@ -68,11 +69,10 @@ class Terms:
         width = self.num_pipelines
         if width <= 2:
             return self, num_microbatches
-        own = -(-num_microbatches // width) + num_microbatches // width
         few = self.devices[: 2 * self.num_ranks // width]
         replicas = (2,) * len(self.replicas)
         terms = Terms(self.family, few, self.versions, replicas, self.options, self.recompute)
-        return terms, own
+        return terms, microbatches_of_two(num_microbatches, width)
 
     @property
     def terms(self) -> Terms:
