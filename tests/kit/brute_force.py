@@ -20,8 +20,9 @@ from penstock.core.schedule import families
 from penstock.core.versions import Flush
 from penstock.planning.planner.candidate import Candidate
 from penstock.planning.planner.cuts import with_cuts
+from penstock.planning.planner.memory_limits import MemoryLimits
 from penstock.planning.planner.offers import Offer
-from penstock.planning.planner.setting import MemoryLimits, Setting
+from penstock.planning.planner.setting import Setting
 from penstock.planning.planner.task import Task
 from penstock.planning.plans.stage_plan import RecomputeWay
 from tests.kit.helpers import runnable_families
@@ -147,7 +148,7 @@ def _orders(task: Task, num_ranks: int) -> list[tuple[int, ...]]:
     host = {name: group.name for group in task.cluster.groups for name in group.members}
     kinds = [
         (device.speed, limit, host.get(device.name))
-        for device, limit in zip(task.cluster.devices, task.limits, strict=True)
+        for device, limit in zip(task.cluster.devices, task.devices.limits, strict=True)
     ]
     different = {
         tuple(kinds[device] for device in order): order
@@ -163,7 +164,7 @@ def _has_room(task: Task, setting: Setting, memory: MemoryLimits, cuts: tuple[in
         for stage, bounds in enumerate(pairwise(cuts))
     ]
     return all(
-        sum(states[stage] for stage in setting.stages_on(rank)) <= task.limits[device]
+        sum(states[stage] for stage in setting.stages_on(rank)) <= task.devices.limits[device]
         for rank, device in enumerate(setting.devices)
     )
 
@@ -173,7 +174,7 @@ def _ways(
 ) -> list[tuple[RecomputeWay, ...]]:
     """The ways to recompute, those that recompute least first. A stage that has a memory for itself
     recomputes if it must."""
-    if min(task.limits) == inf and not task.topology.shared_memories:
+    if min(task.devices.limits) == inf and not task.topology.shared_memories:
         return [("none",) * setting.num_stages]
     if setting.is_exact and not task.topology.shared_memories:
         return [tuple(memory.recompute(k, *bounds) for k, bounds in enumerate(pairwise(cuts)))]
@@ -190,13 +191,13 @@ def _least(
     for stage, (start, stop) in enumerate(pairwise(cuts)):
         pace = task.pace(setting.devices_of[stage], setting.devices, setting.mode).passes
         reached[stage] = way
-        way += pace * task.sum("forward_seconds", start, stop)
+        way += pace * task.layers.sum("forward_seconds", start, stop)
         if stop < task.num_layers:
             ends = setting.devices_of[stage], setting.devices_of[stage + 1]
             way += task.hop(stop, *ends, in_turns=bool(setting.replicas))[0]
-        seconds = sum(task.compute_seconds[start:stop])
+        seconds = sum(task.layers.compute_seconds[start:stop])
         if recomputes and recomputes[stage] != "none":
-            seconds += task.sum("recompute_seconds", start, stop)
+            seconds += task.layers.sum("recompute_seconds", start, stop)
         busy[stage] = ceil(task.num_microbatches / setting.replicas_of(stage)) * pace * seconds
     return max(
         reached[stages[0]] + sum(busy[stage] for stage in stages)

@@ -168,7 +168,7 @@ def test_the_cuts_that_are_proposed_keep_the_limits(data):
     for one in candidates(task, setting):
         held = one.to_plan().rank_bytes
         assert all(
-            num_bytes <= task.limits[device]
+            num_bytes <= task.devices.limits[device]
             for num_bytes, device in zip(held, setting.devices, strict=True)
         )
         assert sum(held) <= (task.cluster.memory_bytes or sum(held))
@@ -185,16 +185,16 @@ def test_what_runs_again_together_keeps_one_input_and_works_on_all_its_activatio
         ]
         alone = [[index] for index in range(start, stop) if not graph.layers[index].unit]
         units = together + alone
-        kept = sum(task.input_bytes[own[0]] for own in units)
+        kept = sum(task.layers.input_bytes[own[0]] for own in units)
         room = max(
             max(graph.layers[index].workspace_bytes for index in own)
             + sum(graph.layers[index].activation_bytes for index in own)
             for own in units
         )
-        assert task.again_input_bytes(start, stop) == kept
-        assert task.workspace_bytes(start, stop, again=True) == room
+        assert task.layers.again_input_bytes(start, stop) == kept
+        assert task.layers.workspace_bytes(start, stop, again=True) == room
         row = stop - start - 1
-        tables = task.tables(row + 1)
+        tables = task.layers.tables(row + 1)
         assert tables["again_input_bytes"][row, stop] == kept
         assert tables["again_workspace_bytes"][row, stop] == room
 

@@ -21,18 +21,21 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from msgspec.structs import replace
 from torch import nn
 
 import penstock as pk
 from penstock.base.errors import PenstockError
-from penstock.engine.model.randomness import LayerStreams
-from penstock.engine.model.spine import spine_of
-from penstock.engine.stage.protocol import Keep
-from penstock.engine.stage.stage import Stage
 from penstock.planning.plans import Plan
 from tests.kit.cases import run_case
+from tests.kit.copies_in_job import (
+    DOUBLE,
+    AllRanks,
+    backward_in_halves,
+    far_from_one_device,
+    going_on,
+    not_refused,
+)
 from tests.kit.helpers import make_batch, make_plan
 from tests.kit.mixtures import (
     KINDS,
@@ -46,10 +49,9 @@ from tests.kit.mixtures import (
 from tests.kit.one_device import OneDevice
 from tests.kit.reducing import replicated
 from tests.kit.sharing import spread
-from tests.kit.training import adamw, pipeline_of_job, sgd
+from tests.kit.training import pipeline_of_job, sgd
 
 STEPS = 3
-DOUBLE = torch.float64
 
 
 def plan_for(
@@ -59,38 +61,6 @@ def plan_for(
     stages = [replace(stage, recompute=recompute) for stage in plan.stages]
     plan = replace(plan, schedule=schedule, stages=tuple(stages))
     return plan.with_expert_ranks(size)
-
-
-def far_from_one_device(plan: Plan, make, batches, **options) -> float:
-    """How far losses, outputs and weights are from those of one device, at most."""
-    updates = [step != 1 for step in range(len(batches))]  # two minibatches make one update
-
-    def alone():
-        model = make()
-        theirs = {key: made() if callable(made) else made for key, made in options.items()}
-        device = OneDevice(model, plan.num_microbatches, optimizer=adamw, **theirs)
-        losses, outputs = [], []
-        for batch, update in zip(batches, updates, strict=True):
-            losses.append(device.step(*batch, update=update).detach())
-            with torch.no_grad():
-                outputs.append(torch.cat([model(part) for part in device.cut(batch[0])]))
-        return losses, outputs, model.state_dict()
-
-    ((losses, outputs, wanted_state),) = spread([alone])
-    model = make()
-    if dist.get_rank():
-        nn.init.zeros_(next(model.parameters()))  # the first copy's values count
-    ours = {key: made() if callable(made) else made for key, made in options.items()}
-    far = 0.0
-    with pipeline_of_job(plan, model, **ours) as pipeline:
-        for batch, update, loss, there in zip(batches, updates, losses, outputs, strict=True):
-            far = max(far, abs(pipeline.step(*batch, update=update) - loss).item())
-            far = max(far, (pipeline.evaluate(batch[0]) - there).abs().max().item())
-        state = pipeline.gather_state_dict()
-    if state.keys() != wanted_state.keys():
-        return float("inf")
-    differences = ((state[key] - own).abs().max().item() for key, own in wanted_state.items())
-    return max([far, *differences])
 
 
 def own(*, every: bool = False) -> list[str]:
@@ -112,8 +82,7 @@ def own(*, every: bool = False) -> list[str]:
     }
     report = []
     chimera = make_plan(make_mixture(), 4, 8, "chimera", cuts=[1, 3, 4])
-    batches = [make_batch(24, DOUBLE, step) for step in range(STEPS)]
-    far = far_from_one_device(chimera.with_expert_ranks(2, [1, 3]), make_mixture, batches)
+    far = far_from_one_device(chimera.with_expert_ranks(2, [1, 3]), make_mixture, STEPS, {})
     if not far <= 1e-12:
         report.append(f"chimera: {far}")
     for turn, (name, (replicas, size, options, planned, training)) in enumerate(cases.items()):
@@ -123,29 +92,10 @@ def own(*, every: bool = False) -> list[str]:
         if not every and "all" not in name:
             reducers = reducers[turn % len(reducers) :][:1]
         for reducer in reducers:
-            far = far_from_one_device(plan.with_reducer(reducer), make, batches, **training)
+            far = far_from_one_device(plan.with_reducer(reducer), make, STEPS, training)
             if not far <= 1e-12:
                 report.append(f"{name}, {reducer}: {far}")
     return report
-
-
-class InThisJob:
-    """All ranks as copies of a stage, without an engine."""
-
-    def __init__(self) -> None:
-        self.size, self.index = dist.get_world_size(), dist.get_rank()
-
-    def exchange(self, output, own, output_sizes=None, own_sizes=None):
-        dist.all_to_all_single(output, own, output_sizes, own_sizes)
-
-    def add(self, numbers):
-        dist.all_reduce(numbers)
-
-    def take_first(self, values):
-        dist.broadcast(values, 0)
-
-    def close(self, *, failed):
-        pass
 
 
 def split() -> list[str]:
@@ -153,19 +103,9 @@ def split() -> list[str]:
     report = []
     for experts in (StackedExperts, ListedExperts):
         model, alone = make_mixture(experts), make_mixture(experts)
-        stage = Stage(0, spine_of(model), 0, LayerStreams(0))
-        stage.divide_experts(InThisJob(), InThisJob())
-        size = dist.get_world_size()
-        inputs, targets = make_batch(8 * size, DOUBLE)
-        parts = list(zip(inputs.chunk(2 * size), targets.chunk(2 * size), strict=True))
-        for number in range(2):
-            own, wanted = parts[2 * dist.get_rank() + number]
-            criterion = partial(F.cross_entropy, target=wanted, reduction="sum")
-            stage.forward(number, own, criterion=criterion, keep=Keep.SPLIT)
-        for number in range(2):
-            stage.backward_input(number, [torch.ones((), dtype=DOUBLE)])
-        stage.backward_weight(0, 1)
-        F.cross_entropy(alone(inputs), targets, reduction="sum").backward()
+        stage = backward_in_halves(
+            model, alone, lambda stage: stage.divide_experts(AllRanks(), AllRanks())
+        )
         wanted_of = dict(alone.named_parameters())
         whole = {id(parameter): name for name, parameter in model.named_parameters()}
         for own in stage.experts.weights:
@@ -210,16 +150,6 @@ def from_transformers() -> list[str]:
     return report
 
 
-def going_on(plan: Plan, folder: Path, first: int, **options) -> dict[str, torch.Tensor]:
-    """The weights after two steps of a run that goes on from a folder and saves there."""
-    with pipeline_of_job(plan, make_mixture(options.pop("experts")), **options) as pipeline:
-        assert first == (pipeline.load(folder) or 0)
-        for step in range(first, first + 2):
-            pipeline.step(*make_batch(24, DOUBLE, step))
-        pipeline.save(folder)
-        return pipeline.gather_state_dict()
-
-
 def checkpoint(folder: Path) -> list[str]:
     """One run in one layout after another, beside one in threads that goes on likewise."""
     report = []
@@ -230,11 +160,12 @@ def checkpoint(folder: Path) -> list[str]:
     for experts in (StackedExperts, ListedExperts):
         own = folder / f"own-{experts.__name__}"
         for number, (replicas, size, reducer) in enumerate(layouts):
-            plan = plan_for(make_mixture(experts), replicas, size).with_reducer(reducer)
+            model, first = make_mixture(experts), 2 * number
+            plan = plan_for(model, replicas, size).with_reducer(reducer)
             whole = plan.with_expert_ranks(1)
-            alone = partial(going_on, whole, own, 2 * number, transport="threads", experts=experts)
-            (wanted,) = spread([alone])
-            state = going_on(plan, folder / experts.__name__, 2 * number, experts=experts)
+            alone = make_mixture(experts)
+            (wanted,) = spread([partial(going_on, whole, alone, own, first, transport="threads")])
+            state = going_on(plan, model, folder / experts.__name__, first)
             far = max((state[key] - value).abs().max().item() for key, value in wanted.items())
             if not far <= 1e-12:
                 report.append(f"{experts.__name__} {replicas} {size} {reducer}: {far}")
@@ -298,13 +229,9 @@ def refusals() -> list[str]:
         (make_mixture(), {"optimizer": None}, "without an optimizer"),
         (make_mixture(), {"post_validate": True, "clip_norm": 1.0}, "post_validate"),
     ]
-    report = []
+    report: list[str] = []
     for model, options, words in cases:
-        try:
-            pipeline_of_job(plan_for(model, (4,), 2), model, **options)
-            report.append(f"nobody says: {words}")
-        except PenstockError as error:
-            report += [] if words in str(error) else [f"{words}: {error}"]
+        report += not_refused(plan_for(model, (4,), 2), model, words, **options)
     batch = make_batch(24, DOUBLE)
     ignored = batch[1].clone()
     ignored[:3] = -100
@@ -318,12 +245,7 @@ def refusals() -> list[str]:
     ]
     for ask, words in asks:
         model = make_mixture()
-        try:
-            with pipeline_of_job(plan_for(model, (4,), 2), model, **counted) as pipeline:
-                ask(pipeline)
-            report.append(f"nobody says: {words}")
-        except PenstockError as error:
-            report += [] if words in str(error) else [f"{words}: {error}"]
+        report += not_refused(plan_for(model, (4,), 2), model, words, ask, **counted)
     return report
 
 
@@ -342,13 +264,8 @@ def other_ways() -> list[str]:
     """Copies that are at different mixtures say so before they learn anything."""
     model = make_mixture()
     model[1] = Wavering(model[1])
-    try:
-        with pipeline_of_job(plan_for(model, (4,), 2), model) as pipeline:
-            pipeline.step(*make_batch(24, DOUBLE))
-    except PenstockError as error:
-        wanted = "are at different mixtures" in str(error)
-        return [] if wanted else [str(error)]
-    return ["nobody has noticed"]
+    batch, words = make_batch(24, DOUBLE), "are at different mixtures"
+    return [*not_refused(plan_for(model, (4,), 2), model, words, lambda own: own.step(*batch))]
 
 
 def ends(case: str) -> list[object]:

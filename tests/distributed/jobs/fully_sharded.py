@@ -30,21 +30,25 @@ from msgspec.structs import replace
 from torch import nn
 
 from penstock.base.errors import PenstockError
-from penstock.engine.model.randomness import LayerStreams
-from penstock.engine.model.spine import spine_of
-from penstock.engine.stage.protocol import Keep
 from penstock.engine.stage.stage import Stage
 from penstock.planning.plans import Plan
+from penstock.training.pipeline import Pipeline
 from tests.kit.cases import run_case
+from tests.kit.copies_in_job import (
+    DOUBLE,
+    AllRanks,
+    backward_in_halves,
+    far_from_one_device,
+    going_on,
+    not_refused,
+)
 from tests.kit.helpers import make_batch, make_mlp, make_plan
 from tests.kit.launch import stall
-from tests.kit.one_device import OneDevice
 from tests.kit.reducing import replicated
 from tests.kit.sharing import spread
-from tests.kit.training import adamw, pipeline_of_job
+from tests.kit.training import pipeline_of_job
 
 STEPS = 4
-DOUBLE = torch.float64
 EVERY = ("step", "use")
 
 
@@ -77,38 +81,12 @@ def one_device() -> list[str]:
     found = []
     hybrids = [(case, f"{kept}, hybrid") for case, kept in product(cases[4:5], EVERY)]
     for (name, recompute, options), kept in [*product(cases, EVERY), *hybrids]:
-        given = {key: make() if callable(make) else make for key, make in options.items()}
-        model = make_mlp(dropout=0.0, dtype=DOUBLE)
-        plan = sharded_for(name, model, kept, recompute)
-        ((losses, outputs, wanted),) = spread([partial(alone, plan.num_microbatches, options)])
-        far = 0.0
-        with pipeline_of_job(plan, model, **given) as pipeline:
-            for step, (loss, there) in enumerate(zip(losses, outputs, strict=True)):
-                batch = make_batch(24, DOUBLE, step)
-                far = max(far, abs(pipeline.step(*batch, update=step != 1) - loss).item())
-                far = max(far, (pipeline.evaluate(batch[0][:7]) - there).abs().max().item())
-            state = pipeline.gather_state_dict()
-        if state.keys() != wanted.keys():
-            found.append(f"{name} {kept}: other keys")
-        far = max([far, *((state[key] - own).abs().max().item() for key, own in wanted.items())])
-        if far > 1e-12:
+        make = partial(make_mlp, dropout=0.0, dtype=DOUBLE)
+        plan = sharded_for(name, make(), kept, recompute)
+        far = far_from_one_device(plan, make, STEPS, options, num_evaluated=7)
+        if not far <= 1e-12:
             found.append(f"{name} {recompute} {kept}: {far}")
     return found
-
-
-def alone(num_microbatches: int, options: dict) -> tuple[list, list, dict[str, torch.Tensor]]:
-    """Losses, outputs and weights of one device; the gradients of two minibatches make one
-    update."""
-    given = {key: make() if callable(make) else make for key, make in options.items()}
-    model = make_mlp(dropout=0.0, dtype=DOUBLE)
-    device = OneDevice(model, num_microbatches, optimizer=adamw, **given)
-    losses, outputs = [], []
-    for step in range(STEPS):
-        batch = make_batch(24, DOUBLE, step)
-        losses.append(device.step(*batch, update=step != 1).detach())
-        with torch.no_grad():
-            outputs.append(model(batch[0][:7]))
-    return losses, outputs, model.state_dict()
 
 
 def trained(plan: Plan, batches, *, in_loop=False, **options) -> dict[str, torch.Tensor]:
@@ -158,16 +136,6 @@ def counted() -> list[str]:
     return [] if peaks[0] == peaks[1] else [f"{peaks}"]
 
 
-def going_on(plan: Plan, folder: Path, first: int, **options) -> dict[str, torch.Tensor]:
-    """The weights after two steps of a run that goes on from a folder and saves there."""
-    with pipeline_of_job(plan, make_mlp(dropout=0.1), **options) as pipeline:
-        assert first == (pipeline.load(folder) or 0)
-        for step in range(first, first + 2):
-            pipeline.step(*make_batch(24, seed=step))
-        pipeline.save(folder)
-        return pipeline.gather_state_dict()
-
-
 def checkpoint(folder: Path) -> list[str]:
     """One run in one layout after another, beside one in threads that goes on likewise."""
     own, found = folder / "own", []
@@ -180,15 +148,16 @@ def checkpoint(folder: Path) -> list[str]:
         ("gpipe 3-1", "owners", "step"),
     ]
     for number, (name, reducer, kept) in enumerate(layouts):
+        make, first = partial(make_mlp, dropout=0.1), 2 * number
         plan = plan_for(name, make_mlp())
         if "hybrid" in kept:  # threads add in the same order
             plan = plan.edited(summing=replace(plan.summing, levels=((0, 0, 1, 1),)))
-        alone = partial(going_on, plan, own, 2 * number, transport="threads")
-        (expected,) = spread([alone])
+        options = {"dtype": torch.float32, "transport": "threads"}
+        (expected,) = spread([partial(going_on, plan, make(), own, first, **options)])
         sharded = plan.with_reducer(reducer)
         if reducer == "fully-sharded":
             sharded = sharded_for(name, make_mlp(), kept)
-        got = going_on(sharded, folder / "run", 2 * number)
+        got = going_on(sharded, make(), folder / "run", first, torch.float32)
         found += [f"{name}: {k}" for k, v in got.items() if not torch.equal(v, expected[k])]
         dist.barrier()
     return found
@@ -243,39 +212,6 @@ def _held(kept: str) -> list[str]:
     ]
 
 
-class InThisJob:
-    """All ranks as copies of a stage, without an engine."""
-
-    def __init__(self) -> None:
-        self.group = dist.group.WORLD
-        self.size, self.index = dist.get_world_size(), dist.get_rank()
-
-    def gather(self, output, own):
-        return dist.all_gather_into_tensor(output, own, async_op=True)
-
-    def begin_exchange(self, *given):
-        return dist.all_to_all_single(*given, async_op=True).wait
-
-    def sum_between(self, shard):
-        yield from ()
-        return shard
-
-    def largest(self, numbers):
-        dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
-
-    def add(self, numbers):
-        dist.all_reduce(numbers)
-
-    def take_first(self, values):
-        dist.broadcast(values, 0)
-
-    def abandon(self):
-        pass
-
-    def close(self, *, failed):
-        pass
-
-
 def split() -> list[str]:
     """Backwards in two halves, with several microbatches under way, on a stage alone."""
     found = []
@@ -283,26 +219,12 @@ def split() -> list[str]:
         model, alone = (make_mlp(dropout=0.0, dtype=DOUBLE) for _ in range(2))
         if dist.get_rank():
             nn.init.zeros_(model[0].weight)  # the first copy's values count
-        stage = Stage(0, spine_of(model), 0, LayerStreams(0))
-        stage.shard(InThisJob(), frees_with=frees_with)
-        inputs, targets = make_batch(8 * dist.get_world_size(), DOUBLE)
-        parts = list(
-            zip(
-                inputs.chunk(2 * dist.get_world_size()),
-                targets.chunk(2 * dist.get_world_size()),
-                strict=True,
-            )
-        )
-        stage.sharded.begin(2)
-        for number in range(2):
-            own, wanted = parts[2 * dist.get_rank() + number]
-            criterion = partial(F.cross_entropy, target=wanted, reduction="sum")
-            stage.forward(number, own, criterion=criterion, keep=Keep.SPLIT)
-        for number in range(2):
-            stage.backward_input(number, [torch.ones((), dtype=DOUBLE)])
-        stage.backward_weight(0, 1)
-        stage.sharded.sum()
-        F.cross_entropy(alone(inputs), targets, reduction="sum").backward()
+
+        def divide(stage: Stage, frees_with=frees_with) -> None:
+            stage.shard(AllRanks(), frees_with=frees_with)
+            stage.sharded.begin(2)
+
+        stage = backward_in_halves(model, alone, divide, lambda stage: stage.sharded.sum())
         for own, theirs in zip(stage.sharded.parameters, alone.parameters(), strict=True):
             rows = theirs.grad[own.start : own.start + len(own.rows)]
             if not torch.allclose(own.rows.grad, rows, rtol=0, atol=1e-12):
@@ -337,24 +259,11 @@ def refusals() -> list[str]:
     for model, replicas, options, words in cases:
         kept = "use" if "count_memory" in options else "step"
         plan = replicated(model, replicas, 4).with_reducer("fully-sharded", gathered_for=kept)
-        try:
-            pipeline_of_job(plan, model, **options)
-            found.append(f"nobody says: {words}")
-        except PenstockError as error:
-            found += [] if words in str(error) else [f"{words}: {error}"]
-    model = make_mlp()
-    with pipeline_of_job(
-        replicated(model, (4,), 4).with_reducer("fully-sharded"), model
-    ) as pipeline:
-        for ask, words in (
-            (pipeline.state_dict, "gather_state_dict"),
-            (pipeline.dtensor_state_dict, "gather_state_dict"),
-        ):
-            try:
-                ask()
-                found.append(f"nobody refuses {ask}")
-            except PenstockError as error:
-                found += [] if words in str(error) else [f"{ask}: {error}"]
+        found += not_refused(plan, model, words, **options)
+    for ask in (Pipeline.state_dict, Pipeline.dtensor_state_dict):
+        model = make_mlp()
+        plan = replicated(model, (4,), 4).with_reducer("fully-sharded")
+        found += not_refused(plan, model, "gather_state_dict", ask)
     return found
 
 
@@ -372,19 +281,15 @@ class Wavering(nn.Linear):
 def other_ways() -> list[str]:
     """Copies that go back through different layers say so before they learn anything; where all is
     gathered before, none minds."""
-    found = []
+    found, batch, words = [], make_batch(24), "have run different layers"
     for kept in EVERY:
         model = nn.Sequential(
             *(kind(16, 16) for kind in (nn.Linear, nn.Linear, Wavering, nn.Linear))
         )
         plan = replicated(model, (4,), 8).with_reducer("fully-sharded", gathered_for=kept)
-        try:
-            with pipeline_of_job(plan, model) as pipeline:
-                pipeline.step(*make_batch(24))
-            found += [] if kept == "step" else ["nobody has noticed"]
-        except PenstockError as error:
-            right = kept == "use" and "have run different layers" in str(error)
-            found += [] if right else [f"{kept}: {error}"]
+        said = [*not_refused(plan, model, words, lambda own: own.step(*batch))]
+        if said != ([] if kept == "use" else [f"nobody says: {words}"]):
+            found.append(f"{kept}: {said}")
     return found
 
 

@@ -64,9 +64,11 @@ def test_of_layers_that_have_more_a_share_is_counted():
 def test_tables_are_what_single_stages_are(graph):
     task = Task(graph, devices(1), 1)
     for start, stop in combinations(range(task.num_layers + 1), 2):
-        numbers = task.numbers(start, stop)
+        numbers = task.layers.numbers(start, stop)
         for name in (*OF_PARAMETERS, "tied_bytes"):
-            assert task.tables(stop)[name][stop - start - 1, stop] == pytest.approx(numbers[name])
+            assert task.layers.tables(stop)[name][stop - start - 1, stop] == pytest.approx(
+                numbers[name]
+            )
             assert numbers[name] >= -1e-9
 
 

@@ -264,7 +264,7 @@ class DiskStore(Store):
         super().__init__()
         self._file = -1
         self._folder = folder or tempfile.gettempdir()
-        self._file, self.is_direct = _opened(self._folder)
+        self._file = _opened(self._folder)
 
     def __str__(self) -> str:
         return f"the spill file in {self._folder}"
@@ -313,8 +313,8 @@ class DiskStore(Store):
             self._file = -1
 
 
-def _opened(folder: str) -> tuple[int, bool]:
-    """(a new file without a name, whether it goes past the page cache)."""
+def _opened(folder: str) -> int:
+    """A new file without a name, which goes past the page cache where that can be."""
     if not Path(folder).is_dir():
         raise FileError(f"the tier's folder {folder} is not there; make it, or name another one")
     direct = getattr(os, "O_DIRECT", 0)
@@ -322,7 +322,7 @@ def _opened(folder: str) -> tuple[int, bool]:
         # Some file systems have one of the two, some neither.
         if hasattr(os, "O_TMPFILE"):
             with suppress(OSError):
-                return os.open(folder, os.O_TMPFILE | os.O_RDWR | more, 0o600), bool(more)
+                return os.open(folder, os.O_TMPFILE | os.O_RDWR | more, 0o600)
     try:
         file, name = tempfile.mkstemp(prefix=".penstock-", dir=folder)
     except OSError as error:
@@ -331,7 +331,7 @@ def _opened(folder: str) -> tuple[int, bool]:
             "process may write to"
         ) from None
     os.unlink(name)
-    return file, False
+    return file
 
 
 def _full(extent: Extent, where: str, error: OSError) -> FileError:

@@ -29,8 +29,8 @@ busiest give layers away.
 
 Of pipelines that stand side by side and do the same, two are built and simulated, the first and the
 last (``Terms.folded``), so that 16,384 devices cost what 16 do; only where they wait for each other
-at cards that they share, all are. Devices that look alike are priced once (``Task.kind_of``), and
-stages once for all cuts that give them the same layers.
+at cards that they share, all are. Devices that look alike are priced once
+(``TaskDevices.kind_of``), and stages once for all cuts that give them the same layers.
 
 Memory is part of the cut, not a filter behind it: for every stage, first and last layer, a table
 tells how much the order of the ops keeps (``schedule.memory.loads``, exact for ranks with one

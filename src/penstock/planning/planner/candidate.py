@@ -22,9 +22,10 @@ from penstock.planning.planner.limits import (
     limited_like,
     worst_excess,
 )
+from penstock.planning.planner.memory_limits import memory_limits
 from penstock.planning.planner.pricing import CutSetting
 from penstock.planning.planner.pricing import written as written_summing
-from penstock.planning.planner.setting import Terms
+from penstock.planning.planner.terms import Terms
 from penstock.planning.plans.memory_parts import allocated
 from penstock.planning.plans.orders import search_order, written
 from penstock.planning.plans.plan import Plan
@@ -76,7 +77,7 @@ class Candidate(CutSetting):
         than two, and where they wait for each other."""
         task, setting = self.task, self.setting
         width = setting.num_pipelines
-        return not (setting.is_folded and task.are_apart(setting.devices, width))
+        return not (setting.is_folded and task.devices.are_apart(setting.devices, width))
 
     @property
     def _shown_ranks(self) -> Sequence[int]:
@@ -125,7 +126,7 @@ class Candidate(CutSetting):
     def tensor_bytes_on(self, rank: int) -> int:
         """Predicted bytes of tensors on a rank where microbatches are whole, without a walk through
         all ops for each way to cut the model."""
-        memory = self.setting.memory_for(self.task)
+        memory = memory_limits(self.task, self.setting)
         if self.setting.is_exact:
             (stage,) = self.setting.stages_on(rank)
             return memory.held_bytes(stage, self.recomputes[stage], *self.cuts[stage : stage + 2])
@@ -139,9 +140,9 @@ class Candidate(CutSetting):
 
     def _sizes(self, stage: int) -> SizesOfOne:
         start, stop = self.cuts[stage : stage + 2]
-        numbers, layers = self.task.numbers(start, stop), self.recomputes[stage] == "layers"
+        numbers, layers = self.task.layers.numbers(start, stop), self.recomputes[stage] == "layers"
         whole = numbers["again_input_bytes" if layers else "activation_bytes"]
-        return self.task.input_bytes[start], whole, numbers["weight_kept_bytes"]
+        return self.task.layers.input_bytes[start], whole, numbers["weight_kept_bytes"]
 
     @property
     def peak(self) -> float:
@@ -181,7 +182,7 @@ class Candidate(CutSetting):
         setting = self.setting
         asynchronous = setting.versions.asynchronous
         in_turn = asynchronous and max(setting.all_replicas) > 1
-        if in_turn or self.task.rank_places(setting.devices).cards:
+        if in_turn or self.task.devices.rank_places(setting.devices).cards:
             # Who updates behind each backward also waits for a sum, and updates.
             each = in_turn and setting.versions.updates == "microbatch"
             return self.num_ops * (2 if each else 1)
@@ -193,7 +194,7 @@ class Candidate(CutSetting):
     def prediction(self) -> Prediction:
         """The prediction for the stages in the order of the schedule's ops."""
         setting, ranks = self.setting, self._shown_ranks
-        places = self.task.rank_places(setting.devices).of(ranks)
+        places = self.task.devices.rank_places(setting.devices).of(ranks)
         return Prediction(
             self.stages,
             self.task.num_microbatches,
@@ -281,7 +282,7 @@ class Candidate(CutSetting):
             self.stages,
             self.task.num_microbatches,
             setting.given_options,
-            [self.task.tensor_limits[device] for device in setting.devices],
+            [self.task.devices.tensor_limits[device] for device in setting.devices],
         )
         ordered = replace(held, setting=replace(held.setting, schedule=searched))
         # Links that are busy, updates and memory that a host shares are the simulator's to judge.
@@ -309,7 +310,7 @@ class Candidate(CutSetting):
     ) -> Plan:
         """The plan that people read and the runtime runs."""
         task, setting = self.task, self.setting
-        places = task.rank_places(setting.devices)
+        places = task.devices.rank_places(setting.devices)
         return Plan(
             model=task.graph.fingerprint,
             schedule=setting.schedule.name,
@@ -320,7 +321,9 @@ class Candidate(CutSetting):
             versions=setting.versions,
             num_threads=task.graph.num_threads,
             microbatch_size=task.graph.microbatch_size,
-            devices=tuple(part for device in setting.devices for part in task.devices_at(device)),
+            devices=tuple(
+                part for device in setting.devices for part in task.devices.behind(device)
+            ),
             hosts=places.hosts,
             cards=places.cards,
             summing=self._summing(),

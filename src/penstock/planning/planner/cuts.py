@@ -26,8 +26,9 @@ from penstock.planning.partition.chain import (
 )
 from penstock.planning.planner.candidate import Candidate
 from penstock.planning.planner.limits import least_excess, worst_excess
+from penstock.planning.planner.memory_limits import MemoryLimits
 from penstock.planning.planner.request import RecomputeRule
-from penstock.planning.planner.setting import MemoryLimits, Setting
+from penstock.planning.planner.setting import Setting
 from penstock.planning.planner.task import Task
 from penstock.planning.plans.stage_plan import RecomputeWay
 
@@ -222,8 +223,8 @@ def _busy_seconds(plain: Candidate, how: dict[int, RecomputeWay]) -> float:
     for stage, way in how.items():
         bounds, devices = plain.cuts[stage : stage + 2], setting.devices_of[stage]
         pace = task.pace(devices, setting.devices, setting.mode).passes
-        again = task.sum("recompute_seconds", *bounds) if way != "none" else 0.0
-        seconds = sum(task.compute_seconds[slice(*bounds)]) + again
+        again = task.layers.sum("recompute_seconds", *bounds) if way != "none" else 0.0
+        seconds = sum(task.layers.compute_seconds[slice(*bounds)]) + again
         total += pace * seconds / setting.replicas_of(stage)
     return total
 
@@ -233,7 +234,7 @@ def _held_within(candidate: Candidate, ranks: Iterable[int], slack: float) -> di
     held: dict[int, int] = {}
     for rank in ranks:
         held[rank] = candidate.held_on(rank)
-        if held[rank] > candidate.task.limits[candidate.setting.devices[rank]] + slack:
+        if held[rank] > candidate.task.devices.limits[candidate.setting.devices[rank]] + slack:
             return None
     return held
 
@@ -264,7 +265,7 @@ def has_few_cuts(task: Task, num_stages: int) -> bool:
 def ways_to_cut(task: Task, setting: Setting) -> list[tuple[float, tuple[int, ...]]]:
     """(seconds that a minibatch takes at least, cuts) of all ways to cut a model, the most
     promising first."""
-    if setting.versions.asynchronous and task.ties:
+    if setting.versions.asynchronous and task.layers.ties:
         return []
     paces = [
         task.num_microbatches
@@ -272,7 +273,7 @@ def ways_to_cut(task: Task, setting: Setting) -> list[tuple[float, tuple[int, ..
         / setting.replicas_of(stage)
         for stage, devices in enumerate(setting.devices_of)
     ]
-    passes = list(accumulate(task.compute_seconds, initial=0.0))
+    passes = list(accumulate(task.layers.compute_seconds, initial=0.0))
     ways = []
     for inner in combinations(range(1, task.num_layers), setting.num_stages - 1):
         cuts = (0, *inner, task.num_layers)
@@ -382,7 +383,7 @@ def _balance(
     task: Task, setting: Setting, memory: MemoryLimits, most_seconds: float = inf
 ) -> list[tuple[int, ...]]:
     """Where to cut: by compute alone, and with the hops."""
-    costs = [sum(task.compute_seconds[start:stop]) for start, stop in pairwise(task.places)]
+    costs = [sum(task.layers.compute_seconds[start:stop]) for start, stop in pairwise(task.places)]
     longest = _longest(setting, memory)
     if len(costs) < setting.num_stages or (
         longest and (not longest[-1] or sum(longest) < len(costs))
@@ -398,7 +399,7 @@ def _balance(
     kinds.append((speeds[last], memory.kind(last), id(None)))
     hops.append(np.zeros(len(task.places)))
     # Without limits, cuts depend on speeds and links alone: many schedules share them.
-    may_part = not (setting.versions.asynchronous and task.ties)
+    may_part = not (setting.versions.asynchronous and task.layers.ties)
     are_shared, key = memory.is_free and may_part, tuple(kinds)
     if are_shared and key in task.cache.cuts:
         return task.cache.cuts[key]
@@ -448,7 +449,7 @@ def _most_by_start(task: Task, setting: Setting, most_seconds: float) -> Sequenc
     outside = np.zeros(len(task.places))
     if setting.is_exact and not setting.versions.asynchronous:
         ways = ("forward_seconds", "backward_input_seconds")[: 2 - setting.schedule.splits_backward]
-        passes = np.sum([task.sums[way] for way in ways], axis=0)[list(task.places)]
+        passes = np.sum([task.layers.sums[way] for way in ways], axis=0)[list(task.places)]
         outside = min(task.least_paces(setting.devices, setting.mode)) * passes
     most = (most_seconds * (1 + ROUNDING) - outside[:-1]) / task.num_microbatches
     return list(most.tolist())
@@ -507,11 +508,11 @@ def _split_ties(task: Task, setting: Setting, starts: Ints) -> Table | float:
     Args:
         starts: of all stages, as ``starts_of`` has them.
     """
-    if not setting.versions.asynchronous or not task.ties:
+    if not setting.versions.asynchronous or not task.layers.ties:
         return 0.0
     places = np.array(task.places)
     begins, ends, table = places[starts], places, np.zeros(starts.shape)
-    for tie in task.ties:
+    for tie in task.layers.ties:
         first, last = tie.first, tie.last
         table[(first < begins) & (begins <= last) | (first < ends) & (ends <= last)] = inf
     return table

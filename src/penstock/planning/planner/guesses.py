@@ -57,7 +57,7 @@ def guessed_seconds(task: Task, offer: Offer) -> float:
     again = _again_seconds(task, offer, depth, count)
     if again == inf:
         return inf
-    passes, habit = sum(task.compute_seconds) + again, _HABITS.get(offer.family, _Habit())
+    passes, habit = sum(task.layers.compute_seconds) + again, _HABITS.get(offer.family, _Habit())
     per_rank = stages_of_pipeline(offer.family, depth, offer.options) / depth
     slowest = task.least_slowest(depth) if per_rank == 1 and depth <= task.num_layers else 0.0
     steady = count * max(passes / depth, slowest)
@@ -68,12 +68,14 @@ def guessed_seconds(task: Task, offer: Offer) -> float:
 def _again_seconds(task: Task, offer: Offer, depth: int, count: int) -> float:
     """Seconds of what runs forward twice for a microbatch."""
     again, whole, for_weight = (
-        task.sum(name, 0, task.num_layers)
+        task.layers.sum(name, 0, task.num_layers)
         for name in ("recompute_seconds", "activation_bytes", "weight_kept_bytes")
     )
     if offer.recompute in {"stage", "layers"}:
         return again
-    free = task.tensor_limits[offer.devices[0]] - least_state_bytes(task, offer.copies) / depth
+    free = (
+        task.devices.tensor_limits[offer.devices[0]] - least_state_bytes(task, offer.copies) / depth
+    )
     habit = _HABITS.get(offer.family, _Habit())
     if free < for_weight / depth * min(count, habit.late * depth):
         return inf
@@ -86,6 +88,6 @@ def _sum_seconds(task: Task, offer: Offer, depth: int) -> float:
     """Seconds of the sum of one rank's copies that have an even share of the model."""
     if not offer.copies or offer.copies[0] < 2:
         return 0.0
-    num_bytes = task.sum("gradient_bytes", 0, task.num_layers) / depth
+    num_bytes = task.layers.sum("gradient_bytes", 0, task.num_layers) / depth
     way = SummedSetting(task, task.reducer, offer.devices)
     return way.exchange(num_bytes, range(offer.copies[0])).total

@@ -84,7 +84,7 @@ class Judged(NamedTuple):
     @property
     def num_devices(self) -> int:
         """How many devices the plan takes."""
-        return sum(len(self.chosen.task.devices_at(d)) for d in self.chosen.setting.devices)
+        return sum(len(self.chosen.task.devices.behind(d)) for d in self.chosen.setting.devices)
 
     def rivals(self, patience: PlanningPatience | None = None) -> dict[str, Rival]:
         """What else there was, by its kind.

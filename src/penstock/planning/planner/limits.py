@@ -25,7 +25,7 @@ def least_busy_seconds(task: Task) -> float:
     everywhere = range(len(task.cluster.devices))
     modes: tuple[Mode, ...] = ("whole", "split", "stream")
     speed = max(sum(1 / pace for pace in task.least_paces(everywhere, mode)) for mode in modes)
-    return task.num_microbatches * sum(task.compute_seconds) / speed
+    return task.num_microbatches * sum(task.layers.compute_seconds) / speed
 
 
 def least_step_seconds(
@@ -120,14 +120,14 @@ def worst_excess(task: Task, setting: Setting, held: Mapping[int, int]) -> Exces
     Args:
         held: bytes that ranks of a setting need: of ``Setting.unlike_ranks``.
     """
-    limits = {rank: task.limits[setting.devices[rank]] for rank in held}
+    limits = {rank: task.devices.limits[setting.devices[rank]] for rank in held}
     worst = max(held, key=lambda rank: held[rank] - limits[rank])
     place = f"on rank {worst} ({task.cluster.devices[setting.devices[worst]].name})"
     excesses = [_excess(held[worst], limits[worst], place)._replace(rank=worst)]
     for host, limit in task.topology.shared_memories:
         # Who shares layers with a rank shares its host's memory, too.
         on_host = [
-            held[rank] * task.num_devices_at(device)
+            held[rank] * task.devices.num_behind(device)
             for rank, device in enumerate(setting.devices)
             if device in host
         ]
@@ -144,7 +144,7 @@ def _excess(held: float, limit: float, place: str) -> Excess:
 
 def has_limits(task: Task) -> bool:
     """Whether any memory is limited."""
-    return min(task.different_memories)[0] < inf or bool(task.topology.shared_memories)
+    return min(task.devices.different_memories)[0] < inf or bool(task.topology.shared_memories)
 
 
 def least_excess(task: Task) -> float:
@@ -167,16 +167,16 @@ def _least_excess(task: Task) -> float:
         layer.trained_bytes + layer.buffer_bytes + layer.activation_bytes + layer.workspace_bytes
         for layer in task.graph.layers
     )
-    roomiest = sorted(task.tensor_limits, reverse=True)
+    roomiest = sorted(task.devices.tensor_limits, reverse=True)
     # On the k devices with most memory, one has at least its share of what is missing.
     spread = min(
-        (task.state_bytes - room) / count
+        (task.layers.state_bytes - room) / count
         for count, room in enumerate(accumulate(roomiest), start=1)
     )
     everywhere = [
-        task.num_tensor_ranks * task.state_bytes - limit
+        task.num_tensor_ranks * task.layers.state_bytes - limit
         for host, limit in task.topology.shared_memories
-        if len(host) == len(task.limits)
+        if len(host) == len(task.devices.limits)
     ]
     return max(largest - roomiest[0], spread, *everywhere)
 
@@ -203,7 +203,7 @@ def least_state_bytes(task: Task, replicas: Sequence[int]) -> float:
         replicas: as ``lacks_room`` has them.
     """
     parameters, optimizer, buffers = (
-        task.sum(name, 0, task.num_layers)
+        task.layers.sum(name, 0, task.num_layers)
         for name in ("parameter_bytes", "optimizer_bytes", "buffer_bytes")
     )
     copies = max(replicas, default=1)
@@ -216,10 +216,10 @@ def least_state_bytes(task: Task, replicas: Sequence[int]) -> float:
 
 def _room(task: Task, devices: Sequence[int], replicas: Sequence[int]) -> float:
     """Bytes that one copy of all stages has, on some ranks."""
-    if len(task.different_memories) == 1:
+    if len(task.devices.different_memories) == 1:
         count = len(replicas) if replicas else len(devices)
-        return count * task.limits[0]
-    limits = [task.limits[device] for device in devices]
+        return count * task.devices.limits[0]
+    limits = [task.devices.limits[device] for device in devices]
     ends = pairwise(accumulate(replicas, initial=0))
     return sum(min(limits[start:stop]) for start, stop in ends) if replicas else sum(limits)
 
@@ -239,12 +239,12 @@ def limited_like(task: Task, like: Task) -> Task:
 def _limited_like(task: Task, like: Task) -> Task:
     ranks = range(len(like.cluster.devices))
     limits = {
-        device.name: device.memory_bytes for rank in ranks for device in like.devices_at(rank)
+        device.name: device.memory_bytes for rank in ranks for device in like.devices.behind(rank)
     }
     shared = {group.name: group.memory_bytes for group in like.cluster.groups}
 
     def limit(index: int) -> int:
-        allowed = (limits.get(device.name, 0) for device in task.devices_at(index))
+        allowed = (limits.get(device.name, 0) for device in task.devices.behind(index))
         return min(filter(None, allowed), default=0)
 
     cluster = with_fields(

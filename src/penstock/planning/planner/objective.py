@@ -340,7 +340,7 @@ class _PartSearch:
 
     def _spending(self, judged: Judged) -> Spending:
         task = judged.chosen.task
-        devices = [d for index in judged.chosen.setting.devices for d in task.devices_at(index)]
+        devices = [d for index in judged.chosen.setting.devices for d in task.devices.behind(index)]
         price = sum(device.price_per_hour for device in devices)
         seconds, graph = judged.chosen.seconds, self._parts.graph.at(task.graph.microbatch_size)
         tokens = task.num_microbatches * tokens_of_graph(graph)

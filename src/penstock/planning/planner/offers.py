@@ -36,8 +36,9 @@ from penstock.planning.planner.request import (
     Options,
     RecomputeRule,
 )
-from penstock.planning.planner.setting import Setting, Terms
+from penstock.planning.planner.setting import Setting
 from penstock.planning.planner.task import Task
+from penstock.planning.planner.terms import Terms
 from penstock.planning.plans.lockstep import check_lockstep
 
 _STAGES_PER_RANK = (2, 3, 4)
@@ -108,12 +109,12 @@ class Offer(Terms):
         whole = self.family in _WHOLE_IN_TURN
         if not whole and self.family not in _SPLIT_IN_TURN:
             return 0.0
-        share = 1.0 if whole else task.least_forward_share
+        share = 1.0 if whole else task.layers.least_forward_share
         counts = self.replicas or (1,) * self.num_ranks
         left = 1.0
         for count in counts:
             left *= 1 - share / ceil(task.num_microbatches / count)
-        least = share * sum(task.compute_seconds) / (1 - left) if left < 1 else 0.0
+        least = share * sum(task.layers.compute_seconds) / (1 - left) if left < 1 else 0.0
         # Layers are not divided, so one stage may have more than its share.
         turns = ceil(task.num_microbatches / max(counts))
         return max(least, turns * task.least_slowest(len(counts)))
@@ -132,9 +133,9 @@ class Offer(Terms):
         depth = self.num_ranks // width
         names = ("forward_seconds", "backward_input_seconds")
         ways = names if self.family in _WHOLE else names[:1]
-        outside = sum(task.ways_in(name, depth) for name in ways)
+        outside = sum(task.layers.ways_in(name, depth) for name in ways)
         own = ceil(task.num_microbatches / width)
-        return (own * sum(task.compute_seconds) + outside) / depth
+        return (own * sum(task.layers.compute_seconds) + outside) / depth
 
     def setting(self, task: Task) -> Setting:
         """Build the offer's schedule for a task.
@@ -515,7 +516,7 @@ def _width_by_depth(task: Task) -> Iterator[ReplicaShape]:
                 across = pipeline_by_pipeline((width,) * depth)
                 for order in unlike_first(task, pool):
                     yield (width,) * depth, tuple(order[: width * depth])
-                    if not task.is_flat:
+                    if not task.devices.is_flat:
                         yield (width,) * depth, tuple(order[number] for number in across)
 
 

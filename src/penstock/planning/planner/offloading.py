@@ -73,7 +73,7 @@ def weighed(plan: Plan, task: Task, constraints: Constraints) -> Plan:
 def _limits(plan: Plan, task: Task) -> list[float]:
     """Bytes that each rank of a plan may use."""
     if len(plan.devices) != plan.num_ranks:
-        return [min(task.limits)] * plan.num_ranks
+        return [min(task.devices.limits)] * plan.num_ranks
     everywhere = task.memory_bytes or inf
     return [min(device.memory_bytes or inf, everywhere) for device in plan.devices]
 

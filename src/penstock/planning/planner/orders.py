@@ -45,7 +45,7 @@ def orders(task: Task, num_ranks: int) -> list[tuple[int, ...]]:
     listed = range(len(task.cluster.devices))
     devices = task.cluster.devices
     fastest = sorted(listed, key=lambda index: -devices[index].speed)[:num_ranks]
-    roomiest = sorted(listed, key=lambda index: -task.limits[index])[:num_ranks]
+    roomiest = sorted(listed, key=lambda index: -task.devices.limits[index])[:num_ranks]
     choices = [
         tuple(listed[:num_ranks]),
         tuple(sorted(fastest)),
@@ -79,7 +79,7 @@ def orders_for(task: Task, counts: Sequence[int]) -> list[tuple[int, ...]]:
     choices = []
     for order in unlike_first(task, range(len(task.cluster.devices))):
         choices.append(tuple(order[: sum(counts)]))
-        if not task.is_flat:
+        if not task.devices.is_flat:
             choices.append(tuple(order[number] for number in pipeline_by_pipeline(counts)))
     return list(dict.fromkeys(choices))
 
@@ -87,7 +87,7 @@ def orders_for(task: Task, counts: Sequence[int]) -> list[tuple[int, ...]]:
 def _different_orders(task: Task, pool: Iterable[int], num_ranks: int) -> list[tuple[int, ...]]:
     different: dict[Hashable, tuple[int, ...]] = {}
     for order in permutations(pool, num_ranks):
-        different.setdefault(task.appearance(order), order)
+        different.setdefault(task.devices.appearance(order), order)
     return list(different.values())
 
 
@@ -95,7 +95,7 @@ def unlike_first(task: Task, pool: Sequence[int]) -> list[list[int]]:
     """Some devices in the orders that bring equal ones together: as listed, fastest first, slowest
     first, and those with most memory first or last."""
     speeds = {index: task.cluster.devices[index].speed for index in pool}
-    limits = {index: task.limits[index] for index in pool}
+    limits = {index: task.devices.limits[index] for index in pool}
     choices = [[*pool]]
     for numbers in (speeds, limits):
         if len({*numbers.values()}) > 1:
@@ -122,7 +122,9 @@ def swapped(task: Task, setting: Setting) -> Iterator[tuple[int, ...]]:
     paths = task.topology.paths if are_some(task) else [()] * len(task.cluster.devices)
     kinds = [
         (device.speed, limit, tuple(path))
-        for device, limit, path in zip(task.cluster.devices, task.limits, paths, strict=True)
+        for device, limit, path in zip(
+            task.cluster.devices, task.devices.limits, paths, strict=True
+        )
     ]
     stages = {rank: stage for stage, ranks in enumerate(setting.ranks_of) for rank in ranks}
     for first, second in combinations(range(setting.num_ranks), 2):

@@ -167,7 +167,7 @@ class SummedSetting:
         for level in self.levels:
             numbers: dict[int, int] = {}
             levels.append(tuple(numbers.setdefault(level[k], len(numbers)) for k in ranks))
-        devices = self.task.kind_of(self._devices_of(ranks))
+        devices = self.task.devices.kind_of(self._devices_of(ranks))
         return devices, tuple(levels), self.reducer, self.num_sums
 
     def _exchange(self, num_bytes: float, ranks: Sequence[int]) -> ExchangeSeconds:
@@ -195,7 +195,7 @@ class SummedSetting:
 
     def _by_levels(self, num_bytes: float, ranks: Sequence[int]) -> list[LevelSeconds]:
         tree = SumTree.of(ranks, self.levels)
-        width = max(self.task.num_on_card(device) for device in self._devices_of(ranks))
+        width = max(self.task.devices.num_on_card(device) for device in self._devices_of(ranks))
         return level_seconds(self.task.topology, tree, self._device_of, num_bytes, width)
 
     def _served(self, num_bytes: float, ranks: Sequence[int], link: Link) -> ExchangeSeconds | None:
@@ -228,7 +228,10 @@ class SummedSetting:
         """What devices can send together, each no faster than its link; of a card that others share
         they have their part."""
         topology, devices = self.task.topology, self._devices_of(group)
-        everywhere, width = self._devices_of(ranks), max(map(self.task.num_on_card, devices))
+        everywhere, width = (
+            self._devices_of(ranks),
+            max(map(self.task.devices.num_on_card, devices)),
+        )
         own: dict[int, float] = {}
         for device in devices:
             card = topology.cards[device]
@@ -264,7 +267,7 @@ class SummedSetting:
     def _rates_of(self, spares: Sequence[SpareMachine], devices: Sequence[int]) -> list[float]:
         """Bytes per second that machines have for one sum: of each stage with copies, and of each
         tensor rank of one, there is a sum."""
-        num_sums = self.num_sums * self.task.num_devices_at(devices[0])
+        num_sums = self.num_sums * self.task.devices.num_behind(devices[0])
         return [spare.bytes_per_second / num_sums for spare in spares]
 
     def _stepped_seconds(self, num_bytes: float, ranks: Sequence[int]) -> float:
@@ -378,7 +381,7 @@ class CutSetting:
             return replace(flat, levels=setting.host_levels(task))
         if not shared or task.communication.name != RING:
             return flat
-        choices = task.levels(setting.devices)
+        choices = task.devices.levels(setting.devices)
         if len(choices) == 1:
             return replace(flat, levels=choices[0])
 
@@ -387,8 +390,8 @@ class CutSetting:
                 way.exchange(
                     exchanged_bytes(
                         way.reducer,
-                        task.sum("gradient_bytes", *self.cuts[stage : stage + 2]),
-                        task.sum("parameter_bytes", *self.cuts[stage : stage + 2]),
+                        task.layers.sum("gradient_bytes", *self.cuts[stage : stage + 2]),
+                        task.layers.sum("parameter_bytes", *self.cuts[stage : stage + 2]),
                     ),
                     setting.ranks_of[stage],
                 ).total
@@ -405,7 +408,7 @@ class CutSetting:
     def _known_stage(self, index: int) -> StagePlan:
         """The plan of a stage, made once for all cuts that give it the same layers. (What sums of
         tied weights take depends on where the other halves are.)"""
-        if self.task.ties:
+        if self.task.layers.ties:
             return self._stage(index)
         known = self.setting.stage_plans(self.task)
         key = index, *self.cuts[index : index + 2], self.recomputes[index], self.way.levels
@@ -421,7 +424,7 @@ class CutSetting:
         experts = [part for layer in layers for part in layer.experts]
         size = task.expert_ranks if experts else 1
         rank = setting.ranks_of[index][0]
-        width = task.num_devices_at(setting.devices_of[index][0])
+        width = task.devices.num_behind(setting.devices_of[index][0])
         return StagePlan(
             layers=names,
             rank=rank,
@@ -445,11 +448,14 @@ class CutSetting:
             turns = bool(setting.replicas)
             hop, busy = task.hop(stop, devices, setting.devices_of[index + 1], in_turns=turns)
 
-        slowest = task.slowest_speed(devices)
+        slowest = task.devices.slowest_speed(devices)
 
         def seconds(name: str, factor: float = pace.passes) -> float:
-            own = task.sum(name, start, stop)
-            return factor * (own + task.longer_collectives(name, start, stop, slowest))
+            own = task.layers.sum(name, start, stop)
+            if task.groups is not None:
+                layers = task.graph.layers[start:stop]
+                own += task.groups.longer_collectives(name, layers, slowest)
+            return factor * own
 
         prepares = seconds("split_forward_seconds") if setting.schedule.splits_backward else 0.0
         update = seconds("update_seconds", pace.updates)
@@ -509,24 +515,24 @@ class CutSetting:
     def _bytes(self, index: int, start: int, stop: int) -> dict[str, Any]:
         """The fields of a stage that say what it holds and hands on."""
         task, ranks = self.task, self.setting.ranks_of[index]
-        optimizer_bytes = task.sum("optimizer_bytes", start, stop)
+        optimizer_bytes = task.layers.sum("optimizer_bytes", start, stop)
         again = self.recomputes[index] == "layers"
         return {
-            "transfer_bytes": task.crossing_bytes[stop] if stop < task.num_layers else 0,
+            "transfer_bytes": task.layers.crossing_bytes[stop] if stop < task.num_layers else 0,
             **self._weight_bytes(index, start, stop),
             "optimizer_bytes": self.way.optimizer_bytes(optimizer_bytes, ranks),
-            "buffer_bytes": int(task.sum("buffer_bytes", start, stop)),
+            "buffer_bytes": int(task.layers.sum("buffer_bytes", start, stop)),
             "sum_bytes": self._sum_bytes(index, start, stop),
-            "workspace_bytes": task.workspace_bytes(start, stop, again=again),
-            "activation_bytes": task.activation_bytes(start, stop),
-            "weight_kept_bytes": int(task.sum("weight_kept_bytes", start, stop)),
-            "input_bytes": task.input_bytes[start],
-            "layer_input_bytes": task.again_input_bytes(start, stop),
+            "workspace_bytes": task.layers.workspace_bytes(start, stop, again=again),
+            "activation_bytes": task.layers.activation_bytes(start, stop),
+            "weight_kept_bytes": int(task.layers.sum("weight_kept_bytes", start, stop)),
+            "input_bytes": task.layers.input_bytes[start],
+            "layer_input_bytes": task.layers.again_input_bytes(start, stop),
         }
 
     def _weight_bytes(self, index: int, start: int, stop: int) -> dict[str, int | None]:
         """The fields of a stage that say what its weights and gradients take."""
-        numbers, ranks = self.task.numbers(start, stop), self.setting.ranks_of[index]
+        numbers, ranks = self.task.layers.numbers(start, stop), self.setting.ranks_of[index]
         weights, gradients = int(numbers["parameter_bytes"]), int(numbers["gradient_bytes"])
         held = None
         if self.way.reducer == "fully-sharded" and len(ranks) > 1:
@@ -542,13 +548,13 @@ class CutSetting:
         """How gradients of replicas, and of weights tied across stages, are summed."""
         task, setting = self.task, self.setting
         devices = setting.devices_of[index]
-        gradients = task.sum("gradient_bytes", start, stop)
-        weights = task.sum("parameter_bytes", start, stop)
+        gradients = task.layers.sum("gradient_bytes", start, stop)
+        weights = task.layers.sum("parameter_bytes", start, stop)
         num_bytes = exchanged_bytes(self.way.reducer, gradients, weights)
         model = task.communication
         ranks = setting.ranks_of[index]
         exchange = self.way.exchange(num_bytes, ranks)
-        backward = task.sum("backward_input_seconds", start, stop) + task.sum(
+        backward = task.layers.sum("backward_input_seconds", start, stop) + task.layers.sum(
             "backward_weight_seconds", start, stop
         )
         pace = task.pace(devices, setting.devices, setting.mode).passes
@@ -571,21 +577,21 @@ class CutSetting:
     def _tied_seconds(self, index: int, start: int, stop: int) -> float:
         task, devices = self.task, self.setting.devices_of
         total = 0.0
-        for tie in task.ties:
+        for tie in task.layers.ties:
             if tie.is_parted(start, stop):
                 holders = {bisect_right(self.cuts, layer) - 1 for layer in tie.holders}
                 # Each sums an equal slice for all: it goes there, and comes back as a sum.
                 share = ceil(tie.num_bytes / len(holders))
                 for other in holders - {index}:
-                    link = task.link_between(devices[index], devices[other], share)
+                    link = task.devices.link_between(devices[index], devices[other], share)
                     total += 2 * link.seconds(share)
         return total
 
     def _sum_bytes(self, index: int, start: int, stop: int) -> int:
         """Bytes of the parameters whose gradients a rank of the stage sums with others."""
         if len(self.setting.ranks_of[index]) > 1:
-            numbers = self.task.numbers(start, stop)
+            numbers = self.task.layers.numbers(start, stop)
             sizes = numbers["gradient_bytes"], numbers["largest_gradient_bytes"]
             room: float = room_to_sum(self.way.reducer, *sizes)
             return ceil(room)
-        return int(self.task.numbers(start, stop)["tied_bytes"])
+        return int(self.task.layers.numbers(start, stop)["tied_bytes"])

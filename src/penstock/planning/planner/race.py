@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count, product, zip_longest
@@ -20,10 +19,10 @@ from penstock.planning.planner.cuts import (
     with_cuts,
     with_layers_moved,
 )
-from penstock.planning.planner.guesses import guessed_seconds
 from penstock.planning.planner.limits import lacks_room, least_busy_seconds, least_excess
 from penstock.planning.planner.offers import Offer, guided, neighbours, offers
 from penstock.planning.planner.patience import PlanningPatience
+from penstock.planning.planner.promises import FEW_STAGES, Promise, Reaches, by_promise, uniform
 from penstock.planning.planner.request import Constraints
 from penstock.planning.planner.task import Task
 
@@ -45,18 +44,10 @@ _LITTLE = 200
 """Effort that is spent at once, as soon as a candidate is built; more on what promises most."""
 _MANY_STAGES = 16
 """Whose layers a sketch does not move."""
-_DEEP = 32
-"""Layers, of which many make a stage of a rank that has several."""
+_MOST_UNIFORM = 4
+"""Of uniform layouts, which come first."""
 _BUSIEST = 3
 """Of many stages, those that layers and replicas are moved from and to."""
-_FEW_STAGES, _MOST_UNIFORM = 8, 4
-"""Of uniform layouts, which come first: their stages, and how many such layouts there are."""
-_LARGE, _MOST_BUILT = 5_000, 200
-"""Layers times devices beyond which there are thousands of offers, and how many are built then."""
-_DOUBT = 0.02
-"""Relative: by how much a guess may be too high."""
-_MOST_SEEN = 3
-"""Offers of a family that tell by how much guesses are too low for it."""
 _FIRST_SHARE = 16
 """Part of the effort that is spent at once on the first candidate of a family."""
 _MOST_IDLE = 12
@@ -105,8 +96,7 @@ class Race:
     num_missed: int = 0
     is_complete: bool = True
     end: str = ""
-    _reached: dict[object, tuple[float, float]] = field(default_factory=dict)
-    _slower: dict[object, list[float]] = field(default_factory=dict)
+    _reaches: Reaches = field(default_factory=Reaches)
     _families: set[str] = field(default_factory=set)
     _looked_at: dict[int, Offer] = field(default_factory=dict)
 
@@ -115,10 +105,10 @@ class Race:
         simulations: first of offers, then of their cuts."""
         self.bound = min(map(least_busy_seconds, tasks), default=0.0)
         for kind in (offers, guided):
-            promises = _by_promise(tasks, constraints, kind)
+            promises = by_promise(tasks, constraints, kind)
             if not constraints.any_replicas and kind is offers and promises:
                 self.bound = min(offer.least_seconds(task) for _, task, offer in promises)
-            self._run(_uniform(promises), constraints, only=_MOST_UNIFORM)
+            self._run(uniform(promises), constraints, only=_MOST_UNIFORM)
             self._run(promises, constraints)
             if self._is_stopped or all(self._is_enough(least_busy_seconds(task)) for task in tasks):
                 break
@@ -151,7 +141,7 @@ class Race:
                 continue
             least = min(self._least_of(waiting), self.least)
             built = self.built(task, offer, constraints)
-            self._note_reach(task, offer, promised, built)
+            self._reaches.note(task, offer, promised, built, self.least)
             for candidate in built:
                 is_best = candidate.least_seconds < min(self._least_of(waiting), lowest)
                 if is_best or candidate.effort <= _LITTLE or self._is_first(candidate):
@@ -181,7 +171,7 @@ class Race:
         if lacks_room(task, offer.devices, offer.copies):
             self.num_too_large += 1
             return True
-        return self._is_behind(task, offer, promised)
+        return self._reaches.least_seconds(task, offer, promised) > self.least * (1 + SAME)
 
     def _is_first(self, candidate: Candidate) -> bool:
         """Whether a candidate is the first of its family that is not simulated at once anyway: what
@@ -191,30 +181,6 @@ class Race:
         if is_first:
             self._families.add(family)
         return is_first
-
-    def _is_behind(self, task: Task, offer: Offer, promised: float) -> bool:
-        """Whether an offer of a deep model would have to come nearer to its promise than the same
-        schedule did with more ranks, of which each had a part as small; or nearer to a guess than
-        others of its family did."""
-        if len({*offer.replicas}) > 1:
-            return False  # these come nearer than any others: each stage has its own share of ranks
-        reached, promise = self._reached.get(_alike(task, offer), (0.0, 1.0))
-        slower = self._slower.get((id(task), offer.family), [])
-        seconds = reached * promised / promise
-        if len(slower) >= _MOST_SEEN:
-            seconds = max(seconds, min(slower) * guessed_seconds(task, offer))
-        return seconds > self.least * (1 + SAME)
-
-    def _note_reach(
-        self, task: Task, offer: Offer, promised: float, built: Sequence[Candidate]
-    ) -> None:
-        if task.num_layers > _DEEP and not offer.is_in_turn:
-            least = min((candidate.least_seconds for candidate in built), default=self.least)
-            self._reached[_alike(task, offer)] = least, promised
-        if built and _is_large(task) and len({*offer.replicas}) <= 1:
-            guess, least = guessed_seconds(task, offer), min(own.least_seconds for own in built)
-            if 0 < guess < inf:
-                self._slower.setdefault((id(task), offer.family), []).append(least / guess)
 
     def _least_of(self, waiting: Sequence[tuple[float, int, Candidate]]) -> float:
         return waiting[0][0] if waiting else inf
@@ -285,7 +251,7 @@ class Race:
         self._climb_from(self.winner, constraints)
         if not self.is_sketch:
             for candidate in _most_different(self._close())[:_MOST_CLIMBED]:
-                few = candidate.setting.num_stages <= _FEW_STAGES
+                few = candidate.setting.num_stages <= FEW_STAGES
                 if few and candidate is not self.winner:
                     self._climb_from(candidate, constraints)
 
@@ -312,7 +278,7 @@ class Race:
             for stage, replicas in zip(best.stages, setting.all_replicas, strict=True)
         ]
         idlest_first = sorted(range(setting.num_stages), key=work.__getitem__)
-        most = setting.num_stages if setting.num_stages <= _FEW_STAGES else _BUSIEST
+        most = setting.num_stages if setting.num_stages <= FEW_STAGES else _BUSIEST
         idlest, busiest = idlest_first[:most], idlest_first[-most:]
         if not constraints.cuts:
             yield from refined(best)
@@ -416,11 +382,6 @@ class Race:
         return min(ties, key=_modesty, default=None)
 
 
-def _alike(task: Task, offer: Offer) -> tuple[object, ...]:
-    """What offers have in common that may differ in their number of ranks only."""
-    return id(task), offer.family, offer.options, offer.replicas[:1]
-
-
 def _most_different(candidates: Sequence[Candidate]) -> list[Candidate]:
     """One of each setting, the best first: first one of each kind, then a second one of each, on
     other devices, and so on."""
@@ -455,65 +416,6 @@ def _modesty(candidate: Candidate) -> tuple[float, ...]:
     )
 
 
-Promise = tuple[float, Task, Offer]
-"""The least that an offer for a task can take, in seconds; where there are thousands of offers,
-what it is guessed to take."""
-
-
-def _by_promise(
-    tasks: Sequence[Task],
-    constraints: Constraints,
-    *kinds: Callable[[Task, Constraints], list[Offer]],
-) -> list[Promise]:
-    """All offers of some kinds, the most promising first; of equals, those of few stages, which are
-    quickly built."""
-    every = [(task, offer) for task in tasks for kind in kinds for offer in kind(task, constraints)]
-    if len(every) <= _MOST_BUILT or not all(map(_is_large, tasks)):
-        return sorted(
-            ((offer.least_seconds(task), task, offer) for task, offer in every), key=_place
-        )
-    guessed = sorted(((guessed_seconds(*pair), *pair) for pair in every), key=_place)
-    uniform = (guess for guess in guessed[_MOST_BUILT:] if _is_uniform(guess[-1]))
-    likely = (
-        (max(offer.least_seconds(task), _least_guessed(offer, seconds)), task, offer)
-        for seconds, task, offer in (*guessed[:_MOST_BUILT], *uniform)
-    )
-    return sorted(likely, key=_place)
-
-
-def _least_guessed(offer: Offer, seconds: float) -> float:
-    """What an offer may take at least that is guessed to take so long; of unlike stages, which a
-    guess takes for even ones, nothing is known."""
-    return seconds / (1 + _DOUBT) if len({*offer.copies}) <= 1 else 0.0
-
-
-def _is_large(task: Task) -> bool:
-    return task.num_layers * len(task.cluster.devices) > _LARGE
-
-
-def _uniform(promises: Sequence[Promise]) -> list[Promise]:
-    """Those of equal pipelines side by side, which are quickly judged: those of a few stages, or
-    where these lack memory, of as few as can be."""
-    alike = [
-        (seconds, task, offer)
-        for seconds, task, offer in promises
-        if _is_uniform(offer) and not lacks_room(task, offer.devices, offer.copies)
-    ]
-    few = [promise for promise in alike if len(promise[2].replicas) <= _FEW_STAGES]
-    return few or sorted(alike, key=lambda promise: len(promise[2].replicas))
-
-
-def _is_uniform(offer: Offer) -> bool:
-    """Whether an offer is the usual pipeline, side by side with others like it."""
-    return offer.is_in_turn and len({*offer.replicas}) == 1
-
-
-def _place(promise: Promise) -> tuple[float, int]:
-    seconds, _, offer = promise
-    # Sums of the same seconds in another order differ in their last digits.
-    return float(f"{seconds:.9g}"), len(offer.replicas) or 2 * offer.num_ranks
-
-
 def fastest(
     tasks: Sequence[Task], constraints: Constraints, budget: int = 250_000
 ) -> Candidate | None:
@@ -539,39 +441,3 @@ def sketched(
     race = Race(budget=budget, climbing_budget=0, is_sketch=True, patience=patience)
     race.run([task for task in tasks if least_excess(task) <= 0], constraints)
     return race
-
-
-def ever_closer(tasks: Sequence[Task], constraints: Constraints) -> Iterator[Candidate]:
-    """Candidates of which each misses its limits by fewer bytes than those before, the last one by
-    the fewest; none if nothing can be built.
-
-    Each candidate tightens the slack for the next, so that what remains is the least excess. Where
-    the search does not cut between all layers, it then looks at those near the cuts, and may find
-    what fits.
-    """
-    least, nearest = inf, None
-    for _, task, offer in _by_promise(tasks, constraints, offers, guided):
-        with suppress(InputError, PlanError):
-            setting = offer.setting(task)
-            again = constraints.allows(setting.num_stages)
-            while again:
-                again = False
-                given = [with_cuts(task, setting, constraints.cuts)] if constraints.cuts else []
-                for candidate in given or candidates(task, setting, slack=least - 1):
-                    over = candidate.excess.num_bytes
-                    if over < least:
-                        least, nearest, again = over, candidate, True
-                        yield candidate
-    if nearest is not None and not constraints.cuts:
-        yield from _with_finer_cuts(nearest)
-
-
-def _with_finer_cuts(nearest: Candidate) -> Iterator[Candidate]:
-    """With cuts between other layers near by, as long as these miss the limits by less."""
-    for _ in range(_MOST_MOVES):
-        slack = nearest.excess.num_bytes - 1
-        finer = refined(nearest, slack)
-        if nearest.fits or not finer:
-            break
-        nearest = min(finer, key=lambda candidate: candidate.excess.num_bytes)
-        yield nearest

@@ -25,13 +25,14 @@ from penstock.core.schedule import families
 from penstock.core.versions import Policy
 from penstock.planning.partition.experts import with_expert_ranks
 from penstock.planning.planner.candidate import Candidate
+from penstock.planning.planner.closest import ever_closer
 from penstock.planning.planner.doubts import doubts_about
 from penstock.planning.planner.judged import Judged, raced
 from penstock.planning.planner.live import Kept, keeping, missing
 from penstock.planning.planner.offloading import weighed
 from penstock.planning.planner.orders import in_canonical_order
 from penstock.planning.planner.patience import PlanningPatience
-from penstock.planning.planner.race import Race, ever_closer, fastest
+from penstock.planning.planner.race import Race, fastest
 from penstock.planning.planner.request import (
     PROPOSED,
     Constraints,
@@ -441,7 +442,7 @@ def _with_experts(task: Task, num_ranks: int) -> Task:
         return task.graph.hop_seconds + link.seconds(num_bytes)
 
     graph = with_expert_ranks(task.graph, num_ranks, seconds)
-    return replaced(task, graph=graph, expert_ranks=num_ranks, undivided=task)
+    return replaced(task, graph=graph, expert_ranks=num_ranks, undivided=task.alone)
 
 
 def _with_reducers(tasks: Sequence[Task], request: PlanRequest) -> Iterator[Task]:
@@ -454,7 +455,7 @@ def _with_reducers(tasks: Sequence[Task], request: PlanRequest) -> Iterator[Task
                 f"reducer={reducer!r} needs machines that sum, and the cluster has none; give it "
                 "[[spares]] (docs/clusters.md)"
             )
-        if reducer == "fully-sharded" and task.ties:
+        if reducer == "fully-sharded" and task.layers.ties:
             raise ModelError(
                 "the model has tied weights, and reducer='fully-sharded' gathers each layer alone; "
                 "untie them, put what shares them into one layer, or take reducer='sharded'"

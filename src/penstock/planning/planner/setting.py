@@ -1,28 +1,22 @@
-"""``Setting``: a schedule on some devices, before anything is said about layers; ``MemoryLimits``:
-which layers its stages have memory for.
-"""
+"""``Setting``: a schedule on some devices, before anything is said about layers."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from penstock.core.graph import Mode
-from penstock.core.schedule import Schedule, families
+from penstock.core.schedule import Schedule
 from penstock.core.schedule.lower import add_recompute
 from penstock.core.schedule.memory import Load, Moments, loads, peak_activations
-from penstock.core.schedule.repetition import MANY, abridged
-from penstock.core.versions import Flush, Policy, place_of, weight_copies
-from penstock.planning.partition.chain import Table
-from penstock.planning.planner.request import RecomputeRule
+from penstock.core.versions import Flush, place_of, weight_copies
 from penstock.planning.planner.task import Task
-from penstock.planning.plans.orders import stand_in
-from penstock.planning.plans.stage_plan import RecomputeWay, StagePlan
+from penstock.planning.planner.terms import Terms
+from penstock.planning.plans.stage_plan import StagePlan
 from penstock.planning.plans.summing import (
     BY_SHARE,
     GatheredFor,
@@ -32,102 +26,8 @@ from penstock.planning.plans.summing import (
     weights_held,
 )
 
-_RECOMPUTES: tuple[RecomputeWay, ...] = ("none", "layers", "stage")
-
-_FEW_ROWS = 8
-"""That are looked at first where nobody knows how much a stage has memory for."""
 _MANY_OPS = 100_000
 """Of a schedule that is not kept in several variants."""
-
-
-@dataclass(frozen=True)
-class Terms:
-    """Which schedule on which devices, whether it is built or not.
-
-    Attributes:
-        family: the schedule's.
-        devices: the device of each rank, by its index in the cluster.
-        versions: which weights passes read.
-        replicas: how many each stage has; empty for one of each.
-        options: (name, value) pairs that the family is given.
-        recompute: what may run twice.
-    """
-
-    family: str
-    devices: tuple[int, ...]
-    versions: Policy = field(default_factory=Flush)
-    replicas: tuple[int, ...] = ()
-    options: tuple[tuple[str, Any], ...] = ()
-    recompute: RecomputeRule = "where-needed"
-
-    @property
-    def num_ranks(self) -> int:
-        """How many ranks the schedule uses."""
-        return len(self.devices)
-
-    @property
-    def given_options(self) -> dict[str, Any]:
-        """All that the family is given besides ranks and microbatches."""
-        return dict(self.options) | ({"replicas": list(self.replicas)} if self.replicas else {})
-
-    @property
-    def copies(self) -> tuple[int, ...]:
-        """How many ranks, which follow one another, do the same: replicas of a stage, or of all
-        stages of a rank where pipelines stand side by side; empty where no rank has a copy."""
-        if not self.replicas or self.family in families.UNLIKE_REPLICAS:
-            return self.replicas
-        width = self.replicas[0]
-        return (width,) * (self.num_ranks // width)
-
-    @cached_property
-    def num_pipelines(self) -> int:
-        """How many pipelines stand side by side and do the same, but that the first ones may have a
-        microbatch more; 1 where that is not so, or where the order of all is searched at once."""
-        alike = len({*self.replicas}) == 1 and not self.versions.asynchronous
-        return self.replicas[0] if alike and self.family not in families.SEARCHED else 1
-
-    def folded(self, num_microbatches: int) -> tuple[Terms, int]:
-        """(the terms of the first and the last of many pipelines side by side, and the microbatches
-        of these two); themselves, and all microbatches, where there are no more than two.
-
-        The first and the last come as far as all of them: what 16,384 devices do is told by 16.
-        """
-        width = self.num_pipelines
-        if width <= 2:
-            return self, num_microbatches
-        own = -(-num_microbatches // width) + num_microbatches // width
-        few = self.devices[: 2 * self.num_ranks // width]
-        replicas = (2,) * len(self.replicas)
-        terms = Terms(self.family, few, self.versions, replicas, self.options, self.recompute)
-        return terms, own
-
-    @property
-    def terms(self) -> Terms:
-        """These alone, which are quickly compared: schedules of equal terms are equal, searched
-        ones for equal costs."""
-        return Terms(*(getattr(self, own.name) for own in fields(Terms)))
-
-    def build(self, num_microbatches: int) -> Schedule:
-        """The schedule for some microbatches. A family that searches has to know the stages' costs,
-        so its place is held by another order until it has them.
-
-        Raises:
-            InputError: the family refuses.
-        """
-        options = self.given_options
-        if self.family in families.SEARCHED:
-            return stand_in(self.family, self.num_ranks, num_microbatches, options)
-        return families.build(
-            self.family, num_ranks=self.num_ranks, num_microbatches=num_microbatches, **options
-        )
-
-    def shown(self, num_microbatches: int) -> Schedule:
-        """As ``build``; of very many microbatches, so few as show what ranks do and hold, where
-        they do the same again and again for the others."""
-        short, varies = None, families.HOLD_ALL | families.SEARCHED
-        if num_microbatches >= MANY and self.family not in varies:
-            short = abridged(self.build, num_microbatches, 2 * self.num_ranks)
-        return self.build(num_microbatches) if short is None else short
 
 
 @lru_cache(maxsize=64)
@@ -177,7 +77,7 @@ class Setting(Terms):
         """The ranks of the first pipeline; of a schedule that has all ranks, all."""
         return range(0, self.num_ranks, self.num_pipelines if self.is_folded else 1)
 
-    def _known_for(self, task: Task) -> dict[str, Any]:
+    def known_for(self, task: Task) -> dict[str, Any]:
         """Results of a task, as long as it is the one that was last asked for."""
         known: tuple[Task, dict[str, Any]] | None = vars(self).get("known")
         if known is None or known[0] is not task:
@@ -187,7 +87,7 @@ class Setting(Terms):
     def unlike_ranks(self, task: Task) -> Sequence[int]:
         """One of all ranks that have the same stages and as much memory, which they share with no
         others; worked out once."""
-        known = self._known_for(task)
+        known = self.known_for(task)
         if "unlike ranks" not in known:
             known["unlike ranks"] = self._unlike_ranks(task)
         ranks: Sequence[int] = known["unlike ranks"]
@@ -196,11 +96,11 @@ class Setting(Terms):
     def _unlike_ranks(self, task: Task) -> Sequence[int]:
         if not self.is_folded or task.topology.shared_memories:
             return range(self.num_ranks)
-        if len(task.different_memories) == 1:
+        if len(task.devices.different_memories) == 1:
             return self.first_ranks
         chosen: dict[Hashable, int] = {}
         for rank, device in enumerate(self.devices):
-            chosen.setdefault((self.first_of(rank), task.memories[device]), rank)
+            chosen.setdefault((self.first_of(rank), task.devices.memories[device]), rank)
         return tuple(chosen.values())
 
     def stages_on(self, rank: int) -> tuple[int, ...]:
@@ -336,17 +236,9 @@ class Setting(Terms):
         of_rank: Moments = kept[number]
         return of_rank
 
-    def memory_for(self, task: Task) -> MemoryLimits:
-        """The memory that stages of a task have; made once for all cuts."""
-        known = self._known_for(task)
-        if "memory" not in known:
-            known["memory"] = MemoryLimits(task, self)
-        memory: MemoryLimits = known["memory"]
-        return memory
-
     def stage_plans(self, task: Task) -> dict[Hashable, StagePlan]:
         """The plans of stages that were made, by all that they depend on."""
-        plans: dict[Hashable, StagePlan] = self._known_for(task).setdefault("stages", {})
+        plans: dict[Hashable, StagePlan] = self.known_for(task).setdefault("stages", {})
         return plans
 
     def _kept(self, name: str) -> dict[Any, Any]:
@@ -386,175 +278,6 @@ class Setting(Terms):
         return recomputing
 
 
-class MemoryLimits:
-    """Which layers the stages of a setting have memory for, and with how much recomputing.
-
-    Args:
-        slack: bytes by which limits may be exceeded.
-        shared: of a rank with several stages, whether each gets an even share of its limit;
-            otherwise these have no limit.
-    """
-
-    def __init__(
-        self, task: Task, setting: Setting, slack: float = 0.0, shared: bool = True
-    ) -> None:
-        self._task = task
-        self._setting = setting
-        stages = range(setting.num_stages)
-        self._copies = [setting.weight_versions(stage, task.num_microbatches) for stage in stages]
-        self._sums = setting.copy_sums(task)
-        self._slack, self._shared = slack, shared
-        self._again: dict[Hashable, Table] = {}
-        self._at_rest: dict[Hashable, Table] = {}
-        self._longest: dict[Hashable, int] = {}
-        self._kinds: dict[int, Hashable] = {}
-
-    @cached_property
-    def is_free(self) -> bool:
-        """Whether nothing is limited and nothing must run twice."""
-        rule = self._setting.recompute
-        return rule in {"where-needed", "never"} and min(self._limits) == inf
-
-    @cached_property
-    def _limits(self) -> list[float]:
-        return [self._limit(stage) for stage in range(self._setting.num_stages)]
-
-    def _limit(self, stage: int) -> float:
-        setting = self._setting
-        if not setting.is_single and not self._shared:
-            return inf
-        stages_of = setting.schedule.stages_of
-        count = max(len(stages_of[rank]) for rank in setting.schedule.ranks_of(stage))
-        return min(
-            (limit + self._slack) / (1 + allocator) / count
-            for limit, allocator in self._task.memories_of(setting.devices_of[stage])
-        )
-
-    def kind(self, stage: int) -> Hashable:
-        """Stages of one kind have the same tables."""
-        if self.is_free:
-            return None
-        if stage not in self._kinds:
-            ways = self._key(stage, "none"), self._key(stage, "stage")
-            self._kinds[stage] = self._limits[stage], *ways
-        return self._kinds[stage]
-
-    def again_seconds(self, stage: int, num_rows: int) -> Table:
-        """Seconds that a stage takes longer because it must run forward twice, with up to so much
-        of what is between two of ``Task.places``; infinite where it does not fit even so. Worked
-        out once for all stages of a kind."""
-        kind = self.kind(stage)
-        if kind not in self._again or len(self._again[kind]) < num_rows:
-            self._again[kind] = self._again_seconds(stage, num_rows)
-        return self._again[kind][:num_rows]
-
-    def _again_seconds(self, stage: int, num_rows: int) -> Table:
-        rule, limit = self._setting.recompute, self._limits[stage]
-        again = self._task.tables(num_rows)["recompute_seconds"]
-        if rule in {"stage", "layers"}:
-            return np.where(self.num_bytes(stage, rule, num_rows) <= limit, again, inf)
-        fits = self.num_bytes(stage, "none", num_rows) <= limit
-        if rule == "never":
-            return np.where(fits, 0.0, inf)
-        least = np.minimum(
-            self.num_bytes(stage, "layers", num_rows), self.num_bytes(stage, "stage", num_rows)
-        )
-        return np.where(fits, 0.0, np.where(least <= limit, again, inf))
-
-    def longest(self, stage: int) -> int:
-        """The most that a stage can have of what is between two places: whatever begins at a place
-        needs no less if it has more. (That the halves of a tied weight come together may spare
-        memory, so of models with such weights nothing is known.)"""
-        count = len(self._task.places) - 1
-        if self._task.ties or self._limits[stage] == inf:
-            return count
-        kind = self.kind(stage)
-        if kind not in self._longest:
-            length = min(_FEW_ROWS, count)
-            while length < count and self._fitting_rows(stage, length) == length:
-                length = min(2 * length, count)
-            self._longest[kind] = self._fitting_rows(stage, length)
-        return self._longest[kind]
-
-    def _fitting_rows(self, stage: int, num_rows: int) -> int:
-        """Of so many rows, those up to the last one in which something fits."""
-        fits = np.isfinite(self.again_seconds(stage, num_rows))
-        fits &= (
-            np.arange(fits.shape[1]) > np.arange(num_rows)[:, None]
-        )  # as far as there are stages
-        return int(np.flatnonzero(fits.any(axis=1)).max(initial=-1)) + 1
-
-    def recompute(self, stage: int, start: int, stop: int) -> RecomputeWay:
-        """The recomputing that a stage with layers ``[start, stop)``, which fits, needs."""
-        rule, limit = self._setting.recompute, self._limits[stage]
-        if rule in {"stage", "layers"}:
-            return rule
-        if rule == "never" or limit == inf:
-            return "none"
-        if self.held_bytes(stage, "none", start, stop) <= limit:
-            return "none"
-        return self.lighter(stage, start, stop)
-
-    def lighter(self, stage: int, start: int, stop: int) -> RecomputeWay:
-        """The recomputing with which a stage with layers ``[start, stop)`` needs less memory."""
-        ways: tuple[RecomputeWay, ...] = ("layers", "stage")
-        return min(ways, key=lambda how: self.held_bytes(stage, how, start, stop))
-
-    def held_bytes(self, stage: int, how: RecomputeWay, start: int, stop: int) -> int:
-        """Bytes that a rank needs for a stage with layers ``[start, stop)``, also where these begin
-        or end between the places of the tables."""
-        key = (*self._key(stage, how), start, stop)
-        known = self._task.cache.held
-        if key not in known:
-            numbers, inputs = self._task.numbers(start, stop), self._task.input_bytes[start]
-            copies, sums, loads, *_ = key
-            known[key] = int(_needed(numbers, inputs, copies, sums, loads, how))
-        return known[key]
-
-    def state_bytes(self, stage: int, how: RecomputeWay, start: int, stop: int) -> int:
-        """Bytes that a rank needs for a stage with layers ``[start, stop)`` while nothing is in
-        flight."""
-        key = self._copies[stage], self._sums[stage], how == "layers", start, stop
-        known = self._task.cache.held
-        if key not in known:
-            numbers = self._task.numbers(start, stop)
-            known[key] = int(_at_rest(numbers, self._copies[stage], self._sums[stage], how))
-        return known[key]
-
-    def lightest(self, stage: int) -> tuple[Table, ...]:
-        """``num_bytes`` of every way that is allowed, in the order of ``ways``, with whatever there
-        is between two places."""
-        count = len(self._task.places) - 1
-        return tuple(self.num_bytes(stage, how, count) for how in self.ways)
-
-    @property
-    def ways(self) -> tuple[RecomputeWay, ...]:
-        """The ways to recompute that the setting allows."""
-        rule = self._setting.recompute
-        if rule == "where-needed":
-            return _RECOMPUTES
-        return ("none",) if rule == "never" else (rule,)
-
-    def num_bytes(self, stage: int, how: RecomputeWay, num_rows: int) -> Table:
-        """Bytes that a rank of a stage needs, as ``again_seconds``."""
-        copies, sums, loads, _ = self._key(stage, how)
-        tables = self._task.tables(num_rows)
-        key = num_rows, copies, sums, how == "layers"
-        if key not in self._at_rest:
-            self._at_rest[key] = _at_rest(tables, copies, sums, how)
-        needed: Table = _in_flight(tables, tables["input_bytes"], loads, how)
-        return needed + self._at_rest[key]
-
-    def _key(
-        self, stage: int, how: RecomputeWay
-    ) -> tuple[int, CopySums, tuple[Load, ...], RecomputeWay]:
-        """All of a stage that decides, with its layers, what it needs."""
-        return self._copies[stage], self._sums[stage], self._loads(stage, how), how
-
-    def _loads(self, stage: int, how: RecomputeWay) -> tuple[Load, ...]:
-        return self._setting.loads(stage, again=how == "stage")
-
-
 class CopySums(NamedTuple):
     """How many ranks have a copy of a stage, and how they sum gradients: what of the stage's state
     each of them keeps. Without copies, gradients of tied weights only are summed.
@@ -574,7 +297,7 @@ class CopySums(NamedTuple):
         """Bytes of weights, gradients and optimizer state, and the room to sum.
 
         Args:
-            numbers: sums over the stage's layers, as numbers or tables (``Task.tables``).
+            numbers: sums over the stage's layers, as numbers or tables (``LayerSums.tables``).
             copies: of the weights.
         """
         count, reducer = self.num_shards, self.reducer
@@ -589,43 +312,3 @@ class CopySums(NamedTuple):
             elif reducer in BY_SHARE:
                 optimizer = optimizer / count
         return copies * np.ceil(held) + gradients + np.ceil(optimizer) + np.ceil(room)
-
-
-def _needed(
-    numbers: Mapping[str, Any],
-    inputs: Any,
-    copies: int,
-    summing: CopySums,
-    loads: tuple[Load, ...],
-    how: RecomputeWay,
-) -> Any:
-    """The bytes that a rank needs for one stage, as numbers, or for many at once, as tables.
-
-    Args:
-        numbers: sums over the stage's layers, by their names (``Task.numbers``, ``Task.tables``).
-        inputs: bytes of the stage's input.
-        copies: of the weights.
-        summing: what of the stage's state a rank keeps.
-        loads: the worst moments of the rank.
-        how: what runs again.
-    """
-    return _in_flight(numbers, inputs, loads, how) + _at_rest(numbers, copies, summing, how)
-
-
-def _in_flight(
-    numbers: Mapping[str, Any], inputs: Any, loads: tuple[Load, ...], how: RecomputeWay
-) -> Any:
-    """The bytes of what is in flight at the worst moment; as ``_needed``."""
-    whole = numbers["again_input_bytes" if how == "layers" else "activation_bytes"]
-    sizes = inputs, whole, numbers["weight_kept_bytes"]
-    most: Any = 0
-    for load in loads:
-        held = [count * size for count, size in zip(load, sizes, strict=True) if count]
-        most = np.maximum(most, sum(held)) if len(loads) > 1 else sum(held)
-    return np.ceil(most)
-
-
-def _at_rest(numbers: Mapping[str, Any], copies: int, summing: CopySums, how: RecomputeWay) -> Any:
-    """The bytes of all else; as ``_needed``."""
-    workspace = "again_workspace_bytes" if how == "layers" else "workspace_bytes"
-    return summing.state_bytes(numbers, copies) + numbers["buffer_bytes"] + numbers[workspace]

@@ -75,7 +75,7 @@ class Shortfall:
         )
 
     def _without_any(self) -> str:
-        ties = self.tasks[0].ties
+        ties = self.tasks[0].layers.ties
         if not self.race.is_complete:
             return f"{self._verdict}: allow {_MORE_TIME}"
         if ties and self.constraints.never_flushes:

@@ -86,7 +86,7 @@ class Spilled:
         """As the candidate's, but weights that several stages use stay: their gradients and their
         state as well."""
         task, stages = self.candidate.task, list(self.candidate.stages)
-        for tie in task.ties:
+        for tie in task.layers.ties:
             holders = [
                 index
                 for index, (start, stop) in enumerate(pairwise(self.candidate.cuts))
@@ -225,7 +225,7 @@ def _is_hopeless(task: Task, num_ranks: int, count: int) -> bool:
     most that there can be are, for what is then told."""
     most = task.num_layers // num_ranks
     cuts = _even_cuts(task, num_ranks * count)
-    largest = max(task.trained_bytes(start, stop) for start, stop in pairwise(cuts))
+    largest = max(task.layers.trained_bytes(start, stop) for start, stop in pairwise(cuts))
     return count < most and largest > max(_limits(task, num_ranks))
 
 
@@ -270,7 +270,7 @@ def _spilled(task: Task, tier: Tier, num_ranks: int, count: int, how: How) -> Sp
 
 def _limits(task: Task, num_ranks: int) -> tuple[float, ...]:
     """The bytes that each rank may use: its own limit, and its share of what its host has."""
-    limits = list(task.tensor_limits[:num_ranks])
+    limits = list(task.devices.tensor_limits[:num_ranks])
     for host, shared in task.topology.shared_memories:
         own = [rank for rank in range(num_ranks) if rank in host]
         for rank in own:
@@ -357,7 +357,7 @@ def _plan(best: Spilled) -> Plan:
 
 def _in_memory_bytes(task: Task) -> int:
     """Of one device that has all layers, with as many microbatches in flight as one."""
-    return task.state_bytes + task.activation_bytes(0, task.num_layers)
+    return task.layers.state_bytes + task.layers.activation_bytes(0, task.num_layers)
 
 
 def _traffic(best: Spilled) -> tuple[int, int]:
@@ -406,7 +406,7 @@ def _too_little(nearest: Spilled | None) -> str:
             f"minibatch has {MOST_WHOLE:,} microbatches at most"
         )
     task = nearest.candidate.task
-    sizes, whole = _layer_bytes(task), task.trained_bytes(0, task.num_layers)
+    sizes, whole = _layer_bytes(task), task.layers.trained_bytes(0, task.num_layers)
     largest = max(range(len(sizes)), key=sizes.__getitem__)
     least = min(nearest.limits)
     name, needs = task.graph.layers[largest].name, format_bytes(sizes[largest])

@@ -14,8 +14,8 @@ from penstock.core.graph import Layer, LayerGraph
 from penstock.planning.partition.chain import Ints
 
 OF_PARAMETERS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "update_seconds")
-"""Numbers of a layer, as ``Task.sums`` names them, that its parameters have: a stage has what all
-its layers share once."""
+"""Numbers of a layer, as ``LayerSums.sums`` names them, that its parameters have: a stage has what
+all its layers share once."""
 
 
 class Tie(NamedTuple):

@@ -34,10 +34,11 @@ from penstock.core.versions import Flush
 from penstock.planning.partition import best_partition
 from penstock.planning.planner.candidate import Candidate
 from penstock.planning.planner.cuts import with_cuts
+from penstock.planning.planner.groups import TensorGroups
 from penstock.planning.planner.hosts import links_of_groups
 from penstock.planning.planner.offers import Offer
 from penstock.planning.planner.request import PLAIN, Constraints
-from penstock.planning.planner.task import Task, TensorGroups
+from penstock.planning.planner.task import Task
 
 if TYPE_CHECKING:
     from penstock.planning.partition.placement import Stages
@@ -167,7 +168,7 @@ def _shared_by(task: Task, members: Sequence[range], *, elsewhere: bool) -> Iter
     shared = _of_groups(task, members)
     chosen = [split()]
     yield shared(chosen[0])
-    limit = min(task.tensor_limits) * len(members)
+    limit = min(task.devices.tensor_limits) * len(members)
     for price in _LEAN if _total_bytes(chosen[0]) > _SHORT * limit else ():
         leaner = split(seconds_per_byte=price * chosen[0].seconds / 1e9)
         if _total_bytes(leaner) < _LESS * min(map(_total_bytes, chosen)):
@@ -208,7 +209,11 @@ def _of_groups(task: Task, members: Sequence[range]) -> Callable[[TensorSplit], 
 
     def shared(split: TensorSplit) -> Task:
         made = replace(
-            task, graph=split.graph, cluster=cluster, groups=TensorGroups(groups, split, task)
+            task,
+            graph=split.graph,
+            cluster=cluster,
+            groups=TensorGroups(groups, split, task.graph, task.topology),
+            undivided=task,
         )
         vars(made)["topology"] = topology
         return made
@@ -277,7 +282,7 @@ def mixed(tasks: Sequence[Task], constraints: Constraints) -> Iterator[Candidate
             seen = {
                 other.groups.num_ranks: other.groups.tensor_split
                 for other in tasks
-                if other.groups is not None and other.groups.single is task
+                if other.groups is not None and other.undivided is task
             }
             yield from _of(task, seen, constraints)
 
@@ -285,7 +290,7 @@ def mixed(tasks: Sequence[Task], constraints: Constraints) -> Iterator[Candidate
 def _is_chain(task: Task) -> bool:
     """Whether whatever layers read comes from the one before them, and nothing is tied."""
     layers = task.graph.layers
-    return not task.ties and not any(
+    return not task.layers.ties and not any(
         layer.inputs is not None or layer.after or layer.skip_bytes for layer in layers
     )
 
@@ -307,13 +312,13 @@ def _of(
 def _promising(task: Task, split: TensorSplit, width: int, replicas: int) -> list[int]:
     """The cuts that promise most: the slower stage sets the pace, and sums come behind it."""
     count = task.num_microbatches
-    before = [*accumulate(task.compute_seconds, initial=0.0)]
+    before = [*accumulate(task.layers.compute_seconds, initial=0.0)]
     behind = [*accumulate((layer.compute_seconds for layer in split.graph.layers), initial=0.0)]
     parameters = [*accumulate((layer.parameter_bytes for layer in task.graph.layers), initial=0)]
 
     def seconds(cut: int) -> float:
         front, back = before[cut] / replicas, behind[-1] - behind[cut]
-        link = task.link_between(range(replicas), [replicas], _crossing(task, cut, width))
+        link = task.devices.link_between(range(replicas), [replicas], _crossing(task, cut, width))
         hop = link.seconds(_crossing(task, cut, width))
         summed = 2 * (replicas - 1) / replicas * link.seconds(parameters[cut])
         return count * max(front, back, hop) + min(front, back) + 2 * hop + summed
@@ -324,7 +329,7 @@ def _promising(task: Task, split: TensorSplit, width: int, replicas: int) -> lis
 def _crossing(task: Task, cut: int, width: int) -> int:
     """Bytes that a microbatch brings over the cut, on an average of there and back: every member
     gets the value, and one of them sends its gradient."""
-    return task.crossing_bytes[cut] * (width + 1) // 2
+    return task.layers.crossing_bytes[cut] * (width + 1) // 2
 
 
 def _candidate(
@@ -336,7 +341,10 @@ def _candidate(
     link = task.topology.slowest_link(group, _USUAL_BYTES)
     graph = task.graph
     behind = with_fields(
-        graph, layers=graph.layers[cut:], input_bytes=task.crossing_bytes[cut], other_sizes=()
+        graph,
+        layers=graph.layers[cut:],
+        input_bytes=task.layers.crossing_bytes[cut],
+        other_sizes=(),
     )
     speed = min(task.cluster.devices[index].speed for index in group)
     split = split_layers(behind, width, link, num_microbatches=task.num_microbatches, speed=speed)
@@ -348,7 +356,8 @@ def _candidate(
         task,
         graph=with_fields(graph, layers=(*front, last, *split.graph.layers), other_sizes=()),
         cluster=_of_leaders(task.cluster, members, devices),
-        groups=TensorGroups(devices, split, task),
+        groups=TensorGroups(devices, split, graph, task.topology),
+        undivided=task,
     )
     counts = (replicas, 1) if replicas > 1 else ()
     offer = Offer(PLAIN, tuple(range(replicas + 1)), Flush(), counts, (), constraints.recompute)

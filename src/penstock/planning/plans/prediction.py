@@ -20,6 +20,7 @@ from penstock.core.timing.simulator.beside import Served
 from penstock.core.timing.simulator.rhythm import step_in_rhythm
 from penstock.core.timing.simulator.step import (
     StepTimes,
+    microbatches_of_two,
     step_in_rows,
     step_of,
     two_pipelines,
@@ -172,7 +173,7 @@ class Prediction:
         """How many microbatches of a minibatch the placement leaves out of its middle."""
         count, width = self.num_microbatches, max(self.replicas)
         if max(self.placement.copies.values()) < width:  # it has the first and the last alone
-            count = ceil(count / width) + count // width
+            count = microbatches_of_two(count, width)
         return max(count - self.placement.num_microbatches, 0) if self.flushes else 0
 
     @cached_property

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from penstock.base.errors import PenstockError
+from penstock.base.kept import kept
 from penstock.base.units import format_seconds
 from penstock.core.cluster.local import usable_cores
 from penstock.core.graph import Contention, LayerGraph, Mode
@@ -193,7 +194,6 @@ class _CalibrationRounds:
         self._runner = runner
         self._graph = graph
         self._count = count
-        self._plans: dict[Mode, Plan] = {}
         self._refused: dict[Mode, PenstockError] = {}
         self._reference = Reference()
 
@@ -233,12 +233,9 @@ class _CalibrationRounds:
     def _alone(self) -> Alone:
         return self._runner.alone(self._graph.num_threads, self._effort)
 
+    @kept
     def _plan(self, mode: Mode) -> Plan:
-        if mode not in self._plans:
-            self._plans[mode] = plan_of(
-                self._graph, mode, self._count, self._effort.microbatches_per_rank
-            )
-        return self._plans[mode]
+        return plan_of(self._graph, mode, self._count, self._effort.microbatches_per_rank)
 
 
 def _mean(alone: Sequence[Alone]) -> Alone:

@@ -246,6 +246,12 @@ def two_pipelines(schedule: Schedule, costs: Costs) -> tuple[Schedule, Costs] | 
     return _of_ranks(schedule, kept), replace(costs, cards=cards, hosts=hosts)
 
 
+def microbatches_of_two(count: int, width: int) -> int:
+    """Of so many microbatches, those of the first and the last of ``width`` pipelines side by side:
+    the first ones may have one more."""
+    return -(-count // width) + count // width
+
+
 def are_apart(cards: Sequence[int], hosts: Sequence[int], width: int) -> bool:
     """Whether pipelines side by side have cards that no others share, and the first and the last of
     them tell what all do: copies of a rank, and the ranks of a pipeline, are on one host everywhere
