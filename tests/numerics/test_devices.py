@@ -230,6 +230,37 @@ def test_a_rank_reads_at_most_one_number_per_step(
     assert waits_of(accelerator, batches, **options) == [num_waits * 8] * 2
 
 
+def spans_of(accelerator, schedule, launch_seconds):
+    """Of each of two devices, the stream that computes in a step, where a kernel takes a second and
+    its launch takes the host so long; and no host ever waits for a device."""
+    model, batch = nn.Sequential(*(nn.Linear(16, 16) for _ in range(16))), torch.randn(16, 16)
+    options = {"optimizer": sgd, "loss": F.mse_loss, "num_microbatches": 8}
+    with pipeline_of(model, schedule, devices=["emu:0", "emu:1"], **options) as pipeline:
+        pipeline.step(batch, batch)  # layers are looked at in their first run
+        for device in range(2):
+            accelerator.reset_host_counts(device)
+        accelerator.set_pace(launch_seconds, 1.0)
+        pipeline.step(batch, batch)
+        spans = [max(accelerator.worked(device), key=lambda s: s.busy) for device in range(2)]
+        accelerator.set_pace(0.0, 0.0)
+        assert [accelerator.host_waits(i) + accelerator.host_reads(i) for i in range(2)] == [0, 0]
+    return spans
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_launches_that_take_half_as_long_as_kernels_leave_no_device_idle(accelerator, schedule):
+    """Hosts are ahead: the last stage has no gap between its first kernel and its last one, and the
+    first one no other than the schedule's."""
+    at_once = spans_of(accelerator, schedule, launch_seconds=1e-9)
+    launched = spans_of(accelerator, schedule, launch_seconds=0.5)
+    for span, theirs in zip(launched, at_once, strict=True):
+        assert span.busy == theirs.busy > 200
+        assert span.end - span.begin == pytest.approx(theirs.end - theirs.begin, abs=1.0)
+    assert launched[-1].end - launched[-1].begin == pytest.approx(launched[-1].busy, abs=1.0)
+    slow = spans_of(accelerator, schedule, launch_seconds=2.0)
+    assert slow[-1].end - slow[-1].begin > 1.5 * slow[-1].busy  # nobody is ahead any more
+
+
 @pytest.mark.parametrize("clip_norm", [None, 0.05])
 def test_an_overflow_skips_the_step_on_all_devices(accelerator, clip_norm):
     """The host reads one number for that, too."""

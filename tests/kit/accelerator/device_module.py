@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 
@@ -172,6 +173,35 @@ def set_sync_debug_mode(mode: str) -> None:
     if mode not in {"default", "error"}:
         raise ValueError(f'the mode is "default" or "error", not {mode!r}')
     _ledger().refuse_host_reads(mode == "error")
+
+
+# --- how long it would have taken
+
+
+class Worked(NamedTuple):
+    """A stream, in seconds since the pace was set: when it began and ended, and how long it was
+    busy."""
+
+    begin: float
+    end: float
+    busy: float
+
+
+def set_pace(launch_seconds: float, kernel_seconds: float) -> None:
+    """From now on, each op that computes takes the host and its stream so long, in a time that is
+    counted and not waited for; 0 and 0 count nothing."""
+    _ledger().set_pace(launch_seconds, kernel_seconds)
+
+
+def worked(device=None) -> list[Worked]:
+    """What each stream of a device has done at this pace, of those that have done something."""
+    return [Worked(*stream) for stream in _ledger().worked(_index(device))]
+
+
+def host_idle(device=None) -> float:
+    """How long threads whose device it is stood still at this pace: for a value, for work that they
+    asked to wait for, or for another thread to launch what they need."""
+    return _ledger().host_idle(_index(device))
 
 
 def check() -> None:

@@ -30,6 +30,21 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("host_waits", [locked](c10::DeviceIndex index) {
     return locked(index, [](auto& device) { return device.host_waits; });
   });
+  module.def("set_pace", [](double launch_seconds, double kernel_seconds) {
+    std::lock_guard<std::mutex> lock(Ledger::get().mutex());
+    Ledger::get().pace.set(launch_seconds, kernel_seconds);
+  });
+  module.def("worked", [](c10::DeviceIndex index) {
+    std::lock_guard<std::mutex> lock(Ledger::get().mutex());
+    std::vector<std::tuple<double, double, double>> streams;
+    for (const auto& [lane, worked] : Ledger::get().pace.worked())
+      if (Ledger::get().device_of(lane) == index) streams.emplace_back(worked.begin, worked.end, worked.busy);
+    return streams;
+  });
+  module.def("host_idle", [](c10::DeviceIndex index) {
+    std::lock_guard<std::mutex> lock(Ledger::get().mutex());
+    return Ledger::get().pace.host_idle(index);
+  });
   module.def("reset_host_counts", [locked](c10::DeviceIndex index) {
     locked(index, [](auto& device) { device.host_reads = device.host_waits = 0; });
   });

@@ -51,7 +51,7 @@ void copy_to_device(const Tensor& from, const Tensor& to, bool non_blocking) {
     as_read = memory_of(from).clone(at::MemoryFormat::Contiguous);
   };
   pinned ? ledger.with_pending_shown(pinned, read) : read();
-  if (!non_blocking) return ledger.complete(ledger.recorded(lane));
+  if (!non_blocking) return ledger.wait_until_complete(ledger.recorded(lane));
   if (pinned) {  // the hardware may read as late as the host waits
     const auto changed = [memory = memory_of(from), as_read]() -> std::string {
       return same_bytes(memory, as_read) ? "" : "pinned memory was overwritten before it was copied";
@@ -72,7 +72,7 @@ void copy_to_host(const Tensor& from, const Tensor& to, bool non_blocking) {
   if (pinned) ledger.settle(pinned, extent_of(to));
   if (!is_late) {
     to.copy_(on_host(from));
-    return ledger.complete(ledger.recorded(lane));
+    return ledger.wait_until_complete(ledger.recorded(lane));
   }
   // The host sees the values when it has waited, and something striking before.
   const auto memory = memory_of(to), arriving = at::empty(to.sizes(), to.options().pinned_memory(false));

@@ -93,7 +93,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   static DeviceIndex index_of(Device device) { return device.has_index() ? device.index() : current_device(); }
   static void wait_for(const Clock& clock, DeviceIndex device) {
     Ledger::get().host_waits(device);
-    Ledger::get().complete(clock);
+    Ledger::get().wait_until_complete(clock);
   }
   static bool answered(const Clock& clock, bool& was_asked) {
     if (!Ledger::get().is_complete(clock) && !std::exchange(was_asked, true)) return false;

@@ -97,15 +97,19 @@ void Ledger::check(const Access& earlier, Lane lane, const std::string& op, cons
       ", and is not ordered behind it. Record an event there and let this stream wait for it.");
 }
 
-int64_t Ledger::launch(Lane lane, const std::string& op, const std::vector<Use>& uses) {
+int64_t Ledger::launch(Lane lane, const std::string& op, const std::vector<Use>& uses, bool is_kernel) {
   Lock lock(mutex_);
   for (const auto& use : uses) {
-    for (const auto& write : use.block->writes) check(write, lane, op, use);
+    for (const auto& write : use.block->writes) {
+      check(write, lane, op, use);
+      if (pace.is_set()) pace.host_needs(current_device(), write.lane, write.position);
+    }
     if (use.writes)
       for (const auto& read : use.block->reads) check(read, lane, op, use);
   }
   if (clocks_[lane].size() <= lane) clocks_[lane].resize(lane + 1);
   const int64_t now = ++clocks_[lane][lane];
+  if (is_kernel && pace.is_set()) pace.launch(current_device(), lane, now);
   for (const auto& use : uses) {
     auto& block = *use.block;
     if (use.writes) {  // who is behind this write is behind all that it was behind
@@ -126,6 +130,7 @@ Clock Ledger::recorded(Lane lane) {
 void Ledger::wait(Lane lane, const Clock& event) {
   Lock lock(mutex_);
   merge(clocks_[lane], event);
+  if (pace.is_set()) pace.stream_waits(lane, event);
 }
 
 bool Ledger::is_complete(const Clock& event) {
@@ -146,6 +151,14 @@ void Ledger::complete(const Clock& event) {
   finish(std::move(done));
 }
 
+void Ledger::wait_until_complete(const Clock& event) {
+  {
+    Lock lock(mutex_);
+    if (pace.is_set()) pace.host_waits(current_device(), event);
+  }
+  complete(event);
+}
+
 void Ledger::complete_device(c10::DeviceIndex device) {
   Clock all;
   {
@@ -153,7 +166,7 @@ void Ledger::complete_device(c10::DeviceIndex device) {
     for (Lane lane = 0; lane < clocks_.size(); ++lane)
       if (device_of_lane_[lane] == device) merge(all, clocks_[lane]);
   }
-  complete(all);
+  wait_until_complete(all);
 }
 
 void Ledger::host_needs(Lane lane, const std::string& op) {

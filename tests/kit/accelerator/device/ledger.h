@@ -7,6 +7,8 @@
 //   [2] recording an event copies the stream's clock, waiting for the event merges it;
 //   [3] when the host waits, what it waited for is complete for everybody: one clock for the host.
 #pragma once
+#include "pace.h"
+
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/Storage.h>
 #include <c10/core/Stream.h>
@@ -20,8 +22,6 @@
 namespace emulated {
 
 constexpr c10::DeviceIndex kNumDevices = 4;
-using Lane = size_t;                  // a stream's number among the streams of all devices
-using Clock = std::vector<int64_t>;   // by lane: the last position that is known to be done
 
 struct Extent {  // bytes of an allocation
   size_t begin, end;
@@ -72,11 +72,12 @@ class Ledger {
   bool knows(const c10::Stream& stream);
 
   // Order. `launch` checks and enters an op; all others move clocks.
-  int64_t launch(Lane lane, const std::string& op, const std::vector<Use>& uses);
+  int64_t launch(Lane lane, const std::string& op, const std::vector<Use>& uses, bool is_kernel = true);
   Clock recorded(Lane lane);
   void wait(Lane lane, const Clock& event);
   bool is_complete(const Clock& event);
   void complete(const Clock& event);
+  void wait_until_complete(const Clock& event);  // the host does
   void complete_device(c10::DeviceIndex device);
 
   // The host will wait since it needs a value: counted, and refused in the mode "error".
@@ -101,10 +102,12 @@ class Ledger {
     size_t limit = size_t{16} << 30;
     int64_t host_reads = 0, host_waits = 0;
   };
+  c10::DeviceIndex device_of(Lane lane) const { return device_of_lane_[lane]; }
   Device& device(c10::DeviceIndex index) { return devices_[index]; }
   static bool is_forked_after_use();
   std::mutex& mutex() { return mutex_; }
   bool refuse_host_reads = false;
+  Pace pace;
 
  private:
   bool done_before(const Access& access, Lane lane) const;

@@ -58,8 +58,8 @@ class Call {
     for (auto& taken : taken_) adopt_size(taken);
     for (size_t i = stack_.size() - schema_.returns().size(); i < stack_.size(); ++i)
       exchange_tensors(stack_[i], [&](const Tensor& tensor) { return give(tensor); });
-    ledger.launch(lane, name_, given_);
-    if (is_needed) ledger.complete(ledger.recorded(lane));
+    ledger.launch(lane, name_, given_, false);  // by the same kernel, or by none
+    if (is_needed) ledger.wait_until_complete(ledger.recorded(lane));
   }
 
  private:
