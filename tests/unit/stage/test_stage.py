@@ -357,6 +357,16 @@ def test_a_layer_that_is_called_in_its_own_way_is_called_so():
     assert layer.num_calls == 3
 
 
+def test_a_weight_that_is_no_parameter_any_more_is_used():
+    """As some libraries compute weights of others, and set them."""
+    layer = nn.Linear(3, 2, bias=False)
+    del layer.weight
+    layer.weight = torch.ones(2, 3)
+    stage = stage_of(layer, nn.ReLU())
+    for step in range(2):
+        assert torch.equal(stage.forward(0, torch.ones(1, 3), step).value, torch.full((1, 2), 3.0))
+
+
 def test_a_layer_whose_forward_was_replaced_may_overwrite_what_it_is_given():
     """As other libraries replace it; the leaf where its gradient will be is not given away."""
     layer = nn.Linear(3, 3)

@@ -140,7 +140,9 @@ def _direct(layer: nn.Module) -> Callable[[Any], Any]:
         or layer._backward_hooks
     ):
         return layer
-    if type(layer) is nn.Linear and "forward" not in vars(layer):
+    # A weight that somebody computes stands in its place as a plain attribute.
+    has_own = layer._parameters.keys() == {"weight", "bias"}
+    if type(layer) is nn.Linear and has_own and "forward" not in vars(layer):
         return partial(_linear, layer._parameters)
     return layer.forward
 

@@ -120,7 +120,7 @@ def recomputing(
     """
     again = setting.recompute if setting.recompute in {"stage", "layers"} else "none"
     plain = Candidate(task, setting, cuts, (again,) * setting.num_stages)
-    has_room = _held_within(plain, setting.unlike_ranks(task), slack) is not None
+    has_room = all(_has_room(plain, rank, slack) for rank in setting.unlike_ranks(task))
     if has_room and plain.excess.num_bytes <= slack:
         return [plain]
     if setting.recompute != "where-needed":
@@ -231,12 +231,15 @@ def _busy_seconds(plain: Candidate, how: dict[int, RecomputeWay]) -> float:
 
 def _held_within(candidate: Candidate, ranks: Iterable[int], slack: float) -> dict[int, int] | None:
     """What ranks hold; ``None`` where one of them does not keep its own limit."""
-    held: dict[int, int] = {}
-    for rank in ranks:
-        held[rank] = candidate.held_on(rank)
-        if held[rank] > candidate.task.devices.limits[candidate.setting.devices[rank]] + slack:
-            return None
-    return held
+    if not all(_has_room(candidate, rank, slack) for rank in ranks):
+        return None
+    return {rank: candidate.held_on(rank) for rank in ranks}
+
+
+def _has_room(candidate: Candidate, rank: int, slack: float) -> bool:
+    """Whether a rank keeps its own limit."""
+    limit = candidate.task.devices.limits[candidate.setting.devices[rank]]
+    return limit == inf or candidate.held_on(rank) <= limit + slack
 
 
 def _every_pattern(setting: Setting) -> Iterator[Recomputes]:
