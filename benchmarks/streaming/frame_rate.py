@@ -45,7 +45,7 @@ SIZE = 32
 def rates(turns: int, count: int) -> None:
     """Print the table of rates."""
     columns = ("1 thread", "2 threads", "by hand", "2 stages", "replayed")
-    print(f"{'':32}{''.join(f'{name:>12}' for name in columns)}{'speed-up':>10}{'overhead':>22}")
+    print(f"{'':32}{''.join(f'{name:>12}' for name in columns)}{'speed-up':>10}{'overhead':>26}")
     for network in NETWORKS:
         graph = profiled(network, SIZE)
         alone, threaded = OneDevice(network, 1, SIZE), OneDevice(network, 2, SIZE)
@@ -72,7 +72,7 @@ def rates(turns: int, count: int) -> None:
             f"{1e6 * median(_overhead(paces, name) for paces in taken):.0f}"
             for name in ("by hand", "2 stages", "replayed")
         )
-        print(f"{network.title:32}{cells}{speed_up:>10.2f}{overhead:>19} µs", flush=True)
+        print(f"{network.title:32}{cells}{speed_up:>10.2f}{overhead:>23} µs", flush=True)
 
 
 def _overhead(paces: Mapping[str, Pace], name: str) -> float:

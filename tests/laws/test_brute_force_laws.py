@@ -13,8 +13,8 @@ from benchmarks.planning.large_plans import deep_chain, flat_cluster
 from penstock.base.units import format_seconds
 from penstock.planning.planner.cuts import FEW_RECOMPUTED, candidates, recomputing
 from penstock.planning.planner.limits import lacks_room
+from penstock.planning.planner.memory_limits import MemoryLimits
 from penstock.planning.planner.offers import Offer
-from penstock.planning.planner.setting import MemoryLimits
 from penstock.planning.planner.task import Task
 from tests.kit.brute_force import (
     any_that_fits,

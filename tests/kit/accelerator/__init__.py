@@ -37,6 +37,10 @@ What is caught:
   ``accelerator.set_sync_debug_mode("error")``. Waits that were asked for are counted by
   themselves.
 
+How long it would have taken is counted on request (``accelerator.set_pace``): with so many seconds
+for a launch and for a kernel, when each stream was busy (``worked``), and how long hosts stood
+still (``host_idle``). Nothing takes longer for it.
+
 The rules are CUDA's: work of one stream is in order; a copy between devices runs on the source's
 stream, which first waits for the destination's and is then waited for by it; a copy from pageable
 memory is over when it returns; memory returns to the pool of the stream that it came from;
@@ -54,7 +58,7 @@ What cannot be caught, or does not work:
   nobody raises; what the host overwrites with equal bytes is not noticed;
 - a race between threads of the host. When one has waited for a stream, its work is done for all
   threads, also for those that nobody told;
-- speed, fragmentation and rounding of allocations, workspaces of kernels, limits on streams;
+- how long a kernel takes, fragmentation and rounding of allocations, workspaces of kernels, limits on streams;
 - ranks in several processes that share device memory, graphs of a stream
   (``torch.accelerator.Graph``), collectives but sends and receives (`collectives.py`), sparse,
   nested and quantised tensors, ``torch.compile``, packed sequences.
@@ -66,7 +70,7 @@ the CPU's, but every device draws for itself: ``torch.manual_seed`` gives all of
 ones.
 
 How it is built: `device/` is the C++ that torch loads as its kind of device ``PrivateUse1``, of
-which `ledger.h` has the idea; `building.py` compiles it on first use (a minute) and keeps it under
+which `ledger.h` has the idea, and `pace.h` that of its time; `building.py` compiles it on first use (a minute) and keeps it under
 ``~/.cache/penstock``; `devices.py` registers it, `device_module.py` is what becomes ``torch.emu``,
 `recurrent.py` keeps recurrent layers to the CPU's bits, and `own_process.py` runs the tests, in a
 process of their own, and says why. Without a C++ compiler they are skipped.
