@@ -58,7 +58,8 @@ What cannot be caught, or does not work:
   nobody raises; what the host overwrites with equal bytes is not noticed;
 - a race between threads of the host. When one has waited for a stream, its work is done for all
   threads, also for those that nobody told;
-- how long a kernel takes, fragmentation and rounding of allocations, workspaces of kernels, limits on streams;
+- how long a kernel takes, fragmentation and rounding of allocations, workspaces of kernels, limits
+  on streams;
 - ranks in several processes that share device memory, graphs of a stream
   (``torch.accelerator.Graph``), collectives but sends and receives (`collectives.py`), sparse,
   nested and quantised tensors, ``torch.compile``, packed sequences.
@@ -70,8 +71,9 @@ the CPU's, but every device draws for itself: ``torch.manual_seed`` gives all of
 ones.
 
 How it is built: `device/` is the C++ that torch loads as its kind of device ``PrivateUse1``, of
-which `ledger.h` has the idea, and `pace.h` that of its time; `building.py` compiles it on first use (a minute) and keeps it under
-``~/.cache/penstock``; `devices.py` registers it, `device_module.py` is what becomes ``torch.emu``,
-`recurrent.py` keeps recurrent layers to the CPU's bits, and `own_process.py` runs the tests, in a
-process of their own, and says why. Without a C++ compiler they are skipped.
+which `ledger.h` has the idea, and `pace.h` that of its time; `building.py` compiles it on first use
+(a minute) and keeps it under ``~/.cache/penstock``; `devices.py` registers it, `device_module.py`
+is what becomes ``torch.emu``, `recurrent.py` keeps recurrent layers to the CPU's bits, and
+`own_process.py` runs the tests, in a process of their own, and says why. Without a C++ compiler
+they are skipped.
 """
