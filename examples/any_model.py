@@ -1,4 +1,4 @@
-"""Thirty ordinary models, each trained by the README's five lines and on one device.
+"""Thirty-one ordinary models, each trained by the README's five lines and on one device.
 
     python -m examples.any_model              # all, a table
     python -m examples.any_model GPT-2 U-Net  # some

@@ -367,6 +367,43 @@ def test_a_weight_that_is_no_parameter_any_more_is_used():
         assert torch.equal(stage.forward(0, torch.ones(1, 3), step).value, torch.full((1, 2), 3.0))
 
 
+def test_a_weight_in_front_of_the_parameter_is_used():
+    layer = nn.Linear(3, 2, bias=False)
+    vars(layer)["weight"] = torch.ones(2, 3)
+    stage = stage_of(layer, nn.ReLU())
+    for step in range(2):
+        assert torch.equal(stage.forward(0, torch.ones(1, 3), step).value, torch.full((1, 2), 3.0))
+
+
+@pytest.mark.parametrize(("owner", "name"), [(nn.Linear, "forward"), (nn.Module, "__call__")])
+def test_what_replaces_calls_of_all_layers_is_called(monkeypatch, owner, name):
+    stage, calls = stage_of(nn.Linear(3, 3), nn.ReLU()), []
+    original = getattr(owner, name)
+    stage.forward(0, torch.ones(2, 3), 0)
+    monkeypatch.setattr(
+        owner, name, lambda self, *args: calls.append(self) or original(self, *args)
+    )
+    for step in range(1, 3):
+        stage.forward(0, torch.ones(2, 3), step)
+    assert sum(type(layer) is nn.Linear for layer in calls) == 2
+
+
+def test_a_profiler_sees_layers_by_name():
+    stage = stage_of(nn.Linear(3, 3), nn.ReLU())
+    for step in range(2):
+        stage.forward(0, torch.ones(2, 3), step)
+    with torch.profiler.profile(with_stack=True, with_modules=True) as profiled:
+        stage.forward(0, torch.ones(2, 3), 2)
+    assert any("nn.Module: Linear" in event.name for event in profiled.events())
+
+
+def test_a_scripted_layer_runs_for_each_microbatch():
+    stage = stage_of(torch.jit.script(nn.Linear(3, 3)), nn.ReLU())
+    for microbatch in range(3):
+        value = stage.forward(microbatch, wanting(torch.ones(2, 3)), 0).value
+        stage.backward(microbatch, [torch.ones_like(value)])
+
+
 def test_a_layer_whose_forward_was_replaced_may_overwrite_what_it_is_given():
     """As other libraries replace it; the leaf where its gradient will be is not given away."""
     layer = nn.Linear(3, 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -97,6 +98,10 @@ _HOOKS_OF_ALL = (
 )  # fmt: skip
 
 
+# Others replace these for all modules.
+_CALL, _LINEAR_FORWARD = nn.Module.__call__, nn.Linear.forward
+
+
 def _linear(parameters: Mapping[str, Any], value: Tensor) -> Tensor:
     """What ``nn.Linear`` does, without looking for its parameters as for any attribute."""
     return F.linear(value, parameters["weight"], parameters["bias"])
@@ -118,7 +123,8 @@ class DirectCalls(NamedTuple):
     @classmethod
     def of(cls, layers: Iterable[nn.Module]) -> DirectCalls:
         """Look at layers as they are now."""
-        heard = any(_HOOKS_OF_ALL)
+        # A profiler of Python's calls, torch's with modules as well, is to see layers by name.
+        heard = any(_HOOKS_OF_ALL) or sys.getprofile() is not None
         calls = [(layer, layer if heard else _direct(layer)) for layer in layers]
         return cls(calls, getattr(calls[0][1], "func", None) is _linear)
 
@@ -132,7 +138,7 @@ class DirectCalls(NamedTuple):
 def _direct(layer: nn.Module) -> Callable[[Any], Any]:
     """What a call of a layer comes to, but for hooks of all modules."""
     if (
-        type(layer).__call__ is not nn.Module.__call__
+        type(layer).__call__ is not _CALL
         or layer._compiled_call_impl is not None
         or layer._forward_pre_hooks
         or layer._forward_hooks
@@ -140,9 +146,10 @@ def _direct(layer: nn.Module) -> Callable[[Any], Any]:
         or layer._backward_hooks
     ):
         return layer
+    is_torchs = type(layer) is nn.Linear and nn.Linear.forward is _LINEAR_FORWARD
     # A weight that somebody computes stands in its place as a plain attribute.
     has_own = layer._parameters.keys() == {"weight", "bias"}
-    if type(layer) is nn.Linear and has_own and "forward" not in vars(layer):
+    if is_torchs and has_own and vars(layer).keys().isdisjoint({"forward", "weight", "bias"}):
         return partial(_linear, layer._parameters)
     return layer.forward
 

@@ -302,7 +302,8 @@ class TrainedParameters:
     def __call__(self) -> Sequence[Tensor]:
         """Those that the modules hold now."""
         table, name = self._first
-        if not self._held or table.get(name) is not self._held[0]:
+        # By these, since the parameters of torch.jit's modules are no dict.
+        if not self._held or name not in table or table[name] is not self._held[0]:
             held = [
                 (table, name, parameter)
                 for table in self._tables

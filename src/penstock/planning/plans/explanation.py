@@ -140,7 +140,7 @@ def explain(plan: Plan) -> Explanation:
             version_bytes=policy.versions_held(place) * stage.parameter_bytes,
             extra_bytes=stage.parameter_bytes if _has_drift(policy, place) else 0,
             activations_in_flight=in_flight[place.stage],
-            activation_bytes=in_flight[place.stage] * stage.kept_bytes,
+            activation_bytes=stage.bytes_in_flight(in_flight[place.stage]),
             stability_bound=stability_bound(_delay(plan, place)),
             rate_factor=_rate_factor(plan, place.stage),
         )

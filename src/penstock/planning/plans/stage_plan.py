@@ -193,10 +193,14 @@ class StagePlan(Value, frozen=True, kw_only=True):
     @property
     def in_flight_bytes(self) -> int:
         """Bytes that microbatches in flight keep at the worst moment."""
-        if self.recompute == "stage" and self.peak_activations:
+        return self.bytes_in_flight(self.peak_activations)
+
+    def bytes_in_flight(self, count: float) -> int:
+        """Bytes that so many microbatches in flight keep."""
+        if self.recompute == "stage" and count:
             # All but the one that runs again keep their input only.
-            return round(self.peak_activations * self.input_bytes) + self.activation_bytes
-        return round(self.peak_activations * self.kept_bytes)
+            return round(count * self.input_bytes) + self.activation_bytes
+        return round(count * self.kept_bytes)
 
     @property
     def memory_bytes(self) -> int:
