@@ -194,6 +194,9 @@ def test_several_stages_per_rank_and_recomputing_are_counted_by_stage():
     assert [stage.ranks for stage in found.stages] == [(0,), (1,), (0,), (1,)]
     assert all(1 <= stage.activations_in_flight <= 4 for stage in found.stages)
     assert found.stages[3].activations_in_flight <= max(held for _, held in peaks[1]) * 2
+    for stage, planned in zip(found.stages, plan.stages, strict=True):  # but one keeps all
+        inputs = stage.activations_in_flight * planned.input_bytes
+        assert stage.activation_bytes == inputs + planned.activation_bytes
     both_ways = explain(make_plan(make_mlp(), 2, 4, "chimera"))
     assert [stage.ranks for stage in both_ways.stages] == [(0, 1), (0, 1)]
 
