@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from benchmarks.streaming.convolutions import Network, Pace, built, frames, paced, sgd
+from benchmarks.streaming.convolutions import Network, Pace, built, frames, frames_at, paced, sgd
 
 _MOST_WITHIN = 2
 _AGE = 2
@@ -91,10 +91,7 @@ class TwoThreads:
     def latency_seconds(self, count: int, rate: float) -> float:
         """From frame to output, the median of frames that come at a rate."""
         taken = []
-        due = time.perf_counter()
-        for frame, target in frames(count, self._pixels):
-            due += 1 / rate
-            time.sleep(max(0.0, due - time.perf_counter()))
+        for frame, target in frames_at(rate, count, self._pixels):
             self._given.put(_Passing(frame, target, time.perf_counter()))
             taken.append(self._latencies.get())
         return median(taken)

@@ -61,6 +61,15 @@ def frames(count: int, pixels: int) -> Iterator[tuple[Tensor, Tensor]]:
     return islice(cycle((frame, target) for frame, target in pairs), count)
 
 
+def frames_at(rate: float, count: int, pixels: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same, each when it is due where so many come in a second."""
+    due = time.perf_counter()
+    for pair in frames(count, pixels):
+        due += 1 / rate
+        time.sleep(max(0.0, due - time.perf_counter()))
+        yield pair
+
+
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     """Of every stage."""
     return torch.optim.SGD(parameters, lr=RATE)
@@ -114,10 +123,7 @@ class OneDevice:
         """From frame to output, the median of frames that come at a rate, and that it learns from:
         a core that has rested or done other things meanwhile takes longer for its forwards."""
         taken = []
-        due = time.perf_counter()
-        for frame, target in frames(count, self._pixels):
-            due += 1 / rate
-            time.sleep(max(0.0, due - time.perf_counter()))
+        for frame, target in frames_at(rate, count, self._pixels):
             begin = time.perf_counter()
             output = self._model(frame)
             taken.append(time.perf_counter() - begin)

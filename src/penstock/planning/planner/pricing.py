@@ -228,10 +228,8 @@ class SummedSetting:
         """What devices can send together, each no faster than its link; of a card that others share
         they have their part."""
         topology, devices = self.task.topology, self._devices_of(group)
-        everywhere, width = (
-            self._devices_of(ranks),
-            max(map(self.task.devices.num_on_card, devices)),
-        )
+        everywhere = self._devices_of(ranks)
+        width = max(map(self.task.devices.num_on_card, devices))
         own: dict[int, float] = {}
         for device in devices:
             card = topology.cards[device]
