@@ -23,6 +23,8 @@ from tests.kit.accelerator.own_process import (  # noqa: F401 - pytest finds its
 )
 from tests.kit.examples import examples
 
+pytest_plugins = ["tests.kit.stuck"]
+
 # They have no doctests, and load what only their own processes need.
 collect_ignore_glob = ["*/jobs/*"]
 

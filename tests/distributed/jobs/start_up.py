@@ -35,6 +35,9 @@ LONG_SECONDS = 350.0
 STEP_SECONDS = 1.0
 NUM_PIPELINES = 24
 
+_HOLDERS: list[socket.socket] = []
+"""They stay open until the job ends."""
+
 
 class Case(NamedTuple):
     """A job, and what happens to one of its ranks.
@@ -218,13 +221,21 @@ def keep_store(channel) -> None:
     time.sleep(1000)
 
 
+def reserved_port() -> int:
+    """A port for a store that is made later; until then no connection of another job takes it."""
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as stores do, so both may
+    holder.bind(("127.0.0.1", 0))
+    _HOLDERS.append(holder)
+    return holder.getsockname()[1]
+
+
 def started(case: Case) -> tuple[list[int], list[int]]:
     """(ranks that will end, processes that have to be ended)."""
     here, there = socket.socketpair()
     keepers = []
     if case.rank_0_keeps:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
+        port = reserved_port()
     else:
         keepers.append(forked(keep_store, there))
         port = int.from_bytes(here.recv(4), "big")
