@@ -1,4 +1,4 @@
-"""Ends a process whose test is stuck where the test's own timeout cannot end it; a plugin of pytest.
+"""Ends a process whose test is stuck where its timeout cannot end it; a plugin of pytest.
 
 pytest-timeout raises an exception in the main thread, once. One that waits in C does not see it,
 and one that waits for the same thing again on its way out (a pipeline that is closed waits for its
