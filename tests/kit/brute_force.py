@@ -222,7 +222,7 @@ def wide_case(seed: int) -> tuple[LayerGraph, Cluster, int]:
 
 
 def case_of_one_host(seed: int) -> tuple[Task, list[Setting]]:
-    """Devices that share what memory there is, and schedules with several stages per rank."""
+    """Devices that share what memory there is, and all schedules."""
     draw = Random(seed)
     graph = _graph(draw, 6)
     count = draw.choice([2, 2, 3])
@@ -231,7 +231,7 @@ def case_of_one_host(seed: int) -> tuple[Task, list[Setting]]:
     whole = sum(_state(layer) for layer in graph.layers)
     shared = replace(cluster, memory_bytes=int(whole * draw.uniform(1.0, 2.5)))
     task = Task(graph, shared, microbatches)
-    return task, [setting for setting in _built(task, count) if not setting.is_single]
+    return task, [own for own in _built(task, count) if own.num_stages <= task.num_layers]
 
 
 def _case(

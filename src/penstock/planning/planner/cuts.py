@@ -6,10 +6,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from heapq import heappop, heappush
-from itertools import accumulate, combinations, islice, pairwise, product
+from itertools import accumulate, combinations, pairwise, product
 from math import comb, inf
-from typing import NamedTuple
 
 import numpy as np
 
@@ -21,26 +19,20 @@ from penstock.planning.partition.chain import (
     Ints,
     Table,
     balance,
-    lightest,
-    starts_of,
 )
 from penstock.planning.planner.candidate import Candidate
-from penstock.planning.planner.limits import least_excess, worst_excess
+from penstock.planning.planner.limits import least_excess
 from penstock.planning.planner.memory_limits import MemoryLimits
+from penstock.planning.planner.recomputing import FEW_RECOMPUTED, recomputing
 from penstock.planning.planner.request import RecomputeRule
 from penstock.planning.planner.setting import Setting
+from penstock.planning.planner.sharing import sharing
 from penstock.planning.planner.task import Task
 from penstock.planning.plans.stage_plan import RecomputeWay
 
 _MOST_MOVES = 60
-_MOST_PATTERNS = 1_000
-"""Of what all ranks together may recompute."""
-_FEW_OPS = 20_000
 _FEW_WAYS = 20
 """To cut a model, all of which are looked at."""
-FEW_RECOMPUTED = 4
-"""Ways to recompute that are simulated where all ranks share a memory."""
-Recomputes = tuple[RecomputeWay, ...]
 
 _SQUEEZES: dict[RecomputeRule, tuple[RecomputeWay, ...]] = {
     "where-needed": ("none", "stage"),
@@ -70,15 +62,15 @@ def candidates(
     if setting.num_stages > task.num_layers or least_excess(task) > slack:
         return []
     memory = MemoryLimits(task, setting, slack)
-    if setting.is_single:
+    is_shared = bool(task.topology.shared_memories)
+    if setting.is_single and not is_shared:
         chosen = list(_balanced(task, setting, memory, most_seconds))
     else:
         chosen = _of_shared_memory(task, setting, memory, slack, most_seconds)
     fitting = [candidate for candidate in chosen if candidate.excess.num_bytes <= slack]
-    if fitting or not (task.topology.shared_memories or not setting.is_single):
+    if fitting or (setting.is_single and not is_shared):
         return fitting
     others = [] if setting.is_single else _as_needed(_squeezed(task, setting, slack), slack)
-    others += _lightest(task, setting, slack) if task.topology.shared_memories else []
     if slack and has_few_cuts(task, setting.num_stages):  # else who races looks at them
         others += (with_cuts(task, setting, cuts) for _, cuts in ways_to_cut(task, setting))
     return [candidate for candidate in others if candidate.excess.num_bytes <= slack]
@@ -87,176 +79,39 @@ def candidates(
 def _of_shared_memory(
     task: Task, setting: Setting, memory: MemoryLimits, slack: float, most_seconds: float
 ) -> list[Candidate]:
-    """The candidates where several stages of a rank share its memory: cut without regard to it, and
-    cut for even shares of it; with no more recomputing than they need together."""
+    """The candidates where several stages of a rank share its memory, or ranks share one: cut
+    without regard to it, cut for even shares of it, and cut so that all together need little
+    enough; with no more recomputing than they need together."""
     chosen = []
-    most = FEW_RECOMPUTED if task.topology.shared_memories else 1
+    is_shared = bool(task.topology.shared_memories)
+    most = FEW_RECOMPUTED if is_shared else 1
     for candidate in _balanced(task, setting, MemoryLimits(task, setting, slack, shared=False)):
         chosen += recomputing(task, setting, candidate.cuts, slack, most)
         if not chosen or chosen[-1].recomputes != candidate.recomputes:
             chosen += _as_needed(_balanced(task, setting, memory, most_seconds), slack)
+            if is_shared:
+                shared = (
+                    candidate
+                    for beside in _beside(task, setting, _all_hops(task, setting))
+                    for candidate in sharing(task, setting, memory, beside, slack)
+                )
+                chosen += _as_needed(shared, slack, most)
     return list(
         {(candidate.cuts, candidate.recomputes): candidate for candidate in chosen}.values()
     )
 
 
-def _as_needed(wasteful: Iterable[Candidate], slack: float) -> list[Candidate]:
-    """Candidates in whose place others with the same cuts do as well that recompute less."""
+def _as_needed(wasteful: Iterable[Candidate], slack: float, most: int = 1) -> list[Candidate]:
+    """Candidates in whose place others with the same cuts do as well that recompute less.
+
+    Args:
+        most: as for ``recomputing``.
+    """
     return [
         candidate
         for own in wasteful
-        for candidate in recomputing(own.task, own.setting, own.cuts, slack) or [own]
+        for candidate in recomputing(own.task, own.setting, own.cuts, slack, most) or [own]
     ]
-
-
-def recomputing(
-    task: Task, setting: Setting, cuts: tuple[int, ...], slack: float = 0.0, most: int = 1
-) -> list[Candidate]:
-    """Given cuts with no more recomputing than they need: the candidates that fit, but those that
-    recompute all that another one does and more; none where none fits.
-
-    Args:
-        most: how many there are at most; those that recompute for the shortest time come first.
-    """
-    again = setting.recompute if setting.recompute in {"stage", "layers"} else "none"
-    plain = Candidate(task, setting, cuts, (again,) * setting.num_stages)
-    has_room = all(_has_room(plain, rank, slack) for rank in setting.unlike_ranks(task))
-    if has_room and plain.excess.num_bytes <= slack:
-        return [plain]
-    if setting.recompute != "where-needed":
-        return []
-    fitting: list[Candidate] = []
-    for chosen in islice(_combined(_patterns(plain, slack)), _MOST_PATTERNS):
-        how = {stage: way for own in chosen for stage, way in own.how.items()}
-        recomputes = tuple(how[stage] for stage in range(setting.num_stages))
-        held = {rank: held for own in chosen for rank, held in own.held.items()}
-        candidate = replace(plain, recomputes=recomputes)
-        if any(_is_part(less.recomputes, recomputes) for less in fitting):
-            continue
-        if worst_excess(task, setting, held).num_bytes <= slack >= candidate.excess.num_bytes:
-            fitting.append(candidate)
-        if len(fitting) == most:
-            break
-    return fitting
-
-
-class _Pattern(NamedTuple):
-    """What the stages of ranks that have the same ones may recompute.
-
-    Attributes:
-        how: by stage.
-        seconds: that a microbatch then takes such a rank.
-        held: bytes that it then needs, by the ranks' numbers.
-    """
-
-    how: dict[int, RecomputeWay]
-    seconds: float
-    held: dict[int, int]
-
-
-def _combined(choices: Sequence[Sequence[_Pattern]]) -> Iterator[tuple[_Pattern, ...]]:
-    """A pattern for each of some ranks: first those with which no rank works long, and of these
-    those with which all together work least.
-
-    Args:
-        choices: of each rank, those that take least first.
-    """
-
-    def chosen(places: tuple[int, ...]) -> tuple[_Pattern, ...]:
-        return tuple(own[place] for own, place in zip(choices, places, strict=True))
-
-    def promise(places: tuple[int, ...]) -> tuple[float, float]:
-        seconds = [own.seconds for own in chosen(places)]
-        return max(seconds), sum(seconds)
-
-    first = (0,) * len(choices)
-    reached = {first} if all(choices) else set()
-    waiting = [(promise(places), places) for places in reached]
-    while waiting:
-        _, places = heappop(waiting)
-        yield chosen(places)
-        for index, place in enumerate(places):
-            further = (*places[:index], place + 1, *places[index + 1 :])
-            if place + 1 < len(choices[index]) and further not in reached:
-                reached.add(further)
-                heappush(waiting, (promise(further), further))
-
-
-def _patterns(plain: Candidate, slack: float) -> list[list[_Pattern]]:
-    """What the stages of each rank may recompute so that it keeps its limit, that which takes least
-    first; up to the first rank that can keep it in no way."""
-    task, setting = plain.task, plain.setting
-    place = {stage: k for own in setting.schedule.stages_of for k, stage in enumerate(own)}
-    every = range(setting.num_stages)
-    # All ranks try the same at once.
-    tried = {
-        pattern: replace(plain, recomputes=tuple(pattern[place[stage]] for stage in every))
-        for pattern in _every_pattern(setting)
-    }
-    ranks_with: dict[tuple[int, ...], list[int]] = {}
-    for rank in setting.unlike_ranks(task):
-        ranks_with.setdefault(setting.stages_on(rank), []).append(rank)
-    shared = bool(task.topology.shared_memories)
-    choices: list[list[_Pattern]] = []
-    for stages, ranks in ranks_with.items():
-        patterns = {
-            pattern[: len(stages)]: held
-            for pattern, candidate in tried.items()
-            if (held := _held_within(candidate, ranks, slack)) is not None
-        }
-        least = {
-            own: held
-            for own, held in patterns.items()
-            if shared or not any(_is_part(less, own) for less in patterns.keys() - {own})
-        }
-        how = [(dict(zip(stages, own, strict=True)), held) for own, held in least.items()]
-        every_way = (_Pattern(own, _busy_seconds(plain, own), held) for own, held in how)
-        choices.append(sorted(every_way, key=lambda pattern: pattern.seconds))
-        if not how:
-            break
-    return choices
-
-
-def _busy_seconds(plain: Candidate, how: dict[int, RecomputeWay]) -> float:
-    """For how long a microbatch keeps a rank busy with its stages."""
-    task, setting, total = plain.task, plain.setting, 0.0
-    for stage, way in how.items():
-        bounds, devices = plain.cuts[stage : stage + 2], setting.devices_of[stage]
-        pace = task.pace(devices, setting.devices, setting.mode).passes
-        again = task.layers.sum("recompute_seconds", *bounds) if way != "none" else 0.0
-        seconds = sum(task.layers.compute_seconds[slice(*bounds)]) + again
-        total += pace * seconds / setting.replicas_of(stage)
-    return total
-
-
-def _held_within(candidate: Candidate, ranks: Iterable[int], slack: float) -> dict[int, int] | None:
-    """What ranks hold; ``None`` where one of them does not keep its own limit."""
-    if not all(_has_room(candidate, rank, slack) for rank in ranks):
-        return None
-    return {rank: candidate.held_on(rank) for rank in ranks}
-
-
-def _has_room(candidate: Candidate, rank: int, slack: float) -> bool:
-    """Whether a rank keeps its own limit."""
-    limit = candidate.task.devices.limits[candidate.setting.devices[rank]]
-    return limit == inf or candidate.held_on(rank) <= limit + slack
-
-
-def _every_pattern(setting: Setting) -> Iterator[Recomputes]:
-    """What the stages of a rank may recompute: all there is where ops are few, and otherwise the
-    first ones, which hold most."""
-    most = max(map(len, setting.schedule.stages_of))
-    if setting.schedule.num_ops << most <= _FEW_OPS:
-        yield from product(("none", "stage", "layers"), repeat=most)
-    else:
-        for how in ("stage", "layers"):
-            for count in range(most + 1):
-                yield (how,) * count + ("none",) * (most - count)
-
-
-def _is_part(first: Recomputes, second: Recomputes) -> bool:
-    """Whether the second recomputes all that the first does."""
-    return all(own in ("none", other) for own, other in zip(first, second, strict=True))
 
 
 def has_few_cuts(task: Task, num_stages: int) -> bool:
@@ -270,12 +125,7 @@ def ways_to_cut(task: Task, setting: Setting) -> list[tuple[float, tuple[int, ..
     promising first."""
     if setting.versions.asynchronous and task.layers.ties:
         return []
-    paces = [
-        task.num_microbatches
-        * task.pace(devices, setting.devices, setting.mode).passes
-        / setting.replicas_of(stage)
-        for stage, devices in enumerate(setting.devices_of)
-    ]
+    paces = [task.num_microbatches / speed for speed in setting.speeds(task)]
     passes = list(accumulate(task.layers.compute_seconds, initial=0.0))
     ways = []
     for inner in combinations(range(1, task.num_layers), setting.num_stages - 1):
@@ -392,15 +242,10 @@ def _balance(
         longest and (not longest[-1] or sum(longest) < len(costs))
     ):
         return []
-    speeds = [
-        setting.replicas_of(stage) / task.pace(devices, setting.devices, setting.mode).passes
-        for stage, devices in enumerate(setting.devices_of)
-    ]
+    speeds, hops = setting.speeds(task), _all_hops(task, setting)
     *inner, last = range(setting.num_stages)
-    hops = [_hops(task, setting, stage) for stage in inner]
     kinds = [(speeds[stage], memory.kind(stage), id(hops[stage])) for stage in inner]
     kinds.append((speeds[last], memory.kind(last), id(None)))
-    hops.append(np.zeros(len(task.places)))
     # Without limits, cuts depend on speeds and links alone: many schedules share them.
     may_part = not (setting.versions.asynchronous and task.layers.ties)
     are_shared, key = memory.is_free and may_part, tuple(kinds)
@@ -411,7 +256,7 @@ def _balance(
     choices = []
     most = () if are_shared else _most_by_start(task, setting, most_seconds)
     with suppress(PlanError):  # what fits nowhere does so with hops neither
-        extras = _extras(task, setting, memory, speeds, hops)
+        extras = [_with_again(memory, speeds, beside) for beside in _beside(task, setting, hops)]
         for extra, limit in zip(extras, (most, ()), strict=False):
             choices.append(cut(extra=extra, most=limit))
     best = [tuple(task.places[number] for number in cuts) for cuts in dict.fromkeys(choices)]
@@ -420,26 +265,27 @@ def _balance(
     return best
 
 
-def _extras(
-    task: Task,
-    setting: Setting,
-    memory: MemoryLimits,
-    speeds: Sequence[float],
-    hops: Sequence[Floats],
-) -> list[Extra]:
+def _beside(task: Task, setting: Setting, hops: Sequence[Floats]) -> list[Extra]:
     """What stages take besides the seconds of their layers: without hops, and with them, if there
-    are any."""
+    are any. Infinite for layers that may not be a stage."""
 
-    def extra(stage: int, starts: Ints, stops: Ints) -> Table:
-        again = np.zeros(starts.shape)
-        if not memory.is_free:
-            again = memory.again_seconds(stage, len(starts)) / speeds[stage]
-        return again + _split_ties(task, setting, starts)
+    def parting(stage: int, starts: Ints, stops: Ints) -> Table:
+        return np.zeros(starts.shape) + _split_ties(task, setting, starts)
 
     def with_hop(stage: int, starts: Ints, stops: Ints) -> Table:
-        return extra(stage, starts, stops) + 2 * hops[stage]
+        return parting(stage, starts, stops) + 2 * hops[stage]
 
-    return [extra, with_hop] if any(map(any, hops)) else [extra]
+    return [parting, with_hop] if any(map(any, hops)) else [parting]
+
+
+def _with_again(memory: MemoryLimits, speeds: Sequence[float], beside: Extra) -> Extra:
+    """The same, and what stages take longer that must run forward twice."""
+
+    def extra(stage: int, starts: Ints, stops: Ints) -> Table:
+        again = memory.again_seconds(stage, len(starts)) / speeds[stage]
+        return again + beside(stage, starts, stops)
+
+    return beside if memory.is_free else extra
 
 
 def _most_by_start(task: Task, setting: Setting, most_seconds: float) -> Sequence[float]:
@@ -469,32 +315,13 @@ def _longest(setting: Setting, memory: MemoryLimits) -> list[int]:
     return longest
 
 
-def _hops(task: Task, setting: Setting, stage: int) -> Floats:
-    """Seconds from a stage to the next if it ends at each place."""
-    ends = setting.devices_of[stage], setting.devices_of[stage + 1]
-    return task.hops(*ends, in_turns=bool(setting.replicas))
-
-
-def _lightest(task: Task, setting: Setting, slack: float) -> Iterator[Candidate]:
-    """The cuts that need the least memory in all, for ranks that share it."""
-    memory = MemoryLimits(task, setting, slack)
-    count = len(task.places) - 1
-    ties = _split_ties(task, setting, starts_of(count, count + 1))
-
-    def weight(stage: int) -> Table:
-        needed = np.minimum.reduce(memory.lightest(stage))
-        allowed = np.isfinite(memory.again_seconds(stage, count) + ties)
-        return np.where(allowed, setting.replicas_of(stage) * needed, inf)
-
-    chosen = lightest(count, setting.num_stages, weight)
-    if chosen:
-        needs = (
-            [table[stop - start - 1, stop] for table in memory.lightest(stage)]
-            for stage, (start, stop) in enumerate(pairwise(chosen))
-        )
-        least = (memory.ways[int(np.argmin(needed))] for needed in needs)
-        cuts = tuple(task.places[number] for number in chosen)
-        yield Candidate(task, setting, cuts, tuple(least))
+def _all_hops(task: Task, setting: Setting) -> list[Floats]:
+    """Seconds from each stage to the next if it ends at each place; none behind the last one."""
+    hops = [
+        task.hops(ends, following, in_turns=bool(setting.replicas))
+        for ends, following in pairwise(setting.devices_of)
+    ]
+    return [*hops, np.zeros(len(task.places))]
 
 
 def _candidate(

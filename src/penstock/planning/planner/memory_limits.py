@@ -166,11 +166,12 @@ class MemoryLimits:
             known[key] = int(_at_rest(numbers, self._copies[stage], self._sums[stage], how))
         return known[key]
 
-    def lightest(self, stage: int) -> tuple[Table, ...]:
+    def within_limits(self, stage: int) -> tuple[Table, ...]:
         """``num_bytes`` of every way that is allowed, in the order of ``ways``, with whatever there
-        is between two places."""
-        count = len(self._task.places) - 1
-        return tuple(self.num_bytes(stage, how, count) for how in self.ways)
+        is between two places; infinite where it does not fit."""
+        count, limit = len(self._task.places) - 1, self._limits[stage]
+        needed = (self.num_bytes(stage, how, count) for how in self.ways)
+        return tuple(np.where(table <= limit, table, inf) for table in needed)
 
     @property
     def ways(self) -> tuple[RecomputeWay, ...]:

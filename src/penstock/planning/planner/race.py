@@ -13,7 +13,6 @@ from penstock.planning.planner.candidate import Candidate
 from penstock.planning.planner.cuts import (
     candidates,
     has_few_cuts,
-    recomputing,
     refined,
     ways_to_cut,
     with_cuts,
@@ -23,6 +22,7 @@ from penstock.planning.planner.limits import lacks_room, least_busy_seconds, lea
 from penstock.planning.planner.offers import Offer, guided, neighbours, offers
 from penstock.planning.planner.patience import PlanningPatience
 from penstock.planning.planner.promises import FEW_STAGES, Promise, Reaches, by_promise, uniform
+from penstock.planning.planner.recomputing import recomputing
 from penstock.planning.planner.request import Constraints
 from penstock.planning.planner.task import Task
 

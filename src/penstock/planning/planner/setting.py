@@ -146,6 +146,13 @@ class Setting(Terms):
         """How many ranks hold a stage."""
         return self.all_replicas[stage]
 
+    def speeds(self, task: Task) -> tuple[float, ...]:
+        """How many times as fast as a graph's device the devices of each stage are together."""
+        return tuple(
+            self.replicas_of(stage) / task.pace(devices, self.devices, self.mode).passes
+            for stage, devices in enumerate(self.devices_of)
+        )
+
     def reducer_of(self, task: Task) -> ReducerName:
         """How copies of stages sum gradients: as the task says, where there are copies, and where
         the way goes with a pipeline that never flushes."""
