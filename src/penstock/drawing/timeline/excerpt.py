@@ -162,6 +162,16 @@ def steady_part(timeline: Timeline, num_microbatches: int) -> Timeline:
     return replace(part, rhythm=Rhythm(number, (end - begin) / num_microbatches, max(idle, 0.0)))
 
 
+def beginning(part: Excerpt, num_microbatches: int) -> Excerpt:
+    """Of a steady state, what begins while so many microbatches enter it; nothing less of any other
+    part."""
+    if part.rhythm is None:
+        return part
+    hair = 1e-9 * part.makespan
+    fewer = _cut(part, float("-inf"), num_microbatches * part.rhythm.beat - hair, from_zero=False)
+    return replace(fewer, whole=part.whole, shift=part.shift, rhythm=part.rhythm)
+
+
 def shortened_to(title: str, timeline: Timeline, length: float) -> Iterator[Titled]:
     """A timeline, or, if the two leave anything out, what begins in its first ``length`` and what
     begins in its last."""

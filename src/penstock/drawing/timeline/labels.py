@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from penstock.base.units import format_share
+from penstock.base.units import format_share, four_digits
 from penstock.core.schedule.op import COMPUTE, Kind, Op
 from penstock.core.timing.spans import Span
 from penstock.core.timing.timeline import Timeline
@@ -97,10 +97,10 @@ def headline(timeline: Timeline, title: str = "") -> str:
         first, beat, idle = timeline.rhythm
         return (
             f"{name}, {timeline.source}, in its steady state, from microbatch {first} on: "
-            f"one every {beat:.4g}, ranks idle {format_share(idle)}"
+            f"one every {four_digits(beat)}, ranks idle {format_share(idle)}"
         )
     return (
-        f"{name}, {timeline.source}: makespan {whole_of(timeline).makespan:.4g}, "
+        f"{name}, {timeline.source}: makespan {four_digits(whole_of(timeline).makespan)}, "
         f"bubble {format_share(timeline.bubble)}, "
         f"stage bubble {format_share(timeline.stage_bubble)}"
     )

@@ -7,11 +7,12 @@ from math import ceil
 from textwrap import wrap
 from typing import NamedTuple
 
+from penstock.base.units import four_digits
 from penstock.core.schedule.op import Kind
 from penstock.core.timing.spans import BUSY, Span
 from penstock.core.timing.timeline import Timeline
 from penstock.drawing.markup import Titled, longest
-from penstock.drawing.timeline.excerpt import excerpts
+from penstock.drawing.timeline.excerpt import Excerpt, beginning, excerpts
 from penstock.drawing.timeline.labels import READING, Names, headline, without_kind
 from penstock.drawing.timeline.link_rows import LETTERS, LinkRow, label_of, link_rows
 
@@ -22,6 +23,8 @@ _NARROWEST = 20
 
 _OPS_PER_RANK = 20
 """How many are drawn at either end of a timeline that is too long."""
+_WIDE_LABEL = 4
+"""Columns of an op, so that its label has room."""
 _BLANKS = "  "
 """Beside the frame, one on either side."""
 
@@ -73,7 +76,10 @@ def stacked_text(
         widest_grid: how many it may have at most where they do.
         versions, window: as in ``text``; a window says the width, too.
     """
-    shown = excerpts(timelines, _OPS_PER_RANK, from_zero=True)
+    shown = [
+        (title, _readable(timeline, width if window is None else window))
+        for title, timeline in excerpts(timelines, _OPS_PER_RANK, from_zero=True)
+    ]
     named = [(title, timeline, Names(timeline)) for title, timeline in shown]
     drawn = [(timeline, names) for _, timeline, names in named]
     if window is not None:
@@ -87,6 +93,17 @@ def stacked_text(
         pictures.append("\n".join(lines))
     picture = "\n\n".join(pictures)
     return "\n".join([picture, *_wrapped(_READS_MEANS, window)]) if versions else picture
+
+
+def _readable(timeline: Timeline, width: int) -> Timeline:
+    """Of a steady state, whose microbatches look alike, fewer of them, where ops would be narrower
+    than a column; any other timeline itself."""
+    if not isinstance(timeline, Excerpt) or timeline.rhythm is None:
+        return timeline
+    if columns_of_shortest([timeline], width) >= 1:
+        return timeline
+    labelled = _WIDE_LABEL * timeline.rhythm.beat / (_tick([timeline]) or 1)
+    return beginning(timeline, max(int(width / labelled), 1))
 
 
 def _wrapped(line: str, window: int | None) -> list[str]:
@@ -113,7 +130,7 @@ def _name_of(link: LinkRow) -> str:
 
 
 def _peak(timeline: Timeline, rank: int) -> str:
-    return f"peak {timeline.peak_activations[rank]:.4g}"
+    return f"peak {four_digits(timeline.peak_activations[rank])}"
 
 
 def _beside(rows: Iterable[_TextRow]) -> int:

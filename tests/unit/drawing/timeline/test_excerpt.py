@@ -80,7 +80,7 @@ def test_the_titles_say_what_is_left_out_and_the_numbers_are_of_the_whole():
     letters = len(re.findall(r"[FB]\d", picture))
     assert int(total.replace(",", "")) == num_ops == 52_000
     assert int(left_out.replace(",", "")) == num_ops - letters
-    assert picture.count(f"makespan {long().makespan:.4g}, bubble {long().bubble:.1%}") == 2
+    assert picture.count(f"makespan {long().makespan:.0f}, bubble {long().bubble:.1%}") == 2
     assert picture.count("peak 2") == 2
     figure = stacked([("long", long())])
     assert figure.count(f"makespan {long().makespan:.0f} · bubble {long().bubble:.1%}") >= 2
@@ -172,3 +172,12 @@ def test_a_stream_that_is_too_short_is_shown_whole():
     timeline = load_with_versions("pipedream", 3, 12, Costs()).timeline
     assert steady_part(timeline, 6) is timeline
     assert steady_part(timeline, 0) is timeline
+
+
+def test_text_shows_so_much_of_a_steady_state_that_its_labels_can_be_read():
+    part = steady_part(load_with_versions("pipedream", 3, 212, Costs()).timeline, 200)
+    picture = text(part, versions=True, window=80)
+    assert "from microbatch 6 on: one every 3" in " ".join(picture.split())
+    first = next(line for line in picture.splitlines() if line.startswith("rank 0"))
+    assert all(label in first for label in ("F6", "B4", "F9", "B7"))
+    assert "F200" not in picture
