@@ -505,6 +505,8 @@ def test_the_name_of_a_schedule_is_no_file(arguments, message, tmp_path, monkeyp
 def test_an_option_that_others_have_is_known_by_its_name_here(words, meant, monkeypatch, capsys):
     """`--devices` was taken for `--replicas`."""
     monkeypatch.setattr(sys, "argv", ["penstock", *words.split()])
+    # Else click names the command by how these tests are started.
+    monkeypatch.setattr(sys.modules["__main__"], "__package__", None)
     with pytest.raises(SystemExit):
         main()
     assert f"Did you mean '{meant}'?; try penstock" in capsys.readouterr().err
