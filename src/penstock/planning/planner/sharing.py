@@ -25,11 +25,12 @@ class _Choice(NamedTuple):
 
     Attributes:
         seconds: per microbatch; infinite for layers that may not be a stage.
-        num_bytes: on all ranks that have the stage; infinite where one has no room for it.
+        share: of the shared memories, what all ranks that have the stage need of them; infinite
+            where one has no room for it.
     """
 
     seconds: Table
-    num_bytes: Table
+    share: Table
 
 
 def sharing(
@@ -51,7 +52,7 @@ def sharing(
         """The lightest candidate of stages that take so long at most, and how long one does."""
 
         def weights(stage: int) -> list[Table]:
-            return [np.where(own.seconds <= limit, own.num_bytes, inf) for own in choices[stage]]
+            return [np.where(own.seconds <= limit, own.share, inf) for own in choices[stage]]
 
         num_layers = len(task.places) - 1
         cuts = lightest(
@@ -94,14 +95,23 @@ def _choices(
     once = sum(tables[name] for name in _PASSES)
     choices = []
     for stage, speed in enumerate(setting.speeds(task)):
-        other, copies = beside(stage, starts, stops), setting.replicas_of(stage)
+        other, per_byte = beside(stage, starts, stops), _share_per_byte(task, setting, stage)
         passes = [
             once + (0.0 if how == "none" else tables["recompute_seconds"]) for how in memory.ways
         ]
         choices.append(
             [
-                _Choice(seconds / speed + other, copies * needed)
+                _Choice(seconds / speed + other, np.where(needed < inf, per_byte * needed, inf))
                 for seconds, needed in zip(passes, memory.within_limits(stage), strict=True)
             ]
         )
     return choices
+
+
+def _share_per_byte(task: Task, setting: Setting, stage: int) -> float:
+    """What each byte of a stage is of the memories that its ranks share with others."""
+    devices = setting.devices_of[stage]
+    return sum(
+        sum(device in host for device in devices) / limit
+        for host, limit in task.topology.shared_memories
+    )
