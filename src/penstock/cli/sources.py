@@ -21,7 +21,7 @@ from penstock.core.schedule import Schedule, families
 from penstock.core.schedule.check import check
 from penstock.core.schedule.lower import add_update, add_updates
 from penstock.core.schedule.op import Kind
-from penstock.core.schedule.repetition import abridged
+from penstock.core.schedule.repetition import MOST_PARTS, abridged
 from penstock.core.timing.costs import Costs
 from penstock.core.timing.simulator import simulate
 from penstock.core.timing.spans import BUSY, NO_VERSION
@@ -242,7 +242,7 @@ def _abridged(name: str, ranks: int, microbatches: int, costs: Costs) -> Drawabl
     if family in families.SEARCHED:
         return None
     build = partial(_build, name, ranks, costs=costs)
-    short = abridged(build, microbatches, 2 * ranks, most_parts=2)
+    short = abridged(build, microbatches, 2 * ranks, most_parts=MOST_PARTS)
     if short is None:
         return None
     left_out = microbatches - short.num_microbatches

@@ -34,6 +34,8 @@ _CALM = 1
 """Turns that are left to what comes before them."""
 _LONGEST_TURN, _PER_RANK = 256, 8
 """Microbatches of a turn, for which is looked."""
+MOST_PARTS = 16
+"""That a rank goes through one after the other: forwards and backwards of eight stages."""
 
 
 class Repetition(NamedTuple):
@@ -44,7 +46,7 @@ class Repetition(NamedTuple):
         lengths: of each rank, how many ops a turn has.
         turns: how many there are.
         stops: of each rank, the number of the op behind the part in which it does this: behind its
-            last op, or its last forward.
+            last op, its last forward, or the last op of one of its stages.
         microbatches: how many further each turn is than the one before.
         reach: how many turns back the ops are, at most, that those of a turn wait for.
     """
@@ -79,11 +81,14 @@ class Repetition(NamedTuple):
 
 def repetitions_of(columns: Columns) -> tuple[Repetition, ...]:
     """The parts of a schedule that ranks repeat, in their order, worked out once: one part where
-    forwards and backwards take turns, two where all forwards come first; none where nothing
-    repeats, not in a way that is known here, or not often enough to show a pace."""
+    forwards and backwards take turns, two where all forwards come first, more where all
+    microbatches pass one stage of a rank before they pass its next; none where nothing repeats,
+    not in a way that is known here, or not often enough to show a pace."""
     kept = vars(columns)  # as ``needs_of`` keeps what it finds
     if "repetitions" not in kept:
-        parts = [_in_step(columns, part) for part in _parts_of(columns)]
+        own = _parts_of(columns)
+        begins = [columns.first[:-1], *(part.stops for part in own)]
+        parts = [_in_step(columns, part, begin) for part, begin in zip(own, begins, strict=False)]
         kept["repetitions"] = () if None in parts else tuple(parts)
     repetitions: tuple[Repetition, ...] = kept["repetitions"]
     return repetitions
@@ -99,8 +104,8 @@ def abridged(
         build: makes the schedule of any number of microbatches.
         num_microbatches: of the whole one.
         fewest: so many are enough for ``build``, twice as many as there are ranks.
-        most_parts: that ranks may repeat. Where it is two, a later turn of the first one holds more
-            than an earlier one.
+        most_parts: that ranks may repeat. Where there are several, a later turn of forwards holds
+            more than an earlier one.
     """
     few, most = max(_FEWEST, fewest), max(_MOST, _MOST_PER_RANK * fewest)
     while few <= most and num_microbatches >= max(MANY, _TIMES_SHORTER * few):
@@ -183,7 +188,7 @@ def with_turns(schedule: Schedule, repetitions: Sequence[Repetition], more: int)
 def _parts_of(columns: Columns) -> list[Repetition]:
     """As ``repetitions_of``, but that ranks may have turns with different beginnings, so that ops
     wait for some of a later turn."""
-    ways = [[columns.spans()], *_forwards_and_others(columns)]
+    ways = [[columns.spans()], *_one_after_the_other(columns)]
     most = max(_LONGEST_TURN, _PER_RANK * columns.num_ranks)
     longest = min(columns.num_microbatches // _FEWEST_TURNS, most)
     for microbatches in range(1, longest + 1):
@@ -194,17 +199,37 @@ def _parts_of(columns: Columns) -> list[Repetition]:
     return []
 
 
-def _forwards_and_others(columns: Columns) -> Iterator[list[list[Span]]]:
-    """The ops of ranks in two parts, where all forwards come first."""
-    forwards, others = [], []
-    for span in columns.spans():
-        are_forwards = columns.are_of({Kind.FORWARD}, span)
-        count = int(np.count_nonzero(are_forwards))
-        if not are_forwards[:count].all():
+def _one_after_the_other(columns: Columns) -> Iterator[list[list[Span]]]:
+    """The ops of ranks in parts: where all forwards come first, and where all microbatches pass one
+    stage of a rank before they pass its next."""
+    every = columns.spans()
+    forwards = [columns.are_of({Kind.FORWARD}, span) for span in every]
+    counts = [int(np.count_nonzero(own)) for own in forwards]
+    if all(own[:count].all() for own, count in zip(forwards, counts, strict=True)):
+        yield _cut(every, [[count] for count in counts])
+    changes = []
+    for span, own in zip(every, forwards, strict=True):
+        stage = columns.fields(span)[0]
+        changes.append(np.flatnonzero((np.diff(stage) != 0) | (own[1:] != own[:-1])) + 1)
+        if not 1 < len(changes[-1]) < MOST_PARTS or len(changes[-1]) != len(changes[0]):
             return
-        forwards.append(slice(span.start, span.start + count))
-        others.append(slice(span.start + count, span.stop))
-    yield [forwards, others]
+    yield _cut(every, [own.tolist() for own in changes])
+
+
+def _cut(spans: Sequence[Span], places: Sequence[Sequence[int]]) -> list[list[Span]]:
+    """Of each part, the spans of all ranks.
+
+    Args:
+        places: of each rank, where a part ends and the next begins.
+    """
+    ends = [[0, *own, span.stop - span.start] for span, own in zip(spans, places, strict=True)]
+    return [
+        [
+            slice(span.start + own[number], span.start + own[number + 1])
+            for span, own in zip(spans, ends, strict=True)
+        ]
+        for number in range(len(ends[0]) - 1)
+    ]
 
 
 def _repeated(columns: Columns, spans: list[Span], microbatches: int) -> Repetition | None:
@@ -241,9 +266,14 @@ def _longest_run(columns: Columns, span: Span, microbatches: int) -> tuple[int, 
     return begin, length, int(runs[longest]) // length + 1
 
 
-def _in_step(columns: Columns, part: Repetition) -> Repetition | None:
+def _in_step(columns: Columns, part: Repetition, first: Longs) -> Repetition | None:
     """A part in which turns are counted so that no op waits for one of a later turn; ``None`` where
-    one waits for what is outside of them, or where too few are left."""
+    one waits for what is outside of them, or where too few are left.
+
+    Args:
+        first: of each rank, the number of the part's first op. What came through the whole part
+            before, some ranks' numbers of microbatches ago, nobody waits for.
+    """
     begins = _complete(columns, part.begins + _CALM * part.lengths)
     turns = int(((part.ends - begins) // part.lengths).min())
     own = part._replace(begins=begins, turns=turns)
@@ -251,6 +281,7 @@ def _in_step(columns: Columns, part: Repetition) -> Repetition | None:
         return None
     middle = turns // 2
     makers = _awaited(columns, own.ops[middle])
+    makers = makers[makers >= first[columns.rank[makers]]]
     source = columns.rank[makers]
     turn = (makers - begins[source]) // part.lengths[source]
     if ((makers < begins[source]) | (turn > middle)).any():
