@@ -44,6 +44,8 @@ def pytest_collection_finish(session):
         torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     gc.collect()
     gc.freeze()
+    # Traced models are millions of objects, hardly any of which are cycles.
+    gc.set_threshold(20_000, 10, 10)
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import penstock as pk
 from penstock.demo import gpt
 from penstock.trial.reference.single_device import SingleDevice
-from tests.kit.examples import more
+from tests.kit.examples import crossed, more
 from tests.kit.helpers import make_plan, same_order_families
 from tests.kit.one_device import assert_same, same
 from tests.kit.tiny_models import conv_batch, gpt_batch, make_conv_net, make_gpt
@@ -69,8 +69,7 @@ def test_a_gpt_trains_as_on_one_device(schedule, num_ranks):
     train(Case(make_gpt, gpt.loss, gpt_batch, num_ranks), schedule)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("schedule", same_order_families())
+@pytest.mark.parametrize(("schedule", "num_ranks"), crossed(same_order_families(), (2, 4)))
 def test_a_convolutional_net_trains_as_on_one_device(schedule, num_ranks):
     train(Case(make_conv_net, F.cross_entropy, conv_batch, num_ranks), schedule)
 

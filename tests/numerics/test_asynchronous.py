@@ -11,7 +11,7 @@ from torch import nn
 import penstock as pk
 from penstock import versions
 from penstock.trial.reference.delayed_replay import DelayedReplay
-from tests.kit.examples import more
+from tests.kit.examples import crossed, in_turns, more
 from tests.kit.streams import batches, cuts_of, layered_model, plan_for
 
 POLICIES = {
@@ -75,16 +75,16 @@ def assert_equal(engine, replay, exactly=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+RARE = [(1, "sgd"), (2, "adam"), (3, "sgd"), (4, "sgd"), (4, "adam")]
+RARE += [(num_stages, "momentum") for num_stages in (1, 2, 3, 4)]
+
+
 @pytest.mark.parametrize(
-    ("num_stages", "optimizer"),
+    ("policy", "num_stages", "optimizer"),
     [
-        (1, "adam"),
-        (2, "sgd"),
-        (3, "adam"),
-        *(more(num_stages, "sgd") for num_stages in (1, 3, 4)),
-        *(more(num_stages, "adam") for num_stages in (2, 4)),
-        *(more(num_stages, "momentum") for num_stages in (1, 2, 3, 4)),
+        *((policy, 3, "adam") for policy in POLICIES),
+        *in_turns([(policy, *how) for how in ((1, "adam"), (2, "sgd")) for policy in POLICIES], 3),
+        *(more(policy, *how) for how in RARE for policy in POLICIES),
     ],
 )
 def test_training_equals_the_replay_of_its_delays(policy, num_stages, optimizer):
@@ -95,10 +95,16 @@ def test_training_equals_the_replay_of_its_delays(policy, num_stages, optimizer)
     assert_equal(engine, replay, exactly)
 
 
+REPLICATED = ["stash", "latest", "2bw", "stash per minibatch", "pipemare", "pipeoptim"]
+
+
 @pytest.mark.parametrize(
-    "policy", ["stash", "latest", "2bw", "stash per minibatch", "pipemare", "pipeoptim"]
+    ("policy", "replicas"),
+    [
+        *crossed(REPLICATED, ("2-1", "1-2"), thorough=("stash",)),
+        *(more(policy, how) for policy in REPLICATED for how in ("3-1", "2-1-1", "2-2")),
+    ],
 )
-@pytest.mark.parametrize("replicas", ["2-1", "1-2", *map(more, ("3-1", "2-1-1", "2-2"))])
 def test_replicated_stages_equal_the_replay(policy, replicas):
     plan = plan_for(POLICIES[policy], None, microbatches=4, replicas=replicas)
     for sizes in (SIZES, (8,), (7, 5, 8)):

@@ -9,7 +9,7 @@ import penstock as pk
 from penstock import versions
 from penstock.base.errors import InputError, StageError
 from penstock.trial.reference.delayed_replay import DelayedReplay
-from tests.kit.examples import more
+from tests.kit.examples import in_turns, more
 from tests.kit.streams import batches, cuts_of, layered_model, plan_for
 from tests.numerics.test_asynchronous import OPTIMIZERS, POLICIES
 
@@ -32,20 +32,18 @@ def switching_model():
     return nn.Sequential(*[nn.Sequential(Switch(), nn.Tanh()) for _ in range(4)]).double()
 
 
+SWITCHED = ["stash", "vertical sync", "2bw", "latest", "pipeoptim"]
+USUAL = [(None, "sgd"), (None, "momentum"), ("2-1", "momentum"), ("2-2", "sgd")]
+RARE = [("2-1", "sgd"), ("2-2", "momentum"), ("3-1", "sgd"), ("3-1", "momentum")]
+
+
 @pytest.mark.parametrize(
-    ("replicas", "optimizer"),
+    ("policy", "replicas", "optimizer"),
     [
-        (None, "sgd"),
-        (None, "momentum"),
-        ("2-1", "momentum"),
-        ("2-2", "sgd"),
-        more("2-1", "sgd"),
-        more("2-2", "momentum"),
-        more("3-1", "sgd"),
-        more("3-1", "momentum"),
+        *in_turns([(policy, *how) for policy in SWITCHED for how in USUAL], 3),
+        *(more(policy, *how) for policy in SWITCHED for how in RARE),
     ],
 )
-@pytest.mark.parametrize("policy", ["stash", "vertical sync", "2bw", "latest", "pipeoptim"])
 def test_parameters_without_a_gradient_in_some_updates(policy, replicas, optimizer):
     if policy == "vertical sync" and replicas in ("2-1", "3-1"):
         pytest.skip("vertical sync wants as many replicas of every stage")

@@ -133,7 +133,7 @@ def stays_bounded(num_stages, rate, policy):
         stop_at_nan=False,
     ) as pipeline:
         sizes = []
-        for loss in pipeline.steps([batch] * 40):
+        for loss in pipeline.steps([batch] * 24):
             sizes.append(float(loss))
     return max(sizes[-8:]) < max(sizes[8:16])
 

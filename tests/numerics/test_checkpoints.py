@@ -459,7 +459,7 @@ def test_a_stream_that_saves_and_goes_on_saves_what_it_would_hold_if_it_had_drai
     with pipeline() as going_on:
         losses = [*going_on.steps(data, checkpoints=wanted)]
     assert torch.equal(torch.stack(losses), torch.stack(expected))
-    for step in (2, 4, 6):
+    for step in (2, 6):
         with pipeline() as drained:
             list(drained.steps(data[:step]))
             drained.save(tmp_path / str(step))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,7 @@ from torch import nn
 import penstock as pk
 from penstock import versions
 from tests.kit.awkward_layers import MODELS, WIDTH, linear
+from tests.kit.examples import in_turns
 from tests.kit.live import (
     LEARN,
     PREDICT,
@@ -61,8 +64,10 @@ def assert_same(measured, expected, tolerance=1e-9):
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [*((name, "zb-h1") for name in MODELS), *in_turns([(name, "1f1b") for name in MODELS], 3)],
+)
 def test_awkward_layers(name, schedule):
     assert_same(trained(name, "aot_eager", schedule), trained(name, False, schedule))
 
@@ -73,14 +78,16 @@ def test_every_kind_of_schedule(schedule):
 
 
 @pytest.mark.parametrize(
-    ("name", "recompute"),
-    [
-        (name, how)
-        for name in ("in place", "batch norm", "counting", "skip across", "nested")
-        for how in ("stage", "layers")
-    ],
+    ("name", "recompute", "schedule"),
+    in_turns(
+        itertools.product(
+            ("in place", "batch norm", "counting", "skip across", "nested"),
+            ("stage", "layers"),
+            ("1f1b", "zb-h1"),
+        ),
+        3,
+    ),
 )
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_recomputation(name, recompute, schedule):
     runs = [trained(name, how, schedule, recompute=recompute) for how in ("aot_eager", False)]
     assert_same(*runs)

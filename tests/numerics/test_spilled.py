@@ -146,11 +146,14 @@ def test_schedulers_ties_and_frozen_weights(make, clip):
     assert_alike(ours, theirs)
 
 
-@pytest.mark.parametrize("clip", [None, 0.05])
-@pytest.mark.parametrize("optimizer", [adamw, sgd])
+SPREAD = [(1, None, 1, 0), (5, None, 1, 0), (2, [1], 0, 2), (2, [1, 2, 3], 2, 2), (1, [3], 2, 0)]
+
+
 @pytest.mark.parametrize(
-    ("num_ranks", "cuts", "ahead", "group"),
-    [(1, None, 1, 0), (5, None, 1, 0), (2, [1], 0, 2), (2, [1, 2, 3], 2, 2), (1, [3], 2, 0)],
+    ("clip", "optimizer", "num_ranks", "cuts", "ahead", "group"),
+    in_turns(
+        [(clip, by, *how) for clip in (None, 0.05) for by in (adamw, sgd) for how in SPREAD], 3
+    ),
 )
 def test_accumulation_over_several_calls(clip, optimizer, num_ranks, cuts, ahead, group):
     """Within the budget of steps that update, with optimizers whose state has room in it or not."""

@@ -87,20 +87,24 @@ def _changed_in_functions(tree: ast.Module):
         if isinstance(target, ast.Name)
     }
     changing = {"append", "add", "update", "setdefault", "pop", "clear", "extend", "remove"}
+    if not containers:
+        return
     functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
     for function in functions:
+        nodes = list(ast.walk(function))
         local = {
             node.id
-            for node in ast.walk(function)
+            for node in nodes
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-        } | {argument.arg for argument in ast.walk(function) if isinstance(argument, ast.arg)}
-        for node in ast.walk(function):
+        } | {argument.arg for argument in nodes if isinstance(argument, ast.arg)}
+        of_module = containers - local
+        for node in nodes:
             value = None
             if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
                 value = node.value
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 value = node.func.value if node.func.attr in changing else None
-            if isinstance(value, ast.Name) and value.id in containers - local:
+            if isinstance(value, ast.Name) and value.id in of_module:
                 yield node.lineno
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 
 import click
 import pytest
@@ -14,11 +15,14 @@ from penstock.cli import show
 from penstock.planning.plans import Plan
 from tests.kit.paths import DOCS, ROOT
 
+pytestmark = pytest.mark.xdist_group("terminal")  # they look at the same plans
+
 PLAN = DOCS / "images" / "plan.json"
 GRAPH = ROOT / "tests" / "data" / "pipedream" / "vgg16" / "graph.txt"
 FLEET = DOCS / "images" / "fleet.toml"
 
 
+@cache
 def printed(*words, columns=80):
     result = CliRunner(env={"COLUMNS": str(columns)}).invoke(
         program, [*map(str, words)], catch_exceptions=False

@@ -342,7 +342,6 @@ def test_gradients_are_the_same_to_the_bit_also_of_gradients():
 
 @contextmanager
 def no_collector():
-    gc.collect()
     gc.disable()
     try:
         yield

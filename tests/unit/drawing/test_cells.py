@@ -12,13 +12,13 @@ from penstock.core.timing.fleet_timeline import FleetTimeline, Turn
 from penstock.drawing import Fact, Report, Series, TimelineRecord
 from penstock.interop.pipedream_profiles import read_pipedream_graph
 from penstock.planning.planner import what_if
-from tests.kit.paths import ROOT
+from tests.kit.paths import DOCS, ROOT
 
 SCHEDULE = pk.schedules.build("1f1b", num_ranks=3, num_microbatches=5)
 TIMELINE = pk.simulate(SCHEDULE, pk.Costs())
 LONG = pk.simulate(pk.schedules.build("1f1b", num_ranks=4, num_microbatches=600), pk.Costs())
 GRAPH = read_pipedream_graph(ROOT / "tests/data/pipedream/vgg16/graph.txt")
-PLAN = pk.plan(GRAPH, pk.Cluster.local(2), microbatches=4, schedule="1f1b", stages=2)
+PLAN = pk.Plan.load(DOCS / "images" / "plan.json")
 REPORT = Report(
     title="a run",
     facts=(Fact(label="step", value="3 ms", note="of 5"),),

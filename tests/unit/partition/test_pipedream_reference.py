@@ -63,7 +63,7 @@ def test_cuts_of_the_execution_order_beat_the_linear_and_flat_entries(row):
     never_worse(row, searched(row), "linear_order", "flat_all_links_slow")
 
 
-@pytest.mark.parametrize("row", ROWS, ids=name_of)
+@SOME
 def test_straight_pipelines_are_straight_and_no_worse(row):
     found = searched(row, straight=True, order="any")
     assert set(found.replicas) == {1}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from torch import nn
 from penstock.base.errors import InputError, ModelError, StageError
 from penstock.engine.stage.backends import replaying_on
 from tests.kit.awkward_layers import REFUSED, WIDTH, Scaled, linear
+from tests.kit.examples import in_turns
 from tests.kit.training import pipeline_of, sgd
 
 
@@ -205,9 +207,10 @@ COMPILED_BY_USERS = {
 
 
 @pytest.mark.filterwarnings("ignore:the model was compiled as a whole:RuntimeWarning")
-@pytest.mark.parametrize("compile", [False, "aot_eager"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize("name", COMPILED_BY_USERS)
+@pytest.mark.parametrize(
+    ("name", "schedule", "compile"),
+    in_turns(itertools.product(COMPILED_BY_USERS, ("1f1b", "zb-h1"), (False, "aot_eager")), 3),
+)
 def test_what_users_have_compiled_is_trained(name, schedule, compile):
     def run(wrap):
         torch.manual_seed(0)

@@ -10,7 +10,6 @@ from math import inf
 from typing import NamedTuple
 
 from penstock.planning.planner.candidate import Candidate
-from penstock.planning.planner.limits import worst_excess
 from penstock.planning.planner.setting import Setting
 from penstock.planning.planner.task import Task
 from penstock.planning.plans.stage_plan import RecomputeWay
@@ -40,14 +39,20 @@ def recomputing(
     if setting.recompute != "where-needed":
         return []
     fitting: list[Candidate] = []
-    for chosen in islice(_combined(_patterns(plain, slack)), _MOST_PATTERNS):
+    limits = [limit for _, limit in task.topology.shared_memories]
+    choices = _patterns(plain, slack)
+    has_choice = all(choices)
+    if not has_choice or not _fit_together(list(map(_least_shared, choices)), limits, slack):
+        return []
+    for chosen in islice(_combined(choices), _MOST_PATTERNS):
+        if not _fit_together([own.shared for own in chosen], limits, slack):
+            continue
         how = {stage: way for own in chosen for stage, way in own.how.items()}
         recomputes = tuple(how[stage] for stage in range(setting.num_stages))
-        held = {rank: held for own in chosen for rank, held in own.held.items()}
-        candidate = replace(plain, recomputes=recomputes)
         if any(_is_part(less.recomputes, recomputes) for less in fitting):
             continue
-        if worst_excess(task, setting, held).num_bytes <= slack >= candidate.excess.num_bytes:
+        candidate = replace(plain, recomputes=recomputes)
+        if candidate.excess.num_bytes <= slack:
             fitting.append(candidate)
         if len(fitting) == most:
             break
@@ -60,12 +65,25 @@ class _Pattern(NamedTuple):
     Attributes:
         how: by stage.
         seconds: that a microbatch then takes such a rank.
-        held: bytes that it then needs, by the ranks' numbers.
+        shared: bytes that these ranks then need of each memory that several ranks share.
     """
 
     how: dict[int, RecomputeWay]
     seconds: float
-    held: dict[int, int]
+    shared: tuple[int, ...]
+
+
+def _least_shared(choices: Sequence[_Pattern]) -> tuple[int, ...]:
+    """Bytes that ranks need of each shared memory, whatever they recompute."""
+    return tuple(map(min, zip(*(own.shared for own in choices), strict=True)))
+
+
+def _fit_together(parts: Iterable[tuple[int, ...]], limits: Sequence[float], slack: float) -> bool:
+    """Whether shared memories have room for parts of what is in each of them."""
+    for held, limit in zip(zip(*parts, strict=True), limits, strict=False):
+        if sum(held) > limit + slack:
+            return False
+    return True
 
 
 def _combined(choices: Sequence[Sequence[_Pattern]]) -> Iterator[tuple[_Pattern, ...]]:
@@ -76,19 +94,18 @@ def _combined(choices: Sequence[Sequence[_Pattern]]) -> Iterator[tuple[_Pattern,
         choices: of each rank, those that take least first.
     """
 
-    def chosen(places: tuple[int, ...]) -> tuple[_Pattern, ...]:
-        return tuple(own[place] for own, place in zip(choices, places, strict=True))
+    seconds_of = [[pattern.seconds for pattern in own] for own in choices]
 
     def promise(places: tuple[int, ...]) -> tuple[float, float]:
-        seconds = [own.seconds for own in chosen(places)]
+        seconds = [own[place] for own, place in zip(seconds_of, places, strict=True)]
         return max(seconds), sum(seconds)
 
     first = (0,) * len(choices)
-    reached = {first} if all(choices) else set()
+    reached = {first}
     waiting = [(promise(places), places) for places in reached]
     while waiting:
         _, places = heappop(waiting)
-        yield chosen(places)
+        yield tuple([own[place] for own, place in zip(choices, places, strict=True)])
         for index, place in enumerate(places):
             further = (*places[:index], place + 1, *places[index + 1 :])
             if place + 1 < len(choices[index]) and further not in reached:
@@ -124,11 +141,27 @@ def _patterns(plain: Candidate, slack: float) -> list[list[_Pattern]]:
             if shared or not any(_is_part(less, own) for less in patterns.keys() - {own})
         }
         how = [(dict(zip(stages, own, strict=True)), held) for own, held in least.items()]
-        every_way = (_Pattern(own, _busy_seconds(plain, own), held) for own, held in how)
+        every_way = (
+            _Pattern(own, _busy_seconds(plain, own), _shared(plain, held)) for own, held in how
+        )
         choices.append(sorted(every_way, key=lambda pattern: pattern.seconds))
         if not how:
             break
     return choices
+
+
+def _shared(plain: Candidate, held: dict[int, int]) -> tuple[int, ...]:
+    """Bytes of each memory that several ranks share, of those that some ranks hold."""
+    task, devices = plain.task, plain.setting.devices
+    return tuple(
+        # Who shares layers with a rank shares its host's memory, too.
+        sum(
+            held[rank] * task.devices.num_behind(devices[rank])
+            for rank in held
+            if devices[rank] in host
+        )
+        for host, _ in task.topology.shared_memories
+    )
 
 
 def _busy_seconds(plain: Candidate, how: dict[int, RecomputeWay]) -> float:
