@@ -10,7 +10,7 @@ from penstock.core.timing.simulator import rhythm
 from penstock.drawing.timeline.excerpt import OPS_PER_RANK, excerpts, simulated_to_draw
 from tests.kit.abridged import assert_same_numbers
 
-MANY = 6_000
+MANY = 3_000
 FAMILIES = (
     "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "hanayo", "chimera", "gpipe", "breadth-first",
 )  # fmt: skip

@@ -32,6 +32,9 @@ MOST_BOXES = 20_000
 OPS_PER_RANK = 200
 """How many a figure has at either end of a timeline that is too long, on average."""
 
+_HAIR = 1e-9
+"""Relative: what starts at the same moment, but for rounding, is on one side of a cut."""
+
 MOST_STEADY = 1_000
 """Microbatches of a steady state: all others look like these."""
 
@@ -149,8 +152,7 @@ def steady_part(timeline: Timeline, num_microbatches: int) -> Timeline:
     if num_microbatches < 1 or first < filling:
         return timeline
     (number, begin), (_, end) = begins[first], begins[first + num_microbatches]
-    # What starts at the same moment, but for rounding, belongs to it.
-    hair = 1e-9 * timeline.makespan
+    hair = _HAIR * timeline.makespan
     part = _cut(timeline, begin - hair, end - hair, from_zero=True)
     shown = range(number, number + num_microbatches)
     worked = sum(
@@ -167,7 +169,7 @@ def beginning(part: Excerpt, num_microbatches: int) -> Excerpt:
     part."""
     if part.rhythm is None:
         return part
-    hair = 1e-9 * part.makespan
+    hair = _HAIR * part.makespan
     fewer = _cut(part, float("-inf"), num_microbatches * part.rhythm.beat - hair, from_zero=False)
     return replace(fewer, whole=part.whole, shift=part.shift, rhythm=part.rhythm)
 
@@ -194,7 +196,8 @@ def _parts(title: str, timeline: Timeline, ops_per_rank: int, from_zero: bool) -
     ends = -_nth((_backwards(row.starts) for row in timeline.rows), most)
     if isinstance(timeline, AbridgedTimeline):
         begins, ends = min(begins, timeline.known[0]), max(ends, timeline.known[1])
-    yield from _ends(title, timeline, begins, ends, from_zero)
+    hair = _HAIR * timeline.makespan
+    yield from _ends(title, timeline, begins - hair, ends + hair, from_zero)
 
 
 def _num_ops(timeline: Timeline) -> int:
