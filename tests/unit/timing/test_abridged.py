@@ -12,7 +12,8 @@ from tests.kit.abridged import assert_same_numbers
 
 MANY = 3_000
 FAMILIES = (
-    "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "hanayo", "chimera", "gpipe", "breadth-first",
+    "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "hanayo", "chimera", "gpipe",
+    "breadth-first",
 )  # fmt: skip
 
 
