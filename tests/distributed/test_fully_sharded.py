@@ -14,8 +14,8 @@ JOB = Path(__file__).parent / "jobs" / "fully_sharded.py"
 
 
 CASES = (
-    "one device", more("owners"), "checkpoint", "held", more("counted"), "split", "other ways",
-    "refusals", "anew",
+    "one device", more("one device in every way"), more("owners"), "checkpoint", "held",
+    more("counted"), "split", "other ways", "refusals", "anew",
 )  # fmt: skip
 
 

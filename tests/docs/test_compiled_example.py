@@ -7,9 +7,10 @@ import sys
 import pytest
 
 from examples import compiled_stages
+from tests.kit.examples import more
 
 
-@pytest.mark.parametrize("schedule", ["zb-v", "1f1b"])
+@pytest.mark.parametrize("schedule", ["zb-v", more("1f1b")])
 def test_compiled_stages_give_what_eager_mode_gives(schedule, monkeypatch, capsys):
     options = ["--schedule", schedule, "--backend", "aot_eager", "--steps", "2"]
     monkeypatch.setattr(sys, "argv", ["compiled_stages.py", *options])

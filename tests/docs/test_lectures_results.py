@@ -10,13 +10,13 @@ import torch
 import penstock as pk
 from benchmarks.learning.accuracy import reached
 from benchmarks.learning.runs import Run, Setting
-from benchmarks.lectures import measured, streams, sums
+from benchmarks.lectures import measured, streams, sums, transformers
 from benchmarks.lectures.__main__ import PAGE, sections_of
 from benchmarks.lectures.answer import Answer, never_falls, shown
 from benchmarks.lectures.answers import PARTS
 from benchmarks.lectures.claims import SPEED_UPS
 from benchmarks.lectures.gpipe import transformer_table
-from benchmarks.lectures.transformers import MICROBATCH_ROWS, Sizes, estimated
+from benchmarks.lectures.transformers import Sizes, estimated
 from penstock.demo import GPT, loss
 from penstock.trial.contest import chosen_methods
 from tests.docs.pages import Block, run_command
@@ -50,7 +50,7 @@ def cases():
     return [*quick.values()]
 
 
-@pytest.mark.usefixtures("small_demo")
+@pytest.mark.usefixtures("small_demo", "rehearsed_in_threads")
 @pytest.mark.parametrize("command", cases())
 def test_the_command_of_a_slide_runs(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -113,15 +113,18 @@ def test_a_stream_is_as_fast_as_its_host_issues_kernels():
     assert small.eager[-1] < small.replayed[-1]
 
 
-def test_a_transformer_of_equal_blocks_is_estimated_as_if_each_were():
+def test_a_transformer_of_equal_blocks_is_estimated_as_if_each_were(monkeypatch):
+    sizes = 2, 32  # of microbatches; each takes a second
+    monkeypatch.setattr(transformers, "MICROBATCH_ROWS", sizes)
     short = estimated(Sizes(64, 4, 2), torch.optim.SGD, torch.float16)
     with torch.device("meta"):
         model = GPT(vocabulary=51200, width=64, heads=2, layers=4, context=512).half()
-        tokens = torch.empty(MICROBATCH_ROWS[-1], 512, dtype=torch.long)
+        tokens = torch.empty(sizes[-1], 512, dtype=torch.long)
     whole = pk.estimate(
         model, tokens, targets=tokens, loss=loss, device="v100-sxm2", attention="formula",
-        sizes=MICROBATCH_ROWS[:-1], optimizer=torch.optim.SGD,
+        sizes=sizes[:-1], optimizer=torch.optim.SGD,
     )  # fmt: skip
+    assert len(whole.other_sizes) == 1
     for ours, theirs in zip((short, *short.other_sizes), (whole, *whole.other_sizes), strict=True):
         for own, other in zip(ours.layers, theirs.layers, strict=True):
             assert own.forward_seconds == pytest.approx(other.forward_seconds)

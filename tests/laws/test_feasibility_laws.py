@@ -63,7 +63,7 @@ def test_no_simulated_rank_holds_more_than_its_limit(graph, cluster, request, re
     assert keeps_limits(found, cluster, request.get("memory_bytes"))
 
 
-@settings(max_examples=10, suppress_health_check=list(HealthCheck))
+@settings(examples(6), suppress_health_check=list(HealthCheck))
 @given(graphs(most=4), clusters(most=2), REQUESTS)
 def test_where_nothing_fits_there_is_nothing(graph, cluster, request):
     try:

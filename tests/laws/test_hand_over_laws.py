@@ -12,6 +12,7 @@ import penstock as pk
 from penstock.planning.handover import CAPABILITIES, from_torch_csv, nearest
 from penstock.planning.handover.properties import PROPERTIES
 from penstock.planning.plans import StagePlan
+from tests.kit.examples import examples
 from tests.kit.transformer import llama_names
 
 FAMILIES = (
@@ -63,6 +64,7 @@ def plans(draw):
 
 
 @pytest.mark.parametrize("engine", CAPABILITIES)
+@examples(20)
 @given(plan=plans())
 def test_an_engine_is_given_what_it_performs_or_nothing(engine, plan):
     able = CAPABILITIES[engine]

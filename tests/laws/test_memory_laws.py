@@ -19,7 +19,7 @@ FAMILIES = (
 )  # fmt: skip
 
 
-@examples(15)
+@examples(10)
 @given(
     graph=graphs(most=8),
     cluster=clusters(),

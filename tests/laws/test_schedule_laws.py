@@ -30,7 +30,7 @@ every_family = pytest.mark.parametrize("name", FIXED)
 seconds = st.floats(0.01, 10)
 
 # Lowered, a schedule has several times the ops.
-fewer = examples(12)
+fewer = examples(8)
 fewer_microbatches = st.integers(1, 16)
 
 
@@ -43,6 +43,7 @@ def build(name, p, m):
 
 
 @every_family
+@examples(25)
 @given(p=ranks, m=microbatches)
 def test_each_op_stands_exactly_once(name, p, m):
     schedule = build(name, p, m)

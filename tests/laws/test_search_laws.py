@@ -13,7 +13,7 @@ from penstock.core.schedule.durations import loop, snake
 from penstock.core.schedule.lower import lower
 from penstock.core.schedule.memory import peak_activations, peaks
 from penstock.core.schedule.search import OrderingProblem, whole_ranks
-from tests.kit.examples import TIMES, examples
+from tests.kit.examples import TIMES, examples, more
 from tests.kit.helpers import amounts
 
 FIXED = [name for name in schedules.names() if name not in schedules.SEARCHED]
@@ -114,7 +114,7 @@ def test_the_bound_holds_for_every_fixed_family(p, m, data):
 
 
 def test_within_three_percent_of_the_optimum_on_average():
-    gaps = gaps_to_the_optimum(25 * TIMES)
+    gaps = gaps_to_the_optimum(15 * TIMES)
     mean = sum(gap for gap, *_ in gaps) / len(gaps)
     print(f"zb-auto against optimal: mean gap {mean:.2%}, worst {gaps[0]}")
     assert gaps[-1][0] > -1e-6
@@ -169,7 +169,7 @@ def test_what_it_refuses(options, message):
     ("costs", "kept", "num_microbatches", "authors"),
     [
         ((10.0, 9.9, 7.5, 0.35), 32 / 74, 96, 0.0036),
-        ((10.0, 9.9, 7.5, 0.35), 32 / 74, 128, 0.0027),
+        more((10.0, 9.9, 7.5, 0.35), 32 / 74, 128, 0.0027),
         ((18.5, 18.1, 9.3, 0.6), 0.5, 128, 0.0031),
     ],
 )

@@ -13,6 +13,7 @@ from penstock.core.cluster import Link
 from penstock.core.graph import Layer, LayerGraph
 from penstock.planning.partition import tensor_layouts
 from penstock.planning.partition.tensor import split_layers
+from tests.kit.examples import examples
 from tests.kit.helpers import amounts
 
 KINDS = ("Linear", "ReLU", "LayerNorm", "BatchNorm2d", "Embedding", "Conv2d", "Add")
@@ -210,6 +211,7 @@ def test_all_devices_together_hold_the_model(graph, t, link, m):
         assert after.output_bytes <= before.output_bytes <= t * after.output_bytes
 
 
+@examples(20)
 @given(graph=graphs(most=8, branching=True), t=ranks, m=minibatches, data=st.data())
 def test_a_better_link_is_never_slower(graph, t, m, data):
     speeds = sorted(data.draw(st.lists(st.floats(0.1, 1e4), min_size=2, max_size=2)))

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 import penstock as pk
+import tests.kit.tracing  # noqa: F401 - is loaded once for all ranks
 from penstock.base.errors import RunError
 from penstock.engine.tracing import capture
 from penstock.trial.reference.single_device import SingleDevice

@@ -191,7 +191,7 @@ SERVED = "parameter-server", "1f1b 2-1 never"
 
 def cases(turn: int, every: bool) -> list[tuple[str, str]]:
     """Reducers, and how the plan is besides. Unless it is to be every case, each reducer meets one
-    way, in the next turn another one."""
+    way, and in the first turn only some do."""
     if every:
         return [
             *itertools.product(REDUCERS, COPIED),
@@ -199,7 +199,8 @@ def cases(turn: int, every: bool) -> list[tuple[str, str]]:
             SERVED,
         ]
     ways = itertools.islice(itertools.cycle(COPIED), turn, None)
-    return [*zip(REDUCERS, ways, strict=False), (REDUCERS[0], ALONE[turn]), SERVED]
+    copied = [*zip(REDUCERS, ways, strict=False)]
+    return [*(copied if turn else copied[1::3]), (REDUCERS[0], ALONE[turn]), SERVED]
 
 
 def memory(*, every: bool = False) -> list[str]:

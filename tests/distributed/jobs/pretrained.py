@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from transformers import LlamaForCausalLM  # noqa: F401 - is loaded once for all ranks
 
 import penstock as pk
+import tests.kit.tracing  # noqa: F401 - is loaded once for all ranks
 from penstock.base.errors import FileError, PenstockError
 from penstock.training.checkpoint import pretrained
 from tests.kit.helpers import make_batch, make_mlp, make_plan

@@ -43,6 +43,7 @@ from tests.kit.accelerator import collectives
 from tests.kit.accelerator.devices import register
 from tests.kit.helpers import make_batch, make_mlp, make_plan
 from tests.kit.reducing import replicated
+from tests.kit.sharing import spread
 from tests.kit.training import DEADLINE_SECONDS, adamw
 
 STEPS = 4
@@ -103,6 +104,11 @@ def train(plan, transport, between=lambda step: None, *, in_loop=False, **option
         return pipeline.state_dict()
 
 
+def in_threads(trainings):
+    """The weights after trainings with some (plan, options); each is made by one of the ranks."""
+    return iter(spread([partial(train, plan, "threads", **own) for plan, own in trainings]))
+
+
 @contextmanager
 def apart(wanted, hosts=()):
     """Within, ranks believe to be on hosts of their own, if that is wanted, or on those with these
@@ -134,10 +140,14 @@ def hosts():
         ("sharded", (4,), ((0, 0, 1, 1),), {"in_loop": True}),
         ("parameter-server", (3,), ((0, 0, 1),), {}),
     ]
+    clips = [{key: own for key, own in case[-1].items() if key == "clip_norm"} for case in cases]
+    of_threads = in_threads(
+        (plan_of(model, "owners", (), replicas, own_levels), clip)
+        for (_, replicas, levels, _), clip in zip(cases, clips, strict=True)
+        for own_levels in (levels, ())
+    )
     for way, replicas, levels, options in cases:
-        clip = {key: value for key, value in options.items() if key == "clip_norm"}
-        expected = train(plan_of(model, "owners", (), replicas, levels), "threads", **clip)
-        flat = train(plan_of(model, "owners", (), replicas), "threads", **clip)
+        expected, flat = next(of_threads), next(of_threads)
         if len(levels[0]) > 3 and all(torch.equal(flat[key], expected[key]) for key in flat):
             found.append(f"{levels} add as no levels do")
         plan = plan_of(model, way, (), replicas, levels)
@@ -170,22 +180,22 @@ def same(addresses, pids):
         if step and dist.get_rank() == 0 and pids:
             os.kill(int(pids.pop()), signal.SIGKILL)
 
-    for replicas in ((3,), (1, 2)):
-        for clip in ({}, {"clip_norm": 0.5}):
-            expected = train(plan_of(model, "owners", (), replicas), "threads", **clip)
-            for way in ("owners", "servers", "all-reduce", "sharded"):
-                last = way == "servers" and replicas == (1, 2) and clip
-                plan = plan_of(model, way, addresses, replicas)
-                between = kills if last else lambda step: None
-                more = {"in_loop": way == "sharded", "record": way == "owners", **clip}
-                with apart(replicas == (3,)):
-                    got = train(plan, "process-group", between, **more)
-                found += exchanged(timelines.pop()) if (way, replicas) == ("owners", (3,)) else []
-                for key, value in got.items():
-                    if way == "all-reduce":
-                        torch.testing.assert_close(value, expected[key])
-                    elif not torch.equal(value, expected[key]):
-                        found.append(f"{way} {replicas} {clip}: {key}")
+    settings = [*product(((3,), (1, 2)), ({}, {"clip_norm": 0.5}))]
+    of_threads = in_threads((plan_of(model, "owners", (), own), clip) for own, clip in settings)
+    for (replicas, clip), expected in zip(settings, of_threads, strict=True):
+        for way in ("owners", "servers", "all-reduce", "sharded"):
+            last = way == "servers" and replicas == (1, 2) and clip
+            plan = plan_of(model, way, addresses, replicas)
+            between = kills if last else lambda step: None
+            more = {"in_loop": way == "sharded", "record": way == "owners", **clip}
+            with apart(replicas == (3,)):
+                got = train(plan, "process-group", between, **more)
+            found += exchanged(timelines.pop()) if (way, replicas) == ("owners", (3,)) else []
+            for key, value in got.items():
+                if way == "all-reduce":
+                    torch.testing.assert_close(value, expected[key])
+                elif not torch.equal(value, expected[key]):
+                    found.append(f"{way} {replicas} {clip}: {key}")
     return found
 
 

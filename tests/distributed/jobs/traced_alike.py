@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import penstock as pk
+import tests.kit.tracing  # noqa: F401 - is loaded once for all ranks
 from penstock.base.errors import PenstockError
 from tests.kit.helpers import make_batch
 from tests.kit.training import sgd

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, inf
 
+from penstock.base.kept import kept
 from penstock.base.units import count_of
 from penstock.core.graph import Contention
 from penstock.core.schedule import Schedule
@@ -123,6 +124,7 @@ class Candidate(CutSetting):
         held = bytes_of_ranks(self.stages, setting.with_recomputes(self._run_twice))
         return {rank: held[setting.scheduled(rank)] for rank in setting.first_ranks}
 
+    @kept
     def tensor_bytes_on(self, rank: int) -> int:
         """Predicted bytes of tensors on a rank where microbatches are whole, without a walk through
         all ops for each way to cut the model."""
