@@ -5,9 +5,9 @@
 Cases: ``one device`` compares in float64 with plain torch, over schedules and options, ``one device
 in every way`` with weights gathered for either time; ``owners`` with copies that keep all weights;
 ``checkpoint`` goes on from one layout in another; ``refusals`` asks for what cannot be; ``held``
-weighs what ranks keep; ``split`` has backwards in two halves; ``other ways`` lets copies go back through different layers;
-in ``VICTIM dies`` or ``VICTIM raises`` a rank ends, or one of its layers; ``anew`` builds the next pipeline behind a failure. Each rank
-reports in ``report-<rank>.json``.
+weighs what ranks keep; ``split`` has backwards in two halves; ``other ways`` lets copies go back
+through different layers; in ``VICTIM dies`` or ``VICTIM raises`` a rank ends, or one of its layers;
+``anew`` builds the next pipeline behind a failure. Each rank reports in ``report-<rank>.json``.
 """
 
 from __future__ import annotations
