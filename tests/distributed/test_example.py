@@ -7,7 +7,7 @@ import re
 import runpy
 import sys
 
-from tests.kit.launch import forked
+from tests.kit.launch import forked, torchrun
 from tests.kit.paths import ROOT
 
 SCRIPT = ROOT / "examples" / "train_lm.py"
@@ -23,7 +23,7 @@ def test_the_example_gives_the_same_losses_both_ways(tmp_path, monkeypatch, caps
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), *SMALL, "--draw", str(picture)])
     runpy.run_path(str(SCRIPT), run_name="__main__")
     threads = losses(capsys.readouterr().out)
-    processes = forked(SCRIPT, 2, *SMALL, reports=False)
+    processes = torchrun(SCRIPT, 2, *SMALL, reports=False)
     assert processes.returncode == 0, processes.output
     assert len(threads) == 2
     assert losses(processes.output) == threads
