@@ -5,16 +5,19 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from penstock import Cluster, Device, Layer, LayerGraph, Plan, Tier, plan, replan
 from penstock.base.errors import FileError, InputError, PlanError
-from penstock.core.schedule.op import FETCHES, LEAVES
+from penstock.core.schedule.op import FETCHES, LEAVES, Kind, Op
 from penstock.planning.planner.spilling import _counts, _even_cuts
 from penstock.planning.planner.task import Task
+from penstock.planning.plans.seconds import seconds_of_ranks
 from penstock.planning.plans.spilling import bytes_of_spilled_ranks, traffic, with_residence
 from tests.kit.command_line import run
 from tests.kit.examples import examples
@@ -103,6 +106,38 @@ def test_with_more_memory_fewer_forwards_run_twice():
     assert shares == sorted(shares, reverse=True) and shares[0] > shares[-1]
     seconds = [one.step_seconds for one in found]
     assert seconds == sorted(seconds, reverse=True)
+
+
+def test_passes_lose_what_moving_and_new_pages_cost_and_updates_only_their_pages():
+    """With a tier that takes no time, so that the step is what is computed."""
+    graph, most = model(*[4] * 8, activation=3 * MIB), 4
+    limits = {"microbatches": most, "memory_bytes": 80 * MIB, "spill": "always"}
+    free = plan(graph, one_device(Tier(kind="host")), **limits)
+    speeds = {"moved_bytes_per_second": 1e9, "new_bytes_per_second": 4e9}
+    beside = replace(free, spill=replace(free.spill, moved_bytes_per_second=1e9))
+    lost, costs = replace(free, spill=replace(free.spill, **speeds)).costs, beside.costs
+    weights, twice = 32 * MIB, [stage.recompute == "stage" for stage in free.stages]
+    assert any(twice) and not all(twice)
+    assert beside.step_seconds - free.step_seconds == pytest.approx(7 * weights / 1e9)
+    for index, stage in enumerate(free.stages):
+        op, kept = partial(Op, index, microbatch=0), stage.kept_bytes / 4e9
+        own = {kind: costs.duration(op(kind)) - free.costs.duration(op(kind)) for kind in PASSES}
+        assert own[Kind.UPDATE] == 0
+        assert own[Kind.FORWARD] == pytest.approx(stage.parameter_bytes / most / 1e9)
+        back = own[Kind.BACKWARD] + own[Kind.RECOMPUTE]
+        assert back == pytest.approx(6 * stage.parameter_bytes / most / 1e9)
+        assert (own[Kind.RECOMPUTE] > 0) is twice[index]
+        new = {kind: lost.duration(op(kind)) - costs.duration(op(kind)) for kind in PASSES}
+        assert new[Kind.UPDATE] == pytest.approx(2 * stage.parameter_bytes / 4e9)
+        makes = Kind.RECOMPUTE if twice[index] else Kind.FORWARD
+        assert {kind for kind in PASSES if new[kind] > 1e-12} == {makes, Kind.UPDATE}
+        assert new[makes] == pytest.approx(kept)
+    (parts,) = seconds_of_ranks(beside)
+    assert parts.tiers == pytest.approx(7 * weights / 1e9)
+    assert parts.bubble == pytest.approx(0, abs=1e-9)
+
+
+PASSES = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.UPDATE)
 
 
 def test_a_slow_disk_is_waited_for_and_a_fast_one_is_not():

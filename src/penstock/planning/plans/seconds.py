@@ -23,7 +23,8 @@ from penstock.core.schedule import Kind, Op
 from penstock.core.schedule.columns import CODES
 from penstock.planning.plans.plan import Plan
 from penstock.planning.plans.prediction import Prediction
-from penstock.planning.plans.stage_plan import StagePlan
+from penstock.planning.plans.spilling import Spill
+from penstock.planning.plans.stage_plan import StagePlan, costs_of
 
 _AT_ONCE = Tier()
 """A tier that takes no time."""
@@ -121,12 +122,12 @@ def slowest_of(ranks: Sequence[SecondsOfRank]) -> int:
 
 
 def _work_of(plan: Plan, rank: int) -> SecondsOfRank:
-    parts = SecondsOfRank()
+    parts, costs = SecondsOfRank(), costs_of(plan.stages)
     schedule, updates = plan.placement, plan.updates_per_minibatch
     for index in schedule.stages_of[rank]:
         stage, counts = plan.stages[index], _microbatches(plan, rank, index)
         passes = sum(counts.values())
-        took = sum(plan.costs.duration(Op(index, kind, 0)) * n for kind, n in counts.items())
+        took = sum(costs.duration(Op(index, kind, 0)) * n for kind, n in counts.items())
         again = stage.again_seconds * counts[Kind.RECOMPUTE]
         if stage.recompute == "layers":  # as parts of backwards
             again = stage.again_seconds * (counts[Kind.BACKWARD] + counts[Kind.BACKWARD_INPUT])
@@ -184,6 +185,6 @@ def _without_tiers(prediction: Prediction) -> Prediction:
     spill, offload = prediction.spill, prediction.offload
     return replaced(
         prediction,
-        spill=spill and replace(spill, tier=_AT_ONCE),
+        spill=spill and Spill(tier=_AT_ONCE, memory_bytes=spill.memory_bytes, ahead=spill.ahead),
         offload=offload and replace(offload, tier=_AT_ONCE),
     )

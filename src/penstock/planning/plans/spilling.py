@@ -271,20 +271,24 @@ def spilled_costs(
     costs: Costs, stages: Sequence[StagePlan], spill: Spill, schedule: Schedule
 ) -> Costs:
     """The costs of a plan with those of its transfers: each on its own, and what compute loses by
-    them and by new pages, which counts as a part of the stage's update.
+    them and by new pages, in the ops that lose it.
 
     Args:
         schedule: with the recomputes that the stages want.
     """
     weights = [stage.parameter_bytes for stage in stages]
     state = [stage.optimizer_bytes for stage in stages]
-    tier = spill.tier
-    lost = _lost_seconds(stages, spill, schedule)
+    tier, lost = spill.tier, list(_lost_seconds(stages, spill, schedule))
+
+    def with_lost(kind: Kind) -> list[float]:
+        return [costs.duration(Op(stage, kind, 0)) + own[kind] for stage, own in enumerate(lost)]
+
     return replace(
         costs,
-        update=[
-            stage.update_seconds + seconds for stage, seconds in zip(stages, lost, strict=True)
-        ],
+        forward=with_lost(Kind.FORWARD),
+        recompute=with_lost(Kind.RECOMPUTE),
+        backward=with_lost(Kind.BACKWARD),
+        update=with_lost(Kind.UPDATE),
         fetch=[*map(tier.read_seconds, weights)],
         fetch_state=[*map(tier.read_seconds, state)],
         leave=[*map(tier.write_seconds, weights)],
@@ -292,23 +296,35 @@ def spilled_costs(
     )
 
 
-def _lost_seconds(stages: Sequence[StagePlan], spill: Spill, schedule: Schedule) -> Iterator[float]:
-    """What each stage's compute loses in a step."""
+def _lost_seconds(
+    stages: Sequence[StagePlan], spill: Spill, schedule: Schedule
+) -> Iterator[dict[Kind, float]]:
+    """What each op of each stage loses: passes by what moves meanwhile, and whoever makes what is
+    kept, or what an update makes, by new pages."""
     limit, pages = spill.memory_bytes, spill.new_bytes_per_second
     goes_back = (
         limit
         and pages
         and limit < max(bytes_of_spilled_ranks(stages, schedule, spill, keeps_freed=True))
     )
+    by_moving = 1 / spill.moved_bytes_per_second if spill.moved_bytes_per_second else 0.0
+    by_pages = 1 / pages if goes_back else 0.0
     for stage in stages:
-        # Weights come twice, and go once with the state.
-        moved = 3 * stage.parameter_bytes + 2 * stage.optimizer_bytes
-        seconds = moved / spill.moved_bytes_per_second if spill.moved_bytes_per_second else 0.0
-        if goes_back:
-            # What an update makes for each weight, and what each microbatch keeps.
-            new = 2 * stage.parameter_bytes + schedule.num_microbatches * stage.kept_bytes
-            seconds += new / pages
-        yield seconds
+        twice = stage.recompute == "stage"
+        # Weights come for the forwards, and again for the backwards, behind which they go with
+        # the state that came for the update.
+        coming = stage.parameter_bytes / schedule.num_microbatches * by_moving
+        rest = 2 * (stage.parameter_bytes + stage.optimizer_bytes) / schedule.num_microbatches
+        again = stage.again_seconds if twice else 0.0
+        back = stage.backward_input_seconds + stage.backward_weight_seconds
+        share = again / (again + back) if again else 0.0
+        kept = stage.kept_bytes * by_pages
+        yield {
+            Kind.FORWARD: coming + (0.0 if twice else kept),
+            Kind.RECOMPUTE: share * rest * by_moving + (kept if twice else 0.0),
+            Kind.BACKWARD: (1 - share) * rest * by_moving,
+            Kind.UPDATE: 2 * stage.parameter_bytes * by_pages,
+        }
 
 
 def traffic(
