@@ -78,6 +78,7 @@ class Minibatch(msgspec.Struct, frozen=True):
             minibatches that train only losses are kept.
         frame: of a frame of a live stream, the number that the caller knows it by.
         more_to_judge: of one that does not train, whether more follow that are evaluated with it.
+        lent: whether inputs are the caller's own, who waits: who takes one takes a copy.
     """
 
     step: int
@@ -98,6 +99,7 @@ class Minibatch(msgspec.Struct, frozen=True):
     listener: FrameListener | None = None
     frame: int | None = None
     more_to_judge: bool = False
+    lent: bool = False
 
     @property
     def num_microbatches(self) -> int:

@@ -256,11 +256,11 @@ class RankWork:
                 mark.updated(stage)
 
     def input(self, unit: int, *, copied: bool) -> Any:
-        """The first stage's input; a copy if the minibatch may have to begin anew, since the
-        first layer may overwrite it."""
+        """The first stage's input; a copy if the minibatch may have to begin anew or is the
+        caller's, since the first layer may overwrite it."""
         number = unit - self._first_unit
         value = self._here(self.minibatch.inputs, self.minibatch.inputs_moments, number)
-        return tree.replace(Tensor, copy_of, value) if copied else value
+        return tree.replace(Tensor, copy_of, value) if copied or self.minibatch.lent else value
 
     def _here(self, values: Sequence[Any], moments: Sequence[torch.Event], number: int) -> Any:
         """A value that the caller has given, on the rank's device."""
