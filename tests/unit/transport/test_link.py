@@ -49,7 +49,8 @@ def test_a_reader_that_sleeps_is_woken_for_every_entry_it_has_not_seen():
     def read():
         while len(seen) < num_entries:
             if reader.has_news():
-                seen.append(reader.take().number)
+                _, _, number, _ = reader.take()
+                seen.append(number)
                 continue
             reader.fall_asleep()
             if not reader.has_news() and not bell.acquire(timeout=300):

@@ -123,12 +123,12 @@ def _code(dtype: torch.dtype) -> int:
 
 def modes_of(modules: Iterable[nn.Module]) -> int:
     """A number that tells which modules are in training mode; 0 if there is none to compare."""
-    modes = bytes(module.training for module in modules)
+    modes = [module.training for module in modules]
     if not modes:
         return Modes.NOT_COMPARED
-    if len({*modes}) == 1:
-        return Modes.TRAINING if modes[0] else Modes.EVALUATION
-    return max(len(Modes), crc32(modes))
+    if all(modes):
+        return Modes.TRAINING
+    return max(len(Modes), crc32(bytes(modes))) if any(modes) else Modes.EVALUATION
 
 
 def data_digest(value: Any) -> int:

@@ -55,20 +55,10 @@ RING_BYTES = -(-_WORD_BYTES * (_FIRST_ENTRY + _WORDS_PER_ENTRY * _NUM_ENTRIES) /
 )
 
 
-class RingEntry(NamedTuple):
-    """One message, as a ring tells of it.
-
-    Attributes:
-        slot: where it lies.
-        tag, number: its edge's tag, and which of the edge's messages it is.
-        layout: the number of its layout among those of its edge, negative if there is a note with
-            it; 0 if all has to be read.
-    """
-
-    slot: int
-    tag: int
-    number: int
-    layout: int
+RingEntry = tuple[int, int, int, int]
+"""One message, as a ring tells of it: the slot where it lies; its edge's tag; which of the edge's
+messages it is; and the number of its layout among those of its edge, negative if there is a note
+with it, 0 if all has to be read."""
 
 
 class RingWriter:
@@ -123,7 +113,7 @@ class RingReader:
         """The next entry, of which there must be news."""
         words, count = self._words, self._num_read
         start = _FIRST_ENTRY + _WORDS_PER_ENTRY * (count % _NUM_ENTRIES)
-        entry = RingEntry(words[start], words[start + 1], words[start + 2], words[start + 3])
+        entry = words[start], words[start + 1], words[start + 2], words[start + 3]
         words[_NUM_READ] = self._num_read = count + 1
         return entry
 

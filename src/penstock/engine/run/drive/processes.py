@@ -66,16 +66,23 @@ class RankReport(NamedTuple):
     peak: Peak | None
     held: HeldVersions | None
 
-    def packed(self) -> tuple[Any, ...]:
-        """The report as it travels."""
+    def packed(self) -> Any:
+        """The report as it travels: mostly there are losses and nothing else, which are one tensor
+        then, and take half as long as a tuple in which the rest is empty."""
+        losses = _packed_losses(self.losses)
+        more = self.outputs or self.metrics or self.peak or self.held
+        if isinstance(losses, Tensor) and self.times is None and not more:
+            return losses
         peak = None if self.peak is None else tuple(self.peak)
         held = None if self.held is None else tuple(self.held)
-        results = _packed_losses(self.losses), self.outputs, self.metrics
+        results = losses, self.outputs, self.metrics
         return self.times, self.versions, self.moved, *results, peak, held
 
     @classmethod
-    def unpacked(cls, packed: tuple[Any, ...]) -> RankReport:
+    def unpacked(cls, packed: Any) -> RankReport:
         """Undo ``packed``."""
+        if isinstance(packed, Tensor):
+            return cls(None, None, None, _unpacked_losses(packed), {}, {}, None, None)
         times, versions, moved, losses, outputs, metrics, peak, held = packed
         peak, held = peak and Peak(*peak), held and HeldVersions(*held)
         own = _unpacked_losses(losses)

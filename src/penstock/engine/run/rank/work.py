@@ -16,7 +16,6 @@ from torch import Tensor
 from penstock.base.errors import InputError, StageError
 from penstock.base.values import shown
 from penstock.core.schedule import Op
-from penstock.engine.device.accelerators import is_on_host
 from penstock.engine.device.crossing import copy_of
 from penstock.engine.device.queue import DeviceQueue
 from penstock.engine.model import tree
@@ -326,14 +325,14 @@ class RankWork:
 
     def _keep_loss(self, number: int, produced: Tensor) -> None:
         # The mean of no terms is NaN, and counts for nothing.
-        looks = self._recipe.stop_at_nan and self.minibatch.trains and self.minibatch.learns
-        looks = looks and bool(self.minibatch.weights[number])
+        minibatch = self.minibatch
+        looks = self._recipe.stop_at_nan and minibatch.trains and minibatch.learns
         # On an accelerator the host would have to wait for it.
-        if looks and is_on_host(produced.device):
+        if looks and minibatch.weights[number] and (produced.is_cpu or produced.is_meta):
             value = produced.item()
             if not math.isfinite(value):
                 remedy = microbatch_graph.NOT_FINITE_REMEDY
-                if all_ignored(self.minibatch.targets[number]):
+                if all_ignored(minibatch.targets[number]):
                     remedy = (
                         f"All labels of this microbatch are {IGNORED}: give Pipeline(…, {REMEDY})"
                     )
