@@ -107,7 +107,7 @@ def test_losses_add_up_to_the_same_where_they_have_travelled(dtypes, beside):
     description, tensors = Codec().describe(report.packed())
     node, _ = Codec().read(description)
     there = RankReport.unpacked(Codec().build(node, iter(tensors)))
-    weights = [0.3] * 7
+    weights = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]
     total = outcome.weighted_sum(there.losses, weights)
     assert torch.equal(total, outcome.weighted_sum(losses, weights))
     assert total.dtype == outcome.weighted_sum(losses, weights).dtype

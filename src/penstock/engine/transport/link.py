@@ -109,9 +109,11 @@ class RingReader:
         """Whether there is an entry."""
         return self._words[_NUM_WRITTEN] != self._num_read
 
-    def take(self) -> RingEntry:
-        """The next entry, of which there must be news."""
+    def next(self) -> RingEntry | None:
+        """The next entry, if there is one."""
         words, count = self._words, self._num_read
+        if words[_NUM_WRITTEN] == count:
+            return None
         start = _FIRST_ENTRY + _WORDS_PER_ENTRY * (count % _NUM_ENTRIES)
         entry = words[start], words[start + 1], words[start + 2], words[start + 3]
         words[_NUM_READ] = self._num_read = count + 1

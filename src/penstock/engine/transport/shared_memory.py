@@ -149,7 +149,7 @@ class SharedMemoryTransport(Transport):
         return frozenset(self._peers)
 
     def send(self, edge: Edge, number: int, value: Any) -> None:
-        peer = self._peer(edge.target)
+        peer = self._peers.get(edge.target) or self._peer(edge.target)
         pool, ring, waiting = peer.pool, peer.outgoing, peer.sending
         value, note = value if type(value) is Noted else (value, b"")
         layout, tensors = self._packer.describe(edge, value)
@@ -219,7 +219,7 @@ class SharedMemoryTransport(Transport):
 
     def recv(self, edge: Edge, number: int, waiting: str) -> Any:
         wanted = (edge, number)
-        peer = self._peer(edge.source)
+        peer = self._peers.get(edge.source) or self._peer(edge.source)
         arrival = self._early.pop(wanted, None)
         if arrival is None:
             if not (self._rings and self._read_rings()):
@@ -295,9 +295,9 @@ class SharedMemoryTransport(Transport):
         while again:
             again = False
             for peer, ring in self._rings:
-                while ring.has_news():
+                while (entry := ring.next()) is not None:
                     anything = True
-                    index, tag, number, layout = ring.take()
+                    index, tag, number, layout = entry
                     slot = peer.remote_slots.get(index)
                     if slot is None:
                         self._read_notices(0)  # the slot itself was told of there, before

@@ -71,7 +71,7 @@ class Forward(UnitStep):
     store: WeightStore | None
 
     def perform(self, work: RankWork) -> None:
-        unit, stage = work.unit(self.unit), self.op.stage
+        unit, stage = work.base_unit + self.unit, self.op.stage
         value = work.pending.values.pop((stage, unit)) if stage else work.input(unit, copied=False)
         skips = work.pending.skips(self.recalled, unit) if self.recalled else {}
         self.hand_on(work, unit, self.compute(work, unit, value, skips))
@@ -171,7 +171,7 @@ class Backward(_Back):
     """B: full backward."""
 
     def perform(self, work: RankWork) -> None:
-        unit = work.unit(self.unit)
+        unit = work.base_unit + self.unit
         made = self.stage.backward(unit, *self.incoming(work, unit))
         self.updater.sums.gathered()
         self.pass_on(work, unit, made)
@@ -214,7 +214,7 @@ class Send(UnitStep):
     wanted_by: int
 
     def perform(self, work: RankWork) -> None:
-        unit, pending = work.unit(self.unit), work.pending
+        unit, pending = work.base_unit + self.unit, work.pending
         held = pending.values if self.forward else pending.gradients
         pending.send(self.edge, unit, held.pop((self.wanted_by, unit)))
 
@@ -236,7 +236,7 @@ class Receive(UnitStep):
     wanted_by: int
 
     def perform(self, work: RankWork) -> None:
-        unit, pending = work.unit(self.unit), work.pending
+        unit, pending = work.base_unit + self.unit, work.pending
         held = pending.values if self.forward else pending.gradients
         held[self.wanted_by, unit] = pending.receive(self.edge, unit, self.waiting)
 

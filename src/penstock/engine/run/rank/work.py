@@ -210,6 +210,7 @@ class RankWork:
     Attributes:
         minibatch, position, waited: as given.
         pending: the stream's.
+        base_unit: the number in the stream of the first unit of the window.
         result: what comes out of it.
         versions: which version of the weights each op read, where there are several.
         failed_on_trust: the first error that was computed with weights on trust; it counts only if
@@ -238,11 +239,11 @@ class RankWork:
         self._marks = stream.marks
         self._seeds = seeds
         self._first_unit = position.first * minibatch.num_slices
-        self._base_unit = position.base * minibatch.num_slices
+        self.base_unit = position.base * minibatch.num_slices
 
     def unit(self, unit: int) -> int:
         """The number in the stream of a unit that is numbered from the beginning of its window."""
-        return self._base_unit + unit
+        return self.base_unit + unit
 
     def numbered(self, op: Op) -> Op:
         """An op with the number of its microbatch in the stream."""
