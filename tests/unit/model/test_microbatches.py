@@ -69,6 +69,7 @@ def test_the_weights_of_a_mean_sum_to_one(rows, count, counts):
     weights = Weighting().of(parts)
     assert sum(weights) == pytest.approx(1.0)
     assert weights == [len(part) / rows for part in parts]
+    assert [*microbatches.shares_of_rows(rows, len(parts))] == weights
     if sum(counts):
         weights = Weighting("mean", torch.tensor).of([*counts])
         assert sum(weights) == pytest.approx(1.0)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import torch
 
 from penstock.engine.model.microbatches import Weighting
@@ -27,6 +30,16 @@ def test_who_cuts_reads_the_callers_autocast_once():
         evaluating = cutter().to_evaluate(rows, step=0)
     assert training.autocast == evaluating.autocast == {"cpu": torch.bfloat16}
     assert cutter().to_train(rows, rows, step=0).autocast == {}
+
+
+def test_only_who_waits_lends_inputs_and_only_where_all_is_in_main_memory():
+    rows = torch.zeros(4, 2)
+    for lends, waits in itertools.product((True, False), repeat=2):
+        cut = replace(cutter(), lends=lends).to_train(rows, rows, step=0, waits=waits)
+        is_lent = lends and waits
+        assert cut.lent == is_lent
+        assert (cut.inputs[0].data_ptr() == rows.data_ptr()) == is_lent
+        assert cut.targets[0].data_ptr() != rows.data_ptr()
 
 
 def test_a_loop_says_whether_more_follow():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from array import array
 from functools import reduce
@@ -11,7 +12,10 @@ import torch
 
 from penstock import Op, Timeline
 from penstock.engine.run import outcome
+from penstock.engine.run.drive.processes import RankReport
+from penstock.engine.run.minibatch import StepResult
 from penstock.engine.run.outcome import RankRecord
+from penstock.engine.transport.wire import Codec
 
 
 def record(*spans, **fields):
@@ -91,3 +95,26 @@ def test_losses_of_double_precision_stay_so():
     losses = {k: torch.tensor(0.1 * k, dtype=torch.float64) for k in range(5)}
     total = outcome.weighted_sum(losses, [0.3] * 5)
     assert torch.equal(total, reduce(operator.add, [losses[k] * 0.3 for k in range(5)]))
+
+
+@pytest.mark.parametrize("dtypes", ["float32", "float64", "bfloat16", "float32 float64"])
+@pytest.mark.parametrize("beside", [{}, {"outputs": {3: torch.ones(2)}}])
+def test_losses_add_up_to_the_same_where_they_have_travelled(dtypes, beside):
+    kinds = itertools.cycle(getattr(torch, name) for name in dtypes.split())
+    losses = {k: torch.randn(()).to(next(kinds)) for k in (3, 1, 6)}
+    report = RankReport.of(StepResult(losses=losses, **beside), records=False, results=True)
+    # As between processes, which know nothing of tuples with names.
+    description, tensors = Codec().describe(report.packed())
+    node, _ = Codec().read(description)
+    there = RankReport.unpacked(Codec().build(node, iter(tensors)))
+    weights = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]
+    total = outcome.weighted_sum(there.losses, weights)
+    assert torch.equal(total, outcome.weighted_sum(losses, weights))
+    assert total.dtype == outcome.weighted_sum(losses, weights).dtype
+    assert there.outputs.keys() == report.outputs.keys()
+
+
+def test_losses_as_numbers_and_others_add_up_in_the_widest_type():
+    losses = {0: 0.5, 1: torch.tensor(0.1, dtype=torch.float64)}
+    total = outcome.weighted_sum(losses, [0.5, 0.5])
+    assert torch.equal(total, torch.tensor(0.25) + losses[1] * 0.5)

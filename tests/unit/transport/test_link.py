@@ -36,8 +36,10 @@ def test_entries_come_once_in_order_and_none_is_overwritten(turns):
             else:
                 assert reader.has_news() == (read < written)
                 if read < written:
-                    assert reader.take() == (read, -read, 2**62 - 1 - read, 7)
+                    assert reader.next() == (read, -read, 2**62 - 1 - read, 7)
                     read += 1
+                else:
+                    assert reader.next() is None
 
 
 def test_a_reader_that_sleeps_is_woken_for_every_entry_it_has_not_seen():
@@ -49,7 +51,8 @@ def test_a_reader_that_sleeps_is_woken_for_every_entry_it_has_not_seen():
     def read():
         while len(seen) < num_entries:
             if reader.has_news():
-                seen.append(reader.take().number)
+                _, _, number, _ = reader.next()
+                seen.append(number)
                 continue
             reader.fall_asleep()
             if not reader.has_news() and not bell.acquire(timeout=300):

@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Self
 
 import torch
@@ -295,6 +296,15 @@ class Weighting:
         if not 0 < total < math.inf or min(counts) < 0:
             raise InputError(f"the weights of the microbatches are {counts}; they must count terms")
         return counts
+
+
+@lru_cache(maxsize=64)
+def shares_of_rows(num_rows: int, num_microbatches: int) -> tuple[float, ...]:
+    """The share of its rows that each microbatch of a minibatch has, as ``split`` cuts it: what
+    ``Weighting.of`` gives where each counts by its rows."""
+    least, more = divmod(num_rows, num_microbatches)
+    sizes = [least + (place < more) for place in range(num_microbatches)]
+    return tuple(float(size) / float(num_rows) for size in sizes)
 
 
 def _terms(weight: Weight, index: int, targets: Any) -> float:

@@ -9,7 +9,7 @@ who reads weights that others train.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
@@ -129,14 +129,6 @@ class RemoteStages:
             )
 
 
-_CALLED_WITH_FORWARD = (
-    "_forward_pre_hooks",
-    "_forward_hooks",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-)
-
-
 class OuterModules:
     """Watches the modules of a model that are in no layer.
 
@@ -172,15 +164,21 @@ class OuterModules:
                 )
 
 
-def _children(module: nn.Module) -> tuple[tuple[str, int], ...]:
-    return tuple((name, id(child)) for name, child in module._modules.items())
+def _children(module: nn.Module) -> tuple[object, ...]:
+    children = module._modules
+    return (*children, *map(id, children.values()))  # before every step: without a frame for each
 
 
-def _hooks(module: nn.Module) -> Iterator[object]:
-    for kind in _CALLED_WITH_FORWARD:
-        for hook in getattr(module, kind).values():
-            if not isinstance(getattr(hook, "__self__", None), RemoteStages):
-                yield hook
+def _hooks(module: nn.Module) -> list[object]:
+    """Those that are called with the forward of a module."""
+    kinds = (
+        module._forward_pre_hooks, module._forward_hooks,
+        module._backward_pre_hooks, module._backward_hooks,
+    )  # fmt: skip
+    if not any(kinds):
+        return []
+    hooks = (hook for kind in kinds for hook in kind.values())
+    return [hook for hook in hooks if not isinstance(getattr(hook, "__self__", None), RemoteStages)]
 
 
 class Built(NamedTuple):

@@ -2,7 +2,9 @@
 
 A first layer may work in place, and a loader may use the same memory for its next batch: neither
 must reach the other. So every microbatch is copied when the caller gives it, once: in main memory
-where it stays there, or straight to the device of the rank.
+where it stays there, or straight to the device of the rank. Where the caller waits until all is
+done, inputs in main memory are copied when the first stage comes to them, so that it begins with
+the first as soon as that is there.
 """
 
 from __future__ import annotations
@@ -103,6 +105,7 @@ class Cutter:
         gives_targets: likewise.
         ignored_labels: looks whether microbatches that count by rows have labels that count for
             nothing.
+        lends: whether ranks may be given inputs of callers who wait: all is in main memory.
     """
 
     num_microbatches: int
@@ -114,11 +117,23 @@ class Cutter:
     gives_inputs: Giver | None = field(default_factory=Giver)
     gives_targets: Giver | None = field(default_factory=Giver)
     ignored_labels: IgnoredLabels = field(default_factory=IgnoredLabels)
+    lends: bool = False
 
     def to_train(
-        self, inputs: Any, targets: Any, *, step: int, share: float = 1.0, updates: bool = True
+        self,
+        inputs: Any,
+        targets: Any,
+        *,
+        step: int,
+        share: float = 1.0,
+        updates: bool = True,
+        waits: bool = False,
     ) -> Minibatch:
         """A minibatch to train on.
+
+        Args:
+            waits: whether whoever gives it waits until it is done, so that inputs in main memory
+                need no copies before ranks come to them.
 
         Raises:
             InputError: inputs and targets do not fit together.
@@ -136,6 +151,7 @@ class Cutter:
             step,
             parts,
             wanted,
+            lends=waits and self.lends,
             weights=weights,
             share=share,
             updates=updates,
@@ -144,10 +160,15 @@ class Cutter:
         )
 
     def _given(
-        self, step: int, parts: Sequence[Any], wanted: Sequence[Any] = (), **options: Any
+        self,
+        step: int,
+        parts: Sequence[Any],
+        wanted: Sequence[Any] = (),
+        lends: bool = False,
+        **options: Any,
     ) -> Minibatch:
         """A minibatch of what was cut, as ranks get it."""
-        parts, inputs_moments = _copied(parts, self.gives_inputs)
+        parts, inputs_moments = _copied(parts, None if lends else self.gives_inputs)
         wanted, targets_moments = _copied(wanted, self.gives_targets)
         self._settle()
         options = {"num_slices": self.num_slices, "autocast": autocast_here(), **options}
@@ -157,6 +178,7 @@ class Cutter:
             wanted,
             inputs_moments=inputs_moments,
             targets_moments=targets_moments,
+            lent=lends,
             **options,
         )
 
@@ -164,14 +186,14 @@ class Cutter:
         """Microbatches, or slices of them, of inputs and targets that fit together."""
         if isinstance(inputs, Microbatches) != isinstance(targets, Microbatches):
             raise InputError("give both inputs and targets as penstock.Microbatches, or neither")
-        if not isinstance(inputs, Microbatches):
-            rows, others = (
-                microbatches.num_rows(value, which)
-                for value, which in ((inputs, "inputs"), (targets, "targets"))
-            )
+        if isinstance(inputs, Microbatches):
+            count = self._count(inputs)
+        else:
+            rows = microbatches.num_rows(inputs, "inputs")
+            others = microbatches.num_rows(targets, "targets")
             if rows != others:
                 raise InputError(f"inputs have {rows} rows, but targets have {others}")
-        count = self._count(inputs)
+            count = min(self.num_microbatches, rows)
         parts, wanted = _cut(inputs, "inputs", count), _cut(targets, "targets", count)
         if self.num_slices > 1:
             _check_lengths(parts, wanted)
@@ -263,13 +285,15 @@ class Cutter:
         weights = self._weights(targets, wanted)
         num_terms = sum(self.weighting.terms(wanted, self.num_slices > 1))
         digests = self._digest(inputs), self._digest(targets)
-        options = {"weights": weights, "trains": False, "digests": digests}
+        options: dict[str, Any] = {"weights": weights, "trains": False, "digests": digests}
         return self._given(step, parts, wanted, **options), num_terms
 
     def _weights(self, targets: Any, parts: list[Any]) -> list[float]:
         """How much each microbatch of some targets counts, or each slice."""
         if self.weighting.counts_rows:
             self.ignored_labels.look(targets, parts)
+            if type(targets) is Tensor and self.num_slices == 1:
+                return [*microbatches.shares_of_rows(targets.shape[0], len(parts))]
         return self.weighting.of(parts, self.num_slices > 1)
 
     def to_evaluate(self, inputs: Any, *, step: int) -> Minibatch:
@@ -390,6 +414,7 @@ def cutter_of(
         plan.placement.weight_copies > 1 and recipe.updates == "minibatch",
         gives_inputs=_giver(here[0], queues, "stage 0, given its inputs"),
         gives_targets=_giver(here[1], queues, f"stage {last}, given its targets"),
+        lends=not queues,
     )
 
 

@@ -100,6 +100,12 @@ class WorkLog:
 
 
 def _size(minibatch: Minibatch) -> _MinibatchSize:
+    inputs = minibatch.inputs
+    if minibatch.num_slices == 1 and {*map(type, inputs)} == {Tensor}:  # as nearly all are
+        shapes = [part.shape for part in inputs]
+        numbers = sum([shape.numel() for shape in shapes])
+        tokens = numbers if _are_tokens(inputs[0]) else None
+        return _MinibatchSize(sum([shape[0] for shape in shapes]), tokens, numbers)
     tensors = [tree.tensors(part) for part in minibatch.inputs]
     rows = sum(num_rows(part, "inputs") for part in minibatch.inputs[:: minibatch.num_slices])
     numbers = sum(own[0].numel() for own in tensors)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -78,6 +78,7 @@ class Minibatch(msgspec.Struct, frozen=True):
             minibatches that train only losses are kept.
         frame: of a frame of a live stream, the number that the caller knows it by.
         more_to_judge: of one that does not train, whether more follow that are evaluated with it.
+        lent: whether inputs are the caller's own, who waits: who takes one takes a copy.
     """
 
     step: int
@@ -98,6 +99,7 @@ class Minibatch(msgspec.Struct, frozen=True):
     listener: FrameListener | None = None
     frame: int | None = None
     more_to_judge: bool = False
+    lent: bool = False
 
     @property
     def num_microbatches(self) -> int:
@@ -193,8 +195,7 @@ class StepResult:
         taken_up(tree.tensors(made) if self.moment is not None else (), self.moment)
 
 
-@contextmanager
-def modes(trains: bool, *, shares: bool = False) -> Iterator[None]:
+def modes(trains: bool, *, shares: bool = False) -> AbstractContextManager[None]:
     """Modes of torch for any thread: gradients where they are wanted; no autocast beside forwards.
 
     Args:
@@ -202,8 +203,13 @@ def modes(trains: bool, *, shares: bool = False) -> Iterator[None]:
     """
     plain = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     if trains and plain and not shares and not autocast_here():
-        yield  # as a thread of a rank always is: to say so again takes as long as a small layer
-        return
+        # As a thread of a rank always is: to say so again takes as long as a small layer.
+        return nullcontext()
+    return _other_modes(trains, shares)
+
+
+@contextmanager
+def _other_modes(trains: bool, shares: bool) -> Iterator[None]:
     inference = torch.inference_mode(False) if trains else nullcontext()
     alone = _waiting_in_backwards() if shares else nullcontext()
     with inference, torch.set_grad_enabled(trains), autocasting({}), alone:

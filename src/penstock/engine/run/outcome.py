@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from penstock.engine.run.drive.processes import RankReport
     from penstock.engine.run.minibatch import StepResult
 
+Loss = Tensor | float
+"""That of one microbatch; a plain number stands for one in single precision and main memory."""
+
 
 class Peak(NamedTuple):
     """The most that a rank held at once during one minibatch.
@@ -223,7 +226,9 @@ class MinibatchOutcome(NamedTuple):
             norm: that of all gradients, if ranks agree on it.
             begins: whether nothing was in flight before.
         """
-        losses = {k: loss for part in parts for k, loss in part.losses.items()}
+        losses: dict[int, Loss] = {}
+        for part in parts:
+            losses.update(part.losses)
         outputs = {k: value for part in parts for k, value in part.outputs.items()}
         together = _on_one_device([outputs[k] for k in sorted(outputs)])
         metrics: dict[str, dict[int, Tensor]] = defaultdict(dict)
@@ -254,19 +259,38 @@ def _on_one_device(values: list[Any]) -> list[Any]:
     return [tree.replace(Tensor, lambda tensor: tensor.to(first), value) for value in values]
 
 
-def weighted_sum(losses: Mapping[int, Tensor], weights: Sequence[float]) -> Tensor | None:
-    """The minibatch's loss, in single precision or better, summed in the microbatches' order."""
+def as_numbers(losses: Iterable[Loss]) -> list[float] | None:
+    """Losses as plain numbers, if all are in single precision and in main memory."""
+    found = []
+    for loss in losses:
+        if isinstance(loss, Tensor):
+            if loss.dtype is not torch.float32 or loss.ndim or not loss.is_cpu:
+                return None
+            found.append(loss.item())
+        else:
+            found.append(loss)
+    return found
+
+
+def weighted_sum(losses: Mapping[int, Loss], weights: Sequence[float]) -> Tensor | None:
+    """The minibatch's loss, in single precision or better, summed in the microbatches' order.
+
+    Args:
+        losses: by microbatch.
+        weights: the factor on each.
+    """
     # The mean of no terms is NaN, and NaN · 0 as well.
     counted = [microbatch for microbatch in sorted(losses) if weights[microbatch]]
     if not counted:
         return None
-    if all(_is_plain(losses[microbatch]) for microbatch in counted):
+    numbers = as_numbers([losses[microbatch] for microbatch in counted])
+    if numbers is not None:
         # The same numbers, one after the other, without two of torch's calls per microbatch: what
         # an array of floats takes is rounded to single precision, and double precision is so much
         # finer that rounding twice is rounding once.
         single = array("f", [weights[microbatch] for microbatch in counted])
-        pairs = zip(counted, single, strict=True)
-        first, *others = array("f", [losses[k].item() * weight for k, weight in pairs])
+        pairs = zip(numbers, single, strict=True)
+        first, *others = array("f", [number * weight for number, weight in pairs])
         total = array("f", [first])
         for term in others:
             total[0] += term
@@ -276,14 +300,12 @@ def weighted_sum(losses: Mapping[int, Tensor], weights: Sequence[float]) -> Tens
     return summed
 
 
-def _at_least_single(loss: Tensor) -> Tensor:
+def _at_least_single(loss: Loss) -> Tensor:
     """A loss, in single precision where it is in less: a sum in bfloat16 has 8 bits."""
+    if not isinstance(loss, Tensor):
+        return torch.full((), loss, dtype=torch.float32, device="cpu")
     is_less = loss.is_floating_point() and loss.dtype.itemsize < torch.float32.itemsize
     return loss.float() if is_less else loss
-
-
-def _is_plain(loss: Tensor) -> bool:
-    return loss.dtype is torch.float32 and not loss.ndim and loss.device.type == "cpu"
 
 
 def timeline(

@@ -272,6 +272,7 @@ class ModelWeights:
         self._terms = terms
         self._divided = {*divided}
         self._weights = self._found(model, layers_of)
+        self._in_parts: list[Weight] | None = None
 
     def __iter__(self) -> Iterator[Weight]:
         return iter(self._weights)
@@ -307,6 +308,7 @@ class ModelWeights:
             weight._replace(parameter=instead.get(id(weight.parameter), weight.parameter))
             for weight in self._weights
         ]
+        self._in_parts = None
         for known in ("groups", "tied_ids"):
             self.__dict__.pop(known, None)
 
@@ -330,7 +332,10 @@ class ModelWeights:
             in_parts: whether members of groups have parts of parameters.
             num_slices: into how many a microbatch's sequence is cut.
         """
-        for weight in self._weights:
+        if self._in_parts is None:  # known before every step: of most models there is none
+            every = in_parts or num_slices > 1
+            self._in_parts = [own for own in self._weights if every or len(own.users) > 1]
+        for weight in self._in_parts:
             accumulated = weight.parameter._post_accumulate_grad_hooks
             if not accumulated and not weight.parameter._backward_hooks:
                 continue

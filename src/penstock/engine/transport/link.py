@@ -55,20 +55,10 @@ RING_BYTES = -(-_WORD_BYTES * (_FIRST_ENTRY + _WORDS_PER_ENTRY * _NUM_ENTRIES) /
 )
 
 
-class RingEntry(NamedTuple):
-    """One message, as a ring tells of it.
-
-    Attributes:
-        slot: where it lies.
-        tag, number: its edge's tag, and which of the edge's messages it is.
-        layout: the number of its layout among those of its edge, negative if there is a note with
-            it; 0 if all has to be read.
-    """
-
-    slot: int
-    tag: int
-    number: int
-    layout: int
+RingEntry = tuple[int, int, int, int]
+"""One message, as a ring tells of it: the slot where it lies; its edge's tag; which of the edge's
+messages it is; and the number of its layout among those of its edge, negative if there is a note
+with it, 0 if all has to be read."""
 
 
 class RingWriter:
@@ -119,11 +109,13 @@ class RingReader:
         """Whether there is an entry."""
         return self._words[_NUM_WRITTEN] != self._num_read
 
-    def take(self) -> RingEntry:
-        """The next entry, of which there must be news."""
+    def next(self) -> RingEntry | None:
+        """The next entry, if there is one."""
         words, count = self._words, self._num_read
+        if words[_NUM_WRITTEN] == count:
+            return None
         start = _FIRST_ENTRY + _WORDS_PER_ENTRY * (count % _NUM_ENTRIES)
-        entry = RingEntry(words[start], words[start + 1], words[start + 2], words[start + 3])
+        entry = words[start], words[start + 1], words[start + 2], words[start + 3]
         words[_NUM_READ] = self._num_read = count + 1
         return entry
 

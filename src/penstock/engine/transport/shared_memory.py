@@ -35,7 +35,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from penstock.base.errors import DeadlineError, PeerError, RunError
 from penstock.engine.transport import slots
@@ -70,12 +70,8 @@ _LONGEST_SLEEP_MILLISECONDS = 100.0
 pretends to be one (an emulator on other cores) one might, and costs no more than this."""
 
 
-class _Arrival(NamedTuple):
-    """A message that nobody has asked for so far."""
-
-    slot: RemoteSlot
-    layout: BlockLayout
-    note: bytes
+_Arrival = tuple[RemoteSlot, BlockLayout, bytes]
+"""A message that nobody has asked for so far, and the note with it."""
 
 
 class SharedMemoryTransport(Transport):
@@ -153,7 +149,7 @@ class SharedMemoryTransport(Transport):
         return frozenset(self._peers)
 
     def send(self, edge: Edge, number: int, value: Any) -> None:
-        peer = self._peer(edge.target)
+        peer = self._peers.get(edge.target) or self._peer(edge.target)
         pool, ring, waiting = peer.pool, peer.outgoing, peer.sending
         value, note = value if type(value) is Noted else (value, b"")
         layout, tensors = self._packer.describe(edge, value)
@@ -223,7 +219,7 @@ class SharedMemoryTransport(Transport):
 
     def recv(self, edge: Edge, number: int, waiting: str) -> Any:
         wanted = (edge, number)
-        peer = self._peer(edge.source)
+        peer = self._peers.get(edge.source) or self._peer(edge.source)
         arrival = self._early.pop(wanted, None)
         if arrival is None:
             if not (self._rings and self._read_rings()):
@@ -244,9 +240,9 @@ class SharedMemoryTransport(Transport):
     def _await(self, wanted: tuple[Edge, int], peer: Peer, waiting: str) -> None:
         # [6] The edge's other messages must not keep the wanted one from being sent.
         self._awaited = wanted[0]
-        for (edge, _), arrival in self._early.items():
+        for (edge, _), (slot, *_) in self._early.items():
             if edge == self._awaited:
-                arrival.slot.take()
+                slot.take()
         try:
             self._wait(lambda: wanted in self._early, peer, waiting)
         finally:
@@ -299,9 +295,9 @@ class SharedMemoryTransport(Transport):
         while again:
             again = False
             for peer, ring in self._rings:
-                while ring.has_news():
+                while (entry := ring.next()) is not None:
                     anything = True
-                    index, tag, number, layout = ring.take()
+                    index, tag, number, layout = entry
                     slot = peer.remote_slots.get(index)
                     if slot is None:
                         self._read_notices(0)  # the slot itself was told of there, before
@@ -372,10 +368,10 @@ class SharedMemoryTransport(Transport):
             return
         key = edge, number
         if before := self._early.pop(key, None):
-            before.slot.give_back()
+            before[0].give_back()
         if edge == self._awaited:
             slot.take()
-        self._early[key] = _Arrival(slot, layout, note)
+        self._early[key] = slot, layout, note
 
     def _lose(self, peer: Peer) -> None:
         """The peer is gone; without a farewell it was killed."""
@@ -408,7 +404,7 @@ class SharedMemoryTransport(Transport):
     def discard(self, before: int) -> None:
         self._lowest = max(self._lowest, before)
         for key in [key for key in self._early if key[1] < self._lowest]:
-            self._early.pop(key).slot.give_back()
+            self._early.pop(key)[0].give_back()
         if self._failure and self._failure.number < self._lowest:
             self._failure = None
 

@@ -253,7 +253,7 @@ class Pipeline(PipelineState):
         if targets is None:
             inputs, targets = self._parting.parted(inputs, "the batch")
         minibatch = self._parts.cutter.to_train(
-            inputs, targets, step=self._step, share=share, updates=update
+            inputs, targets, step=self._step, share=share, updates=update, waits=True
         )
         if update:
             self._silence.before()

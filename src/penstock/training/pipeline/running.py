@@ -52,6 +52,8 @@ class RunningPipeline:
         self._accumulates = False
         self._history = History(self.plan.schedule, self.plan.versions.activations)
         self._closed = False
+        # Nearly no model has it, and torch takes long to say of a module what it has not.
+        self._check_captured = getattr(self._model, "check_as_captured", None)
         self._running = threading.Lock()
         self._keeper = Keeper(self._parts, grad_scaler)
         own = self.stages.values() if self.is_first and not self.trains else ()
@@ -82,9 +84,8 @@ class RunningPipeline:
 
     def _check_as_captured(self) -> None:
         """See that a captured model has the attributes that are in its graphs."""
-        check = getattr(self._model, "check_as_captured", None)
-        if check is not None:
-            check()
+        if self._check_captured is not None:
+            self._check_captured()
 
     @contextmanager
     def _exclusively(self) -> Iterator[None]:

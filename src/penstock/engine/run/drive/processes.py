@@ -31,7 +31,7 @@ from penstock.engine.run.drive.driver import (
 )
 from penstock.engine.run.drive.joining import Board
 from penstock.engine.run.minibatch import Minibatch, StepResult, StreamPosition, call_digest_of
-from penstock.engine.run.outcome import MinibatchOutcome, Peak, RankRecord
+from penstock.engine.run.outcome import Loss, MinibatchOutcome, Peak, RankRecord, as_numbers
 from penstock.engine.run.rank.worker import NUMBERS_PER_RUN, Worker, moments_of
 from penstock.engine.transport import Edge, Noted
 from penstock.engine.transport.base import (
@@ -60,28 +60,32 @@ class RankReport(NamedTuple):
     times: Tensor | None
     versions: Tensor | None
     moved: Tensor | None
-    losses: dict[int, Tensor]
+    losses: Mapping[int, Loss]
     outputs: dict[int, Any]
     metrics: dict[str, dict[int, Tensor]]
     peak: Peak | None
     held: HeldVersions | None
 
-    def packed(self) -> tuple[Any, ...]:
-        """The report as it travels."""
+    def packed(self) -> Any:
+        """The report as it travels: mostly there are losses and nothing else, which are one tensor
+        then, and take half as long as a tuple in which the rest is empty."""
+        losses = _packed_losses(self.losses)
+        more = self.outputs or self.metrics or self.peak or self.held
+        if isinstance(losses, Tensor) and self.times is None and not more:
+            return losses
         peak = None if self.peak is None else tuple(self.peak)
         held = None if self.held is None else tuple(self.held)
-        each = [*self.losses.values()]
-        # One tensor travels faster than many.
-        losses = torch.stack(each) if len({loss.dtype for loss in each}) == 1 else each
-        results = [*self.losses], losses, self.outputs, self.metrics
+        results = losses, self.outputs, self.metrics
         return self.times, self.versions, self.moved, *results, peak, held
 
     @classmethod
-    def unpacked(cls, packed: tuple[Any, ...]) -> RankReport:
+    def unpacked(cls, packed: Any) -> RankReport:
         """Undo ``packed``."""
-        times, versions, moved, microbatches, losses, outputs, metrics, peak, held = packed
+        if isinstance(packed, Tensor):
+            return cls(None, None, None, _unpacked_losses(packed), {}, {}, None, None)
+        times, versions, moved, losses, outputs, metrics, peak, held = packed
         peak, held = peak and Peak(*peak), held and HeldVersions(*held)
-        own = dict(zip(microbatches, losses, strict=True))
+        own = _unpacked_losses(losses)
         return cls(times, versions, moved, own, outputs, metrics, peak, held)
 
     @classmethod
@@ -118,6 +122,22 @@ class RankReport(NamedTuple):
             (_KINDS[int(kind)], int(stage), int(number), start, end)
             for kind, stage, number, start, end in rows
         ]
+
+
+def _packed_losses(losses: Mapping[int, Loss]) -> Any:
+    """Losses by microbatch as they travel: in one tensor, which is faster than many values."""
+    numbers = as_numbers(losses.values())
+    if numbers:
+        return torch.tensor([[*losses], numbers], dtype=torch.float64, device="cpu")
+    each = [loss for loss in losses.values() if isinstance(loss, Tensor)]
+    return [*losses], torch.stack(each) if len({loss.dtype for loss in each}) == 1 else each
+
+
+def _unpacked_losses(packed: Any) -> dict[int, Loss]:
+    if isinstance(packed, Tensor):
+        microbatches, numbers = packed.tolist()
+        return dict(zip(map(int, microbatches), numbers, strict=True))
+    return dict(zip(*packed, strict=True))
 
 
 _MOST_SEGMENTS = 64

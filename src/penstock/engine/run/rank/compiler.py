@@ -303,12 +303,14 @@ class _Binder:
         )
 
     def _send(self, op: Op) -> RankStep[RankWork]:
-        return Send(op, self._program.unit(op), self._program.edges[op])
+        forward = op.kind is Kind.SEND_FORWARD
+        wanted_by = op.stage + 1 if forward else op.stage - 1
+        return Send(op, self._program.unit(op), self._program.edges[op], forward, wanted_by)
 
     def _receive(self, op: Op) -> RankStep[RankWork]:
-        return Receive(
-            op, self._program.unit(op), self._program.edges[op], self._program.waiting[op]
-        )
+        edge, waiting = self._program.edges[op], self._program.waiting[op]
+        forward = op.kind is Kind.RECV_FORWARD
+        return Receive(op, self._program.unit(op), edge, waiting, forward, op.stage)
 
     def _freed(self, op: Op) -> RankStep[RankWork]:
         return Freed(op)

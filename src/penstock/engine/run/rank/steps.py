@@ -71,7 +71,7 @@ class Forward(UnitStep):
     store: WeightStore | None
 
     def perform(self, work: RankWork) -> None:
-        unit, stage = work.unit(self.unit), self.op.stage
+        unit, stage = work.base_unit + self.unit, self.op.stage
         value = work.pending.values.pop((stage, unit)) if stage else work.input(unit, copied=False)
         skips = work.pending.skips(self.recalled, unit) if self.recalled else {}
         self.hand_on(work, unit, self.compute(work, unit, value, skips))
@@ -171,7 +171,7 @@ class Backward(_Back):
     """B: full backward."""
 
     def perform(self, work: RankWork) -> None:
-        unit = work.unit(self.unit)
+        unit = work.base_unit + self.unit
         made = self.stage.backward(unit, *self.incoming(work, unit))
         self.updater.sums.gathered()
         self.pass_on(work, unit, made)
@@ -201,29 +201,44 @@ class BackwardWeight(UnitStep):
 @dataclass(frozen=True, slots=True)
 class Send(UnitStep):
     """SEND_F, SEND_B: hand a stage's output, or the gradients of its input, to the rank that has
-    the stage that needs them."""
+    the stage that needs them.
+
+    Attributes:
+        edge: on which it is sent.
+        forward: whether it is an output.
+        wanted_by: the stage that needs it.
+    """
 
     edge: Edge
+    forward: bool
+    wanted_by: int
 
     def perform(self, work: RankWork) -> None:
-        unit, stage, pending = work.unit(self.unit), self.op.stage, work.pending
-        if self.op.kind is Kind.SEND_FORWARD:
-            pending.send(self.edge, unit, pending.values.pop((stage + 1, unit)))
-        else:
-            pending.send(self.edge, unit, pending.gradients.pop((stage - 1, unit)))
+        unit, pending = work.base_unit + self.unit, work.pending
+        held = pending.values if self.forward else pending.gradients
+        pending.send(self.edge, unit, held.pop((self.wanted_by, unit)))
 
 
 @dataclass(frozen=True, slots=True)
 class Receive(UnitStep):
-    """RECV_F, RECV_B: wait for a stage's input, or the gradients of its output."""
+    """RECV_F, RECV_B: wait for a stage's input, or the gradients of its output.
+
+    Attributes:
+        edge: on which it comes.
+        waiting: what waits for what, for errors.
+        forward: whether it is an input.
+        wanted_by: the stage that needs it.
+    """
 
     edge: Edge
     waiting: str
+    forward: bool
+    wanted_by: int
 
     def perform(self, work: RankWork) -> None:
-        unit, pending = work.unit(self.unit), work.pending
-        held = pending.values if self.op.kind is Kind.RECV_FORWARD else pending.gradients
-        held[self.op.stage, unit] = pending.receive(self.edge, unit, self.waiting)
+        unit, pending = work.base_unit + self.unit, work.pending
+        held = pending.values if self.forward else pending.gradients
+        held[self.wanted_by, unit] = pending.receive(self.edge, unit, self.waiting)
 
 
 @dataclass(frozen=True, slots=True)

@@ -328,6 +328,8 @@ class Updater:
     def steps_in_turn(self, stage: int) -> bool:
         """Whether a stage may be stepped bucket by bucket: on a parameter server, with an optimizer
         that needs no gradients but a parameter's own, where nobody clips or shares layers."""
+        if not self.sums.has_any:
+            return False
         recipe = self.recipe
         waits = recipe.needs_agreement or recipe.clip_stage_norm is not None
         return (

@@ -16,7 +16,6 @@ from torch import Tensor
 from penstock.base.errors import InputError, StageError
 from penstock.base.values import shown
 from penstock.core.schedule import Op
-from penstock.engine.device.accelerators import is_on_host
 from penstock.engine.device.crossing import copy_of
 from penstock.engine.device.queue import DeviceQueue
 from penstock.engine.model import tree
@@ -211,6 +210,7 @@ class RankWork:
     Attributes:
         minibatch, position, waited: as given.
         pending: the stream's.
+        base_unit: the number in the stream of the first unit of the window.
         result: what comes out of it.
         versions: which version of the weights each op read, where there are several.
         failed_on_trust: the first error that was computed with weights on trust; it counts only if
@@ -239,11 +239,11 @@ class RankWork:
         self._marks = stream.marks
         self._seeds = seeds
         self._first_unit = position.first * minibatch.num_slices
-        self._base_unit = position.base * minibatch.num_slices
+        self.base_unit = position.base * minibatch.num_slices
 
     def unit(self, unit: int) -> int:
         """The number in the stream of a unit that is numbered from the beginning of its window."""
-        return self._base_unit + unit
+        return self.base_unit + unit
 
     def numbered(self, op: Op) -> Op:
         """An op with the number of its microbatch in the stream."""
@@ -256,11 +256,11 @@ class RankWork:
                 mark.updated(stage)
 
     def input(self, unit: int, *, copied: bool) -> Any:
-        """The first stage's input; a copy if the minibatch may have to begin anew, since the
-        first layer may overwrite it."""
+        """The first stage's input; a copy if the minibatch may have to begin anew or is the
+        caller's, since the first layer may overwrite it."""
         number = unit - self._first_unit
         value = self._here(self.minibatch.inputs, self.minibatch.inputs_moments, number)
-        return tree.replace(Tensor, copy_of, value) if copied else value
+        return tree.replace(Tensor, copy_of, value) if copied or self.minibatch.lent else value
 
     def _here(self, values: Sequence[Any], moments: Sequence[torch.Event], number: int) -> Any:
         """A value that the caller has given, on the rank's device."""
@@ -326,14 +326,14 @@ class RankWork:
 
     def _keep_loss(self, number: int, produced: Tensor) -> None:
         # The mean of no terms is NaN, and counts for nothing.
-        looks = self._recipe.stop_at_nan and self.minibatch.trains and self.minibatch.learns
-        looks = looks and bool(self.minibatch.weights[number])
+        minibatch = self.minibatch
+        looks = self._recipe.stop_at_nan and minibatch.trains and minibatch.learns
         # On an accelerator the host would have to wait for it.
-        if looks and is_on_host(produced.device):
+        if looks and minibatch.weights[number] and (produced.is_cpu or produced.is_meta):
             value = produced.item()
             if not math.isfinite(value):
                 remedy = microbatch_graph.NOT_FINITE_REMEDY
-                if all_ignored(self.minibatch.targets[number]):
+                if all_ignored(minibatch.targets[number]):
                     remedy = (
                         f"All labels of this microbatch are {IGNORED}: give Pipeline(…, {REMEDY})"
                     )
