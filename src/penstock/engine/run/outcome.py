@@ -261,15 +261,15 @@ def _on_one_device(values: list[Any]) -> list[Any]:
 
 def as_numbers(losses: Iterable[Loss]) -> list[float] | None:
     """Losses as plain numbers, if all are in single precision and in main memory."""
-    found = []
+    numbers = []
     for loss in losses:
         if isinstance(loss, Tensor):
             if loss.dtype is not torch.float32 or loss.ndim or not loss.is_cpu:
                 return None
-            found.append(loss.item())
+            numbers.append(loss.item())
         else:
-            found.append(loss)
-    return found
+            numbers.append(loss)
+    return numbers
 
 
 def weighted_sum(losses: Mapping[int, Loss], weights: Sequence[float]) -> Tensor | None:
