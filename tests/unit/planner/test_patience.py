@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 
@@ -14,12 +16,36 @@ from penstock.planning.planner import choices, race, what_if
 from penstock.planning.planner.objective import PartsOfCluster
 from penstock.planning.planner.patience import PlanningPatience
 from penstock.planning.planner.why import CUT_SHORT
+from tests.kit.launch import ENVIRONMENT
 from tests.kit.planning import chain, devices
 
 # Who wakes a search may meet a callback of the interpreter's, which nothing can leave.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 GRAPH = chain(12, parameter_bytes=1000)
+
+PROFILED = """
+import cProfile, sys
+from penstock.planning.planner.patience import PlanningPatience
+
+def search():
+    while True:
+        try:
+            turns()
+        except BaseException:
+            if sys.argv[1] == "heard":
+                raise
+            break
+
+def turns():
+    for _ in range(1_000_000):
+        pass
+
+patience = PlanningPatience(0.0, print)
+assert not patience.spend(search, lambda: True) or sys.argv[1] == "swallowed"
+with cProfile.Profile():
+    turns()
+"""
 
 
 def test_ctrl_c_gives_the_best_so_far(monkeypatch):
@@ -258,3 +284,13 @@ def test_a_large_memory_is_found_wherever_it_is_listed():
         )
         cluster = Cluster(devices=roomy)
         assert plan(heavy, cluster, microbatches=2, replicas=(1, 1)).num_ranks == 2
+
+
+@pytest.mark.parametrize("end", ["heard", "swallowed"])
+def test_who_was_woken_can_be_profiled(end):
+    """Python 3.11 never got past the first instruction of a function that was profiled."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROFILED, end],
+        env=ENVIRONMENT, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr

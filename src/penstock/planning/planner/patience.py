@@ -20,6 +20,8 @@ from penstock.base.units import format_seconds, format_share
 
 _LOOKS_SECONDS = 0.1
 """After so long somebody looks whether a search that has an answer has time left."""
+_LISTENS = 10
+"""Turns of a loop, before each of which Python looks whether something is to be raised."""
 _LEAST_SECONDS, _MOMENT_SECONDS = 10.0, 0.3
 """For the explanation of an answer that was soon there, and where there is no time left."""
 _IN_VAIN = 0.75
@@ -194,8 +196,14 @@ class _Waker:
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._left.set()
-        if self._has_rung:  # it may not have been heard yet
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(self._sleeper, None)
+        if self._has_rung:
+            # It may not have been heard yet, so it is heard now. Taken back, it would leave CPython
+            # before 3.13 looking for it at every call from then on, for good where one is profiled.
+            try:
+                for _turn in range(_LISTENS):
+                    pass
+            except OutOfPatience:
+                pass
 
     def _watch(self) -> None:
         while not self._left.wait(_LOOKS_SECONDS):
