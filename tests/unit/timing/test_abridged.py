@@ -37,6 +37,16 @@ def test_what_is_drawn_is_the_same(family, costs):
             assert [held for _, held in curve] == [held for _, held in same]
 
 
+@pytest.mark.parametrize(("stages", "hop"), [(2, 200.0), (4, 40.0), (7, 25.0)])
+def test_a_wait_between_two_stages_of_a_rank_is_not_longer_than_in_the_whole(stages, hop):
+    """Of few microbatches it may be: they do not hide the messages that many do."""
+    schedule = schedules.build(
+        "breadth-first", num_ranks=8, num_microbatches=1_337, stages_per_rank=stages
+    )
+    costs = Costs(1.0, 1.0, 1.0, hop=hop)
+    assert_same_numbers(simulated_to_draw(schedule, costs), simulate(schedule, costs))
+
+
 def test_without_a_rhythm_every_op_is_simulated(monkeypatch):
     monkeypatch.setattr(rhythm, "_MOST_TURNS", 0)
     schedule = schedules.build("1f1b", num_ranks=4, num_microbatches=MANY)

@@ -101,7 +101,10 @@ def _choices(
         ]
         choices.append(
             [
-                _Choice(seconds / speed + other, np.where(needed < inf, per_byte * needed, inf))
+                _Choice(
+                    seconds / speed + other,
+                    per_byte * needed if per_byte else np.where(needed < inf, 0.0, inf),
+                )
                 for seconds, needed in zip(passes, memory.within_limits(stage), strict=True)
             ]
         )

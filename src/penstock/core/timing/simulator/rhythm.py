@@ -22,6 +22,10 @@ from penstock.core.timing.timeline import Timeline
 
 _MOST_TURNS = 10_000
 """Of a schedule that leaves some out, until a rhythm shows."""
+_WITHOUT_SEAMS = 2
+"""Parts, of which none begins with what came through the one before."""
+_ALIKE = 1e-9
+"""Relative: rounding, over all of a step."""
 
 
 class TurnRhythm(NamedTuple):
@@ -96,11 +100,26 @@ def step_in_rhythm(
         rhythms = [*filter(None, (_rhythm_of(part, timeline) for part in parts))]
         is_known = len(rhythms) == len(repetitions)
         rest = left % lcm(*(rhythm.turns for rhythm in rhythms)) if is_known else 0
-        if is_known and not rest:
+        if is_known and not rest and _goes_on(longer, own_costs, timeline, rhythms):
             seconds = (left // rhythm.turns * rhythm.seconds for rhythm in rhythms)
             return StepInRhythm(longer, timeline, parts, left, tuple(seconds))
         more = more + rest if rest else 2 * more + shown
     return None
+
+
+def _goes_on(
+    schedule: Schedule, costs: Costs, timeline: Timeline, rhythms: Sequence[TurnRhythm]
+) -> bool:
+    """Whether about twice as many turns take as much longer as their rhythm says. Where a stage of
+    a rank follows on another, it may wait for messages that more microbatches would hide."""
+    parts = repetitions_of(schedule.columns)
+    if len(parts) <= _WITHOUT_SEAMS:
+        return True
+    beat = lcm(*(rhythm.turns for rhythm in rhythms))
+    turns = -(-min(part.turns for part in parts) // beat) * beat
+    longer = simulate(with_turns(schedule, parts, turns), costs).makespan
+    more = sum(turns // rhythm.turns * rhythm.seconds for rhythm in rhythms)
+    return abs(longer - timeline.makespan - more) <= _ALIKE * longer
 
 
 def _num_ops(repetition: Repetition) -> int:
