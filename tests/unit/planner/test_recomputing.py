@@ -7,7 +7,7 @@ from dataclasses import replace as replaced
 import pytest
 from msgspec.structs import replace
 
-from penstock import LayerGraph
+from penstock import Cluster, Device, Group, LayerGraph, plan
 from penstock.planning.planner.cuts import candidates
 from penstock.planning.planner.offers import Offer
 from penstock.planning.planner.task import Task
@@ -54,3 +54,14 @@ def test_even_shares_of_a_rank_leave_nothing_free_that_would_spare_recomputing()
     setting = Offer("interleaved-1f1b", tuple(range(16)), options=options).setting(task)
     for candidate in candidates(task, setting):
         assert 64 - candidate.recomputes.count("none") <= 44
+
+
+def test_a_device_that_shares_no_memory_stands_beside_those_that_do():
+    """Its stages weigh nothing where cuts are chosen for a shared one, also without any room."""
+    two, alone = devices(2).devices, Device(name="alone", memory_bytes=40 * 2**10)
+    host = Group(name="host", members=tuple(own.name for own in two), memory_bytes=60 * 2**10)
+    cluster = Cluster(devices=(*two, alone), groups=(host,))
+    made = plan(chain(6), cluster, microbatches=4, schedule="1f1b", stages=3)
+    held = dict(zip((own.name for own in made.devices), made.rank_bytes, strict=True))
+    assert held["alone"] <= 40 * 2**10
+    assert sum(held.values()) - held["alone"] <= 60 * 2**10
