@@ -28,8 +28,8 @@ from penstock.core.timing.spans import BUSY, NO_VERSION
 from penstock.core.timing.timeline import Timeline
 from penstock.core.versions import POLICIES, USUAL, Flush, Policy, rounds_of, versions_read
 from penstock.drawing.timeline.excerpt import (
-    MOST_STEADY,
     ends_to_draw,
+    most_steady,
     simulated_to_draw,
     steady_part,
 )
@@ -221,7 +221,7 @@ def load_drawn(
     if isinstance(content, DrawableSource):
         return content, False
     if content is None and USUAL.get(name.partition(":")[0], Flush()).asynchronous:
-        shown = microbatches if whole else min(microbatches, MOST_STEADY)
+        shown = microbatches if whole else min(microbatches, most_steady(ranks))
         source = load_with_versions(name, ranks, _live_length(ranks, shown), costs)
         return source._replace(timeline=steady_part(source.timeline, shown)), True
     if content is None and not whole:

@@ -35,8 +35,9 @@ OPS_PER_RANK = 200
 _HAIR = 1e-9
 """Relative: what starts at the same moment, but for rounding, is on one side of a cut."""
 
-MOST_STEADY = 1_000
-"""Microbatches of a steady state: all others look like these."""
+_MOST_STEADY = 1_000
+_MOST_PER_STAGE = 5
+"""Boxes of a microbatch: forward, backward, update and two messages."""
 
 
 class Rhythm(NamedTuple):
@@ -136,6 +137,11 @@ def excerpts(
         for title, timeline in timelines
         for part in _parts(title, timeline, ops_per_rank, from_zero)
     ]
+
+
+def most_steady(num_ranks: int) -> int:
+    """Microbatches of a steady state that are drawn at most: all others look like these."""
+    return max(min(_MOST_STEADY, MOST_BOXES // (_MOST_PER_STAGE * num_ranks)), 1)
 
 
 def steady_part(timeline: Timeline, num_microbatches: int) -> Timeline:

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from penstock import Costs, Timeline, draw, schedules, simulate
-from penstock.cli.sources import load_with_versions
+from penstock.cli.sources import load_drawn, load_with_versions
 from penstock.core.schedule.op import Kind
 from penstock.core.timing.spans import BUSY
 from penstock.drawing import stacked
@@ -181,3 +181,9 @@ def test_text_shows_so_much_of_a_steady_state_that_its_labels_can_be_read():
     first = next(line for line in picture.splitlines() if line.startswith("rank 0"))
     assert all(label in first for label in ("F6", "B4", "F9", "B7"))
     assert "F200" not in picture
+
+
+@pytest.mark.parametrize("ranks", [4, 8, 30])
+def test_a_long_stream_over_many_ranks_is_drawn_in_its_steady_state(ranks):
+    source, versions = load_drawn("pipedream", ranks, 100_000, Costs())
+    assert "in its steady state" in text(source.shown, versions=versions)
