@@ -3,7 +3,8 @@
 pytest-timeout raises an exception in the main thread, once. One that waits in C does not see it,
 and one that waits for the same thing again on its way out (a pipeline that is closed waits for its
 ranks) is stuck for good, and the run with it. A while later the process says where all of its
-threads are and ends; pytest-xdist reports the test as failed and goes on with the others.
+threads are and ends; pytest-xdist reports the test as failed and ends the run, as it is told
+(`--max-worker-restart=0`): with groups, it waits for ever once it has replaced a worker late.
 """
 
 from __future__ import annotations

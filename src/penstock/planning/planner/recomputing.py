@@ -41,8 +41,7 @@ def recomputing(
     fitting: list[Candidate] = []
     limits = [limit for _, limit in task.topology.shared_memories]
     choices = _patterns(plain, slack)
-    has_choice = all(choices)
-    if not has_choice or not _fit_together(list(map(_least_shared, choices)), limits, slack):
+    if not all(choices) or not _fit_together(map(_least_shared, choices), limits, slack):
         return []
     for chosen in islice(_combined(choices), _MOST_PATTERNS):
         if not _fit_together([own.shared for own in chosen], limits, slack):
